@@ -1,0 +1,1 @@
+"""The one composition that the commands and Python callers use."""

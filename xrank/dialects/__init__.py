@@ -1,0 +1,1 @@
+"""Other systems' terms for layouts, each to and from xrank's."""

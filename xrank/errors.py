@@ -1,0 +1,180 @@
+"""Every error xrank raises, in one tree.
+
+    XrankError
+    ├ UsageError (ValueError) 2         ├ IncompleteError (FileNotFoundError) 3   ├ RankFailedError (RuntimeError) 1
+    │ ├ UnknownFormatError              ├ ContradictionError (ValueError) 4       ├ RankTimeoutError (TimeoutError) 1
+    │ └ OutputExistsError (FileExists…) ├ CorruptError (ValueError) 4             ├ NoSpaceError (OSError) 1
+    ├ LayoutError (ValueError) 2        ├ UnsafeError (UnpicklingError) 4         └ GradientError (RuntimeError) 1
+
+The number is the exit status of the command that meets the error. Each class doubles the built-in that plain
+callers would catch. All of them survive pickling, so a failure can cross process borders whole.
+"""
+
+from __future__ import annotations
+
+from pickle import UnpicklingError
+from typing import Any, ClassVar
+
+__all__ = [
+    "ContradictionError",
+    "CorruptError",
+    "GradientError",
+    "IncompleteError",
+    "LayoutError",
+    "NoSpaceError",
+    "OutputExistsError",
+    "RankFailedError",
+    "RankTimeoutError",
+    "UnknownFormatError",
+    "UnsafeError",
+    "UsageError",
+    "XrankError",
+]
+
+
+class XrankError(Exception):
+    """Is raised for everything xrank refuses or cannot finish; each part that does not apply is None.
+
+    Args:
+        message: what failed, in one line that names the thing.
+        tensor: the tensor's name in the source or the output.
+        rank: the rank concerned.
+        host: the host concerned.
+        file: the file concerned.
+        index_range: the part of the tensor, in words (``"rows 1024-1535"``).
+        got: what was found.
+        want: what had to be found.
+        next_step: what the user does next.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        tensor: str | None = None,
+        rank: int | None = None,
+        host: str | None = None,
+        file: str | None = None,
+        index_range: str | None = None,
+        got: str | None = None,
+        want: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.tensor = tensor
+        self.rank = rank
+        self.host = host
+        self.file = file
+        self.index_range = index_range
+        self.got = got
+        self.want = want
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        # Some built-in bases (OSError) print their arguments in ways of their own.
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, dict(self.__dict__)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the error as the JSON face shows it; absent parts are None."""
+        return {
+            "type": type(self).__name__,
+            "message": self.message,
+            "tensor": self.tensor,
+            "rank": self.rank,
+            "host": self.host,
+            "file": self.file,
+            "index_range": self.index_range,
+            "got": self.got,
+            "want": self.want,
+            "try": self.next_step,
+        }
+
+
+def _rebuild(kind: type[XrankError], message: str, state: dict[str, Any]) -> XrankError:
+    error = kind(message)
+    error.__dict__.update(state)
+    return error
+
+
+class UsageError(XrankError, ValueError):
+    """The command or call must change: an option, an ambiguous source, a choice to make."""
+
+    exit_code = 2
+
+
+class UnknownFormatError(UsageError):
+    """No reader recognises the source; the message lists what each said."""
+
+
+class OutputExistsError(UsageError, FileExistsError):
+    """The output exists, or another gather to it won."""
+
+
+class LayoutError(XrankError, ValueError):
+    """A mesh, a layout or its text is wrong, or does not fit a tensor."""
+
+    exit_code = 2
+
+
+class IncompleteError(XrankError, FileNotFoundError):
+    """A rank, a file or a part of a tensor is missing; it may still come."""
+
+    exit_code = 3
+
+
+class ContradictionError(XrankError, ValueError):
+    """Two parts of the source disagree: replicas, runs, shapes, dtypes, meshes."""
+
+    exit_code = 4
+
+
+class CorruptError(XrankError, ValueError):
+    """Bytes are not what they were written as: a checksum, a size, a structure."""
+
+    exit_code = 4
+
+
+class UnsafeError(XrankError, UnpicklingError):
+    """A file asks to run code, or names a path outside its folder."""
+
+    exit_code = 4
+
+
+class RankFailedError(XrankError, RuntimeError):
+    """Another rank failed: ``rank``, ``host``, ``cause``; all that failed are in ``failures``."""
+
+    def __init__(
+        self, message: str = "", *, cause: str | None = None, failures: tuple[XrankError, ...] = (), **parts: Any
+    ) -> None:
+        super().__init__(message, **parts)
+        self.cause = cause
+        self.failures = failures
+
+
+class RankTimeoutError(XrankError, TimeoutError):
+    """A live rank did not arrive before the deadline; ``waiting_for`` lists such ranks."""
+
+    def __init__(self, message: str = "", *, waiting_for: tuple[int, ...] = (), **parts: Any) -> None:
+        super().__init__(message, **parts)
+        self.waiting_for = waiting_for
+
+
+class NoSpaceError(XrankError, OSError):
+    """A disk or a memory file system is too full: ``needed_nbytes`` and ``free_nbytes``."""
+
+    def __init__(
+        self, message: str = "", *, needed_nbytes: int | None = None, free_nbytes: int | None = None, **parts: Any
+    ) -> None:
+        super().__init__(message, **parts)
+        self.needed_nbytes = needed_nbytes
+        self.free_nbytes = free_nbytes
+
+
+class GradientError(XrankError, RuntimeError):
+    """A gradient was synchronised never, twice, too late or by the wrong factor."""

@@ -1,0 +1,1 @@
+"""Bytes to structure and back, for each container format; no policy, no torch."""

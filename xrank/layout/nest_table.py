@@ -1,0 +1,71 @@
+"""Many nests as one table of arrays: what a plan of a million shards can afford to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from xrank.layout.nests import Nest
+
+__all__ = ["IntArray", "NestTable", "int_array"]
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+
+def int_array(values: Iterable[int] | Sequence[int]) -> IntArray:
+    """Return the values as an array of int64."""
+    return np.fromiter(values, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NestTable:
+    """n nests, row by row; x and y as in `Nest`, all in elements."""
+
+    x: IntArray
+    """Shape [n]."""
+    y: IntArray
+    """Shape [n]."""
+    loops: IntArray
+    """Shape [n, k, 3]: (count, x stride, y stride); a row with fewer than k loops ends in (1, 0, 0)."""
+
+    @classmethod
+    def of(cls, nests: Sequence[Nest]) -> NestTable:
+        """Return the table of these nests, in their order."""
+        depth = max((len(nest.loops) for nest in nests), default=0)
+        filler = ((1, 0, 0),)
+        rows = [nest.loops + filler * (depth - len(nest.loops)) for nest in nests]
+        return cls(
+            int_array(nest.x for nest in nests),
+            int_array(nest.y for nest in nests),
+            np.array(rows, dtype=np.int64).reshape(len(nests), depth, 3),
+        )
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> Nest:
+        loops = tuple((n, xs, ys) for n, xs, ys in self.loops[row].tolist() if n != 1)
+        return Nest(int(self.x[row]), int(self.y[row]), loops)
+
+    def take(self, rows: IntArray) -> NestTable:
+        """Return the table of those rows, in that order."""
+        return NestTable(self.x[rows], self.y[rows], self.loops[rows])
+
+    def swapped(self) -> NestTable:
+        """Return the same pairs with x and y exchanged; the loops keep their order."""
+        return NestTable(self.y, self.x, self.loops[:, :, [0, 2, 1]])
+
+    @property
+    def sizes(self) -> IntArray:
+        """The number of elements each nest pairs; shape [n]."""
+        return np.asarray(self.loops[:, :, 0].prod(axis=1), dtype=np.int64)
+
+    @property
+    def y_ends(self) -> IntArray:
+        """One past the last y address of each nest; shape [n]."""
+        reach = (self.loops[:, :, 0] - 1) * self.loops[:, :, 2]
+        return np.asarray(self.y + reach.sum(axis=1) + 1, dtype=np.int64)

@@ -1,0 +1,91 @@
+"""What a reader finds: files, byte records with their checksums, and for each tensor where its pieces lie."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from xrank.layout.nest_table import IntArray, NestTable
+
+__all__ = ["NO_CHECKSUM", "RecordTable", "SourceFile", "StoredModel", "StoredShard"]
+
+NO_CHECKSUM = -1
+"""In `RecordTable.crc32`: the format holds no evidence for these bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file as it was when its metadata was read; a change after that is noticed."""
+
+    path: str
+    nbytes: int
+    inode: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: str, status: os.stat_result) -> SourceFile:
+        """Return the file of that path with that status."""
+        return cls(path, status.st_size, status.st_ino, status.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordTable:
+    """Contiguous byte ranges of source files, each under one checksum; row i is record i."""
+
+    file: IntArray
+    """Index into `StoredModel.files`."""
+    offset: IntArray
+    """First byte in the file."""
+    nbytes: IntArray
+    crc32: IntArray
+    """CRC-32 of the bytes as the format recorded it, or `NO_CHECKSUM`."""
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredShard:
+    """One tensor with all its pieces, as a table of arrays; row i is piece i.
+
+    A piece says: the elements of this record at the nest's x addresses are the tensor's elements at its y addresses.
+    x counts elements from the record's first byte, y elements of the row-major global tensor.
+    """
+
+    name: str
+    dtype: str
+    """Safetensors name of the element type."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    rank: IntArray
+    """The rank that left the piece."""
+    record: IntArray
+    """Index into `StoredModel.records`."""
+    nests: NestTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredModel:
+    """A sharded model as its reader describes it, from metadata alone."""
+
+    format: str
+    path: str
+    files: tuple[SourceFile, ...]
+    records: RecordTable
+    shards: tuple[StoredShard, ...]
+    """One for each tensor, in the order of the output."""
+    world_size: int | None = None
+    step: int | None = None
+    run_id: str | None = None
+    config: Mapping[str, Any] | None = None
+    """The model's config.json, where the source holds one."""
+    nbytes: int = 0
+    """Bytes of the source's files that belong to the model."""
+    skipped_nbytes: int = 0
+    """Bytes left out on purpose: optimizer states and the like."""
+    notes: tuple[tuple[str, str], ...] = ()
+    """(code, message) pairs for the report."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What `inspect` shows besides, by name."""

@@ -1,0 +1,1 @@
+"""One module a source format: what lies where, found from metadata alone."""

@@ -1,0 +1,1 @@
+"""Shipped helpers for testing code that runs on ranks; never imported by the library."""

@@ -1,0 +1,1 @@
+"""Workspaces: where ranks leave their states for others."""

@@ -1,0 +1,1 @@
+"""Output: the Hugging Face folder, staged, journalled and committed by one rename."""
