@@ -104,7 +104,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
     numpy_name = DTYPES[name].numpy_name
     if hasattr(np, numpy_name):
-        return np.dtype(getattr(np, numpy_name))
+        result: np.dtype[Any] = np.dtype(getattr(np, numpy_name))
+        return result
     import ml_dtypes
 
-    return np.dtype(getattr(ml_dtypes, numpy_name))
+    narrow: np.dtype[Any] = np.dtype(getattr(ml_dtypes, numpy_name))
+    return narrow
