@@ -1,0 +1,113 @@
+"""Strided copies between typed views of bytes, with or without a cast of the element type."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from xrank import dtypes
+from xrank.layout.nests import Loop
+
+__all__ = ["CastOverflowError", "copy_cast", "copy_same", "count_cast_different", "count_different"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_UNSIGNED: dict[int, np.dtype[Any]] = {n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
+_EXPONENT = {"F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80), "F32": (np.uint32, 0x7F800000)}
+
+
+class CastOverflowError(Exception):
+    """A finite value would become infinite by a cast."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.value = value
+
+
+def _strided(data: memoryview, dtype: np.dtype[Any], offset: int, loops: tuple[Loop, ...], side: int) -> Array:
+    """Return a view of bytes: loops give its shape, their stride number `side` (1 or 2) its strides, in elements."""
+    width = dtype.itemsize
+    shape = tuple(loop[0] for loop in loops)
+    strides = tuple(loop[side] * width for loop in loops)
+    return np.ndarray(shape, dtype, data, offset * width, strides)
+
+
+def copy_same(source: memoryview, target: memoryview, target_offset: int, loops: tuple[Loop, ...], width: int) -> None:
+    """Copy elements of `width` bytes: from the start of `source` by stride 1 of each loop to `target` by stride 2."""
+    source_view, target_view = _wide_views(source, target, target_offset, loops, width)
+    np.copyto(target_view, source_view)
+
+
+def count_different(
+    source: memoryview, target: memoryview, target_offset: int, loops: tuple[Loop, ...], width: int
+) -> int:
+    """Return how many elements differ in their bytes between the two sides of the copy that `copy_same` would make."""
+    source_view, target_view = _wide_views(source, target, target_offset, loops, width)
+    if np.array_equal(source_view, target_view):
+        return 0
+    kind = _UNSIGNED[width]
+    return int(np.count_nonzero(_strided(source, kind, 0, loops, 1) != _strided(target, kind, target_offset, loops, 2)))
+
+
+def _wide_views(
+    source: memoryview, target: memoryview, target_offset: int, loops: tuple[Loop, ...], width: int
+) -> tuple[Array, Array]:
+    """Return both views as the widest integers that runs, strides and offset allow: fewer, faster moves."""
+    if loops and loops[-1][1:] == (1, 1):
+        for factor in (8 // width, 4 // width, 2 // width):
+            if factor > 1 and target_offset % factor == 0 and loops[-1][0] % factor == 0:
+                outer = loops[:-1]
+                if all(xs % factor == 0 and ys % factor == 0 for _, xs, ys in outer):
+                    wide = (*((n, xs // factor, ys // factor) for n, xs, ys in outer), (loops[-1][0] // factor, 1, 1))
+                    kind = _UNSIGNED[width * factor]
+                    return (
+                        _strided(source, kind, 0, wide, 1),
+                        _strided(target, kind, target_offset // factor, wide, 2),
+                    )
+    kind = _UNSIGNED[width]
+    return _strided(source, kind, 0, loops, 1), _strided(target, kind, target_offset, loops, 2)
+
+
+def copy_cast(
+    source: memoryview,
+    source_dtype: str,
+    target: memoryview,
+    target_dtype: str,
+    target_offset: int,
+    loops: tuple[Loop, ...],
+) -> None:
+    """Copy as `copy_same` does, converting each element as torch's ``Tensor.to`` would: to nearest, ties to even.
+
+    Raises:
+        CastOverflowError: a finite value has no finite counterpart in the target type.
+    """
+    source_view = _strided(source, dtypes.numpy_dtype(source_dtype), 0, loops, 1)
+    target_view = _strided(target, dtypes.numpy_dtype(target_dtype), target_offset, loops, 2)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(target_view, source_view, casting="unsafe")
+    if target_dtype not in _EXPONENT:
+        return
+    kind, mask = _EXPONENT[target_dtype]
+    bits = _strided(target, np.dtype(kind), target_offset, loops, 2)
+    special = (bits & kind(mask)) == mask
+    if special.any():
+        lost = special & np.isfinite(source_view.astype(np.float64))
+        if lost.any():
+            raise CastOverflowError(float(source_view[lost].flat[0]))
+
+
+def count_cast_different(
+    source: memoryview,
+    source_dtype: str,
+    target: memoryview,
+    target_dtype: str,
+    target_offset: int,
+    loops: tuple[Loop, ...],
+) -> int:
+    """Return how many elements `copy_cast` would change in `target`."""
+    kind = _UNSIGNED[dtypes.dtype(target_dtype).nbytes]
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = _strided(source, dtypes.numpy_dtype(source_dtype), 0, loops, 1).astype(dtypes.numpy_dtype(target_dtype))
+    return int(np.count_nonzero(cast.view(kind) != _strided(target, kind, target_offset, loops, 2)))

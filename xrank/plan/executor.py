@@ -1,0 +1,204 @@
+"""The executor: takes a plan and a memory budget, and moves the bytes.
+
+Worker threads take windows of the output in order; each fills its window from the source, checks and digests what it
+read while it is in cache, and writes it. Memory is the workers' buffers, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from xrank.errors import UsageError
+from xrank.plan.buffers import Source, Target
+from xrank.plan.checksums import RecordChecksums
+from xrank.plan.digests import digest_of_file
+from xrank.plan.faults import checksum_error
+from xrank.plan.planner import Plan
+from xrank.plan.windows import WINDOW_NBYTES, FileWindows
+from xrank.plan.worker import Worker
+
+__all__ = ["Budget", "CancelledError", "FinishedFile", "Outcome", "execute"]
+
+_STAGING_NBYTES = 2 << 20
+_SMALLEST_STAGING_NBYTES = 256 << 10
+
+
+class CancelledError(Exception):
+    """`cancelled()` said so; whatever was finished stays finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Worker threads and the size of each one's staging buffer, beside its window (casts take as much again)."""
+
+    workers: int
+    staging_nbytes: int
+
+    @classmethod
+    def within(cls, max_memory_nbytes: int, workers: int) -> Budget:
+        """Return the largest budget whose buffers fit that many bytes.
+
+        Raises:
+            UsageError: not even one worker with the smallest buffers fits.
+        """
+        smallest = WINDOW_NBYTES + 2 * _SMALLEST_STAGING_NBYTES
+        if workers < 1 or max_memory_nbytes < smallest:
+            raise UsageError(
+                "the memory budget or the number of workers is too small",
+                got=f"{max_memory_nbytes:,} bytes, {workers} workers",
+                want=f"at least {smallest:,} bytes and one worker",
+                next_step="give a larger --max-memory (64MB is the default) or --workers",
+            )
+        workers = min(workers, max_memory_nbytes // smallest)
+        room = (max_memory_nbytes // workers - WINDOW_NBYTES) // 2
+        return cls(workers, min(_STAGING_NBYTES, room // 4096 * 4096))
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedFile:
+    """An output file whose every byte is written and whose sources are checked."""
+
+    index: int
+    digest: bytes
+    tensor_digests: tuple[bytes, ...]
+    """In the file's order."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What an execution found."""
+
+    files: dict[int, FinishedFile] = field(default_factory=dict)
+    num_checksums: int = 0
+    """Records whose every byte agreed with its recorded checksum."""
+    differences: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Tensor -> rank -> differing elements, where the lowest rank's were picked."""
+
+
+def execute(
+    plan: Plan,
+    source: Source,
+    target: Target,
+    *,
+    budget: Budget,
+    files: Sequence[int] | None = None,
+    replicas: Literal["verify", "pick"] = "verify",
+    begin: Callable[[int], None] = lambda index: None,
+    finish: Callable[[FinishedFile], None] = lambda finished: None,
+    cancelled: Callable[[], bool] = lambda: False,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Outcome:
+    """Make output files of a plan; return when all are done or the first failure was met.
+
+    Args:
+        plan: what to do.
+        source: where the plan's records are read.
+        target: where the output is written.
+        budget: threads and buffers.
+        files: indices of the output files to make, in this order; all if None.
+        replicas: whether pieces that must be equal and are not end the execution, or are counted.
+        begin: called once for each file before its first byte is written, by one thread at a time.
+        finish: called for each file after its last byte was written and its sources were checked, by any thread.
+        cancelled: asked before each window.
+        progress: told the bytes of each finished window, by one thread at a time.
+
+    Raises:
+        CorruptError: bytes differ from their recorded checksum.
+        ContradictionError: replicas differ.
+        UsageError: a cast would turn a finite value into an infinite one.
+        CancelledError: `cancelled` said so.
+    """
+    state = _Execution(plan, source, target, replicas, begin, finish, cancelled, progress)
+    state.queue = state.windows(range(len(plan.files)) if files is None else files)
+    threads = [
+        threading.Thread(target=Worker(state, budget.staging_nbytes).work, name=f"xrank-worker-{i}")
+        for i in range(budget.workers)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # Ctrl-C while waiting: no thread may outlive the call
+        state.fail(error)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        raise
+    if state.failure is not None:
+        raise state.failure
+    state.outcome.num_checksums = state.checksums.num_checked
+    return state.outcome
+
+
+class _Execution:
+    """What all workers share; each method may be called by any thread."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: Source,
+        target: Target,
+        replicas: Literal["verify", "pick"],
+        begin: Callable[[int], None],
+        finish: Callable[[FinishedFile], None],
+        cancelled: Callable[[], bool],
+        progress: Callable[[int], None],
+    ) -> None:
+        self.plan, self.source, self.target, self.replicas = plan, source, target, replicas
+        self._begin, self._finish, self._cancelled, self._progress = begin, finish, cancelled, progress
+        self.queue: Iterator[tuple[FileWindows, int]] = iter(())
+        self.outcome = Outcome()
+        self.failure: BaseException | None = None
+        self.checksums = RecordChecksums(plan.source.records, self._mismatch)
+        self._lock = threading.Lock()
+
+    def _mismatch(self, record: int, crc: int) -> None:
+        raise checksum_error(self.plan, record, crc)
+
+    def windows(self, files: Sequence[int]) -> Iterator[tuple[FileWindows, int]]:
+        """Yield all windows of these files in order, each file begun before its first."""
+        for index in files:
+            self._begin(index)
+            file = FileWindows(self.plan.files[index], index)
+            for window in range(file.count):
+                yield file, window
+
+    def next_window(self) -> tuple[FileWindows, int] | None:
+        """Hand out the next window; None when there is nothing left to do."""
+        with self._lock:
+            if self.failure is not None:
+                return None
+            if self._cancelled():
+                raise CancelledError
+            return next(self.queue, None)
+
+    def window_done(self, file: FileWindows, nbytes: int) -> bool:
+        """Count a written window; say whether it was the file's last."""
+        with self._lock:
+            self._progress(nbytes)
+            file.remaining -= 1
+            return file.remaining == 0
+
+    def file_done(self, file: FileWindows) -> None:
+        """Report a file whose windows are all written and whose records are checked."""
+        digests = tuple(digest.digest() for digest in file.digests)
+        finished = FinishedFile(file.index, digest_of_file(file.plan.output.header, digests), digests)
+        self._finish(finished)
+        with self._lock:
+            self.outcome.files[file.index] = finished
+
+    def differs(self, tensor: str, rank: int, num_elements: int) -> None:
+        """Count elements in which a rank's replica differs from what was written."""
+        with self._lock:
+            ranks = self.outcome.differences.setdefault(tensor, {})
+            ranks[rank] = ranks.get(rank, 0) + num_elements
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first failure; workers stop at their next window."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = error

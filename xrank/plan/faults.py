@@ -1,0 +1,154 @@
+"""The errors an execution ends in, each naming tensor, rank, file and range."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+from xrank import dtypes
+from xrank.errors import ContradictionError, CorruptError, UsageError, XrankError
+from xrank.layout.nests import restrict, span, swap
+from xrank.plan.buffers import Source
+from xrank.plan.casts import copy_same
+from xrank.plan.coverage import range_text
+from xrank.plan.planner import Copies, Plan, TensorPlan
+from xrank.plan.tiles import tiles
+
+__all__ = ["checksum_error", "difference_error", "overflow_error"]
+
+_CHUNK_NBYTES = 1 << 20
+
+
+def _file_of(plan: Plan, record: int) -> str:
+    return plan.source.files[int(plan.source.records.file[record])].path
+
+
+def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
+    """Return the error for a record whose bytes do not have the CRC-32 that its format recorded."""
+    path, offset = _file_of(plan, record), int(plan.source.records.offset[record])
+    got = f"crc32 {crc:08x} over {int(plan.source.records.nbytes[record]):,} bytes at byte {offset:,}"
+    want = f"crc32 {int(plan.source.records.crc32[record]):08x}, as recorded when they were written"
+    for tensor in plan.tensors:
+        for copies in (tensor.copies, tensor.replicas):
+            rows = np.flatnonzero(copies.record == record)
+            if len(rows):
+                row, rank = int(rows[0]), int(copies.rank[rows[0]])
+                nest = swap(copies.nests[row])
+                where = range_text(tensor.output.shape, nest.x, nest.x + span(nest.loops) - 1)
+                return CorruptError(
+                    f"{tensor.output.name}, {where}: checksum of rank {rank}'s {path} at byte {offset:,} is wrong",
+                    tensor=tensor.output.name,
+                    rank=rank,
+                    file=path,
+                    index_range=where,
+                    got=got,
+                    want=want,
+                    next_step=f"let rank {rank} write again, or copy the file again, then run the same command",
+                )
+    return CorruptError(f"checksum of {path} at byte {offset:,} is wrong", file=path, got=got, want=want)
+
+
+def overflow_error(plan: TensorPlan, rank: int, value: float) -> UsageError:
+    """Return the error for a finite value that the cast asked for would make infinite."""
+    return UsageError(
+        f"{plan.output.name}: {value:g} does not fit {plan.output.dtype}",
+        tensor=plan.output.name,
+        rank=rank,
+        got=f"{value:g} in {plan.source_dtype}",
+        want=f"a value that is finite in {plan.output.dtype}",
+        next_step="use --dtype bf16 or keep, or --keep-fp32 with this tensor's name",
+    )
+
+
+def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -> XrankError:
+    """Return the error for a replica that differs: how much and where; or, if its bytes are corrupt, that.
+
+    Reads both pieces once more, in chunks.
+    """
+    nest = swap(tensor.replicas.nests[row])
+    low, high = nest.x, nest.x + span(nest.loops)
+    rank = int(tensor.replicas.rank[row])
+    for copies, only in ((tensor.replicas, row), (tensor.copies, None)):
+        corrupt = _check_records(plan, copies, only, low, high, source)
+        if corrupt is not None:
+            return corrupt
+    width = dtypes.dtype(tensor.source_dtype).nbytes
+    step = _CHUNK_NBYTES // width
+    count, first, largest, other_rank = 0, -1, 0.0, -1
+    for start in range(low, high, step):
+        stop = min(start + step, high)
+        ours, theirs = bytearray((stop - start) * width), bytearray((stop - start) * width)
+        mask = _gather(tensor.replicas, row, start, stop, width, source, theirs)
+        for other in range(len(tensor.copies)):
+            _gather(tensor.copies, other, start, stop, width, source, ours)
+        kind = np.dtype(f"u{width}")
+        different = np.flatnonzero((np.frombuffer(ours, kind) != np.frombuffer(theirs, kind)) & mask)
+        if len(different):
+            if first < 0:
+                first = start + int(different[0])
+                other_rank = _rank_holding(tensor.copies, first)
+            count += len(different)
+            dtype = dtypes.numpy_dtype(tensor.source_dtype)
+            a, b = (np.frombuffer(data, dtype)[different].astype(np.complex128) for data in (ours, theirs))
+            with np.errstate(invalid="ignore"):
+                largest = max(largest, float(np.nanmax(np.abs(a - b), initial=0.0)))
+    where = range_text(tensor.output.shape, first, first)
+    path, total = _file_of(plan, int(tensor.replicas.record[row])), int(tensor.replicas.nests.sizes[row])
+    return ContradictionError(
+        f"{tensor.output.name}: rank {rank} holds another copy than rank {other_rank}",
+        tensor=tensor.output.name,
+        rank=rank,
+        file=path,
+        index_range=where,
+        got=f"{count:,} of {total:,} elements differ, the first at {where}, by at most {largest:g}",
+        want="equal replicas",
+        next_step="find out why the ranks diverged; --replicas pick takes the lowest rank's and lists the differences",
+    )
+
+
+def _rank_holding(copies: Copies, address: int) -> int:
+    for row in range(len(copies)):
+        if restrict(swap(copies.nests[row]), address, address + 1):
+            return int(copies.rank[row])
+    return -1
+
+
+def _check_records(
+    plan: Plan, copies: Copies, only: int | None, low: int, high: int, source: Source
+) -> XrankError | None:
+    """Return a checksum error if a record behind these pieces, in that range of the tensor, is corrupt."""
+    from isal import isal_zlib
+
+    staging = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
+    rows = [only] if only is not None else range(len(copies))
+    for row in rows:
+        if not restrict(swap(copies.nests[row]), low, high):
+            continue
+        record = int(copies.record[row])
+        expected, nbytes = int(plan.source.records.crc32[record]), int(plan.source.records.nbytes[record])
+        if expected < 0:
+            continue
+        crc = 0
+        for position in range(0, nbytes, _CHUNK_NBYTES):
+            crc = isal_zlib.crc32(source.fetch(record, position, min(_CHUNK_NBYTES, nbytes - position), staging), crc)
+        if crc != expected:
+            return checksum_error(plan, record, crc)
+    return None
+
+
+def _gather(
+    copies: Copies, row: int, low: int, high: int, width: int, source: Source, into: bytearray
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Bring one piece's elements of [low, high) into `into`; return which elements it has."""
+    staging = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
+    have = np.zeros(high - low, dtype=np.uint8)
+    target, marks = memoryview(into), have.data
+    record = int(copies.record[row])
+    for part in restrict(swap(copies.nests[row]), low, high):
+        nest = part._replace(x=part.y, y=part.x - low, loops=tuple((n, ys, xs) for n, xs, ys in part.loops))
+        for tile in tiles(nest, _CHUNK_NBYTES // width):
+            data = source.fetch(record, tile.start * width, tile.length * width, staging)
+            copy_same(data, target, tile.target, tile.loops, width)
+            copy_same(memoryview(b"\1" * tile.length), marks, tile.target, tile.loops, 1)
+    return have.astype(np.bool_)

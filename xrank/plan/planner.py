@@ -1,0 +1,222 @@
+"""The plan of a gather: for each output tensor the copies that make it, proven to cover it exactly once.
+
+Everything here follows from metadata; no byte of a tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xrank import dtypes
+from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
+from xrank.layout.nest_table import IntArray, NestTable
+from xrank.plan.coverage import Fault, contains, destination_keys, find_fault, range_text
+from xrank.plan.output import OutputFile, OutputTensor
+from xrank.plan.source import StoredModel, StoredShard
+
+__all__ = ["Copies", "FilePlan", "Plan", "TensorPlan", "divide_replicas", "make_plan"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Pieces of one tensor; row i copies from the x side of nest i, in that record, to the tensor's y addresses."""
+
+    rank: IntArray
+    record: IntArray
+    nests: NestTable
+    """Sorted by y."""
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorPlan:
+    """How one output tensor is made."""
+
+    output: OutputTensor
+    source_dtype: str
+    copies: Copies
+    """Cover every element exactly once."""
+    replicas: Copies
+    """Hold what `copies` already bring; compared with them, never written."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilePlan:
+    """An output file and how its tensors are made, in the file's order."""
+
+    output: OutputFile
+    tensors: tuple[TensorPlan, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A whole gather: what is read, what is written."""
+
+    source: StoredModel
+    files: tuple[FilePlan, ...]
+
+    @property
+    def tensors(self) -> Iterable[TensorPlan]:
+        """Every tensor's plan, file by file."""
+        return (tensor for file in self.files for tensor in file.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all output files."""
+        return sum(file.output.nbytes for file in self.files)
+
+
+def make_plan(
+    source: StoredModel, files: Sequence[OutputFile], *, tied: Mapping[str, Sequence[str]] | None = None
+) -> Plan:
+    """Plan how the output files are made of the source's shards, and prove each tensor covered exactly once.
+
+    Args:
+        source: what the reader found.
+        files: the output, decided from names, dtypes and shapes alone.
+        tied: for an output tensor, names of further tensors of the source that must hold the same values and are
+            compared with it in place of being written.
+
+    Raises:
+        IncompleteError: elements of a tensor are held by no rank.
+        ContradictionError: elements are held twice in different cuts, or lie outside the tensor.
+    """
+    shards = {shard.name: shard for shard in source.shards}
+    planned = []
+    for file in files:
+        tensors = []
+        for output in file.tensors:
+            shard = shards[output.name]
+            _check_cast(shard.dtype, output)
+            copies, replicas = divide_replicas(shard, source)
+            for name in (tied or {}).get(output.name, ()):
+                replicas = _joined(replicas, _tied_copies(shard, shards[name], source))
+            tensors.append(TensorPlan(output, shard.dtype, copies, replicas))
+        planned.append(FilePlan(file, tuple(tensors)))
+    return Plan(source, tuple(planned))
+
+
+def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Copies]:
+    """Return the pieces that make a tensor, proven to cover it exactly once, and the pieces that repeat them.
+
+    Pieces with the same destination are replicas of one another; the lowest rank's is the one that is copied.
+
+    Raises:
+        IncompleteError, ContradictionError: as `make_plan`.
+    """
+    by_rank = np.argsort(shard.rank, kind="stable")
+    keys = destination_keys(shard.nests)[by_rank]
+    _, first = np.unique(keys, axis=0, return_index=True)
+    is_first = np.zeros(len(by_rank), dtype=bool)
+    is_first[first] = True
+    copies = _sorted_copies(shard, by_rank[is_first])
+    replicas = _sorted_copies(shard, by_rank[~is_first])
+    num_elements = int(np.prod(shard.shape, dtype=object))
+    fault = find_fault(copies.nests, num_elements)
+    if fault is not None:
+        raise _coverage_error(shard, copies, fault, num_elements, source)
+    return copies, replicas
+
+
+def _sorted_copies(shard: StoredShard, rows: IntArray) -> Copies:
+    rows = rows[np.argsort(shard.nests.y[rows], kind="stable")]
+    return Copies(shard.rank[rows], shard.record[rows], shard.nests.take(rows))
+
+
+def _joined(a: Copies, b: Copies) -> Copies:
+    if not len(a):
+        return b
+    nests = [table.nests[i] for table in (a, b) for i in range(len(table))]
+    rank, record = np.concatenate((a.rank, b.rank)), np.concatenate((a.record, b.record))
+    order = np.argsort(np.array([nest.y for nest in nests]), kind="stable")
+    return Copies(rank[order], record[order], NestTable.of([nests[i] for i in order]))
+
+
+def _tied_copies(shard: StoredShard, other: StoredShard, source: StoredModel) -> Copies:
+    """Return all pieces of a tensor that is tied to `shard`, as replicas of it."""
+    if (shard.dtype, shard.shape) != (other.dtype, other.shape):
+        raise ContradictionError(
+            f"{other.name} is tied to {shard.name}, but they differ in kind",
+            tensor=other.name,
+            got=f"{other.dtype} {list(other.shape)}",
+            want=f"{shard.dtype} {list(shard.shape)}",
+            next_step="correct tie_word_embeddings in config.json, or the [alias] of the layout file",
+        )
+    copies, replicas = divide_replicas(other, source)
+    return _joined(copies, replicas)
+
+
+def _check_cast(source_dtype: str, output: OutputTensor) -> None:
+    if source_dtype != output.dtype and not (
+        dtypes.dtype(source_dtype).is_float and dtypes.dtype(output.dtype).is_float
+    ):
+        raise UsageError(
+            f"{output.name}: no cast from {source_dtype} to {output.dtype}",
+            tensor=output.name,
+            got=source_dtype,
+            want="a floating-point type on both sides",
+            next_step="use --dtype keep",
+        )
+
+
+def _coverage_error(
+    shard: StoredShard, copies: Copies, fault: Fault, num_elements: int, source: StoredModel
+) -> XrankError:
+    """Return the error that names a fault's tensor, range, ranks and files."""
+    table = [copies.nests[i] for i in range(len(copies))]
+    if fault.kind == "gap":
+        # The gap ends at the next element that some piece begins at; good enough to name whole missing shards.
+        later = [nest.y for nest in table if nest.y > fault.address]
+        where = range_text(shard.shape, fault.address, min(later, default=num_elements) - 1)
+        ranks = sorted(set(shard.rank.tolist()))
+        return IncompleteError(
+            f"{shard.name}, {where}: left by no rank",
+            tensor=shard.name,
+            index_range=where,
+            got=f"pieces of ranks {ranks_text(ranks)}" if ranks else "no piece at all",
+            want="every element exactly once",
+            next_step="let the missing rank write again, then run the same command; nothing was written",
+        )
+    holders = [
+        (int(copies.rank[i]), source.files[int(source.records.file[copies.record[i]])].path)
+        for i, nest in enumerate(table)
+        if contains(nest, fault.address)
+    ]
+    where = range_text(shard.shape, fault.address, fault.address)
+    if fault.kind == "outside":
+        return ContradictionError(
+            f"{shard.name}: a rank holds elements outside the tensor",
+            tensor=shard.name,
+            rank=holders[0][0] if holders else None,
+            file=holders[0][1] if holders else None,
+            got=f"address {fault.address:,}",
+            want=f"less than {num_elements:,}, the size of {list(shard.shape)}",
+            next_step="check the layout that the ranks recorded, or the one given by --layout",
+        )
+    ranks_holding = ranks_text([rank for rank, _ in holders])
+    return ContradictionError(
+        f"{shard.name}, from {where} on: held twice, by ranks {ranks_holding}, cut differently",
+        tensor=shard.name,
+        rank=holders[-1][0] if holders else None,
+        file=holders[-1][1] if holders else None,
+        index_range=where,
+        got=", ".join(f"rank {rank} in {path}" for rank, path in holders),
+        want="every element exactly once, or equal pieces as replicas",
+        next_step="check the layout that the ranks recorded, or the one given by --layout",
+    )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks in few words: ``0-2, 4``."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

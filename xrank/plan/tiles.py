@@ -1,0 +1,71 @@
+"""Tiles: a nest cut into reads that fit a bounded buffer, each one contiguous in the source.
+
+A tile is read in one call and put where it belongs by one strided copy. Dense runs (whole rows of a column shard) are
+read together with what lies between them as long as at least a quarter of the bytes is wanted; sparse ones row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+from xrank.layout.nests import Loop, Nest
+
+__all__ = ["Tile", "tiles"]
+
+_SMALLEST_DENSITY = 4  # read at most this many times the wanted bytes
+
+
+class Tile(NamedTuple):
+    """Elements [start, start + length) of the source, of which the loops pick what goes to `target` and on."""
+
+    start: int
+    length: int
+    target: int
+    loops: tuple[Loop, ...]
+    """(count, source stride, target stride), falling source stride."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every element of the read is wanted."""
+        count = 1
+        for n, _, _ in self.loops:
+            count *= n
+        return count == self.length
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it is contiguous on both sides."""
+        return not self.loops or (len(self.loops) == 1 and self.loops[0][1:] == (1, 1))
+
+
+def tiles(nest: Nest, max_elements: int) -> Iterator[Tile]:
+    """Cut a nest (x = source, y = target) into tiles that span at most `max_elements` of the source each."""
+    loops = sorted(nest.loops, key=lambda loop: -loop[1])
+    inner: list[Loop] = []
+    span = wanted = 1
+    chunked: Loop | None = None
+    while loops:
+        n, xs, ys = loops[-1]
+        whole = (n - 1) * xs + span
+        if whole <= max_elements and whole <= _SMALLEST_DENSITY * wanted * n:
+            inner.insert(0, loops.pop())
+            span, wanted = whole, wanted * n
+            continue
+        # The loop does not fit whole: take as many iterations at a time as do, if they are dense enough.
+        step = (max_elements - span) // xs + 1
+        if step > 1 and (step - 1) * xs + span <= _SMALLEST_DENSITY * wanted * step:
+            chunked = (step, xs, ys)
+        break
+    for indices in product(*(range(n) for n, _, _ in (loops[:-1] if chunked else loops))):
+        x = nest.x + sum(i * xs for i, (_, xs, _) in zip(indices, loops, strict=False))
+        y = nest.y + sum(i * ys for i, (_, _, ys) in zip(indices, loops, strict=False))
+        if chunked is None:
+            yield Tile(x, span, y, tuple(inner))
+            continue
+        step, xs, ys = chunked
+        total = loops[-1][0]
+        for i in range(0, total, step):
+            n = min(step, total - i)
+            yield Tile(x + i * xs, (n - 1) * xs + span, y + i * ys, ((n, xs, ys), *inner))

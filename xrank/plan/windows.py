@@ -1,0 +1,115 @@
+"""Windows: the aligned pieces of output files that the executor fills one at a time.
+
+A window is 1 MiB of the output *file*, whatever tensors it crosses: a write that starts and ends on its own size costs
+a file system least (ext4 gives it one folio), and a window stays in cache while it is filled, digested and written.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from xrank import dtypes
+from xrank.layout.nests import Nest, restrict, swap
+from xrank.plan.digests import TensorDigest
+from xrank.plan.planner import Copies, FilePlan, TensorPlan
+
+__all__ = ["WINDOW_NBYTES", "FileWindows", "Portion", "PreparedCopies", "PreparedTensor"]
+
+WINDOW_NBYTES = 1 << 20
+
+_PREPARED_TENSORS = 32
+
+
+class Portion(NamedTuple):
+    """The part of one tensor that lies in a window."""
+
+    tensor: int
+    """Index in the file's tensors."""
+    low: int
+    high: int
+    """Elements [low, high) of the tensor."""
+    start: int
+    stop: int
+    """Bytes [start, stop) of the window."""
+
+
+class PreparedCopies:
+    """Copies of one tensor, ready to be cut to windows: nests turned to run from the target, made when first asked."""
+
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
+        self._starts = copies.nests.y
+        self._ends = copies.nests.y_ends
+        self._nests: list[Nest | None] = [None] * len(copies)
+        self._records: list[int] = copies.record.tolist()
+
+    def cut(self, low: int, high: int) -> Iterator[tuple[int, int, Nest]]:
+        """Yield (row, record, nest) of all that reaches into elements [low, high); x = source, y = target - low."""
+        for row in np.flatnonzero((self._starts < high) & (self._ends > low)).tolist():
+            nest = self._nests[row]
+            if nest is None:
+                nest = self._nests[row] = swap(self.copies.nests[row])
+            for part in restrict(nest, low, high):
+                loops = tuple((n, ys, xs) for n, xs, ys in part.loops)
+                yield row, self._records[row], Nest(part.y, part.x - low, loops)
+
+
+class PreparedTensor:
+    """One tensor's copies and replicas, ready for windows."""
+
+    def __init__(self, plan: TensorPlan) -> None:
+        self.plan = plan
+        self.copies = PreparedCopies(plan.copies)
+        self.replicas = PreparedCopies(plan.replicas)
+
+
+class FileWindows:
+    """The windows of one output file, its tensors' digests, and how many windows are still to be written."""
+
+    def __init__(self, plan: FilePlan, index: int) -> None:
+        self.plan = plan
+        self.index = index
+        self.count = self.remaining = -(-plan.output.nbytes // WINDOW_NBYTES)
+        self.digests = [TensorDigest(tensor.output.nbytes) for tensor in plan.tensors]
+        self._offsets = [tensor.output.offset for tensor in plan.tensors]
+        self._prepared: dict[int, PreparedTensor] = {}
+
+    def portions(self, window: int) -> Iterator[Portion]:
+        """Yield the parts of tensors that a window holds, in the file's order."""
+        first = window * WINDOW_NBYTES
+        last = min(first + WINDOW_NBYTES, self.plan.output.nbytes)
+        for index in range(max(0, bisect_left(self._offsets, first) - 1), len(self._offsets)):
+            output = self.plan.tensors[index].output
+            if output.offset >= last:
+                break
+            start, stop = max(first, output.offset), min(last, output.offset + output.nbytes)
+            if start < stop:
+                width = dtypes.dtype(output.dtype).nbytes
+                low, high = (start - output.offset) // width, (stop - output.offset) // width
+                yield Portion(index, low, high, start - first, stop - first)
+
+    def prepared(self, tensor: int) -> PreparedTensor:
+        """Return a tensor's copies made ready for cutting; the last few are kept, as windows come in order."""
+        ready = self._prepared.get(tensor)
+        if ready is None:
+            ready = PreparedTensor(self.plan.tensors[tensor])
+            if len(self._prepared) >= _PREPARED_TENSORS:
+                self._prepared.pop(min(self._prepared), None)
+            self._prepared[tensor] = ready
+        return ready
+
+    @property
+    def records(self) -> list[int]:
+        """Every source record that the file's tensors are made of or compared with."""
+        return sorted(
+            {
+                record
+                for tensor in self.plan.tensors
+                for copies in (tensor.copies, tensor.replicas)
+                for record in copies.record.tolist()
+            }
+        )

@@ -1,0 +1,128 @@
+"""One thread of the executor: its buffers, and what it does with a window."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+from xrank import dtypes
+from xrank.layout.nests import Nest
+from xrank.plan.buffers import Source, Target
+from xrank.plan.casts import CastOverflowError, copy_cast, copy_same, count_cast_different, count_different
+from xrank.plan.checksums import RecordChecksums
+from xrank.plan.faults import difference_error, overflow_error
+from xrank.plan.planner import Plan, TensorPlan
+from xrank.plan.tiles import Tile, tiles
+from xrank.plan.windows import WINDOW_NBYTES, FileWindows, PreparedTensor
+
+__all__ = ["Worker"]
+
+
+class _Shared(Protocol):
+    """What a worker needs of the execution it belongs to."""
+
+    plan: Plan
+    source: Source
+    target: Target
+    replicas: Literal["verify", "pick"]
+    checksums: RecordChecksums
+
+    def next_window(self) -> tuple[FileWindows, int] | None: ...
+    def window_done(self, file: FileWindows, nbytes: int) -> bool: ...
+    def file_done(self, file: FileWindows) -> None: ...
+    def differs(self, tensor: str, rank: int, num_elements: int) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+
+
+class Worker:
+    """Fills windows until there are none; the first exception goes to the execution."""
+
+    def __init__(self, shared: _Shared, staging_nbytes: int) -> None:
+        self._shared = shared
+        # Anonymous maps are page-aligned and go back to the system at once when the worker is done.
+        self._window = memoryview(mmap.mmap(-1, WINDOW_NBYTES))
+        self._staging = memoryview(mmap.mmap(-1, staging_nbytes))
+
+    def work(self) -> None:
+        """Run until no window is left or some worker failed."""
+        try:
+            while (job := self._shared.next_window()) is not None:
+                self._make(*job)
+        except BaseException as error:  # raised again by the caller of `execute`
+            self._shared.fail(error)
+
+    def _make(self, file: FileWindows, window: int) -> None:
+        output = file.plan.output
+        first = window * WINDOW_NBYTES
+        nbytes = min(WINDOW_NBYTES, output.nbytes - first)
+        header = output.header[first : first + nbytes]
+        self._window[: len(header)] = header
+        for portion in file.portions(window):
+            tensor = file.prepared(portion.tensor)
+            part = self._window[portion.start : portion.stop]
+            self._fill(tensor, portion.low, portion.high, part)
+            if len(tensor.plan.replicas):
+                self._compare(tensor, portion.low, portion.high, part)
+            width = dtypes.dtype(tensor.plan.output.dtype).nbytes
+            file.digests[portion.tensor].add(portion.low * width, part)
+        self._shared.target.write(file.index, first, self._window[:nbytes])
+        if self._shared.window_done(file, nbytes):
+            self._check_rest(file)
+            self._shared.file_done(file)
+
+    def _fill(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> None:
+        """Bring elements [low, high) of a tensor into `part`."""
+        plan = tensor.plan
+        width = dtypes.dtype(plan.source_dtype).nbytes
+        cast = plan.source_dtype != plan.output.dtype
+        for row, record, nest in tensor.copies.cut(low, high):
+            if not cast and (not nest.loops or (len(nest.loops) == 1 and nest.loops[0][1:] == (1, 1))):
+                length = nest.loops[0][0] if nest.loops else 1
+                into = part[nest.y * width : (nest.y + length) * width]
+                self._shared.source.read_into(record, nest.x * width, into)
+                self._shared.checksums.add(record, nest.x * width, into)
+                continue
+            for tile, data in self._tiles(record, nest, width):
+                if not cast:
+                    copy_same(data, part, tile.target, tile.loops, width)
+                    continue
+                try:
+                    copy_cast(data, plan.source_dtype, part, plan.output.dtype, tile.target, tile.loops)
+                except CastOverflowError as overflow:
+                    raise overflow_error(plan, int(plan.copies.rank[row]), overflow.value) from None
+
+    def _compare(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> None:
+        """Compare elements [low, high) in `part` with every replica of them."""
+        plan = tensor.plan
+        width = dtypes.dtype(plan.source_dtype).nbytes
+        for row, record, nest in tensor.replicas.cut(low, high):
+            different = sum(_count(plan, tile, data, part) for tile, data in self._tiles(record, nest, width))
+            if different and self._shared.replicas == "verify":
+                raise difference_error(self._shared.plan, plan, row, self._shared.source)
+            if different:
+                self._shared.differs(plan.output.name, int(plan.replicas.rank[row]), different)
+
+    def _tiles(self, record: int, nest: Nest, width: int) -> Iterator[tuple[Tile, memoryview]]:
+        """Yield a nest's tiles, each with its bytes, which stay valid until the next."""
+        for tile in tiles(nest, len(self._staging) // width):
+            data = self._shared.source.fetch(record, tile.start * width, tile.length * width, self._staging)
+            if tile.is_dense:
+                self._shared.checksums.add(record, tile.start * width, data)
+            yield tile, data
+
+    def _check_rest(self, file: FileWindows) -> None:
+        """Read what no window of a file read of its records (padding, left-out parts), for their checksums alone."""
+        for record, start, stop in self._shared.checksums.missing(file.records):
+            for position in range(start, stop, len(self._staging)):
+                nbytes = min(len(self._staging), stop - position)
+                data = self._shared.source.fetch(record, position, nbytes, self._staging)
+                self._shared.checksums.add(record, position, data)
+
+
+def _count(plan: TensorPlan, tile: Tile, data: memoryview, part: memoryview) -> int:
+    """Return how many elements of a replica's tile differ from what stands in `part`."""
+    if plan.source_dtype == plan.output.dtype:
+        width = dtypes.dtype(plan.source_dtype).nbytes
+        return count_different(data, part, tile.target, tile.loops, width)
+    return count_cast_different(data, plan.source_dtype, part, plan.output.dtype, tile.target, tile.loops)
