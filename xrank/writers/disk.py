@@ -1,0 +1,181 @@
+"""What the file system is asked for, and its refusals in words: room for a file, a folder on disk, errors explained."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from xrank.errors import NoSpaceError, UsageError, XrankError
+
+__all__ = ["allocate", "describe", "explain", "explaining", "free_nbytes", "give_room", "sync_folder", "write_all"]
+
+_MEMORY_FILE_SYSTEMS = {0x01021994, 0x858458F6}  # linux/magic.h: TMPFS_MAGIC, RAMFS_MAGIC
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+_NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def explain(error: OSError, path: str, *, needed_nbytes: int | None = None) -> XrankError:
+    """Return the error xrank raises for a refusal of the file system at that path."""
+    if isinstance(error, XrankError):
+        return error
+    text = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno in _NO_SPACE:
+        return _no_space(error.errno, path, needed_nbytes)
+    if error.errno == errno.EFBIG:
+        return UsageError(
+            f"{path}: larger than a file may be here: the file-size limit (ulimit -f) or the file system's own",
+            file=path,
+            got=None if needed_nbytes is None else f"{needed_nbytes} bytes",
+            next_step="raise the limit (ulimit -f unlimited) or ask for smaller shards (--max-shard-size)",
+        )
+    if error.errno == errno.ENAMETOOLONG:
+        return UsageError(f"{path}: {text}", file=path, next_step="give the output a shorter name")
+    if error.errno in _NO_PERMISSION:
+        return UsageError(
+            f"{path}: {text} ({describe(path)})",
+            file=path,
+            got=describe(path),
+            want="a place this user may write to, and files this user may read",
+            next_step="choose another place, or change its owner or mode",
+        )
+    return XrankError(
+        f"{path}: {text}",
+        file=path,
+        got=errno.errorcode.get(error.errno or 0, str(error.errno)),
+        next_step="look at the disk or the server; the same command goes on from what is finished",
+    )
+
+
+@contextmanager
+def explaining(path: str, *, needed_nbytes: int | None = None) -> Iterator[None]:
+    """Raise what the file system refuses in the body as the XrankError that says so."""
+    try:
+        yield
+    except XrankError:
+        raise
+    except OSError as error:
+        raise explain(error, path, needed_nbytes=needed_nbytes) from error
+
+
+def describe(path: str) -> str:
+    """Say who owns a path and its mode; of a path that does not exist, those of the nearest folder that does."""
+    there = _nearest(path)
+    try:
+        status = os.lstat(there)
+    except OSError:
+        return "its owner and mode cannot be read"
+    place = "" if there == path else f"{there}: "
+    return f"{place}owner uid {status.st_uid}, mode {stat.filemode(status.st_mode)}, this process is uid {os.geteuid()}"
+
+
+def free_nbytes(path: str) -> int | None:
+    """Return the bytes this user may still write beside that path; None where nobody says."""
+    try:
+        status = os.statvfs(_nearest(path))
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+def give_room(fd: int, path: str, nbytes: int) -> None:
+    """Size a new, empty file, so that a full disk is met before the data moves and not after hours.
+
+    Raises:
+        NoSpaceError: the file system has less room than that.
+        UsageError: a file may not be that large here.
+    """
+    with explaining(path, needed_nbytes=nbytes):
+        if _in_memory(fd):
+            # fallocate would zero every page of a tmpfs first; a sparse file only promises, so ask for the room here.
+            free = free_nbytes(path)
+            if free is not None and free < nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        elif nbytes:
+            try:
+                allocate(fd, nbytes)
+                return
+            except OSError as error:
+                if error.errno not in _NOT_SUPPORTED:
+                    raise
+        os.ftruncate(fd, nbytes)
+
+
+def allocate(fd: int, nbytes: int) -> None:
+    """Reserve the first bytes of a file: fallocate(2).
+
+    Not os.posix_fallocate: where a file system cannot reserve (NFS 3, many FUSE), glibc writes a byte into every
+    block instead of saying so.
+    """
+    function = getattr(_LIBC, "fallocate64", None) or getattr(_LIBC, "fallocate", None)
+    if function is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while function(fd, 0, 0, nbytes) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def write_all(fd: int, content: bytes | memoryview) -> None:
+    """Write every byte, however few the kernel takes at once."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a folder last through a power loss."""
+    with explaining(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # Some network and user-space file systems keep no such promise for folders and say so by EINVAL.
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+        finally:
+            os.close(fd)
+
+
+def _no_space(number: int, path: str, needed: int | None) -> NoSpaceError:
+    free = free_nbytes(path)
+    what = "the quota is used up" if number == errno.EDQUOT else "no space left"
+    with suppress(OSError):
+        status = os.statvfs(_nearest(path))
+        if status.f_files and not status.f_favail:
+            what = "no inode left (too many files)"
+    need = "" if needed is None else f", {needed} bytes needed"
+    have = "" if free is None else f", {free} bytes free"
+    return NoSpaceError(
+        f"{path}: {what}{need}{have}",
+        file=path,
+        needed_nbytes=needed,
+        free_nbytes=free,
+        got=None if free is None else f"{free} bytes free",
+        want=None if needed is None else f"{needed} bytes",
+        next_step="free space there or choose another --out; the same command goes on from the files already finished",
+    )
+
+
+def _nearest(path: str) -> str:
+    while not os.path.lexists(path):
+        parent = os.path.dirname(path)
+        if parent == path or not parent:
+            return os.curdir
+        path = parent
+    return path
+
+
+def _in_memory(fd: int) -> bool:
+    # os.statvfs leaves the file system's kind out; in struct statfs (linux, 64 bit) it is the first long.
+    buffer = ctypes.create_string_buffer(256)
+    function = getattr(_LIBC, "fstatfs", None)
+    if function is None or function(fd, buffer) != 0:
+        return False
+    return (ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF) in _MEMORY_FILE_SYSTEMS

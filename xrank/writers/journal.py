@@ -1,0 +1,113 @@
+"""The journal of a stage: which files are finished, each line with its own checksum."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+__all__ = ["JOURNAL_NAME", "Journal", "JournalLine", "journal_text", "line_text", "parse_journal", "read_journal"]
+
+JOURNAL_NAME = ".xrank-journal.jsonl"
+"""Hidden, so that no companion can have its name: hidden files are never companions."""
+
+_VERSION = 1
+_MAX_NBYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class JournalLine:
+    """A file that is whole and on disk."""
+
+    file: str
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What an earlier run wrote down."""
+
+    plan: str
+    """Digest of its plan."""
+    host: str
+    pid: int
+    lines: tuple[JournalLine, ...]
+    """Up to the first torn or flipped one."""
+
+
+def journal_text(plan: str, host: str, pid: int, lines: Iterable[JournalLine] = ()) -> bytes:
+    """Return a whole journal."""
+    head = _sealed({"version": _VERSION, "plan": plan, "host": host, "pid": pid})
+    return head + b"".join(line_text(line) for line in lines)
+
+
+def line_text(line: JournalLine) -> bytes:
+    """Return the line that says a file is finished."""
+    return _sealed({"file": line.file, "nbytes": line.nbytes, "digest": line.digest})
+
+
+def parse_journal(content: bytes) -> Journal | None:
+    """Read a journal up to its first damaged line; None if the first is damaged or of another version.
+
+    What stands after a damaged line is not trusted either: it was written by a run that did not know of the damage.
+    """
+    records = []
+    for text in content.split(b"\n")[:-1]:  # what follows the last newline is torn or nothing
+        record = _unsealed(text)
+        if record is None:
+            break
+        records.append(record)
+    match records:
+        case [{"version": 1, "plan": str(plan), "host": str(host), "pid": int(pid)}, *rest]:
+            pass
+        case _:
+            return None
+    finished: dict[str, JournalLine] = {}
+    for record in rest:
+        match record:
+            case {"file": str(file), "nbytes": int(nbytes), "digest": str(digest)} if os.path.basename(file) == file:
+                finished[file] = JournalLine(file, nbytes, digest)  # a file made again stands twice: the last holds
+            case _:
+                break
+    return Journal(plan, host, pid, tuple(finished.values()))
+
+
+def read_journal(stage: str) -> Journal | None:
+    """Read the journal in a stage; None if there is none to trust. Follows no link and waits for no FIFO."""
+    try:
+        fd = os.open(os.path.join(stage, JOURNAL_NAME), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_NBYTES:
+            return None
+        try:
+            return parse_journal(file.read())
+        except OSError:
+            return None
+
+
+def _sealed(record: dict[str, Any]) -> bytes:
+    return json.dumps({**record, "xxh3": _checksum(record)}).encode() + b"\n"
+
+
+def _unsealed(text: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    checksum = record.pop("xxh3", None)
+    return record if checksum == _checksum(record) else None
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())

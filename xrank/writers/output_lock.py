@@ -1,0 +1,68 @@
+"""The lock beside an output: it saves a second gather from working in vain; nothing that must hold rests on it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from filelock import FileLock, Timeout
+
+from xrank.errors import OutputExistsError, UsageError
+from xrank.writers.disk import describe, explain
+
+__all__ = ["hold_lock"]
+
+_NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
+_NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO}
+
+
+@contextmanager
+def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None]:
+    """Hold the lock of an output, or go on without where the file system has no locks.
+
+    The native lock, though StrictSoftFileLock is the one that excludes across NFS clients: a strict lock whose owner
+    was killed stays held until someone breaks it by hand, on this host too, which would stop the run that a scheduler
+    starts again, perhaps on another node. The kernel (of the NFS server, after the lease) frees this one with its
+    owner. Where it lets two gathers pass, the later one claims the stage of the earlier by a rename, and the commit
+    decides: work is lost, never an output.
+
+    Args:
+        path: the lock file.
+        out: the output, for the message.
+        owner: says who holds it, once it is known to be held.
+
+    Raises:
+        OutputExistsError: another gather holds it.
+        UsageError: something that is no file lies there, or the folder cannot be written to.
+    """
+    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
+    held = False
+    try:
+        lock.acquire()
+        held = True
+    except Timeout:
+        raise OutputExistsError(
+            f"{out}: another gather to it is under way ({owner()})",
+            file=out,
+            next_step="wait for it, or give this one another --out",
+        ) from None
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise UsageError(
+                f"{path}: is no file, so it cannot be the lock of {out} ({describe(path)})",
+                file=path,
+                next_step="remove it, then run the same command",
+            ) from error
+        another_users = error.errno in {errno.EACCES, errno.EPERM} and os.path.lexists(path)
+        if error.errno not in _NO_LOCKS_HERE and not another_users:
+            raise explain(error, path) from error
+    try:
+        yield
+    finally:
+        if held:
+            # Unlinked while held: who waits on this file finds that it has no name any more and takes a new one.
+            with suppress(OSError):
+                os.unlink(path)
+            lock.release()

@@ -1,0 +1,329 @@
+"""A folder that is about to become the output: files are made to last one by one, then all appear by one rename."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import MappingProxyType
+
+import xxhash
+
+from xrank.errors import ContradictionError, CorruptError, OutputExistsError, UnsafeError, XrankError
+from xrank.writers import rename
+from xrank.writers.abandoned import clear, owner_text, write_journal
+from xrank.writers.disk import describe, explain, give_room, sync_folder, write_all
+from xrank.writers.journal import JOURNAL_NAME, JournalLine, line_text
+from xrank.writers.output_place import (
+    MANIFEST_NAME,
+    OutputPlace,
+    check_replaceable,
+    exists,
+)
+
+__all__ = ["Stage"]
+
+_COPY_NBYTES = 2**20
+_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# The permissions are the umask's, not 0600: whoever may read the folder is to read the model.
+_FILE_MODE = 0o666
+
+
+class Stage:
+    """A folder that is about to become the output. Its methods may be called from several threads, ``commit`` last."""
+
+    def __init__(
+        self,
+        place: OutputPlace,
+        path: str,
+        plan_digest: str,
+        *,
+        overwrite: bool,
+        finished: tuple[JournalLine, ...] = (),
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.path = path
+        self.notes = notes
+        self._place = place
+        self._plan_digest = plan_digest
+        self._overwrite = overwrite
+        self._finished = {line.file: line for line in finished}
+        self._identity = rename.identity(path)
+        self._journal_lock = threading.Lock()
+        self._committed = False
+
+    @property
+    def finished(self) -> Mapping[str, JournalLine]:
+        """Files that are whole, by name: from an interrupted run of the same plan (to be verified again) and this."""
+        return MappingProxyType(self._finished)
+
+    def part_path(self, name: str) -> str:
+        """Return where a file is written until it is finished."""
+        return self._path_of(name) + ".part"
+
+    def create_part(self, name: str, nbytes: int) -> int:
+        """Make the file that will be finished under that name, at its full size, and return it open for both ways.
+
+        Raises:
+            NoSpaceError: there is less room than that.
+        """
+        part = self.part_path(name)
+        with self._explaining(part, nbytes):
+            fd = self._open_new(part)
+            try:
+                give_room(fd, part, nbytes)
+            except BaseException:
+                os.close(fd)
+                with suppress(OSError):
+                    os.unlink(part)
+                raise
+        return fd
+
+    def finish_part(self, name: str, fd: int, nbytes: int, digest: str) -> None:
+        """Make a written file last and say so in the journal. Closes ``fd``, also when it fails.
+
+        Raises:
+            CorruptError: the file has another size than it should.
+        """
+        final = self._path_of(name)
+        with self._explaining(final, nbytes):
+            self._seal(fd, final, nbytes)
+            line = JournalLine(name, nbytes, digest)
+            with self._journal_lock:
+                journal = os.open(
+                    os.path.join(self.path, JOURNAL_NAME), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+                )
+                try:
+                    write_all(journal, line_text(line))
+                    os.fsync(journal)
+                finally:
+                    os.close(journal)
+                self._finished[name] = line
+
+    def discard(self, name: str) -> None:
+        """Remove a finished file that turned out to be wrong."""
+        path = self._path_of(name)
+        with self._explaining(path), self._journal_lock:
+            # The journal keeps its line: a line without its file, or with a file of another digest, means nothing.
+            self._finished.pop(name, None)
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def write_file(self, name: str, content: bytes) -> JournalLine:
+        """Write a small file, whole or not at all; return what the manifest says of it."""
+
+        def fill(fd: int) -> tuple[int, str]:
+            write_all(fd, content)
+            return len(content), xxhash.xxh3_128_hexdigest(content)
+
+        return self._lay(name, fill, len(content))
+
+    def copy_file(self, name: str, source_path: str) -> JournalLine:
+        """Copy a regular file, whole or not at all; links are followed for reading. Returns as ``write_file``.
+
+        Raises:
+            UnsafeError: the source is a FIFO, a device or a folder.
+            ContradictionError: the source changed while it was read.
+        """
+        try:
+            source = os.open(source_path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not hang
+        except OSError as error:
+            raise explain(error, source_path) from error
+        try:
+            before = os.fstat(source)
+            if not stat.S_ISREG(before.st_mode):
+                raise UnsafeError(f"{source_path}: is no regular file", file=source_path, got=describe(source_path))
+            result = self._lay(name, lambda fd: _copy(source, source_path, fd), before.st_size)
+            after = os.fstat(source)
+        finally:
+            os.close(source)
+        unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
+        if not unchanged or result.nbytes != before.st_size:
+            raise ContradictionError(
+                f"{source_path}: changed while it was read",
+                file=source_path,
+                got=f"{result.nbytes} bytes read",
+                want=f"{before.st_size} bytes, unchanged",
+                next_step="let nothing write to the source, then run the same command",
+            )
+        return result
+
+    def commit(self) -> None:
+        """Make the stage the output, at one instant.
+
+        Raises:
+            OutputExistsError: something took the output's name and may not be replaced.
+            XrankError: the output does not read back as it was written.
+        """
+        manifest = self._check_whole()
+        try:
+            with self._explaining(self.path):
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(self.path, JOURNAL_NAME))
+                sync_folder(self.path)
+            with self._explaining(self._place.path):
+                replaced = self._take_the_name()
+        except BaseException:
+            # Give the next run back what this one finished.
+            if rename.identity(self.path) == self._identity:
+                with suppress(OSError, XrankError):
+                    write_journal(self.path, self._plan_digest, tuple(self._finished.values()))
+            raise
+        self._committed = True
+        sync_folder(self._place.parent)
+        self._read_back(manifest)
+        if replaced is not None:
+            try:
+                clear(self._place, replaced)
+            except XrankError as error:
+                # The output stands; what it replaced is hidden and the next start clears it.
+                self.notes += (f"the replaced output could not be removed: {error}",)
+
+    def abandon(self) -> None:
+        """Remove what is of no use to a later run: half-written files, and the stage itself if nothing is finished."""
+        if self._committed or rename.identity(self.path) != self._identity:
+            return
+        with suppress(OSError, XrankError):
+            if not self._finished:
+                clear(self._place, self.path)
+                return
+            for folder, _, names in os.walk(self.path):
+                for name in names:
+                    if name.endswith(".part"):
+                        os.unlink(os.path.join(folder, name))
+
+    def _take_the_name(self) -> str | None:
+        """Rename the stage to the output; return where what it replaced is now."""
+        place = self._place
+        if not self._overwrite or not os.path.lexists(place.path):
+            try:
+                rename.move_new(self.path, place.path)
+            except FileExistsError as error:
+                raise exists(place.path, "something took its name while this gather ran") from error
+            return None
+        check_replaceable(place.path)
+        if rename.exchange(self.path, place.path):
+            return self.path
+        # Without an exchange the output is absent for an instant; "-old" tells the next start what was going on.
+        aside = f"{self.path}-old"
+        rename.move_new(place.path, aside)
+        try:
+            sync_folder(place.parent)
+            rename.move_new(self.path, place.path)
+        except (OSError, XrankError):
+            with suppress(OSError):
+                rename.move_new(aside, place.path)
+            raise
+        return aside
+
+    def _check_whole(self) -> bytes:
+        with self._explaining(self.path):
+            for folder, _, names in os.walk(self.path):
+                for name in names:
+                    if name.endswith(".part"):
+                        path = os.path.join(folder, name)
+                        raise XrankError(f"{path}: was not finished, so the output is not whole", file=path)
+            for line in self._finished.values():
+                path = self._path_of(line.file)
+                nbytes = os.lstat(path).st_size
+                if nbytes != line.nbytes:
+                    raise CorruptError(
+                        f"{path}: changed after it was finished", file=path, got=f"{nbytes}", want=f"{line.nbytes}"
+                    )
+            with open(os.path.join(self.path, MANIFEST_NAME), "rb") as file:
+                return file.read()
+
+    def _read_back(self, manifest: bytes) -> None:
+        # NFS: what a rename answered may be stale or repeated; what another open reads is what is there.
+        path = os.path.join(self._place.path, MANIFEST_NAME)
+        with self._explaining(path), open(path, "rb") as file:
+            found = file.read()
+        if found != manifest:
+            raise XrankError(
+                f"{path}: is not the manifest this gather wrote",
+                file=path,
+                next_step="another gather took the same output; run the same command again",
+            )
+
+    def _path_of(self, name: str) -> str:
+        pieces = name.split("/")
+        if "\0" in name or not all(piece not in {"", ".", ".."} for piece in pieces) or name == JOURNAL_NAME:
+            raise UnsafeError(f"{name!r} names no file inside the output", file=name)
+        return os.path.join(self.path, name)
+
+    def _open_new(self, path: str) -> int:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        return os.open(path, _NEW_FILE, _FILE_MODE)
+
+    def _lay(self, name: str, fill: Callable[[int], tuple[int, str]], nbytes: int) -> JournalLine:
+        final = self._path_of(name)
+        part = self.part_path(name)
+        with self._explaining(final, nbytes):
+            self._make_folders(name)
+            fd = self._open_new(part)
+            try:
+                written, digest = fill(fd)
+            except BaseException:
+                os.close(fd)
+                with suppress(OSError):
+                    os.unlink(part)
+                raise
+            self._seal(fd, final, written)
+        return JournalLine(name, written, digest)
+
+    def _make_folders(self, name: str) -> None:
+        folder = self.path  # never made again: if it is gone, another gather took it
+        for piece in name.split("/")[:-1]:
+            parent, folder = folder, os.path.join(folder, piece)
+            with suppress(FileExistsError):
+                os.mkdir(folder)
+                sync_folder(parent)
+
+    def _seal(self, fd: int, final: str, nbytes: int) -> None:
+        part = f"{final}.part"
+        try:
+            found = os.fstat(fd).st_size
+            os.fsync(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # NFS says here, at last, that the quota is used up
+        if found != nbytes:
+            raise CorruptError(f"{part}: has the wrong size", file=part, got=f"{found} bytes", want=f"{nbytes} bytes")
+        os.rename(part, final)
+        sync_folder(os.path.dirname(final))
+
+    @contextmanager
+    def _explaining(self, path: str, needed_nbytes: int | None = None) -> Iterator[None]:
+        try:
+            yield
+        except OutputExistsError:
+            raise
+        except (OSError, XrankError) as error:
+            if not self._committed and rename.identity(self.path) is None:
+                raise OutputExistsError(
+                    f"{self._place.path}: another gather to it took over this one's stage ({owner_text(self._place)})",
+                    file=self._place.path,
+                    next_step="wait for the other gather, or give this one another --out",
+                ) from error
+            if isinstance(error, XrankError):
+                raise
+            raise explain(error, path, needed_nbytes=needed_nbytes) from error
+
+
+def _copy(source: int, source_path: str, fd: int) -> tuple[int, str]:
+    digest = xxhash.xxh3_128()
+    nbytes = 0
+    while True:
+        try:
+            chunk = os.read(source, _COPY_NBYTES)
+        except OSError as error:
+            raise explain(error, source_path) from error
+        if not chunk:
+            return nbytes, digest.hexdigest()
+        write_all(fd, chunk)
+        digest.update(chunk)
+        nbytes += len(chunk)

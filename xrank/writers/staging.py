@@ -1,0 +1,72 @@
+"""The stage: a hidden folder beside the output where everything is written, then one rename makes it the output.
+
+Order of events: ``open_stage`` finishes or clears what dead runs left, claims or makes a stage and writes its journal;
+each file is written, synced, renamed to its name, its folder synced, and (shards) a line synced to the journal;
+``commit`` removes the journal, syncs, renames the stage to the output, syncs, and reads the result back. A kill at any
+point leaves the output absent, old or whole, and a stage that the same command goes on with.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from xrank.errors import XrankError
+from xrank.writers.abandoned import claim, owner_text, roll_forward, write_journal
+from xrank.writers.disk import explain, explaining
+from xrank.writers.output_lock import hold_lock
+from xrank.writers.output_place import OutputPlace, check_output, make_parents
+from xrank.writers.stage import Stage
+
+__all__ = ["Stage", "check_output", "open_stage"]
+
+_OF_A_FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextmanager
+def open_stage(
+    out: str | os.PathLike[str], *, plan_digest: str, overwrite: bool = False, resume: bool = True
+) -> Iterator[Stage]:
+    """Give the body a stage for an output; what the body does not commit is kept for the next run, or removed.
+
+    Args:
+        out: the folder to be.
+        plan_digest: says which plan the files belong to; only a stage of the same plan is gone on with.
+        overwrite: whether a model that is there may be replaced.
+        resume: whether to go on with what an interrupted run finished.
+
+    Raises:
+        OutputExistsError: the output exists, or another gather to it is under way or was quicker.
+        NoSpaceError: a disk is full; what is finished is kept.
+        UsageError: a folder or file may not be written.
+    """
+    check_output(out, overwrite=overwrite)
+    place = OutputPlace.of(out)
+    make_parents(place)
+    with hold_lock(place.lock_path, place.path, owner=lambda: owner_text(place)):
+        roll_forward(place)
+        check_output(out, overwrite=overwrite)  # again: now nobody else is at it
+        stage = _claim_or_make(place, plan_digest, overwrite=overwrite, resume=resume)
+        try:
+            yield stage
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise  # stopped, not failed: there is no time to tidy, and the next run goes on
+        except BaseException as error:
+            stage.abandon()
+            if isinstance(error, OSError) and not isinstance(error, XrankError) and error.errno in _OF_A_FULL_DISK:
+                raise explain(error, stage.path) from error
+            raise
+        stage.abandon()
+
+
+def _claim_or_make(place: OutputPlace, plan_digest: str, *, overwrite: bool, resume: bool) -> Stage:
+    claimed = claim(place, plan_digest, resume=resume)
+    path = claimed.path
+    if path is None:
+        path = place.new_stage()
+        with explaining(path):
+            os.mkdir(path)
+        write_journal(path, plan_digest)
+    return Stage(place, path, plan_digest, overwrite=overwrite, finished=claimed.finished, notes=claimed.notes)
