@@ -1,0 +1,176 @@
+"""What a model folder holds besides weights: configuration, tokenizer, templates, code, licence."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+
+from xrank.errors import IncompleteError, UnsafeError, UsageError
+from xrank.writers.disk import explaining
+
+__all__ = ["Companion", "base_companions", "hub_snapshot", "source_companions"]
+
+# A list of what is a weight ages better than a list of what is not: new kinds of companions appear every year.
+_WEIGHT_SUFFIXES = [
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".onnx_data",
+    ".ot",
+    ".npz",
+    ".tflite",
+    ".distcp",
+    ".lock",
+    ".part",
+]
+_WEIGHT_INDEX = re.compile(r".*\.index(\.[^.]+)?\.json")  # model.safetensors.index.json, ….index.fp16.json
+_OWN = {"xrank_manifest.json"}
+
+_WELL_KNOWN = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "spiece.model",
+]
+
+_IDENTIFIER = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_REVISION = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """A file to copy byte for byte."""
+
+    name: str
+    """In the output, with ``/`` between folders."""
+    path: str
+    """Where it is read; may be a link, as every file of a Hugging Face cache snapshot is."""
+
+
+def base_companions(folder: str) -> tuple[Companion, ...]:
+    """List every file of a model folder that holds no weights and is not hidden, by name.
+
+    Links to files are followed, links to folders are not; FIFOs, sockets and devices are left out.
+
+    Raises:
+        UsageError: the folder is none, or may not be read.
+        IncompleteError: a companion is a link to nothing.
+    """
+    if not os.path.isdir(folder):
+        raise UsageError(f"{folder}: is no folder", file=folder, next_step="give a model folder as --base-model")
+    return tuple(sorted(_walk(folder, ""), key=lambda companion: companion.name))
+
+
+def source_companions(folder: str) -> tuple[Companion, ...]:
+    """List the well-known companions in a checkpoint folder or its ``huggingface`` child; the folder's own come first.
+
+    Raises:
+        IncompleteError: a companion is a link to nothing.
+    """
+    found = {}
+    for place in (os.path.join(folder, "huggingface"), folder):
+        for name in _WELL_KNOWN:
+            path = os.path.join(place, name)
+            if os.path.lexists(path) and _is_file(path):
+                found[name] = Companion(name, path)
+    return tuple(found[name] for name in sorted(found))
+
+
+def hub_snapshot(identifier: str, cache: str) -> str:
+    """Return the folder of a model in the local Hugging Face cache. Nothing is downloaded.
+
+    Args:
+        identifier: ``organisation/name``, or ``name``.
+        cache: the cache folder (``HF_HUB_CACHE``).
+
+    Raises:
+        UsageError: that is no identifier, or the cache does not hold the model.
+        UnsafeError: the cache names a folder outside itself.
+    """
+    if not _IDENTIFIER.fullmatch(identifier) or ".." in identifier or "--" in identifier:
+        raise UsageError(
+            f"{identifier!r}: is neither a folder nor a model's name",
+            got=identifier,
+            want="organisation/name",
+            next_step="give the path of a model folder, or a name as on the Hugging Face Hub",
+        )
+    # huggingface_hub/file_download.py: repo_folder_name, _get_pointer_path
+    place = os.path.join(cache, "models--" + identifier.replace("/", "--"))
+    reference = os.path.join(place, "refs", "main")
+    try:
+        with open(reference, "rb") as file:
+            revision = file.read(257).decode("ascii", "replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        raise _not_cached(identifier, place) from None
+    except OSError as error:
+        raise UsageError(f"{reference}: {error.strerror}", file=reference) from error
+    if not _REVISION.fullmatch(revision) or len(revision) > 255:
+        raise UnsafeError(f"{reference}: names no snapshot", file=reference, got=repr(revision), want="a commit's hash")
+    snapshot = os.path.join(place, "snapshots", revision)
+    if not os.path.isdir(snapshot):
+        raise _not_cached(identifier, snapshot)
+    return snapshot
+
+
+def _walk(folder: str, prefix: str) -> list[Companion]:
+    found = []
+    with explaining(folder):
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        name = prefix + entry.name
+        if entry.is_dir(follow_symlinks=False):
+            found += _walk(entry.path, f"{name}/")
+        elif not _is_weight(entry.name) and _is_file(entry.path):
+            found.append(Companion(name, entry.path))
+    return found
+
+
+def _is_weight(name: str) -> bool:
+    lower = name.lower()
+    return lower.endswith(tuple(_WEIGHT_SUFFIXES)) or _WEIGHT_INDEX.fullmatch(lower) is not None or name in _OWN
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except FileNotFoundError:
+        raise IncompleteError(
+            f"{path}: is a link to nothing",
+            file=path,
+            got=f"a link to {os.readlink(path)!r}" if os.path.islink(path) else "nothing",
+            next_step="complete the folder (a download may have been interrupted), or remove the link",
+        ) from None
+    except OSError:
+        return False  # a link in a circle
+
+
+def _not_cached(identifier: str, place: str) -> UsageError:
+    return UsageError(
+        f"{identifier}: is not in the local Hugging Face cache: no {place}",
+        file=place,
+        got="nothing there",
+        next_step=f"run `hf download {identifier}` where there is a network, or give a folder; xrank downloads nothing",
+    )

@@ -1,0 +1,109 @@
+"""The weights of a Hugging Face folder: which tensors share a file, where each lies, and the index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from xrank import dtypes
+from xrank.errors import UsageError
+from xrank.formats.safetensors_header import HeaderTensor, build_header
+from xrank.plan.output import OutputFile, OutputTensor
+
+__all__ = ["INDEX_NAME", "index_text", "lay_out"]
+
+INDEX_NAME = "model.safetensors.index.json"
+
+_ALIGNMENT = 4096
+"""Data starts at a multiple of this: whole windows are written aligned, and pieces can be shared by reflink."""
+
+_MAX_HEADER_NBYTES = 100_000_000  # safetensors/src/tensor.rs: MAX_HEADER_SIZE
+_HEADER_FRAME_NBYTES = 2 * _ALIGNMENT  # metadata, braces, padding
+_METADATA = {"format": "pt"}  # transformers refuses files without it
+
+
+def lay_out(tensors: Sequence[OutputTensor], max_shard_nbytes: int) -> tuple[OutputFile, ...]:
+    """Split tensors over files in the given order and give each its place.
+
+    Inside a file, tensors of whole 4,096-byte blocks come first: safetensors allows no gaps, and so they all start at
+    such a block. The others follow, widest element first, which keeps each at a multiple of its element's width.
+
+    Args:
+        tensors: with names and global shapes; their offsets do not matter.
+        max_shard_nbytes: of tensor data in a file; a larger tensor gets a file of its own.
+
+    Raises:
+        UsageError: there is no tensor, two have one name, or the limit is no size.
+    """
+    if not tensors:
+        raise UsageError("no tensor is left to write", next_step="look at --include and --exclude")
+    if max_shard_nbytes < 1:
+        raise UsageError(
+            "a file must be allowed a byte at least", got=str(max_shard_nbytes), want="--max-shard-size 5GB"
+        )
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in seen:
+            raise UsageError(f"{tensor.name}: two tensors have this name", tensor=tensor.name)
+        seen.add(tensor.name)
+    groups = _split(tensors, max_shard_nbytes)
+    count = len(groups)
+    return tuple(_place(_file_name(i, count), group) for i, group in enumerate(groups, start=1))
+
+
+def index_text(files: Iterable[OutputFile]) -> str | None:
+    """Return ``model.safetensors.index.json`` as the Hub and transformers write it; None where one file needs none."""
+    files = tuple(files)
+    if len(files) == 1:
+        return None
+    index = {
+        "metadata": {
+            "total_parameters": sum(t.num_elements for file in files for t in file.tensors),
+            "total_size": sum(t.nbytes for file in files for t in file.tensors),
+        },
+        "weight_map": {t.name: file.name for file in files for t in file.tensors},
+    }
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
+def _split(tensors: Iterable[OutputTensor], max_shard_nbytes: int) -> list[list[OutputTensor]]:
+    groups: list[list[OutputTensor]] = []
+    data = header = 0
+    for tensor in tensors:
+        entry = _entry_nbytes(tensor)
+        fits = data + tensor.nbytes <= max_shard_nbytes and header + entry <= _MAX_HEADER_NBYTES - _HEADER_FRAME_NBYTES
+        if not groups or not fits:
+            groups.append([])
+            data = header = 0
+        groups[-1].append(tensor)
+        data += tensor.nbytes
+        header += entry
+    return groups
+
+
+def _entry_nbytes(tensor: OutputTensor) -> int:
+    # At most: JSON escaped to ASCII is never shorter than UTF-8, offsets have 20 digits at most, and a comma.
+    digits = sum(len(str(n)) + 1 for n in tensor.shape)
+    frame = len('"":{"dtype":"","shape":[],"data_offsets":[,]},') + 2 * 20
+    return len(json.dumps(tensor.name)) + len(tensor.dtype) + digits + frame
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _place(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
+    blocks = [t for t in tensors if t.nbytes % _ALIGNMENT == 0]
+    others = sorted((t for t in tensors if t.nbytes % _ALIGNMENT), key=lambda t: -dtypes.dtype(t.dtype).nbytes)
+    entries = []
+    end = 0
+    for tensor in (*blocks, *others):
+        start, end = end, end + tensor.nbytes
+        entries.append(HeaderTensor(tensor.name, tensor.dtype, tensor.shape, start, end))
+    header = build_header(entries, _METADATA, alignment=_ALIGNMENT)
+    placed = tuple(
+        replace(tensor, offset=len(header) + entry.start)
+        for tensor, entry in zip((*blocks, *others), entries, strict=True)
+    )
+    return OutputFile(name, header, placed, len(header) + end)
