@@ -1,0 +1,311 @@
+"""From what each rank holds of a tensor to where its pieces lie in the whole: the second half of every per-rank reader.
+
+A piece's place comes from the layout that the rank recorded, else from the caller's layout file, else from the base
+model's shapes where they leave one way only. What cannot be placed is refused; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError
+from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout.local_part import infer_shape, local_part
+from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nests import Nest, canonical, intersect
+from xrank.plan.planner import ranks_text
+from xrank.plan.source import StoredShard
+from xrank.readers.base import Hints
+
+__all__ = ["HeldTensor", "place"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """One rank's part of a tensor, as it lies in a record."""
+
+    rank: int
+    file: str
+    record: int
+    dtype: str
+    shape: tuple[int, ...]
+    """Local shape."""
+    strides: tuple[int, ...]
+    """Of the storage, in elements."""
+    storage_offset: int
+    """First element, counted from the record's first byte."""
+    layout: str | None = None
+    mesh: DeviceMesh | None = None
+    global_shape: tuple[int, ...] | None = None
+
+
+def place(name: str, held: Sequence[HeldTensor], hints: Hints, *, world_size: int) -> tuple[StoredShard, str | None]:
+    """Return a tensor's pieces in the whole, and, where base shapes decided, the assumption in words.
+
+    Args:
+        name: the tensor's name.
+        held: what ranks hold of it, by rising rank.
+        hints: layouts and shapes from outside.
+        world_size: number of ranks that left a state.
+
+    Raises:
+        ContradictionError: ranks disagree about dtype, global shape, layout or mesh, or a local shape does not fit.
+        IncompleteError: a rank of the tensor's mesh holds nothing of it.
+        LayoutError: how the tensor was cut is not known.
+    """
+    _check_equal(name, "dtype", {h.rank: h.dtype for h in held}, held)
+    given = hints.layouts[name] if hints.layouts is not None else None
+    recorded = [h for h in held if h.layout is not None]
+    if recorded and len(recorded) < len(held):
+        without = [h for h in held if h.layout is None]
+        raise ContradictionError(
+            f"{name}: some ranks recorded a layout and some did not",
+            tensor=name,
+            rank=without[0].rank,
+            file=without[0].file,
+            got=f"no layout on ranks {ranks_text([h.rank for h in without])}",
+            want=f"{recorded[0].layout}, as on ranks {ranks_text([h.rank for h in recorded])}",
+            next_step="let all ranks write their states in the same way",
+        )
+    if recorded:
+        if given is not None:
+            raise LayoutError(
+                f"{name}: its ranks recorded a layout, and the layout file gives one too",
+                tensor=name,
+                got=str(given),
+                want=str(recorded[0].layout),
+                next_step="take the tensor's rule out of the layout file",
+            )
+        shape = _common_shape(name, held)
+        placed = [(h, TensorLayout.parse(h.layout or ""), _mesh_of(name, h)) for h in held]
+        return _by_layout(name, placed, shape), None
+    if given is not None:
+        return _by_given_layout(name, given, held, hints), None
+    if world_size == 1:
+        return _shard(name, held, held[0].shape, [_whole(h.shape) for h in held]), None
+    if name in hints.shapes:
+        return _by_base_shape(name, held, hints.shapes[name])
+    raise LayoutError(
+        f"{name}: no layout is recorded, so how ranks {ranks_text([h.rank for h in held])} share it is not known",
+        tensor=name,
+        rank=held[0].rank,
+        file=held[0].file,
+        got=f"plain tensors of shape {_shapes_text(held)}",
+        want="a recorded layout, a rule of --layout, or the tensor's whole shape in a base model",
+        next_step="write DTensors or give layouts= when writing, or run again with --layout FILE or --base-model DIR",
+    )
+
+
+def _shapes_text(held: Sequence[HeldTensor]) -> str:
+    return " and ".join(str(list(shape)) for shape in sorted({h.shape for h in held}))
+
+
+def _check_equal(name: str, what: str, values: Mapping[int, object], held: Sequence[HeldTensor]) -> None:
+    first = held[0]
+    for h in held:
+        if values[h.rank] != values[first.rank]:
+            raise ContradictionError(
+                f"{name}: ranks {first.rank} and {h.rank} disagree about its {what}",
+                tensor=name,
+                rank=h.rank,
+                file=h.file,
+                got=f"{values[h.rank]} on rank {h.rank}",
+                want=f"{values[first.rank]}, as on rank {first.rank}",
+                next_step="all ranks must come from one run and step; write the states again",
+            )
+
+
+def _common_shape(name: str, held: Sequence[HeldTensor]) -> tuple[int, ...] | None:
+    _check_equal(name, "global shape", {h.rank: h.global_shape for h in held}, held)
+    return held[0].global_shape
+
+
+def _mesh_of(name: str, held: HeldTensor) -> DeviceMesh:
+    if held.mesh is None or held.rank not in held.mesh.ranks:
+        got = "no mesh" if held.mesh is None else f"a mesh of ranks {ranks_text(held.mesh.ranks)}"
+        raise ContradictionError(
+            f"{name}: the mesh that rank {held.rank} recorded is not one of its own",
+            tensor=name,
+            rank=held.rank,
+            file=held.file,
+            got=got,
+            want=f"a mesh with rank {held.rank}",
+            next_step="let the rank write its state again",
+        )
+    return held.mesh
+
+
+def _by_layout(
+    name: str, placed: Sequence[tuple[HeldTensor, TensorLayout, DeviceMesh]], shape: tuple[int, ...] | None
+) -> StoredShard:
+    """Place every rank's part by its own layout and mesh; several meshes of one tensor are replicas of each other."""
+    _check_meshes(name, placed)
+    if shape is None:
+        _, layout, mesh = placed[0]
+        shape = infer_shape(layout, mesh, {h.rank: h.shape for h, _, m in placed if m == mesh})
+    nests = []
+    for h, layout, mesh in placed:
+        try:
+            part = local_part(layout, mesh, mesh.coordinate(h.rank), shape)
+        except LayoutError as error:
+            raise _named(error, name, h) from None
+        if part.shape != h.shape:
+            raise ContradictionError(
+                f"{name}: rank {h.rank}'s part does not have the shape that its layout gives it",
+                tensor=name,
+                rank=h.rank,
+                file=h.file,
+                got=str(list(h.shape)),
+                want=f"{list(part.shape)}, by {layout} of {list(shape)} on {mesh.grid}",
+                next_step="check that the layout and mesh are those of the run that wrote the state",
+            )
+        nests.append(part.nests)
+    return _shard(name, [h for h, _, _ in placed], shape, nests)
+
+
+def _named(error: LayoutError, name: str, held: HeldTensor) -> LayoutError:
+    error.message = f"{name}: {error.message}"
+    error.tensor, error.rank, error.file = name, held.rank, held.file
+    return error
+
+
+def _check_meshes(name: str, placed: Sequence[tuple[HeldTensor, TensorLayout, DeviceMesh]]) -> None:
+    """Check that meshes are equal or disjoint, that one mesh has one layout, and that all its ranks are there."""
+    holders = {h.rank: h for h, _, _ in placed}
+    owner: dict[int, tuple[HeldTensor, TensorLayout, DeviceMesh]] = {}
+    for h, layout, mesh in placed:
+        for rank in mesh.ranks:
+            other, other_layout, other_mesh = owner.setdefault(rank, (h, layout, mesh))
+            if (other_mesh, str(other_layout)) != (mesh, str(layout)):
+                raise ContradictionError(
+                    f"{name}: ranks {other.rank} and {h.rank} disagree about its layout or mesh",
+                    tensor=name,
+                    rank=h.rank,
+                    file=h.file,
+                    got=f"{layout} on {mesh.grid}, ranks {ranks_text(mesh.ranks)}",
+                    want=f"{other_layout} on {other_mesh.grid}, ranks {ranks_text(other_mesh.ranks)}",
+                    next_step="all ranks must come from one run; write the states again",
+                )
+            if rank not in holders:
+                raise IncompleteError(
+                    f"{name}: rank {rank} of its mesh holds nothing of it",
+                    tensor=name,
+                    rank=rank,
+                    got=f"parts on ranks {ranks_text(list(holders))}",
+                    want=f"parts on ranks {ranks_text(mesh.ranks)}",
+                    next_step=f"let rank {rank} write its state again, then run the same command",
+                )
+
+
+def _by_given_layout(name: str, layout: TensorLayout, held: Sequence[HeldTensor], hints: Hints) -> StoredShard:
+    assert hints.layouts is not None
+    mesh = layout.device_mesh or hints.layouts.device_mesh
+    if mesh is None:
+        raise LayoutError(
+            f"{name}: the layout file has a rule for it but no [mesh]",
+            tensor=name,
+            next_step='add a table like [mesh] with grid = "dp=2 tp=2" to the layout file',
+        )
+    outside = [h.rank for h in held if h.rank not in mesh.ranks]
+    if outside:
+        raise ContradictionError(
+            f"{name}: ranks {ranks_text(outside)} hold a part of it and are not in the layout file's mesh",
+            tensor=name,
+            rank=outside[0],
+            got=f"ranks {ranks_text([h.rank for h in held])}",
+            want=f"ranks {ranks_text(mesh.ranks)}",
+            next_step="correct the mesh of the layout file",
+        )
+    shape = hints.shapes.get(name) or _common_shape(name, held)
+    return _by_layout(name, [(h, layout, mesh) for h in held], shape)
+
+
+def _by_base_shape(name: str, held: Sequence[HeldTensor], shape: tuple[int, ...]) -> tuple[StoredShard, str | None]:
+    """Place parts by the one way that the whole shape leaves: all whole, or cut along one dim in rank order."""
+    ranks = ranks_text([h.rank for h in held])
+    if all(h.shape == shape for h in held):
+        assumption = f"{name}: whole on ranks {ranks}" if len(held) > 1 else None
+        return _shard(name, held, shape, [_whole(shape) for _ in held]), assumption
+    if all(len(h.shape) == len(shape) for h in held):
+        dims = [d for d in range(len(shape)) if any(h.shape[d] != shape[d] for h in held)]
+        if len(dims) == 1 and sum(h.shape[dims[0]] for h in held) == shape[dims[0]]:
+            dim, start, nests = dims[0], 0, []
+            for h in held:
+                nests.append(_slice(shape, dim, start, h.shape[dim]))
+                start += h.shape[dim]
+            return _shard(name, held, shape, nests), f"{name}: cut along dim {dim} over ranks {ranks} in rank order"
+    raise LayoutError(
+        f"{name}: no layout is recorded, and the base model's shape leaves no single way to put its parts together",
+        tensor=name,
+        rank=held[0].rank,
+        file=held[0].file,
+        got=f"shapes {_shapes_text(held)} on ranks {ranks}",
+        want=f"parts of {list(shape)}, whole or cut along one dim",
+        next_step="run again with --layout FILE that gives this tensor's layout",
+    )
+
+
+def _whole(shape: tuple[int, ...]) -> tuple[Nest, ...]:
+    return _slice(shape, 0, 0, shape[0]) if shape else (Nest(0, 0),)
+
+
+def _slice(shape: tuple[int, ...], dim: int, start: int, length: int) -> tuple[Nest, ...]:
+    """Return the nest of rows [start, start + length) of one dim."""
+    local = tuple(length if d == dim else n for d, n in enumerate(shape))
+    if 0 in local:
+        return ()
+    strides = _row_major(shape)
+    loops = tuple((n, xs, ys) for n, xs, ys in zip(local, _row_major(local), strides, strict=True))
+    return (canonical(Nest(0, start * strides[dim], loops)),)
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    return tuple(strides)
+
+
+def _shard(
+    name: str, held: Sequence[HeldTensor], shape: tuple[int, ...], nests: Sequence[Sequence[Nest]]
+) -> StoredShard:
+    """Return the table of all pieces; a nest of local addresses becomes one of the record's addresses."""
+    rows = [
+        (h, nest)
+        for h, local_nests in zip(held, nests, strict=True)
+        for local in local_nests
+        for nest in _from_storage(name, h, local)
+    ]
+    return StoredShard(
+        name,
+        held[0].dtype,
+        tuple(shape),
+        int_array(h.rank for h, _ in rows),
+        int_array(h.record for h, _ in rows),
+        NestTable.of([nest for _, nest in rows]),
+    )
+
+
+def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:
+    """Turn local row-major addresses into addresses of the storage the tensor is a view of."""
+    if held.strides == _row_major(held.shape) or 0 in held.shape:
+        return [Nest(local.x + held.storage_offset, local.y, local.loops)]
+    if any(stride <= 0 for n, stride in zip(held.shape, held.strides, strict=True) if n > 1):
+        raise CorruptError(
+            f"{name}: rank {held.rank} stored an expanded view, whose elements share their bytes",
+            tensor=name,
+            rank=held.rank,
+            file=held.file,
+            got=f"strides {list(held.strides)}",
+            want="strides of at least 1",
+            next_step="write the tensor with .contiguous()",
+        )
+    storage = Nest(
+        held.storage_offset,
+        0,
+        tuple(
+            (n, stride, row) for n, stride, row in zip(held.shape, held.strides, _row_major(held.shape), strict=True)
+        ),
+    )
+    return intersect(storage, local)
