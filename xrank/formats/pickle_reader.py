@@ -1,0 +1,323 @@
+"""Reads a pickle as data: plain values are built, everything else becomes a record, and nothing is ever called.
+
+This is an interpreter of its own and no ``pickle.Unpickler``, for three reasons seen in CPython 3.11's: a LONG_BINPUT
+makes it allocate whatever memo index a file names (python/cpython#115952), it hashes nested tuples by unbounded C
+recursion, and its BUILD sets attributes on whatever it meets. Here no callable ever reaches the stack.
+
+It takes the opcodes that protocols 2 to 5 write (``Lib/pickletools.py``); the text opcodes, INST, OBJ and the copyreg
+extensions are refused, as ``torch/_weights_only_unpickler.py`` does.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+from xrank.errors import XrankError
+from xrank.formats.inert_record import InertRecord, check_tree
+from xrank.formats.plain_values import PLAIN_BUILDERS, Builder, check_key
+from xrank.formats.regular_file import Origin, shown
+
+__all__ = ["MAX_OPCODES", "MAX_PICKLE_NBYTES", "read_pickle"]
+
+MAX_PICKLE_NBYTES = 1 << 29
+"""Bytes of pickle that are read at all; a tensor takes about 150."""
+MAX_OPCODES = 20_000_000
+"""Steps taken before a pickle is refused; a tensor takes about 50."""
+
+_MAX_INTEGER_NBYTES = 256
+
+
+def read_pickle(
+    data: bytes,
+    origin: Origin,
+    *,
+    builders: Mapping[tuple[str, str], Builder] = PLAIN_BUILDERS,
+    load_global: Callable[[str, str], object] = InertRecord,
+    load_persistent: Callable[[object], object] | None = None,
+) -> object:
+    """Return the value a pickle describes; classes and calls it names are inert records.
+
+    Args:
+        data: the whole pickle, nothing before or after it.
+        origin: named by the errors.
+        builders: the calls, by module and name, that make a value instead of a record.
+        load_global: returns what a bare name stands for; the default keeps every one inert.
+        load_persistent: returns what a persistent id stands for; None: there must be none.
+
+    Raises:
+        CorruptError: the pickle is damaged, too long or too deep.
+        UnsafeError: it uses an opcode or a call that only code needs.
+    """
+    if len(data) > MAX_PICKLE_NBYTES:
+        raise origin.corrupt("the pickle is too long", got=f"{len(data)} bytes", want=f"{MAX_PICKLE_NBYTES} at most")
+    machine = _Machine(data, origin, builders, load_global, load_persistent)
+    try:
+        value = machine.run()
+    except XrankError:
+        raise
+    # Whatever a damaged pickle trips over (a pop from an empty stack, a text that is no UTF-8) means the same.
+    except Exception as error:
+        raise origin.corrupt(
+            f"the pickle is damaged near its byte {machine.at}", got=f"{type(error).__name__}: {shown(str(error))}"
+        ) from error
+    check_tree(value, 1_000_000 + 4 * len(data), origin)
+    return value
+
+
+class _Machine:
+    """The pickle virtual machine over data alone: a stack, the stacks under its marks, and the memo."""
+
+    def __init__(
+        self,
+        data: bytes,
+        origin: Origin,
+        builders: Mapping[tuple[str, str], Builder],
+        load_global: Callable[[str, str], object],
+        load_persistent: Callable[[object], object] | None,
+    ) -> None:
+        self.data = data
+        self.at = 0
+        self.origin = origin
+        self.builders = builders
+        self.load_global = load_global
+        self.load_persistent = load_persistent
+        self.stack: list[object] = []
+        self.marks: list[list[object]] = []
+        self.memo: dict[int, object] = {}
+
+    def run(self) -> object:
+        data = self.data
+        for _ in range(MAX_OPCODES):
+            opcode = data[self.at]
+            self.at += 1
+            step = _STEPS.get(opcode)
+            if step is not None:
+                step(self)
+            elif opcode == _STOP:
+                value = self.stack.pop()
+                if self.stack or self.marks or self.at != len(data):
+                    raise ValueError("values or bytes left over")
+                return value
+            else:
+                raise self.refusal(opcode)
+        raise self.origin.corrupt("the pickle takes too many steps", want=f"at most {MAX_OPCODES}")
+
+    def refusal(self, opcode: int) -> XrankError:
+        known = [info.name for info in pickletools.opcodes if info.code == chr(opcode)]
+        if not known:
+            return self.origin.corrupt(f"the pickle is damaged at its byte {self.at - 1}", got=f"opcode {opcode:#04x}")
+        return self.origin.unsafe(f"the pickle uses opcode {known[0]}, which torch.save never writes", got=known[0])
+
+    def take(self, nbytes: int) -> bytes:
+        end = self.at + nbytes
+        # Before the slice, so that a claimed length allocates nothing.
+        if end > len(self.data):
+            raise EOFError(f"{shown(nbytes)} bytes wanted, {len(self.data) - self.at} left")
+        part = self.data[self.at : end]
+        self.at = end
+        return part
+
+    def take_int(self, nbytes: int) -> int:
+        return int.from_bytes(self.take(nbytes), "little")
+
+    def take_line(self) -> str:
+        end = self.data.index(b"\n", self.at)
+        line = self.data[self.at : end].decode("utf-8")
+        self.at = end + 1
+        return line
+
+    def pop_mark(self) -> list[object]:
+        items = self.stack
+        self.stack = self.marks.pop()
+        return items
+
+    def push(self, value: object) -> None:
+        self.stack.append(value)
+
+    def mark(self) -> None:
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def skip_protocol(self) -> None:
+        protocol = self.take_int(1)
+        if protocol > 5:
+            raise ValueError(f"protocol {protocol}")
+
+    def push_long(self, length_nbytes: int) -> None:
+        nbytes = self.take_int(length_nbytes)
+        # Larger integers cannot even be printed (sys.int_info.default_max_str_digits).
+        if nbytes > _MAX_INTEGER_NBYTES:
+            raise ValueError(f"an integer of {nbytes} bytes")
+        self.push(int.from_bytes(self.take(nbytes), "little", signed=True))
+
+    def push_text(self, length_nbytes: int) -> None:
+        # As Lib/pickle.py: load_binunicode.
+        self.push(self.take(self.take_int(length_nbytes)).decode("utf-8", "surrogatepass"))
+
+    def push_bytes(self, length_nbytes: int) -> None:
+        self.push(self.take(self.take_int(length_nbytes)))
+
+    def push_tuple(self, count: int) -> None:
+        if len(self.stack) < count:
+            raise IndexError("stack underflow")
+        items = tuple(self.stack[-count:])
+        del self.stack[-count:]
+        self.push(items)
+
+    def append(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if type(target) is list:
+            target.extend(items)
+        elif isinstance(target, InertRecord):
+            target.items.extend(items)
+        else:
+            raise TypeError(f"append to {type(target).__name__}")
+
+    def set_items(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        pairs = zip(items[::2], items[1::2], strict=True)
+        if isinstance(target, dict):
+            for key, value in pairs:
+                if type(key) is not str:
+                    check_key(key)
+                target[key] = value
+        elif isinstance(target, InertRecord):
+            target.items.extend(pairs)
+        else:
+            raise TypeError(f"set an item of {type(target).__name__}")
+
+    def set_item(self) -> None:
+        value = self.stack.pop()
+        self.set_items([self.stack.pop(), value])
+
+    def add_items(self) -> None:
+        items = self.pop_mark()
+        target = self.stack[-1]
+        if isinstance(target, set):
+            for item in items:
+                check_key(item)
+            target.update(items)
+        elif isinstance(target, InertRecord):
+            target.items.extend(items)
+        else:
+            raise TypeError(f"add to {type(target).__name__}")
+
+    def push_frozenset(self) -> None:
+        items = self.pop_mark()
+        for item in items:
+            check_key(item)
+        self.push(frozenset(items))
+
+    def push_global(self) -> None:
+        module = self.take_line()
+        self.push(self.load_global(module, self.take_line()))
+
+    def push_stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise TypeError("a global's name is no text")
+        self.push(self.load_global(module, name))
+
+    def call(self, kwargs: object = None) -> None:
+        args, target = self.stack.pop(), self.stack.pop()
+        if not isinstance(args, tuple):
+            raise TypeError("arguments that are no tuple")
+        if not isinstance(target, InertRecord):
+            raise TypeError(f"call of {type(target).__name__}")
+        if target.args is not None:
+            raise self.origin.unsafe(
+                f"the pickle calls what {shown(f'{target.module}.{target.name}')} returns",
+                got=shown(f"{target.module}.{target.name}"),
+            )
+        builder = self.builders.get((target.module, target.name))
+        made = NotImplemented if builder is None or kwargs else builder(args)
+        if made is NotImplemented:
+            made = InertRecord(target.module, target.name, args)
+            if kwargs:
+                made.kwargs = _keyword_arguments(kwargs)
+        self.push(made)
+
+    def call_with_keywords(self) -> None:
+        self.call(self.stack.pop())
+
+    def build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, InertRecord) and target.state is None:
+            target.state = state
+        # A state dict carries its modules' versions as an attribute, `_metadata` (torch/nn/modules/module.py:
+        # state_dict). Attributes of a dict are not data and could hide its methods: they are dropped.
+        elif type(target) is not OrderedDict:
+            raise TypeError(f"set the state of {type(target).__name__}")
+
+    def push_persistent(self) -> None:
+        if self.load_persistent is None:
+            raise self.origin.unsafe("the pickle refers to data outside itself", got="BINPERSID")
+        self.push(self.load_persistent(self.stack.pop()))
+
+
+def _keyword_arguments(kwargs: object) -> dict[str, object]:
+    if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
+        raise TypeError("keyword arguments that are no dict")
+    return kwargs
+
+
+_STOP = ord(".")
+_INT32 = struct.Struct("<i")
+_FLOAT = struct.Struct(">d")
+
+# One entry for each opcode that pickle's protocols 2 to 5 write, less the extension registry and out-of-band buffers.
+_STEPS: dict[int, Callable[[_Machine], object]] = {
+    ord(code): step
+    for code, step in {
+        "\x80": _Machine.skip_protocol,
+        "\x95": lambda m: m.take(8),  # FRAME
+        "(": _Machine.mark,
+        "0": lambda m: m.stack.pop(),
+        "1": _Machine.pop_mark,
+        "N": lambda m: m.push(None),
+        "\x88": lambda m: m.push(True),
+        "\x89": lambda m: m.push(False),
+        "K": lambda m: m.push(m.take_int(1)),
+        "M": lambda m: m.push(m.take_int(2)),
+        "J": lambda m: m.push(_INT32.unpack(m.take(4))[0]),
+        "\x8a": lambda m: m.push_long(1),
+        "\x8b": lambda m: m.push_long(4),
+        "G": lambda m: m.push(_FLOAT.unpack(m.take(8))[0]),
+        "\x8c": lambda m: m.push_text(1),
+        "X": lambda m: m.push_text(4),
+        "\x8d": lambda m: m.push_text(8),
+        "C": lambda m: m.push_bytes(1),
+        "B": lambda m: m.push_bytes(4),
+        "\x8e": lambda m: m.push_bytes(8),
+        "\x96": lambda m: m.push(bytearray(m.take(m.take_int(8)))),
+        ")": lambda m: m.push(()),
+        "\x85": lambda m: m.push_tuple(1),
+        "\x86": lambda m: m.push_tuple(2),
+        "\x87": lambda m: m.push_tuple(3),
+        "t": lambda m: m.push(tuple(m.pop_mark())),
+        "]": lambda m: m.push([]),
+        "a": lambda m: m.append([m.stack.pop()]),
+        "e": lambda m: m.append(m.pop_mark()),
+        "}": lambda m: m.push({}),
+        "s": _Machine.set_item,
+        "u": lambda m: m.set_items(m.pop_mark()),
+        "\x8f": lambda m: m.push(set()),
+        "\x90": _Machine.add_items,
+        "\x91": _Machine.push_frozenset,
+        "h": lambda m: m.push(m.memo[m.take_int(1)]),
+        "j": lambda m: m.push(m.memo[m.take_int(4)]),
+        "q": lambda m: m.memo.__setitem__(m.take_int(1), m.stack[-1]),
+        "r": lambda m: m.memo.__setitem__(m.take_int(4), m.stack[-1]),
+        "\x94": lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
+        "c": _Machine.push_global,
+        "\x93": _Machine.push_stack_global,
+        "R": _Machine.call,
+        "\x81": _Machine.call,  # NEWOBJ: to a record, making and calling are the same
+        "\x92": _Machine.call_with_keywords,
+        "b": _Machine.build,
+        "Q": _Machine.push_persistent,
+    }.items()
+}

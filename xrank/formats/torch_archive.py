@@ -1,0 +1,324 @@
+"""Reads what ``torch.save`` wrote, without torch: the tree it holds, and where each storage's bytes lie.
+
+Nothing is executed and no tensor byte is read: a tensor becomes a view (dtype, shape, strides) on a record of the file,
+and every number of that view is checked against the size the archive's directory gives, which ``torch.load(mmap=True)``
+does not do (measured on 2.13).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from isal import isal_zlib
+
+from xrank.dtypes import by_torch_name, dtype
+from xrank.errors import UsageError
+from xrank.formats.inert_record import InertRecord, refuse_inert
+from xrank.formats.pickle_reader import MAX_PICKLE_NBYTES, read_pickle
+from xrank.formats.plain_values import PLAIN_BUILDERS, Builder
+from xrank.formats.regular_file import Origin, open_regular, shown
+from xrank.formats.zip_index import ItemBytes, ZipMember, open_item, read_members
+
+__all__ = ["ArchiveRecord", "ArchivedTensor", "TorchArchive", "read_archive", "refuse_inert"]
+
+_MAX_DIMENSIONS = 64
+_MAX_EXTENT = (1 << 63) - 1
+
+# torch/storage.py: _dtype_to_storage_type_map.
+_STORAGE_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+    "QInt8Storage": "qint8",
+    "QInt32Storage": "qint32",
+    "QUInt8Storage": "quint8",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
+}
+
+# Names in torch's namespace that are element types: those xrank moves and those it must refuse by name.
+_DTYPE_NAMES = frozenset(
+    {*_STORAGE_DTYPES.values(), "uint16", "uint32", "uint64", "complex32", "float4_e2m1fn_x2"}
+    | {f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
+    | {"bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveRecord:
+    """The bytes of one storage, as they lie in the file."""
+
+    key: str
+    offset: int
+    """First byte of the payload, counted from the start of the *file*."""
+    nbytes: int
+    crc32: int
+    """As the archive's directory has it; it means nothing unless the archive has checksums."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedTensor:
+    """A view on one record; several tensors may share a record."""
+
+    key: str
+    """Of the record in `TorchArchive.records`."""
+    dtype: str
+    """Name of the element type in safetensors."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements; positive wherever the shape is above 1, and the dimensions nest: no two elements share bytes."""
+    storage_offset: int
+    """In elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchArchive:
+    """What a ``torch.save`` archive says; its tensors' bytes are still in the file."""
+
+    path: str
+    status: os.stat_result
+    """Of the file as it was read."""
+    records: Mapping[str, ArchiveRecord]
+    """Every ``data/<key>`` member, by key."""
+    value: object
+    """Plain values, tuples, lists, dicts (also OrderedDict), sets, `ArchivedTensor` and `InertRecord`.
+
+    A bare element type is the text ``"torch.bfloat16"``, a ``torch.Size`` a tuple, a parameter its tensor; a storage
+    outside a tensor is an inert record. No container is inside itself.
+    """
+    has_checksums: bool
+    """False: every CRC is 0 (``torch.serialization.set_crc32_options(False)``), nothing vouches for the bytes."""
+
+
+def read_archive(path: str, *, start: int = 0, nbytes: int | None = None, rank: int | None = None) -> TorchArchive:
+    """Read the structure of a ``torch.save`` archive.
+
+    Args:
+        path: the file.
+        start: first byte of the archive, for an item inside a larger file (torch DCP's ``.distcp``).
+        nbytes: length of the archive; None: to the end of the file.
+        rank: the rank that wrote it, for messages.
+
+    Raises:
+        CorruptError: the file is no such archive, is cut short or damaged, or its parts disagree.
+        UnsafeError: its pickle asks for what only code can do.
+        UsageError: it is sound, but holds what no safetensors file can.
+        IncompleteError: there is no such file.
+    """
+    with open_regular(path, rank) as file:
+        item = open_item(file, start, nbytes)
+        members = _named_members(item, read_members(item))
+        origin = file.origin
+        pickled = members.get("data.pkl")
+        if pickled is None:
+            raise origin.corrupt("the archive holds no data.pkl: torch.save did not write it")
+        if pickled.nbytes > MAX_PICKLE_NBYTES:
+            raise origin.corrupt(
+                "data.pkl is too large", got=f"{pickled.nbytes} bytes", want=f"at most {MAX_PICKLE_NBYTES} bytes"
+            )
+        # torch writes zeros for all checksums at once or for none; an empty member's CRC is 0 by nature.
+        has_checksums = any(member.crc32 for member in members.values())
+        _check_byteorder(item, members.get("byteorder"), has_checksums)
+        data = _read_member(item, pickled, has_checksums)
+    records = {
+        name[5:]: ArchiveRecord(name[5:], start + member.offset, member.nbytes, member.crc32)
+        for name, member in members.items()
+        if name.startswith("data/")
+    }
+    tree = _Tree(records, origin)
+    value = read_pickle(
+        data,
+        origin,
+        builders={**PLAIN_BUILDERS, **tree.builders()},
+        load_global=_load_global,
+        load_persistent=tree.load_storage,
+    )
+    return TorchArchive(path, file.status, MappingProxyType(records), value, has_checksums)
+
+
+def _named_members(item: ItemBytes, members: tuple[ZipMember, ...]) -> dict[str, ZipMember]:
+    """Return the members by name, less the folder that torch puts them all in (the file's stem, or ``archive``)."""
+    prefix = members[0].name.partition("/")[0] + "/" if members else ""
+    for member in members:
+        if not member.name.startswith(prefix):
+            raise item.file.origin.corrupt(
+                "the archive has members outside its folder", got=shown(member.name), want=shown(prefix)
+            )
+    return {member.name[len(prefix) :]: member for member in members}
+
+
+def _read_member(item: ItemBytes, member: ZipMember, has_checksums: bool) -> bytes:
+    data = item.read(member.offset, member.nbytes)
+    crc32 = isal_zlib.crc32(data)
+    if has_checksums and crc32 != member.crc32:
+        raise item.file.origin.corrupt(
+            f"{shown(member.name)} fails its checksum", got=f"CRC {crc32:08x}", want=f"CRC {member.crc32:08x}"
+        )
+    return data
+
+
+def _check_byteorder(item: ItemBytes, member: ZipMember | None, has_checksums: bool) -> None:
+    if member is None:  # written from torch 2.1 on; before, only little-endian machines were about
+        return
+    order = _read_member(item, member, has_checksums) if member.nbytes <= 16 else b""
+    if order == b"big":
+        raise item.file.origin.usage(
+            "was written on a big-endian machine", got="big", want="little", next_step="save it on a little-endian one"
+        )
+    if order != b"little":
+        raise item.file.origin.corrupt("its byte order is damaged", got=shown(order), want="little")
+
+
+def _load_global(module: str, name: str) -> object:
+    if module == "torch" and name in _DTYPE_NAMES:
+        return f"torch.{name}"
+    return InertRecord(module, name)
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class _Storage(InertRecord):
+    """A storage on its way into a tensor; it stays an inert record if none takes it."""
+
+    key: str = ""
+    dtype: str | None = None
+    """None: bytes, the tensor says of what type."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """What turns persistent ids and rebuild calls into checked tensors."""
+
+    records: Mapping[str, ArchiveRecord]
+    origin: Origin
+
+    def builders(self) -> dict[tuple[str, str], Builder]:
+        return {
+            ("torch", "Size"): _size,
+            ("torch._utils", "_rebuild_tensor_v2"): self.tensor_v2,
+            ("torch._utils", "_rebuild_tensor_v3"): self.tensor_v3,
+            ("torch._utils", "_rebuild_parameter"): _parameter,
+        }
+
+    def load_storage(self, saved_id: object) -> object:
+        # ("storage", type, key, location, count): torch/serialization.py: _save.persistent_id.
+        match saved_id:
+            case ("storage", InertRecord(args=None) as kind, str(key), str(), int(count)) if (
+                type(count) is int and count >= 0 and kind.module in ("torch", "torch.storage")
+            ):
+                pass
+            case _:
+                raise self.origin.corrupt("the pickle refers to a storage in no known way", got=type(saved_id).__name__)
+        if kind.name == "UntypedStorage":
+            name, itemsize = None, 1
+        elif kind.name in _STORAGE_DTYPES:
+            name = self.element_type(f"torch.{_STORAGE_DTYPES[kind.name]}")
+            itemsize = dtype(name).nbytes
+        else:
+            raise self.origin.corrupt("the pickle names an unknown kind of storage", got=shown(kind.name))
+        record = self.records.get(key)
+        if record is None:
+            raise self.origin.corrupt(f"the record data/{shown(key)[1:-1]} is missing")
+        if count * itemsize != record.nbytes:
+            raise self.origin.corrupt(
+                f"the record data/{shown(key)[1:-1]} does not have the size its storage claims",
+                got=f"{record.nbytes} bytes",
+                want=f"{count} elements of {itemsize} bytes",
+            )
+        return _Storage("torch.storage", kind.name, (), key=key, dtype=name)
+
+    def element_type(self, name: str) -> str:
+        try:
+            return by_torch_name(name.removeprefix("torch.")).name
+        except UsageError as error:
+            error.file, error.rank = self.origin.path, self.origin.rank
+            error.message = self.origin.named(error.message)
+            raise
+
+    def tensor_v2(self, args: tuple[object, ...]) -> object:
+        # torch/_utils.py: _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, metadata=None).
+        if len(args) not in (6, 7):
+            raise self.origin.corrupt("a tensor has the wrong number of parts", got=str(len(args)), want="6 or 7")
+        storage, offset, shape, strides, _, hooks, metadata = (*args, None)[:7]
+        if not isinstance(storage, _Storage) or storage.dtype is None:
+            raise self.origin.corrupt("a tensor has no storage of its type")
+        return self.tensor(storage.key, storage.dtype, offset, shape, strides, hooks, metadata)
+
+    def tensor_v3(self, args: tuple[object, ...]) -> object:
+        # torch/_utils.py: _rebuild_tensor_v3(..., hooks, dtype, metadata=None).
+        if len(args) not in (7, 8):
+            raise self.origin.corrupt("a tensor has the wrong number of parts", got=str(len(args)), want="7 or 8")
+        storage, offset, shape, strides, _, hooks, name, metadata = (*args, None)[:8]
+        if not isinstance(storage, _Storage) or not isinstance(name, str):
+            raise self.origin.corrupt("a tensor has no storage, or no element type")
+        element_type = self.element_type(name)
+        if storage.dtype not in (None, element_type):
+            raise self.origin.corrupt("a tensor and its storage differ in type", got=storage.dtype, want=element_type)
+        return self.tensor(storage.key, element_type, offset, shape, strides, hooks, metadata)
+
+    def tensor(
+        self, key: str, dtype_name: str, offset: object, shape: object, strides: object, hooks: object, metadata: object
+    ) -> ArchivedTensor:
+        if hooks:
+            raise self.origin.unsafe("a tensor asks for backward hooks", got=type(hooks).__name__)
+        if metadata:
+            # torch/_utils.py: get_tensor_metadata: lazy conjugation and negation, or a backend's own bits.
+            raise self.origin.usage(
+                "a tensor is stored with its conjugation or negation still to be done",
+                next_step="call .resolve_conj() and .resolve_neg() before saving",
+            )
+        match offset, shape, strides:
+            case int(), tuple(), tuple() if len(shape) == len(strides) <= _MAX_DIMENSIONS and all(
+                type(part) is int and 0 <= part <= _MAX_EXTENT for part in (offset, *shape, *strides)
+            ):
+                pass
+            case _:
+                raise self.origin.corrupt("a tensor's offset, shape or strides are no counts")
+        self.check_view(key, dtype_name, offset, shape, strides)
+        return ArchivedTensor(key, dtype_name, shape, strides, offset)
+
+    def check_view(
+        self, key: str, dtype_name: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> None:
+        capacity = self.records[key].nbytes // dtype(dtype_name).nbytes
+        extent = 1 if math.prod(shape) else 0
+        if extent:
+            for stride, count in sorted(zip(strides, shape, strict=True)):
+                if count == 1:
+                    continue
+                # Each dimension must step over all within it, or elements share bytes (as expand() leaves them).
+                if stride < extent:
+                    raise self.origin.usage(
+                        "a tensor's elements share or interleave their storage",
+                        got=f"shape {shown(shape)}, strides {shown(strides)}",
+                        next_step="call .contiguous() or .clone() before saving",
+                    )
+                extent += (count - 1) * stride
+        if offset + extent > capacity:
+            raise self.origin.corrupt(
+                f"a tensor reaches past its storage data/{shown(key)[1:-1]}",
+                got=f"{capacity} elements",
+                want=f"{offset + extent} elements",
+            )
+
+
+def _size(args: tuple[object, ...]) -> object:
+    return args[0] if len(args) == 1 and isinstance(args[0], tuple) else NotImplemented
+
+
+def _parameter(args: tuple[object, ...]) -> object:
+    # torch/_utils.py: _rebuild_parameter(data, requires_grad, hooks).
+    return args[0] if len(args) == 3 and isinstance(args[0], ArchivedTensor) and not args[2] else NotImplemented

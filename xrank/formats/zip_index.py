@@ -1,0 +1,242 @@
+"""The members of an uncompressed zip as torch writes it, found without trusting any one copy of a number.
+
+Format facts are PKWARE's APPNOTE.TXT 6.3.10 and torch's writer (``caffe2/serialize/inline_container.cc`` over
+``third_party/miniz``): every member is stored, its local header padded by an extra field so that the payload is
+aligned, and followed by a data descriptor. Members therefore tile the archive from its first byte to the central
+directory; a zip for which that does not hold is refused, which leaves no room for hidden or shared bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from xrank.formats.regular_file import RegularFile, shown
+
+__all__ = ["ItemBytes", "ZipMember", "open_item", "read_members"]
+
+_TAIL_NBYTES = 1 << 16
+_MAX_DIRECTORY_NBYTES = 1 << 29
+
+_END = struct.Struct("<4s4H2LH")  # APPNOTE 4.3.16
+_END64 = struct.Struct("<4sQ2H2L4Q")  # 4.3.14
+_LOCATOR64 = struct.Struct("<4sLQL")  # 4.3.15
+_ENTRY = struct.Struct("<4s6H3L5H2L")  # 4.3.12
+_LOCAL = struct.Struct("<4s5H3L2H")  # 4.3.7
+
+_ENCRYPTED = 0x1 | 0x40 | 0x2000  # 4.4.4: bits 0, 6 and 13
+_DESCRIPTOR = 0x8  # 4.4.4: bit 3, a data descriptor follows the payload
+_DESCRIPTOR_NBYTES = (12, 16, 20, 24)  # 4.3.9: with or without signature, sizes of 4 or 8 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ZipMember:
+    """A stored member; ``offset`` is the first byte of its payload, counted from the archive's start."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class ItemBytes:
+    """The bytes of one archive inside a file, its tail already read; offsets count from the archive's start."""
+
+    file: RegularFile
+    start: int
+    nbytes: int
+    tail: bytes
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return exactly those bytes, or raise CorruptError."""
+        if offset + nbytes > self.nbytes:
+            raise self.file.origin.corrupt(
+                "the archive ends early", got=f"{self.nbytes} bytes", want=f"at least {shown(offset + nbytes)} bytes"
+            )
+        in_tail = offset - (self.nbytes - len(self.tail))
+        if in_tail >= 0:
+            return self.tail[in_tail : in_tail + nbytes]
+        return self.file.read(self.start + offset, nbytes)
+
+
+def open_item(file: RegularFile, start: int = 0, nbytes: int | None = None) -> ItemBytes:
+    """Return the archive at those bytes of a file (a whole file, or an item of a ``.distcp``)."""
+    if nbytes is None:
+        nbytes = file.nbytes - start
+    if start < 0 or nbytes < 0 or start + nbytes > file.nbytes:
+        raise file.origin.corrupt(
+            "the item lies outside the file", got=f"{file.nbytes} bytes", want=f"bytes {start} to {start + nbytes}"
+        )
+    tail_nbytes = min(nbytes, _TAIL_NBYTES)
+    return ItemBytes(file, start, nbytes, file.read(start + nbytes - tail_nbytes, tail_nbytes))
+
+
+def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
+    """Return every member, in the order of their bytes.
+
+    Raises:
+        CorruptError: the archive is cut short, damaged, compressed, encrypted, or not laid out as torch lays it out.
+    """
+    origin = item.file.origin
+    offset, nbytes, count = _directory(item)
+    # An entry takes at least its 46 fixed bytes, so the claimed count cannot outgrow the bytes that are there.
+    if nbytes > _MAX_DIRECTORY_NBYTES or count * _ENTRY.size > nbytes:
+        raise origin.corrupt("the zip directory's size is wrong", got=f"{nbytes} bytes for {count} members")
+    directory = item.read(offset, nbytes)
+    entries: list[_Entry] = []
+    names: set[str] = set()
+    at = 0
+    for _ in range(count):
+        entry, at = _parse_entry(item, directory, at)
+        if entry.name in names:
+            raise origin.corrupt("the zip directory lists a name twice", got=shown(entry.name))
+        names.add(entry.name)
+        entries.append(entry)
+    if at != nbytes:
+        raise origin.corrupt("the zip directory's size is wrong", got=f"{at} bytes", want=f"{nbytes} bytes")
+    entries.sort(key=lambda entry: entry.header)
+    members: list[ZipMember] = []
+    free = 0
+    for k, entry in enumerate(entries):
+        if entry.header != free:
+            raise origin.corrupt(
+                f"zip member {shown(entry.name)} does not start where the one before it ends",
+                got=f"byte {entry.header}",
+                want=f"byte {free}",
+            )
+        payload = _payload(item, entry)
+        free = payload + entry.nbytes
+        if entry.flags & _DESCRIPTOR:
+            next_header = entries[k + 1].header if k + 1 < len(entries) else offset
+            if next_header - free not in _DESCRIPTOR_NBYTES:
+                raise origin.corrupt(
+                    f"zip member {shown(entry.name)} has the wrong size", got=f"{entry.nbytes} bytes at byte {payload}"
+                )
+            free = next_header
+        members.append(ZipMember(entry.name, payload, entry.nbytes, entry.crc32))
+    if free != offset:
+        raise origin.corrupt("bytes between the members and the zip directory", got=f"byte {free}", want=f"{offset}")
+    return tuple(members)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    raw_name: bytes
+    flags: int
+    crc32: int
+    nbytes: int
+    header: int
+    """First byte of the local header."""
+
+
+def _directory(item: ItemBytes) -> tuple[int, int, int]:
+    """Return offset and size of the central directory and the number of its entries."""
+    origin = item.file.origin
+    if item.nbytes == 0:
+        raise origin.corrupt("is empty", got="0 bytes", want="a torch.save archive")
+    tail_start = item.nbytes - len(item.tail)
+    at = len(item.tail) - _END.size
+    while at >= 0:
+        at = item.tail.rfind(b"PK\5\6", 0, at + 4)
+        # A comment may hold the signature too; the real record's comment ends where the archive ends.
+        if at >= 0 and at + _END.size + int.from_bytes(item.tail[at + 20 : at + 22], "little") == len(item.tail):
+            break
+        at -= 1
+    if at < 0:
+        raise origin.corrupt(
+            "no zip directory at its end: cut short, or no torch.save archive", got=f"{item.nbytes} bytes"
+        )
+    _, disk, directory_disk, here, count, nbytes, offset, _ = _END.unpack_from(item.tail, at)
+    end = tail_start + at
+    locator = end - _LOCATOR64.size
+    if locator >= 0 and item.read(locator, 4) == b"PK\6\7":
+        _, locator_disk, end64, disks = _LOCATOR64.unpack(item.read(locator, _LOCATOR64.size))
+        signature, size, _, _, disk64, directory_disk64, here64, count64, nbytes64, offset64 = _END64.unpack(
+            item.read(end64, _END64.size)
+        )
+        # 4.4.1.4: a field of the short record that is all ones is to be read from the long one; others must agree.
+        short = (disk, directory_disk, here, count, nbytes, offset)
+        ones = (0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
+        long = (disk64, directory_disk64, here64, count64, nbytes64, offset64)
+        agree = all(s in (full, o) for s, full, o in zip(short, long, ones, strict=True))
+        if signature != b"PK\6\6" or end64 + 12 + size != locator or locator_disk or disks > 1 or not agree:
+            raise origin.corrupt("the zip64 end record is damaged")
+        disk, directory_disk, here, count, nbytes, offset = long
+        end = end64
+    if disk or directory_disk or here != count or offset + nbytes != end:
+        raise origin.corrupt(
+            "the zip directory is not where the end record says",
+            got=f"{count} members in {nbytes} bytes from byte {offset}",
+            want=f"up to byte {end}",
+        )
+    return offset, nbytes, count
+
+
+def _parse_entry(item: ItemBytes, directory: bytes, at: int) -> tuple[_Entry, int]:
+    origin = item.file.origin
+    try:
+        fields = _ENTRY.unpack_from(directory, at)
+    except struct.error:
+        raise origin.corrupt(f"the zip directory ends inside an entry at its byte {at}") from None
+    signature, _, _, flags, method, _, _, crc32, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes = fields[:13]
+    disk, _, _, header = fields[13:]
+    extra_at = at + _ENTRY.size + name_nbytes
+    end = extra_at + extra_nbytes + comment_nbytes
+    if signature != b"PK\1\2" or end > len(directory):
+        raise origin.corrupt(f"the zip directory is damaged at its byte {at}")
+    raw_name = directory[at + _ENTRY.size : extra_at]
+    try:
+        name = raw_name.decode("utf-8")
+    except UnicodeDecodeError:
+        raise origin.corrupt("a zip member's name is no UTF-8", got=shown(raw_name)) from None
+    # 4.5.3: the extra field holds, in this order, those of the four that are all ones in the entry itself.
+    wide = _zip64_extra(directory[extra_at : extra_at + extra_nbytes])
+    values = [nbytes, packed, header]
+    for k, value in enumerate(values):
+        if value == 0xFFFFFFFF:
+            if len(wide) < 8:
+                raise origin.corrupt(f"zip member {shown(name)} lacks its zip64 sizes")
+            values[k] = int.from_bytes(wide[:8], "little")
+            wide = wide[8:]
+    nbytes, packed, header = values
+    if disk not in (0, 0xFFFF):
+        raise origin.corrupt(f"zip member {shown(name)} lies on another disk", got=str(disk), want="0")
+    if method != 0 or packed != nbytes or flags & _ENCRYPTED:
+        raise origin.corrupt(
+            f"zip member {shown(name)} is compressed or encrypted",
+            got=f"method {method}, {packed} bytes for {nbytes}, flags {flags:#x}",
+            want="a stored member, as torch.save writes",
+        )
+    return _Entry(name, raw_name, flags, crc32, nbytes, header), end
+
+
+def _zip64_extra(extra: bytes) -> bytes:
+    at = 0
+    while at + 4 <= len(extra):
+        kind, nbytes = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            return extra[at + 4 : at + 4 + nbytes]
+        at += 4 + nbytes
+    return b""
+
+
+def _payload(item: ItemBytes, entry: _Entry) -> int:
+    """Return the payload's first byte, from the local header: its padding differs from the directory's extra field."""
+    raw = item.read(entry.header, _LOCAL.size + len(entry.raw_name))
+    name_nbytes: int
+    extra_nbytes: int
+    signature, _, flags, method, _, _, _, _, _, name_nbytes, extra_nbytes = _LOCAL.unpack_from(raw)
+    # Sizes and checksum are not compared: torch leaves them out here, for the data descriptor (flag bit 3).
+    same_name = name_nbytes == len(entry.raw_name) and raw[_LOCAL.size :] == entry.raw_name
+    if signature != b"PK\3\4" or not same_name or method != 0 or flags != entry.flags:
+        raise item.file.origin.corrupt(f"zip member {shown(entry.name)}: its local header is damaged")
+    payload = entry.header + _LOCAL.size + name_nbytes + extra_nbytes
+    if payload + entry.nbytes > item.nbytes:
+        raise item.file.origin.corrupt(
+            f"zip member {shown(entry.name)} ends outside the archive",
+            got=f"{item.nbytes} bytes",
+            want=f"{payload + entry.nbytes} bytes",
+        )
+    return payload
