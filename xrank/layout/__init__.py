@@ -1,1 +1,7 @@
 """Which rank holds what: nests, meshes, the notation, layout maps. No torch, no I/O beyond layout files."""
+
+from xrank.layout.layout_map import LayoutMap
+from xrank.layout.mesh import DeviceMesh
+from xrank.layout.tensor_layout import TensorLayout
+
+__all__ = ["DeviceMesh", "LayoutMap", "TensorLayout"]

@@ -1,0 +1,118 @@
+"""DTensor placements: torch says one word a mesh axis, in the mesh's order; a layout says the cuts of each dim.
+
+Nothing of torch is imported: placements and meshes are known by their methods and attributes
+(torch/distributed/tensor/placement_types.py), so states of other torch versions and stand-ins are read alike.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from xrank.errors import LayoutError
+from xrank.layout.mesh import DeviceMesh
+from xrank.layout.notation import Node, Size, Split, SplitKind
+from xrank.layout.tensor_layout import TensorLayout, free_size_names
+
+__all__ = ["describe_mesh", "from_placements"]
+
+
+def describe_mesh(device_mesh: Any) -> DeviceMesh:
+    """Return a torch ``DeviceMesh`` as xrank's; axes without names are called a0, a1, ..."""
+    ranks = device_mesh.mesh
+    names = device_mesh.mesh_dim_names or tuple(f"a{i}" for i in range(len(ranks.shape)))
+    return DeviceMesh(tuple(ranks.shape), tuple(names), ranks.tolist())
+
+
+def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> TensorLayout:
+    """Return the layout that DTensor placements say.
+
+    torch cuts from the first mesh axis to the last, by ceil chunks. A ``_StridedShard`` stands for a cut that was made
+    *after* the cuts of some later axes: its split factor is the number of parts that those had made
+    (placement_types.py:_StridedShard). Hence the walk from the last axis to the first: a plain shard was cut before
+    all that follow, a strided one after the first of them whose lengths multiply to its split factor.
+
+    A strided cut over one plain one is FSDP2 over TP: the local tensor was cut again by `torch.chunk`, also where that
+    is uneven. (DTensor's own redistribution cuts uneven strided dims otherwise; then the local shapes differ too.) Over
+    several, uneven chunks of the same sizes hold other elements, depending on who cut them; such dims are said to be
+    even, so that an uneven one is refused when the layout meets its shape.
+
+    Args:
+        mesh: the mesh whose axes the placements belong to, one each.
+        placements: torch's ``Shard``, ``Replicate``, ``_StridedShard``.
+        ndim: the tensor's number of dims.
+
+    Raises:
+        LayoutError: a partial sum, a split factor that no cuts make, a dim that the tensor has not, another placement.
+    """
+    if len(placements) != len(mesh.shape):
+        raise LayoutError(
+            "the placements are not one for each axis of the mesh",
+            got=f"{len(placements)} placements {list(placements)}",
+            want=f"{len(mesh.shape)}, for the mesh {mesh.grid!r}",
+        )
+    cuts: list[list[str]] = [[] for _ in range(ndim)]
+    strided: set[int] = set()
+    for axis, placement in reversed(list(zip(mesh.axis_names, placements, strict=True))):
+        # By name and first: it is no Shard in torch 2.13, and was a subclass of it before.
+        if type(placement).__name__ == "_StridedShard":
+            dim = _dim(placement, ndim, axis)
+            cuts[dim].insert(_cuts_before(placement, cuts[dim], mesh, axis), axis)
+            strided.add(dim)
+        elif placement.is_shard():
+            cuts[_dim(placement, ndim, axis)].insert(0, axis)
+        elif placement.is_partial():
+            raise LayoutError(
+                f"the ranks along {axis!r} hold a sum of addends, not parts or replicas",
+                got=repr(placement),
+                want="Shard or Replicate",
+                next_step="reduce the tensor before it is saved: redistribute it to Replicate or Shard",
+            )
+        elif not placement.is_replicate():
+            raise LayoutError(
+                f"the placement along {axis!r} is none that a layout can say",
+                got=repr(placement),
+                want="Shard, Replicate or _StridedShard",
+            )
+    names = free_size_names(ndim, mesh.axis_names)
+    dims: list[Node] = []
+    for dim, (name, axes) in enumerate(zip(names, cuts, strict=True)):
+        cutting = sum(mesh.axis_length(axis) > 1 for axis in axes)
+        dims.append(_chain(name, axes, "/" if dim in strided and cutting > 2 else "/~"))
+    return TensorLayout.from_dims(dims, mesh)
+
+
+def _chain(name: str, axes: Sequence[str], kind: SplitKind) -> Node:
+    node: Node = Size(name)
+    for axis in axes:
+        node = Split(node, axis, kind)
+    return node
+
+
+def _dim(placement: Any, ndim: int, axis: str) -> int:
+    dim = operator.index(placement.dim)
+    if not -ndim <= dim < ndim:
+        raise LayoutError(
+            f"the placement along {axis!r} cuts a dim that the tensor has not",
+            got=repr(placement),
+            want=f"a dim of {ndim}",
+        )
+    return dim % ndim
+
+
+def _cuts_before(placement: Any, axes: Sequence[str], mesh: DeviceMesh, axis: str) -> int:
+    """Return how many of the cuts so far, first ones first, make the parts that a strided shard's factor counts."""
+    factor = int(placement.split_factor)
+    parts = 1
+    for count, later in enumerate((*axes, None)):
+        if parts == factor:
+            return count
+        if later is not None:
+            parts *= mesh.axis_length(later)
+    raise LayoutError(
+        f"the strided shard along {axis!r} counts {factor} parts, which no cuts of that dim make",
+        got=f"{placement!r} on the mesh {mesh.grid!r}, where {list(axes) or 'no axes'} cut the dim too",
+        want="the product of the lengths of the axes that cut the dim before it",
+        next_step="parts that one rank holds of each half, as of packed gate and up, cannot be said by placements yet",
+    )
