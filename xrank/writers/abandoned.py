@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from xrank.writers.disk import describe, explaining, sync_folder, write_all
 from xrank.writers.journal import JOURNAL_NAME, Journal, JournalLine, journal_text, read_journal
 from xrank.writers.output_place import MANIFEST_NAME, OutputPlace
-from xrank.writers.rename import move_new
+from xrank.writers.rename import move, move_new
 
 __all__ = ["Claim", "claim", "clear", "owner_text", "roll_forward", "write_journal"]
 
@@ -68,7 +68,7 @@ def claim(place: OutputPlace, plan_digest: str, *, resume: bool) -> Claim:
         mine = place.new_stage()
         with explaining(stage):
             try:
-                os.rename(stage, mine)
+                move(stage, mine)
             except FileNotFoundError:
                 continue  # another gather was quicker
         # Read again: until the rename its owner may have lived and added to it.
@@ -83,7 +83,7 @@ def clear(place: OutputPlace, path: str) -> None:
     with explaining(path):
         doomed = place.new_stage()
         try:
-            os.rename(path, doomed)
+            move(path, doomed)
         except FileNotFoundError:
             return
         with suppress(FileNotFoundError):  # another start may clear the same
@@ -103,7 +103,7 @@ def write_journal(stage: str, plan_digest: str, finished: Sequence[JournalLine] 
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.rename(fresh, path)
+        move(fresh, path)
     sync_folder(stage)
 
 

@@ -13,46 +13,19 @@ from xrank.writers.disk import explaining
 __all__ = ["Companion", "base_companions", "hub_snapshot", "source_companions"]
 
 # A list of what is a weight ages better than a list of what is not: new kinds of companions appear every year.
-_WEIGHT_SUFFIXES = [
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".gguf",
-    ".onnx",
-    ".onnx_data",
-    ".ot",
-    ".npz",
-    ".tflite",
-    ".distcp",
-    ".lock",
-    ".part",
-]
+_WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data"),
+    *(".ot", ".npz", ".tflite", ".distcp", ".lock", ".part"),
+)
 _WEIGHT_INDEX = re.compile(r".*\.index(\.[^.]+)?\.json")  # model.safetensors.index.json, ….index.fp16.json
 _OWN = {"xrank_manifest.json"}
 
-_WELL_KNOWN = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "image_processor_config.json",
-    "video_preprocessor_config.json",
-    "spiece.model",
-]
+_WELL_KNOWN = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
+    *("image_processor_config.json", "video_preprocessor_config.json"),
+)
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -150,7 +123,7 @@ def _walk(folder: str, prefix: str) -> list[Companion]:
 
 def _is_weight(name: str) -> bool:
     lower = name.lower()
-    return lower.endswith(tuple(_WEIGHT_SUFFIXES)) or _WEIGHT_INDEX.fullmatch(lower) is not None or name in _OWN
+    return lower.endswith(_WEIGHT_SUFFIXES) or _WEIGHT_INDEX.fullmatch(lower) is not None or name in _OWN
 
 
 def _is_file(path: str) -> bool:

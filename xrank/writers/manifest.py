@@ -16,6 +16,7 @@ from typing import Any
 from xrank import dtypes
 from xrank.errors import CorruptError, IncompleteError
 from xrank.writers.disk import explaining
+from xrank.writers.output_place import MANIFEST_NAME
 
 __all__ = [
     "DIGEST_ALGORITHM",
@@ -28,7 +29,6 @@ __all__ = [
     "read_manifest",
 ]
 
-MANIFEST_NAME = "xrank_manifest.json"
 DIGEST_ALGORITHM = "xxh3_128"
 
 _SCHEMA = 1
@@ -134,7 +134,7 @@ def read_manifest(path: str) -> dict[str, Any]:
     try:
         manifest = json.loads(content, object_pairs_hook=_unique, parse_constant=_refuse_constant)
         _check(manifest)
-    except (ValueError, RecursionError, _Flaw) as error:
+    except (ValueError, RecursionError, _FlawError) as error:
         raise CorruptError(
             f"{path}: is no manifest of xrank: {error}",
             file=path,
@@ -145,7 +145,7 @@ def read_manifest(path: str) -> dict[str, Any]:
     return result
 
 
-class _Flaw(Exception):
+class _FlawError(Exception):
     """Says what is wrong in a manifest."""
 
 
@@ -185,20 +185,20 @@ def _read(path: str) -> bytes:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise _Flaw("a key stands twice")
+        raise _FlawError("a key stands twice")
     return result
 
 
 def _refuse_constant(text: str) -> None:
-    raise _Flaw(f"{text} is no value of it")
+    raise _FlawError(f"{text} is no value of it")
 
 
 def _check(manifest: Any) -> None:
     if not isinstance(manifest, dict) or manifest.get("schema") is not _SCHEMA:
-        raise _Flaw(f"schema {_SCHEMA} was wanted")
+        raise _FlawError(f"schema {_SCHEMA} was wanted")
     _keys("the manifest", manifest, _KEYS)
     if manifest["digest"] != DIGEST_ALGORITHM:
-        raise _Flaw(f"its digests are {manifest['digest']!r}, not {DIGEST_ALGORITHM}")
+        raise _FlawError(f"its digests are {manifest['digest']!r}, not {DIGEST_ALGORITHM}")
     source = manifest["source"]
     _keys("source", source, ("format", "world_size", "run_id", "step"))
     _is("source.format", source["format"], str)
@@ -210,7 +210,7 @@ def _check(manifest: Any) -> None:
     files = {*_check_files("files", manifest["files"])}
     companions = {*_check_files("companions", manifest["companions"])}
     if files & companions:
-        raise _Flaw(f"{min(files & companions)!r} is a file and a companion")
+        raise _FlawError(f"{min(files & companions)!r} is a file and a companion")
     _is("tensors", manifest["tensors"], dict)
     for name, tensor in manifest["tensors"].items():
         _check_tensor(f"tensor {name!r}", tensor, files)
@@ -218,7 +218,7 @@ def _check(manifest: Any) -> None:
         _is(key, manifest[key], dict)
     for name, target in manifest["tied"].items():
         if not isinstance(target, str) or target not in manifest["tensors"]:
-            raise _Flaw(f"{name!r} is tied to {target!r}, which is no tensor")
+            raise _FlawError(f"{name!r} is tied to {target!r}, which is no tensor")
     _is("notes", manifest["notes"], list)
     _is("excluded", manifest["excluded"], list)
     for name in manifest["excluded"]:
@@ -241,7 +241,7 @@ def _check_files(what: str, entries: Any) -> list[str]:
         _digest(f"{what}.digest", entry["digest"])
         names.append(entry["name"])
     if len(set(names)) != len(names):
-        raise _Flaw(f"{what}: a name stands twice")
+        raise _FlawError(f"{what}: a name stands twice")
     return names
 
 
@@ -249,13 +249,13 @@ def _check_tensor(what: str, tensor: Any, files: set[str]) -> None:
     _keys(what, tensor, ("dtype", "shape", "file", "digest", "sources", "replicas"))
     _is(f"{what}.dtype", tensor["dtype"], str)
     if tensor["dtype"] not in dtypes.DTYPES:
-        raise _Flaw(f"{what}: no element type {tensor['dtype']!r}")
+        raise _FlawError(f"{what}: no element type {tensor['dtype']!r}")
     _is(f"{what}.shape", tensor["shape"], list)
     for size in tensor["shape"]:
         _count(f"{what}.shape", size)
     _is(f"{what}.file", tensor["file"], str)
     if tensor["file"] not in files:
-        raise _Flaw(f"{what} lies in {tensor['file']!r}, which is not among the files")
+        raise _FlawError(f"{what} lies in {tensor['file']!r}, which is not among the files")
     _digest(f"{what}.digest", tensor["digest"])
     _count(f"{what}.replicas", tensor["replicas"])
     _is(f"{what}.sources", tensor["sources"], list)
@@ -271,26 +271,26 @@ def _check_tensor(what: str, tensor: Any, files: set[str]) -> None:
 def _keys(what: str, value: Any, keys: Sequence[str]) -> None:
     _is(what, value, dict)
     if set(value) != set(keys):
-        raise _Flaw(f"{what} must have {', '.join(keys)}; it has {', '.join(sorted(value)) or 'nothing'}")
+        raise _FlawError(f"{what} must have {', '.join(keys)}; it has {', '.join(sorted(value)) or 'nothing'}")
 
 
 def _is(what: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind):
-        raise _Flaw(f"{what}: {type(value).__name__} in place of {kind.__name__}")
+        raise _FlawError(f"{what}: {type(value).__name__} in place of {kind.__name__}")
 
 
 def _count(what: str, value: Any) -> None:
     if type(value) is not int or value < 0:
-        raise _Flaw(f"{what}: {value!r} is no count")
+        raise _FlawError(f"{what}: {value!r} is no count")
 
 
 def _digest(what: str, value: Any) -> None:
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise _Flaw(f"{what}: {value!r} is no digest")
+        raise _FlawError(f"{what}: {value!r} is no digest")
 
 
 def _file_name(what: str, value: Any) -> None:
     # A manifest is read by verify, which opens what it names: nothing outside the folder.
     escapes = not isinstance(value, str) or "\0" in value or "\\" in value
     if escapes or any(piece in {"", ".", ".."} for piece in value.split("/")):
-        raise _Flaw(f"{what}: {value!r} names no file inside the folder")
+        raise _FlawError(f"{what}: {value!r} names no file inside the folder")

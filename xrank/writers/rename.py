@@ -6,7 +6,7 @@ import ctypes
 import errno
 import os
 
-__all__ = ["exchange", "identity", "move_new", "renameat2"]
+__all__ = ["exchange", "identity", "move", "move_new", "renameat2"]
 
 # linux/fs.h
 _NOREPLACE = 1
@@ -37,6 +37,16 @@ def identity(path: str) -> Identity | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return status.st_dev, status.st_ino
+
+
+def move(source: str, target: str) -> None:
+    """Rename; a file at the target is replaced at one instant."""
+    moving = identity(source)
+    try:
+        os.rename(source, target)
+    except OSError:
+        if not _has_moved(moving, source, target):
+            raise
 
 
 def move_new(source: str, target: str) -> None:

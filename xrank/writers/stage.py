@@ -293,7 +293,7 @@ class Stage:
         os.close(fd)  # NFS says here, at last, that the quota is used up
         if found != nbytes:
             raise CorruptError(f"{part}: has the wrong size", file=part, got=f"{found} bytes", want=f"{nbytes} bytes")
-        os.rename(part, final)
+        rename.move(part, final)
         sync_folder(os.path.dirname(final))
 
     @contextmanager

@@ -8,7 +8,6 @@ point leaves the output absent, old or whole, and a stage that the same command 
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +20,6 @@ from xrank.writers.output_place import OutputPlace, check_output, make_parents
 from xrank.writers.stage import Stage
 
 __all__ = ["Stage", "check_output", "open_stage"]
-
-_OF_A_FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
@@ -55,8 +52,9 @@ def open_stage(
             raise  # stopped, not failed: there is no time to tidy, and the next run goes on
         except BaseException as error:
             stage.abandon()
-            if isinstance(error, OSError) and not isinstance(error, XrankError) and error.errno in _OF_A_FULL_DISK:
-                raise explain(error, stage.path) from error
+            if isinstance(error, OSError) and not isinstance(error, XrankError):
+                # A write by descriptor knows no name: the stage is where the body writes.
+                raise explain(error, os.fsdecode(error.filename or stage.path)) from error
             raise
         stage.abandon()
 
