@@ -13,7 +13,7 @@ from typing import Protocol
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
 from xrank.plan.source import SourceFile, StoredModel
 
-__all__ = ["FileSource", "FileTarget", "MemorySource", "MemoryTarget", "Source", "Target"]
+__all__ = ["FileSource", "FileTarget", "MemorySource", "MemoryTarget", "NullTarget", "Source", "Target"]
 
 
 class Source(Protocol):
@@ -177,3 +177,10 @@ class MemoryTarget:
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Put bytes at `offset` of that output file."""
         self._views[file][offset : offset + len(data)] = data
+
+
+class NullTarget:
+    """Lets go of every byte: for digests, checksums and comparisons alone."""
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        """Do nothing."""

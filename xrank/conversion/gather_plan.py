@@ -1,0 +1,134 @@
+"""The plan of a gather: the source read, the output decided, the proof made; nothing is written yet."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from xrank.conversion.base_model import BaseModel, check_against, open_base_model, read_config
+from xrank.conversion.options import GatherOptions
+from xrank.conversion.selection import Selection, select
+from xrank.layout import LayoutMap
+from xrank.plan.planner import Plan, make_plan
+from xrank.plan.source import StoredModel
+from xrank.readers.base import Hints
+from xrank.readers.discovery import read_source
+from xrank.writers.companions import Companion, source_companions
+from xrank.writers.hf_folder import lay_out
+
+__all__ = ["Gather", "plan_gather"]
+
+_CAST_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """A gather that is planned and proven; nothing is written yet."""
+
+    options: GatherOptions
+    source: StoredModel
+    base: BaseModel | None
+    selection: Selection
+    plan: Plan
+    companions: tuple[Companion, ...]
+    """Copied byte for byte."""
+    config_text: str | None
+    """A config.json made here: of the states' config, or with the dtype of a cast."""
+    checked_against_base: str | None
+    notes: tuple[tuple[str, str], ...]
+
+    @property
+    def digest(self) -> str:
+        """Says which plan an interrupted output belongs to: the same source, options and output give the same."""
+        state = xxhash.xxh3_128()
+        for file in self.source.files:
+            state.update(repr((os.path.basename(file.path), file.nbytes, file.inode, file.mtime_ns)).encode())
+        for tensor in self.plan.tensors:
+            state.update(repr((tensor.output, tensor.source_dtype)).encode())
+            for copies in (tensor.copies, tensor.replicas):
+                for array in (copies.rank, copies.record, copies.nests.x, copies.nests.y, copies.nests.loops):
+                    state.update(array.tobytes())
+        for made in self.plan.files:
+            state.update(made.output.name.encode() + made.output.header)
+        state.update(self.options.replicas.encode())
+        return state.hexdigest()
+
+
+def plan_gather(
+    source: str,
+    options: GatherOptions,
+    *,
+    base_model: str | os.PathLike[str] | None = None,
+    layout: str | os.PathLike[str] | LayoutMap | None = None,
+    format_name: str | None = None,
+) -> Gather:
+    """Return the proven plan of a gather; reads metadata alone. Arguments and errors as `gather_checkpoint`."""
+    base = open_base_model(base_model) if base_model is not None else None
+    layouts = layout if isinstance(layout, LayoutMap) or layout is None else LayoutMap.read(layout)
+    beside = _companions_beside(source)
+    config_path = next((c.path for c in (*beside, *(base.companions if base else ())) if c.name == "config.json"), None)
+    hints = Hints(
+        layouts=layouts,
+        shapes={name: shape for name, (_, shape) in base.tensors.items()} if base else {},
+        needs_config=config_path is None,
+    )
+    stored = read_source(source, hints, format_name=format_name)
+    config = read_config(config_path) if config_path is not None else stored.config
+    aliases = layouts.aliases if layouts is not None else {}
+    selection = select(stored, options, base, config, aliases)
+    dropped = {name for names in selection.tied.values() for name in names}
+    checked = check_against(base, list(selection.outputs), set(selection.excluded), dropped) if base else None
+    files = lay_out(selection.outputs, options.max_shard_nbytes)
+    plan = make_plan(stored, files, tied=selection.tied)
+    config_text, config_notes = _config_text(config_path, stored.config, options)
+    companions = {c.name: c for c in (*(base.companions if base else ()), *beside)}
+    if config_text is not None:
+        companions.pop("config.json", None)
+    notes = [*stored.notes, *selection.notes, *config_notes, *_layout_notes(layouts, stored)]
+    return Gather(
+        options,
+        stored,
+        base,
+        selection,
+        plan,
+        tuple(companions[name] for name in sorted(companions)),
+        config_text,
+        checked,
+        tuple(notes),
+    )
+
+
+def _companions_beside(source: str) -> tuple[Companion, ...]:
+    return source_companions(source) if os.path.isdir(source) else ()
+
+
+def _layout_notes(layouts: LayoutMap | None, stored: StoredModel) -> Sequence[tuple[str, str]]:
+    if layouts is None:
+        return []
+    unused = layouts.unused([shard.name for shard in stored.shards])
+    return [("unused-rule", f"the layout file's rule {pattern!r} matches no tensor") for pattern in unused]
+
+
+def _config_text(
+    path: str | None, recorded: Mapping[str, Any] | None, options: GatherOptions
+) -> tuple[str | None, list[tuple[str, str]]]:
+    """Return the config.json to write in place of copying one, and what is to be said about it."""
+    if path is None and recorded is None:
+        return None, [("no-config", "no config.json was found; add one, or gather again with --base-model")]
+    cast = _CAST_NAMES.get(options.dtype)
+    if path is not None and cast is None:
+        return None, []
+    config = dict(read_config(path) if path is not None else recorded or {})
+    notes = []
+    if cast is not None:
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        if config.get(key) != cast:
+            notes.append(("config-dtype", f"config.json says {key} {cast}, as asked for by --dtype {options.dtype}"))
+            config[key] = cast
+    # As transformers writes it (configuration_utils.py: to_json_string).
+    return json.dumps(config, indent=2, sort_keys=True) + "\n", notes

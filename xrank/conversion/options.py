@@ -1,0 +1,94 @@
+"""What a caller asks of a conversion, checked before anything is read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from xrank.errors import UsageError
+
+__all__ = ["DTypeChoice", "GatherOptions", "ReplicaChoice", "default_workers", "parse_size"]
+
+DTypeChoice: TypeAlias = Literal["keep", "base", "bf16", "fp16", "fp32"]
+ReplicaChoice: TypeAlias = Literal["verify", "pick"]
+
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+
+def parse_size(text: str | int, name: str) -> int:
+    """Return a number of bytes written as ``5GB`` (decimal), ``1GiB`` (binary) or a plain number.
+
+    Raises:
+        UsageError: it is no size, or not positive.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise UsageError(f"{name} is no size", got=repr(text), want="a size such as 5GB, 512MB or 1GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def default_workers() -> int:
+    """Return the number of threads a process uses if none is asked for: NFS servers choke on more than a few."""
+    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GatherOptions:
+    """The options of a gather, as FACE names them; every value is checked when the object is made."""
+
+    dtype: DTypeChoice = "keep"
+    keep_fp32: Sequence[str] = ()
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    max_shard_size: str | int = "5GB"
+    max_memory: str | int = "64MB"
+    workers: int | None = None
+    replicas: ReplicaChoice = "verify"
+    overwrite: bool = False
+    resume: bool = True
+    verify: bool | None = None
+    """Whether the stage is read back before the rename; None: if an output is replaced."""
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("--dtype", self.dtype, get_args(DTypeChoice)),
+            ("--replicas", self.replicas, get_args(ReplicaChoice)),
+        ):
+            if value not in allowed:
+                raise UsageError(f"{name} takes no {value!r}", got=repr(value), want=", ".join(allowed))
+        for name in ("keep_fp32", "include", "exclude"):
+            patterns = getattr(self, name)
+            object.__setattr__(self, name, (patterns,) if isinstance(patterns, str) else tuple(patterns))
+            for pattern in getattr(self, name):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise UsageError(
+                        f"--{name.replace('_', '-')} is no regular expression", got=f"{pattern!r}: {error}"
+                    ) from None
+        _ = self.max_shard_nbytes, self.max_memory_nbytes
+        if self.workers is not None and self.workers < 1:
+            raise UsageError("--workers takes no number below 1", got=str(self.workers), want="1 or more")
+
+    @property
+    def max_shard_nbytes(self) -> int:
+        """Bytes of tensors in an output file."""
+        return parse_size(self.max_shard_size, "--max-shard-size")
+
+    @property
+    def max_memory_nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return parse_size(self.max_memory, "--max-memory")
+
+    @property
+    def num_workers(self) -> int:
+        """Threads."""
+        return default_workers() if self.workers is None else self.workers

@@ -1,0 +1,163 @@
+"""Reads a Hugging Face folder: whole tensors in safetensors files, with or without an index.
+
+The format: https://huggingface.co/docs/safetensors (metadata parsing); the index ``model.safetensors.index.json`` as
+``huggingface_hub/serialization/_base.py: StateDictSplit`` describes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError
+from xrank.formats.safetensors_header import SafetensorsHeader, read_header
+from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nests import Nest
+from xrank.plan.output import OutputFile, OutputTensor
+from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.readers.base import Hints
+
+__all__ = ["INDEX_NAME", "HfFolderReader", "describe_files", "output_file_of", "read_headers"]
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class HfFolderReader:
+    """The reader of safetensors folders and files (`xrank.readers.base.Reader`)."""
+
+    name = "safetensors"
+
+    def recognise(self, path: str) -> str | None:
+        """Return None if it is a safetensors file, or a folder with one."""
+        if path.endswith(".safetensors") and os.path.isfile(path):
+            return None
+        if os.path.isdir(path) and any(entry.endswith(".safetensors") for entry in os.listdir(path)):
+            return None
+        return "no *.safetensors in it"
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every tensor lies; errors as `Reader.read` lists them."""
+        return describe_files(path, read_headers(path))
+
+
+def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
+    """Return the headers of a model's files, by name, checked against its index.
+
+    Raises:
+        IncompleteError: the index names a file or tensor that is not there.
+        ContradictionError: two files hold one tensor, or the index sends a tensor elsewhere.
+        CorruptError, UnsafeError: the index is malformed, or names a path outside the folder.
+    """
+    if not os.path.isdir(path):
+        return (read_header(path),)
+    names = sorted(entry for entry in os.listdir(path) if entry.endswith(".safetensors"))
+    weight_map = _read_index(path)
+    if weight_map is not None:
+        absent = sorted(set(weight_map.values()) - set(names))
+        if absent:
+            raise IncompleteError(
+                f"{INDEX_NAME} names {absent[0]}, which is not in {path}",
+                file=os.path.join(path, absent[0]),
+                got=f"{len(names)} files",
+                want=f"{len(set(weight_map.values()))} files",
+                next_step="copy the missing file into the folder",
+            )
+        names = sorted(set(weight_map.values()))
+    headers = tuple(read_header(os.path.join(path, name)) for name in names)
+    _check_names(path, headers, weight_map)
+    return headers
+
+
+def _read_index(path: str) -> dict[str, str] | None:
+    file = os.path.join(path, INDEX_NAME)
+    if not os.path.isfile(file):
+        return None
+    try:
+        with open(file, encoding="utf-8") as stream:
+            index: Any = json.load(stream)
+        weight_map = index["weight_map"]
+        if not all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items()):
+            raise TypeError("weight_map is no map of names")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(
+            f"{file} is not an index", file=file, got=str(error)[:200], next_step="copy the file again"
+        ) from None
+    for name in weight_map.values():
+        if os.path.basename(name) != name or "\0" in name or name in (".", ".."):
+            raise UnsafeError(
+                f"{file} names a file outside its folder",
+                file=file,
+                got=repr(name),
+                want="plain file names",
+                next_step="do not use this folder: its index was tampered with",
+            )
+    return dict(weight_map)
+
+
+def _check_names(path: str, headers: Sequence[SafetensorsHeader], weight_map: dict[str, str] | None) -> None:
+    seen: dict[str, str] = {}
+    for header in headers:
+        file = os.path.basename(header.path)
+        for tensor in header.tensors:
+            if tensor.name in seen:
+                raise ContradictionError(
+                    f"{tensor.name} lies in two files of {path}",
+                    tensor=tensor.name,
+                    file=header.path,
+                    got=f"{seen[tensor.name]} and {file}",
+                    want="each tensor once",
+                    next_step="remove the file that does not belong to this model",
+                )
+            seen[tensor.name] = file
+    if weight_map is None or seen == weight_map:
+        return
+    name = sorted(set(seen.items()) ^ set(weight_map.items()))[0][0]
+    kind = IncompleteError if name not in seen else ContradictionError
+    raise kind(
+        f"{name}: the index and the files of {path} disagree",
+        tensor=name,
+        file=os.path.join(path, INDEX_NAME),
+        got=f"the tensor in {seen.get(name, 'no file')}",
+        want=f"in {weight_map.get(name, 'no file')}, as the index says",
+        next_step="copy the folder again from where it was made",
+    )
+
+
+def describe_files(path: str, headers: Sequence[SafetensorsHeader]) -> StoredModel:
+    """Return the stored model of these files: every tensor one record without checksum."""
+    rows: list[tuple[int, int, int, int]] = []
+    shards = []
+    for index, header in enumerate(headers):
+        for tensor in header.tensors:
+            count = 1
+            for n in tensor.shape:
+                count *= n
+            nests = [Nest(0, 0, ((count, 1, 1),) if count > 1 else ())] if count else []
+            record = int_array([len(rows)] * len(nests))
+            zeros = int_array([0] * len(nests))
+            rows.append((index, header.data_start + tensor.start, tensor.end - tensor.start, NO_CHECKSUM))
+            shards.append(StoredShard(tensor.name, tensor.dtype, tensor.shape, zeros, record, NestTable.of(nests)))
+    return StoredModel(
+        format="safetensors",
+        path=path,
+        files=tuple(SourceFile.of(header.path, header.status) for header in headers),
+        records=RecordTable(*(int_array(row[i] for row in rows) for i in range(4))),
+        shards=tuple(shards),
+        nbytes=sum(row[2] for row in rows),
+        notes=(("no-checksums", "safetensors files hold no checksums; damage inside a tensor can't be seen"),),
+    )
+
+
+def output_file_of(header: SafetensorsHeader) -> OutputFile:
+    """Return an existing file as if it were still to be written: for reading it back and comparing."""
+    with open(header.path, "rb") as stream:
+        start = stream.read(header.data_start)
+    tensors = sorted(header.tensors, key=lambda tensor: (tensor.start, tensor.end))
+    return OutputFile(
+        os.path.basename(header.path),
+        start,
+        tuple(OutputTensor(t.name, t.dtype, t.shape, header.data_start + t.start) for t in tensors),
+        header.status.st_size,
+    )
