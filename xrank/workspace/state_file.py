@@ -1,0 +1,197 @@
+"""A rank's state as one reads it back: whose it is first, then the tensors, their bytes checked as they come.
+
+torch.load is not used: xrank's own reader runs nothing of the pickle whatever the environment and the user's
+allow-lists say, and the bytes whose checksums are compared are the very bytes that the tensors get.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from isal import isal_zlib
+
+from xrank.dtypes import DTYPES
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, XrankError
+from xrank.formats.rank_state import CONFIG, RECORD, WEIGHT, RankRecord
+from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecord, TorchArchive, read_archive, refuse_inert
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["read_run_id", "read_state"]
+
+_NUM_ATTEMPTS = 5
+"""How often a file that was replaced under the reader is opened again: every time it meets the name anew."""
+
+_WINDOW_NBYTES = 1 << 20
+"""Read and checked at a time, while it is in the processor's cache."""
+
+_T = TypeVar("_T")
+
+
+class _ReplacedError(Exception):
+    """Another file has the name by now."""
+
+
+def read_state(
+    file: str, rank: int, world_size: int, run_id: str | None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+    """Return config and weights of a rank's state, or None where it is absent or an earlier run's.
+
+    Args:
+        file: the state's path.
+        rank: whose state it has to be.
+        world_size: of this run; a state of another world is an earlier run's.
+        run_id: of this run; None matches states that say no run.
+
+    Raises:
+        ContradictionError: it is another rank's.
+        CorruptError: it is not what was written.
+        UnsafeError: it asks to run code.
+        UsageError: it holds what no safetensors file can, or a newer xrank wrote it.
+    """
+
+    def read() -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+        archive = read_archive(file, rank=rank)
+        refuse_inert(archive.value, file, rank)
+        state = _parts(archive, rank)
+        record = _record(archive, rank)
+        if (None if record is None else record.run_id) != run_id:
+            return None
+        if record is not None:
+            if record.world_size != world_size:
+                return None
+            if record.rank != rank:
+                raise ContradictionError(
+                    f"{file} holds the state of rank {record.rank}",
+                    rank=rank,
+                    host=record.host,
+                    file=file,
+                    got=f"rank {record.rank}",
+                    want=f"rank {rank}",
+                    next_step="give each rank's file its own name again",
+                )
+        config, weights = state
+        return config, _tensors(archive, weights, rank)
+
+    return _while_replaced(file, read)
+
+
+def read_run_id(file: str) -> str | None:
+    """Return the run id that a state says, or None where it is absent, says none, or cannot be read."""
+
+    def read() -> str | None:
+        record = _record(read_archive(file), None)
+        return None if record is None else record.run_id
+
+    try:
+        return _while_replaced(file, read)
+    except (XrankError, OSError):
+        return None
+
+
+def _while_replaced(file: str, read: Callable[[], _T]) -> _T | None:
+    """Return what `read` gives, called again while the file is replaced under it; None where there is no file."""
+    for _ in range(_NUM_ATTEMPTS):
+        try:
+            return read()
+        except (FileNotFoundError, _ReplacedError) as error:  # IncompleteError is a FileNotFoundError
+            if isinstance(error, FileNotFoundError):
+                return None
+        except (OSError, CorruptError) as error:
+            # The server has another file under this name by now (nfs(5); tox-dev/filelock#669): the name is good.
+            system = error.__cause__ if isinstance(error, CorruptError) else error
+            if getattr(system, "errno", None) != errno.ESTALE:
+                raise
+    raise IncompleteError(
+        f"{file} was replaced {_NUM_ATTEMPTS} times while it was read",
+        file=file,
+        next_step="let its rank finish writing, then read again",
+    )
+
+
+def _parts(archive: TorchArchive, rank: int | None) -> tuple[dict[str, Any], dict[str, ArchivedTensor]]:
+    state = archive.value
+    if not isinstance(state, dict):
+        raise _corrupt(archive.path, rank, f"a {type(state).__name__} instead of a state")
+    config, weights = state.get(CONFIG), state.get(WEIGHT)
+    if not isinstance(config, dict):
+        raise _corrupt(archive.path, rank, "a state without a config")
+    if not isinstance(weights, dict):
+        raise _corrupt(archive.path, rank, "a state without weights")
+    for name, tensor in weights.items():
+        if not isinstance(name, str) or not isinstance(tensor, ArchivedTensor):
+            raise _corrupt(archive.path, rank, f"a {type(tensor).__name__} under the name {ascii(name)[:100]}")
+    return config, weights
+
+
+def _record(archive: TorchArchive, rank: int | None) -> RankRecord | None:
+    """Return the state's record; ModelOpt's have none."""
+    text = archive.value.get(RECORD) if isinstance(archive.value, dict) else None
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise _corrupt(archive.path, rank, f"a record of type {type(text).__name__}")
+    return RankRecord.from_json(text, file=archive.path)
+
+
+def _tensors(archive: TorchArchive, weights: dict[str, ArchivedTensor], rank: int) -> dict[str, torch.Tensor]:
+    """Return the tensors in memory of their own; equal views become one tensor, as they were when written."""
+    import torch
+
+    # Read, not mapped: a mapped file that shrinks or goes stale on the server kills the process (SIGBUS).
+    fd = os.open(archive.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _identity(os.fstat(fd)) != _identity(archive.status):
+            raise _ReplacedError
+        storages = {
+            key: _read_record(fd, archive, archive.records[key], rank).untyped_storage()
+            for key in dict.fromkeys(tensor.key for tensor in weights.values())
+        }
+    finally:
+        os.close(fd)
+    made: dict[ArchivedTensor, torch.Tensor] = {}
+    for tensor in weights.values():
+        if tensor not in made:
+            empty = torch.empty(0, dtype=getattr(torch, DTYPES[tensor.dtype].torch_name), device="cpu")
+            made[tensor] = empty.set_(storages[tensor.key], tensor.storage_offset, tensor.shape, tensor.strides)
+    return {name: made[tensor] for name, tensor in weights.items()}
+
+
+def _read_record(fd: int, archive: TorchArchive, record: ArchiveRecord, rank: int) -> torch.Tensor:
+    import torch
+
+    content = torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
+    array: Any = content.numpy()
+    view = memoryview(array)
+    crc32 = done = 0
+    while done < record.nbytes:
+        count = os.preadv(fd, [view[done : done + _WINDOW_NBYTES]], record.offset + done)
+        if count == 0:
+            raise _corrupt(archive.path, rank, f"the file ends within data/{record.key}")
+        crc32 = isal_zlib.crc32(view[done : done + count], crc32)
+        done += count
+    if archive.has_checksums and crc32 != record.crc32:
+        raise _corrupt(
+            archive.path, rank, f"data/{record.key} fails its checksum: CRC {crc32:08x} instead of {record.crc32:08x}"
+        )
+    return content
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _corrupt(file: str, rank: int | None, got: str) -> CorruptError:
+    whose = "" if rank is None else f" of rank {rank}"
+    return CorruptError(
+        f"{file}: the state{whose} is not what was written: {got}",
+        rank=rank,
+        file=file,
+        got=got,
+        want="a state that NFSWorkspace wrote",
+        next_step="let the rank write its state again",
+    )
