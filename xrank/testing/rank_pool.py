@@ -1,0 +1,323 @@
+"""Real ranks for tests: gloo processes that are started once and form a new world for every call.
+
+Starting a rank costs a second or more, because it imports torch; forming a world of ranks that stand ready costs some
+ten milliseconds. A rank that raises, dies or hangs becomes an error that names it and says where it stood.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from xrank.errors import RankFailedError, RankTimeoutError, UsageError
+from xrank.testing.rank_worker import Failure, Task
+
+__all__ = ["MAX_RANKS", "RankPool"]
+
+MAX_RANKS = 8
+"""Each rank is a process with torch in it: about 200 MB."""
+
+_START_SECONDS = 120.0
+_GRACE_SECONDS = 5.0
+"""How long the other ranks may take to notice that one has failed, before they are ended."""
+_STACK_SECONDS = 2.0
+_LAUNCH_VARIABLES = ("TORCHELASTIC_", "SLURM_", "OMPI_", "XRANK_")
+
+
+class RankPool:
+    """Runs functions on real gloo ranks.
+
+    Call order: construct (starts nothing), `run` as often as wanted, `close`. One call runs at a time; further threads
+    wait their turn. Ranks are reused: what a function leaves in a module's globals, a later one finds. They end with
+    `close`, and when this process ends in any way.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+        self._lock = threading.Lock()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._calls = itertools.count()
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 45.0
+    ) -> list[Any]:
+        """Call the function on every rank of a new gloo world and return what each returned, by rank.
+
+        Args:
+            world_size: 1 to 8.
+            function: of a module's top level; inside it torch.distributed is initialised.
+            args: what each rank gets, pickled.
+            timeout_seconds: for the call, without the time ranks take to start.
+
+        Raises:
+            RankFailedError: a rank raised, or died: the first is named, its traceback is a note, its exception the
+                cause; all are in ``failures``.
+            RankTimeoutError: ranks did not come back; their stacks are a note.
+        """
+        return self.run_by_name(
+            world_size,
+            function.__module__,
+            getattr(sys.modules.get(function.__module__), "__file__", None),
+            function.__qualname__,
+            args,
+            {},
+            timeout_seconds=timeout_seconds,
+        )
+
+    def run_by_name(
+        self,
+        world_size: int,
+        module: str,
+        module_file: str | None,
+        qualname: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        told: tuple[str, ...] = (),
+        is_test: bool = False,
+        timeout_seconds: float = 45.0,
+    ) -> list[Any]:
+        """Do what `run` does with a function that is told by its place; ``told`` and ``is_test`` as in `Task`."""
+        if not 1 <= world_size <= MAX_RANKS:
+            raise UsageError(f"no pool has {world_size} ranks", got=str(world_size), want=f"1 to {MAX_RANKS} ranks")
+        if "<" in qualname:
+            raise UsageError(
+                f"{module}.{qualname} cannot be found by its name in another process",
+                got=qualname,
+                want="a function of a module's top level",
+                next_step="move it out of the function around it",
+            )
+        arguments = pickle.dumps((tuple(args), dict(kwargs)))
+        with self._lock:
+            try:
+                self._grow(world_size)
+                assert self._folder is not None
+                store_path = os.path.join(self._folder.name, f"store-{next(self._calls)}")
+                for rank in range(world_size):
+                    self._ranks[rank].send(
+                        Task(
+                            rank=rank,
+                            world_size=world_size,
+                            store_path=store_path,
+                            timeout_seconds=timeout_seconds,
+                            search_path=tuple(sys.path),
+                            module=module,
+                            module_file=module_file,
+                            qualname=qualname,
+                            arguments=arguments,
+                            told=told,
+                            is_test=is_test,
+                        )
+                    )
+                results = self._collect(world_size, time.monotonic() + timeout_seconds, timeout_seconds)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(store_path)
+                return results
+            except _SurvivedError as failure:
+                raise failure.error from failure.error.__cause__
+            except BaseException:
+                # Ranks that are somewhere inside a call are of no use to the next one.
+                self._end()
+                raise
+
+    def close(self) -> None:
+        """End all ranks; a later `run` starts new ones."""
+        with self._lock:
+            self._end()
+
+    def _grow(self, count: int) -> None:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="xrank-ranks-")
+        fresh = [_Rank(rank, self._folder.name) for rank in range(len(self._ranks), count)]
+        self._ranks += fresh
+        deadline = time.monotonic() + _START_SECONDS
+        for rank in fresh:
+            rank.await_ready(deadline)
+
+    def _end(self) -> None:
+        for rank in self._ranks:
+            rank.end()
+        self._ranks.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _collect(self, count: int, deadline: float, timeout_seconds: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failed: list[tuple[float, RankFailedError]] = []
+        broken = False
+        waiting = {self._ranks[rank].connection: rank for rank in range(count)}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    succeeded, value = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own ranks
+                except (EOFError, ConnectionError):
+                    failed.append((-math.inf, self._ranks[rank].death()))  # the others only hear of it
+                    broken = True
+                else:
+                    if succeeded:
+                        results[rank] = value
+                    else:
+                        failed.append((value.raised_at, _failed(rank, value, self._ranks[rank].output())))
+                if failed:
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        stuck = tuple(sorted(waiting.values()))
+        if failed:
+            failures = tuple(error for _, error in sorted(failed, key=lambda pair: pair[0]))
+            first = failures[0]
+            first.failures = failures
+            if stuck:
+                first.add_note(f"ended, because they still waited for rank {first.rank}: ranks {_listed(stuck)}")
+            if broken or stuck:
+                raise first
+            raise _SurvivedError(first)
+        if stuck:
+            raise self._hang(stuck, timeout_seconds)
+        return [results[rank] for rank in range(count)]
+
+    def _hang(self, stuck: tuple[int, ...], timeout_seconds: float) -> RankTimeoutError:
+        error = RankTimeoutError(
+            f"{'rank' if len(stuck) == 1 else 'ranks'} {_listed(stuck)} did not come back in {timeout_seconds:g} s",
+            waiting_for=stuck,
+            rank=stuck[0],
+            got="no answer",
+            want=f"an answer within {timeout_seconds:g} s",
+            next_step="see in the notes where each one stands",
+        )
+        for rank in stuck:
+            error.add_note(f"rank {rank} stands here:\n{self._ranks[rank].stack()}")
+        return error
+
+
+class _SurvivedError(Exception):
+    """All ranks came back, some with an error: the pool is as good as before."""
+
+    def __init__(self, error: RankFailedError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class _Rank:
+    """A worker process as its parent sees it."""
+
+    def __init__(self, rank: int, folder: str) -> None:
+        self.rank = rank
+        here, there = socket.socketpair()
+        self.connection = Connection(here.detach())
+        self._stacks, stacks_there = os.pipe()
+        life_there, self._life = os.pipe()
+        self._log_path = os.path.join(folder, f"rank-{rank}.log")
+        self._seen = 0
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCH_VARIABLES)}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            environ.pop(name, None)
+        environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+        if sys.platform == "linux":
+            # Gloo would otherwise look the host's name up, which costs seconds where no name server answers.
+            environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        fds = (there.fileno(), stacks_there, life_there)
+        try:
+            with open(self._log_path, "wb") as log:
+                self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this package
+                    [sys.executable, "-m", "xrank.testing.rank_worker", *map(str, fds)],
+                    pass_fds=fds,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environ,
+                )
+        finally:
+            there.close()
+            os.close(stacks_there)
+            os.close(life_there)
+
+    def await_ready(self, deadline: float) -> None:
+        if not self.connection.poll(max(0.0, deadline - time.monotonic())):
+            raise RankTimeoutError(f"rank {self.rank} did not start", waiting_for=(self.rank,), rank=self.rank)
+        try:
+            self.connection.recv_bytes()
+        except (EOFError, ConnectionError):
+            raise self.death() from None
+
+    def send(self, task: Task) -> None:
+        try:
+            self.connection.send_bytes(pickle.dumps(task))
+        except (BrokenPipeError, ConnectionError):
+            raise self.death() from None
+
+    def output(self) -> str:
+        """Return what the rank printed since this was last asked."""
+        with open(self._log_path, "rb") as log:
+            log.seek(self._seen)
+            text = log.read()
+        self._seen += len(text)
+        return text.decode(errors="replace")[-10_000:]
+
+    def death(self) -> RankFailedError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE_SECONDS)
+        status = self._process.returncode
+        how = "closed its connection" if status is None else f"exit status {status}"
+        if status is not None and status < 0:
+            with contextlib.suppress(ValueError):
+                how = f"killed by {signal.Signals(-status).name}"
+        error = RankFailedError(f"rank {self.rank} died: {how}", rank=self.rank, host=socket.gethostname(), cause=how)
+        if output := self.output():
+            error.add_note(f"rank {self.rank} printed:\n{output}")
+        return error
+
+    def stack(self) -> str:
+        """Return where the rank's threads stand; its handler is C, so it answers from within any Python call."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+        parts: list[bytes] = []
+        deadline = time.monotonic() + _STACK_SECONDS
+        # The dump has no end mark: it is over when nothing more comes.
+        while select.select([self._stacks], [], [], 0.2 if parts else max(0.0, deadline - time.monotonic()))[0]:
+            parts.append(os.read(self._stacks, 65536))
+            if not parts[-1] or time.monotonic() > deadline:
+                break
+        return b"".join(parts).decode(errors="replace") or "(it does not react: stopped, or inside the kernel)"
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self.connection.close()
+        os.close(self._stacks)
+        os.close(self._life)
+
+
+def _failed(rank: int, failure: Failure, output: str) -> RankFailedError:
+    error = RankFailedError(
+        f"rank {rank} failed: {failure.summary}", rank=rank, host=socket.gethostname(), cause=failure.summary
+    )
+    error.add_note(f"on rank {rank}:\n{failure.traceback}")
+    if output:
+        error.add_note(f"rank {rank} printed:\n{output}")
+    if failure.error is not None:
+        with contextlib.suppress(Exception):
+            error.__cause__ = pickle.loads(failure.error)  # noqa: S301 - from our own ranks
+    return error
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
