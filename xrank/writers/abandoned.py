@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from xrank.errors import OutputExistsError
 from xrank.writers.disk import describe, explaining, sync_folder, write_all
 from xrank.writers.journal import JOURNAL_NAME, Journal, JournalLine, journal_text, read_journal
 from xrank.writers.output_place import MANIFEST_NAME, OutputPlace
 from xrank.writers.rename import move, move_new
 
-__all__ = ["Claim", "claim", "clear", "owner_text", "roll_forward", "write_journal"]
+__all__ = ["Claim", "claim", "clear", "owner_text", "roll_forward", "taken_over", "write_journal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,15 @@ def owner_text(place: OutputPlace) -> str:
         if journal is not None:
             return f"host {journal.host}, pid {journal.pid}"
     return f"it has only begun; lock {describe(place.lock_path)}"
+
+
+def taken_over(place: OutputPlace) -> OutputExistsError:
+    """Return the error for a gather whose stage another one has claimed."""
+    return OutputExistsError(
+        f"{place.path}: another gather to it took over this one's stage ({owner_text(place)})",
+        file=place.path,
+        next_step="wait for the other gather, or give this one another --out",
+    )
 
 
 def _keep_finished(stage: str, journal: Journal) -> tuple[JournalLine, ...]:

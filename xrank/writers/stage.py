@@ -13,7 +13,7 @@ import xxhash
 
 from xrank.errors import ContradictionError, CorruptError, OutputExistsError, UnsafeError, XrankError
 from xrank.writers import rename
-from xrank.writers.abandoned import clear, owner_text, write_journal
+from xrank.writers.abandoned import clear, taken_over, write_journal
 from xrank.writers.disk import describe, explain, give_room, sync_folder, write_all
 from xrank.writers.journal import JOURNAL_NAME, JournalLine, line_text
 from xrank.writers.output_place import (
@@ -304,11 +304,7 @@ class Stage:
             raise
         except (OSError, XrankError) as error:
             if not self._committed and rename.identity(self.path) is None:
-                raise OutputExistsError(
-                    f"{self._place.path}: another gather to it took over this one's stage ({owner_text(self._place)})",
-                    file=self._place.path,
-                    next_step="wait for the other gather, or give this one another --out",
-                ) from error
+                raise taken_over(self._place) from error
             if isinstance(error, XrankError):
                 raise
             raise explain(error, path, needed_nbytes=needed_nbytes) from error

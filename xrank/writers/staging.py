@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from xrank.errors import XrankError
-from xrank.writers.abandoned import claim, owner_text, roll_forward, write_journal
+from xrank.writers.abandoned import claim, owner_text, roll_forward, taken_over, write_journal
 from xrank.writers.disk import explain, explaining
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace, check_output, make_parents
@@ -43,9 +43,14 @@ def open_stage(
     place = OutputPlace.of(out)
     make_parents(place)
     with hold_lock(place.lock_path, place.path, owner=lambda: owner_text(place)):
-        roll_forward(place)
-        check_output(out, overwrite=overwrite)  # again: now nobody else is at it
-        stage = _claim_or_make(place, plan_digest, overwrite=overwrite, resume=resume)
+        try:
+            roll_forward(place)
+            check_output(out, overwrite=overwrite)  # again: now nobody else is at it
+            stage = _claim_or_make(place, plan_digest, overwrite=overwrite, resume=resume)
+        except XrankError as error:
+            if isinstance(error.__cause__, FileNotFoundError):  # no lock held between two hosts, and they met
+                raise taken_over(place) from error
+            raise
         try:
             yield stage
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
