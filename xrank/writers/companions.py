@@ -17,7 +17,8 @@ _WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data"),
     *(".ot", ".npz", ".tflite", ".distcp", ".lock", ".part"),
 )
-_WEIGHT_INDEX = re.compile(r".*\.index(\.[^.]+)?\.json")  # model.safetensors.index.json, ….index.fp16.json
+# model.safetensors.index.json, pytorch_model.bin.index.fp16.json; not just any index: an unknown one may be needed.
+_WEIGHT_INDEX = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack)\.index(\.[^.]+)?\.json")
 _OWN = {"xrank_manifest.json"}
 
 _WELL_KNOWN = (
