@@ -26,7 +26,7 @@ _LOCAL = struct.Struct("<4s5H3L2H")  # 4.3.7
 
 _ENCRYPTED = 0x1 | 0x40 | 0x2000  # 4.4.4: bits 0, 6 and 13
 _DESCRIPTOR = 0x8  # 4.4.4: bit 3, a data descriptor follows the payload
-_DESCRIPTOR_NBYTES = (12, 16, 20, 24)  # 4.3.9: with or without signature, sizes of 4 or 8 bytes
+_DESCRIPTORS = {16: struct.Struct("<4sLLL"), 24: struct.Struct("<4sLQQ")}  # 4.3.9; miniz always signs it
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,13 @@ def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
         free = payload + entry.nbytes
         if entry.flags & _DESCRIPTOR:
             next_header = entries[k + 1].header if k + 1 < len(entries) else offset
-            if next_header - free not in _DESCRIPTOR_NBYTES:
+            # Compared whole: damage that moves a payload by a few bytes must not pass for another kind of descriptor.
+            descriptor = _DESCRIPTORS.get(next_header - free)
+            want = (b"PK\7\x08", entry.crc32, entry.nbytes, entry.nbytes)
+            if descriptor is None or descriptor.unpack(item.read(free, descriptor.size)) != want:
                 raise origin.corrupt(
-                    f"zip member {shown(entry.name)} has the wrong size", got=f"{entry.nbytes} bytes at byte {payload}"
+                    f"zip member {shown(entry.name)} is not followed by its size and checksum",
+                    got=f"{entry.nbytes} bytes at byte {payload}",
                 )
             free = next_header
         members.append(ZipMember(entry.name, payload, entry.nbytes, entry.crc32))
