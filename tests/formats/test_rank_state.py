@@ -1,0 +1,147 @@
+import json
+import pickle
+
+import pytest
+
+from xrank.errors import CorruptError, UsageError
+from xrank.formats.rank_state import RankRecord, TensorRecord, rank_of, state_file_name
+
+RECORD = RankRecord(
+    run_id="7f3a",
+    attempt="0",
+    step=2000,
+    rank=3,
+    world_size=4,
+    host="node-1",
+    meshes=((("dp", "tp"), (2, 2), (0, 1, 2, 3)), (("tp",), (2,), (2, 3))),
+    tensors={
+        "b": TensorRecord("[f/tp, h]", 0, (16, 8)),
+        "a\n\ud800": TensorRecord("[f/tp]", 1, None),
+        "plain": TensorRecord(),
+        "scalar": TensorRecord("[]", 1, ()),
+    },
+)
+
+
+def test_file_names():
+    for rank in (0, 7, 10, 123456789):
+        assert rank_of(state_file_name(rank)) == rank
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rank_01_state.pth",
+        "rank_+1_state.pth",
+        "rank_-1_state.pth",
+        "rank__state.pth",
+        "rank_1_state.pth\n",
+        "rank_1_state.pt",
+        "rank_1_state.pth.bak",
+        ".rank_1_state.pth",
+        "Rank_1_state.pth",
+        "rank_\u0661_state.pth",
+        "rank_1234567890_state.pth",
+        "rank_1_0_state.pth",
+        "rank_1_state_pth",
+    ],
+)
+def test_other_names_are_no_states(name):
+    assert rank_of(name) is None
+
+
+def test_the_text_is_the_record_and_always_the_same():
+    text = RECORD.to_json()
+    assert RankRecord.from_json(text, file="f") == RECORD
+    turned = RankRecord(
+        **{k: getattr(RECORD, k) for k in RECORD.__slots__} | {"tensors": dict(reversed(RECORD.tensors.items()))}
+    )
+    assert turned.to_json() == text and text.isascii() and " " not in text.replace("[f/tp, h]", "")
+    assert pickle.loads(pickle.dumps(RECORD)) == RECORD
+
+
+def test_a_bare_record():
+    record = RankRecord(run_id=None, attempt=None, step=None, rank=0, world_size=1, host="h")
+    assert RankRecord.from_json(record.to_json(), file="f") == record
+
+
+def test_a_newer_version_is_no_corruption():
+    with pytest.raises(UsageError, match="f was written by a newer xrank") as caught:
+        RankRecord.from_json('{"version": 2, "what": "ever"}', file="f")
+    assert caught.value.file == "f"
+
+
+def changed(*path, to):
+    value = json.loads(RECORD.to_json())
+    inner = value
+    for part in path[:-1]:
+        inner = inner[part]
+    inner[path[-1]] = to
+    return json.dumps(value)
+
+
+MISSING = json.loads(RECORD.to_json())
+del MISSING["host"]
+
+
+MALFORMED = [
+    "",
+    "[]",
+    "null",
+    "{",
+    "[" * 100_000,
+    '{"version": 1}',
+    '{"version": 1, "version": 1}',
+    json.dumps(MISSING),
+    changed("version", to=0),
+    changed("version", to=True),
+    changed("version", to="1"),
+    changed("version", to=1.0),
+    changed("extra", to=1),
+    changed("run_id", to=3),
+    changed("run_id", to=""),
+    changed("attempt", to=3),
+    changed("step", to=-1),
+    changed("step", to=1.5),
+    changed("step", to=float("nan")),
+    changed("step", to=True),
+    changed("rank", to=4),
+    changed("rank", to=-1),
+    changed("rank", to=None),
+    changed("rank", to=2**63),
+    changed("world_size", to=0),
+    changed("world_size", to=3),
+    changed("host", to=None),
+    changed("meshes", to={}),
+    changed("meshes", 0, to=[]),
+    changed("meshes", 0, "shape", to=[2, 3]),
+    changed("meshes", 0, "shape", to=[0, 2]),
+    changed("meshes", 0, "shape", to=4),
+    changed("meshes", 0, "axis_names", to=["dp"]),
+    changed("meshes", 0, "axis_names", to=["dp", "dp"]),
+    changed("meshes", 0, "axis_names", to=["dp", ""]),
+    changed("meshes", 0, "axis_names", to=["dp", 1]),
+    changed("meshes", 0, "ranks", to=[0, 1, 2, 2]),
+    changed("meshes", 0, "ranks", to=[0, 1, 2, 4]),
+    changed("meshes", 0, "more", to=1),
+    changed("tensors", to=[]),
+    changed("tensors", "b", to="[f/tp, h]"),
+    changed("tensors", "b", "mesh", to=2),
+    changed("tensors", "b", "mesh", to=False),
+    changed("tensors", "b", "layout", to=1),
+    changed("tensors", "b", "shape", to=[16, -8]),
+    changed("tensors", "b", "shape", to="16"),
+    changed("tensors", "b", "dtype", to="F32"),
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))
+def test_anything_malformed_is_corrupt_and_names_the_file(text):
+    with pytest.raises(CorruptError, match=r"/nfs/rank_3_state\.pth") as caught:
+        RankRecord.from_json(text, file="/nfs/rank_3_state.pth")
+    assert caught.value.file == "/nfs/rank_3_state.pth"
+
+
+def test_a_wrong_record_cannot_be_made():
+    with pytest.raises(UsageError, match="rank 5 of 4"):
+        RankRecord(run_id=None, attempt=None, step=None, rank=5, world_size=4, host="h")

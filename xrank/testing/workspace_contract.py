@@ -1,0 +1,270 @@
+"""What every workspace must do, as tests: subclass, give two fixtures, and all of them run against yours.
+
+    class TestMine(WorkspaceContract):
+        @pytest.fixture
+        def make_workspace(self, tmp_path):
+            def make(rank=0, world_size=1, run_id="run"):
+                return MyWorkspace(tmp_path, rank=rank, world_size=world_size, run_id=run_id)
+
+            return make
+
+        @pytest.fixture
+        def uninitialized(self):
+            return MyWorkspace(None)
+
+What only one medium has (files, locks, what a kill leaves) belongs into the tests of that workspace.
+"""
+
+# ruff: noqa: D102 (a test's name says what it tests)
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+from xrank.dtypes import DTYPES
+from xrank.workspace.base import Workspace
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MakeWorkspace", "WorkspaceContract", "same_bytes", "tensor_zoo"]
+
+
+class MakeWorkspace(Protocol):
+    """Makes a rank's view of one and the same place, as the processes of a run would each for themselves."""
+
+    def __call__(self, rank: int = 0, world_size: int = 1, run_id: str | None = "run") -> Workspace:
+        """Return that rank's workspace."""
+        ...
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Say whether two tensors have the same dtype, shape and bits; a NaN is compared by its payload."""
+    import torch
+
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+
+    return a.dtype == b.dtype and a.shape == b.shape and (a.numel() == 0 or torch.equal(bits(a), bits(b)))
+
+
+def tensor_zoo() -> dict[str, torch.Tensor]:
+    """Return tensors of every dtype, and of every way in which a tensor may lie in its storage."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    zoo: dict[str, torch.Tensor] = {}
+    for name, dtype in DTYPES.items():
+        raw = torch.randint(0, 256, (6, 5 * dtype.nbytes), dtype=torch.uint8, generator=generator)
+        zoo[f"dtype.{name}"] = (raw % 2 if name == "BOOL" else raw).view(getattr(torch, dtype.torch_name))
+    base = torch.randn(8, 6, generator=generator)
+    zoo |= {
+        "zero_dim": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "empty.view": base[:, :0],
+        "transposed": base.t(),
+        "permuted": torch.randn(2, 3, 4, generator=generator).permute(2, 0, 1),
+        "channels_last": torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last),
+        "expanded": torch.randn(1, 5, generator=generator).expand(4, 5),
+        "slice.rows": base[2:5],
+        "slice.columns": base[:, 1:3],
+        "slice.step": base[::2],
+        "element": base[3, 3],
+        "bf16.slice": base.to(torch.bfloat16)[1:2],
+        "conjugated": torch.randn(4, dtype=torch.complex64, generator=generator).conj(),
+        "negative": torch.randn(4, dtype=torch.complex64, generator=generator).conj().imag,
+        "parameter": torch.nn.Parameter(torch.randn(3, generator=generator)),
+        "nan": torch.tensor([0x7FC00001, 0x7F800001, -1], dtype=torch.int32).view(torch.float32),
+        "": torch.ones(1),
+        "odd name/../\u00fc\0\n": torch.zeros(1),
+    }
+    return zoo
+
+
+class WorkspaceContract:
+    """The tests; a subclass gives `make_workspace` and `uninitialized`.
+
+    None of them uses a process group or a second process: the state half of a workspace communicates with nobody.
+    """
+
+    @pytest.fixture
+    def make_workspace(self) -> MakeWorkspace:
+        """Return what makes each rank's workspace."""
+        raise NotImplementedError("a workspace's tests say how it is made")
+
+    @pytest.fixture
+    def uninitialized(self) -> Workspace:
+        """Return a workspace that has no place."""
+        raise NotImplementedError("a workspace's tests say how one without a place is made")
+
+    def test_is_a_workspace(self, make_workspace: MakeWorkspace) -> None:
+        workspace = make_workspace()
+        assert isinstance(workspace, Workspace)
+        assert workspace.is_initialized is True
+
+    def test_uninitialized_refuses_with_value_error(self, uninitialized: Workspace) -> None:
+        assert uninitialized.is_initialized is False
+        with pytest.raises(ValueError, match="not initialised"):
+            uninitialized.write_configs_and_weights({}, {})
+        with pytest.raises(ValueError, match="not initialised"):
+            uninitialized.read_configs_and_weights_from_rank(0)
+
+    def test_nothing_yet(self, make_workspace: MakeWorkspace) -> None:
+        assert make_workspace(0, 2).read_configs_and_weights_from_rank(1) == (None, None)
+
+    @pytest.mark.parametrize("target", [-1, 2, 10**12])
+    def test_ranks_outside_the_world_are_refused(self, make_workspace: MakeWorkspace, target: int) -> None:
+        with pytest.raises(ValueError, match=str(target)):
+            make_workspace(0, 2).read_configs_and_weights_from_rank(target)
+
+    def test_every_tensor_comes_back_bit_for_bit(self, make_workspace: MakeWorkspace) -> None:
+        import torch
+
+        zoo = tensor_zoo()
+        workspace = make_workspace()
+        workspace.write_configs_and_weights({"kind": "zoo"}, zoo)
+        config, weights = _read(workspace, 0)
+        assert config == {"kind": "zoo"}
+        assert list(weights) == list(zoo)
+        for name, tensor in zoo.items():
+            back = weights[name]
+            assert same_bytes(back, tensor), name
+            assert type(back) is torch.Tensor and back.device.type == "cpu" and not back.requires_grad, name
+            assert back.untyped_storage().nbytes() == back.nbytes and back.is_contiguous(), name
+
+    def test_names_of_one_tensor_stay_one(self, make_workspace: MakeWorkspace) -> None:
+        import torch
+
+        base = torch.arange(12.0)
+        weights = {"embed": base[2:8], "head": base[2:8], "overlaps": base[4:], "whole": base, "bits": base.view(-1, 2)}
+        weights["as_int"] = base.view(torch.int32)
+        workspace = make_workspace()
+        workspace.write_configs_and_weights({}, weights)
+        _, back = _read(workspace, 0)
+        assert all(same_bytes(back[name], weights[name]) for name in weights)
+        back["embed"][0] = -1
+        assert back["head"][0] == -1
+        assert back["whole"][2] == 2 and back["bits"][1, 0] == 2
+
+    def test_what_is_read_is_the_readers_own(self, make_workspace: MakeWorkspace) -> None:
+        import torch
+
+        mine = torch.ones(3)
+        workspace = make_workspace()
+        workspace.write_configs_and_weights({"list": [1]}, {"a": mine})
+        config, weights = _read(workspace, 0)
+        mine += 1
+        config["list"].append(2)
+        weights["a"] += 5
+        config, weights = _read(workspace, 0)
+        assert config == {"list": [1]} and weights["a"].tolist() == [1, 1, 1]
+
+    def test_config_values(self, make_workspace: MakeWorkspace) -> None:
+        config = {
+            "none": None,
+            "true": True,
+            "numbers": [0, -1, 2**80, 0.1, -0.0, 1e308, math.inf, -math.inf],
+            "text": "\u00fc\0\ud800",
+            "": {"nested": [{}, [], ""]},
+        }
+        workspace = make_workspace()
+        workspace.write_configs_and_weights({**config, "nan": math.nan, "tuple": (1, (2,))}, {})
+        back, weights = _read(workspace, 0)
+        assert math.isnan(back.pop("nan")) and back.pop("tuple") == [1, [2]]
+        assert back == config and weights == {}
+        assert math.copysign(1, back["numbers"][4]) == -1 and back["true"] is True
+
+    def test_the_last_write_counts_whole(self, make_workspace: MakeWorkspace) -> None:
+        import torch
+
+        workspace = make_workspace()
+        workspace.write_configs_and_weights(
+            {"n": 1, "only": "first"}, {"a": torch.ones(4), "only.first": torch.ones(1)}
+        )
+        workspace.write_configs_and_weights({"n": 2}, {"a": torch.zeros(2)}, step=7)
+        config, weights = _read(workspace, 0)
+        assert config == {"n": 2} and list(weights) == ["a"] and weights["a"].tolist() == [0, 0]
+
+    def test_each_rank_has_its_own_state(self, make_workspace: MakeWorkspace) -> None:
+        import torch
+
+        ranks = [make_workspace(rank, 3) for rank in range(3)]
+        for rank in (2, 0):
+            ranks[rank].write_configs_and_weights({"rank": rank}, {"a": torch.full((2,), rank)})
+        for reader in ranks:
+            assert reader.read_configs_and_weights_from_rank(1) == (None, None)
+            for rank in (0, 2):
+                config, weights = _read(reader, rank)
+                assert config == {"rank": rank} and weights["a"].tolist() == [rank, rank]
+
+    def test_a_run_is_not_shown_an_earlier_runs_states(self, make_workspace: MakeWorkspace) -> None:
+        for rank in range(2):
+            make_workspace(rank, 2, "monday").write_configs_and_weights({"rank": rank}, {})
+        tuesday = make_workspace(0, 2, "tuesday")
+        assert tuesday.read_configs_and_weights_from_rank(0) == (None, None)
+        assert tuesday.read_configs_and_weights_from_rank(1) == (None, None)
+
+    def test_a_process_that_starts_again_in_a_run_finds_its_state(self, make_workspace: MakeWorkspace) -> None:
+        make_workspace(1, 2, "run").write_configs_and_weights({"step": 3}, {})
+        assert _read(make_workspace(1, 2, "run"), 1)[0] == {"step": 3}
+
+    @pytest.mark.parametrize(
+        "fault", ["sparse", "meta", "quantised", "nested", "complex128", "subclass", "no tensor", "name", "mapping"]
+    )
+    def test_bad_weights_are_named_and_leave_the_old_state(self, make_workspace: MakeWorkspace, fault: str) -> None:
+        import torch
+
+        class Subclass(torch.Tensor):
+            pass
+
+        makers: dict[str, Callable[[], Any]] = {
+            "sparse": lambda: torch.eye(3).to_sparse(),
+            "meta": lambda: torch.empty(3, device="meta"),
+            "quantised": lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
+            "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+            "complex128": lambda: torch.ones(2, dtype=torch.complex128),
+            "subclass": lambda: torch.ones(2).as_subclass(Subclass),
+            "no tensor": lambda: [1.0, 2.0],
+        }
+        workspace = make_workspace()
+        workspace.write_configs_and_weights({"old": 1}, {"good": torch.ones(1)})
+        bad: Any = {"name": {3: torch.ones(1)}, "mapping": [("a", torch.ones(1))]}.get(fault)
+        if bad is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch deprecates some of these kinds; users still have them
+                bad = {"good": torch.zeros(1), "layers.0.bad": makers[fault]()}
+        with pytest.raises(ValueError) as caught:
+            workspace.write_configs_and_weights({"new": 1}, bad)
+        if fault in makers:
+            assert "layers.0.bad" in str(caught.value)
+        config, weights = _read(workspace, 0)
+        assert config == {"old": 1} and weights["good"].tolist() == [1]
+
+    @pytest.mark.parametrize("fault", ["key", "object", "set", "deep", "no dict", "step"])
+    def test_bad_configs_are_refused_and_leave_the_old_state(self, make_workspace: MakeWorkspace, fault: str) -> None:
+        itself: dict[str, Any] = {}
+        itself["a"] = {"b": itself}
+        bad: Any = {
+            "key": {"a": {1: 2}},
+            "object": {"dtype": object()},
+            "set": {"a": {1}},
+            "deep": itself,
+            "no dict": [],
+            "step": {},
+        }[fault]
+        workspace = make_workspace()
+        workspace.write_configs_and_weights({"old": 1}, {})
+        with pytest.raises(ValueError):
+            workspace.write_configs_and_weights(bad, {}, step=-1 if fault == "step" else None)
+        assert _read(workspace, 0)[0] == {"old": 1}
+
+
+def _read(workspace: Workspace, rank: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    config, weights = workspace.read_configs_and_weights_from_rank(rank)
+    assert config is not None and weights is not None
+    return config, weights
