@@ -1,1 +1,34 @@
+"""xrank gathers models that distributed training left on many ranks into one Hugging Face folder, proven exact.
+
+Names are loaded when they are first used: importing the package imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xrank.conversion.gather import gather_checkpoint
+    from xrank.conversion.verify import verify_model
+    from xrank.workspace.nfs import NFSWorkspace
+
 __version__ = "0.1.0"
+
+__all__ = ["NFSWorkspace", "__version__", "gather_checkpoint", "verify_model"]
+
+_HOMES = {
+    "NFSWorkspace": "xrank.workspace.nfs",
+    "gather_checkpoint": "xrank.conversion.gather",
+    "verify_model": "xrank.conversion.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -54,6 +54,7 @@ def gather_checkpoint(
     started = time.monotonic()
     checked = _checked_options(options)
     if not checked.dry_run:
+        _check_apart(os.fspath(source), os.fspath(out))
         check_output(out, overwrite=checked.overwrite)
     gather = plan_gather(
         os.fspath(source),
@@ -77,6 +78,17 @@ def gather_checkpoint(
         output={"path": os.fspath(out), **_output_facts(gather), **made.output},
         notes=(*gather.notes, *made.notes, *(("stage", note) for note in stage.notes)),
     )
+
+
+def _check_apart(source: str, out: str) -> None:
+    """Refuse an output that is, holds or lies in the place of its source: replacing it would remove what is read."""
+    inner, outer = os.path.realpath(source), os.path.realpath(out)
+    if inner == outer or inner.startswith(outer + os.sep):
+        raise UsageError(
+            f"the output {out} would replace its source {source}",
+            file=out,
+            next_step="give --out a folder of its own",
+        )
 
 
 def _checked_options(options: Mapping[str, Any]) -> GatherOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from xrank.plan.buffers import FileSource, FileTarget
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Budget, FinishedFile, execute
 from xrank.plan.planner import Plan, TensorPlan
-from xrank.readers.hf_folder import INDEX_NAME
-from xrank.writers.hf_folder import index_text
+from xrank.writers.hf_folder import INDEX_NAME, index_text
+from xrank.writers.journal import JournalLine
 from xrank.writers.manifest import (
     MANIFEST_NAME,
     ManifestFile,
@@ -27,6 +28,8 @@ from xrank.writers.manifest import (
 from xrank.writers.stage import Stage
 
 __all__ = ["Made", "fill_stage"]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,10 @@ class _Writing:
 
     def finish(self, finished: FinishedFile) -> None:
         output = self._plan.files[finished.index].output
-        fd = self.target.descriptors[finished.index]
+        # The stage closes the descriptor whatever happens, so it is taken out of `close`'s reach first.
+        fd = self.target.descriptors.pop(finished.index)
         self._stage.finish_part(output.name, fd, output.nbytes, digest_text(finished.digest))
-        del self.target.descriptors[finished.index]
+        _logger.info("wrote %s, %s bytes", output.name, f"{output.nbytes:,}")
 
     def count(self, nbytes: int) -> None:
         self._done += nbytes
@@ -174,7 +178,7 @@ def _write_small_files(
     index = index_text(file.output for file in plan.files)
     if index is not None:
         line = stage.write_file(INDEX_NAME, index.encode())
-        files.append(ManifestFile(line.file, line.nbytes, line.digest))
+        files.append(_plain(line))
     lines = [stage.copy_file(companion.name, companion.path) for companion in gather.companions]
     if gather.config_text is not None:
         lines.append(stage.write_file("config.json", gather.config_text.encode()))
@@ -187,7 +191,7 @@ def _write_small_files(
             for index, file in enumerate(plan.files)
             for tensor in file.tensors
         },
-        companions=[ManifestFile(line.file, line.nbytes, line.digest) for line in lines],
+        companions=[_plain(line) for line in lines],
         tied={name: target for target, names in gather.selection.tied.items() for name in names},
         excluded=gather.selection.excluded,
         cast=gather.selection.cast,
@@ -195,6 +199,11 @@ def _write_small_files(
     )
     stage.write_file(MANIFEST_NAME, text.encode())
     return [{"name": file.name, "nbytes": file.nbytes, "digest": file.digest} for file in weights]
+
+
+def _plain(line: JournalLine) -> ManifestFile:
+    """Return a small file as the manifest lists it, with the digest of its plain bytes."""
+    return ManifestFile(line.file, line.nbytes, f"xxh128:{line.digest}")
 
 
 def _manifest_tensor(plan: Plan, tensor: TensorPlan, digests: FileDigests) -> ManifestTensor:

@@ -11,10 +11,9 @@ from collections.abc import Iterable
 
 import xxhash
 
-__all__ = ["ALGORITHM", "BLOCK_NBYTES", "TensorDigest", "digest_of_file", "digest_text"]
+__all__ = ["BLOCK_NBYTES", "TensorDigest", "digest_of_file", "digest_text"]
 
 BLOCK_NBYTES = 1 << 16
-ALGORITHM = "xxh3: XXH3-128 of the XXH3-128 digests of 64 KiB blocks; files: of header and tensor digests"
 
 
 class TensorDigest:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from xrank.layout.nest_table import IntArray, NestTable
 
-__all__ = ["NO_CHECKSUM", "RecordTable", "SourceFile", "StoredModel", "StoredShard"]
+__all__ = ["NO_CHECKSUM", "RecordTable", "SourceFile", "StoredModel", "StoredShard", "merged"]
 
 NO_CHECKSUM = -1
 """In `RecordTable.crc32`: the format holds no evidence for these bytes."""
@@ -89,3 +91,17 @@ class StoredModel:
     """(code, message) pairs for the report."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """What `inspect` shows besides, by name."""
+
+
+def merged(a: StoredModel, b: StoredModel, prefix: str) -> StoredModel:
+    """Return one model of both, b's tensors under names that begin with `prefix`: for comparing the two."""
+    shards = [
+        StoredShard(prefix + s.name, s.dtype, s.shape, s.rank, s.record + len(a.records), s.nests) for s in b.shards
+    ]
+    records = RecordTable(
+        np.concatenate((a.records.file, b.records.file + len(a.files))),
+        np.concatenate((a.records.offset, b.records.offset)),
+        np.concatenate((a.records.nbytes, b.records.nbytes)),
+        np.concatenate((a.records.crc32, b.records.crc32)),
+    )
+    return replace(a, files=(*a.files, *b.files), records=records, shards=(*a.shards, *shards))

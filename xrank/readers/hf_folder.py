@@ -19,9 +19,9 @@ from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
 
-__all__ = ["INDEX_NAME", "HfFolderReader", "describe_files", "output_file_of", "read_headers"]
+__all__ = ["HfFolderReader", "describe_files", "output_file_of", "read_headers"]
 
-INDEX_NAME = "model.safetensors.index.json"
+_INDEX_NAME = "model.safetensors.index.json"
 
 
 class HfFolderReader:
@@ -58,7 +58,7 @@ def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
         absent = sorted(set(weight_map.values()) - set(names))
         if absent:
             raise IncompleteError(
-                f"{INDEX_NAME} names {absent[0]}, which is not in {path}",
+                f"{_INDEX_NAME} names {absent[0]}, which is not in {path}",
                 file=os.path.join(path, absent[0]),
                 got=f"{len(names)} files",
                 want=f"{len(set(weight_map.values()))} files",
@@ -71,7 +71,7 @@ def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
 
 
 def _read_index(path: str) -> dict[str, str] | None:
-    file = os.path.join(path, INDEX_NAME)
+    file = os.path.join(path, _INDEX_NAME)
     if not os.path.isfile(file):
         return None
     try:
@@ -118,7 +118,7 @@ def _check_names(path: str, headers: Sequence[SafetensorsHeader], weight_map: di
     raise kind(
         f"{name}: the index and the files of {path} disagree",
         tensor=name,
-        file=os.path.join(path, INDEX_NAME),
+        file=os.path.join(path, _INDEX_NAME),
         got=f"the tensor in {seen.get(name, 'no file')}",
         want=f"in {weight_map.get(name, 'no file')}, as the index says",
         next_step="copy the folder again from where it was made",

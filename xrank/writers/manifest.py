@@ -29,7 +29,10 @@ __all__ = [
     "read_manifest",
 ]
 
-DIGEST_ALGORITHM = "xxh3_128"
+DIGEST_ALGORITHM = (
+    "xxh3: XXH3-128 of the XXH3-128 digests of a tensor's 64 KiB blocks, and for a file of its header and its tensors' "
+    "digests; xxh128: XXH3-128 of a file's bytes"
+)
 
 _SCHEMA = 1
 _MAX_NBYTES = 2 * 2**30

@@ -1,0 +1,140 @@
+"""``xrank gather``: the Hugging Face folder of a workspace or any sharded checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xrank.cli.command import Output, reporting
+from xrank.cli.progress import progress_bar
+from xrank.cli.text import plural, size_text
+from xrank.errors import UsageError
+
+if TYPE_CHECKING:
+    from xrank.plan.report import Report
+
+__all__ = ["gather"]
+
+
+@click.command()
+@click.argument("source", metavar="[SRC]", required=False, type=click.Path())
+@click.option(
+    "--workspace",
+    type=click.Path(),
+    metavar="DIR",
+    envvar="XRANK_WORKSPACE",
+    help="The source; insists that it is a workspace.",
+)
+@click.option(
+    "--out", required=True, type=click.Path(), metavar="DIR", help="The folder to make; it appears by one rename."
+)
+@click.option(
+    "--base-model", metavar="DIR|ID", help="A model folder or cached ID: config, tokenizer, names and shapes."
+)
+@click.option("--layout", type=click.Path(), metavar="FILE", help="Layouts for a source that records none.")
+@click.option("--format", metavar="NAME", help="The source's format, where two readers accept it.")
+@click.option(
+    "--dtype",
+    default="keep",
+    metavar="keep|base|bf16|fp16|fp32",
+    show_default=True,
+    help="Element type of floating-point tensors.",
+)
+@click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Names that a cast leaves as they are.")
+@click.option("--include", multiple=True, metavar="REGEX", help="Only these names.")
+@click.option("--exclude", multiple=True, metavar="REGEX", help="All but these names.")
+@click.option("--max-shard-size", default="5GB", metavar="SIZE", show_default=True, help="Bytes of tensors in a file.")
+@click.option(
+    "--max-memory",
+    default="64MB",
+    metavar="SIZE",
+    envvar="XRANK_MAX_MEMORY",
+    show_default=True,
+    help="Bytes of all buffers.",
+)
+@click.option("--workers", type=int, metavar="N", envvar="XRANK_WORKERS", help="Threads.  [default: min(4, cores)]")
+@click.option(
+    "--replicas",
+    default="verify",
+    metavar="verify|pick",
+    show_default=True,
+    help="Refuse replicas that differ, or take the lowest rank's.",
+)
+@click.option(
+    "--overwrite", is_flag=True, help="Replace a model that is there; old or new is visible, never a mixture."
+)
+@click.option(
+    "--resume/--no-resume", default=True, show_default=True, help="Go on with what an interrupted run finished."
+)
+@click.option(
+    "--verify/--no-verify", default=None, help="Read the stage back before the rename.  [default: with --overwrite]"
+)
+@click.option("--dry-run", is_flag=True, help="Prove and plan; write nothing.")
+@reporting
+def gather(output: Output, source: str | None, workspace: str | None, **options: Any) -> None:
+    """Make the Hugging Face folder of a workspace or a sharded checkpoint SRC."""
+    from xrank.conversion.gather import gather_checkpoint
+
+    context = click.get_current_context()
+    by_option = context.get_parameter_source("workspace") == click.core.ParameterSource.COMMANDLINE
+    if source is not None and workspace is not None and by_option:
+        raise UsageError("SRC and --workspace were both given", got=f"{source} and {workspace}", want="one of the two")
+    path = source if source is not None else workspace
+    if path is None:
+        raise UsageError("no source was given", want="SRC, --workspace DIR or XRANK_WORKSPACE")
+    with progress_bar(output) as progress:
+        report = gather_checkpoint(path, options.pop("out"), workspace=source is None, progress=progress, **options)
+    output.report(report, _rows(report))
+
+
+def _rows(report: Report) -> list[tuple[str, str]]:
+    source, proof = report.source, report.proof
+    step = f", step {source['step']}" if source["step"] is not None else ""
+    ranks = f", written by {plural(source['world_size'], 'rank')}" if source["world_size"] else ""
+    left_out = f", {size_text(source['skipped_nbytes'])} left out" if source["skipped_nbytes"] else ""
+    facts = [f"{plural(report.num_tensors, 'tensor')}, every element exactly once"]
+    if "num_checksums" in proof:
+        facts.append(
+            f"{plural(proof['num_checksums'], 'checksum')} good"
+            if proof["num_checksums"]
+            else "no checksums to compare"
+        )
+    if proof.get("num_replicas_compared"):
+        facts.append(f"{plural(proof['num_replicas_compared'], 'replica')} equal")
+    if proof["base_model"]:
+        facts.append(f"{proof['base_model']} as in the base model")
+    rows = [
+        ("source", f"{source['format']}{step}{ranks}; {size_text(source['nbytes'])} of model{left_out}"),
+        ("proof", "; ".join(facts)),
+    ]
+    made = report.output or report.plan or {}
+    for target, *names in made["tied"]:
+        rows.append(("tied", f"{', '.join(names)} equal {target}, which is written once"))
+    if made["excluded"]:
+        rows.append(("left out", f"{plural(len(made['excluded']), 'tensor')}: {', '.join(made['excluded'][:5])}"))
+    for cast, count in Counter(made["cast"].values()).items():
+        rows.append(("cast", f"{plural(count, 'tensor')} {cast}"))
+    files = plural(len(made["files"]), "file")
+    if report.output is None:
+        buffers = size_text(made["peak_buffer_nbytes"])
+        rows.append(
+            ("plan", f"{report.path}: {files}, {size_text(report.nbytes)}, {buffers} of buffers; nothing was written")
+        )
+        rows.extend(
+            ("file", f"{file['name']}: {size_text(file['nbytes'])}, {plural(file['num_tensors'], 'tensor')}")
+            for file in made["files"]
+        )
+        return rows
+    speed = size_text(report.nbytes / max(report.seconds, 1e-9))
+    resumed = f", {size_text(made['resumed_nbytes'])} of it by an earlier run" if made["resumed_nbytes"] else ""
+    companions = f"; with {', '.join(made['companions'])}" if made["companions"] else ""
+    memory = size_text(report.peak_rss_nbytes)
+    rows.append(
+        (
+            "wrote",
+            f"{report.path}: {files}, {size_text(report.nbytes)}{resumed}, {speed}/s, peak memory {memory}{companions}",
+        )
+    )
+    return rows

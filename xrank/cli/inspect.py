@@ -1,0 +1,71 @@
+"""``xrank inspect``: what lies at a path, from metadata alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xrank.cli.command import Output, reporting
+from xrank.cli.text import plural, size_text
+
+if TYPE_CHECKING:
+    from xrank.plan.report import Report
+
+__all__ = ["inspect"]
+
+
+@click.command()
+@click.argument("path", type=click.Path())
+@click.option("--layout", type=click.Path(), metavar="FILE", help="Layouts for a source that records none.")
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@click.option("--ranks", is_flag=True, help="List every rank.")
+@reporting
+def inspect(output: Output, path: str, layout: str | None, tensors: bool, ranks: bool) -> None:
+    """Say what lies at PATH: format, run, ranks, tensors, and the problems a gather would meet."""
+    from xrank.conversion.inspect import inspect_source
+
+    report = inspect_source(path, layout=layout)
+    output.report(report, _rows(report, tensors=tensors, ranks=ranks))
+
+
+def _rows(report: Report, *, tensors: bool, ranks: bool) -> list[tuple[str, str]]:
+    source, details = report.source, report.details
+    rows = [("path", str(report.path)), ("format", source["format"])]
+    if "num_tensors" in source:
+        if source["world_size"]:
+            run = f", run {source['run_id']}" if source["run_id"] else ""
+            step = f", step {source['step']}" if source["step"] is not None else ""
+            rows.append(("written", f"by {plural(source['world_size'], 'rank')}{run}{step}"))
+        kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in source["dtypes"].items())
+        counts = f"{plural(source['num_tensors'], 'tensor')} ({kinds}), {source['num_parameters']:,} parameters"
+        rows.append(("model", f"{counts}, {size_text(source['nbytes'])} in the source"))
+        rows.append(("config", "in the states" if source["has_config"] else "none in the states"))
+    if details["companions"]:
+        rows.append(("companions", ", ".join(details["companions"])))
+    if ranks:
+        rows += [(f"rank {row['rank']}", _rank_text(row)) for row in details.get("ranks", [])]
+    if tensors:
+        for row in details["tensors"]:
+            what = (
+                row.get("problem") or f"{plural(row['num_pieces'], 'piece')}, {plural(row['num_replicas'], 'replica')}"
+            )
+            rows.append(("tensor", f"{row['name']}  {row['dtype']} {row['shape']}  {what}"))
+    for problem in details["problems"]:
+        rows.append(
+            ("problem", f"{problem['type']}: {problem['message']} (a gather would exit {problem['exit_code']})")
+        )
+        if problem["got"]:
+            rows.append(("", f"got {problem['got']}"))
+        if problem["try"]:
+            rows.append(("", f"try {problem['try']}"))
+    if not details["problems"]:
+        rows.append(("problems", "none"))
+    return rows
+
+
+def _rank_text(row: dict[str, Any]) -> str:
+    if "problem" in row:
+        return f"{row['state']}: {row['problem']}"
+    counts = f"{plural(row['num_tensors'], 'tensor')}, {plural(row['num_layouts'], 'layout')}"
+    return f"{row['state']}: {row['run']}, {size_text(row['nbytes'])}, {counts}, host {row['host'] or 'unknown'}"
