@@ -121,8 +121,7 @@ def test_no_other_module_reads_the_environment():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb") and _is_os(node.value)
     }
-    # The pool hands its own process's environment on to the ranks it starts; nothing imports xrank.testing.
-    assert readers == {"environment.py", "testing/rank_pool.py"}
+    assert readers == {"environment.py"}
 
 
 def _is_os(node):

@@ -185,11 +185,6 @@ def test_parameters_reach_the_ranks(power, rank):
     assert rank**power in (0, 1)
 
 
-@pytest.mark.ranks(1)
-def test_a_skip_on_a_rank_is_a_skip():
-    pytest.skip("seen")
-
-
 class TestMethods:
     @pytest.mark.ranks(2)
     def test_methods_get_a_fresh_instance(self, world_size):
@@ -216,6 +211,10 @@ def test_what_the_marker_refuses_and_shows(tmp_path):
         def test_unmarked(rank): ...
 
         @pytest.mark.ranks(1)
+        def test_skip():
+            pytest.skip("seen on the rank")
+
+        @pytest.mark.ranks(1)
         def test_assert(rank):
             assert [rank, 1] == [5, 1]
         """)
@@ -238,12 +237,13 @@ def test_what_the_marker_refuses_and_shows(tmp_path):
         cwd=tmp_path,
         timeout=50,
     )
-    assert "5 failed" in done.stdout or "4 failed, 1 error" in done.stdout, done.stdout + done.stderr
+    assert "4 failed, 1 skipped, 1 error" in done.stdout, done.stdout + done.stderr
     for text in (
         "cannot take the fixture 'lock': its value cannot be pickled",
         "cannot take the fixture 'monkeypatch': it acts on this process",
         "a pool has 1 to 8 ranks",
         "the fixture 'rank' is for tests with @pytest.mark.ranks",
         "assert [0, 1] == [5, 1]",
+        "seen on the rank",
     ):
         assert text in done.stdout, text

@@ -217,6 +217,15 @@ def test_layouts_of_plain_tensors_are_recorded(tmp_path):
         workspace.write_configs_and_weights({}, {"norm2": torch.zeros(3)}, layouts=layouts)
 
 
+def test_a_layout_on_a_mesh_without_this_rank_is_refused(tmp_path):
+    layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
+    layouts["up"] = "[f/tp]"
+    with pytest.raises(XrankError, match="up: rank 3 is not in the mesh"):
+        NFSWorkspace(tmp_path, rank=3, world_size=4).write_configs_and_weights(
+            {}, {"up": torch.zeros(2)}, layouts=layouts
+        )
+
+
 # ---- what fails
 
 
@@ -381,7 +390,15 @@ def test_a_hostile_pickle_runs_nothing(tmp_path, monkeypatch, where):
 
 
 @pytest.mark.parametrize(
-    "value", [[], {}, {"config": []}, {"config": {}, "weight": {"a": 1}}, {"config": {}, "xrank": 3}]
+    "value",
+    [
+        [],
+        {},
+        {"config": []},
+        {"config": {}, "weight": {"a": 1}},
+        {"config": {}, "xrank": 3},
+        {"config": {"a": [torch.ones(1)]}, "weight": {}},
+    ],
 )
 def test_archives_that_are_no_states_are_corrupt(tmp_path, value):
     torch.save(value, tmp_path / "rank_1_state.pth")

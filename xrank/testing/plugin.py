@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,10 @@ from xrank.errors import RankFailedError
 from xrank.testing.rank_pool import MAX_RANKS, RankPool
 
 __all__ = ["rank", "rank_pool", "world_size"]
+
+if "xrank.testing.workspace_contract" not in sys.modules:
+    # So that a contract's failed assert shows its values, as those of the tests beside it do.
+    pytest.register_assert_rewrite("xrank.testing.workspace_contract")
 
 _POOL = pytest.StashKey[RankPool]()
 _OF_THIS_PROCESS = ("capfd", "capfdbinary", "caplog", "capsys", "capsysbinary", "monkeypatch", "recwarn", "request")

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from xrank import environment
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.testing.rank_worker import Failure, Task
 
@@ -227,7 +228,7 @@ class _Rank:
         life_there, self._life = os.pipe()
         self._log_path = os.path.join(folder, f"rank-{rank}.log")
         self._seen = 0
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCH_VARIABLES)}
+        environ = {k: v for k, v in environment.environ().items() if not k.startswith(_LAUNCH_VARIABLES)}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environ.pop(name, None)
         environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}

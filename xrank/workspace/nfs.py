@@ -120,7 +120,7 @@ class NFSWorkspace:
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
             raise UsageError(f"step is {step!r}", got=repr(step), want="a number of 0 or more, or None")
         config = plain_config(config_json)
-        content = state_content(weights, layouts)
+        content = state_content(weights, layouts, self._rank)
         record = RankRecord(
             run_id=self._run_id,
             attempt=self._attempt,

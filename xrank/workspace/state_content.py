@@ -84,13 +84,14 @@ def _plain_value(value: object, where: str) -> Any:
     )
 
 
-def state_content(weights: object, layouts: LayoutMap | None) -> StateContent:
+def state_content(weights: object, layouts: LayoutMap | None, rank: int) -> StateContent:
     """Return what a state holds of these tensors; nothing is copied before everything has been checked.
 
     Args:
         weights: tensors by name. Of a DTensor the local tensor is kept, with its layout; one whose mesh this rank is
             not in is left out, for this rank holds nothing of it.
         layouts: the layouts of the plain tensors.
+        rank: whose tensors they are.
 
     Raises:
         UsageError: a name or a tensor that no state can hold.
@@ -98,7 +99,7 @@ def state_content(weights: object, layouts: LayoutMap | None) -> StateContent:
     """
     if not isinstance(weights, Mapping):
         raise UsageError(f"the weights are a {type(weights).__name__}", got=type(weights).__name__, want="a mapping")
-    places = _Places(layouts)
+    places = _Places(layouts, rank)
     held: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         if not isinstance(name, str):
@@ -112,8 +113,9 @@ def state_content(weights: object, layouts: LayoutMap | None) -> StateContent:
 class _Places:
     """Checks tensor after tensor, and collects where each one belongs."""
 
-    def __init__(self, layouts: LayoutMap | None) -> None:
+    def __init__(self, layouts: LayoutMap | None, rank: int) -> None:
         self.layouts = layouts
+        self.rank = rank
         self.meshes: dict[MeshRecord, int] = {}
         self.tensors: dict[str, TensorRecord] = {}
 
@@ -155,6 +157,11 @@ class _Places:
                 want=f"{len(layout.axes)} dims",
                 next_step="correct the layout map",
             )
+        if mesh is not None:
+            try:
+                mesh.coordinate(self.rank)
+            except LayoutError as error:
+                raise _about(name, error) from None
         # A sharded dim's global size is the sum over ranks that may hold unequal parts: no rank knows it alone.
         shape = None if any(layout.axes) else tuple(local.shape)
         self.tensors[name] = TensorRecord(str(layout), None if mesh is None else self._mesh(mesh), shape)

@@ -122,10 +122,21 @@ def _parts(archive: TorchArchive, rank: int | None) -> tuple[dict[str, Any], dic
         raise _corrupt(archive.path, rank, "a state without a config")
     if not isinstance(weights, dict):
         raise _corrupt(archive.path, rank, "a state without weights")
+    if _holds_tensor(config):
+        raise _corrupt(archive.path, rank, "a tensor inside the config")
     for name, tensor in weights.items():
         if not isinstance(name, str) or not isinstance(tensor, ArchivedTensor):
             raise _corrupt(archive.path, rank, f"a {type(tensor).__name__} under the name {ascii(name)[:100]}")
     return config, weights
+
+
+def _holds_tensor(value: object) -> bool:
+    # Recursion is safe: the reader has bounded the depth (xrank.formats.inert_record.MAX_DEPTH).
+    if isinstance(value, dict):
+        return any(map(_holds_tensor, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_holds_tensor, value))
+    return isinstance(value, ArchivedTensor)
 
 
 def _record(archive: TorchArchive, rank: int | None) -> RankRecord | None:
@@ -143,7 +154,7 @@ def _tensors(archive: TorchArchive, weights: dict[str, ArchivedTensor], rank: in
     import torch
 
     # Read, not mapped: a mapped file that shrinks or goes stale on the server kills the process (SIGBUS).
-    fd = os.open(archive.path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(archive.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if _identity(os.fstat(fd)) != _identity(archive.status):
             raise _ReplacedError
