@@ -225,6 +225,7 @@ def test_what_the_marker_refuses_and_shows(tmp_path):
             "-m",
             "pytest",
             "-q",
+            "-rs",
             "-p",
             "no:cacheprovider",
             "-p",
