@@ -17,7 +17,7 @@ from xrank.layout import LayoutMap
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.discovery import read_source
+from xrank.readers.discovery import find_source
 from xrank.writers.companions import Companion, source_companions
 from xrank.writers.hf_folder import lay_out
 
@@ -70,14 +70,15 @@ def plan_gather(
     """Return the proven plan of a gather; reads metadata alone. Arguments and errors as `gather_checkpoint`."""
     base = open_base_model(base_model) if base_model is not None else None
     layouts = layout if isinstance(layout, LayoutMap) or layout is None else LayoutMap.read(layout)
-    beside = _companions_beside(source)
+    place, reader = find_source(source, format_name=format_name)
+    beside = _companions_beside(place)
     config_path = next((c.path for c in (*beside, *(base.companions if base else ())) if c.name == "config.json"), None)
     hints = Hints(
         layouts=layouts,
         shapes={name: shape for name, (_, shape) in base.tensors.items()} if base else {},
         needs_config=config_path is None,
     )
-    stored = read_source(source, hints, format_name=format_name)
+    stored = reader.read(place, hints)
     config = read_config(config_path) if config_path is not None else stored.config
     aliases = layouts.aliases if layouts is not None else {}
     selection = select(stored, options, base, config, aliases)

@@ -14,7 +14,7 @@ from xrank.plan.planner import divide_replicas
 from xrank.plan.report import Report
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.discovery import find_reader
+from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
 from xrank.writers.companions import source_companions
 
@@ -29,8 +29,7 @@ def inspect_source(path: str | os.PathLike[str], *, layout: str | os.PathLike[st
         UnknownFormatError: no reader recognises it.
     """
     started = time.monotonic()
-    text = os.fspath(path)
-    reader = find_reader(text)
+    text, reader = find_source(os.fspath(path))
     problems: list[XrankError] = []
     model = None
     tensors: list[dict[str, Any]] = []

@@ -37,7 +37,7 @@ def reread(path: str, budget: Budget) -> FileDigests:
 
 def reread_headers(headers: Sequence[SafetensorsHeader], budget: Budget) -> list[FileDigests]:
     """Return the digests of the files whose headers were read, in their order."""
-    model = describe_files(os.path.dirname(headers[0].path) if headers else "", headers)
+    model = describe_files(os.path.dirname(headers[0].path) if headers else "", headers, as_bytes=True)
     files = [output_file_of(header) for header in headers]
     plan = make_plan(model, files)
     source = FileSource(model)

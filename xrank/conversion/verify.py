@@ -21,7 +21,7 @@ from xrank.plan.planner import make_plan
 from xrank.plan.report import Report
 from xrank.plan.source import StoredModel, merged
 from xrank.readers.base import Hints
-from xrank.readers.discovery import read_source
+from xrank.readers.discovery import find_source
 from xrank.readers.hf_folder import read_headers
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
@@ -157,9 +157,14 @@ def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
             raise _damaged(path, file["name"], None, digest.hexdigest(), file["digest"])
 
 
+def _read(path: str) -> StoredModel:
+    place, reader = find_source(path)
+    return reader.read(place, Hints(needs_config=False))
+
+
 def _prove(path: str, budget: Budget) -> dict[str, Any]:
     """Prove a checkpoint as a gather would, and let go of the bytes."""
-    model = read_source(path, Hints(needs_config=False))
+    model = _read(path)
     if model.format == "safetensors":
         raise UsageError(
             f"{path} has no {MANIFEST_NAME} to verify it by",
@@ -181,7 +186,7 @@ def _prove(path: str, budget: Budget) -> dict[str, Any]:
 
 def _compare(path: str, other_path: str, budget: Budget) -> dict[str, Any]:
     """Compare the tensors of two models or checkpoints value by value: the other's pieces count as replicas."""
-    ours, theirs = (read_source(p, Hints(needs_config=False)) for p in (path, other_path))
+    ours, theirs = (_read(p) for p in (path, other_path))
     mine, others = ({shard.name: shard for shard in model.shards} for model in (ours, theirs))
     for name in sorted(set(mine) ^ set(others)):
         raise ContradictionError(

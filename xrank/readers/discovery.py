@@ -1,61 +1,89 @@
-"""Finds the reader that fits a path."""
+"""Finds what a user's path means: the source at it, just above it or below it, and the reader that fits."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError
-from xrank.plan.source import StoredModel
-from xrank.readers.base import Hints, Reader
+from xrank.readers.base import Reader
 from xrank.readers.hf_folder import HfFolderReader
 from xrank.readers.workspace import WorkspaceReader
 
-__all__ = ["READERS", "find_reader", "read_source"]
+__all__ = ["READERS", "find_source"]
 
 READERS: tuple[Reader, ...] = (WorkspaceReader(), HfFolderReader())
 """Every reader, in the order in which they are asked."""
 
+_SEARCHED_LEVELS = 2
 
-def find_reader(path: str, *, format_name: str | None = None, readers: Sequence[Reader] = READERS) -> Reader:
-    """Return the one reader that recognises a path.
+
+def find_source(path: str, *, format_name: str | None = None) -> tuple[str, Reader]:
+    """Return the source that a path means and the one reader that recognises it.
+
+    The path itself comes first; a state's file stands for its folder; a folder of no format is searched two levels
+    down. More than one source is never chosen among.
 
     Args:
-        path: the source.
-        format_name: take this reader; it must recognise the path.
-        readers: those to ask.
+        path: what the user gave.
+        format_name: consider only this reader.
 
     Raises:
         IncompleteError: the path does not exist.
-        UnknownFormatError: no reader recognises it; what each said is listed.
-        UsageError: several do.
+        UnknownFormatError: no reader recognises anything there; what each said is listed.
+        UsageError: several readers, or several folders, fit.
     """
     if not os.path.exists(path):
         raise IncompleteError(f"{path} does not exist", file=path, next_step="check the path")
-    if format_name is not None:
-        readers = [reader for reader in readers if reader.name == format_name]
-        if not readers:
-            known = ", ".join(reader.name for reader in READERS)
-            raise UsageError(f"no format is called {format_name}", got=format_name, want=known)
+    readers = [reader for reader in READERS if format_name in (None, reader.name)]
+    if not readers:
+        known = ", ".join(reader.name for reader in READERS)
+        raise UsageError(f"no format is called {format_name}", got=str(format_name), want=known)
     answers = {reader.name: reader.recognise(path) for reader in readers}
-    fitting = [reader for reader in readers if answers[reader.name] is None]
+    for place in (path, *([os.path.dirname(os.path.abspath(path))] if os.path.isfile(path) else [])):
+        fitting = [reader for reader in readers if reader.recognise(place) is None]
+        if fitting:
+            return place, _only_reader(place, fitting)
+    found = [
+        (place, fitting)
+        for place in _folders_below(path, _SEARCHED_LEVELS)
+        if (fitting := [reader for reader in readers if reader.recognise(place) is None])
+    ]
+    if len(found) > 1:
+        raise UsageError(
+            f"{path} holds several sources",
+            file=path,
+            got=", ".join(f"{place} ({fitting[0].name})" for place, fitting in found[:10]),
+            want="one",
+            next_step="name the one to take",
+        )
+    if found:
+        return found[0][0], _only_reader(*found[0])
+    raise UnknownFormatError(
+        f"{path} is of no format that is known",
+        file=path,
+        got="; ".join(f"{name}: {answer}" for name, answer in answers.items()),
+        want="one of " + ", ".join(reader.name for reader in readers),
+        next_step="check the path",
+    )
+
+
+def _only_reader(place: str, fitting: Sequence[Reader]) -> Reader:
     if len(fitting) > 1:
         raise UsageError(
-            f"{path} can be read in several ways",
-            file=path,
+            f"{place} can be read in several ways",
+            file=place,
             got=", ".join(reader.name for reader in fitting),
             next_step="choose one with --format",
-        )
-    if not fitting:
-        raise UnknownFormatError(
-            f"{path} is of no format that is known",
-            file=path,
-            got="; ".join(f"{name}: {answer}" for name, answer in answers.items()),
-            next_step="check the path; xrank gather --help lists what it takes",
         )
     return fitting[0]
 
 
-def read_source(path: str, hints: Hints, *, format_name: str | None = None) -> StoredModel:
-    """Return the stored model at a path, read by the reader that recognises it."""
-    return find_reader(path, format_name=format_name).read(path, hints)
+def _folders_below(path: str, levels: int) -> Iterator[str]:
+    """Yield the folders below one, by name; hidden ones (stages of xrank among them) are passed over."""
+    if levels == 0 or not os.path.isdir(path):
+        return
+    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+        if entry.is_dir() and not entry.name.startswith("."):
+            yield entry.path
+            yield from _folders_below(entry.path, levels - 1)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError
-from xrank.formats.safetensors_header import SafetensorsHeader, read_header
+from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader, read_header
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
 from xrank.plan.output import OutputFile, OutputTensor
@@ -125,20 +126,25 @@ def _check_names(path: str, headers: Sequence[SafetensorsHeader], weight_map: di
     )
 
 
-def describe_files(path: str, headers: Sequence[SafetensorsHeader]) -> StoredModel:
-    """Return the stored model of these files: every tensor one record without checksum."""
+def describe_files(path: str, headers: Sequence[SafetensorsHeader], *, as_bytes: bool = False) -> StoredModel:
+    """Return the stored model of these files: every tensor one record without checksum.
+
+    Args:
+        path: the model's folder or file.
+        headers: of its files.
+        as_bytes: describe each tensor as a row of bytes, whatever its element type.
+    """
     rows: list[tuple[int, int, int, int]] = []
     shards = []
     for index, header in enumerate(headers):
         for tensor in header.tensors:
-            count = 1
-            for n in tensor.shape:
-                count *= n
+            dtype, shape = _kind(tensor, as_bytes)
+            count = prod(shape)
             nests = [Nest(0, 0, ((count, 1, 1),) if count > 1 else ())] if count else []
             record = int_array([len(rows)] * len(nests))
             zeros = int_array([0] * len(nests))
             rows.append((index, header.data_start + tensor.start, tensor.end - tensor.start, NO_CHECKSUM))
-            shards.append(StoredShard(tensor.name, tensor.dtype, tensor.shape, zeros, record, NestTable.of(nests)))
+            shards.append(StoredShard(tensor.name, dtype, shape, zeros, record, NestTable.of(nests)))
     return StoredModel(
         format="safetensors",
         path=path,
@@ -150,14 +156,21 @@ def describe_files(path: str, headers: Sequence[SafetensorsHeader]) -> StoredMod
     )
 
 
+def _kind(tensor: HeaderTensor, as_bytes: bool) -> tuple[str, tuple[int, ...]]:
+    return ("U8", (tensor.end - tensor.start,)) if as_bytes else (tensor.dtype, tensor.shape)
+
+
 def output_file_of(header: SafetensorsHeader) -> OutputFile:
-    """Return an existing file as if it were still to be written: for reading it back and comparing."""
+    """Return an existing file as if it were still to be written, its tensors as rows of bytes: for reading it back.
+
+    As bytes, because another writer's tensors need not start at a multiple of their element's width.
+    """
     with open(header.path, "rb") as stream:
         start = stream.read(header.data_start)
     tensors = sorted(header.tensors, key=lambda tensor: (tensor.start, tensor.end))
     return OutputFile(
         os.path.basename(header.path),
         start,
-        tuple(OutputTensor(t.name, t.dtype, t.shape, header.data_start + t.start) for t in tensors),
+        tuple(OutputTensor(t.name, *_kind(t, as_bytes=True), header.data_start + t.start) for t in tensors),
         header.status.st_size,
     )
