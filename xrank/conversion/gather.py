@@ -61,7 +61,8 @@ def gather_checkpoint(
         checked,
         base_model=base_model,
         layout=layout,
-        format_name="workspace" if workspace else format,
+        format_name=format,
+        workspace=workspace,
     )
     if checked.dry_run:
         return _planned_report(gather, os.fspath(out), time.monotonic() - started)

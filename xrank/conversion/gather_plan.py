@@ -18,6 +18,7 @@ from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.discovery import find_source
+from xrank.readers.workspace import WorkspaceReader
 from xrank.writers.companions import Companion, source_companions
 from xrank.writers.hf_folder import lay_out
 
@@ -66,11 +67,12 @@ def plan_gather(
     base_model: str | os.PathLike[str] | None = None,
     layout: str | os.PathLike[str] | LayoutMap | None = None,
     format_name: str | None = None,
+    workspace: bool = False,
 ) -> Gather:
     """Return the proven plan of a gather; reads metadata alone. Arguments and errors as `gather_checkpoint`."""
     base = open_base_model(base_model) if base_model is not None else None
     layouts = layout if isinstance(layout, LayoutMap) or layout is None else LayoutMap.read(layout)
-    place, reader = find_source(source, format_name=format_name)
+    place, reader = (source, WorkspaceReader()) if workspace else find_source(source, format_name=format_name)
     beside = _companions_beside(place)
     config_path = next((c.path for c in (*beside, *(base.companions if base else ())) if c.name == "config.json"), None)
     hints = Hints(

@@ -38,7 +38,8 @@ class WorkspaceReader:
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor of a workspace lies; errors as `Reader.read` lists them."""
-        found = sorted(rank for rank in map(rank_of, os.listdir(path)) if rank is not None)
+        entries = os.listdir(path) if os.path.isdir(path) else []
+        found = sorted(rank for rank in map(rank_of, entries) if rank is not None)
         if not found:
             raise IncompleteError(
                 f"no rank left a state in {path}",
