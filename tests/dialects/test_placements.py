@@ -226,3 +226,18 @@ def test_a_strided_shard_that_calls_itself_a_shard_is_told_apart():
 def test_torch_is_not_imported():
     code = "import sys, xrank.dialects, xrank.layout; assert not {'torch', 'numpy'} & set(sys.modules), 'imported'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_order_of_cuts_that_placements_do_not_show(fake_rank):
+    """A DTensorSpec's shard_order: dim 0 is cut by the second mesh axis first, so the ranks' offsets interleave."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+
+    fake_rank(1, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    meta = TensorMeta(torch.Size((8, 3)), (3, 1), torch.float32)
+    order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    spec = DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta, shard_order=order)
+    layout = from_placements(describe_mesh(mesh), spec.placements, 2, spec.shard_order)
+    assert str(layout) == "[d0/~b/~a, d1]"
+    rows = [held(layout, describe_mesh(mesh), rank, (8, 3))[:, 0].tolist() for rank in range(4)]
+    assert rows == [[0, 3], [12, 15], [6, 9], [18, 21]]

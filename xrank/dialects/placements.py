@@ -25,7 +25,9 @@ def describe_mesh(device_mesh: Any) -> DeviceMesh:
     return DeviceMesh(tuple(ranks.shape), tuple(names), ranks.tolist())
 
 
-def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> TensorLayout:
+def from_placements(
+    mesh: DeviceMesh, placements: Sequence[Any], ndim: int, shard_order: Sequence[Any] | None = None
+) -> TensorLayout:
     """Return the layout that DTensor placements say.
 
     torch cuts from the first mesh axis to the last, by ceil chunks. A ``_StridedShard`` stands for a cut that was made
@@ -42,6 +44,8 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> T
         mesh: the mesh whose axes the placements belong to, one each.
         placements: torch's ``Shard``, ``Replicate``, ``_StridedShard``.
         ndim: the tensor's number of dims.
+        shard_order: a ``DTensorSpec``'s entries (tensor_dim, mesh_dims in the order of cutting), where it has any
+            (_dtensor_spec.py:ShardOrder); placements do not show an order other than the mesh's.
 
     Raises:
         LayoutError: a partial sum, a split factor that no cuts make, a dim that the tensor has not, another placement.
@@ -75,6 +79,9 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> T
                 got=repr(placement),
                 want="Shard, Replicate or _StridedShard",
             )
+    for entry in shard_order or ():
+        if entry.tensor_dim not in strided:
+            cuts[entry.tensor_dim] = [mesh.axis_names[mesh_dim] for mesh_dim in entry.mesh_dims]
     names = free_size_names(ndim, mesh.axis_names)
     dims: list[Node] = []
     for dim, (name, axes) in enumerate(zip(names, cuts, strict=True)):

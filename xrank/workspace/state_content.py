@@ -132,7 +132,9 @@ class _Places:
 
         try:
             mesh = describe_mesh(tensor.device_mesh)
-            layout = str(from_placements(mesh, tensor.placements, tensor.ndim))
+            # The order of cuts is no part of torch's public face; older torch has only the mesh's own.
+            order = getattr(tensor._spec, "shard_order", None)
+            layout = str(from_placements(mesh, tensor.placements, tensor.ndim, order))
         except LayoutError as error:
             raise _about(name, error) from None
         import torch
