@@ -6,9 +6,9 @@ Which states belong together is decided by what they record: run id, attempt, st
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
@@ -51,6 +51,7 @@ def read_rank_state(path: str, rank: int) -> RankState:
             rank=rank,
             file=file,
             got="0 bytes",
+            want="a state",
             next_step=f"let rank {rank} write again, then run the same command; nothing was written",
         )
     archive = read_archive(file, rank=rank)
@@ -107,45 +108,61 @@ def check_run(path: str, states: Sequence[RankState]) -> None:
 
     Raises:
         IncompleteError: ranks are missing, or left only the state of another run.
-        ContradictionError: two runs are mixed evenly, or ranks are left of a larger world.
+        ContradictionError: it can't be told which of two runs is meant, or ranks are left of a larger world.
     """
-    runs = Counter(state.run for state in states)
-    most = max(runs.values())
-    leading = [run for run, count in runs.items() if count == most]
-    if len(leading) > 1:
-        one, other = (next(s for s in states if s.run == run) for run in leading[:2])
+    runs: dict[tuple[str | None, str | None, int | None, int] | None, list[RankState]] = {}
+    for state in states:
+        runs.setdefault(state.run, []).append(state)
+    most = max(map(len, runs.values()))
+    # A run of which nothing is missing may be the one that is meant, however many states a larger world has left.
+    leading = [ours for run, ours in runs.items() if len(ours) == most or (run is not None and len(ours) == run[3])]
+    ours, *others = leading
+    if others:
         raise ContradictionError(
             f"{path} holds states of different runs",
-            rank=other.rank,
-            file=other.archive.path,
-            got=f"rank {one.rank}: {run_text(one)}; rank {other.rank}: {run_text(other)}",
+            rank=others[0][0].rank,
+            file=others[0][0].archive.path,
+            got="; ".join(f"{_ranks(group)}: {run_text(group[0])}" for group in leading),
             want="states of one run, step and world size",
-            next_step="remove the states that do not belong, or let all ranks write again",
+            next_step="remove the states of the run that is not meant, or let all ranks write again",
         )
-    ours = [state for state in states if state.run == leading[0]]
-    foreign = [state for state in states if state.run != leading[0]]
     record = ours[0].record
-    world_size = record.world_size if record is not None else len(states)
+    world_size = record.world_size if record is not None else states[-1].rank + 1
     beyond = [state for state in states if state.rank >= world_size]
-    if beyond and record is not None:
+    if beyond:
         stale = beyond[0]
         raise ContradictionError(
             f"{stale.archive.path} is of rank {stale.rank}, and the run has {world_size} ranks",
             rank=stale.rank,
             file=stale.archive.path,
-            got=run_text(stale),
+            got=f"{_ranks(beyond)}: {run_text(stale)}",
             want=run_text(ours[0]),
-            next_step="remove this file, which an earlier run with more ranks left, then run the same command",
+            next_step=f"remove the state of {_ranks(beyond)}, left by another run, then run the same command",
         )
-    missing = sorted(set(range(world_size)) - {state.rank for state in ours})
+    foreign = [f"{_ranks(group)} of another: {run_text(group[0])}" for group in runs.values() if group is not ours]
+    missing = list(_gaps([state.rank for state in ours], world_size))
     if not missing:
         return
-    others = [f"rank {s.rank}'s is of another: {run_text(s)}" for s in foreign]
+    # As text from the gaps alone: a damaged record may claim any number of ranks.
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in missing)
+    names = f"rank {text}" if text.isdecimal() else f"ranks {text}"
     raise IncompleteError(
-        f"rank {ranks_text(missing)} of {world_size} left nothing in {path} ({run_text(ours[0])})",
-        rank=missing[0],
-        file=os.path.join(path, state_file_name(missing[0])),
-        got="; ".join([f"ranks {ranks_text([s.rank for s in ours])}", *others]),
-        want=f"ranks {ranks_text(range(world_size))}",
-        next_step=f"let rank {ranks_text(missing)} write again, then run the same command; nothing was written",
+        f"{names} of {world_size} left nothing in {path} ({run_text(ours[0])})",
+        rank=missing[0][0],
+        file=os.path.join(path, state_file_name(missing[0][0])),
+        got="; ".join([_ranks(ours), *foreign]),
+        want=f"ranks 0-{world_size - 1}" if world_size > 1 else "rank 0",
+        next_step=f"let {names} write again, then run the same command; nothing was written",
     )
+
+
+def _ranks(states: Sequence[RankState]) -> str:
+    text = ranks_text([state.rank for state in states])
+    return f"rank {text}" if len(states) == 1 else f"ranks {text}"
+
+
+def _gaps(ranks: Sequence[int], world_size: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and last rank of each run of ranks that is absent among these, which rise."""
+    for before, after in pairwise([-1, *ranks, world_size]):
+        if after - before > 1:
+            yield before + 1, after - 1
