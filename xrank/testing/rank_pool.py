@@ -178,10 +178,14 @@ class RankPool:
                     if succeeded:
                         results[rank] = value
                     else:
+                        broken = broken or not value.joined
                         failed.append((value.raised_at, _failed(rank, value, self._ranks[rank].output())))
                 if failed:
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         stuck = tuple(sorted(waiting.values()))
+        if not stuck and not broken:
+            for rank in range(count):
+                self._ranks[rank].release()
         if failed:
             failures = tuple(error for _, error in sorted(failed, key=lambda pair: pair[0]))
             first = failures[0]
@@ -264,6 +268,11 @@ class _Rank:
             self.connection.send_bytes(pickle.dumps(task))
         except (BrokenPipeError, ConnectionError):
             raise self.death() from None
+
+    def release(self) -> None:
+        """Let the rank leave the call's world: all have answered."""
+        with contextlib.suppress(BrokenPipeError, ConnectionError):
+            self.connection.send_bytes(b"leave")
 
     def output(self) -> str:
         """Return what the rank printed since this was last asked."""

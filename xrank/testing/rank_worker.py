@@ -57,6 +57,9 @@ class Failure:
     traceback: str
     error: bytes | None
     """The pickled exception, where it can be pickled."""
+    joined: bool
+    """Whether the rank was in its world by then. One that could not join is spoiled: torch counts groups, and its count
+    would differ from the other ranks' (torch/distributed/distributed_c10d.py: _World.group_count)."""
 
 
 def load_module(name: str, file: str | None, is_test: bool) -> ModuleType:
@@ -113,9 +116,10 @@ def _call(task: Task) -> Any:
     return function(*args, **kwargs, **{key: told[key] for key in task.told})
 
 
-def _answer(task: Task) -> bytes:
-    """Return, pickled, whether the call succeeded, and its result or `Failure`."""
+def _serve(task: Task, connection: Connection) -> None:
+    """Join the call's world, answer whether the call succeeded and its result or `Failure`, and leave the world."""
     distributed: Any = importlib.import_module("torch.distributed")  # its stubs hide FileStore
+    joined = False
     try:
         distributed.init_process_group(
             "gloo",
@@ -124,19 +128,27 @@ def _answer(task: Task) -> bytes:
             world_size=task.world_size,
             timeout=timedelta(seconds=task.timeout_seconds),
         )
-        return pickle.dumps((True, _call(task)))
-    except BaseException as error:
+        joined = True
+        answer, succeeded = pickle.dumps((True, _call(task))), True
+    except BaseException as error:  # pytest's outcomes are no Exceptions
         if isinstance(error, SystemExit | KeyboardInterrupt):
             raise
-        return pickle.dumps((False, _failure(error)))
-    finally:
-        # A rank that failed takes its connections down with it, so that the others hear of it at once.
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
-        _forget_meshes()
+        answer, succeeded = pickle.dumps((False, _failure(error, joined))), False
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(answer)
+    # A rank that failed takes its connections down at once, so that the others hear of it. One that succeeded keeps
+    # them until the parent has all answers: a slower rank may still be connecting, or reading the last message.
+    if succeeded:
+        connection.recv_bytes()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    _forget_meshes()
+    if not succeeded:
+        connection.recv_bytes()
 
 
-def _failure(error: BaseException) -> Failure:
+def _failure(error: BaseException, joined: bool) -> Failure:
     raised_at = time.monotonic()
     try:
         pickled = pickle.dumps(error)
@@ -144,7 +156,7 @@ def _failure(error: BaseException) -> Failure:
     except Exception:
         pickled = None
     summary = f"{type(error).__qualname__}: {error}"
-    return Failure(raised_at, summary, "".join(traceback.format_exception(error)), pickled)
+    return Failure(raised_at, summary, "".join(traceback.format_exception(error)), pickled, joined)
 
 
 def _forget_meshes() -> None:
@@ -180,10 +192,7 @@ def main() -> None:
             task = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own parent
         except EOFError:
             return
-        answer = _answer(task)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        connection.send_bytes(answer)
+        _serve(task, connection)
 
 
 if __name__ == "__main__":
