@@ -10,17 +10,18 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from xrank.cli.text import error_text, rows_text
+from xrank.cli.text import error_text, printable, rows_text
 from xrank.errors import XrankError
 
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["Output", "reporting"]
+__all__ = ["Output", "reporting", "say"]
 
 
 class Output:
@@ -35,38 +36,56 @@ class Output:
     @property
     def shows_progress(self) -> bool:
         """Whether a bar may be drawn."""
-        return sys.stderr.isatty() and not self.quiet
+        return sys.stderr is not None and sys.stderr.isatty() and not self.quiet
 
     def report(self, report: Report, rows: list[tuple[str, str]]) -> None:
         """Print a report: as JSON, as its path alone, or as the rows that were made of it."""
         if self.as_json:
-            self.result(json.dumps(report.to_dict(), indent=2, ensure_ascii=True))
+            self._print_json(report)
         elif self.quiet:
-            self.result(report.path or "")
+            say(os.fsencode(report.path or ""))
         else:
             notes = [("note", message) for _, message in report.notes]
-            self.result(rows_text([*rows, *notes]))
-
-    def result(self, text: str) -> None:
-        """Print to stdout; a reader that has left does not change what was done."""
-        try:
-            click.echo(text)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            # Python flushes stdout once more at exit, which would fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            say(rows_text([*rows, *notes]))
 
     def fail(self, error: XrankError, report: Report | None = None) -> NoReturn:
         """Print an error, and in JSON the report that has it, and leave with its exit status."""
         if self.verbose:
-            traceback.print_exception(error)
-        click.echo(error_text(error), err=True)
+            say(printable("".join(traceback.format_exception(error)).rstrip("\n")), err=True)
+        self._leave(error_text(error), error.exit_code, error.to_dict(), report)
+
+    def stop(self, how: str, exit_code: int) -> NoReturn:
+        """Say that a signal ended the command, and leave."""
+        text = f"xrank: {how}; the same command goes on (exit {exit_code})"
+        error = XrankError(how, next_step="run the same command, which goes on from what is finished")
+        self._leave(text, exit_code, error.to_dict())
+
+    def _leave(self, text: str, exit_code: int, error: dict[str, Any], report: Report | None = None) -> NoReturn:
+        say(text, err=True)
         if self.as_json:
             from xrank.plan.report import Report
 
-            failed = report or Report(self.command, status="failed", exit_code=error.exit_code, error=error.to_dict())
-            self.result(json.dumps(failed.to_dict(), indent=2, ensure_ascii=True))
-        sys.exit(error.exit_code)
+            self._print_json(report or Report(self.command, status="failed", exit_code=exit_code, error=error))
+        sys.exit(exit_code)
+
+    def _print_json(self, report: Report) -> None:
+        say(json.dumps(report.to_dict(), indent=2, ensure_ascii=True))
+
+
+def say(text: str | bytes, *, err: bool = False) -> None:
+    """Print; a reader that has left, or a stream that is closed or full, changes nothing of what was done."""
+    stream = sys.stderr if err else sys.stdout
+    if stream is None:
+        return
+    try:
+        click.echo(text, err=err)
+        stream.flush()
+    except OSError as error:
+        # Python flushes the streams once more at exit, which would fail again.
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not err and not isinstance(error, BrokenPipeError):
+            say(f"xrank: the result cannot be printed: {error.strerror}; what was done stands", err=True)
 
 
 class _TerminatedError(BaseException):
@@ -96,17 +115,23 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
         except XrankError as error:
             output.fail(error)
         except KeyboardInterrupt:
-            click.echo("xrank: interrupted; the same command goes on (exit 130)", err=True)
-            sys.exit(130)
+            output.stop("interrupted", 130)
         except _TerminatedError:
-            click.echo("xrank: terminated; the same command goes on (exit 143)", err=True)
-            sys.exit(143)
+            output.stop("terminated", 143)
         except (OSError, MemoryError) as error:
-            output.fail(XrankError(f"{type(error).__name__}: {error}", next_step="run again with -v for the place"))
+            output.fail(_explained(error))
         finally:
             signal.signal(signal.SIGTERM, previous)
 
     return command
+
+
+def _explained(error: OSError | MemoryError) -> XrankError:
+    from xrank.writers.disk import explain
+
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        return explain(error, error.filename)
+    return XrankError(f"{type(error).__name__}: {error}", next_step="run again with -v for the place")
 
 
 def _configure_logging(output: Output) -> None:

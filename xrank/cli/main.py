@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from io import TextIOWrapper
 from typing import NoReturn
 
 import click
 
 import xrank
+from xrank.cli.command import Output, say
 from xrank.cli.gather import gather
 from xrank.cli.inspect import inspect
-from xrank.cli.text import error_text
 from xrank.cli.verify import verify_command
 from xrank.errors import UsageError
 
@@ -29,14 +31,26 @@ for _command in (gather, inspect, verify_command):
 
 def main() -> NoReturn:
     """Run the command line and leave with its exit status."""
+    _occupy_standard_descriptors()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks
     try:
         cli.main(prog_name="xrank", standalone_mode=False)
-    except click.exceptions.Exit as leave:
-        sys.exit(leave.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        say(error.format_message(), err=True)
+        sys.exit(2)
     except click.UsageError as error:
         usage = error.ctx.get_usage() if error.ctx is not None else None
-        click.echo(error_text(UsageError(error.format_message(), want=usage, next_step="add --help")), err=True)
-        sys.exit(2)
+        command = error.ctx.info_name if error.ctx is not None else None
+        output = Output(command or "", as_json="--json" in sys.argv[1:], quiet=False, verbose=0)
+        output.fail(UsageError(error.format_message(), want=usage, next_step="add --help"))
     except click.Abort:
         sys.exit(130)
     sys.exit(0)
+
+
+def _occupy_standard_descriptors() -> None:
+    # Where a shell has closed one (2>&-), the next file opened would get its number, and whatever prints there.
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
