@@ -56,7 +56,7 @@ def select(
     """
     for shard in source.shards:
         _check_name(shard.name, source.path)
-    kept, excluded = _filtered(source.shards, options)
+    kept, excluded = _filtered(source.shards, options, base)
     tied, tie_notes = _ties(kept, config, aliases)
     dropped = {name for names in tied.values() for name in names}
     outputs, cast, untouched = [], {}, []
@@ -91,24 +91,30 @@ def _check_name(name: str, path: str) -> None:
         )
 
 
-def _filtered(shards: Sequence[StoredShard], options: GatherOptions) -> tuple[list[StoredShard], list[str]]:
-    for option, patterns in (("--include", options.include), ("--exclude", options.exclude)):
+def _filtered(
+    shards: Sequence[StoredShard], options: GatherOptions, base: BaseModel | None
+) -> tuple[list[StoredShard], list[str]]:
+    """Return the tensors to write and the names left out, also those that the base model alone has."""
+    names = list(dict.fromkeys([*(shard.name for shard in shards), *(base.tensors if base else ())]))
+    for option, patterns in (
+        ("--include", options.include),
+        ("--exclude", options.exclude),
+        ("--keep-fp32", options.keep_fp32),
+    ):
         for pattern in patterns:
-            if not any(re.fullmatch(pattern, shard.name) for shard in shards):
+            if not any(re.fullmatch(pattern, name) for name in names):
                 raise UsageError(
                     f"{option} {pattern!r} matches no tensor",
                     got=pattern,
-                    want=f"a regular expression for whole names, such as {shards[0].name if shards else 'a.weight'!r}",
+                    want=f"a regular expression for whole names, such as {names[0] if names else 'a.weight'!r}",
                     next_step="xrank inspect --tensors lists the names",
                 )
-    kept, excluded = [], []
-    for shard in shards:
-        included = not options.include or _matches(options.include, shard.name)
-        if included and not _matches(options.exclude, shard.name):
-            kept.append(shard)
-        else:
-            excluded.append(shard.name)
-    return kept, excluded
+    left_out = {
+        name
+        for name in names
+        if (options.include and not _matches(options.include, name)) or _matches(options.exclude, name)
+    }
+    return [shard for shard in shards if shard.name not in left_out], [name for name in names if name in left_out]
 
 
 def _matches(patterns: Iterable[str], name: str) -> bool:
@@ -157,10 +163,10 @@ def _says_tied(config: Mapping[str, Any] | None) -> bool:
 
 
 def _target_dtype(shard: StoredShard, options: GatherOptions, base: BaseModel | None) -> str:
-    if options.dtype == "keep" or not dtypes.dtype(shard.dtype).is_float:
+    if options.dtype == "keep" or not dtypes.dtype(shard.dtype).is_float or _matches(options.keep_fp32, shard.name):
         return shard.dtype
     if options.dtype in _TARGETS:
-        return shard.dtype if _matches(options.keep_fp32, shard.name) else _TARGETS[options.dtype]
+        return _TARGETS[options.dtype]
     if base is None or shard.name not in base.tensors:
         raise UsageError(
             f"--dtype base: the base model does not say how {shard.name} is stored",
