@@ -29,6 +29,7 @@ from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 __all__ = ["verify", "verify_model"]
 
 _OTHER = "\0other/"  # no tensor that a gather accepts has such a name
+_NOT_COPIES = "find out which of the two is the right one"
 
 
 def verify_model(
@@ -94,18 +95,19 @@ def verify(
 def _check_manifest(path: str, budget: Budget) -> dict[str, Any]:
     """Compare a model folder with its manifest: files, tensors, digests, companions."""
     manifest = read_manifest(os.path.join(path, MANIFEST_NAME))
-    headers = read_headers(path)
-    found = {os.path.basename(header.path): header for header in headers}
     listed = {file["name"]: file for file in manifest["files"]}
-    _check_plain_files(path, [*manifest["companions"], *(f for f in listed.values() if f["name"] not in found)])
-    surplus = sorted(set(found) - set(listed))
+    surplus = sorted(name for name in os.listdir(path) if name.endswith(".safetensors") and name not in listed)
     if surplus:
         raise ContradictionError(
             f"{surplus[0]} is in {path} and not in its manifest",
             file=os.path.join(path, surplus[0]),
-            want=", ".join(sorted(listed)),
+            got=surplus[0],
+            want=f"only {', '.join(sorted(listed))}",
             next_step="remove the file, or gather the model again",
         )
+    headers = read_headers(path)
+    found = {os.path.basename(header.path): header for header in headers}
+    _check_plain_files(path, [*manifest["companions"], *(f for f in listed.values() if f["name"] not in found)])
     for digests in reread_headers(headers, budget):
         names = {name for name, tensor in manifest["tensors"].items() if tensor["file"] == digests.name}
         if names != set(digests.tensors):
@@ -114,7 +116,9 @@ def _check_manifest(path: str, budget: Budget) -> dict[str, Any]:
                 f"{name}: {digests.name} and the manifest disagree about where it is",
                 tensor=name,
                 file=os.path.join(path, digests.name),
-                next_step="gather the model again",
+                got="in the file alone" if name in digests.tensors else "in the manifest alone",
+                want="in both",
+                next_step="gather the model again, or copy the file again from a good copy",
             )
         for name, digest in digests.tensors.items():
             if digest_text(digest) != manifest["tensors"][name]["digest"]:
@@ -194,6 +198,7 @@ def _compare(path: str, other_path: str, budget: Budget) -> dict[str, Any]:
             tensor=name,
             got=f"{len(mine)} tensors against {len(others)}",
             want="the same names",
+            next_step=_NOT_COPIES,
         )
     for name, shard in mine.items():
         if (shard.dtype, shard.shape) != (others[name].dtype, others[name].shape):
@@ -202,10 +207,24 @@ def _compare(path: str, other_path: str, budget: Budget) -> dict[str, Any]:
                 tensor=name,
                 got=f"{shard.dtype} {list(shard.shape)} in {path}",
                 want=f"{others[name].dtype} {list(others[name].shape)}, as in {other_path}",
+                next_step=_NOT_COPIES,
             )
     outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in ours.shards]
     tied = {name: (_OTHER + name,) for name in mine}
-    outcome, _ = _run(merged(ours, theirs, _OTHER), outputs, tied, budget)
+    try:
+        outcome, _ = _run(merged(ours, theirs, _OTHER), outputs, tied, budget)
+    except ContradictionError as error:
+        if error.index_range is None or error.file not in {file.path for file in theirs.files}:
+            raise  # within one of the two
+        raise ContradictionError(
+            f"{error.tensor} differs between {path} and {other_path}",
+            tensor=error.tensor,
+            file=error.file,
+            index_range=error.index_range,
+            got=error.got,
+            want="equal values",
+            next_step=_NOT_COPIES,
+        ) from error
     return {
         "source": {"path": path, "format": ours.format},
         "proof": {"against": other_path, "num_checksums": outcome.num_checksums},
