@@ -66,6 +66,7 @@ def gather_checkpoint(
     )
     if checked.dry_run:
         return _planned_report(gather, os.fspath(out), time.monotonic() - started)
+    _check_apart(gather.source.path, os.fspath(out))  # again: the source may have been found further down
     with open_stage(out, plan_digest=gather.digest, overwrite=checked.overwrite, resume=checked.resume) as stage:
         made = fill_stage(gather, stage, progress or (lambda done, total: None))
         stage.commit()
