@@ -240,7 +240,7 @@ def destination_keys(nests: NestTable) -> IntArray:
         current[begins] = loops[begins, column]
         current[joins, 0] *= count[joins]
     merged[rows, slot] = current
-    return np.concatenate((nests.y[:, None], merged.reshape(n, -1)), axis=1)
+    return np.concatenate((nests.y[:, None], merged.reshape(n, 2 * (depth + 1))), axis=1)
 
 
 def range_text(shape: Sequence[int], first: int, last: int) -> str:
