@@ -86,16 +86,20 @@ def copy_cast(
     source_view = _strided(source, dtypes.numpy_dtype(source_dtype), 0, loops, 1)
     target_view = _strided(target, dtypes.numpy_dtype(target_dtype), target_offset, loops, 2)
     with np.errstate(over="ignore", invalid="ignore"):
-        np.copyto(target_view, source_view, casting="unsafe")
-    if target_dtype not in _EXPONENT:
-        return
-    kind, mask = _EXPONENT[target_dtype]
-    bits = _strided(target, np.dtype(kind), target_offset, loops, 2)
-    special = (bits & kind(mask)) == mask
-    if special.any():
-        lost = special & np.isfinite(source_view.astype(np.float64))
-        if lost.any():
-            raise CastOverflowError(float(source_view[lost].flat[0]))
+        np.copyto(target_view, _first_rounding(source_view, target_dtype), casting="unsafe")
+        if target_dtype not in _EXPONENT:
+            return
+        kind, mask = _EXPONENT[target_dtype]
+        bits = _strided(target, np.dtype(kind), target_offset, loops, 2)
+        special = source_view[(bits & kind(mask)) == mask].astype(np.float64)
+    lost = special[np.isfinite(special)]
+    if lost.size:
+        raise CastOverflowError(float(lost[0]))
+
+
+def _first_rounding(values: Array, target_dtype: str) -> Array:
+    """Return doubles as floats where 16 bits are asked for: torch goes by way of them (c10/util/Half.h: Half)."""
+    return values.astype(np.float32) if values.dtype == np.float64 and target_dtype in ("F16", "BF16") else values
 
 
 def count_cast_different(
@@ -109,5 +113,6 @@ def count_cast_different(
     """Return how many elements `copy_cast` would change in `target`."""
     kind = _UNSIGNED[dtypes.dtype(target_dtype).nbytes]
     with np.errstate(over="ignore", invalid="ignore"):
-        cast = _strided(source, dtypes.numpy_dtype(source_dtype), 0, loops, 1).astype(dtypes.numpy_dtype(target_dtype))
+        source_view = _strided(source, dtypes.numpy_dtype(source_dtype), 0, loops, 1)
+        cast = _first_rounding(source_view, target_dtype).astype(dtypes.numpy_dtype(target_dtype))
     return int(np.count_nonzero(cast.view(kind) != _strided(target, kind, target_offset, loops, 2)))
