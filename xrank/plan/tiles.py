@@ -34,11 +34,6 @@ class Tile(NamedTuple):
             count *= n
         return count == self.length
 
-    @property
-    def is_run(self) -> bool:
-        """Whether it is contiguous on both sides."""
-        return not self.loops or (len(self.loops) == 1 and self.loops[0][1:] == (1, 1))
-
 
 def tiles(nest: Nest, max_elements: int) -> Iterator[Tile]:
     """Cut a nest (x = source, y = target) into tiles that span at most `max_elements` of the source each."""
