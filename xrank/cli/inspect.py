@@ -32,6 +32,8 @@ def inspect(output: Output, path: str, layout: str | None, tensors: bool, ranks:
 def _rows(report: Report, *, tensors: bool, ranks: bool) -> list[tuple[str, str]]:
     source, details = report.source, report.details
     rows = [("path", str(report.path)), ("format", source["format"])]
+    if "stage" in details:
+        return [*rows, *_stage_rows(details["stage"])]
     if "num_tensors" in source:
         if source["world_size"]:
             run = f", run {source['run_id']}" if source["run_id"] else ""
@@ -69,3 +71,16 @@ def _rank_text(row: dict[str, Any]) -> str:
         return f"{row['state']}: {row['problem']}"
     counts = f"{plural(row['num_tensors'], 'tensor')}, {plural(row['num_layouts'], 'layout')}"
     return f"{row['state']}: {row['run']}, {size_text(row['nbytes'])}, {counts}, host {row['host'] or 'unknown'}"
+
+
+def _stage_rows(stage: dict[str, Any]) -> list[tuple[str, str]]:
+    finished, begun = stage["finished_nbytes"], stage["begun_nbytes"]
+    next_step = {
+        "alive": "its gather is still running",
+        "gone": "the same gather goes on from here",
+        "unknown": "if its gather is no longer running there, the same gather goes on from here",
+    }
+    return [
+        ("finished", f"{plural(len(stage['files']), 'file')}, {size_text(finished)} of {size_text(begun)} begun"),
+        ("owner", f"host {stage['host']}, pid {stage['pid']}: {stage['owner']}; {next_step[stage['owner']]}"),
+    ]

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from xrank.conversion.process import peak_rss_nbytes
+from xrank.conversion.stage_inspection import inspect_stage
 from xrank.errors import XrankError
 from xrank.layout import LayoutMap
 from xrank.plan.planner import divide_replicas
@@ -29,6 +30,9 @@ def inspect_source(path: str | os.PathLike[str], *, layout: str | os.PathLike[st
         UnknownFormatError: no reader recognises it.
     """
     started = time.monotonic()
+    stage = inspect_stage(os.fspath(path)) if os.path.isdir(path) else None
+    if stage is not None:
+        return stage
     text, reader = find_source(os.fspath(path))
     problems: list[XrankError] = []
     model = None

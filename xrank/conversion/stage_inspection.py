@@ -1,0 +1,52 @@
+"""What an unfinished output of xrank holds, and whether its gather still runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from xrank.plan.report import Report
+from xrank.writers.journal import Journal, read_journal
+
+__all__ = ["inspect_stage"]
+
+
+def inspect_stage(path: str) -> Report | None:
+    """Return what a stage holds, or None if the path is no stage."""
+    journal = read_journal(path)
+    if journal is None:
+        return None
+    done = sum(line.nbytes for line in journal.lines)
+    unfinished = [entry for entry in os.scandir(path) if entry.name.endswith(".part")]
+    total = done + sum(entry.stat(follow_symlinks=False).st_size for entry in unfinished)
+    return Report(
+        command="inspect",
+        path=path,
+        source={"path": path, "format": "stage of xrank"},
+        details={
+            "stage": {
+                "files": [{"name": line.file, "nbytes": line.nbytes, "digest": line.digest} for line in journal.lines],
+                "finished_nbytes": done,
+                "begun_nbytes": total,
+                "host": journal.host,
+                "pid": journal.pid,
+                "owner": _owner(journal),
+            },
+            "problems": [],
+            "tensors": [],
+            "companions": [],
+        },
+    )
+
+
+def _owner(journal: Journal) -> str:
+    """Return ``alive``, ``gone``, or ``unknown`` for an owner on another host."""
+    if journal.host != socket.gethostname():
+        return "unknown"
+    try:
+        os.kill(journal.pid, 0)
+    except ProcessLookupError:
+        return "gone"
+    except PermissionError:
+        pass
+    return "alive"
