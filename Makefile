@@ -1,0 +1,50 @@
+# Two variables may be set from outside: the interpreter that makes the virtual environment, and where it lies.
+PYTHON ?= python3
+VENV ?= .venv
+
+# Shows a command as a person types it, then runs it with the virtual environment's programs.
+run = @echo '$$ $(1)'; PATH="$(abspath $(VENV))/bin:$$PATH" HF_HUB_OFFLINE=1 $(1)
+
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo 'make demo    4 ranks train and leave shards in demo/workspace; gathers, verifies and compares them'
+	@echo 'make test    the tests; make test ARGS="-k gather -x" passes options to pytest'
+	@echo 'make lint    format, style, layers and types'
+	@echo 'make bench   times a gather'
+	@echo 'make clean   removes what the demo made'
+	@echo 'The first of them makes the virtual environment $(VENV) with $(PYTHON).'
+
+$(VENV)/.ready: pyproject.toml .ci/constraints.txt
+	@echo 'setting up $(VENV)'
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet -c .ci/constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.ready clean
+	$(call run,python examples/train_shards.py --ranks 4 --workspace demo/workspace --reference demo/reference)
+	$(call run,xrank inspect demo/workspace)
+	$(call run,xrank gather --workspace demo/workspace --out demo/model)
+	$(call run,xrank verify demo/model)
+	$(call run,python examples/compare_model.py demo/model demo/reference)
+	@echo; echo 'Now one bit of one rank goes bad:'
+	$(call run,python examples/flip_byte.py demo/workspace demo/damaged)
+	$(call run,xrank gather --workspace demo/damaged --out demo/refused); status=$$?; \
+	test $$status -eq 4 || { echo "demo: want a refusal (exit status 4), got exit status $$status"; exit 1; }; \
+	test ! -e demo/refused || { echo 'demo: a refused gather left demo/refused'; exit 1; }; \
+	echo 'refused  exit status 4, and there is no demo/refused'
+
+test: $(VENV)/.ready
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/.ready
+	$(VENV)/bin/python benchmarks/gather.py $(ARGS)
+
+clean:
+	@rm -rf demo
