@@ -113,25 +113,28 @@ def execute(
     """
     state = _Execution(plan, source, target, replicas, begin, finish, cancelled, progress)
     state.queue = state.windows(range(len(plan.files)) if files is None else files)
-    threads = [
-        threading.Thread(target=Worker(state, budget.staging_nbytes).work, name=f"xrank-worker-{i}")
-        for i in range(budget.workers)
-    ]
+    workers = [Worker(state, budget.staging_nbytes) for _ in range(budget.workers)]
+    threads = [threading.Thread(target=worker.work, name=f"xrank-worker-{i}") for i, worker in enumerate(workers)]
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        _wait(threads, workers)
     except BaseException as error:  # Ctrl-C while waiting: no thread may outlive the call
         state.fail(error)
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        _wait([thread for thread in threads if thread.ident is not None], workers)
         raise
     if state.failure is not None:
         raise state.failure
     state.outcome.num_checksums = state.checksums.num_checked
     return state.outcome
+
+
+def _wait(threads: Sequence[threading.Thread], workers: Sequence[Worker]) -> None:
+    # A join that Ctrl-C interrupts takes its thread for ended, and does not wait the next time (CPython 3.11,
+    # threading.py: Thread._wait_for_tstate_lock); an event can be waited for again.
+    for thread, worker in zip(threads, workers, strict=False):
+        worker.ended.wait()
+        thread.join()
 
 
 class _Execution:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
@@ -40,6 +41,7 @@ class Worker:
 
     def __init__(self, shared: _Shared, staging_nbytes: int) -> None:
         self._shared = shared
+        self.ended = threading.Event()
         # Anonymous maps are page-aligned and go back to the system at once when the worker is done.
         self._window = memoryview(mmap.mmap(-1, WINDOW_NBYTES))
         self._staging = memoryview(mmap.mmap(-1, staging_nbytes))
@@ -51,6 +53,8 @@ class Worker:
                 self._make(*job)
         except BaseException as error:  # raised again by the caller of `execute`
             self._shared.fail(error)
+        finally:
+            self.ended.set()
 
     def _make(self, file: FileWindows, window: int) -> None:
         output = file.plan.output
