@@ -187,7 +187,6 @@ def _coverage_error(
         for i, nest in enumerate(table)
         if contains(nest, fault.address)
     ]
-    where = range_text(shard.shape, fault.address, fault.address)
     if fault.kind == "outside":
         return ContradictionError(
             f"{shard.name}: a rank holds elements outside the tensor",
@@ -198,6 +197,7 @@ def _coverage_error(
             want=f"less than {num_elements:,}, the size of {list(shard.shape)}",
             next_step="check the layout that the ranks recorded, or the one given by --layout",
         )
+    where = range_text(shard.shape, fault.address, fault.address)
     ranks_holding = ranks_text([rank for rank, _ in holders])
     return ContradictionError(
         f"{shard.name}, from {where} on: held twice, by ranks {ranks_holding}, cut differently",
