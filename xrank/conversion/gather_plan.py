@@ -13,6 +13,7 @@ import xxhash
 from xrank.conversion.base_model import BaseModel, check_against, open_base_model, read_config
 from xrank.conversion.options import GatherOptions
 from xrank.conversion.selection import Selection, select
+from xrank.errors import LayoutError, UsageError
 from xrank.layout import LayoutMap
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel
@@ -71,7 +72,7 @@ def plan_gather(
 ) -> Gather:
     """Return the proven plan of a gather; reads metadata alone. Arguments and errors as `gather_checkpoint`."""
     base = open_base_model(base_model) if base_model is not None else None
-    layouts = layout if isinstance(layout, LayoutMap) or layout is None else LayoutMap.read(layout)
+    layouts = layout if isinstance(layout, LayoutMap) or layout is None else _read_layouts(layout)
     place, reader = (source, WorkspaceReader()) if workspace else find_source(source, format_name=format_name)
     beside = _companions_beside(place)
     config_path = next((c.path for c in (*beside, *(base.companions if base else ())) if c.name == "config.json"), None)
@@ -104,6 +105,14 @@ def plan_gather(
         checked,
         tuple(notes),
     )
+
+
+def _read_layouts(path: str | os.PathLike[str]) -> LayoutMap:
+    try:
+        return LayoutMap.read(path)
+    except (LayoutError, UsageError) as error:
+        error.next_step = error.next_step or "correct --layout or the file, then run the same command"
+        raise
 
 
 def _companions_beside(source: str) -> tuple[Companion, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
@@ -55,7 +56,11 @@ def place(name: str, held: Sequence[HeldTensor], hints: Hints, *, world_size: in
         LayoutError: how the tensor was cut is not known.
     """
     _check_equal(name, "dtype", {h.rank: h.dtype for h in held}, held)
-    given = hints.layouts[name] if hints.layouts is not None else None
+    try:
+        given = hints.layouts[name] if hints.layouts is not None else None
+    except LayoutError as error:
+        error.next_step = error.next_step or "let the patterns of the layout file tell the names apart"
+        raise
     recorded = [h for h in held if h.layout is not None]
     if recorded and len(recorded) < len(held):
         without = [h for h in held if h.layout is None]
@@ -78,10 +83,10 @@ def place(name: str, held: Sequence[HeldTensor], hints: Hints, *, world_size: in
                 next_step="take the tensor's rule out of the layout file",
             )
         shape = _common_shape(name, held)
-        placed = [(h, TensorLayout.parse(h.layout or ""), _mesh_of(name, h)) for h in held]
+        placed = [(h, _layout_of(name, h), _mesh_of(name, h)) for h in held]
         return _by_layout(name, placed, shape), None
     if given is not None:
-        return _by_given_layout(name, given, held, hints), None
+        return _by_given_layout(name, given, held, hints, world_size), None
     if world_size == 1:
         return _shard(name, held, held[0].shape, [_whole(h.shape) for h in held]), None
     if name in hints.shapes:
@@ -121,6 +126,13 @@ def _common_shape(name: str, held: Sequence[HeldTensor]) -> tuple[int, ...] | No
     return held[0].global_shape
 
 
+def _layout_of(name: str, held: HeldTensor) -> TensorLayout:
+    try:
+        return TensorLayout.parse(held.layout or "")
+    except LayoutError as error:
+        raise _named(error, name, held) from None
+
+
 def _mesh_of(name: str, held: HeldTensor) -> DeviceMesh:
     if held.mesh is None or held.rank not in held.mesh.ranks:
         got = "no mesh" if held.mesh is None else f"a mesh of ranks {ranks_text(held.mesh.ranks)}"
@@ -142,8 +154,13 @@ def _by_layout(
     """Place every rank's part by its own layout and mesh; several meshes of one tensor are replicas of each other."""
     _check_meshes(name, placed)
     if shape is None:
-        _, layout, mesh = placed[0]
-        shape = infer_shape(layout, mesh, {h.rank: h.shape for h, _, m in placed if m == mesh})
+        first, layout, mesh = placed[0]
+        holders = {h.rank: h for h, _, m in placed if m == mesh}
+        try:
+            shape = infer_shape(layout, mesh, {rank: h.shape for rank, h in holders.items()})
+        except LayoutError as error:
+            named = _named(error, name, first if error.rank is None else holders[error.rank])
+            raise named if first.layout is None else _contradiction(named) from None
     nests = []
     for h, layout, mesh in placed:
         try:
@@ -167,7 +184,22 @@ def _by_layout(
 def _named(error: LayoutError, name: str, held: HeldTensor) -> LayoutError:
     error.message = f"{name}: {error.message}"
     error.tensor, error.rank, error.file = name, held.rank, held.file
+    mend = "correct the layout file" if held.layout is None else f"let rank {held.rank} write its state again"
+    error.next_step = error.next_step or mend
     return error
+
+
+def _contradiction(error: LayoutError) -> ContradictionError:
+    """Return the error for shapes that contradict layouts which the ranks themselves recorded: no option is wrong."""
+    return ContradictionError(
+        error.message,
+        tensor=error.tensor,
+        rank=error.rank,
+        file=error.file,
+        got=error.got,
+        want=error.want,
+        next_step="all ranks must come from one run; write the states again",
+    )
 
 
 def _check_meshes(name: str, placed: Sequence[tuple[HeldTensor, TensorLayout, DeviceMesh]]) -> None:
@@ -183,8 +215,8 @@ def _check_meshes(name: str, placed: Sequence[tuple[HeldTensor, TensorLayout, De
                     tensor=name,
                     rank=h.rank,
                     file=h.file,
-                    got=f"{layout} on {mesh.grid}, ranks {ranks_text(mesh.ranks)}",
-                    want=f"{other_layout} on {other_mesh.grid}, ranks {ranks_text(other_mesh.ranks)}",
+                    got=f"{layout} on {mesh.grid}, ranks {_in_order(mesh.ranks)}",
+                    want=f"{other_layout} on {other_mesh.grid}, ranks {_in_order(other_mesh.ranks)}",
                     next_step="all ranks must come from one run; write the states again",
                 )
             if rank not in holders:
@@ -198,7 +230,14 @@ def _check_meshes(name: str, placed: Sequence[tuple[HeldTensor, TensorLayout, De
                 )
 
 
-def _by_given_layout(name: str, layout: TensorLayout, held: Sequence[HeldTensor], hints: Hints) -> StoredShard:
+def _in_order(ranks: Sequence[int]) -> str:
+    rising = all(a < b for a, b in pairwise(ranks))
+    return ranks_text(ranks) if rising else ", ".join(map(str, ranks))
+
+
+def _by_given_layout(
+    name: str, layout: TensorLayout, held: Sequence[HeldTensor], hints: Hints, world_size: int
+) -> StoredShard:
     assert hints.layouts is not None
     mesh = layout.device_mesh or hints.layouts.device_mesh
     if mesh is None:
@@ -208,13 +247,13 @@ def _by_given_layout(name: str, layout: TensorLayout, held: Sequence[HeldTensor]
             next_step='add a table like [mesh] with grid = "dp=2 tp=2" to the layout file',
         )
     outside = [h.rank for h in held if h.rank not in mesh.ranks]
-    if outside:
-        raise ContradictionError(
-            f"{name}: ranks {ranks_text(outside)} hold a part of it and are not in the layout file's mesh",
+    if outside or max(mesh.ranks) >= world_size:
+        raise LayoutError(
+            f"{name}: the layout file's mesh is not that of the {world_size} ranks that left a state",
             tensor=name,
-            rank=outside[0],
-            got=f"ranks {ranks_text([h.rank for h in held])}",
-            want=f"ranks {ranks_text(mesh.ranks)}",
+            rank=outside[0] if outside else None,
+            got=f"{mesh.grid}, ranks {ranks_text(mesh.ranks)}",
+            want=f"a mesh with ranks {ranks_text([h.rank for h in held])}, of {world_size}",
             next_step="correct the mesh of the layout file",
         )
     shape = hints.shapes.get(name) or _common_shape(name, held)

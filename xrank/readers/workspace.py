@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
+from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError, XrankError
 from xrank.formats.rank_state import TensorRecord, rank_of
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
@@ -64,7 +64,7 @@ def _describe(path: str, states: Sequence[RankState], hints: Hints) -> StoredMod
             rows.append((index, storage.offset, storage.nbytes, crc))
     held: dict[str, list[HeldTensor]] = {}
     for state in states:
-        meshes = [] if state.record is None else [_mesh(mesh) for mesh in state.record.meshes]
+        meshes = _meshes(state)
         for name, tensor in state.weights.items():
             held.setdefault(name, []).append(_held(state, name, tensor, meshes, numbers[state.rank, tensor.key]))
     shards, assumptions, unplaced = [], [], []
@@ -110,9 +110,15 @@ def _joined(errors: Sequence[XrankError]) -> XrankError:
     return first
 
 
-def _mesh(record: tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]) -> DeviceMesh:
-    names, shape, ranks = record
-    return DeviceMesh(shape, names, ranks)
+def _meshes(state: RankState) -> list[DeviceMesh]:
+    try:
+        return [
+            DeviceMesh(shape, names, ranks) for names, shape, ranks in (state.record.meshes if state.record else ())
+        ]
+    except LayoutError as error:
+        error.rank, error.file = state.rank, state.archive.path
+        error.next_step = f"let rank {state.rank} write its state again, with a mesh that a layout can name"
+        raise
 
 
 def _held(state: RankState, name: str, tensor: ArchivedTensor, meshes: Sequence[DeviceMesh], record: int) -> HeldTensor:
