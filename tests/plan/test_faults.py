@@ -55,7 +55,7 @@ def test_a_difference_says_how_many_where_and_by_how_much(monkeypatch, chunk_nby
     assert type(error) is ContradictionError
     assert str(error) == "a: rank 3 holds another copy than rank 1"
     assert (error.tensor, error.rank, error.file, error.index_range) == ("a", 3, "memory", "element [1, 5]")
-    assert error.got == "3 of 12 elements differ, the first at element [1, 5], by at most 8"
+    assert error.got == "3 of 12 elements differ, the first at element [1, 5], by at most 8, 1 of them by NaN"
     assert error.want == "equal replicas"
 
 
@@ -154,5 +154,5 @@ def test_an_overflow_names_the_value_and_both_types():
     error = overflow_error(plan, 6, 1.5e30)
     assert type(error) is UsageError
     assert str(error) == "a: 1.5e+30 does not fit F16"
-    assert (error.tensor, error.rank, error.got) == ("a", 6, "1.5e+30 in BF16")
+    assert (error.tensor, error.rank, error.got) == ("a", 6, "1.5e+30 in BF16 on rank 6")
     assert "bf16" in error.next_step

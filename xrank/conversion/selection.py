@@ -63,6 +63,13 @@ def select(
     for shard in kept:
         if shard.name in dropped:
             continue
+        if shard.name == "__metadata__":
+            raise UsageError(
+                f"{shard.name}: safetensors keeps this name for itself",
+                tensor=shard.name,
+                file=source.path,
+                next_step="leave it out with --exclude, or let the ranks write it under another name",
+            )
         dtype = _target_dtype(shard, options, base)
         if dtype != shard.dtype:
             cast[shard.name] = f"{shard.dtype} -> {dtype}"

@@ -55,7 +55,7 @@ def overflow_error(plan: TensorPlan, rank: int, value: float) -> UsageError:
         f"{plan.output.name}: {value:g} does not fit {plan.output.dtype}",
         tensor=plan.output.name,
         rank=rank,
-        got=f"{value:g} in {plan.source_dtype}",
+        got=f"{value:g} in {plan.source_dtype} on rank {rank}",
         want=f"a value that is finite in {plan.output.dtype}",
         next_step="use --dtype bf16 or keep, or --keep-fp32 with this tensor's name",
     )
@@ -75,7 +75,7 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
             return corrupt
     width = dtypes.dtype(tensor.source_dtype).nbytes
     step = _CHUNK_NBYTES // width
-    count, first, largest, other_rank = 0, -1, 0.0, -1
+    count, first, largest, other_rank, incomparable = 0, -1, 0.0, -1, 0
     for start in range(low, high, step):
         stop = min(start + step, high)
         ours, theirs = bytearray((stop - start) * width), bytearray((stop - start) * width)
@@ -92,7 +92,9 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
             dtype = dtypes.numpy_dtype(tensor.source_dtype)
             a, b = (np.frombuffer(data, dtype)[different].astype(np.complex128) for data in (ours, theirs))
             with np.errstate(invalid="ignore"):
-                largest = max(largest, float(np.nanmax(np.abs(a - b), initial=0.0)))
+                apart = np.abs(a - b)
+            incomparable += int(np.count_nonzero(np.isnan(apart)))
+            largest = max(largest, float(np.nanmax(apart, initial=0.0)))
     where = range_text(tensor.output.shape, first, first)
     path, total = _file_of(plan, int(tensor.replicas.record[row])), int(tensor.replicas.nests.sizes[row])
     return ContradictionError(
@@ -101,7 +103,8 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
         rank=rank,
         file=path,
         index_range=where,
-        got=f"{count:,} of {total:,} elements differ, the first at {where}, by at most {largest:g}",
+        got=f"{count:,} of {total:,} elements differ, the first at {where}, by at most {largest:g}"
+        + (f", {incomparable:,} of them by NaN" if incomparable else ""),
         want="equal replicas",
         next_step="find out why the ranks diverged; --replicas pick takes the lowest rank's and lists the differences",
     )
