@@ -98,8 +98,9 @@ class Bench:
 def refusal(ended: Ended, kind: str, *, says: Sequence[str] = (), **parts: Any) -> dict[str, Any]:
     """Check a command's refusal: exit status, the text's grammar, and that text and JSON say the same."""
     assert "Traceback" not in ended.stderr, ended.stderr
-    lines = [line for line in ended.stderr.splitlines() if not line.startswith("wrote ")]
-    assert lines[0].startswith(f"xrank: {kind}: "), ended.stderr
+    log, found, text = ended.stderr.partition(f"xrank: {kind}: ")
+    assert found and "xrank: " not in log, ended.stderr
+    lines = text.splitlines()
     labels = [line[:8].strip() for line in lines[1:]]
     assert labels == [label for label in ("got", "want", "try") if label in labels], ended.stderr
     assert "try" in labels, ended.stderr
