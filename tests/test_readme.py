@@ -88,7 +88,7 @@ def check_command(transcript: str) -> None:
         return
     assert program == "xrank"
     done = subprocess.run([sys.executable, "-m", "xrank", *arguments], capture_output=True, text=True, check=False)
-    printed = "\n".join(text for text in (done.stdout, done.stderr) if not text.startswith("wrote model"))
+    printed = "\n".join(text for text in (done.stdout, done.stderr) if not text.startswith("finished model"))
     assert normal(printed) == normal(shown)
 
 

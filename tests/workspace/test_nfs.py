@@ -414,3 +414,13 @@ def test_a_link_as_the_state_is_replaced_never_written_through(tmp_path):
     os.symlink(victim, tmp_path / "rank_0_state.pth")
     workspace.write_configs_and_weights({}, {})
     assert victim.read_text() == "mine" and not os.path.islink(tmp_path / "rank_0_state.pth")
+
+
+def test_keys_of_a_config_become_what_json_writes(tmp_path):
+    """As transformers' config.to_dict() has them: id2label maps numbers to names."""
+    workspace = NFSWorkspace(tmp_path, rank=0, world_size=1, run_id="r")
+    workspace.write_configs_and_weights({"id2label": {0: "no", 1: "yes"}, "odd": {True: 1, None: 2}}, {})
+    config, _ = workspace.read_configs_and_weights_from_rank(0)
+    assert config == {"id2label": {"0": "no", "1": "yes"}, "odd": {"true": 1, "null": 2}}
+    with pytest.raises(UsageError, match="two keys that JSON writes as '0'"):
+        workspace.write_configs_and_weights({"id2label": {0: "no", "0": "yes"}}, {})

@@ -106,7 +106,7 @@ def _rows(report: Report) -> list[tuple[str, str]]:
     if proof["base_model"]:
         facts.append(f"{proof['base_model']} as in the base model")
     rows = [
-        ("source", f"{source['format']}{step}{ranks}; {size_text(source['nbytes'])} of model{left_out}"),
+        ("source", f"{source['format']}{step}{ranks}; {size_text(source['nbytes'])} in the source{left_out}"),
         ("proof", "; ".join(facts)),
     ]
     made = report.output or report.plan or {}

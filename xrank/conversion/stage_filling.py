@@ -110,7 +110,7 @@ class _Writing:
         # The stage closes the descriptor whatever happens, so it is taken out of `close`'s reach first.
         fd = self.target.descriptors.pop(finished.index)
         self._stage.finish_part(output.name, fd, output.nbytes, digest_text(finished.digest))
-        _logger.info("wrote %s, %s bytes", output.name, f"{output.nbytes:,}")
+        _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
 
     def count(self, nbytes: int) -> None:
         self._done += nbytes

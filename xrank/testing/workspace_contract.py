@@ -250,7 +250,7 @@ class WorkspaceContract:
         itself: dict[str, Any] = {}
         itself["a"] = {"b": itself}
         bad: Any = {
-            "key": {"a": {1: 2}},
+            "key": {"a": {(1, 2): 3}},
             "object": {"dtype": object()},
             "set": {"a": {1}},
             "deep": itself,

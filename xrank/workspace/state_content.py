@@ -6,6 +6,7 @@ where its bytes already lie in a row. Only strided, expanded and device tensors 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -68,19 +69,32 @@ def _plain_value(value: object, where: str) -> Any:
     if isinstance(value, dict):
         plain = {}
         for key, item in value.items():
-            if not isinstance(key, str):
+            text = _key_text(key, where)
+            if text in plain:
                 raise UsageError(
-                    f"{where} has the key {key!r}, a {type(key).__name__}",
-                    got=type(key).__name__,
-                    want="texts for keys: JSON has no others",
+                    f"{where} has two keys that JSON writes as {text!r}", got=repr(key), want="each key once"
                 )
-            plain[str.__str__(key)] = _plain_value(item, f"{where}[{key!r}]")
+            plain[text] = _plain_value(item, f"{where}[{key!r}]")
         return plain
     raise UsageError(
         f"{where} is a {type(value).__name__}, which JSON cannot hold",
         got=type(value).__name__,
         want="dict, list, str, int, float, bool or None",
         next_step="put a text or a number in its place, or the tensor among the weights",
+    )
+
+
+def _key_text(key: object, where: str) -> str:
+    """Return a key as `json.dumps` writes it: transformers' ``config.to_dict()`` has numbers for keys (id2label)."""
+    if isinstance(key, str):
+        return str.__str__(key)
+    if key is None or isinstance(key, bool | int | float):
+        return json.dumps(key)
+    raise UsageError(
+        f"{where} has the key {key!r}, a {type(key).__name__}",
+        got=type(key).__name__,
+        want="texts, numbers, booleans or None for keys, as JSON takes them",
+        next_step="give the keys as texts",
     )
 
 
