@@ -83,7 +83,7 @@ def test_a_replica_of_what_several_ranks_hold_names_the_one_that_differs():
     plan = make_plan(made.in_memory(), lay_out(outputs_of(made)[:1]), tied={"a": ["b"]})
     (tensor,) = plan.tensors
     error = difference_error(plan, tensor, 0, MemorySource(made.views))
-    assert str(error) == "a: rank 9 holds another copy than rank 2"
+    assert str(error) == "b is tied to a, but rank 9's differs from rank 2's a"
     assert error.got == "1 of 24 elements differ, the first at element [2, 1], by at most 14"
 
 

@@ -96,17 +96,26 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
             incomparable += int(np.count_nonzero(np.isnan(apart)))
             largest = max(largest, float(np.nanmax(apart, initial=0.0)))
     where = range_text(tensor.output.shape, first, first)
-    path, total = _file_of(plan, int(tensor.replicas.record[row])), int(tensor.replicas.nests.sizes[row])
+    record, total = int(tensor.replicas.record[row]), int(tensor.replicas.nests.sizes[row])
+    path, tied = _file_of(plan, record), tensor.tied.get(record)
+    message = f"{tensor.output.name}: rank {rank} holds another copy than rank {other_rank}"
+    want = "equal replicas"
+    next_step = "find out why the ranks diverged; --replicas pick takes the lowest rank's and lists the differences"
+    if tied is not None:
+        name = tensor.output.name
+        message = f"{tied} is tied to {name}, but rank {rank}'s differs from rank {other_rank}'s {name}"
+        want = "equal tensors"
+        next_step = "if they are two tensors, correct tie_word_embeddings in config.json, or the [alias] of --layout"
     return ContradictionError(
-        f"{tensor.output.name}: rank {rank} holds another copy than rank {other_rank}",
+        message,
         tensor=tensor.output.name,
         rank=rank,
         file=path,
         index_range=where,
         got=f"{count:,} of {total:,} elements differ, the first at {where}, by at most {largest:g}"
         + (f", {incomparable:,} of them by NaN" if incomparable else ""),
-        want="equal replicas",
-        next_step="find out why the ranks diverged; --replicas pick takes the lowest rank's and lists the differences",
+        want=want,
+        next_step=next_step,
     )
 
 

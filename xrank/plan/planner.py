@@ -6,7 +6,7 @@ Everything here follows from metadata; no byte of a tensor is read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -43,6 +43,8 @@ class TensorPlan:
     """Cover every element exactly once."""
     replicas: Copies
     """Hold what `copies` already bring; compared with them, never written."""
+    tied: Mapping[int, str] = field(default_factory=dict)
+    """Record -> the name of the tied tensor it belongs to, for those replicas that are another tensor's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,9 +96,13 @@ def make_plan(
             shard = shards[output.name]
             _check_cast(shard.dtype, output)
             copies, replicas = divide_replicas(shard, source)
+            others: dict[int, str] = {}
             for name in (tied or {}).get(output.name, ()):
                 replicas = _joined(replicas, _tied_copies(shard, shards[name], source))
-            tensors.append(TensorPlan(output, shard.dtype, copies, replicas))
+                others.update((record, name) for record in shards[name].record.tolist())
+            for record in shard.record.tolist():
+                others.pop(record, None)  # one storage under both names cannot differ
+            tensors.append(TensorPlan(output, shard.dtype, copies, replicas, others))
         planned.append(FilePlan(file, tuple(tensors)))
     return Plan(source, tuple(planned))
 

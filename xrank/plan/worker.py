@@ -102,7 +102,8 @@ class Worker:
         width = dtypes.dtype(plan.source_dtype).nbytes
         for row, record, nest in tensor.replicas.cut(low, high):
             different = sum(_count(plan, tile, data, part) for tile, data in self._tiles(record, nest, width))
-            if different and self._shared.replicas == "verify":
+            # Ranks may be picked among, tensors may not: a tied one that differs is another tensor.
+            if different and (self._shared.replicas == "verify" or record in plan.tied):
                 raise difference_error(self._shared.plan, plan, row, self._shared.source)
             if different:
                 self._shared.differs(plan.output.name, int(plan.replicas.rank[row]), different)
