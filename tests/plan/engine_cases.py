@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
+import xxhash
 
 from xrank import dtypes
 from xrank.layout.nest_table import NestTable, int_array
@@ -186,3 +188,17 @@ def outputs_of(made: MadeModel, dtype: str | None = None) -> list[OutputTensor]:
 
 def expected_file(file: OutputFile, whole: dict[str, bytes]) -> bytes:
     return file.header + b"".join(whole[tensor.name] for tensor in file.tensors)
+
+
+def plain_digest(data: bytes) -> bytes:
+    """Return a tensor's digest by its definition."""
+    blocks = [data[i : i + 65_536] for i in range(0, len(data), 65_536)]
+    return xxhash.xxh3_128_digest(b"".join(xxhash.xxh3_128_digest(block) for block in blocks))
+
+
+def by_torch(bits: np.ndarray, source: str, target: str) -> np.ndarray:
+    """Return the bits that torch casts to."""
+    width = dtypes.dtype(target).nbytes
+    tensor = torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(getattr(torch, dtypes.dtype(source).torch_name))
+    cast = tensor.to(getattr(torch, dtypes.dtype(target).torch_name))
+    return cast.view(getattr(torch, f"int{width * 8}")).numpy().view(f"u{width}")

@@ -6,7 +6,7 @@ import threading
 import zlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xrank.layout.nest_table import int_array
@@ -60,6 +60,7 @@ def test_pieces_in_any_order():
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_overlaps_and_what_is_missing(data):
     """Whatever was added before, adding the missing bytes ends it."""
     record = data.draw(st.binary(min_size=1, max_size=60))

@@ -125,7 +125,7 @@ def test_arbitrary_nests_that_cover_nothing_in_particular():
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_faults_that_hypothesis_makes(data):
     def integer(low: int, high: int) -> int:
         return data.draw(st.integers(low, high))
@@ -241,6 +241,7 @@ def test_destination_keys_of_no_nests():
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_contains_is_membership(data):
     nest = nested_destination(lambda low, high: data.draw(st.integers(low, high)))
     nest = nest._replace(loops=tuple(loop for loop in nest.loops if loop[0] > 1))

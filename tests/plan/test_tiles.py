@@ -5,7 +5,7 @@ import random
 
 import pytest
 from engine_cases import Integer, pairs_of, shuffled
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xrank.layout.nests import Nest, canonical
@@ -47,6 +47,7 @@ def check(nest: Nest, max_elements: int) -> None:
 
 
 @given(st.data(), st.integers(1, 200))
+@settings(deadline=None)
 def test_tiles_are_the_nest(data, max_elements):
     check(drawn_nest(lambda low, high: data.draw(st.integers(low, high))), max_elements)
 
