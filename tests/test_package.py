@@ -1,0 +1,339 @@
+"""The package as a whole: what it imports, what it shows, its errors, its layers."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import importlib
+import io
+import json
+import os
+import pickle
+import pkgutil
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from pickle import UnpicklingError
+
+import pytest
+import safetensors
+import torch
+
+import xrank
+from xrank import errors
+from xrank.errors import XrankError
+from xrank.layout import DeviceMesh, LayoutMap
+
+PACKAGE = Path(xrank.__file__).parent
+MODULES = sorted(module.name for module in pkgutil.walk_packages([str(PACKAGE)], "xrank."))
+SCRIPTS = Path(sys.executable).parent
+
+
+def python(code: str, *arguments: str, cwd: Path | None = None) -> str:
+    """Run code in a fresh interpreter, warnings being errors, and return what it printed."""
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
+    # The same xrank as in this process, wherever it was found.
+    environ = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Imports
+
+
+@pytest.mark.parametrize("module", ["xrank", "xrank.layout", "xrank.errors", "xrank.cli.main"])
+def test_importing_is_cheap(module):
+    heavy = "{'torch', 'numpy', 'ml_dtypes', 'safetensors', 'transformers', 'huggingface_hub', 'isal'}"
+    assert python(f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))") == "[]\n"
+
+
+def test_importing_xrank_imports_nothing_else_of_it():
+    assert python("import sys, xrank; print([name for name in sys.modules if name.startswith('xrank.')])") == "[]\n"
+
+
+TORCH_IS_BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+try:
+    import torch
+except ImportError:
+    pass
+else:
+    raise SystemExit("torch could be imported")
+"""
+
+
+def leave_states(workspace: Path) -> dict[str, torch.Tensor]:
+    """Leave four ranks' states as a program with torch would, and return the whole tensors."""
+    mesh, layouts = DeviceMesh((2, 2), ("dp", "tp")), LayoutMap(DeviceMesh((2, 2), ("dp", "tp")))
+    whole = {
+        "w": torch.arange(42, dtype=torch.float32).view(6, 7) / 3,
+        "fp8": torch.arange(8, dtype=torch.float32).to(torch.float8_e4m3fn),
+        "norm": torch.arange(5, dtype=torch.float32) + 0.1,
+    }
+    layouts["w"], layouts["fp8"], layouts["norm"] = "[6, n/~tp]", "[n/dp/tp]", "[n]"
+    for rank in range(4):
+        dp, tp = mesh.coordinate(rank).values()
+        weights = {"w": whole["w"].chunk(2, 1)[tp], "fp8": whole["fp8"].chunk(4)[2 * dp + tp], "norm": whole["norm"]}
+        xrank.NFSWorkspace(workspace, rank=rank, world_size=4, run_id="run").write_configs_and_weights(
+            {"model_type": "made"}, weights, layouts=layouts
+        )
+    return whole
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def written(out: Path) -> dict[str, bytes]:
+    return {name: bytes(t["data"]) for name, t in safetensors.deserialize((out / "model.safetensors").read_bytes())}
+
+
+def test_a_gather_needs_no_torch(tmp_path):
+    whole = leave_states(tmp_path / "workspace")
+    printed = python(
+        TORCH_IS_BLOCKED
+        + """
+import json
+import xrank
+from xrank.conversion.inspect import inspect_source
+
+report = inspect_source("workspace")
+assert report.details["problems"] == [], report.details["problems"]
+reports = [
+    xrank.gather_checkpoint("workspace", "out"),
+    xrank.gather_checkpoint("workspace", "cast", dtype="bf16", verify=True),
+    xrank.verify_model("out"),
+    xrank.verify_model("workspace"),
+    xrank.verify_model("out", against="workspace"),
+]
+assert not any(name.partition(".")[0] == "torch" for name in sys.modules)
+print(json.dumps([report.ok for report in reports]))
+""",
+        cwd=tmp_path,
+    )
+    assert json.loads(printed) == [True] * 5
+    assert written(tmp_path / "out") == {name: bytes_of(tensor) for name, tensor in whole.items()}
+    cast = {n: bytes_of(t if t.dtype.itemsize == 1 else t.to(torch.bfloat16)) for n, t in whole.items()}
+    assert written(tmp_path / "cast") == cast
+
+
+def test_the_commands_need_no_torch(tmp_path):
+    whole = leave_states(tmp_path / "workspace")
+    command = TORCH_IS_BLOCKED + "from xrank.cli.main import main; main()"
+    assert "w" in python(command, "inspect", "workspace", "--tensors", cwd=tmp_path)
+    python(command, "gather", "--workspace", "workspace", "--out", "out", cwd=tmp_path)
+    python(command, "verify", "out", cwd=tmp_path)
+    assert written(tmp_path / "out") == {name: bytes_of(tensor) for name, tensor in whole.items()}
+
+
+# Names
+
+
+def test_all_is_what_can_be_had():
+    assert xrank.__all__ == sorted(xrank.__all__)
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    for_type_checkers = {
+        alias.name: node.module
+        for branch in tree.body
+        if isinstance(branch, ast.If)
+        for node in branch.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert for_type_checkers == xrank._HOMES
+    assert set(xrank.__all__) == {*for_type_checkers, "__version__"}
+    for name, home in for_type_checkers.items():
+        assert getattr(xrank, name) is getattr(importlib.import_module(home), name)
+        assert name in importlib.import_module(home).__all__
+        assert name in dir(xrank)
+    with pytest.raises(AttributeError, match="no attribute 'gather'"):
+        xrank.gather  # noqa: B018  the look-up is what raises
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "xrank.__main__"])
+def test_every_module_has_what_it_lists(module):
+    found = importlib.import_module(module)
+    names = getattr(found, "__all__", [])
+    assert len(set(names)) == len(names)
+    assert [name for name in names if not hasattr(found, name)] == []
+    assert found.__doc__
+
+
+def reads_environment(tree: ast.AST) -> bool:
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr in names and getattr(node.value, "id", None) == "os")
+        or (isinstance(node, ast.ImportFrom) and node.module == "os" and names & {alias.name for alias in node.names})
+        for node in ast.walk(tree)
+    )
+
+
+def test_one_module_alone_reads_the_environment():
+    readers = [p for p in PACKAGE.rglob("*.py") if reads_environment(ast.parse(p.read_text()))]
+    assert [str(path.relative_to(PACKAGE)) for path in readers] == ["environment.py"]
+
+
+# Errors
+
+TREE = {
+    # class: (exit status, parent, the built-in it doubles)
+    "XrankError": (1, None, Exception),
+    "UsageError": (2, "XrankError", ValueError),
+    "UnknownFormatError": (2, "UsageError", ValueError),
+    "OutputExistsError": (2, "UsageError", FileExistsError),
+    "LayoutError": (2, "XrankError", ValueError),
+    "IncompleteError": (3, "XrankError", FileNotFoundError),
+    "ContradictionError": (4, "XrankError", ValueError),
+    "CorruptError": (4, "XrankError", ValueError),
+    "UnsafeError": (4, "XrankError", UnpicklingError),
+    "RankFailedError": (1, "XrankError", RuntimeError),
+    "RankTimeoutError": (1, "XrankError", TimeoutError),
+    "NoSpaceError": (1, "XrankError", OSError),
+    "GradientError": (1, "XrankError", RuntimeError),
+}
+PARTS = {
+    "tensor": "layers.0.w",
+    "rank": 3,
+    "host": "node7",
+    "file": "rank_3_state.pth",
+    "index_range": "rows 1-2",
+    "got": "this",
+    "want": "that",
+    "next_step": "do it again",
+}
+OWN_PARTS = {
+    "RankFailedError": {"cause": "killed by SIGKILL", "failures": (errors.CorruptError("inner", rank=1),)},
+    "RankTimeoutError": {"waiting_for": (1, 4)},
+    "NoSpaceError": {"needed_nbytes": 10, "free_nbytes": 2},
+}
+
+
+def test_the_tree_is_all_there_is():
+    classes = {
+        name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, XrankError)
+    }
+    assert classes == set(TREE) == set(errors.__all__)
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_an_errors_place_in_the_tree(name):
+    exit_code, parent, double = TREE[name]
+    kind = getattr(errors, name)
+    assert kind.exit_code == exit_code
+    assert parent is None or kind.__bases__[0] is getattr(errors, parent)
+    assert issubclass(kind, double)
+    with pytest.raises(double, match="what failed"):
+        raise kind("what failed")
+    # The drawing in the module's docstring names the class with its status, its own or its parent's.
+    assert name in errors.__doc__
+    assert getattr(builtins, double.__name__, UnpicklingError) is double
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("name", TREE)
+def test_errors_survive_pickling_with_all_their_parts(name, protocol):
+    error = getattr(errors, name)("what failed", **PARTS, **OWN_PARTS.get(name, {}))
+    error.add_note("on rank 3: a traceback")
+    for again in (pickle.loads(pickle.dumps(error, protocol)), copy.copy(error), copy.deepcopy(error)):
+        assert type(again) is type(error)
+        assert str(again) == again.message == "what failed"
+        assert again.args == error.args
+        assert again.__notes__ == ["on rank 3: a traceback"]
+        for part, value in PARTS.items():
+            assert getattr(again, part) == value
+        for part, value in OWN_PARTS.get(name, {}).items():
+            found = getattr(again, part)
+            assert [str(e) for e in found] == ["inner"] if part == "failures" else found == value
+        assert again.to_dict() == error.to_dict()
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_absent_parts_are_none(name):
+    error = getattr(errors, name)("what failed")
+    shown = error.to_dict()
+    assert (shown.pop("type"), shown.pop("message")) == (name, "what failed")
+    assert set(shown.values()) == {None}
+    assert len(shown) == len(PARTS)
+    buffer = io.StringIO()
+    print(error, file=buffer)
+    assert buffer.getvalue() == "what failed\n"
+
+
+def test_a_part_that_no_error_has_is_refused():
+    with pytest.raises(TypeError):
+        errors.CorruptError("what failed", tensr="w")
+
+
+# Layers
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(SCRIPTS / "lint-imports"), "--no-cache"]
+    environ = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=50)
+
+
+@pytest.fixture
+def package_copy(tmp_path):
+    project = PACKAGE.parent / "pyproject.toml"
+    if not project.exists() or not (SCRIPTS / "lint-imports").exists():
+        pytest.skip("the layers are checked in a checkout with import-linter")
+    shutil.copytree(PACKAGE, tmp_path / "xrank", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(project, tmp_path)
+    return tmp_path
+
+
+def test_the_layers_hold(package_copy):
+    done = lint(package_copy)
+    assert done.returncode == 0, done.stdout
+    assert "Contracts: 2 kept, 0 broken." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("layout/nests.py", "import xrank.cli", "layers"),
+        ("layout/nests.py", "from xrank.plan import coverage", "layers"),
+        ("plan/tiles.py", "from xrank.formats.torch_archive import read_archive", "layers"),
+        ("readers/placement.py", "from xrank.writers.disk import allocate", "layers"),
+        ("errors.py", "def late():\n    import xrank.environment", "layers"),
+        ("utils.py", "", "layers"),
+        ("plan/executor.py", "import xrank.testing", "the library never imports xrank.testing"),
+        (
+            "cli/gather.py",
+            "def late():\n    from xrank.testing import rank_pool",
+            "the library never imports xrank.testing",
+        ),
+    ],
+)
+def test_a_planted_import_breaks_the_layers(package_copy, file, line, contract):
+    with open(package_copy / "xrank" / file, "a") as stream:
+        stream.write(f"\n{line}\n")
+    done = lint(package_copy)
+    assert done.returncode != 0
+    assert f"{contract} BROKEN" in done.stdout, done.stdout
+
+
+# The command
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["gather", "--help"]], ids=" ".join)
+def test_python_m_xrank_is_xrank(arguments):
+    outputs = [
+        subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=50)
+        for command in ([sys.executable, "-m", "xrank"], [str(SCRIPTS / "xrank")])
+    ]
+    assert outputs[0].stdout == outputs[1].stdout
+    assert [done.returncode for done in outputs] == [0, 0]
+    assert ("Usage: xrank" in outputs[0].stdout) == ("--help" in arguments)
+    assert [done.stderr for done in outputs] == ["", ""]
