@@ -80,10 +80,19 @@ def gather(output: Output, source: str | None, workspace: str | None, **options:
     context = click.get_current_context()
     by_option = context.get_parameter_source("workspace") == click.core.ParameterSource.COMMANDLINE
     if source is not None and workspace is not None and by_option:
-        raise UsageError("SRC and --workspace were both given", got=f"{source} and {workspace}", want="one of the two")
+        raise UsageError(
+            "SRC and --workspace were both given",
+            got=f"{source} and {workspace}",
+            want="one of the two",
+            next_step="leave one of them out",
+        )
     path = source if source is not None else workspace
     if path is None:
-        raise UsageError("no source was given", want="SRC, --workspace DIR or XRANK_WORKSPACE")
+        raise UsageError(
+            "no source was given",
+            want="SRC, --workspace DIR or XRANK_WORKSPACE",
+            next_step="name the folder that the ranks wrote to",
+        )
     with progress_bar(output) as progress:
         report = gather_checkpoint(path, options.pop("out"), workspace=source is None, progress=progress, **options)
     output.report(report, _rows(report))

@@ -22,6 +22,9 @@ _UNITS = {
 }  # fmt: skip
 
 
+_NEXT_STEP = "correct the option; xrank gather --help says what it takes"
+
+
 def parse_size(text: str | int, name: str) -> int:
     """Return a number of bytes written as ``5GB`` (decimal), ``1GiB`` (binary) or a plain number.
 
@@ -30,7 +33,9 @@ def parse_size(text: str | int, name: str) -> int:
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise UsageError(f"{name} is no size", got=repr(text), want="a size such as 5GB, 512MB or 1GiB")
+        raise UsageError(
+            f"{name} is no size", got=repr(text), want="a size such as 5GB, 512MB or 1GiB", next_step=_NEXT_STEP
+        )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -63,7 +68,9 @@ class GatherOptions:
             ("--replicas", self.replicas, get_args(ReplicaChoice)),
         ):
             if value not in allowed:
-                raise UsageError(f"{name} takes no {value!r}", got=repr(value), want=", ".join(allowed))
+                raise UsageError(
+                    f"{name} takes no {value!r}", got=repr(value), want=", ".join(allowed), next_step=_NEXT_STEP
+                )
         for name in ("keep_fp32", "include", "exclude"):
             patterns = getattr(self, name)
             object.__setattr__(self, name, (patterns,) if isinstance(patterns, str) else tuple(patterns))
@@ -72,11 +79,16 @@ class GatherOptions:
                     re.compile(pattern)
                 except re.error as error:
                     raise UsageError(
-                        f"--{name.replace('_', '-')} is no regular expression", got=f"{pattern!r}: {error}"
+                        f"--{name.replace('_', '-')} is no regular expression",
+                        got=f"{pattern!r}: {error}",
+                        want="a regular expression for whole names, as Python's re takes them",
+                        next_step=_NEXT_STEP,
                     ) from None
         _ = self.max_shard_nbytes, self.max_memory_nbytes
         if self.workers is not None and self.workers < 1:
-            raise UsageError("--workers takes no number below 1", got=str(self.workers), want="1 or more")
+            raise UsageError(
+                "--workers takes no number below 1", got=str(self.workers), want="1 or more", next_step=_NEXT_STEP
+            )
 
     @property
     def max_shard_nbytes(self) -> int:

@@ -38,7 +38,12 @@ def find_source(path: str, *, format_name: str | None = None) -> tuple[str, Read
     readers = [reader for reader in READERS if format_name in (None, reader.name)]
     if not readers:
         known = ", ".join(reader.name for reader in READERS)
-        raise UsageError(f"no format is called {format_name}", got=str(format_name), want=known)
+        raise UsageError(
+            f"no format is called {format_name}",
+            got=str(format_name),
+            want=known,
+            next_step="leave --format out: formats are recognised",
+        )
     answers = {reader.name: reader.recognise(path) for reader in readers}
     for place in (path, *([os.path.dirname(os.path.abspath(path))] if os.path.isfile(path) else [])):
         fitting = [reader for reader in readers if reader.recognise(place) is None]
