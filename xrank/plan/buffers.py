@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from xrank.errors import ContradictionError, CorruptError, IncompleteError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, XrankError
 from xrank.plan.source import SourceFile, StoredModel
 
 __all__ = ["FileSource", "FileTarget", "MemorySource", "MemoryTarget", "NullTarget", "Source", "Target"]
@@ -38,6 +39,7 @@ class FileSource:
 
     Raises (from every method):
         CorruptError: a file is shorter than its metadata said.
+        XrankError: the disk or the server fails to give the bytes.
         ContradictionError: a file is not the one whose metadata was read.
     """
 
@@ -57,7 +59,15 @@ class FileSource:
         offset = self._record_offsets[record] + start
         with self._descriptor(file) as fd:
             while into:
-                n = os.preadv(fd, [into], offset)
+                try:
+                    n = os.preadv(fd, [into], offset)
+                except OSError as error:  # it knows no name, and what is being written has another
+                    raise XrankError(
+                        f"{self._files[file].path} cannot be read at byte {offset:,}: {error.strerror}",
+                        file=self._files[file].path,
+                        got=errno.errorcode.get(error.errno or 0),
+                        next_step="look at the disk or the server; the same command goes on from what is finished",
+                    ) from error
                 if n == 0:
                     raise CorruptError(
                         f"{self._files[file].path} ends before byte {offset:,}",
