@@ -160,6 +160,23 @@ def test_more_files_than_descriptors(tmp_path, few_descriptors):
     assert not open_files() & set(map(str, paths))
 
 
+def test_a_file_that_is_being_read_stays_open(tmp_path, few_descriptors, monkeypatch):
+    paths = [tmp_path / str(i) for i in range(100)]
+    for i, path in enumerate(paths):
+        path.write_bytes(bytes([i]))
+    source = FileSource(model_of(paths, [(i, 0, 1) for i in range(100)]))
+    preadv, others = os.preadv, iter(range(1, 100))
+
+    def preadv_after_all_others(fd, views, offset):
+        for i in others:
+            assert read(source, i, 0, 1) == bytes([i])
+        return preadv(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv_after_all_others)
+    assert read(source, 0, 0, 1) == b"\0"
+    source.close()
+
+
 def test_targets(tmp_path):
     data = memoryview(b"0123456789")
     fd = os.open(tmp_path / "out", os.O_RDWR | os.O_CREAT)

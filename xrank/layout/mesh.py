@@ -65,6 +65,9 @@ class DeviceMesh:
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "_positions", positions)
 
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._positions
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (DeviceMesh, (self.shape, self.axis_names, self.ranks))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError
@@ -126,15 +127,21 @@ def _common_shape(name: str, held: Sequence[HeldTensor]) -> tuple[int, ...] | No
     return held[0].global_shape
 
 
+@lru_cache(maxsize=4096)
+def _parsed(layout: str) -> TensorLayout:
+    """Return the same object for equal texts: a model has a handful of layouts."""
+    return TensorLayout.parse(layout)
+
+
 def _layout_of(name: str, held: HeldTensor) -> TensorLayout:
     try:
-        return TensorLayout.parse(held.layout or "")
+        return _parsed(held.layout or "")
     except LayoutError as error:
         raise _named(error, name, held) from None
 
 
 def _mesh_of(name: str, held: HeldTensor) -> DeviceMesh:
-    if held.mesh is None or held.rank not in held.mesh.ranks:
+    if held.mesh is None or held.rank not in held.mesh:
         got = "no mesh" if held.mesh is None else f"a mesh of ranks {ranks_text(held.mesh.ranks)}"
         raise ContradictionError(
             f"{name}: the mesh that rank {held.rank} recorded is not one of its own",
@@ -205,11 +212,13 @@ def _contradiction(error: LayoutError) -> ContradictionError:
 def _check_meshes(name: str, placed: Sequence[tuple[HeldTensor, TensorLayout, DeviceMesh]]) -> None:
     """Check that meshes are equal or disjoint, that one mesh has one layout, and that all its ranks are there."""
     holders = {h.rank: h for h, _, _ in placed}
-    owner: dict[int, tuple[HeldTensor, TensorLayout, DeviceMesh]] = {}
-    for h, layout, mesh in placed:
-        for rank in mesh.ranks:
-            other, other_layout, other_mesh = owner.setdefault(rank, (h, layout, mesh))
-            if (other_mesh, str(other_layout)) != (mesh, str(layout)):
+    claims: dict[int, tuple[HeldTensor, TensorLayout, DeviceMesh]] = {}
+    for claim in placed:
+        h, layout, mesh = claim
+        # A mesh is looked at rank by rank when its first rank comes; the others only find themselves claimed by it.
+        for rank in mesh.ranks if h.rank not in claims else (h.rank,):
+            other, other_layout, other_mesh = claims.setdefault(rank, claim)
+            if other is not h and (other_mesh, other_layout) != (mesh, layout):
                 raise ContradictionError(
                     f"{name}: ranks {other.rank} and {h.rank} disagree about its layout or mesh",
                     tensor=name,

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError, XrankError
-from xrank.formats.rank_state import TensorRecord, rank_of
+from xrank.formats.rank_state import MeshRecord, TensorRecord, rank_of
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import int_array
@@ -110,11 +111,16 @@ def _joined(errors: Sequence[XrankError]) -> XrankError:
     return first
 
 
+@lru_cache(maxsize=4096)
+def _mesh(record: MeshRecord) -> DeviceMesh:
+    """Return the same object for equal records: the states of a run share a handful of meshes."""
+    names, shape, ranks = record
+    return DeviceMesh(shape, names, ranks)
+
+
 def _meshes(state: RankState) -> list[DeviceMesh]:
     try:
-        return [
-            DeviceMesh(shape, names, ranks) for names, shape, ranks in (state.record.meshes if state.record else ())
-        ]
+        return [_mesh(record) for record in (state.record.meshes if state.record else ())]
     except LayoutError as error:
         error.rank, error.file = state.rank, state.archive.path
         error.next_step = f"let rank {state.rank} write its state again, with a mesh that a layout can name"
