@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -88,12 +88,38 @@ def say(text: str | bytes, *, err: bool = False) -> None:
             say(f"xrank: the result cannot be printed: {error.strerror}; what was done stands", err=True)
 
 
-class _TerminatedError(BaseException):
-    """SIGTERM arrived."""
+class _StoppedError(KeyboardInterrupt):
+    """A signal arrived; for all below it is Ctrl-C, whichever it was."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
-def _terminate(signum: int, frame: object) -> NoReturn:
-    raise _TerminatedError
+@contextmanager
+def _stopping_once() -> Iterator[None]:
+    """Raise the first SIGINT or SIGTERM; ignore what follows, so that nothing cuts the way out short."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Left alone where the parent had it ignored: nohup, and what a shell without job control runs behind its back.
+    numbers = [number for number, handler in previous.items() if handler is not signal.SIG_IGN]
+
+    stopped = False
+
+    def stop(number: int, frame: object) -> NoReturn:
+        nonlocal stopped
+        stopped = True
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise _StoppedError(number)
+
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        if not stopped:
+            for number in numbers:
+                signal.signal(number, previous[number])
 
 
 def reporting(function: Callable[..., None]) -> Callable[..., None]:
@@ -109,19 +135,15 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
     def command(as_json: bool, quiet: bool, verbose: int, **arguments: Any) -> None:
         output = Output(click.get_current_context().info_name or "", as_json=as_json, quiet=quiet, verbose=verbose)
         _configure_logging(output)
-        previous = signal.signal(signal.SIGTERM, _terminate)
-        try:
-            function(output, **arguments)
-        except XrankError as error:
-            output.fail(error)
-        except KeyboardInterrupt:
-            output.stop("interrupted", 130)
-        except _TerminatedError:
-            output.stop("terminated", 143)
-        except (OSError, MemoryError) as error:
-            output.fail(_explained(error))
-        finally:
-            signal.signal(signal.SIGTERM, previous)
+        with _stopping_once():
+            try:
+                function(output, **arguments)
+            except XrankError as error:
+                output.fail(error)
+            except _StoppedError as stop:
+                output.stop("interrupted" if stop.number == signal.SIGINT else "terminated", 128 + stop.number)
+            except (OSError, MemoryError) as error:
+                output.fail(_explained(error))
 
     return command
 

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from xrank.errors import LayoutError
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest
 
-__all__ = ["MAX_BOXES", "Fault", "contains", "destination_keys", "find_fault", "range_text"]
+__all__ = ["MAX_BOXES", "Fault", "contains", "destination_keys", "find_fault", "first_of_equal", "range_text"]
 
 MAX_BOXES = 1 << 24
 """Boxes that the nests of one tensor may be cut into before the proof is refused."""
@@ -61,7 +62,9 @@ def _chain(nests: NestTable) -> IntArray:
     """Return strides by falling size, each dividing the one before, the last one 1, that loops of the nests use."""
     counts, strides = nests.loops[:, :, 0], nests.loops[:, :, 2]
     chain = [1]
-    for stride in np.unique(strides[counts > 1]).tolist():
+    used = np.sort(strides[counts > 1])
+    # Not np.unique: it imports numpy.ma, which takes longer than most proofs.
+    for stride in used[np.append(True, used[1:] != used[:-1])].tolist() if len(used) else ():
         if stride > chain[-1] and stride % chain[-1] == 0:
             chain.append(stride)
     return np.array(chain[::-1], dtype=np.int64)
@@ -241,6 +244,16 @@ def destination_keys(nests: NestTable) -> IntArray:
         current[joins, 0] *= count[joins]
     merged[rows, slot] = current
     return np.concatenate((nests.y[:, None], merged.reshape(n, 2 * (depth + 1))), axis=1)
+
+
+def first_of_equal(keys: IntArray) -> npt.NDArray[np.bool_]:
+    """Return which rows are the first of their kind; shape [n]."""
+    first = np.zeros(len(keys), dtype=np.bool_)
+    order = np.lexsort(keys.T[::-1])  # stable: among equal rows the first stays first
+    ordered = keys[order]
+    first[order[:1]] = True
+    first[order[1:][(ordered[1:] != ordered[:-1]).any(axis=1)]] = True
+    return first
 
 
 def range_text(shape: Sequence[int], first: int, last: int) -> str:

@@ -21,38 +21,50 @@ class TensorDigest:
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
-        self._blocks = bytearray(-(-nbytes // BLOCK_NBYTES) * 16)
-        self._missing = -(-nbytes // BLOCK_NBYTES)
+        self._num_blocks = self._missing = -(-nbytes // BLOCK_NBYTES)
+        self._blocks = bytearray(self._num_blocks * 16)
         self._edges: dict[int, list[tuple[int, bytes]]] = {}
         self._lock = threading.Lock()
 
     def add(self, start: int, data: memoryview) -> None:
         """Take in the tensor's bytes [start, start + len(data))."""
-        position = 0
-        while position < len(data):
-            block, inside = divmod(start + position, BLOCK_NBYTES)
-            block_nbytes = min(BLOCK_NBYTES, self._nbytes - block * BLOCK_NBYTES)
-            part = data[position : position + block_nbytes - inside]
-            if len(part) == block_nbytes:
-                self._finish(block, xxhash.xxh3_128_digest(part))
-            else:
-                self._add_edge(block, inside, bytes(part), block_nbytes)
-            position += len(part)
+        stop = start + len(data)
+        first = -(-start // BLOCK_NBYTES)  # first block that begins in data
+        last = self._num_blocks if stop == self._nbytes else stop // BLOCK_NBYTES  # one past the last that ends in it
+        if first < last:
+            ends = [min((block + 1) * BLOCK_NBYTES, self._nbytes) - start for block in range(first, last)]
+            digests = b"".join(
+                xxhash.xxh3_128_digest(data[block * BLOCK_NBYTES - start : end])
+                for block, end in zip(range(first, last), ends, strict=True)
+            )
+            with self._lock:
+                self._finish(first, digests)
+            self._add_edge(start, data[: first * BLOCK_NBYTES - start])
+            self._add_edge(start + ends[-1], data[ends[-1] :])
+        else:
+            # No block lies whole in data: it may still reach over one border between two.
+            border = min(first * BLOCK_NBYTES, stop)
+            self._add_edge(start, data[: border - start])
+            self._add_edge(border, data[border - start :])
 
-    def _add_edge(self, block: int, inside: int, part: bytes, block_nbytes: int) -> None:
+    def _add_edge(self, start: int, part: memoryview) -> None:
         """Keep a part of a block until the others, which another window or thread brings, are there."""
+        if not part:
+            return
+        block = start // BLOCK_NBYTES
+        block_nbytes = min(BLOCK_NBYTES, self._nbytes - block * BLOCK_NBYTES)
         with self._lock:
             parts = self._edges.setdefault(block, [])
-            parts.append((inside, part))
-            if sum(len(data) for _, data in parts) < block_nbytes:
-                return
-            del self._edges[block]
-        self._finish(block, xxhash.xxh3_128_digest(b"".join(data for _, data in sorted(parts))))
+            parts.append((start, bytes(part)))
+            if sum(len(data) for _, data in parts) == block_nbytes:
+                del self._edges[block]
+                whole = b"".join(data for _, data in sorted(parts))
+                self._finish(block, xxhash.xxh3_128_digest(whole))
 
-    def _finish(self, block: int, digest: bytes) -> None:
-        with self._lock:
-            self._blocks[block * 16 : block * 16 + 16] = digest
-            self._missing -= 1
+    def _finish(self, block: int, digests: bytes) -> None:
+        """Put the digests of one block or more in their place; the lock is held."""
+        self._blocks[block * 16 : block * 16 + len(digests)] = digests
+        self._missing -= len(digests) // 16
 
     def digest(self) -> bytes:
         """Return the digest; every byte must have been added."""

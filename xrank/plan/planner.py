@@ -13,7 +13,7 @@ import numpy as np
 from xrank import dtypes
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
 from xrank.layout.nest_table import IntArray, NestTable
-from xrank.plan.coverage import Fault, contains, destination_keys, find_fault, range_text
+from xrank.plan.coverage import Fault, contains, destination_keys, find_fault, first_of_equal, range_text
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 
@@ -116,10 +116,7 @@ def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Co
         IncompleteError, ContradictionError: as `make_plan`.
     """
     by_rank = np.argsort(shard.rank, kind="stable")
-    keys = destination_keys(shard.nests)[by_rank]
-    _, first = np.unique(keys, axis=0, return_index=True)
-    is_first = np.zeros(len(by_rank), dtype=bool)
-    is_first[first] = True
+    is_first = first_of_equal(destination_keys(shard.nests)[by_rank])
     copies = _sorted_copies(shard, by_rank[is_first])
     replicas = _sorted_copies(shard, by_rank[~is_first])
     num_elements = int(np.prod(shard.shape, dtype=object))
