@@ -158,6 +158,6 @@ def test_killed_outright(large: tuple[Bench, dict[str, str]], tmp_path: Path) ->
     report = ended(start(bench))
     assert report is not None
     assert {file["name"]: file["digest"] for file in report["output"]["files"]} == digests
-    assert report["output"]["resumed_nbytes"] >= 3 * SHARD_NBYTES
+    assert report["output"]["resumed_nbytes"] >= 2 * SHARD_NBYTES  # the third may not have been in the journal yet
     shutil.rmtree(bench.out)
     assert verify_nothing_left(bench)
