@@ -33,7 +33,7 @@ SCRIPTS = Path(sys.executable).parent
 
 def python(code: str, *arguments: str, cwd: Path | None = None) -> str:
     """Run code in a fresh interpreter, warnings being errors, and return what it printed."""
-    command = [sys.executable, "-W", "error", "-c", code, *arguments]
+    command = [sys.executable, "-P", "-W", "error", "-c", code, *arguments]
     # The same xrank as in this process, wherever it was found.
     environ = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
     done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=50)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from xrank import NFSWorkspace, gather_checkpoint, verify_model
 from xrank.errors import XrankError
 from xrank.layout import DeviceMesh, LayoutMap
+from xrank.plan import windows, worker
 
 DTYPES = {
     torch.float64: "F64",
@@ -175,7 +176,10 @@ def test_what_ranks_hold_becomes_the_model(data):
         layouts[name] = cut.text(grid, shape, draw)
         how = draw(st.sampled_from(["own", "view", "transposed", "parameter"]))
         held[name] = (cut, how)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        window_nbytes = draw(st.sampled_from([64, 4096, 1 << 20]))
+        for module in (windows, worker):  # smaller than the tensors, so that these cross many
+            patch.setattr(module, "WINDOW_NBYTES", window_nbytes)
         workspace, out = Path(folder, "workspace"), Path(folder, "out")
         for rank in range(world_size):
             here = rank in grid.ranks

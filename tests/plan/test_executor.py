@@ -349,11 +349,12 @@ def test_a_thread_that_cannot_be_started_ends_the_execution(small_windows, monke
     assert not any(thread.is_alive() for thread in started)
 
 
-def test_ctrl_c_waits_for_the_windows_under_way(small_windows):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_waits_for_the_windows_under_way(small_windows, workers):
     """A write that still runs after the call returned would write to a descriptor that the caller has closed."""
     made = two_ranks()
     plan = make_plan(made.in_memory(), lay_out(outputs_of(made)))
-    entered, may_go_on, returned, late = threading.Barrier(3), threading.Event(), threading.Event(), []
+    entered, may_go_on, returned, late = threading.Barrier(workers + 1), threading.Event(), threading.Event(), []
 
     class Target:
         def write(self, file, offset, data):
@@ -362,7 +363,7 @@ def test_ctrl_c_waits_for_the_windows_under_way(small_windows):
             late.append(returned.is_set())
 
     def interrupt():
-        entered.wait(10)  # until both workers write
+        entered.wait(10)  # until all workers write
         os.kill(os.getpid(), signal.SIGINT)
         # Only so long that a call which does not wait would have returned by now.
         returned.wait(0.2)
@@ -373,12 +374,12 @@ def test_ctrl_c_waits_for_the_windows_under_way(small_windows):
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            execute(plan, MemorySource(made.views), Target(), budget=BUDGET)
+            execute(plan, MemorySource(made.views), Target(), budget=Budget(workers, 4096))
     finally:
         returned.set()
         signal.signal(signal.SIGINT, previous)
         helper.join()
-    assert late == [False, False]
+    assert late == [False] * workers
 
 
 def test_a_budget_fits_the_memory_it_is_given():

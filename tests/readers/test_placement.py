@@ -71,7 +71,7 @@ def test_a_global_shape_that_no_rank_recorded_is_the_sum():
 
 
 def test_transposed_and_offset_storage():
-    for strides in ("transposed", "spread"):
+    for strides in ("contiguous", "transposed", "spread"):
         parts = [
             held(rank, part_of("[a, b/tp]", TP2, rank, (5, 6)), layout="[a, b/tp]", mesh=TP2, storage=strides, offset=3)
             for rank in range(2)
