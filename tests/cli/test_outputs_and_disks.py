@@ -237,42 +237,64 @@ def test_a_disk_that_fails_to_read(bench: Bench, monkeypatch: pytest.MonkeyPatch
     bench.succeeds(model)
 
 
-@pytest.mark.parametrize("change", ["grows", "is replaced", "is touched", "shrinks", "goes"])
-def test_a_source_that_changes_while_it_is_read(bench: Bench, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    model = leave(bench.workspace)
-    path = state_of(bench.workspace, 2)
-    good = path.read_bytes()
-    real = FileSource.read_into
-    calls = 0
+CHANGES: dict[str, Callable[[Path, bytes], object]] = {
+    "grows": lambda path, content: path.write_bytes(content + b"x"),
+    "is replaced": lambda path, content: (path.unlink(), path.write_bytes(content)),
+    "is touched": lambda path, content: os.utime(path, ns=(1, 1)),
+    "shrinks": lambda path, content: os.truncate(path, 100),
+    "goes": lambda path, content: path.unlink(),
+}
+
+
+def at_read(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> list[int]:
+    """Do something before a gather's n-th read of its source; return the list that counts the reads."""
+    real, calls = FileSource.read_into, [0]
 
     def read_into(self: FileSource, *arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            if change == "grows":
-                with path.open("ab") as file:
-                    file.write(b"x")
-            elif change == "is replaced":
-                path.unlink()
-                path.write_bytes(good)
-            elif change == "is touched":
-                os.utime(path, ns=(1, 1))
-            elif change == "shrinks":
-                os.truncate(path, 100)
-            else:
-                path.unlink()
+        calls[0] += 1
+        if calls[0] == number:
+            act()
         real(self, *arguments)
 
+    monkeypatch.setattr(FileSource, "read_into", read_into)
+    return calls
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["before it is opened", "after it was read"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_source_that_changes_while_it_is_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, change: str, last: bool
+) -> None:
+    model = leave(bench.workspace)
+    path = state_of(bench.workspace, 2)
+    content = path.read_bytes()
+    with monkeypatch.context() as counting:
+        reads = at_read(counting, 0, lambda: None)
+        bench.succeeds(model, "--workers", "1")
+        shutil.rmtree(bench.out)
     with monkeypatch.context() as changing:
-        changing.setattr(FileSource, "read_into", read_into)
+        at_read(changing, reads[0] if last else 1, lambda: CHANGES[change](path, content))
         ended = bench.gather("--workers", "1")
-    assert calls >= 3
-    assert ended.exit_code == (3 if "was there when" in ended.stderr else 4)
-    kind = {3: "IncompleteError", 4: "CorruptError" if "CorruptError" in ended.stderr else "ContradictionError"}
-    refusal(ended, kind[ended.exit_code], says=[str(path)], file=path.name)
+    kind = "IncompleteError" if change == "goes" and not last else "ContradictionError"
+    if "ends before byte" in ended.stderr:
+        kind = "CorruptError"
+    refusal(ended, kind, says=[str(path)], file=path.name)
     assert not os.path.lexists(bench.out)
     leave(bench.workspace)
     bench.succeeds(model)
+
+
+def test_an_output_that_appears_meanwhile(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Even an empty folder, which a plain rename would replace.
+    model = leave(bench.workspace)
+    with monkeypatch.context() as meanwhile:
+        at_read(meanwhile, 1, bench.out.mkdir)
+        ended = bench.gather()
+    refusal(ended, "OutputExistsError", says=["something took its name while this gather ran", "an empty folder"])
+    assert list(bench.out.iterdir()) == []
+    bench.out.rmdir()
+    report = bench.succeeds(model)
+    assert report["output"]["resumed_nbytes"] > 0  # what was made is kept
 
 
 # ---- limits

@@ -20,6 +20,7 @@ from tests.writers.kill_points import in_child, kill_points
 from xrank.conversion.gather import gather_checkpoint
 from xrank.errors import OutputExistsError
 from xrank.writers import rename
+from xrank.writers.staging import open_stage
 
 OPTIONS: dict[str, Any] = {"max_shard_size": "600", "workers": 1}  # three shards and an index
 
@@ -201,6 +202,18 @@ def test_two_gathers_to_one_output(bench: Bench, raced: dict[str, torch.Tensor],
         assert _race(bench, {**OPTIONS, "workers": workers}) == ["done", "refused"]
         assert_holds(bench.out, raced)
         shutil.rmtree(bench.out)
+
+
+def test_one_that_is_under_way_is_named(bench: Bench) -> None:
+    model = leave(bench.workspace)
+    with open_stage(bench.out, plan_digest="another"):
+        says = [
+            "another gather to it is under way (host ",
+            f", pid {os.getpid()})",
+            "wait for it, or give this one another",
+        ]
+        bench.refused("OutputExistsError", says=says, file="model")
+    bench.succeeds(model)
 
 
 def test_two_that_overwrite(bench: Bench, raced: dict[str, torch.Tensor]) -> None:
