@@ -241,3 +241,13 @@ def test_an_order_of_cuts_that_placements_do_not_show(fake_rank):
     assert str(layout) == "[d0/~b/~a, d1]"
     rows = [held(layout, describe_mesh(mesh), rank, (8, 3))[:, 0].tolist() for rank in range(4)]
     assert rows == [[0, 3], [12, 15], [6, 9], [18, 21]]
+
+
+def test_a_cut_along_ranks_that_do_not_rise_is_refused():
+    """On such a mesh torch's full_tensor() and its own offsets disagree, so no layout would be the right one."""
+    mesh = DeviceMesh((4,), ("dp",), (2, 1, 0, 3))
+    with pytest.raises(LayoutError, match="do not rise"):
+        from_placements(mesh, [Shard(0)], 2)
+    assert str(from_placements(mesh, [Replicate()], 2)) == "[d0, d1]"
+    transposed = DeviceMesh((2, 2), ("dp", "tp"), (0, 2, 1, 3))
+    assert str(from_placements(transposed, [Shard(0), Shard(1)], 2)) == "[d0/~dp, d1/~tp]"

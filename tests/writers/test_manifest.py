@@ -12,6 +12,7 @@ import pytest
 
 from xrank.errors import CorruptError, IncompleteError
 from xrank.writers.manifest import (
+    DIGEST_ALGORITHM,
     ManifestFile,
     ManifestSource,
     ManifestTensor,
@@ -51,7 +52,7 @@ def path(tmp_path: Path) -> Path:
 def test_reads_back(path: Path) -> None:
     found = read_manifest(str(path))
     assert found["schema"] == 1
-    assert found["digest"] == "xxh3_128"
+    assert found["digest"] == DIGEST_ALGORITHM
     assert found["source"] == {"format": "dcp", "world_size": 2, "run_id": None, "step": 7}
     assert found["files"] == [{"name": "model.safetensors", "nbytes": 8, "digest": DIGEST}]
     assert found["companions"] == [{"name": "config.json", "nbytes": 2, "digest": DIGEST}]

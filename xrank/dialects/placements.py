@@ -48,7 +48,8 @@ def from_placements(
             (_dtensor_spec.py:ShardOrder); placements do not show an order other than the mesh's.
 
     Raises:
-        LayoutError: a partial sum, a split factor that no cuts make, a dim that the tensor has not, another placement.
+        LayoutError: a partial sum, a split factor that no cuts make, a dim that the tensor has not, another placement,
+            a cut along an axis whose ranks do not rise.
     """
     if len(placements) != len(mesh.shape):
         raise LayoutError(
@@ -82,12 +83,31 @@ def from_placements(
     for entry in shard_order or ():
         if entry.tensor_dim not in strided:
             cuts[entry.tensor_dim] = [mesh.axis_names[mesh_dim] for mesh_dim in entry.mesh_dims]
+    for axis in {axis for axes in cuts for axis in axes}:
+        _check_rising(mesh, axis)
     names = free_size_names(ndim, mesh.axis_names)
     dims: list[Node] = []
     for dim, (name, axes) in enumerate(zip(names, cuts, strict=True)):
         cutting = sum(mesh.axis_length(axis) > 1 for axis in axes)
         dims.append(_chain(name, axes, "/" if dim in strided and cutting > 2 else "/~"))
     return TensorLayout.from_dims(dims, mesh)
+
+
+def _check_rising(mesh: DeviceMesh, axis: str) -> None:
+    """Refuse to cut along an axis whose ranks do not rise: there torch contradicts itself.
+
+    Offsets follow the coordinate in the mesh, but collectives (also `full_tensor`) follow the rank within the
+    axis' process group, which torch keeps sorted (distributed_c10d.py: new_group). Who holds what can't be known.
+    """
+    for rank in mesh.ranks:
+        coordinate = mesh.coordinate(rank)
+        if coordinate[axis] and mesh.rank_at({**coordinate, axis: coordinate[axis] - 1}) > rank:
+            raise LayoutError(
+                f"the ranks along {axis!r} do not rise, and torch does not say which of them holds which part",
+                got=f"ranks {list(mesh.ranks)} on the mesh {mesh.grid!r}",
+                want=f"rising ranks along {axis!r}, as init_device_mesh makes them",
+                next_step="make the mesh with init_device_mesh, or gather the tensor with full_tensor() first",
+            )
 
 
 def _chain(name: str, axes: Sequence[str], kind: SplitKind) -> Node:
