@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _XRANK = [sys.executable, "-m", "xrank"]
+_ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+"""Bytecode is kept between runs, as in any installation."""
 
 
 def main() -> None:
@@ -50,7 +52,10 @@ def _against_cp(case: str, folder: str, kind: str, nbytes: int, rounds: int, dur
 
     def gather() -> None:
         done = subprocess.run(
-            [*_XRANK, "gather", "--workspace", source, "--out", out, "--json"], check=True, capture_output=True
+            [*_XRANK, "gather", "--workspace", source, "--out", out, "--json"],
+            check=True,
+            capture_output=True,
+            env=_ENVIRON,
         )
         peaks.append(json.loads(done.stdout)["peak_rss_nbytes"])
 
@@ -88,7 +93,10 @@ def _memory_of_larger(folder: str, nbytes: int) -> None:
     source, out = os.path.join(folder, "large"), os.path.join(folder, "out")
     _make(source, "columns", nbytes)
     done = subprocess.run(
-        [*_XRANK, "gather", "--workspace", source, "--out", out, "--json"], check=True, capture_output=True
+        [*_XRANK, "gather", "--workspace", source, "--out", out, "--json"],
+        check=True,
+        capture_output=True,
+        env=_ENVIRON,
     )
     report = json.loads(done.stdout)
     peak = report["peak_rss_nbytes"] / 1e6
@@ -102,8 +110,10 @@ def _small_runs(folder: str, rounds: int) -> None:
     subprocess.run([sys.executable, os.path.join(_HERE, "made_workspace.py"), source, "small", "0"], check=True)
     gather, show_help = _interleaved(
         [
-            lambda: subprocess.run([*_XRANK, "gather", source, "--out", out, "-q"], check=True, capture_output=True),
-            lambda: subprocess.run([*_XRANK, "--help"], check=True, capture_output=True),
+            lambda: subprocess.run(
+                [*_XRANK, "gather", source, "--out", out, "-q"], check=True, capture_output=True, env=_ENVIRON
+            ),
+            lambda: subprocess.run([*_XRANK, "--help"], check=True, capture_output=True, env=_ENVIRON),
         ],  # type: ignore[list-item]
         out,
         rounds,

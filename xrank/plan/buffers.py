@@ -13,8 +13,12 @@ from typing import Protocol
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, XrankError
 from xrank.plan.source import SourceFile, StoredModel
+from xrank.plan.writeback import start_writeback
 
 __all__ = ["FileSource", "FileTarget", "MemorySource", "MemoryTarget", "NullTarget", "Source", "Target"]
+
+
+_WRITEBACK_NBYTES = 8 << 20
 
 
 class Source(Protocol):
@@ -161,6 +165,9 @@ class FileTarget:
         while data:
             n = os.pwrite(fd, data, offset)
             data, offset = data[n:], offset + n
+        # Windows come nearly in order: where one ends a stretch, the stretch before it is complete.
+        if offset % _WRITEBACK_NBYTES == 0:
+            start_writeback(fd, max(0, offset - 2 * _WRITEBACK_NBYTES), _WRITEBACK_NBYTES)
 
 
 class MemorySource:
