@@ -5,8 +5,10 @@ Everything here follows from metadata; no byte of a tensor is read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -115,20 +117,39 @@ def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Co
     Raises:
         IncompleteError, ContradictionError: as `make_plan`.
     """
-    by_rank = np.argsort(shard.rank, kind="stable")
-    is_first = first_of_equal(destination_keys(shard.nests)[by_rank])
-    copies = _sorted_copies(shard, by_rank[is_first])
-    replicas = _sorted_copies(shard, by_rank[~is_first])
-    num_elements = int(np.prod(shard.shape, dtype=object))
-    fault = find_fault(copies.nests, num_elements)
+    num_elements = math.prod(shard.shape)
+    first, others, fault = _divided(_Cuts(shard.rank, shard.nests), num_elements)
+    copies, replicas = (
+        Copies(shard.rank[rows], shard.record[rows], shard.nests.take(rows)) for rows in (first, others)
+    )
     if fault is not None:
         raise _coverage_error(shard, copies, fault, num_elements, source)
     return copies, replicas
 
 
-def _sorted_copies(shard: StoredShard, rows: IntArray) -> Copies:
-    rows = rows[np.argsort(shard.nests.y[rows], kind="stable")]
-    return Copies(shard.rank[rows], shard.record[rows], shard.nests.take(rows))
+class _Cuts:
+    """Ranks and places of a tensor's pieces, equal where the arrays are: a model has some dozens of kinds at most."""
+
+    def __init__(self, rank: IntArray, nests: NestTable) -> None:
+        self.rank, self.nests = rank, nests
+        self._key = (rank.tobytes(), nests.y.tobytes(), nests.loops.tobytes())
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Cuts) and self._key == other._key
+
+
+@lru_cache(maxsize=64)
+def _divided(cuts: _Cuts, num_elements: int) -> tuple[IntArray, IntArray, Fault | None]:
+    """Return the rows of the pieces to copy and of those that repeat them, by rising y, and what the proof found."""
+    by_rank = np.argsort(cuts.rank, kind="stable")
+    is_first = first_of_equal(destination_keys(cuts.nests)[by_rank])
+    first, others = (
+        rows[np.argsort(cuts.nests.y[rows], kind="stable")] for rows in (by_rank[is_first], by_rank[~is_first])
+    )
+    return first, others, find_fault(cuts.nests.take(first), num_elements)
 
 
 def _joined(a: Copies, b: Copies) -> Copies:
