@@ -15,6 +15,7 @@ from xrank.plan.buffers import FileSource, FileTarget
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Budget, FinishedFile, execute
 from xrank.plan.planner import Plan, TensorPlan
+from xrank.writers.disk import in_memory
 from xrank.writers.hf_folder import INDEX_NAME, index_text
 from xrank.writers.journal import JournalLine
 from xrank.writers.manifest import (
@@ -103,7 +104,9 @@ class _Writing:
 
     def begin(self, index: int) -> None:
         output = self._plan.files[index].output
-        self.target.descriptors[index] = self._stage.create_part(output.name, output.nbytes)
+        fd = self._stage.create_part(output.name, output.nbytes)
+        self.target.in_memory = in_memory(fd)
+        self.target.descriptors[index] = fd
 
     def finish(self, finished: FinishedFile) -> None:
         output = self._plan.files[finished.index].output

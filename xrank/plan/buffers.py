@@ -21,8 +21,8 @@ __all__ = ["FileSource", "FileTarget", "MemorySource", "MemoryTarget", "NullTarg
 _WRITEBACK_NBYTES = 8 << 20
 
 _WRITE_NBYTES = 128 << 10
-"""Bytes written by one call. ext4 takes a folio of that size for the page cache, and the largest ones (1 MiB) come from
-memory that lay idle: in a virtual machine its host has taken it back, and gives it anew at four times the cost."""
+"""Bytes written to a disk by one call. ext4 takes a folio of that size for its cache, and the largest ones (1 MiB) come
+from memory that lay idle: in a virtual machine its host has taken it back, and gives it anew at four times the cost."""
 
 
 class Source(Protocol):
@@ -158,19 +158,25 @@ def _changed(file: SourceFile) -> ContradictionError:
 
 
 class FileTarget:
-    """Writes to file descriptors, one for each output file; opening, sizing and syncing them is the caller's."""
+    """Writes to file descriptors, one for each output file; opening, sizing and syncing them is the caller's.
 
-    def __init__(self, descriptors: dict[int, int]) -> None:
+    Args:
+        descriptors: by index of the output file; the caller may add to them and take from them.
+        in_memory: whether the files lie on tmpfs, where pages are small anyway and each call has its price.
+    """
+
+    def __init__(self, descriptors: dict[int, int], *, in_memory: bool = False) -> None:
         self.descriptors = descriptors
+        self.in_memory = in_memory
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Put bytes at `offset` of that output file."""
         fd = self.descriptors[file]
         while data:
-            n = os.pwrite(fd, data[:_WRITE_NBYTES], offset)
+            n = os.pwrite(fd, data if self.in_memory else data[:_WRITE_NBYTES], offset)
             data, offset = data[n:], offset + n
         # Windows come nearly in order: where one ends a stretch, the stretch before it is complete.
-        if offset % _WRITEBACK_NBYTES == 0:
+        if offset % _WRITEBACK_NBYTES == 0 and not self.in_memory:
             start_writeback(fd, max(0, offset - 2 * _WRITEBACK_NBYTES), _WRITEBACK_NBYTES)
 
 

@@ -11,7 +11,17 @@ from contextlib import contextmanager, suppress
 
 from xrank.errors import NoSpaceError, UsageError, XrankError
 
-__all__ = ["allocate", "describe", "explain", "explaining", "free_nbytes", "give_room", "sync_folder", "write_all"]
+__all__ = [
+    "allocate",
+    "describe",
+    "explain",
+    "explaining",
+    "free_nbytes",
+    "give_room",
+    "in_memory",
+    "sync_folder",
+    "write_all",
+]
 
 _MEMORY_FILE_SYSTEMS = {0x01021994, 0x858458F6}  # linux/magic.h: TMPFS_MAGIC, RAMFS_MAGIC
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
@@ -91,7 +101,7 @@ def give_room(fd: int, path: str, nbytes: int) -> None:
         UsageError: a file may not be that large here.
     """
     with explaining(path, needed_nbytes=nbytes):
-        if _in_memory(fd):
+        if in_memory(fd):
             # fallocate would zero every page of a tmpfs first; a sparse file only promises, so ask for the room here.
             free = free_nbytes(path)
             if free is not None and free < nbytes:
@@ -172,7 +182,8 @@ def _nearest(path: str) -> str:
     return path
 
 
-def _in_memory(fd: int) -> bool:
+def in_memory(fd: int) -> bool:
+    """Say whether a file lies in memory (tmpfs, ramfs)."""
     # os.statvfs leaves the file system's kind out; in struct statfs (linux, 64 bit) it is the first long.
     buffer = ctypes.create_string_buffer(256)
     function = getattr(_LIBC, "fstatfs", None)
