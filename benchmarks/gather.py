@@ -41,7 +41,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory(dir=parent, prefix="xrank-benchmark-") as folder:
                 _against_cp(f"{kind}, {place}", folder, kind, arguments.nbytes, arguments.rounds, place == "disk")
     with tempfile.TemporaryDirectory(dir=arguments.disk, prefix="xrank-benchmark-") as folder:
-        _memory_of_larger(folder, 4 * arguments.nbytes)
+        larger = 4 * arguments.nbytes
+        _against_cp(f"columns, {larger / 1e9:.0f} GB, disk", folder, "columns", larger, min(3, arguments.rounds), True)
         _small_runs(folder, arguments.rounds)
 
 
@@ -87,22 +88,6 @@ def _interleaved(actions: Sequence[Callable[[], None]], out: str, rounds: int) -
             if number:
                 times[index].append(seconds)
     return times
-
-
-def _memory_of_larger(folder: str, nbytes: int) -> None:
-    source, out = os.path.join(folder, "large"), os.path.join(folder, "out")
-    _make(source, "columns", nbytes)
-    done = subprocess.run(
-        [*_XRANK, "gather", "--workspace", source, "--out", out, "--json"],
-        check=True,
-        capture_output=True,
-        env=_ENVIRON,
-    )
-    report = json.loads(done.stdout)
-    peak = report["peak_rss_nbytes"] / 1e6
-    print(f"| columns, {nbytes / 1e9:.0f} GB, disk | {report['seconds']:.1f} | | | {peak:.0f} MB |")
-    shutil.rmtree(source)
-    shutil.rmtree(out)
 
 
 def _small_runs(folder: str, rounds: int) -> None:
