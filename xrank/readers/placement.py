@@ -7,39 +7,18 @@ model's shapes where they leave one way only. What cannot be placed is refused; 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError
+from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import infer_shape, local_part
-from xrank.layout.nest_table import NestTable, int_array
-from xrank.layout.nests import Nest, canonical, intersect
 from xrank.plan.planner import ranks_text
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints
+from xrank.readers.held_tensor import HeldTensor, pieces_of, row_slice, whole
 
-__all__ = ["HeldTensor", "place"]
-
-
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """One rank's part of a tensor, as it lies in a record."""
-
-    rank: int
-    file: str
-    record: int
-    dtype: str
-    shape: tuple[int, ...]
-    """Local shape."""
-    strides: tuple[int, ...]
-    """Of the storage, in elements."""
-    storage_offset: int
-    """First element, counted from the record's first byte."""
-    layout: str | None = None
-    mesh: DeviceMesh | None = None
-    global_shape: tuple[int, ...] | None = None
+__all__ = ["place"]
 
 
 def place(name: str, held: Sequence[HeldTensor], hints: Hints, *, world_size: int) -> tuple[StoredShard, str | None]:
@@ -89,7 +68,7 @@ def place(name: str, held: Sequence[HeldTensor], hints: Hints, *, world_size: in
     if given is not None:
         return _by_given_layout(name, given, held, hints, world_size), None
     if world_size == 1:
-        return _shard(name, held, held[0].shape, [_whole(h.shape) for h in held]), None
+        return pieces_of(name, held, held[0].shape, [whole(h.shape) for h in held]), None
     if name in hints.shapes:
         return _by_base_shape(name, held, hints.shapes[name])
     raise LayoutError(
@@ -185,7 +164,7 @@ def _by_layout(
                 next_step="check that the layout and mesh are those of the run that wrote the state",
             )
         nests.append(part.nests)
-    return _shard(name, [h for h, _, _ in placed], shape, nests)
+    return pieces_of(name, [h for h, _, _ in placed], shape, nests)
 
 
 def _named(error: LayoutError, name: str, held: HeldTensor) -> LayoutError:
@@ -274,15 +253,15 @@ def _by_base_shape(name: str, held: Sequence[HeldTensor], shape: tuple[int, ...]
     ranks = ranks_text([h.rank for h in held])
     if all(h.shape == shape for h in held):
         assumption = f"{name}: whole on ranks {ranks}" if len(held) > 1 else None
-        return _shard(name, held, shape, [_whole(shape) for _ in held]), assumption
+        return pieces_of(name, held, shape, [whole(shape) for _ in held]), assumption
     if all(len(h.shape) == len(shape) for h in held):
         dims = [d for d in range(len(shape)) if any(h.shape[d] != shape[d] for h in held)]
         if len(dims) == 1 and sum(h.shape[dims[0]] for h in held) == shape[dims[0]]:
             dim, start, nests = dims[0], 0, []
             for h in held:
-                nests.append(_slice(shape, dim, start, h.shape[dim]))
+                nests.append(row_slice(shape, dim, start, h.shape[dim]))
                 start += h.shape[dim]
-            return _shard(name, held, shape, nests), f"{name}: cut along dim {dim} over ranks {ranks} in rank order"
+            return pieces_of(name, held, shape, nests), f"{name}: cut along dim {dim} over ranks {ranks} in rank order"
     raise LayoutError(
         f"{name}: no layout is recorded, and the base model's shape leaves no single way to put its parts together",
         tensor=name,
@@ -292,68 +271,3 @@ def _by_base_shape(name: str, held: Sequence[HeldTensor], shape: tuple[int, ...]
         want=f"parts of {list(shape)}, whole or cut along one dim",
         next_step="run again with --layout FILE that gives this tensor's layout",
     )
-
-
-def _whole(shape: tuple[int, ...]) -> tuple[Nest, ...]:
-    return _slice(shape, 0, 0, shape[0]) if shape else (Nest(0, 0),)
-
-
-def _slice(shape: tuple[int, ...], dim: int, start: int, length: int) -> tuple[Nest, ...]:
-    """Return the nest of rows [start, start + length) of one dim."""
-    local = tuple(length if d == dim else n for d, n in enumerate(shape))
-    if 0 in local:
-        return ()
-    strides = _row_major(shape)
-    loops = tuple((n, xs, ys) for n, xs, ys in zip(local, _row_major(local), strides, strict=True))
-    return (canonical(Nest(0, start * strides[dim], loops)),)
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        strides[d] = strides[d + 1] * shape[d + 1]
-    return tuple(strides)
-
-
-def _shard(
-    name: str, held: Sequence[HeldTensor], shape: tuple[int, ...], nests: Sequence[Sequence[Nest]]
-) -> StoredShard:
-    """Return the table of all pieces; a nest of local addresses becomes one of the record's addresses."""
-    rows = [
-        (h, nest)
-        for h, local_nests in zip(held, nests, strict=True)
-        for local in local_nests
-        for nest in _from_storage(name, h, local)
-    ]
-    return StoredShard(
-        name,
-        held[0].dtype,
-        tuple(shape),
-        int_array(h.rank for h, _ in rows),
-        int_array(h.record for h, _ in rows),
-        NestTable.of([nest for _, nest in rows]),
-    )
-
-
-def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:
-    """Turn local row-major addresses into addresses of the storage the tensor is a view of."""
-    if held.strides == _row_major(held.shape) or 0 in held.shape:
-        return [Nest(local.x + held.storage_offset, local.y, local.loops)]
-    if any(stride <= 0 for n, stride in zip(held.shape, held.strides, strict=True) if n > 1):
-        raise CorruptError(
-            f"{name}: rank {held.rank} stored an expanded view, whose elements share their bytes",
-            tensor=name,
-            rank=held.rank,
-            file=held.file,
-            got=f"strides {list(held.strides)}",
-            want="strides of at least 1",
-            next_step="write the tensor with .contiguous()",
-        )
-    storage = Nest(
-        held.storage_offset,
-        0,
-        tuple(
-            (n, stride, row) for n, stride, row in zip(held.shape, held.strides, _row_major(held.shape), strict=True)
-        ),
-    )
-    return intersect(storage, local)

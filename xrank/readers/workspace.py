@@ -18,7 +18,8 @@ from xrank.layout.nest_table import int_array
 from xrank.plan.planner import ranks_text
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.placement import HeldTensor, place
+from xrank.readers.held_tensor import HeldTensor
+from xrank.readers.placement import place
 from xrank.readers.rank_states import RankState, check_run, read_rank_state, run_text
 
 __all__ = ["WorkspaceReader", "survey_ranks"]

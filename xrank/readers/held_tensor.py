@@ -1,0 +1,109 @@
+"""One rank's part of a tensor, as it lies in a record, and the table of pieces that such parts make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xrank.errors import CorruptError
+from xrank.layout import DeviceMesh
+from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nests import Nest, canonical, intersect
+from xrank.plan.source import StoredShard
+
+__all__ = ["HeldTensor", "pieces_of", "row_slice", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """One rank's part of a tensor, as it lies in a record."""
+
+    rank: int
+    file: str
+    record: int
+    dtype: str
+    shape: tuple[int, ...]
+    """Local shape."""
+    strides: tuple[int, ...]
+    """Of the storage, in elements."""
+    storage_offset: int
+    """First element, counted from the record's first byte."""
+    layout: str | None = None
+    mesh: DeviceMesh | None = None
+    global_shape: tuple[int, ...] | None = None
+
+
+def whole(shape: tuple[int, ...]) -> tuple[Nest, ...]:
+    """Return the nest of a whole tensor, of the same shape on both sides."""
+    return row_slice(shape, 0, 0, shape[0]) if shape else (Nest(0, 0),)
+
+
+def row_slice(shape: tuple[int, ...], dim: int, start: int, length: int) -> tuple[Nest, ...]:
+    """Return the nest of rows [start, start + length) of one dim."""
+    local = tuple(length if d == dim else n for d, n in enumerate(shape))
+    if 0 in local:
+        return ()
+    strides = _row_major(shape)
+    loops = tuple((n, xs, ys) for n, xs, ys in zip(local, _row_major(local), strides, strict=True))
+    return (canonical(Nest(0, start * strides[dim], loops)),)
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    return tuple(strides)
+
+
+def pieces_of(
+    name: str, held: Sequence[HeldTensor], shape: tuple[int, ...], nests: Sequence[Sequence[Nest]]
+) -> StoredShard:
+    """Return the table of all pieces; a nest of local addresses becomes one of the record's addresses.
+
+    Args:
+        name: the tensor's name.
+        held: what ranks hold of it.
+        shape: global shape.
+        nests: for each of `held`, from its local row-major addresses to the global ones.
+
+    Raises:
+        CorruptError: elements of a stored view share their bytes.
+    """
+    rows = [
+        (h, nest)
+        for h, local_nests in zip(held, nests, strict=True)
+        for local in local_nests
+        for nest in _from_storage(name, h, local)
+    ]
+    return StoredShard(
+        name,
+        held[0].dtype,
+        tuple(shape),
+        int_array(h.rank for h, _ in rows),
+        int_array(h.record for h, _ in rows),
+        NestTable.of([nest for _, nest in rows]),
+    )
+
+
+def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:
+    """Turn local row-major addresses into addresses of the storage the tensor is a view of."""
+    if held.strides == _row_major(held.shape) or 0 in held.shape:
+        return [Nest(local.x + held.storage_offset, local.y, local.loops)]
+    if any(stride <= 0 for n, stride in zip(held.shape, held.strides, strict=True) if n > 1):
+        raise CorruptError(
+            f"{name}: rank {held.rank} stored an expanded view, whose elements share their bytes",
+            tensor=name,
+            rank=held.rank,
+            file=held.file,
+            got=f"strides {list(held.strides)}",
+            want="strides of at least 1",
+            next_step="write the tensor with .contiguous()",
+        )
+    storage = Nest(
+        held.storage_offset,
+        0,
+        tuple(
+            (n, stride, row) for n, stride, row in zip(held.shape, held.strides, _row_major(held.shape), strict=True)
+        ),
+    )
+    return intersect(storage, local)
