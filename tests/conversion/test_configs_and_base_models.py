@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tests.cli.bench import Bench, refusal, run
 from tests.conversion.made_workspaces import CONFIG, assert_holds, leave, made_model, model_in, rewrite
+from xrank.conversion.verify import verify_model
 
 
 def base_model(bench: Bench, model: dict[str, torch.Tensor] | None = None, config: Any = None) -> tuple[str, Path]:
@@ -214,6 +215,12 @@ def test_tied_and_equal(bench: Bench, head: str, config: dict[str, Any]) -> None
     assert report["output"]["tied"] == [["model.embed_tokens.weight", "lm_head.weight"]]
     manifest = json.loads((bench.out / "xrank_manifest.json").read_text())
     assert manifest["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    # The head that was not written is the embedding: nothing of the workspace is missing from the model.
+    for one, two in ((bench.workspace, bench.out), (bench.out, bench.workspace)):
+        assert verify_model(one, against=two).ok
+    leave(bench.workspace, {**model, "lm_head.weight": model["lm_head.weight"] + 1}, layouts=TIED, config=config)
+    differs = verify_model(bench.workspace, against=bench.out)
+    assert differs.exit_code == 4 and differs.error is not None and differs.error["tensor"] == "lm_head.weight"
 
 
 @pytest.mark.parametrize("options", [[], ["--replicas", "pick"]], ids=["verify", "pick"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import xxhash
@@ -166,6 +167,17 @@ def _read(path: str) -> StoredModel:
     return reader.read(place, Hints(needs_config=False))
 
 
+def _with_tied(model: StoredModel) -> StoredModel:
+    """Return a gathered model with the names that its manifest says were tied and not written."""
+    manifest = os.path.join(model.path, MANIFEST_NAME)
+    if not os.path.exists(manifest):
+        return model
+    shards = {shard.name: shard for shard in model.shards}
+    tied = read_manifest(manifest)["tied"]
+    aliases = [replace(shards[target], name=name) for name, target in tied.items() if target in shards]
+    return replace(model, shards=(*model.shards, *(alias for alias in aliases if alias.name not in shards)))
+
+
 def _prove(path: str, budget: Budget) -> dict[str, Any]:
     """Prove a checkpoint as a gather would, and let go of the bytes."""
     model = _read(path)
@@ -190,7 +202,7 @@ def _prove(path: str, budget: Budget) -> dict[str, Any]:
 
 def _compare(path: str, other_path: str, budget: Budget) -> dict[str, Any]:
     """Compare the tensors of two models or checkpoints value by value: the other's pieces count as replicas."""
-    ours, theirs = (_read(p) for p in (path, other_path))
+    ours, theirs = (_with_tied(_read(p)) for p in (path, other_path))
     mine, others = ({shard.name: shard for shard in model.shards} for model in (ours, theirs))
     for name in sorted(set(mine) ^ set(others)):
         raise ContradictionError(
