@@ -1,0 +1,1 @@
+"""Live gathers: tensors, configs and whole models from the memory of many ranks."""

@@ -1,0 +1,143 @@
+"""Sessions: the circles that this process has joined, kept between gathers and given up after a failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from xrank import environment
+from xrank.errors import UsageError
+from xrank.gather.exchange import Exchange
+from xrank.gather.tree import pack, unpack
+from xrank.ranks.deadline import Deadline
+from xrank.ranks.rendezvous import meet
+from xrank.ranks.store import find_store
+
+__all__ = ["gathered"]
+
+
+class _Session:
+    """The gathers of one list of ranks over one group's store."""
+
+    def __init__(self) -> None:
+        self.exchange: Exchange | None = None
+        self.num_meetings = 0
+        self.pid = os.getpid()
+
+
+_sessions: WeakKeyDictionary[Any, dict[tuple[int, ...], _Session]] = WeakKeyDictionary()
+"""By process group: when one is destroyed, its sessions go with it."""
+
+
+class _NoGroup:
+    """Stands for the world where torch.distributed is not initialised."""
+
+
+_NO_GROUP = _NoGroup()
+
+
+@contextmanager
+def gathered(
+    function: str,
+    value: object,
+    ranks: Sequence[int],
+    group: Any,
+    *,
+    timeout_seconds: float,
+    early_exit: bool,
+    key: str | None,
+    check: Callable[[object], None] = lambda value: None,
+) -> Iterator[list[Any]]:
+    """Yield the values of all ranks, in their order, on the first of them; an empty list elsewhere.
+
+    Arguments and errors as `xrank.gather.parallel`; `check` raises for a value that the function does not take.
+    """
+    ranks = _checked_ranks(ranks)
+    rank = _own_rank()
+    if rank not in ranks:
+        yield []
+        return
+    deadline = Deadline(timeout_seconds)
+    if len(ranks) == 1:
+        check(value)
+        yield [_own(value)]
+        return
+    session = _session(group, ranks)
+    if session.exchange is None:
+        session.num_meetings += 1
+        name = f"meeting/{'.'.join(map(str, ranks))}/{session.num_meetings}"
+        session.exchange = Exchange(meet(ranks, rank, find_store(group, environment.environ()), name, deadline))
+    exchange = session.exchange
+    call = None
+    try:
+        call = exchange.begin(function, key, _place(), deadline)
+        check(value)  # here, so that the others hear of what it raises
+        parts: list[Any] = []
+        if rank == ranks[0]:
+            own = _own(value)
+            others = exchange.collect(call)
+            parts = [own, *(others[r] for r in ranks[1:])]
+        else:
+            exchange.send(call, value)
+        yield parts
+        exchange.finish(call, early_exit=early_exit)
+    except BaseException as error:
+        if call is not None:
+            exchange.fail(call, error)
+        # What the others do after a failure is not known: the next gather begins with a new meeting.
+        exchange.close()
+        session.exchange = None
+        raise
+
+
+def _checked_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+    checked = tuple(int(rank) for rank in ranks)
+    if not checked or len(set(checked)) != len(checked) or min(checked) < 0:
+        raise UsageError(
+            "the ranks of a gather must be different ranks",
+            got=str(list(ranks)),
+            want="each rank once, the one that gathers first",
+            next_step="take repeated ranks out of the list",
+        )
+    return checked
+
+
+def _own_rank() -> int:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    launch = environment.read_launch(environment.environ())
+    return 0 if launch is None else launch.rank
+
+
+def _own(value: object) -> Any:
+    """Return the first rank's own value as it yields it: new containers, its own memory."""
+    tree, tensors = pack(value)
+    return unpack(tree, [tensor.cpu() for tensor in tensors])
+
+
+def _session(group: Any, ranks: tuple[int, ...]) -> _Session:
+    distributed = sys.modules.get("torch.distributed")
+    if group is None and distributed is not None and distributed.is_initialized():
+        group = distributed.group.WORLD
+    sessions = _sessions.setdefault(_NO_GROUP if group is None else group, {})
+    session = sessions.get(ranks)
+    if session is None or session.pid != os.getpid():
+        # After a fork the links belong to the parent.
+        session = sessions[ranks] = _Session()
+    return session
+
+
+def _place() -> str:
+    """Return file and line of the user's call: the first frame outside this package and contextlib."""
+    frame = sys._getframe(1)
+    here = os.path.dirname(os.path.dirname(__file__))
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(here) or frame.f_code.co_filename.endswith("contextlib.py")
+    ):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,1 @@
+"""How ranks find each other, wait, notice death, and pass on failure. Nothing else in xrank waits."""

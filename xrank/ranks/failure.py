@@ -1,0 +1,61 @@
+"""The failure record: what a rank that fails leaves for all others, so that each can name it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+
+from xrank.errors import RankFailedError, XrankError
+
+__all__ = ["MAX_NBYTES", "FailureRecord"]
+
+MAX_NBYTES = 3072
+"""Of a record as text; a longer cause is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRecord:
+    """Who failed, where, and why."""
+
+    rank: int
+    host: str
+    pid: int
+    cause: str
+    """The exception's type and message; or what was seen of the rank's end."""
+    call: str
+    """The call it failed in, with its place in the user's code."""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, call: str) -> FailureRecord:
+        """Return the record of an exception on this rank."""
+        cause = f"{type(error).__name__}: {error}"
+        if isinstance(error, XrankError):
+            cause += "".join(f"; {word} {part}" for word, part in (("got", error.got), ("want", error.want)) if part)
+        return cls(rank, socket.gethostname(), os.getpid(), cause, call)
+
+    def to_bytes(self) -> bytes:
+        """Return the record as JSON of at most `MAX_NBYTES`."""
+        text = json.dumps(asdict(self)).encode()
+        if len(text) > MAX_NBYTES:
+            # Escapes make a character up to 12 bytes long, so a cause of this length always fits.
+            short = {**asdict(self), "cause": self.cause[:100] + " ...", "call": self.call[:50]}
+            text = json.dumps(short).encode()
+        return text
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> FailureRecord:
+        """Return the record that `to_bytes` gave."""
+        return cls(**json.loads(content))
+
+    def to_error(self) -> RankFailedError:
+        """Return the error that every other rank raises."""
+        return RankFailedError(
+            f"rank {self.rank} failed: {self.cause}",
+            rank=self.rank,
+            host=self.host,
+            cause=self.cause,
+            got=f"{self.cause}, in {self.call}, on host {self.host}, pid {self.pid}",
+            next_step=f"look at rank {self.rank}'s own error first; the others only follow it",
+        )

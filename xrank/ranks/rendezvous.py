@@ -1,0 +1,213 @@
+"""The rendezvous: ranks of one host find each other through the store, once, and become a circle.
+
+The first rank listens on a socket whose name no one can guess and no file holds (unix(7): abstract), and puts the name
+into the store. The others connect: that they can is the proof of one host, whatever the hosts are called.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from time import sleep
+
+from xrank.errors import RankFailedError, RankTimeoutError, UsageError
+from xrank.ranks.board import Board
+from xrank.ranks.circle import Circle, Peer
+from xrank.ranks.deadline import Deadline
+from xrank.ranks.failure import FailureRecord
+from xrank.ranks.link import Link
+from xrank.ranks.store import Store
+
+__all__ = ["meet"]
+
+_TICK_SECONDS = 0.02
+_HELLO_SECONDS = 5.0
+
+
+def meet(ranks: Sequence[int], rank: int, store: Store, name: str, deadline: Deadline) -> Circle:
+    """Return the circle of these ranks; every one of them must call it, with the same name, once.
+
+    Args:
+        ranks: the first rank first.
+        rank: this one, among them.
+        store: seen by all.
+        name: of this meeting; never used twice.
+        deadline: until which all must have come.
+
+    Raises:
+        RankTimeoutError: ranks did not come; `waiting_for` has them.
+        RankFailedError: a rank could not join, or failed meanwhile.
+        UsageError: this rank shares no memory with the first.
+    """
+    if rank == ranks[0]:
+        return _Host(ranks, store, name, deadline).meet()
+    return _join(ranks, rank, store, name, deadline)
+
+
+def _self_description(rank: int) -> dict[str, object]:
+    # Process numbers mean the same only within one namespace of them (pid_namespaces(7)).
+    space = os.stat("/proc/self/ns/pid").st_ino
+    return {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "space": space}
+
+
+class _Host:
+    """The first rank's side."""
+
+    def __init__(self, ranks: Sequence[int], store: Store, name: str, deadline: Deadline) -> None:
+        self.ranks, self.store, self.name, self.deadline = tuple(ranks), store, name, deadline
+        self.nonce = secrets.token_hex(16)
+        self.links: dict[int, Link] = {}
+        self.described: dict[int, dict[str, object]] = {ranks[0]: _self_description(ranks[0])}
+
+    def meet(self) -> Circle:
+        with ExitStack() as undo:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            undo.callback(listener.close)
+            address = f"xrank-{secrets.token_hex(16)}"
+            listener.bind(f"\0{address}")
+            listener.listen(len(self.ranks))
+            me = self.described[self.ranks[0]]
+            self.store.put(self.name, json.dumps({**me, "address": address, "nonce": self.nonce}))
+            undo.callback(self._close_links)
+            while len(self.links) < len(self.ranks) - 1:
+                self._check_joining()
+                if select.select([listener], [], [], min(_TICK_SECONDS, self.deadline.remaining_seconds))[0]:
+                    self._welcome(listener.accept()[0])
+                elif self.deadline.has_passed:
+                    raise self._timeout()
+            board = Board.create(len(self.ranks))
+            undo.callback(os.close, board)
+            for link in self.links.values():
+                # One message for each rank: the roster of a large circle would not fit in one.
+                for described in self.described.values():
+                    link.send(described)
+                link.send({"board": len(self.ranks)}, (board,))
+            circle = _circle(self.ranks, self.ranks[0], Board(board, len(self.ranks)), self.links, self.described)
+            undo.pop_all()
+            os.close(board)
+            listener.close()
+            return circle
+
+    def _close_links(self) -> None:
+        for link in self.links.values():
+            link.close()
+
+    def _check_joining(self) -> None:
+        for rank in self.ranks[1:]:
+            if rank not in self.links and (failed := self.store.peek(f"{self.name}/{rank}")) is not None:
+                raise FailureRecord.from_bytes(failed.encode()).to_error()
+
+    def _welcome(self, sock: socket.socket) -> None:
+        sock.settimeout(_HELLO_SECONDS)
+        link = Link(sock)
+        sock.settimeout(_HELLO_SECONDS)
+        try:
+            received = link.receive()
+        except OSError:
+            received = None
+        message = received[0] if received is not None else {}
+        rank = message.get("rank")
+        if message.get("nonce") != self.nonce or link.peer_uid() != os.getuid() or rank not in self.ranks[1:]:
+            link.close()  # a stranger: whoever it is, it is none of ours
+            return
+        assert isinstance(rank, int)
+        sock.settimeout(None)
+        self.links[rank] = link
+        self.described[rank] = {key: message[key] for key in ("rank", "host", "pid", "space")}
+
+    def _timeout(self) -> RankTimeoutError:
+        absent = tuple(rank for rank in self.ranks[1:] if rank not in self.links)
+        return RankTimeoutError(
+            f"ranks {list(absent)} did not come to the first gather within {self.deadline.timeout_seconds:g} s",
+            rank=absent[0],
+            waiting_for=absent,
+            got=f"ranks {[self.ranks[0], *sorted(self.links)]} came",
+            want=f"all of ranks {list(self.ranks)}",
+            next_step="every rank in `ranks` must make the call; raise timeout_seconds if they are slow",
+        )
+
+
+def _join(ranks: Sequence[int], rank: int, store: Store, name: str, deadline: Deadline) -> Circle:
+    me = _self_description(rank)
+    while (text := store.peek(name)) is None:
+        if deadline.has_passed:
+            raise RankTimeoutError(
+                f"rank {ranks[0]} did not come to the first gather within {deadline.timeout_seconds:g} s",
+                rank=ranks[0],
+                waiting_for=(ranks[0],),
+                want=f"all of ranks {list(ranks)}",
+                next_step="every rank in `ranks` must make the call; raise timeout_seconds if they are slow",
+            )
+        sleep(min(_TICK_SECONDS, deadline.remaining_seconds))
+    host = json.loads(text)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        sock.connect(f"\0{host['address']}")
+    except (ConnectionRefusedError, FileNotFoundError):
+        sock.close()
+        raise _tell(store, f"{name}/{rank}", rank, ranks[0], str(host["host"]), str(me["host"])) from None
+    link = Link(sock)
+    try:
+        link.send({**me, "nonce": host["nonce"]})
+        described: dict[int, dict[str, object]] = {}
+        while True:
+            if not select.select([link.fileno()], [], [], deadline.remaining_seconds + _HELLO_SECONDS)[0]:
+                raise RankTimeoutError(
+                    f"rank {ranks[0]} did not answer at the first gather",
+                    rank=ranks[0],
+                    waiting_for=(ranks[0],),
+                    next_step=f"look at rank {ranks[0]}'s own error first",
+                )
+            received = link.receive()
+            if received is None:
+                raise RankFailedError(
+                    f"rank {ranks[0]} ended the first gather before all had come",
+                    rank=ranks[0],
+                    host=str(host["host"]),
+                    cause="it failed, or waited in vain for another rank",
+                    next_step=f"look at rank {ranks[0]}'s own error first",
+                )
+            message, descriptors = received
+            if descriptors:
+                with suppress(OSError):
+                    board = Board(descriptors[0], len(ranks))
+                os.close(descriptors[0])
+                return _circle(ranks, rank, board, {ranks[0]: link}, described)
+            described[int(message["rank"])] = message
+    except BaseException:
+        link.close()
+        raise
+
+
+def _tell(store: Store, name: str, rank: int, first: int, first_host: str, host: str) -> UsageError:
+    """Return the error of a rank that shares no memory with the first, after telling the first."""
+    error = UsageError(
+        f"rank {rank} on host {host} shares no memory with rank {first} on host {first_host}",
+        rank=rank,
+        host=host,
+        got=f"hosts {first_host} and {host}",
+        want="ranks of one host",
+        next_step="give workspace_path, a directory that both hosts mount",
+    )
+    store.put(name, FailureRecord.of(error, rank, "the first gather").to_bytes().decode())
+    return error
+
+
+def _circle(
+    ranks: Sequence[int], rank: int, board: Board, links: dict[int, Link], described: dict[int, dict[str, object]]
+) -> Circle:
+    space = _self_description(rank)["space"]
+    peers, lives = {}, {}
+    for r, d in described.items():
+        if r == rank:
+            continue
+        peers[r] = Peer(r, str(d["host"]), int(str(d["pid"])))
+        if d["space"] == space:
+            with suppress(OSError):
+                lives[r] = os.pidfd_open(peers[r].pid)
+    return Circle(ranks, rank, board, links, peers, lives)
