@@ -156,8 +156,8 @@ def test_all_is_what_can_be_had():
         assert getattr(xrank, name) is getattr(importlib.import_module(home), name)
         assert name in importlib.import_module(home).__all__
         assert name in dir(xrank)
-    with pytest.raises(AttributeError, match="no attribute 'gather'"):
-        xrank.gather  # noqa: B018  the look-up is what raises
+    with pytest.raises(AttributeError, match="no attribute 'merge'"):
+        xrank.merge  # noqa: B018  the look-up is what raises
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "xrank.__main__"])

@@ -11,15 +11,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from xrank.conversion.gather import gather_checkpoint
     from xrank.conversion.verify import verify_model
+    from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
     from xrank.workspace.nfs import NFSWorkspace
 
 __version__ = "0.1.0"
 
-__all__ = ["NFSWorkspace", "__version__", "gather_checkpoint", "verify_model"]
+__all__ = [
+    "NFSWorkspace",
+    "__version__",
+    "gather_checkpoint",
+    "get_configs_parallel",
+    "get_tensors_parallel",
+    "verify_model",
+]
 
 _HOMES = {
     "NFSWorkspace": "xrank.workspace.nfs",
     "gather_checkpoint": "xrank.conversion.gather",
+    "get_configs_parallel": "xrank.gather.parallel",
+    "get_tensors_parallel": "xrank.gather.parallel",
     "verify_model": "xrank.conversion.verify",
 }
 
