@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 
 import xrank
+from xrank.cli.clean import clean_command
 from xrank.cli.command import Output, say
 from xrank.cli.gather import gather
 from xrank.cli.inspect import inspect
@@ -25,7 +26,7 @@ def cli() -> None:
     """Gather models that distributed training left on many ranks into one Hugging Face folder, proven exact."""
 
 
-for _command in (gather, inspect, verify_command):
+for _command in (gather, inspect, verify_command, clean_command):
     cli.add_command(_command)
 
 

@@ -8,7 +8,7 @@ import socket
 from xrank.plan.report import Report
 from xrank.writers.journal import Journal, read_journal
 
-__all__ = ["inspect_stage"]
+__all__ = ["inspect_stage", "owner_state"]
 
 
 def inspect_stage(path: str) -> Report | None:
@@ -30,7 +30,7 @@ def inspect_stage(path: str) -> Report | None:
                 "begun_nbytes": total,
                 "host": journal.host,
                 "pid": journal.pid,
-                "owner": _owner(journal),
+                "owner": owner_state(journal),
             },
             "problems": [],
             "tensors": [],
@@ -39,7 +39,7 @@ def inspect_stage(path: str) -> Report | None:
     )
 
 
-def _owner(journal: Journal) -> str:
+def owner_state(journal: Journal) -> str:
     """Return ``alive``, ``gone``, or ``unknown`` for an owner on another host."""
     if journal.host != socket.gethostname():
         return "unknown"

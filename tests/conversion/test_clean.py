@@ -1,0 +1,88 @@
+"""What `clean` removes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.bench import refusal, run
+from xrank.conversion.clean import clean
+from xrank.writers.journal import JOURNAL_NAME, journal_text
+from xrank.writers.output_lock import hold_lock
+from xrank.writers.output_place import OutputPlace
+
+
+def stage(folder: Path, *, pid: int, host: str | None = None, age_seconds: float = 0, name: str = "model") -> Path:
+    """Leave a stage as a gather of that process would."""
+    path = Path(OutputPlace.of(folder / name).new_stage())
+    path.mkdir()
+    (path / "model.safetensors.part").write_bytes(bytes(1000))
+    (path / JOURNAL_NAME).write_bytes(journal_text("plan", host or socket.gethostname(), pid))
+    for entry in (*path.iterdir(), path):
+        os.utime(entry, (time.time() - age_seconds,) * 2)
+    return path
+
+
+def dead_pid() -> int:
+    """Return the number of a process that has ended."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def test_a_dead_gathers_stage_goes_and_nothing_else(tmp_path: Path) -> None:
+    gone, alive = stage(tmp_path, pid=dead_pid()), stage(tmp_path, pid=os.getpid(), name="other")
+    bystanders = [tmp_path / ".model.xrank-notes", tmp_path / "model", tmp_path / ".xrank-0123456789abcdef"]
+    for path in bystanders:
+        path.mkdir()
+    report = clean([tmp_path])
+    assert not gone.exists() and alive.exists() and all(path.exists() for path in bystanders)
+    assert report.details["num_removed"] == 1 and report.details["removed_nbytes"] > 1000
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(p.name for p in (alive, *bystanders))
+
+
+@pytest.mark.parametrize(("age_seconds", "removed"), [(60, False), (4000, True)])
+def test_a_stage_of_another_host_goes_when_it_is_old(tmp_path: Path, age_seconds: float, removed: bool) -> None:
+    path = stage(tmp_path, pid=1, host="elsewhere", age_seconds=age_seconds)
+    clean([tmp_path])
+    assert path.exists() is not removed
+
+
+def test_a_stage_whose_lock_is_held_stays(tmp_path: Path) -> None:
+    path = stage(tmp_path, pid=dead_pid())
+    place = OutputPlace.of(tmp_path / "model")
+    with hold_lock(place.lock_path, place.path, owner=str):
+        report = clean([tmp_path])
+    assert path.exists() and report.details["stages"][0]["why"] == "its gather is running"
+
+
+def test_the_output_itself_may_be_named_and_dry_run_removes_nothing(tmp_path: Path) -> None:
+    path = stage(tmp_path, pid=dead_pid())
+    (tmp_path / "model").mkdir()
+    ended = run("clean", "--dry-run", "--json", tmp_path / "model")
+    shown = json.loads(ended.stdout)
+    assert ended.exit_code == 0 and shown["num_removed"] == 1 and path.exists()
+    assert "would go" in run("clean", "--dry-run", tmp_path).stdout
+    ended = run("clean", tmp_path / "model")
+    assert "removed  1 stage" in ended.stdout and not path.exists()
+
+
+def test_an_interrupted_replacement_is_finished(tmp_path: Path) -> None:
+    place = OutputPlace.of(tmp_path / "model")
+    old = Path(f"{place.new_stage()}-old")
+    old.mkdir()
+    (old / "config.json").write_text("{}")
+    clean([tmp_path])
+    assert (tmp_path / "model" / "config.json").exists() and not old.exists()
+
+
+def test_what_is_no_folder_is_refused_and_no_path_is_nothing_to_do(tmp_path: Path) -> None:
+    refusal(run("clean", tmp_path / "nowhere", "--json"), "UsageError", says=["is no folder"])
+    assert run("clean").exit_code == 0

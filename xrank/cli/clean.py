@@ -1,0 +1,29 @@
+"""``xrank clean``: removes what dead gathers left."""
+
+from __future__ import annotations
+
+import click
+
+from xrank.cli.command import Output, reporting
+from xrank.cli.text import plural, size_text
+
+__all__ = ["clean_command"]
+
+
+@click.command("clean")
+@click.argument("paths", nargs=-1, metavar="[PATH]...", type=click.Path())
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@reporting
+def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None:
+    """Remove abandoned stages in the folders PATH. Shared memory needs none: xrank's ends with its last process."""
+    from xrank.conversion.clean import clean
+
+    report = clean(paths, dry_run=dry_run)
+    details = report.details
+    verb = "would go" if dry_run else "removed"
+    rows = [
+        (verb if row["removed"] else "kept", f"{row['path']}: {size_text(row['nbytes'])}; {row['why']}")
+        for row in details["stages"]
+    ]
+    total = f"{plural(details['num_removed'], 'stage')}, {size_text(details['removed_nbytes'])}"
+    output.report(report, [*rows, (verb, total)])

@@ -1,0 +1,111 @@
+"""Clean: removes the stages that dead gathers of this user left and nobody went on with."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from xrank.conversion.process import peak_rss_nbytes
+from xrank.conversion.stage_inspection import owner_state
+from xrank.errors import OutputExistsError, UsageError
+from xrank.plan.report import Report
+from xrank.writers.abandoned import clear, owner_text, roll_forward
+from xrank.writers.journal import read_journal
+from xrank.writers.output_lock import hold_lock
+from xrank.writers.output_place import OutputPlace
+
+__all__ = ["clean"]
+
+_STAGE = re.compile(r"\.(.+)\.xrank-[0-9a-f]{16}(-old)?")
+_ABANDONED_SECONDS = 3600
+"""After this long without a change, a stage whose owner can't be asked (another host's) counts as abandoned."""
+
+
+def clean(
+    paths: Sequence[str | os.PathLike[str]], *, dry_run: bool = False, now: Callable[[], float] = time.time
+) -> Report:
+    """Remove abandoned stages in and of these folders; finish a replacement that a kill interrupted.
+
+    A stage is abandoned when its gather's lock is free and its process is gone, or, for one of another host, when
+    nothing in it has changed for an hour. Stages of other users, and whatever is still in use, are left alone. Shared
+    memory needs no cleaning: xrank's has no name and ends with its last process.
+
+    Args:
+        paths: folders that hold outputs, or outputs themselves.
+        dry_run: only say what would be removed.
+        now: the time in seconds, to compare with the files'.
+
+    Raises:
+        UsageError: a path is no folder.
+    """
+    started = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        if not os.path.isdir(path):
+            raise UsageError(f"{os.fspath(path)} is no folder", file=os.fspath(path), next_step="check the path")
+        for place in _places(os.fspath(path)):
+            rows += _clean_place(place, dry_run, now())
+    removed = [row for row in rows if row["removed"]]
+    return Report(
+        command="clean",
+        seconds=time.monotonic() - started,
+        peak_rss_nbytes=peak_rss_nbytes(),
+        details={
+            "stages": rows,
+            "num_removed": len(removed),
+            "removed_nbytes": sum(row["nbytes"] for row in removed),
+            "dry_run": dry_run,
+        },
+    )
+
+
+def _places(path: str) -> Iterator[OutputPlace]:
+    """Yield the places of outputs that may have left something: those in a folder, and the folder itself as one."""
+    names = {match[1] for entry in os.listdir(path) if (match := _STAGE.fullmatch(entry)) is not None}
+    places = [OutputPlace.of(os.path.join(path, name)) for name in sorted(names)]
+    for place in [*places, OutputPlace.of(path)]:
+        if place.identifiers() or place.identifiers("-old"):
+            yield place
+
+
+def _clean_place(place: OutputPlace, dry_run: bool, now: float) -> list[dict[str, Any]]:
+    if dry_run:
+        return [_row(place, identifier, now) for identifier in place.identifiers()]
+    try:
+        with hold_lock(place.lock_path, place.path, owner=lambda: owner_text(place)):
+            rows = [_row(place, identifier, now) for identifier in place.identifiers()]
+            roll_forward(place)
+            for row in rows:
+                if row["removed"]:
+                    clear(place, row["path"])
+            return rows
+    except OutputExistsError:
+        return [{**_row(place, i, now), "removed": False, "why": "its gather is running"} for i in place.identifiers()]
+
+
+def _row(place: OutputPlace, identifier: str, now: float) -> dict[str, Any]:
+    path = place.stage(identifier)
+    journal = read_journal(path)
+    nbytes, changed = _size_and_change(path)
+    state = "unknown" if journal is None else owner_state(journal)
+    is_old = now - changed > _ABANDONED_SECONDS
+    removed = state == "gone" or (state == "unknown" and is_old)
+    why = {
+        "gone": f"its process {journal.pid if journal else ''} is gone",
+        "alive": f"its process {journal.pid if journal else ''} is running",
+        "unknown": "nothing has changed in it for an hour" if is_old else "its owner can't be asked, and it is recent",
+    }[state]
+    return {"path": path, "nbytes": nbytes, "removed": removed, "why": why}
+
+
+def _size_and_change(path: str) -> tuple[int, float]:
+    nbytes, changed = 0, os.lstat(path).st_mtime
+    for folder, _, names in os.walk(path):
+        for name in names:
+            status = os.lstat(os.path.join(folder, name))
+            nbytes += status.st_size
+            changed = max(changed, status.st_mtime)
+    return nbytes, changed
