@@ -197,13 +197,13 @@ def test_unknown_options_and_commands() -> None:
 
 def test_help_and_version() -> None:
     assert run("--version").stdout == f"xrank, version {xrank.__version__}\n"
-    for arguments in (["--help"], ["gather", "-h"], ["verify", "--help"], ["inspect", "--help"]):
+    for arguments in (["--help"], ["gather", "-h"], ["verify", "--help"], ["inspect", "--help"], ["clean", "--help"]):
         ended = run(*arguments)
         assert (ended.exit_code, ended.stderr) == (0, "")
         assert ended.stdout.startswith("Usage: xrank")
     ended = run()
     assert (ended.exit_code, ended.stdout) == (2, "")
-    assert "Commands:\n  gather " in ended.stderr
+    assert "Commands:\n" in ended.stderr and "\n  gather " in ended.stderr
 
 
 def test_every_option_of_gather_is_explained() -> None:

@@ -10,7 +10,7 @@ from xrank.cli.text import plural, size_text
 __all__ = ["clean_command"]
 
 
-@click.command("clean")
+@click.command("clean", short_help="Remove what dead gathers left.")
 @click.argument("paths", nargs=-1, metavar="[PATH]...", type=click.Path())
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @reporting

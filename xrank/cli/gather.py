@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["gather"]
 
 
-@click.command()
+@click.command(short_help="Make the Hugging Face folder.")
 @click.argument("source", metavar="[SRC]", required=False, type=click.Path())
 @click.option(
     "--workspace",

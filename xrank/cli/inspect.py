@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["inspect"]
 
 
-@click.command()
+@click.command(short_help="Say what lies at a path.")
 @click.argument("path", type=click.Path())
 @click.option("--layout", type=click.Path(), metavar="FILE", help="Layouts for a source that records none.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")

@@ -10,7 +10,7 @@ from xrank.cli.text import plural, size_text
 __all__ = ["verify_command"]
 
 
-@click.command("verify")
+@click.command("verify", short_help="Read every byte and compare.")
 @click.argument("path", type=click.Path())
 @click.option(
     "--against", type=click.Path(), metavar="PATH2", help="Compare with this model or checkpoint, value by value."
