@@ -12,15 +12,13 @@ import errno
 import os
 import re
 import secrets
-import socket
-import sys
 from collections.abc import Iterator, Mapping
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from xrank import environment
 from xrank.errors import NoSpaceError, UsageError
-from xrank.formats.rank_state import CONFIG, RECORD, WEIGHT, RankRecord, state_file_name
-from xrank.workspace.state_content import plain_config, state_content
+from xrank.formats.rank_state import state_file_name
+from xrank.workspace.identity import find_identity
+from xrank.workspace.state_archive import StateArchive, make_state_archive
 from xrank.workspace.state_file import read_run_id, read_state
 
 if TYPE_CHECKING:
@@ -29,9 +27,6 @@ if TYPE_CHECKING:
     from xrank.layout.layout_map import LayoutMap
 
 __all__ = ["NFSWorkspace"]
-
-_ALIGNMENT = 4096
-"""Of each record in the file: what O_DIRECT, reflinks and page-wise readers want."""
 
 
 class NFSWorkspace:
@@ -62,19 +57,7 @@ class NFSWorkspace:
         run_id: str | None = None,
     ) -> None:
         self._path = None if workspace_path is None else os.path.abspath(os.fspath(workspace_path))
-        launch = environment.read_launch(environment.environ())
-        found_rank, found_world_size = _group_place() or (launch and (launch.rank, launch.world_size)) or (0, 1)
-        self._rank = found_rank if rank is None else rank
-        self._world_size = found_world_size if world_size is None else world_size
-        if not 0 <= self._rank < self._world_size:
-            raise UsageError(
-                f"rank {self._rank} is not in a world of {self._world_size}",
-                rank=self._rank,
-                got=f"rank {self._rank} of {self._world_size}",
-                next_step="give both rank and world_size, or neither",
-            )
-        self._attempt = None if launch is None else launch.attempt
-        self._run_id = run_id or environment.read_run_id(environment.environ()) or _group_run_id()
+        self._identity = find_identity(rank, world_size, run_id)
         if self._path is not None:
             self._settle(self._path)
 
@@ -91,17 +74,17 @@ class NFSWorkspace:
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._rank
+        return self._identity.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._world_size
+        return self._identity.world_size
 
     @property
     def run_id(self) -> str | None:
         """What tells this run from others, where anything does."""
-        return self._run_id
+        return self._identity.run_id
 
     def write_configs_and_weights(
         self,
@@ -117,22 +100,7 @@ class NFSWorkspace:
         tensors are copied to the CPU first. A DTensor whose mesh this rank is not in is left out.
         """
         path = self._place()
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-            raise UsageError(f"step is {step!r}", got=repr(step), want="a number of 0 or more, or None")
-        config = plain_config(config_json)
-        content = state_content(weights, layouts, self._rank)
-        record = RankRecord(
-            run_id=self._run_id,
-            attempt=self._attempt,
-            step=step,
-            rank=self._rank,
-            world_size=self._world_size,
-            host=socket.gethostname(),
-            meshes=content.meshes,
-            tensors=content.tensors,
-        )
-        state = {CONFIG: config, WEIGHT: content.weights, RECORD: record.to_json()}
-        self._replace(path, state, content.nbytes)
+        self._replace(path, make_state_archive(self._identity, config_json, weights, layouts, step))
 
     def read_configs_and_weights_from_rank(
         self, target_rank: int
@@ -143,17 +111,9 @@ class NFSWorkspace:
         states say no run, and are read where this run has no id either.
         """
         path = self._place()
-        if isinstance(target_rank, bool) or not isinstance(target_rank, int):
-            raise UsageError(f"target_rank is {target_rank!r}", got=repr(target_rank), want="a rank")
-        if not 0 <= target_rank < self._world_size:
-            raise UsageError(
-                f"there is no rank {target_rank} in a world of {self._world_size}",
-                rank=target_rank,
-                got=str(target_rank),
-                want=f"a rank from 0 to {self._world_size - 1}",
-            )
+        self._identity.check_target(target_rank)
         file = os.path.join(path, state_file_name(target_rank))
-        state = read_state(file, target_rank, self._world_size, self._run_id)
+        state = read_state(file, target_rank, self.world_size, self.run_id)
         return (None, None) if state is None else state
 
     def _place(self) -> str:
@@ -173,23 +133,23 @@ class NFSWorkspace:
             os.makedirs(path, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise UsageError(f"{path} is no directory", file=path, got=str(error), want="a directory") from None
-        state = os.path.join(path, state_file_name(self._rank))
-        if self._run_id is None or read_run_id(state) != self._run_id:
+        state = os.path.join(path, state_file_name(self.rank))
+        if self.run_id is None or read_run_id(state) != self.run_id:
             _remove(state)
         # A listing may be old on a network file system; what it misses, a later start removes.
-        unfinished = re.compile(rf"\.rank_{self._rank}\..*\.part", re.DOTALL)
+        unfinished = re.compile(rf"\.rank_{self.rank}\..*\.part", re.DOTALL)
         for name in os.listdir(path):
             if unfinished.fullmatch(name):
                 _remove(os.path.join(path, name))
 
-    def _replace(self, path: str, state: dict[str, Any], nbytes: int) -> None:
+    def _replace(self, path: str, archive: StateArchive) -> None:
         """Write the state beside its place, then put it there in one step."""
-        run = re.sub(r"[^A-Za-z0-9_-]", "-", self._run_id or "norun")[:40]
-        part = os.path.join(path, f".rank_{self._rank}.{run}.{secrets.token_hex(8)}.part")
-        file = os.path.join(path, state_file_name(self._rank))
+        run = re.sub(r"[^A-Za-z0-9_-]", "-", self.run_id or "norun")[:40]
+        part = os.path.join(path, f".rank_{self.rank}.{run}.{secrets.token_hex(8)}.part")
+        file = os.path.join(path, state_file_name(self.rank))
         try:
-            with _no_space_named(path, file, self._rank, nbytes):
-                written = _write_archive(part, state)
+            with _no_space_named(path, file, self.rank, archive.nbytes):
+                written = _write_new(part, archive)
                 _rename(part, file, written)
                 _sync_directory(path)
         except BaseException:
@@ -198,79 +158,17 @@ class NFSWorkspace:
             raise
 
 
-def _group_place() -> tuple[int, int] | None:
-    """Return rank and world size of torch.distributed, or None where it is not initialised."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed.get_rank(), distributed.get_world_size()
-
-
-def _group_run_id() -> str | None:
-    """Return the id that the ranks of an initialised torch.distributed agree on, or None where there is none.
-
-    Whoever comes first to the store names the run: no collective, and nobody waits for anybody.
-    """
-    if _group_place() is None:
-        return None
-    from torch import distributed
-
-    try:
-        # torch's stubs do not know get_group_store (torch/csrc/distributed/c10d/init.cpp).
-        store: Any = distributed.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        return str(store.compare_set("xrank/run_id", "", secrets.token_hex(8)).decode())
-    except (RuntimeError, NotImplementedError):
-        return None  # a store that cannot compare, as a simulated group's
-
-
-def _write_archive(part: str, state: dict[str, Any]) -> os.stat_result:
-    """Write the state as a torch archive to a new file, synced, and return what the file then was."""
-    import torch
-    from torch.utils import serialization
-
-    config: Any = serialization.config  # a module that makes itself an object, which no stub says
+def _write_new(part: str, archive: StateArchive) -> os.stat_result:
+    """Write the state to a new file, synced, and return what the file then was."""
     # O_NOFOLLOW besides O_EXCL: some network file systems of old resolved links first.
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        sink = _Sink(fd)
-        try:
-            # The user's own settings must not take the checksums away. The patch holds for this thread only
-            # (torch/utils/_config_module.py: patch).
-            with config.patch({"save.storage_alignment": _ALIGNMENT, "save.compute_crc32": True}):
-                torch.save(state, cast(IO[bytes], sink))
-        except BaseException:
-            # torch's writer ends the archive while it unwinds, and buries the cause under its own RuntimeError.
-            if sink.error is not None:
-                raise sink.error from None
-            raise
+        archive.write(fd)
         os.fsync(fd)
         return os.fstat(fd)
     finally:
         # A close may be the first to hear that the server had no space (nfs(5)); it raises then.
         os.close(fd)
-
-
-class _Sink:
-    """A file as torch.save wants it; keeps the first error, and takes nothing after it."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self.error: OSError | None = None
-
-    def write(self, data: memoryview) -> int:
-        if self.error is not None:
-            raise self.error
-        done = 0
-        try:
-            while done < len(data):
-                done += os.write(self._fd, data[done:])
-        except OSError as error:
-            self.error = error
-            raise
-        return done
-
-    def flush(self) -> None:
-        """Do nothing: nothing is held back."""
 
 
 def _rename(part: str, file: str, written: os.stat_result) -> None:

@@ -203,6 +203,6 @@ def _corrupt(file: str, rank: int | None, got: str) -> CorruptError:
         rank=rank,
         file=file,
         got=got,
-        want="a state that NFSWorkspace wrote",
+        want="a state that a workspace wrote",
         next_step="let the rank write its state again",
     )
