@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from xrank.errors import UsageError
 
-__all__ = ["GroupStore", "Store", "find_store"]
+__all__ = ["GroupStore", "LocalStore", "Store", "find_store"]
 
 _PREFIX = "xrank/"
 
@@ -47,6 +47,25 @@ class GroupStore:
         """Forget a value; one that is not there is no error."""
         with suppress(RuntimeError, NotImplementedError):  # a store that keeps every value; no name is used twice
             self._store.delete_key(_PREFIX + name)
+
+
+class LocalStore:
+    """A `Store` inside one process: where that is the whole world, and for tests."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def put(self, name: str, value: str) -> None:
+        """Set a value that all who have this store then see."""
+        self._values[name] = value
+
+    def peek(self, name: str) -> str | None:
+        """Return the value, or None where there is none yet."""
+        return self._values.get(name)
+
+    def remove(self, name: str) -> None:
+        """Forget a value; one that is not there is no error."""
+        self._values.pop(name, None)
 
 
 def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:
