@@ -56,17 +56,18 @@ class Exchange:
         self._arenas: dict[int, Arena] = {}
         self._leased: dict[int, int | None] = {}  # call that is not done -> arena its message lies in
         self._attached: dict[tuple[int, int], AttachedArena] = {}
+        self._failure: FailureRecord | None = None
         self._early: dict[tuple[int, int], dict[str, Any]] = {}  # (rank, call) -> message that came before its turn
 
     def begin(self, function: str, key: str | None, place: str, deadline: Deadline) -> Call:
-        """Count a call and say that this rank has come to it.
+        """Count a call.
 
         Raises:
             RankFailedError: a rank failed in an earlier call, which this one had left early.
         """
         self._calls += 1
         self.circle.check(self._calls)
-        self.circle.arrive(self._calls)
+        self.circle.begin(self._calls)
         return Call(self._calls, function, key, place, deadline)
 
     # ---- the writers' side
@@ -100,6 +101,7 @@ class Exchange:
             "inline": inline,
         }
         self.circle.send(self.circle.first, message, call.number, descriptors)
+        self.circle.arrive(call.number)
 
     def _lease(self, call: Call, nbytes: int) -> tuple[int | None, tuple[int, ...]]:
         """Return the number of a free arena that is large enough, and its descriptor if the first rank lacks it."""
@@ -148,6 +150,7 @@ class Exchange:
                 continue
             values[rank] = self._value(call, rank, message)
             pending.discard(rank)
+        self.circle.arrive(call.number)
         return values
 
     def _attach(self, rank: int, message: dict[str, Any], descriptors: Sequence[int]) -> None:
@@ -181,8 +184,10 @@ class Exchange:
         """Leave a call together with all others; a writer may leave at once.
 
         Raises:
-            RankFailedError: another rank failed meanwhile.
+            RankFailedError: another rank failed meanwhile, or a gather inside this one's body.
         """
+        if self._failure is not None:
+            raise self._failure.to_error()
         if self.circle.rank == self.circle.first:
             self.circle.check(call.number)
             for rank in self.circle.ranks[1:]:
@@ -199,7 +204,12 @@ class Exchange:
         if isinstance(error, RankFailedError) and error.rank in self.circle.peers:
             peer = self.circle.peers[error.rank]
             record = FailureRecord(peer.rank, peer.host, peer.pid, error.cause or str(error), str(call))
-        self.circle.fail(record)
+        if self._failure is None:
+            self._failure = record
+            self.circle.fail(record)
+
+    def __del__(self) -> None:
+        self.close()  # the process group that it belonged to is gone
 
     def close(self) -> None:
         """Let go of everything."""

@@ -90,7 +90,8 @@ def gathered(
             exchange.fail(call, error)
         # What the others do after a failure is not known: the next gather begins with a new meeting.
         exchange.close()
-        session.exchange = None
+        if session.exchange is exchange:
+            session.exchange = None
         raise
 
 

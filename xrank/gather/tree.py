@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePath
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["pack", "unpack"]
 
+_MAX_DEPTH = 100
+"""Of a value: far more than configs have, far less than the interpreter's stack."""
+
 
 def pack(value: object, where: str = "the value") -> tuple[Any, list[torch.Tensor]]:
     """Return a JSON-able tree and the tensors it refers to by number.
@@ -28,11 +32,8 @@ def pack(value: object, where: str = "the value") -> tuple[Any, list[torch.Tenso
     Raises:
         UsageError: a part is of a kind that can't be sent; its place is named.
     """
-    packer = _Packer()
-    try:
-        return packer.pack(value, where), packer.tensors
-    except RecursionError:
-        raise UsageError(f"{where} contains itself, or is nested too deep", want="a tree") from None
+    packer = _Packer(where)
+    return packer.pack(value, where), packer.tensors
 
 
 def unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -40,28 +41,36 @@ def unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
     Raises:
         UsageError: it names a class that this process has not imported.
-        UnsafeError: it names something that is no class of data.
+        UnsafeError: it names something that is no class of data, or is no tree of `pack`.
     """
-    kind = tree[0] if isinstance(tree, list) else None
+    try:
+        return _unpack(tree, tensors)
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
+        raise UnsafeError("a message is no tree of xrank's", got=f"{type(error).__name__}: {error}"[:200]) from None
+
+
+def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    kind = tree[0]
     match kind:
-        case None:
-            return tree
         case "t":
             return tensors[tree[1]]
         case "l":
-            return [unpack(item, tensors) for item in tree[1]]
+            return [_unpack(item, tensors) for item in tree[1]]
         case "u":
-            return tuple(unpack(item, tensors) for item in tree[1])
+            return tuple(_unpack(item, tensors) for item in tree[1])
         case "d":
-            return {unpack(key, tensors): unpack(item, tensors) for key, item in tree[1]}
+            return {_unpack(key, tensors): _unpack(item, tensors) for key, item in tree[1]}
         case "y":
             import torch
 
-            return getattr(torch, tree[1])
+            if isinstance(dtype := vars(torch).get(tree[1]), torch.dtype):
+                return dtype
         case "p":
             return Path(tree[1])
         case "e":
-            return _find_class(tree[1], enum.Enum)[tree[2]]
+            return _find_class(tree[1], enum.Enum).__members__[tree[2]]
         case "c":
             return _make_dataclass(tree, tensors)
     raise UnsafeError(f"a message has a part of an unknown kind: {kind!r}")
@@ -70,17 +79,18 @@ def unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
 def _make_dataclass(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     kind = _find_class(tree[1], None)
     made = object.__new__(kind)
+    fields = {field.name for field in dataclasses.fields(kind)}
     # Not by calling the class: what was sent are the fields as they are, and no one's __post_init__ runs twice.
     for name, item in tree[2]:
-        object.__setattr__(made, name, unpack(item, tensors))
+        if name not in fields:
+            raise UnsafeError(f"{tree[1]} has no field {name}", got=str(name)[:100], want=", ".join(sorted(fields)))
+        object.__setattr__(made, name, _unpack(item, tensors))
     return made
 
 
 def _find_class(name: str, base: type | None) -> Any:
     module, _, qualified = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in qualified.split(".") if found is not None else ():
-        found = getattr(found, part, None)
+    found = _look_up(module, qualified)
     if found is None:
         raise UsageError(
             f"{qualified} of module {module} was sent, and this process does not have it",
@@ -96,10 +106,19 @@ def _find_class(name: str, base: type | None) -> Any:
     return found
 
 
+def _look_up(module: str, qualified: str) -> Any:
+    """Return what has this name in a module that is imported; None where there is no such thing."""
+    found: Any = sys.modules.get(module)
+    for part in qualified.split(".") if found is not None else ():
+        # Not getattr: modules that import their parts when asked for them would do so.
+        found = inspect.getattr_static(found, part, None)
+    return found
+
+
 def _name_of(kind: type, where: str) -> str:
-    if "<locals>" in kind.__qualname__:
+    if _look_up(kind.__module__, kind.__qualname__) is not kind:
         raise UsageError(
-            f"{where} is of a class defined inside a function, which no other process can find",
+            f"{where} is of a class that has no name in its module, so that no other process can find it",
             got=kind.__qualname__,
             want="a class of a module",
             next_step="move the class to the module's top level",
@@ -110,12 +129,24 @@ def _name_of(kind: type, where: str) -> str:
 class _Packer:
     """Collects tensors while it walks a value."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: str) -> None:
         self.tensors: list[torch.Tensor] = []
+        self._whole = whole
+        self._depth = 0
         self._numbers: dict[tuple[Any, ...], int] = {}
 
     def pack(self, value: Any, where: str) -> Any:
         """Return the tree of one part."""
+        if self._depth == _MAX_DEPTH:
+            raise UsageError(
+                f"{self._whole} contains itself, or is nested too deep", want=f"{_MAX_DEPTH} levels at most"
+            )
+        self._depth += 1
+        tree = self._pack(value, where)
+        self._depth -= 1
+        return tree
+
+    def _pack(self, value: Any, where: str) -> Any:
         if value is None or (isinstance(value, bool | int | float | str) and type(value) in (bool, int, float, str)):
             return value
         torch = sys.modules.get("torch")
@@ -123,9 +154,9 @@ class _Packer:
             return ["t", self._number(value, where)]
         if torch is not None and isinstance(value, torch.dtype):
             return ["y", str(value).removeprefix("torch.")]
-        if isinstance(value, enum.Enum):
+        if isinstance(value, enum.Enum) and value.name in type(value).__members__:  # not a combination of flags
             return ["e", _name_of(type(value), where), value.name]
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if dataclasses.is_dataclass(value) and type(value).__new__ is object.__new__:  # no class, no dict with fields
             fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
             return [
                 "c",
@@ -134,7 +165,7 @@ class _Packer:
             ]
         if isinstance(value, PurePath):
             return ["p", str(value)]
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not dataclasses.is_dataclass(value):
             items = [[self.pack(k, f"a key of {where}"), self.pack(v, f"{where}[{k!r}]")] for k, v in value.items()]
             return ["d", items]
         if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -151,11 +182,11 @@ class _Packer:
     def _number(self, tensor: torch.Tensor, where: str) -> int:
         import torch
 
-        module = sys.modules.get("torch.distributed.tensor")
-        if module is not None and isinstance(tensor, module.DTensor):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            kind = type(tensor).__qualname__
             raise UsageError(
-                f"{where} is a DTensor", got="DTensor", want="a plain tensor",
-                next_step="gather tensor.to_local(), or tensor.full_tensor()",
+                f"{where} is a {type(tensor).__module__}.{kind}", got=kind, want="a plain tensor or a Parameter",
+                next_step="gather the plain tensors that it is made of (of a DTensor, tensor.to_local())",
             )  # fmt: skip
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
             kind = "a meta tensor" if tensor.is_meta else f"of layout {tensor.layout}"

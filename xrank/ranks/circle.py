@@ -18,7 +18,7 @@ from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.ranks.board import Board
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
-from xrank.ranks.link import Link
+from xrank.ranks.link import Link, is_readable
 
 __all__ = ["Circle", "Peer"]
 
@@ -61,27 +61,36 @@ class Circle:
         self.ranks, self.rank, self.board, self.links, self.peers = tuple(ranks), rank, board, links, peers
         self._lives = lives
         self._position = {r: i for i, r in enumerate(self.ranks)}
+        self._last = 0
+        self._open: set[int] = set()  # calls begun and not left; nested ones end before those around them
 
     @property
     def first(self) -> int:
         """The rank that gathers."""
         return self.ranks[0]
 
+    def begin(self, call: int) -> None:
+        """Take part in a call, until `leave`."""
+        self._last = call
+        self._open.add(call)
+
     def arrive(self, call: int) -> None:
-        """Say that this rank has come to a call."""
+        """Say that this rank has done its part of a call: sent its message or, on the first rank, received all."""
         self.board.arrive(self._position[self.rank], call)
 
     def leave(self, call: int) -> None:
-        """Say that nobody needs this rank for a call any more."""
-        self.board.leave(self._position[self.rank], call)
+        """Say that nobody needs this rank any more for a call, and for those before it that it has left too."""
+        self._open.discard(call)
+        self.board.leave(self._position[self.rank], min(self._open, default=self._last + 1) - 1)
 
     def fail(self, record: FailureRecord) -> None:
         """Let all others know that this rank failed."""
         self.board.fail(self._position[self.rank], record)
 
     def absent(self, call: int) -> tuple[int, ...]:
-        """Return the ranks that have not come to a call yet."""
-        return tuple(r for r in self.ranks if self.board.arrived(self._position[r]) < call)
+        """Return the other ranks that have not come to a call yet; the first, which follows them, only by itself."""
+        absent = [r for r in self.ranks if r != self.rank and self.board.arrived(self._position[r]) < call]
+        return tuple(r for r in absent if r != self.first or len(absent) == 1)
 
     def check(self, call: int) -> None:
         """Raise if any other rank has failed, or died before it left the call.
@@ -113,12 +122,13 @@ class Circle:
 
     def has_message(self, rank: int) -> bool:
         """Say whether a message of a rank can be received without waiting."""
-        return bool(select.select([self.links[rank].fileno()], [], [], 0)[0])
+        return is_readable(self.links[rank].fileno())
 
     def receive(self, sources: set[int], call: int, deadline: Deadline) -> tuple[int, dict[str, Any], list[int]]:
         """Return the next message of any of these ranks: (rank, message, descriptors).
 
-        The deadline counts until all ranks have come to the call; from then on their lives are what is waited on.
+        The deadline counts until all ranks have come to the call; from then on their lives are what is waited on:
+        the first rank's body may take any time.
 
         Raises:
             RankFailedError: a rank failed or died.
@@ -165,7 +175,7 @@ class Circle:
         return self.board.left(self._position[rank]) >= call
 
     def _is_dead(self, rank: int, fd: int, call: int) -> bool:
-        return bool(select.select([fd], [], [], 0)[0]) and not self._has_left(rank, call)
+        return is_readable(fd) and not self._has_left(rank, call)
 
     def _death(self, rank: int) -> FailureRecord:
         peer = self.peers[rank]

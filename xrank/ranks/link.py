@@ -8,15 +8,23 @@ from __future__ import annotations
 import array
 import json
 import os
+import select
 import socket
 from typing import Any
 
 from xrank.errors import CorruptError
 
-__all__ = ["Link"]
+__all__ = ["Link", "is_readable"]
 
 _MAX_NBYTES = 65536
 _MAX_DESCRIPTORS = 16
+
+
+def is_readable(fd: int) -> bool:
+    """Say whether a descriptor can be read without waiting; a pidfd can when its process has ended."""
+    poller = select.poll()  # not select.select, which takes no descriptor above 1023
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 class Link:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from time import sleep
 
-from xrank.errors import RankFailedError, RankTimeoutError, UsageError
+from xrank.errors import CorruptError, RankFailedError, RankTimeoutError, UsageError
 from xrank.ranks.board import Board
 from xrank.ranks.circle import Circle, Peer
 from xrank.ranks.deadline import Deadline
@@ -26,7 +26,8 @@ from xrank.ranks.store import Store
 __all__ = ["meet"]
 
 _TICK_SECONDS = 0.02
-_HELLO_SECONDS = 5.0
+_GRACE_SECONDS = 2.0
+"""For the first rank, whose deadline may be a little later, to say which rank did not come."""
 
 
 def meet(ranks: Sequence[int], rank: int, store: Store, name: str, deadline: Deadline) -> Circle:
@@ -62,6 +63,7 @@ class _Host:
         self.ranks, self.store, self.name, self.deadline = tuple(ranks), store, name, deadline
         self.nonce = secrets.token_hex(16)
         self.links: dict[int, Link] = {}
+        self.guests: list[Link] = []  # connected, and nothing said yet
         self.described: dict[int, dict[str, object]] = {ranks[0]: _self_description(ranks[0])}
 
     def meet(self) -> Circle:
@@ -74,11 +76,18 @@ class _Host:
             me = self.described[self.ranks[0]]
             self.store.put(self.name, json.dumps({**me, "address": address, "nonce": self.nonce}))
             undo.callback(self._close_links)
+            undo.push(self._tell_late_ranks)
             while len(self.links) < len(self.ranks) - 1:
                 self._check_joining()
-                if select.select([listener], [], [], min(_TICK_SECONDS, self.deadline.remaining_seconds))[0]:
-                    self._welcome(listener.accept()[0])
-                elif self.deadline.has_passed:
+                for fd in self._wait(listener):
+                    joined = [rank for rank, link in self.links.items() if link.fileno() == fd]
+                    if joined:
+                        raise self._death(joined[0])
+                    if fd == listener.fileno():
+                        self._admit(listener.accept()[0])
+                    for guest in [guest for guest in self.guests if guest.fileno() == fd]:
+                        self._welcome(guest)
+                if self.deadline.has_passed:
                     raise self._timeout()
             board = Board.create(len(self.ranks))
             undo.callback(os.close, board)
@@ -91,32 +100,66 @@ class _Host:
             undo.pop_all()
             os.close(board)
             listener.close()
+            for guest in self.guests:
+                guest.close()
+            self.store.remove(self.name)
             return circle
 
+    def _wait(self, listener: socket.socket) -> list[int]:
+        """Return what there is to read after a moment: on a link of a rank that has joined, that is its end."""
+        poller = select.poll()
+        for fd in (listener.fileno(), *(link.fileno() for link in (*self.guests, *self.links.values()))):
+            poller.register(fd, select.POLLIN)
+        return [fd for fd, _ in poller.poll(1000 * min(_TICK_SECONDS, self.deadline.remaining_seconds))]
+
     def _close_links(self) -> None:
-        for link in self.links.values():
+        for link in (*self.links.values(), *self.guests):
             link.close()
+
+    def _tell_late_ranks(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Leave in the store why the meeting ended: ranks that come later find nobody on the socket."""
+        me = self.described[self.ranks[0]]
+        if isinstance(error, RankFailedError) and error.rank is not None:
+            pid = int(str(self.described.get(error.rank, {}).get("pid", 0)))
+            record = FailureRecord(error.rank, str(error.host), pid, str(error.cause), "the first gather")
+        elif error is not None:
+            record = FailureRecord.of(error, self.ranks[0], "the first gather")
+        else:
+            return
+        with suppress(Exception):  # the store may be what failed
+            self.store.put(self.name, json.dumps({**me, "ended": record.to_bytes().decode()}))
+
+    def _death(self, rank: int) -> RankFailedError:
+        pid, host = int(str(self.described[rank]["pid"])), str(self.described[rank]["host"])
+        return FailureRecord(
+            rank, host, pid, "it ended, or gave up, before all had come", "the first gather"
+        ).to_error()
 
     def _check_joining(self) -> None:
         for rank in self.ranks[1:]:
             if rank not in self.links and (failed := self.store.peek(f"{self.name}/{rank}")) is not None:
                 raise FailureRecord.from_bytes(failed.encode()).to_error()
 
-    def _welcome(self, sock: socket.socket) -> None:
-        sock.settimeout(_HELLO_SECONDS)
+    def _admit(self, sock: socket.socket) -> None:
         link = Link(sock)
-        sock.settimeout(_HELLO_SECONDS)
+        if link.peer_uid() == os.getuid():
+            self.guests.append(link)
+        else:
+            link.close()
+
+    def _welcome(self, link: Link) -> None:
+        self.guests.remove(link)
         try:
-            received = link.receive()
-        except OSError:
-            received = None
-        message = received[0] if received is not None else {}
+            message, descriptors = link.receive() or ({}, [])
+        except CorruptError:
+            message, descriptors = {}, []
+        for fd in descriptors:
+            os.close(fd)
         rank = message.get("rank")
-        if message.get("nonce") != self.nonce or link.peer_uid() != os.getuid() or rank not in self.ranks[1:]:
+        if message.get("nonce") != self.nonce or rank not in self.ranks[1:] or rank in self.links:
             link.close()  # a stranger: whoever it is, it is none of ours
             return
         assert isinstance(rank, int)
-        sock.settimeout(None)
         self.links[rank] = link
         self.described[rank] = {key: message[key] for key in ("rank", "host", "pid", "space")}
 
@@ -145,18 +188,22 @@ def _join(ranks: Sequence[int], rank: int, store: Store, name: str, deadline: De
             )
         sleep(min(_TICK_SECONDS, deadline.remaining_seconds))
     host = json.loads(text)
+    _raise_ended(store, name)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         sock.connect(f"\0{host['address']}")
     except (ConnectionRefusedError, FileNotFoundError):
         sock.close()
+        _raise_ended(store, name)
         raise _tell(store, f"{name}/{rank}", rank, ranks[0], str(host["host"]), str(me["host"])) from None
     link = Link(sock)
+    poller = select.poll()
+    poller.register(link.fileno(), select.POLLIN)
     try:
         link.send({**me, "nonce": host["nonce"]})
         described: dict[int, dict[str, object]] = {}
         while True:
-            if not select.select([link.fileno()], [], [], deadline.remaining_seconds + _HELLO_SECONDS)[0]:
+            if not poller.poll(1000 * (deadline.remaining_seconds + _GRACE_SECONDS)):
                 raise RankTimeoutError(
                     f"rank {ranks[0]} did not answer at the first gather",
                     rank=ranks[0],
@@ -165,6 +212,7 @@ def _join(ranks: Sequence[int], rank: int, store: Store, name: str, deadline: De
                 )
             received = link.receive()
             if received is None:
+                _raise_ended(store, name)
                 raise RankFailedError(
                     f"rank {ranks[0]} ended the first gather before all had come",
                     rank=ranks[0],
@@ -174,14 +222,22 @@ def _join(ranks: Sequence[int], rank: int, store: Store, name: str, deadline: De
                 )
             message, descriptors = received
             if descriptors:
-                with suppress(OSError):
+                try:
                     board = Board(descriptors[0], len(ranks))
-                os.close(descriptors[0])
+                finally:
+                    os.close(descriptors[0])
                 return _circle(ranks, rank, board, {ranks[0]: link}, described)
             described[int(message["rank"])] = message
     except BaseException:
         link.close()
         raise
+
+
+def _raise_ended(store: Store, name: str) -> None:
+    """Raise what the first rank said of a meeting that it ended."""
+    ended = json.loads(store.peek(name) or "{}").get("ended")
+    if ended is not None:
+        raise FailureRecord.from_bytes(ended.encode()).to_error()
 
 
 def _tell(store: Store, name: str, rank: int, first: int, first_host: str, host: str) -> UsageError:
