@@ -60,15 +60,18 @@ class Exchange:
         self._early: dict[tuple[int, int], dict[str, Any]] = {}  # (rank, call) -> message that came before its turn
 
     def begin(self, function: str, key: str | None, place: str, deadline: Deadline) -> Call:
-        """Count a call.
-
-        Raises:
-            RankFailedError: a rank failed in an earlier call, which this one had left early.
-        """
+        """Count a call."""
         self._calls += 1
-        self.circle.check(self._calls)
         self.circle.begin(self._calls)
         return Call(self._calls, function, key, place, deadline)
+
+    def check(self, call: Call) -> None:
+        """Raise if another rank has failed.
+
+        Raises:
+            RankFailedError: it may have been in an earlier call, which this rank had left early.
+        """
+        self.circle.check(call.number)
 
     # ---- the writers' side
 

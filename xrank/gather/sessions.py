@@ -72,9 +72,9 @@ def gathered(
         name = f"meeting/{'.'.join(map(str, ranks))}/{session.num_meetings}"
         session.exchange = Exchange(meet(ranks, rank, find_store(group, environment.environ()), name, deadline))
     exchange = session.exchange
-    call = None
+    call = exchange.begin(function, key, _place(), deadline)
     try:
-        call = exchange.begin(function, key, _place(), deadline)
+        exchange.check(call)
         check(value)  # here, so that the others hear of what it raises
         parts: list[Any] = []
         if rank == ranks[0]:
@@ -86,8 +86,7 @@ def gathered(
         yield parts
         exchange.finish(call, early_exit=early_exit)
     except BaseException as error:
-        if call is not None:
-            exchange.fail(call, error)
+        exchange.fail(call, error)
         # What the others do after a failure is not known: the next gather begins with a new meeting.
         exchange.close()
         if session.exchange is exchange:

@@ -1,0 +1,295 @@
+"""The defects that a known implementation of the same gathers shows, each as a test that ours passes.
+
+The numbers are those of the list in the design notes (live gathers, section 2). 1, 10 and 11 are about gathers through
+a directory, which are not there yet; 12 is about states in a directory, which tests/workspace covers.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import pytest
+import torch
+
+from xrank.errors import NoSpaceError, RankFailedError, UsageError
+from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
+
+
+class Norm(Enum):
+    LAYER = "layer"
+
+
+@dataclass
+class LayernormConfig:
+    weight: torch.Tensor | None = None
+    kind: Norm = Norm.LAYER
+
+
+@dataclass
+class EmbeddingConfig:
+    weight: torch.Tensor | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass
+class ModelConfig:
+    vocab_size: int = 0
+    embedding: EmbeddingConfig | None = None
+    layers: list[LayernormConfig] = field(default_factory=list)
+
+
+def counts() -> tuple[int, list[str]]:
+    return len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+
+
+@pytest.mark.ranks(2)
+def test_defect_2_a_foreign_segment_is_never_read(rank):
+    foreign = None
+    if rank == 0:
+        foreign = shared_memory.SharedMemory("rank_1", create=True, size=4096)
+        foreign.buf[:4] = b"evil"
+    try:
+        for i in range(3):
+            with get_tensors_parallel(torch.tensor([float(rank + i)]), [0, 1]) as parts:
+                if rank == 0:
+                    assert [t.item() for t in parts] == [i, 1.0 + i]
+    finally:
+        if foreign is not None:
+            foreign.close()
+            foreign.unlink()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stages", [(1, 2), (2, 1)])
+def test_defect_3_uneven_stages_are_an_error_on_both_sides(rank, stages):
+    with pytest.raises((ValueError, RankFailedError)) as raised:
+        for layer in range(stages[rank]):
+            with get_configs_parallel(LayernormConfig(), [0, 1], None, key=f"layer {layer}"):
+                pass
+        with get_configs_parallel(ModelConfig(), [0, 1], None, key="ln_f"):
+            pass
+    said = f"{raised.value} {raised.value.got} {getattr(raised.value, 'want', '')}"
+    assert "another gather" in said and "ln_f" in said and "layer 1" in said
+
+
+@pytest.mark.ranks(3)
+def test_defect_4_none_keeps_its_place(rank):
+    config = None if rank == 1 else ModelConfig(vocab_size=rank)
+    with get_configs_parallel(config, [0, 1, 2], None) as configs:
+        assert configs == ([ModelConfig(0), None, ModelConfig(2)] if rank == 0 else [])
+
+
+def test_defect_5_nothing_on_the_way_of_a_gather_is_unpickled():
+    # The pool's ranks get their tests by pickle, so this one looks at what the modules hold.
+    package = Path(sys.modules["xrank.gather.parallel"].__file__).parents[1]
+    modules = [*package.glob("gather/*.py"), *package.glob("ranks/*.py"), package / "workspace/arena.py"]
+    assert len(modules) > 10
+    for module in modules:
+        text = module.read_text()
+        for word in ("import pickle", "torch.load", "pickle.load", "eval(", "exec(", "import_module"):
+            assert word not in text, (module, word)
+
+
+@pytest.mark.ranks(2)
+def test_defect_5_no_environment_variable_makes_a_gather_unpickle(rank):
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    load, torch.load = torch.load, None
+    try:
+        with get_configs_parallel({"w": torch.ones(3)}, [0, 1], None) as configs:
+            assert rank == 1 or torch.equal(configs[1]["w"], torch.ones(3))
+    finally:
+        torch.load = load
+        del os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
+
+
+# 6, two jobs on one machine, and 7, the kill of a whole job: below, and tests/gather/test_killing.py.
+
+GATHER = """
+import os, sys, time, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+from xrank.gather.parallel import get_tensors_parallel
+path, kill = sys.argv[1], sys.argv[2] == "kill"
+rank = 0 if os.fork() else 1
+dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+for i in range(3):
+    with get_tensors_parallel(torch.full((100_000,), i + rank), [0, 1]) as parts:
+        assert rank == 1 or [int(t[-1]) for t in parts] == [i, i + 1]
+        if kill and i == 2 and rank == 0:
+            os.kill(0, 9)
+if rank == 0:
+    print("all came", flush=True)
+os._exit(0)
+"""
+
+
+def start(path: Path, what: str, *before: str) -> subprocess.Popen[str]:
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd()}
+    return subprocess.Popen(
+        [*before, sys.executable, "-c", GATHER, str(path), what],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True,
+    )  # fmt: skip
+
+
+def test_defects_6_7_8_jobs_beside_and_after_each_other_and_one_killed_whole(tmp_path):
+    before = sorted(os.listdir("/dev/shm"))
+    jobs = [start(tmp_path / "killed", "kill"), start(tmp_path / "a", "live"), start(tmp_path / "b", "live")]
+    said = [(*job.communicate(timeout=40), job.returncode) for job in jobs]
+    assert said[0][2] == -signal.SIGKILL
+    assert said[1][::2] == said[2][::2] == ("all came\n", 0), said
+    assert sorted(os.listdir("/dev/shm")) == before, "a killed job leaves nothing, and nobody removes another's"
+
+
+def test_defect_9_no_memory_is_an_error_with_numbers(monkeypatch):
+    import errno
+
+    from xrank.workspace.arena import Arena
+
+    def full(fd: int, data: object, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    arena = Arena(1 << 20)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(NoSpaceError) as raised:
+        arena.write(0, torch.ones(1 << 18))
+    assert raised.value.needed_nbytes == 1 << 20 and raised.value.free_nbytes > 0
+    arena.close()
+
+
+@pytest.mark.ranks(2)
+def test_defect_9_the_others_hear_of_it(rank):
+    import xrank.workspace.arena as arena
+
+    pwrite = os.pwrite
+    if rank == 1:
+        arena.os.pwrite = lambda fd, data, offset: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    try:
+        with pytest.raises(NoSpaceError if rank == 1 else RankFailedError) as raised:  # noqa: SIM117
+            with get_tensors_parallel(torch.ones(1 << 20), [0, 1]):
+                pass
+        assert "no memory" in str(raised.value)
+    finally:
+        os.pwrite = pwrite
+
+
+def test_defect_9_a_small_dev_shm_is_no_limit(tmp_path):
+    mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+    probe = subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", "true"], capture_output=True, check=False)
+    if shutil.which("unshare") is None or probe.returncode:
+        pytest.skip("mount namespaces need root")
+    job = start(tmp_path / "small", "live", "unshare", "-m", "sh", "-c", mount.replace("1m", "64k"), "sh")
+    said = job.communicate(timeout=40)
+    assert said[0] == "all came\n", said
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("first_raises", [False, True])
+def test_defects_13_14_a_rank_that_raises_is_heard_at_once(rank, first_raises):
+    raising = 0 if first_raises else 2
+    started = time.monotonic()
+    with pytest.raises(KeyError if rank == raising else RankFailedError) as raised:  # noqa: SIM117
+        with get_tensors_parallel(torch.ones(1), [0, 1, 2]):
+            if rank == raising:
+                raise KeyError("the merge went wrong")
+            if rank == 0:
+                time.sleep(0.2)  # it does not wait for the others' bodies: what they raise after its own is too late
+    assert time.monotonic() - started < 1
+    assert rank == raising or (raised.value.rank == raising and "the merge went wrong" in raised.value.cause)
+
+
+@pytest.mark.ranks(2)
+def test_defect_15_gathers_may_nest(rank):
+    with get_tensors_parallel(torch.full((9000,), rank), [0, 1]) as outer:
+        with get_configs_parallel({"x": torch.full((9000,), 10 + rank)}, [0, 1], None) as inner:
+            with get_tensors_parallel(torch.tensor(rank), [1, 0]) as other_way:
+                assert other_way == ([1, 0] if rank == 1 else [])
+            assert rank == 1 or [int(c["x"][5]) for c in inner] == [10, 11]
+        assert rank == 1 or [int(t[8]) for t in outer] == [0, 1]
+
+
+@pytest.mark.ranks(2)
+def test_defect_15_a_failure_inside_fails_what_is_around_it(rank):
+    with pytest.raises((KeyError, RankFailedError)) as raised:  # noqa: SIM117
+        with get_tensors_parallel(torch.ones(1), [0, 1]):
+            with get_tensors_parallel(torch.ones(1), [0, 1]):
+                if rank == 1:
+                    raise KeyError("inside")
+                time.sleep(0.2)
+    assert "inside" in str(raised.value)
+    # Who catches it inside still hears of it at the end, and the next gathers are whole.
+    with pytest.raises(RankFailedError, match="again"):  # noqa: SIM117
+        with get_tensors_parallel(torch.ones(1), [0, 1]):
+            try:
+                with get_tensors_parallel(torch.ones(1), [0, 1]):
+                    if rank == 1:
+                        raise KeyError("again")
+                    time.sleep(0.2)
+            except (KeyError, RankFailedError):
+                pass
+    with get_tensors_parallel(torch.tensor(rank), [0, 1]) as parts:
+        assert parts == ([0, 1] if rank == 0 else [])
+
+
+@pytest.mark.ranks(2)
+def test_defects_16_17_18_views_expanded_and_parameters(rank):
+    big = torch.arange(1000.0).view(100, 10)
+    mine = {
+        "rows": big[5:9], "columns": big[:, :2], "transposed": big.t(), "expanded": torch.ones(1, 4).expand(1000, 4),
+        "parameter": torch.nn.Parameter(big), "scalar": torch.tensor(3), "empty": torch.empty(0, 7),
+    }  # fmt: skip
+    with get_tensors_parallel(mine, [0, 1]) as parts:
+        for part in parts:
+            for name, tensor in mine.items():
+                assert torch.equal(part[name], tensor.detach()), name
+                assert type(part[name]) is torch.Tensor and not part[name].requires_grad
+        for part in parts[1:]:  # the first rank's own tensors are those that it gave
+            for tensor in part.values():
+                tensor.add_(1)
+    assert big[0, 0] == 0
+
+
+@pytest.mark.ranks(2)
+def test_defect_18_sparse_tensors_are_refused_and_the_others_hear_of_it(rank):
+    with pytest.raises(UsageError if rank == 1 else RankFailedError) as raised:  # noqa: SIM117
+        with get_tensors_parallel(torch.eye(3).to_sparse() if rank == 1 else torch.eye(3), [0, 1]):
+            pass
+    assert "layout" in str(raised.value)
+
+
+@pytest.mark.ranks(2)
+def test_defects_19_20_configs_of_every_kind_with_and_without_tensors(rank):
+    weight = torch.full((3,), float(rank))
+    for config in (
+        LayernormConfig(),
+        ModelConfig(vocab_size=4),
+        EmbeddingConfig(weight, torch.float8_e4m3fn),
+        ModelConfig(1, EmbeddingConfig(weight), [LayernormConfig(weight), LayernormConfig(weight[1:])]),
+    ):
+        with get_configs_parallel(config, [0, 1], None) as configs:
+            assert [type(c) for c in configs] == ([type(config)] * 2 if rank == 0 else [])
+    if rank == 0:
+        assert configs[1].embedding.weight is configs[1].layers[0].weight
+        assert configs[1].embedding.weight.tolist() == [1.0] * 3 and configs[1].layers[0].kind is Norm.LAYER
+        assert configs[0].embedding.dtype is torch.bfloat16
+
+
+@pytest.mark.ranks(3)
+def test_defect_21_ranks_are_each_once_and_others_take_no_part(rank):
+    with pytest.raises(ValueError, match="different ranks"), get_tensors_parallel(torch.ones(1), [0, 1, 1]):
+        pass
+    before = counts()
+    if rank == 2:
+        for _ in range(50):
+            with get_tensors_parallel("not even looked at", [0, 1]) as parts:
+                assert parts == []
+        assert counts() == before
+    else:
+        with get_tensors_parallel(torch.tensor(rank), [0, 1]) as parts:
+            assert parts == ([0, 1] if rank == 0 else [])
