@@ -60,12 +60,12 @@ class Link:
             content, ancillary, flags, _ = self._socket.recvmsg(_MAX_NBYTES, room, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
             return None
-        if not content:
-            return None
         descriptors = array.array("i")
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        if not content and not descriptors:
+            return None
         try:
             message = json.loads(content)
         except ValueError:

@@ -91,11 +91,14 @@ class _Host:
                     raise self._timeout()
             board = Board.create(len(self.ranks))
             undo.callback(os.close, board)
-            for link in self.links.values():
-                # One message for each rank: the roster of a large circle would not fit in one.
-                for described in self.described.values():
-                    link.send(described)
-                link.send({"board": len(self.ranks)}, (board,))
+            for rank, link in self.links.items():
+                try:
+                    # One message for each rank: the roster of a large circle would not fit in one.
+                    for described in self.described.values():
+                        link.send(described)
+                    link.send({"board": len(self.ranks)}, (board,))
+                except (BrokenPipeError, ConnectionResetError):
+                    raise self._death(rank) from None
             circle = _circle(self.ranks, self.ranks[0], Board(board, len(self.ranks)), self.links, self.described)
             undo.pop_all()
             os.close(board)
@@ -200,7 +203,8 @@ def _join(ranks: Sequence[int], rank: int, store: Store, name: str, deadline: De
     poller = select.poll()
     poller.register(link.fileno(), select.POLLIN)
     try:
-        link.send({**me, "nonce": host["nonce"]})
+        with suppress(BrokenPipeError, ConnectionResetError):  # the first has given up: `receive` says so
+            link.send({**me, "nonce": host["nonce"]})
         described: dict[int, dict[str, object]] = {}
         while True:
             if not poller.poll(1000 * (deadline.remaining_seconds + _GRACE_SECONDS)):
