@@ -82,7 +82,7 @@ class _Host:
                 for fd in self._wait(listener):
                     joined = [rank for rank, link in self.links.items() if link.fileno() == fd]
                     if joined:
-                        raise self._death(joined[0])
+                        raise self._dead(joined[0]).to_error()
                     if fd == listener.fileno():
                         self._admit(listener.accept()[0])
                     for guest in [guest for guest in self.guests if guest.fileno() == fd]:
@@ -91,6 +91,7 @@ class _Host:
                     raise self._timeout()
             board = Board.create(len(self.ranks))
             undo.callback(os.close, board)
+            memory = Board(board, len(self.ranks))
             for rank, link in self.links.items():
                 try:
                     # One message for each rank: the roster of a large circle would not fit in one.
@@ -98,8 +99,9 @@ class _Host:
                         link.send(described)
                     link.send({"board": len(self.ranks)}, (board,))
                 except (BrokenPipeError, ConnectionResetError):
-                    raise self._death(rank) from None
-            circle = _circle(self.ranks, self.ranks[0], Board(board, len(self.ranks)), self.links, self.described)
+                    memory.fail(0, self._dead(rank))  # for those that have the board already
+                    raise self._dead(rank).to_error() from None
+            circle = _circle(self.ranks, self.ranks[0], memory, self.links, self.described)
             undo.pop_all()
             os.close(board)
             listener.close()
@@ -132,11 +134,9 @@ class _Host:
         with suppress(Exception):  # the store may be what failed
             self.store.put(self.name, json.dumps({**me, "ended": record.to_bytes().decode()}))
 
-    def _death(self, rank: int) -> RankFailedError:
+    def _dead(self, rank: int) -> FailureRecord:
         pid, host = int(str(self.described[rank]["pid"])), str(self.described[rank]["host"])
-        return FailureRecord(
-            rank, host, pid, "it ended, or gave up, before all had come", "the first gather"
-        ).to_error()
+        return FailureRecord(rank, host, pid, "it ended, or gave up, before all had come", "the first gather")
 
     def _check_joining(self) -> None:
         for rank in self.ranks[1:]:
