@@ -31,7 +31,9 @@ def get_tensors_parallel(
 
     The first of `ranks` gets a list in the order of `ranks`; position is rank, and None keeps its place. The others,
     and ranks not in `ranks`, which need not even call, get an empty list. What is yielded is the caller's: plain,
-    detached CPU tensors that stay valid after the body. All ranks leave together when the first rank's body has ended.
+    detached CPU tensors that stay valid after the body; the first rank's own part shares memory with what it passed in.
+    All ranks leave together when the first rank's body has ended; what another rank's body raises after that reaches
+    the others only at their next gather.
 
     Args:
         tensor: this rank's tensor; or a list or dict of tensors, in one exchange. Any dtype and strides, any device.
