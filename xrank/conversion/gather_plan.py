@@ -89,7 +89,7 @@ def plan_gather(
     checked = check_against(base, list(selection.outputs), set(selection.excluded), dropped) if base else None
     files = lay_out(selection.outputs, options.max_shard_nbytes)
     plan = make_plan(stored, files, tied=selection.tied)
-    config_text, config_notes = _config_text(config_path, stored.config, options)
+    config_text, config_notes = _config_text(config_path, config, options)
     companions = {c.name: c for c in (*(base.companions if base else ()), *beside)}
     if config_text is not None:
         companions.pop("config.json", None)
@@ -127,15 +127,15 @@ def _layout_notes(layouts: LayoutMap | None, stored: StoredModel) -> Sequence[tu
 
 
 def _config_text(
-    path: str | None, recorded: Mapping[str, Any] | None, options: GatherOptions
+    path: str | None, found: Mapping[str, Any] | None, options: GatherOptions
 ) -> tuple[str | None, list[tuple[str, str]]]:
-    """Return the config.json to write in place of copying one, and what is to be said about it."""
-    if path is None and recorded is None:
+    """Return the config.json to write in place of copying the one at `path`, and what is to be said about it."""
+    if found is None:
         return None, [("no-config", "no config.json was found; add one, or gather again with --base-model")]
     cast = _CAST_NAMES.get(options.dtype)
     if path is not None and cast is None:
         return None, []
-    config = dict(read_config(path) if path is not None else recorded or {})
+    config = dict(found)
     notes = []
     if cast is not None:
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"

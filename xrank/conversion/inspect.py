@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from math import prod
 from typing import Any
 
 from xrank.conversion.process import peak_rss_nbytes
@@ -67,19 +68,12 @@ def _facts(model: StoredModel) -> dict[str, Any]:
         "world_size": model.world_size,
         "run_id": model.run_id,
         "num_tensors": len(model.shards),
-        "num_parameters": sum(_count(shard.shape) for shard in model.shards),
+        "num_parameters": sum(prod(shard.shape) for shard in model.shards),
         "dtypes": dict(Counter(shard.dtype for shard in model.shards)),
         "nbytes": model.nbytes,
         "skipped_nbytes": model.skipped_nbytes,
         "has_config": model.config is not None,
     }
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 def _tensor_row(model: StoredModel, index: int, problems: list[XrankError]) -> dict[str, Any]:

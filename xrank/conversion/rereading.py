@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from xrank.formats.safetensors_header import SafetensorsHeader, read_header
 from xrank.plan.buffers import FileSource, NullTarget
-from xrank.plan.executor import Budget, execute
-from xrank.plan.planner import make_plan
+from xrank.plan.executor import Budget, Outcome, execute
+from xrank.plan.planner import Plan, make_plan
 from xrank.readers.hf_folder import describe_files, output_file_of
 
-__all__ = ["FileDigests", "reread", "reread_headers"]
+__all__ = ["FileDigests", "read_through", "reread", "reread_headers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,21 @@ class FileDigests:
     digest: bytes
     tensors: dict[str, bytes]
     """Tensor -> digest."""
+
+
+def read_through(plan: Plan, budget: Budget) -> Outcome:
+    """Carry out a plan and let go of its bytes: for their digests, checksums and comparisons alone.
+
+    Raises:
+        CorruptError, ContradictionError: as `execute`; or a file changed while it was read.
+    """
+    source = FileSource(plan.source)
+    try:
+        outcome = execute(plan, source, NullTarget(), budget=budget)
+        source.check_unchanged()
+    finally:
+        source.close()
+    return outcome
 
 
 def reread(path: str, budget: Budget) -> FileDigests:
@@ -40,12 +55,7 @@ def reread_headers(headers: Sequence[SafetensorsHeader], budget: Budget) -> list
     model = describe_files(os.path.dirname(headers[0].path) if headers else "", headers, as_bytes=True)
     files = [output_file_of(header) for header in headers]
     plan = make_plan(model, files)
-    source = FileSource(model)
-    try:
-        outcome = execute(plan, source, NullTarget(), budget=budget)
-        source.check_unchanged()
-    finally:
-        source.close()
+    outcome = read_through(plan, budget)
     digests = []
     for index, file in enumerate(files):
         done = outcome.files[index]

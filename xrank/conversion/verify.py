@@ -12,11 +12,10 @@ import xxhash
 
 from xrank.conversion.options import default_workers, parse_size
 from xrank.conversion.process import peak_rss_nbytes
-from xrank.conversion.rereading import reread_headers
+from xrank.conversion.rereading import read_through, reread_headers
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
-from xrank.plan.buffers import FileSource, NullTarget
 from xrank.plan.digests import digest_text
-from xrank.plan.executor import Budget, Outcome, execute
+from xrank.plan.executor import Budget, Outcome
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import make_plan
 from xrank.plan.report import Report
@@ -248,12 +247,7 @@ def _run(
     model: StoredModel, outputs: Sequence[OutputTensor], tied: Mapping[str, Sequence[str]], budget: Budget
 ) -> tuple[Outcome, int]:
     plan = make_plan(model, lay_out(outputs, 1 << 62) if outputs else (), tied=tied)
-    source = FileSource(model)
-    try:
-        outcome = execute(plan, source, NullTarget(), budget=budget)
-        source.check_unchanged()
-    finally:
-        source.close()
+    outcome = read_through(plan, budget)
     return outcome, sum(len(tensor.replicas) for tensor in plan.tensors)
 
 

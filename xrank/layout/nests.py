@@ -11,6 +11,7 @@ it. Every box, split, part, product and permutation, seen from its row-major sid
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 from xrank.errors import LayoutError
@@ -34,10 +35,7 @@ class Nest(NamedTuple):
 
 def size(nest: Nest) -> int:
     """Return the number of elements a nest pairs."""
-    count = 1
-    for n, _, _ in nest.loops:
-        count *= n
-    return count
+    return prod(n for n, _, _ in nest.loops)
 
 
 def span(loops: Iterable[Loop]) -> int:

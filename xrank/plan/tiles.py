@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 from xrank.layout.nests import Loop, Nest
@@ -29,10 +30,7 @@ class Tile(NamedTuple):
     @property
     def is_dense(self) -> bool:
         """Whether every element of the read is wanted."""
-        count = 1
-        for n, _, _ in self.loops:
-            count *= n
-        return count == self.length
+        return prod(n for n, _, _ in self.loops) == self.length
 
 
 def tiles(nest: Nest, max_elements: int) -> Iterator[Tile]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from math import prod
 from typing import TYPE_CHECKING
 
 from xrank.errors import NoSpaceError
@@ -115,10 +116,7 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialised tensor on the CPU; a large one in huge pages of its own."""
     import torch
 
-    count = 1
-    for n in shape:
-        count *= n
-    nbytes = count * dtype.itemsize
+    nbytes = prod(shape) * dtype.itemsize
     if nbytes < _HUGE_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
