@@ -20,6 +20,7 @@ from pathlib import Path
 __all__ = ["FILE_SYSTEMS", "FileSystem", "MissingError", "TwoMounts", "mount_twice"]
 
 _START_SECONDS = 30
+_UNSHARE = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
 class MissingError(Exception):
@@ -92,7 +93,7 @@ def _namespaces() -> Iterator[int]:
     It is known by its number here; in there the first process is its child, and ends with it, and all with that one.
     """
     holder = subprocess.Popen(
-        [*"unshare --mount --net --pid --fork --kill-child --mount-proc sh -c".split(), "echo; exec cat"],
+        [*_UNSHARE, "sh", "-c", "echo; exec cat"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
