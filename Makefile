@@ -1,15 +1,17 @@
 # Two variables may be set from outside: the interpreter that makes the virtual environment, and where it lies.
 PYTHON ?= python3
 VENV ?= .venv
+ORACLE_VENV := .venv-oracle
 
 # Shows a command as a person types it, then runs it with the virtual environment's programs.
 run = @echo '$$ $(1)'; PATH="$(abspath $(VENV))/bin:$$PATH" HF_HUB_OFFLINE=1 $(1)
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test oracle lint bench clean
 
 help:
 	@echo 'make demo    4 ranks train and leave shards in demo/workspace; gathers, verifies and compares them'
 	@echo 'make test    the tests; make test ARGS="-k gather -x" passes options to pytest'
+	@echo 'make oracle  compares with what other programs do, in $(ORACLE_VENV)'
 	@echo 'make lint    format, style, layers and types'
 	@echo 'make bench   times a gather'
 	@echo 'make clean   removes what the demo made'
@@ -36,6 +38,16 @@ demo: $(VENV)/.ready clean
 
 test: $(VENV)/.ready
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+$(ORACLE_VENV)/.ready: pyproject.toml .ci/oracle-constraints.txt
+	@echo 'setting up $(ORACLE_VENV)'
+	@$(PYTHON) -m venv $(ORACLE_VENV)
+	@$(ORACLE_VENV)/bin/python -m pip install --quiet -c .ci/oracle-constraints.txt -e '.[oracle]'
+	@touch $@
+
+# Other programs' warnings are not ours to fix.
+oracle: $(ORACLE_VENV)/.ready
+	$(ORACLE_VENV)/bin/python -m pytest -W ignore tests/oracle $(ARGS)
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
