@@ -7,6 +7,7 @@ import pytest
 
 from xrank.ranks.board import Board
 from xrank.ranks.failure import FailureRecord
+from xrank.ranks.wire import Word
 
 
 @pytest.fixture
@@ -19,13 +20,13 @@ def boards():
         board.close()
 
 
-def test_each_rank_has_its_own_counters(boards):
+def test_each_rank_has_its_own_words(boards):
     mine, theirs = boards
-    assert [theirs.arrived(i) for i in range(3)] == [theirs.left(i) for i in range(3)] == [0, 0, 0]
-    mine.arrive(1, 1 << 40)
-    mine.leave(2, 5)
-    assert [theirs.arrived(i) for i in range(3)] == [0, 1 << 40, 0]
-    assert [theirs.left(i) for i in range(3)] == [0, 0, 5]
+    assert [[theirs.heard(i, word) for word in Word] for i in range(3)] == [[0, 0, 0]] * 3
+    mine.say(1, Word.ARRIVED, 1 << 40)
+    mine.say(2, Word.LEFT, 5)
+    mine.say(2, Word.ENDED, 4)
+    assert [[theirs.heard(i, word) for word in Word] for i in range(3)] == [[0, 0, 0], [1 << 40, 0, 0], [0, 4, 5]]
 
 
 def test_the_first_failure_stays_and_is_seen_by_all(boards):
@@ -37,7 +38,7 @@ def test_the_first_failure_stays_and_is_seen_by_all(boards):
     seen = theirs.failure(2)
     assert seen is not None and seen.cause.startswith("xxx") and seen.rank == 2
     assert theirs.failure(1) is None and theirs.failure(0) is None
-    assert theirs.arrived(2) == 0
+    assert theirs.heard(2, Word.ARRIVED) == 0
 
 
 def test_half_a_record_does_not_count(boards):

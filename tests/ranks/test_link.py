@@ -11,6 +11,7 @@ import pytest
 
 from xrank.errors import CorruptError
 from xrank.ranks.link import Link, is_readable
+from xrank.ranks.wire import Message
 
 
 @pytest.fixture
@@ -27,21 +28,32 @@ def count() -> int:
 
 
 def test_messages_keep_their_borders_and_order(pair):
-    for i in range(20):
-        pair[0].send({"i": i, "text": "ü" * i})
-    pair[1].send({"other": "way"})
-    assert [pair[1].receive() for _ in range(20)] == [({"i": i, "text": "ü" * i}, []) for i in range(20)]
-    assert pair[0].receive() == ({"other": "way"}, [])
-    pair[0].send({"large": "x" * 60_000})
-    assert len(pair[1].receive()[0]["large"]) == 60_000
+    sent = [Message({"i": i, "text": "ü" * i}, bytes(range(i))) for i in range(20)]
+    for message in sent:
+        pair[0].send(message)
+    pair[1].send(Message({"other": "way"}))
+    assert [pair[1].receive() for _ in range(20)] == [(message, []) for message in sent]
+    assert pair[0].receive() == (Message({"other": "way"}), [])
+    large = Message({"large": "x" * 60_000}, os.urandom(32 << 10))
+    pair[0].send(large)
+    assert pair[1].receive() == (large, [])
+
+
+def test_who_is_not_to_wait_is_told_that_the_other_has_too_much_to_read(pair):
+    large = Message({}, bytes(32 << 10))
+    with pytest.raises(BlockingIOError):
+        while True:
+            pair[0].send(large, wait=False)
+    assert pair[1].receive() == (large, [])
+    pair[0].send(large, wait=False)
 
 
 def test_descriptors_come_along_and_are_closed_in_children(pair):
     reading, writing = os.pipe()
-    pair[0].send({"a": "pipe"}, (writing,))
+    pair[0].send(Message({"a": "pipe"}), (writing,))
     os.close(writing)
     message, (mine,) = pair[1].receive()
-    assert message == {"a": "pipe"} and not os.get_inheritable(mine)
+    assert message.content == {"a": "pipe"} and not os.get_inheritable(mine)
     os.write(mine, b"hello")
     assert os.read(reading, 5) == b"hello"
     os.close(mine)
@@ -49,16 +61,18 @@ def test_descriptors_come_along_and_are_closed_in_children(pair):
 
 
 def test_the_end_of_the_other_side_is_none(pair):
-    pair[0].send({"last": 1})
+    pair[0].send(Message({"last": 1}))
     pair[0].close()
     assert is_readable(pair[1].fileno())
-    assert pair[1].receive() == ({"last": 1}, [])
+    assert pair[1].receive() == (Message({"last": 1}), [])
     assert pair[1].receive() is None
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
-        pair[1].send({})
+        pair[1].send(Message({}))
 
 
-@pytest.mark.parametrize("content", [b"", b"no json", b"[1]", b"\xff", b"x" * 70_000])
+@pytest.mark.parametrize(
+    "content", [b"", b"no json", b"\2\0\0\0[]", b"\3\0\0\0{}", b"\xff\xff\xff\xff{}", b"\1\0\0\0\xff", b"x" * 140_000]
+)
 def test_what_is_no_message_is_refused_and_its_descriptors_closed(pair, content):
     before = count()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * 20))]
@@ -97,7 +111,7 @@ def test_a_killed_process_ends_its_link():
     assert not is_readable(a.fileno()) and not is_readable(life)
     child.kill()
     assert link.receive() is None
+    child.wait()  # the kernel ends a process' sockets a moment before it ends the process
     assert is_readable(life)
-    child.wait()
     os.close(life)
     link.close()

@@ -1,6 +1,7 @@
 """Meetings: in one process, each rank a thread, through a store in memory."""
 
 import array
+import dataclasses
 import json
 import os
 import socket
@@ -14,6 +15,8 @@ import pytest
 import xrank.ranks.rendezvous as rendezvous
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError, XrankError
 from xrank.ranks.deadline import Deadline
+from xrank.ranks.meeting import Meeting
+from xrank.ranks.peer import Peer
 from xrank.ranks.rendezvous import meet
 from xrank.ranks.store import LocalStore
 
@@ -32,7 +35,7 @@ def attend(store, ranks, coming, timeout_seconds=5.0, meanwhile=lambda: None):
 
     def come(rank):
         try:
-            return meet(ranks, rank, store, NAME, Deadline(timeout_seconds))
+            return meet(Meeting(ranks, rank, store, NAME, Deadline(timeout_seconds), "memory"))
         except XrankError as error:
             return error
 
@@ -48,6 +51,12 @@ def address_of(store):
     return json.loads(text)
 
 
+def framed(content):
+    """Return JSON as a link sends it."""
+    text = json.dumps(content).encode()
+    return len(text).to_bytes(4, "little") + text
+
+
 def connect(store):
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.connect("\0" + address_of(store)["address"])
@@ -61,7 +70,7 @@ def test_all_meet_and_the_name_is_gone_from_the_store(ranks):
     for rank, circle in circles.items():
         assert circle.rank == rank and circle.first == ranks[0]
         assert sorted(circle.peers) == sorted(r for r in ranks if r != rank)
-        assert sorted(circle.links) == (sorted(ranks[1:]) if rank == ranks[0] else [ranks[0]])
+        assert sorted(circle.wire.inboxes) == (sorted(ranks[1:]) if rank == ranks[0] else [ranks[0]])
         circle.arrive(4)
     assert circles[ranks[-1]].absent(4) == ()
     assert store.peek(NAME) is None
@@ -75,7 +84,7 @@ def test_strangers_on_the_socket_neither_join_nor_hold_up(monkeypatch):
     strangers = []
 
     def intrude():
-        for content in (None, b"", b"no json", b"[]", b"{}", json.dumps({"rank": 1, "nonce": "0" * 32}).encode()):
+        for content in (None, b"", b"no json", framed([]), framed({}), framed({"rank": 1, "nonce": "0" * 32})):
             sock = connect(store)
             strangers.append(sock)
             if content is not None:
@@ -104,7 +113,7 @@ def test_a_wrong_nonce_is_a_stranger():
 
     def pretend():
         with connect(store) as sock:
-            sock.send(json.dumps({**address_of(store), "rank": 1, "nonce": "f" * 32}).encode())
+            sock.send(framed({**address_of(store), "rank": 1, "nonce": "f" * 32}))
             assert sock.recv(100) == b"", "it is sent away"
 
     said = attend(store, [0, 1], [0], 0.5, pretend)
@@ -126,7 +135,7 @@ def test_who_comes_after_the_end_hears_why():
     store = LocalStore()
     attend(store, [0, 1, 2], [0, 1], 0.2)
     late = attend(store, [0, 1, 2], [2])[2]
-    assert isinstance(late, RankFailedError) and late.rank == 0 and "ranks [2] did not come" in str(late)
+    assert isinstance(late, RankFailedError) and late.rank == 0 and "rank 2 did not come" in str(late)
 
 
 def test_a_rank_that_joined_and_died_is_named_at_once():
@@ -135,7 +144,7 @@ def test_a_rank_that_joined_and_died_is_named_at_once():
     def join_and_die():
         with connect(store) as sock:
             described = {**address_of(store), "rank": 1, "host": "elsewhere", "pid": 7}
-            sock.send(json.dumps(described).encode())
+            sock.send(framed(described))
 
     begun = time.monotonic()
     said = attend(store, [0, 1, 2], [0], 20, join_and_die) | attend(store, [0, 1, 2], [2], 20)
@@ -158,8 +167,9 @@ def test_ranks_of_two_hosts_are_an_error_with_both_names_on_both(monkeypatch):
     monkeypatch.setattr(
         rendezvous._Host, "meet", lambda host: (first.append(threading.current_thread()), original(host))[1]
     )
-    describe = rendezvous._self_description
-    monkeypatch.setattr(rendezvous, "_self_description", lambda rank: {**describe(rank), "host": ("far", "near")[rank]})
+    describe = Peer.of_this_process
+    hosts = ("far", "near")
+    monkeypatch.setattr(Peer, "of_this_process", lambda rank: dataclasses.replace(describe(rank), host=hosts[rank]))
     said = attend(OtherHost(), [0, 1], [0, 1])
     assert isinstance(said[1], UsageError) and isinstance(said[0], RankFailedError) and said[0].rank == 1
     for error in said.values():

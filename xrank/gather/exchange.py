@@ -1,25 +1,26 @@
-"""One gather between ranks of one host: who sends what, how all leave together, how a failure ends it for all.
+"""One gather: who sends what, how all leave together, how a failure ends it for all.
 
-Messages of a call, which are counted from 1 for each list of ranks: every writer sends ``data`` to the first rank and
-waits for ``done``; the first rank copies what came, runs its body, and sends ``done``. A writer's arena is free again
-when the ``done`` of its call has come.
+Messages of a call, which are counted from 1 for each list of ranks: every writer sends ``data`` to the first rank,
+small values in it, large ones published in the workspace; the first rank fetches what came and runs its body; when all
+bodies have ended well it sends ``done``, and all leave.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xrank.errors import ContradictionError, RankFailedError
+from xrank.errors import ContradictionError, IncompleteError, RankFailedError
 from xrank.gather.tree import pack, unpack
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
-from xrank.workspace.arena import ALIGNMENT, Arena, AttachedArena
+from xrank.ranks.wire import Message
+from xrank.workspace.base import MessageWorkspace
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Call", "Exchange"]
 
 _INLINE_NBYTES = 32768
-_MAX_LEASED = 4
-"""Arenas that calls left early may hold before the next call waits for one of them."""
+"""Of a header; a larger one goes through the workspace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,21 @@ class Call:
 
 
 class Exchange:
-    """The gathers of one circle; one thread at a time uses it."""
+    """The gathers of one circle; one thread at a time uses it.
 
-    def __init__(self, circle: Circle) -> None:
+    Args:
+        circle: the ranks.
+        messages: carries what is too large for the circle's wire; this exchange's own.
+    """
+
+    def __init__(self, circle: Circle, messages: MessageWorkspace) -> None:
         self.circle = circle
+        self._messages = messages
         self._calls = 0
-        self._arenas: dict[int, Arena] = {}
-        self._leased: dict[int, int | None] = {}  # call that is not done -> arena its message lies in
-        self._attached: dict[tuple[int, int], AttachedArena] = {}
+        self._receipts: dict[int, str] = {}  # of calls that are not done
+        self._done: set[int] = set()
         self._failure: FailureRecord | None = None
-        self._early: dict[tuple[int, int], dict[str, Any]] = {}  # (rank, call) -> message that came before its turn
+        self._early: dict[tuple[int, int], Message] = {}  # (rank, call) -> message that came before its turn
 
     def begin(self, function: str, key: str | None, place: str, deadline: Deadline) -> Call:
         """Count a call."""
@@ -80,92 +85,57 @@ class Exchange:
 
         Raises:
             UsageError: it holds what can't be sent.
-            NoSpaceError: there is no memory for it.
+            NoSpaceError: there is no space for it.
         """
         tree, tensors = pack(value)
-        table, nbytes = _table(tensors)
-        content = json.dumps([tree, table]).encode()
-        inline = len(content) <= _INLINE_NBYTES
-        number, descriptors = self._lease(call, nbytes + (0 if inline else len(content)))
-        if number is not None:
-            for tensor, (_, _, offset) in zip(tensors, table, strict=True):
-                self._arenas[number].write(offset, tensor)
-            if not inline:
-                self._arenas[number].write_bytes(nbytes, content)
-        message = {
-            "kind": "data",
-            "call": call.number,
-            "function": call.function,
-            "key": call.key,
-            "place": call.place,
-            "arena": number,
-            "arenas": list(self._arenas),
-            "content": [tree, table] if inline else [nbytes, len(content)],
-            "inline": inline,
-        }
-        self.circle.send(self.circle.first, message, call.number, descriptors)
+        rows = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+        header = json.dumps([tree, rows])
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        message = {"call": call.number, "function": call.function, "key": call.key, "place": call.place}
+        payload = b""
+        if len(header) <= _INLINE_NBYTES and nbytes <= self.circle.wire.max_payload_nbytes:
+            message["header"] = header
+            payload = b"".join(map(_bytes_of, tensors))
+        else:
+            message["receipt"] = self._receipts[call.number] = self._messages.publish(header, tensors)
+        self.circle.send(self.circle.first, Message(message, payload), call.number)
         self.circle.arrive(call.number)
 
-    def _lease(self, call: Call, nbytes: int) -> tuple[int | None, tuple[int, ...]]:
-        """Return the number of a free arena that is large enough, and its descriptor if the first rank lacks it."""
-        while self.circle.has_message(self.circle.first) or len(self._leased) >= _MAX_LEASED:
-            self._take_done(call)
-        self._leased[call.number] = None
-        if nbytes == 0:
-            return None, ()
-        busy = set(self._leased.values())
-        free = [number for number in self._arenas if number not in busy]
-        fitting = [number for number in free if self._arenas[number].capacity >= nbytes]
-        if fitting:
-            number = min(fitting, key=lambda n: self._arenas[n].capacity)
-        else:
-            for small in free:
-                self._arenas.pop(small).close()
-            number = call.number
-            self._arenas[number] = Arena(nbytes)
-        self._leased[call.number] = number
-        return number, () if fitting else (self._arenas[number].fd,)
-
-    def _take_done(self, call: Call) -> None:
-        _, message, _ = self.circle.receive({self.circle.first}, call.number, call.deadline)
-        self._leased.pop(message["call"], None)
+    def _await_done(self, call: Call) -> None:
+        while call.number not in self._done:
+            _, message = self.circle.receive([self.circle.first], call.number, call.deadline)
+            self._done.add(message.content["done"])
+        self._done = {number for number in self._done if number > call.number}
 
     # ---- the first rank's side
 
     def collect(self, call: Call) -> dict[int, Any]:
-        """Return the value of every other rank; all of it is copied and the caller's.
+        """Return the value of every other rank; all of it is the caller's.
 
         Raises:
             ContradictionError: a rank is at another gather.
             RankFailedError, RankTimeoutError: a rank failed, or did not come.
         """
         values: dict[int, Any] = {}
-        pending = set(self.circle.ranks[1:])
-        for rank in sorted(pending):
+        pending = set(self.circle.others)
+        for rank in self.circle.others:
             if (rank, call.number) in self._early:
                 values[rank] = self._value(call, rank, self._early.pop((rank, call.number)))
                 pending.discard(rank)
         while pending:
-            rank, message, descriptors = self.circle.receive(pending, call.number, call.deadline)
-            self._attach(rank, message, descriptors)
-            if message["call"] > call.number:
-                self._early[rank, message["call"]] = message
+            rank, message = self.circle.receive(pending, call.number, call.deadline)
+            if message.content["call"] > call.number:
+                self._early[rank, message.content["call"]] = message
                 continue
             values[rank] = self._value(call, rank, message)
             pending.discard(rank)
         self.circle.arrive(call.number)
         return values
 
-    def _attach(self, rank: int, message: dict[str, Any], descriptors: Sequence[int]) -> None:
-        for number in [n for r, n in self._attached if r == rank and n not in message["arenas"]]:
-            del self._attached[rank, number]
-        for fd in descriptors:
-            self._attached[rank, message["arena"]] = AttachedArena(fd)
-            os.close(fd)
-
-    def _value(self, call: Call, rank: int, message: dict[str, Any]) -> Any:
-        if (message["call"], message["function"], message["key"]) != (call.number, call.function, call.key):
-            theirs = Call(message["call"], message["function"], message["key"], message["place"], call.deadline)
+    def _value(self, call: Call, rank: int, message: Message) -> Any:
+        told = message.content
+        if (told["call"], told["function"], told["key"]) != (call.number, call.function, call.key):
+            theirs = Call(told["call"], told["function"], told["key"], told["place"], call.deadline)
             raise ContradictionError(
                 f"rank {rank} is at another gather than rank {self.circle.rank}",
                 rank=rank,
@@ -173,32 +143,53 @@ class Exchange:
                 want=str(call),
                 next_step="all ranks in `ranks` must make the same gathers in the same order",
             )
-        arena = self._attached.get((rank, message["arena"]))
-        if message["inline"]:
-            tree, table = message["content"]
+        if "header" in told:
+            header, buffers = told["header"], None
         else:
-            assert arena is not None
-            tree, table = json.loads(arena.read_bytes(*message["content"]))
-        return unpack(tree, [_copied(arena, dtype, tuple(shape), offset) for dtype, shape, offset in table])
+            header, buffers = self._fetched(call, rank, told["receipt"])
+        tree, rows = json.loads(header)
+        tensors = _tensors(rows, buffers) if buffers is not None else _inline_tensors(rows, message.payload)
+        return unpack(tree, tensors)
+
+    def _fetched(self, call: Call, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
+        """Return a published message, which may become visible here a little later than its receipt."""
+        fetched: list[tuple[str, list[memoryview]]] = []
+        unseen: list[IncompleteError] = []
+
+        def is_seen() -> bool:
+            try:
+                fetched.append(self._messages.fetch(rank, receipt))
+            except IncompleteError as error:
+                unseen.append(error)
+            return bool(fetched)
+
+        patience = Deadline(min(self._messages.patience_seconds, call.deadline.remaining_seconds) + 0.001)
+        if not self.circle.await_sight(is_seen, call.number, patience):
+            raise unseen[-1]
+        return fetched[0]
 
     # ---- both
 
     def finish(self, call: Call, *, early_exit: bool) -> None:
-        """Leave a call together with all others; a writer may leave at once.
+        """Leave a call together with all others; a writer may leave as soon as the first rank has its value.
 
         Raises:
             RankFailedError: another rank failed meanwhile, or a gather inside this one's body.
         """
         if self._failure is not None:
             raise self._failure.to_error()
+        self.circle.end_body()
         if self.circle.rank == self.circle.first:
-            self.circle.check(call.number)
-            for rank in self.circle.ranks[1:]:
-                with suppress(BrokenPipeError, ConnectionResetError):  # it may have left early, and ended
-                    self.circle.links[rank].send({"kind": "done", "call": call.number})
-        elif not early_exit:
-            while call.number in self._leased:
-                self._take_done(call)
+            self.circle.await_bodies(self.circle.others, call.number)
+            for rank in self.circle.others:
+                with suppress(RankFailedError):  # it may have left early, and ended
+                    self.circle.send(rank, Message({"done": call.number}), call.number)
+        elif early_exit:
+            self.circle.await_arrival(self.circle.first, call.number, call.deadline)
+        else:
+            self._await_done(call)
+        if (receipt := self._receipts.pop(call.number, None)) is not None:
+            self._messages.retire(receipt)
         self.circle.leave(call.number)
 
     def fail(self, call: Call, error: BaseException) -> None:
@@ -217,25 +208,37 @@ class Exchange:
     def close(self) -> None:
         """Let go of everything."""
         self.circle.close()
-        for arena in self._arenas.values():
-            arena.close()
-        self._arenas.clear()
-        self._attached.clear()
+        self._messages.close()
 
 
-def _table(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[str, list[int], int]], int]:
-    """Return (dtype, shape, offset) of each tensor laid out one after another, and the bytes of all."""
-    rows = []
-    offset = 0
-    for tensor in tensors:
-        rows.append((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
-        offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-    return rows, offset
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    import torch
+
+    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
-def _copied(arena: AttachedArena | None, dtype: str, shape: tuple[int, ...], offset: int) -> torch.Tensor:
-    if arena is not None:
-        return arena.copy(offset, dtype, shape)
-    import torch  # nothing but empty tensors was sent
+def _inline_tensors(rows: Sequence[Any], payload: bytes) -> list[torch.Tensor]:
+    """Return the tensors whose bytes came in the message itself."""
+    import torch
 
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+    memory, buffers, start = memoryview(bytearray(payload)), [], 0
+    for dtype, shape in rows:
+        nbytes = prod(shape) * getattr(torch, dtype).itemsize
+        buffers.append(memory[start : start + nbytes])
+        start += nbytes
+    return _tensors(rows, buffers)
+
+
+def _tensors(rows: Sequence[Any], buffers: Sequence[memoryview]) -> list[torch.Tensor]:
+    """Return tensors that hold these buffers."""
+    import torch
+
+    tensors = []
+    for (name, shape), buffer in zip(rows, buffers, strict=True):
+        dtype = getattr(torch, name)
+        if len(buffer) == 0:
+            tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
+        else:
+            tensors.append(torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape))
+    return tensors

@@ -27,37 +27,37 @@ def get_tensors_parallel(
     early_exit: bool = False,
     key: str | None = None,
 ) -> AbstractContextManager[list[Any]]:
-    """Gather tensors of ranks of one host on the first of them.
+    """Gather tensors of several ranks on the first of them.
 
     The first of `ranks` gets a list in the order of `ranks`; position is rank, and None keeps its place. The others,
     and ranks not in `ranks`, which need not even call, get an empty list. What is yielded is the caller's: plain,
-    detached CPU tensors that stay valid after the body; the first rank's own part shares memory with what it passed in.
-    All ranks leave together when the first rank's body has ended; what another rank's body raises after that reaches
-    the others only at their next gather.
+    detached, writable CPU tensors that stay valid after the body; the first rank's own part shares memory with what it
+    passed in. All ranks leave together, when all bodies have ended well.
 
     Args:
         tensor: this rank's tensor; or a list or dict of tensors, in one exchange. Any dtype and strides, any device.
         ranks: global ranks, the one that gathers first; each once.
         group: a process group that spans them, whose store they meet through; None is the world. No collective is
             called on it.
-        workspace_path: not yet supported for live gathers.
-        timeout_seconds: how long ranks may take to come; death is noticed at once whatever this says.
-        early_exit: whether this rank, if it is not the first, may leave before the first rank's body ends.
+        workspace_path: a directory that all ranks mount, for ranks of several hosts; None goes through shared memory.
+        timeout_seconds: how long ranks may take to come. Whatever it says, a death is noticed within 2 seconds, on
+            another host within 15.
+        early_exit: whether this rank, if it is not the first, may leave as soon as the first has its tensors.
         key: what is gathered, in words of the caller's; all ranks must say the same.
 
     Raises:
         RankFailedError: another rank raised, in the call or its body, or died.
         RankTimeoutError: a rank did not come in time; `waiting_for` names it.
         ContradictionError: a rank made another call.
-        UsageError: repeated ranks, a value that can't be sent, ranks of several hosts.
-        NoSpaceError: there is no memory for the tensors.
+        UsageError: repeated ranks, a value that can't be sent, ranks of several hosts without `workspace_path`.
+        NoSpaceError: there is no memory, or no space in the directory, for the tensors.
     """
-    _check_workspace(workspace_path)
     return gathered(
         "get_tensors_parallel",
         tensor,
         ranks,
         group,
+        workspace_path=workspace_path,
         timeout_seconds=timeout_seconds,
         early_exit=early_exit,
         key=key,
@@ -80,9 +80,15 @@ def get_configs_parallel(
     As `get_tensors_parallel`. Tensors that are one stay one. Dataclasses are found by name among the modules that the
     first rank has imported; nothing is imported and nothing is unpickled.
     """
-    _check_workspace(workspace_path)
     return gathered(
-        "get_configs_parallel", config, ranks, group, timeout_seconds=timeout_seconds, early_exit=early_exit, key=key
+        "get_configs_parallel",
+        config,
+        ranks,
+        group,
+        workspace_path=workspace_path,
+        timeout_seconds=timeout_seconds,
+        early_exit=early_exit,
+        key=key,
     )
 
 
@@ -106,13 +112,3 @@ def _check_kind(tensor: object) -> None:
                 want="a tensor, or a list or dict of tensors and None",
                 next_step="gather other values with get_configs_parallel",
             )
-
-
-def _check_workspace(workspace_path: object) -> None:
-    if workspace_path is not None:
-        raise UsageError(
-            "live gathers through a directory are not there yet",
-            got=str(workspace_path),
-            want="None, with all ranks on one host",
-            next_step="write states with NFSWorkspace and run xrank gather",
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,15 @@ from xrank import environment
 from xrank.errors import UsageError
 from xrank.gather.exchange import Exchange
 from xrank.gather.tree import pack, unpack
+from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
+from xrank.ranks.failure import FailureRecord
+from xrank.ranks.meeting import CALL, Meeting
 from xrank.ranks.rendezvous import meet
 from xrank.ranks.store import find_store
+from xrank.ranks.store_rendezvous import meet_across_hosts
+from xrank.workspace.directory_messages import DirectoryMessages
+from xrank.workspace.memory_messages import MemoryMessages
 
 __all__ = ["gathered"]
 
@@ -24,9 +31,26 @@ class _Session:
     """The gathers of one list of ranks over one group's store."""
 
     def __init__(self) -> None:
-        self.exchange: Exchange | None = None
+        self.exchanges: dict[str | None, Exchange] = {}
+        """By the directory that they go through; None is memory."""
         self.num_meetings = 0
         self.pid = os.getpid()
+
+    def exchange(self, ranks: tuple[int, ...], rank: int, group: Any, path: str | None, deadline: Deadline) -> Exchange:
+        """Return the exchange through a directory, or memory; after a meeting, if there is none yet."""
+        if (exchange := self.exchanges.get(path)) is not None:
+            return exchange
+        self.num_meetings += 1
+        name = f"meeting/{'.'.join(map(str, ranks))}/{self.num_meetings}"
+        way = "memory" if path is None else "a directory"
+        meeting = Meeting(ranks, rank, find_store(group, environment.environ()), name, deadline, way)
+        if path is None:
+            exchange = Exchange(meet(meeting), MemoryMessages())
+        else:
+            circle = meet_across_hosts(meeting)
+            exchange = Exchange(circle, _directory_messages(path, circle))
+        self.exchanges[path] = exchange
+        return exchange
 
 
 _sessions: WeakKeyDictionary[Any, dict[tuple[int, ...], _Session]] = WeakKeyDictionary()
@@ -47,6 +71,7 @@ def gathered(
     ranks: Sequence[int],
     group: Any,
     *,
+    workspace_path: str | os.PathLike[str] | None,
     timeout_seconds: float,
     early_exit: bool,
     key: str | None,
@@ -67,11 +92,8 @@ def gathered(
         yield [_own(value)]
         return
     session = _session(group, ranks)
-    if session.exchange is None:
-        session.num_meetings += 1
-        name = f"meeting/{'.'.join(map(str, ranks))}/{session.num_meetings}"
-        session.exchange = Exchange(meet(ranks, rank, find_store(group, environment.environ()), name, deadline))
-    exchange = session.exchange
+    path = None if workspace_path is None else os.path.abspath(os.fspath(workspace_path))
+    exchange = session.exchange(ranks, rank, group, path, deadline)
     call = exchange.begin(function, key, _place(), deadline)
     try:
         exchange.check(call)
@@ -89,8 +111,17 @@ def gathered(
         exchange.fail(call, error)
         # What the others do after a failure is not known: the next gather begins with a new meeting.
         exchange.close()
-        if session.exchange is exchange:
-            session.exchange = None
+        if session.exchanges.get(path) is exchange:
+            del session.exchanges[path]
+        raise
+
+
+def _directory_messages(path: str, circle: Circle) -> DirectoryMessages:
+    try:
+        return DirectoryMessages(path, circle.rank)
+    except BaseException as error:
+        circle.fail(FailureRecord.of(error, circle.rank, CALL))
+        circle.close()
         raise
 
 
@@ -132,12 +163,12 @@ def _session(group: Any, ranks: tuple[int, ...]) -> _Session:
     return session
 
 
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+
+
 def _place() -> str:
     """Return file and line of the user's call: the first frame outside this package and contextlib."""
     frame = sys._getframe(1)
-    here = os.path.dirname(os.path.dirname(__file__))
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith(here) or frame.f_code.co_filename.endswith("contextlib.py")
-    ):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,6 +1,6 @@
 """The board: a page of shared memory for each rank, where it says how far it is, and why it failed.
 
-Each rank writes its own page alone. A reader may see a page while it is written: the counters are single aligned words,
+Each rank writes its own page alone. A reader may see a page while it is written: the words are single aligned numbers,
 and a failure record counts only when its checksum is right.
 """
 
@@ -12,13 +12,14 @@ import zlib
 from struct import Struct
 
 from xrank.ranks.failure import FailureRecord
+from xrank.ranks.wire import Word
 
 __all__ = ["Board"]
 
 _PAGE_NBYTES = 4096
 _WORD = Struct("<q")
 _RECORD_HEAD = Struct("<II")  # length, CRC-32
-_ARRIVED, _LEFT, _RECORD = 0, 8, 64
+_RECORD = 64
 
 
 class Board:
@@ -34,21 +35,14 @@ class Board:
         os.posix_fallocate(fd, 0, num_ranks * _PAGE_NBYTES)
         return fd
 
-    def arrive(self, position: int, call: int) -> None:
-        """Say that the rank has come to a call (counted from 1)."""
-        _WORD.pack_into(self._memory, position * _PAGE_NBYTES + _ARRIVED, call)
+    def say(self, position: int, word: Word, value: int) -> None:
+        """Set a word of a rank."""
+        _WORD.pack_into(self._memory, position * _PAGE_NBYTES + _WORD.size * word, value)
 
-    def leave(self, position: int, call: int) -> None:
-        """Say that the rank needs nothing more of a call, and nobody needs it."""
-        _WORD.pack_into(self._memory, position * _PAGE_NBYTES + _LEFT, call)
-
-    def arrived(self, position: int) -> int:
-        """Return the last call a rank has come to."""
-        return int(_WORD.unpack_from(self._memory, position * _PAGE_NBYTES + _ARRIVED)[0])
-
-    def left(self, position: int) -> int:
-        """Return the last call a rank has left."""
-        return int(_WORD.unpack_from(self._memory, position * _PAGE_NBYTES + _LEFT)[0])
+    def heard(self, position: int, word: Word) -> int:
+        """Return a word of a rank; 0 where it has said nothing."""
+        value: int = _WORD.unpack_from(self._memory, position * _PAGE_NBYTES + _WORD.size * word)[0]
+        return value
 
     def fail(self, position: int, record: FailureRecord) -> None:
         """Leave a failure record; the first one stays."""

@@ -1,40 +1,27 @@
-"""A circle: ranks of one host that have met, and how each waits for the others.
+"""A circle: ranks that have met, and how each waits for the others.
 
-The first rank has a link to every other. All see one board, and each watches the life of all others, so that whoever
-raises, dies, leaves or stays away is named by everybody who waits.
+Each hears of all others' failures and deaths, so that whoever raises, dies, leaves or stays away is named by everybody
+who waits. Nothing else in xrank waits for a rank that has been met.
 """
 
 from __future__ import annotations
 
 import os
-import select
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
-from typing import Any
 
 from xrank.errors import RankFailedError, RankTimeoutError
-from xrank.ranks.board import Board
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
-from xrank.ranks.link import Link, is_readable
+from xrank.ranks.peer import Peer
+from xrank.ranks.wire import Message, Wire, Word
 
-__all__ = ["Circle", "Peer"]
+__all__ = ["Circle"]
 
 _TICK_SECONDS = 0.1
-"""How long a wait sleeps before it looks at the board: a failure is known to all within that time."""
-_SPIN_SECONDS = 50e-6
+"""How long a wait sleeps before it looks whether anyone has failed: so soon is a failure known to all."""
+_SPIN_SECONDS = 200e-6
 """How long a wait looks without sleeping: most answers come at once, and a sleep costs as much as the whole call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Another rank's process."""
-
-    rank: int
-    host: str
-    pid: int
 
 
 class Circle:
@@ -43,31 +30,23 @@ class Circle:
     Args:
         ranks: all, the first rank first.
         rank: this one.
-        board: of all, by position in `ranks`.
-        links: on the first rank to every other, elsewhere to the first alone.
+        wire: to the others.
         peers: every other rank's process.
-        lives: pidfds of the peers whose processes can be watched; the others' ends show in their links.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        rank: int,
-        board: Board,
-        links: dict[int, Link],
-        peers: dict[int, Peer],
-        lives: dict[int, int],
-    ) -> None:
-        self.ranks, self.rank, self.board, self.links, self.peers = tuple(ranks), rank, board, links, peers
-        self._lives = lives
-        self._position = {r: i for i, r in enumerate(self.ranks)}
+    def __init__(self, ranks: Sequence[int], rank: int, wire: Wire, peers: Mapping[int, Peer]) -> None:
+        self.ranks, self.rank, self.wire, self.peers = tuple(ranks), rank, wire, dict(peers)
+        self.others = tuple(r for r in self.ranks if r != rank)
         self._last = 0
+        self._num_ended = 0
         self._open: set[int] = set()  # calls begun and not left; nested ones end before those around them
 
     @property
     def first(self) -> int:
         """The rank that gathers."""
         return self.ranks[0]
+
+    # ---- how far each rank is
 
     def begin(self, call: int) -> None:
         """Take part in a call, until `leave`."""
@@ -76,21 +55,28 @@ class Circle:
 
     def arrive(self, call: int) -> None:
         """Say that this rank has done its part of a call: sent its message or, on the first rank, received all."""
-        self.board.arrive(self._position[self.rank], call)
+        self.wire.say(Word.ARRIVED, call)
+
+    def end_body(self) -> None:
+        """Say that this rank's body of its innermost call has ended well."""
+        self._num_ended += 1
+        self.wire.say(Word.ENDED, self._num_ended)
 
     def leave(self, call: int) -> None:
         """Say that nobody needs this rank any more for a call, and for those before it that it has left too."""
         self._open.discard(call)
-        self.board.leave(self._position[self.rank], min(self._open, default=self._last + 1) - 1)
-
-    def fail(self, record: FailureRecord) -> None:
-        """Let all others know that this rank failed."""
-        self.board.fail(self._position[self.rank], record)
+        self.wire.say(Word.LEFT, min(self._open, default=self._last + 1) - 1)
 
     def absent(self, call: int) -> tuple[int, ...]:
         """Return the other ranks that have not come to a call yet; the first, which follows them, only by itself."""
-        absent = [r for r in self.ranks if r != self.rank and self.board.arrived(self._position[r]) < call]
+        absent = [r for r in self.others if self.wire.heard(r, Word.ARRIVED) < call]
         return tuple(r for r in absent if r != self.first or len(absent) == 1)
+
+    # ---- failures
+
+    def fail(self, record: FailureRecord) -> None:
+        """Let all others know that this rank failed."""
+        self.wire.fail(record)
 
     def check(self, call: int) -> None:
         """Raise if any other rank has failed, or died before it left the call.
@@ -98,34 +84,38 @@ class Circle:
         Raises:
             RankFailedError: names the first, in rank order; all are in its `failures`.
         """
-        records = {
-            record.rank: record  # those that only follow another repeat its record
-            for r in self.ranks
-            if r != self.rank and (record := self.board.failure(self._position[r])) is not None
-        }
+        # Those that only follow another repeat its record.
+        records = {record.rank: record for record in self.wire.failures()}
         if not records:
-            records = {r: self._death(r) for r, fd in self._lives.items() if self._is_dead(r, fd, call)}
+            ended = (r for r in self.wire.ended if self.wire.heard(r, Word.LEFT) < call)
+            records = {r: self._death(r) for r in sorted(ended, key=self.ranks.index)}
         if records:
             raise self._error(list(records.values()))
 
-    def send(self, rank: int, message: dict[str, Any], call: int, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a message to a rank.
+    # ---- messages
+
+    def send(self, rank: int, message: Message, call: int) -> None:
+        """Send a message to a rank; where it has too much to read already, as long as it lives wait for it.
 
         Raises:
-            RankFailedError: that rank is gone.
+            RankFailedError: that rank is gone, or any rank failed meanwhile.
         """
+
+        def is_sent() -> bool:
+            try:
+                self.wire.send(rank, message)
+            except BlockingIOError:
+                return False
+            return True
+
         try:
-            self.links[rank].send(message, descriptors)
-        except (BrokenPipeError, ConnectionResetError):
+            self._wait(is_sent, [rank], call, deadline=None)
+        except ConnectionError:
             self.check(call)
             raise self._error([self._death(rank)]) from None
 
-    def has_message(self, rank: int) -> bool:
-        """Say whether a message of a rank can be received without waiting."""
-        return is_readable(self.links[rank].fileno())
-
-    def receive(self, sources: set[int], call: int, deadline: Deadline) -> tuple[int, dict[str, Any], list[int]]:
-        """Return the next message of any of these ranks: (rank, message, descriptors).
+    def receive(self, sources: Iterable[int], call: int, deadline: Deadline) -> tuple[int, Message]:
+        """Return the next message of any of these ranks, and whose it is.
 
         The deadline counts until all ranks have come to the call; from then on their lives are what is waited on:
         the first rank's body may take any time.
@@ -134,48 +124,64 @@ class Circle:
             RankFailedError: a rank failed or died.
             RankTimeoutError: the deadline passed; `waiting_for` has the ranks that did not come.
         """
-        poller = select.poll()
-        for source in sources:
-            poller.register(self.links[source].fileno(), select.POLLIN)
-        spin_end = monotonic() + _SPIN_SECONDS
-        while not (ready := poller.poll(0)):
-            if monotonic() >= spin_end:
-                ready = self._sleep(poller, call, deadline)
-                break
-        numbers = {self.links[source].fileno(): source for source in sources}
-        source = numbers[ready[0][0]]
-        received = self.links[source].receive()
-        if received is None:
-            self.check(call)
-            raise self._error([self._death(source)])
-        return source, *received
+        inboxes = [(source, self.wire.inboxes[source]) for source in sources]
+        self._wait(lambda: any(inbox for _, inbox in inboxes), [s for s, _ in inboxes], call, deadline)
+        return next((source, inbox.popleft()) for source, inbox in inboxes if inbox)
 
-    def _sleep(self, poller: select.poll, call: int, deadline: Deadline) -> list[tuple[int, int]]:
-        """Wait for a message; look at the board and at the deadline at every tick."""
-        for r, fd in self._lives.items():
-            if not self._has_left(r, call):
-                poller.register(fd, select.POLLIN)
-        lives = set(self._lives.values())
-        while True:
+    def await_bodies(self, ranks: Iterable[int], call: int) -> None:
+        """Wait until these ranks have ended as many bodies as this one, however long that takes them.
+
+        Raises:
+            RankFailedError: a rank failed or died.
+        """
+        waited = list(ranks)
+        self._wait(
+            lambda: all(self.wire.heard(r, Word.ENDED) >= self._num_ended for r in waited), waited, call, deadline=None
+        )
+
+    def await_arrival(self, rank: int, call: int, deadline: Deadline) -> None:
+        """Wait until a rank has done its part of a call; errors as `receive`."""
+        self._wait(lambda: self.wire.heard(rank, Word.ARRIVED) >= call, [rank], call, deadline)
+
+    def await_sight(self, is_over: Callable[[], bool], call: int, patience: Deadline) -> bool:
+        """Wait until what a rank has told of becomes visible here, and say whether it did; looks ever less often.
+
+        Raises:
+            RankFailedError: a rank failed or died, which may be why it does not.
+        """
+        tick = _SPIN_SECONDS
+        while not is_over():
             self.check(call)
-            absent = self.absent(call)
-            if absent and deadline.has_passed:
-                raise self._timeout(absent, deadline)
-            seconds = min(_TICK_SECONDS, deadline.remaining_seconds) if absent else _TICK_SECONDS
-            ready = poller.poll(seconds * 1000)
-            messages = [event for event in ready if event[0] not in lives]
-            if messages:
-                return messages
-            for fd, _ in ready:
-                # Its process has ended: `check` raises, unless the rank had left the call.
+            if patience.has_passed:
+                return False
+            tick = min(2 * tick, _TICK_SECONDS)
+            self.wire.pump(min(tick, patience.remaining_seconds))
+        return True
+
+    def _wait(self, is_over: Callable[[], bool], sources: list[int], call: int, deadline: Deadline | None) -> None:
+        spin_end, tick = monotonic() + _SPIN_SECONDS, _SPIN_SECONDS
+        while not is_over():
+            if monotonic() < spin_end:
+                self.wire.pump(0)
+                os.sched_yield()  # the answer may need this very core
+                continue
+            try:
                 self.check(call)
-                poller.unregister(fd)
-
-    def _has_left(self, rank: int, call: int) -> bool:
-        return self.board.left(self._position[rank]) >= call
-
-    def _is_dead(self, rank: int, fd: int, call: int) -> bool:
-        return is_readable(fd) and not self._has_left(rank, call)
+            except RankFailedError:
+                # What it is waited for may have come before the failure, which was of a later call.
+                self.wire.pump(0)
+                if is_over():
+                    return
+                raise
+            if silent := [r for r in sources if r in self.wire.silent]:
+                raise self._error([self._death(r) for r in silent])
+            # Messages end the sleep; words, which do not, are looked at ever less often.
+            tick = min(_TICK_SECONDS, 2 * tick) if deadline is None else _TICK_SECONDS
+            if deadline is not None and (absent := self.absent(call)):
+                if deadline.has_passed:
+                    raise self._timeout(absent, deadline)
+                tick = min(tick, deadline.remaining_seconds)
+            self.wire.pump(tick)
 
     def _death(self, rank: int) -> FailureRecord:
         peer = self.peers[rank]
@@ -187,9 +193,7 @@ class Circle:
         return errors[0]
 
     def _timeout(self, absent: tuple[int, ...], deadline: Deadline) -> RankTimeoutError:
-        names = ", ".join(
-            f"rank {r} (host {self.peers[r].host}, pid {self.peers[r].pid})" for r in absent if r in self.peers
-        )
+        names = ", ".join(f"rank {r} (host {self.peers[r].host}, pid {self.peers[r].pid})" for r in absent)
         return RankTimeoutError(
             f"{names} did not come to the gather within {deadline.timeout_seconds:g} s",
             rank=absent[0],
@@ -201,10 +205,4 @@ class Circle:
 
     def close(self) -> None:
         """Let go of everything; ranks that still wait hear of it."""
-        for link in self.links.values():
-            link.close()
-        for fd in self._lives.values():
-            with suppress(OSError):
-                os.close(fd)
-        self._lives.clear()
-        self.board.close()
+        self.wire.close()

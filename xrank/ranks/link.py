@@ -1,6 +1,7 @@
 """A link: short messages between two processes of one host, with file descriptors where needed.
 
 A Unix socket that keeps message borders. The kernel ends it with either process, so that a waiting one always wakes.
+A message is the length of its JSON, the JSON, and its payload.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ import json
 import os
 import select
 import socket
-from typing import Any
+from struct import Struct
 
 from xrank.errors import CorruptError
+from xrank.ranks.wire import Message
 
-__all__ = ["Link", "is_readable"]
+__all__ = ["MAX_PAYLOAD_NBYTES", "Link", "is_readable"]
 
-_MAX_NBYTES = 65536
+MAX_PAYLOAD_NBYTES = 32 << 10
+_MAX_NBYTES = 128 << 10
+"""Of a message; half of what Linux lets a Unix socket hold by default (net.core.wmem_default: 212,992)."""
 _MAX_DESCRIPTORS = 16
+_HEAD = Struct("<I")
+_RIGHTS_NBYTES = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
 
 
 def is_readable(fd: int) -> bool:
@@ -38,26 +44,27 @@ class Link:
         """Return the descriptor to poll."""
         return self._socket.fileno()
 
-    def send(self, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
-        """Send a message of at most 64 KiB as JSON, with descriptors.
+    def send(self, message: Message, descriptors: tuple[int, ...] = (), *, wait: bool = True) -> None:
+        """Send a message of at most 128 KiB, with descriptors.
 
         Raises:
             BrokenPipeError, ConnectionResetError: the other end is gone.
+            BlockingIOError: it is not to `wait`, and the other end has not read enough yet.
         """
-        content = json.dumps(message, separators=(",", ":")).encode()
-        assert len(content) <= _MAX_NBYTES, len(content)
+        content = json.dumps(message.content, separators=(",", ":")).encode()
+        assert _HEAD.size + len(content) + len(message.payload) <= _MAX_NBYTES, len(content)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        self._socket.sendmsg([content], rights, socket.MSG_NOSIGNAL)
+        flags = socket.MSG_NOSIGNAL | (0 if wait else socket.MSG_DONTWAIT)
+        self._socket.sendmsg([_HEAD.pack(len(content)), content, message.payload], rights, flags)
 
-    def receive(self) -> tuple[dict[str, Any], list[int]] | None:
+    def receive(self) -> tuple[Message, list[int]] | None:
         """Return the next message and its descriptors, which are the caller's; None when the other end is gone.
 
         Raises:
             CorruptError: what came is no message of xrank's.
         """
-        room = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
         try:
-            content, ancillary, flags, _ = self._socket.recvmsg(_MAX_NBYTES, room, socket.MSG_CMSG_CLOEXEC)
+            content, ancillary, flags, _ = self._socket.recvmsg(_MAX_NBYTES, _RIGHTS_NBYTES, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
             return None
         descriptors = array.array("i")
@@ -66,11 +73,8 @@ class Link:
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
         if not content and not descriptors:
             return None
-        try:
-            message = json.loads(content)
-        except ValueError:
-            message = None
-        if not isinstance(message, dict) or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        message = None if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) else _parsed(content)
+        if message is None:
             for fd in descriptors:
                 os.close(fd)
             raise CorruptError("a message between two ranks is damaged", got=f"{len(content)} bytes", want="JSON")
@@ -85,3 +89,14 @@ class Link:
     def close(self) -> None:
         """Close this end; the other one hears of it."""
         self._socket.close()
+
+
+def _parsed(content: bytes) -> Message | None:
+    if len(content) < _HEAD.size:
+        return None
+    end = _HEAD.size + _HEAD.unpack_from(content)[0]
+    try:
+        parsed = json.loads(content[_HEAD.size : end])
+    except ValueError:
+        return None
+    return Message(parsed, content[end:]) if isinstance(parsed, dict) else None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-from xrank.errors import UsageError
+from xrank.errors import RankFailedError, UsageError
 
 __all__ = ["GroupStore", "LocalStore", "Store", "find_store"]
 
@@ -14,7 +14,11 @@ _PREFIX = "xrank/"
 
 
 class Store(Protocol):
-    """Values by name. Nothing here waits; `xrank.ranks.waiting` does."""
+    """Values by name. Nothing here waits for a value.
+
+    Raises:
+        RankFailedError: from every method; the store is gone, and with it the process that kept it.
+    """
 
     def put(self, name: str, value: str) -> None:
         """Set a value that all ranks then see."""
@@ -24,6 +28,9 @@ class Store(Protocol):
 
     def remove(self, name: str) -> None:
         """Forget a value; one that is not there is no error."""
+
+    def clone(self) -> Store:
+        """Return the same store for another thread to use."""
 
 
 class GroupStore:
@@ -34,19 +41,26 @@ class GroupStore:
 
     def put(self, name: str, value: str) -> None:
         """Set a value that all ranks then see."""
-        self._store.set(_PREFIX + name, value)
+        with _gone_named():
+            self._store.set(_PREFIX + name, value)
 
     def peek(self, name: str) -> str | None:
         """Return the value, or None where there is none yet."""
-        # get alone would block until there is one (torch/csrc/distributed/c10d/Store.hpp).
-        if not self._store.check([_PREFIX + name]):
-            return None
-        return str(self._store.get(_PREFIX + name).decode())
+        with _gone_named():
+            # get alone would block until there is one (torch/csrc/distributed/c10d/Store.hpp).
+            if not self._store.check([_PREFIX + name]):
+                return None
+            return str(self._store.get(_PREFIX + name).decode())
 
     def remove(self, name: str) -> None:
         """Forget a value; one that is not there is no error."""
         with suppress(RuntimeError, NotImplementedError):  # a store that keeps every value; no name is used twice
             self._store.delete_key(_PREFIX + name)
+
+    def clone(self) -> GroupStore:
+        """Return the same store for another thread: where it is a connection, one of its own."""
+        with _gone_named():
+            return GroupStore(self._store.clone())
 
 
 class LocalStore:
@@ -66,6 +80,10 @@ class LocalStore:
     def remove(self, name: str) -> None:
         """Forget a value; one that is not there is no error."""
         self._values.pop(name, None)
+
+    def clone(self) -> LocalStore:
+        """Return itself: each of its methods is one step of the interpreter."""
+        return self
 
 
 def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:
@@ -95,3 +113,18 @@ def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:
         want="an initialised process group, or torchrun",
         next_step="call torch.distributed.init_process_group first",
     )
+
+
+@contextmanager
+def _gone_named() -> Iterator[None]:
+    """Turn the store's own error (torch.distributed.DistError, a RuntimeError) into ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = f"the store that the ranks meet through is gone: {str(error).splitlines()[0][:200]}"
+        raise RankFailedError(
+            f"rank 0 failed, or the launcher: {cause}",
+            rank=0,
+            cause=cause,
+            next_step="look at the error of rank 0, or of the launcher, first",
+        ) from error

@@ -1,8 +1,11 @@
-"""Arenas: memory that a writer keeps and readers map; it has no name, and ends with its last user.
+"""Arenas: memory that a writer keeps and a reader maps, so that a message costs one copy; the reader may lease it.
+
+The first word of an arena says whether it is taken: the writer sets it, and the reader frees it when it has copied
+what it needs, or when the last tensor that lies in the arena is gone. Then the writer may write there again.
 
 A memfd (memfd_create(2)) is counted against the process' memory, not against the size of /dev/shm, and nothing can be
-left behind or guessed. The first bytes of an arena are written by write(2), the quickest way to fresh pages, which says
-ENOSPC where a store through a mapping would be killed by SIGBUS; bytes that exist already are copied to directly.
+left behind or guessed. Fresh bytes are written by write(2), the quickest way to fresh pages, which says ENOSPC where a
+store through a mapping would be killed by SIGBUS; bytes that exist already are copied to directly.
 """
 
 from __future__ import annotations
@@ -10,38 +13,66 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from math import prod
+import weakref
+from struct import Struct
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from xrank.errors import NoSpaceError
+from xrank.workspace.memory_file import MemoryFile, MemoryPlace, open_place
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALIGNMENT", "Arena", "AttachedArena", "new_tensor"]
+__all__ = ["ALIGNMENT", "Arena", "AttachedArena", "Lease", "new_buffer"]
 
 ALIGNMENT = 64
+_HEAD_NBYTES = ALIGNMENT
+_USE = Struct("<q")
+_FREE, _TAKEN, _ABANDONED = range(3)
 _STEP_NBYTES = 2 << 20
 _HUGE_NBYTES = 4 << 20
-"""Tensors from this size on get huge pages: fresh small pages cost three times the copy."""
+"""Buffers from this size on get huge pages: fresh small pages cost three times the copy."""
 
 
 class Arena:
-    """The writer's side of one arena."""
+    """The writer's side of one arena.
+
+    Args:
+        nbytes: that it is to hold at least; no memory is taken before it is written.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        self.capacity = -(-nbytes // _STEP_NBYTES) * _STEP_NBYTES
-        self.fd = os.memfd_create("xrank-arena", os.MFD_CLOEXEC)
+        total = -(-(nbytes + _HEAD_NBYTES) // _STEP_NBYTES) * _STEP_NBYTES
+        self.capacity = total - _HEAD_NBYTES
+        self._file = MemoryFile()
         try:
-            os.ftruncate(self.fd, self.capacity)
-            self._memory = mmap.mmap(self.fd, self.capacity)
+            os.ftruncate(self._file.fd, total)
+            self.place: MemoryPlace = self._file.seal(writable=True)
+            self._memory = mmap.mmap(self._file.fd, total)
         except BaseException:
-            os.close(self.fd)
+            self._file.close()
             raise
         self._written = 0
+        self._write_fresh(0, memoryview(bytes(_HEAD_NBYTES)))
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody reads it any more."""
+        return bool(_USE.unpack_from(self._memory)[0] == _FREE)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody will say when it is free."""
+        return bool(_USE.unpack_from(self._memory)[0] == _ABANDONED)
+
+    def take(self) -> None:
+        """Say that it is in use, until its reader says otherwise."""
+        _USE.pack_into(self._memory, 0, _TAKEN)
 
     def write(self, offset: int, tensor: torch.Tensor) -> None:
-        """Copy a tensor's elements, row-major, to `offset`.
+        """Copy a tensor's elements, row-major, to `offset`; writes to fresh memory go upwards, without a gap of a page.
 
         Raises:
             NoSpaceError: the system has no memory for it.
@@ -52,22 +83,22 @@ class Arena:
         if nbytes == 0:
             return
         if offset + nbytes <= self._written:
-            target = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
+            target = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=_HEAD_NBYTES + offset)
             target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             return
         flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
-        self._write_fresh(offset, flat.numpy().data)
-        self._written = max(self._written, offset + nbytes)
+        self.write_bytes(offset, flat.numpy().data)
 
-    def write_bytes(self, offset: int, content: bytes) -> None:
-        """Put bytes at `offset`; errors as `write`."""
-        self._write_fresh(offset, memoryview(content))
+    def write_bytes(self, offset: int, content: bytes | memoryview) -> None:
+        """Put bytes at `offset`; as `write`."""
+        self._write_fresh(_HEAD_NBYTES + offset, memoryview(content))
+        self._written = max(self._written, offset + len(content))
 
-    def _write_fresh(self, offset: int, data: memoryview) -> None:
+    def _write_fresh(self, position: int, data: memoryview) -> None:
         needed = len(data)
         while data:
             try:
-                n = os.pwrite(self.fd, data, offset)
+                n = os.pwrite(self._file.fd, data, position)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                     raise
@@ -80,45 +111,101 @@ class Arena:
                     needed_nbytes=needed,
                     free_nbytes=free,
                 ) from error
-            data, offset = data[n:], offset + n
+            data, position = data[n:], position + n
 
     def close(self) -> None:
         """Let go of the memory; readers that map it keep it."""
-        os.close(self.fd)
+        self._file.close()
         # A tensor made by `write` may still hold the mapping for a moment; it goes with the last of them.
         del self._memory
 
 
+class Lease:
+    """The reader's use of an arena, from the lending until the last of what was lent is gone."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.is_over = False
+        self._memory = memory
+        self._is_abandoned = False
+        _leases.add(self)
+
+    def end(self) -> None:
+        """Let the writer have the arena."""
+        self.is_over = True
+        if not self._is_abandoned:
+            _USE.pack_into(self._memory, 0, _FREE)
+
+    def abandon(self) -> None:
+        """Let the writer go on without the arena."""
+        self._is_abandoned = True
+        _USE.pack_into(self._memory, 0, _ABANDONED)
+
+
+_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+def _abandon_leases() -> None:
+    # Two processes are about to hold the same tensors, and neither will know when the other has dropped them.
+    for lease in [lease for lease in _leases if not lease.is_over]:
+        lease.abandon()
+
+
+os.register_at_fork(before=_abandon_leases)
+
+
 class AttachedArena:
-    """A reader's side: reads what the writer put there."""
+    """A reader's side: what the writer put there, until the reader says that it needs it no more."""
 
-    def __init__(self, fd: int) -> None:
-        """Map the arena; the descriptor stays the caller's."""
-        self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
 
-    def copy(self, offset: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor of the reader's own with the elements at `offset`."""
-        import torch
+    @classmethod
+    def open(cls, place: MemoryPlace) -> AttachedArena | None:
+        """Map an arena; None where it is there no more."""
+        fd = open_place(place, writable=True)
+        if fd is None:
+            return None
+        try:
+            return cls(mmap.mmap(fd, place.nbytes))
+        finally:
+            os.close(fd)
 
-        made = new_tensor(shape, getattr(torch, dtype))
-        nbytes = made.numel() * made.element_size()
-        if nbytes:
-            source = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
-            made.view(-1).view(torch.uint8).copy_(source)
-        return made
-
-    def read_bytes(self, offset: int, nbytes: int) -> bytes:
+    def read(self, offset: int, nbytes: int) -> bytes:
         """Return the bytes at `offset`."""
-        return self._memory[offset : offset + nbytes]
+        return self._memory[_HEAD_NBYTES + offset : _HEAD_NBYTES + offset + nbytes]
+
+    def copy(self, parts: list[tuple[int, int]]) -> list[memoryview]:
+        """Return copies of (offset, nbytes) parts, and let the writer have the arena."""
+        copies = [new_buffer(nbytes) for _, nbytes in parts]
+        with memoryview(self._memory) as whole:
+            for (offset, nbytes), copy in zip(parts, copies, strict=True):
+                copy[:] = whole[_HEAD_NBYTES + offset : _HEAD_NBYTES + offset + nbytes]
+        self.drop()
+        return copies
+
+    def drop(self) -> None:
+        """Let the writer have the arena."""
+        _USE.pack_into(self._memory, 0, _FREE)
+
+    def lend(self, parts: list[tuple[int, int]]) -> tuple[list[memoryview], Lease]:
+        """Return (offset, nbytes) parts as they lie in the arena; the writer has it back when the last of them is gone.
+
+        What is made of a part (a tensor, a view of it) holds it. When this process forks meanwhile, the writer never
+        has it back, and takes another.
+        """
+        # One array that all parts hold, and nobody else: its end is the end of the last of them.
+        whole = np.frombuffer(self._memory, np.uint8)
+        lease = Lease(self._memory)
+        weakref.finalize(whole, lease.end).atexit = False
+        view = whole.data
+        starts = [(_HEAD_NBYTES + offset, nbytes) for offset, nbytes in parts]
+        return [view[start : start + nbytes] for start, nbytes in starts], lease
 
 
-def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised tensor on the CPU; a large one in huge pages of its own."""
-    import torch
-
-    nbytes = prod(shape) * dtype.itemsize
+def new_buffer(nbytes: int) -> memoryview:
+    """Return writable memory of the caller's own, its content undefined; much of it lies in huge pages."""
     if nbytes < _HUGE_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        return np.empty(nbytes, np.uint8).data
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    return memoryview(memory)

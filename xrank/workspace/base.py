@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -73,43 +72,52 @@ class Workspace(Protocol):
 
 @runtime_checkable
 class MessageWorkspace(Protocol):
-    """Carries one gather's tensors between live ranks; a workspace may be this too.
+    """Carries tensors between live ranks, each message from one to one; a workspace is this too.
 
-    Call order: each sender publishes once for each gather, and tells the receipt to the receivers by a store; they
-    fetch after that, never before (a network file system remembers for half a minute that a name was absent); the
-    sender closes after the last receiver's lease has ended. No name is ever used for two messages.
+    Call order: the sender publishes, and tells the receipt to the reader by whatever way they have; after that, never
+    before, the reader fetches, once (a network file system remembers for half a minute that a name was absent), and
+    again only where it did not see the message; when it has said so, the sender retires it. No name is ever used for
+    two messages, and nothing here waits for a rank.
 
-    Who may call: every rank publishes and fetches; only the sender removes what it published.
+    Who may call: every rank publishes and fetches, one thread at a time; only the sender retires.
 
-    A crash leaves at most the message in flight; the next start of this rank, or ``xrank clean``, removes it.
+    A crash leaves at most the messages in flight; the next start of this rank, or ``xrank clean``, removes them.
     """
 
-    def publish(self, key: str, header: str, buffers: Sequence[memoryview]) -> str:
-        """Leave a message and return its receipt, which carries name, sizes and checksums.
+    patience_seconds: float
+    """How long a message may stay invisible to a reader who has its receipt."""
+
+    def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
+        """Leave a message and return its receipt, a text that tells any process where it lies.
 
         Args:
-            key: names the gather: the ranks and their call's number.
-            header: JSON that tells what the buffers are; never a pickle.
-            buffers: the bytes.
+            header: JSON that tells what the tensors are; never a pickle.
+            tensors: dense ones of any strides and device; their elements are left row-major, as bytes.
+
+        Raises:
+            NoSpaceError: the medium is full; nothing of the message stays.
         """
         ...
 
-    def fetch(
-        self, rank: int, receipt: str, deadline: float
-    ) -> AbstractContextManager[tuple[str, Sequence[memoryview]]]:
-        """Lend that rank's message: header and views that are valid inside the ``with``, their checksums verified.
+    def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
+        """Return a message: its header, and for each tensor its bytes, in memory that is the caller's.
+
+        It may write there, and what it makes of it holds it: nobody else does, whatever becomes of the message.
 
         Args:
             rank: the sender.
             receipt: what its `publish` returned.
-            deadline: on ``time.monotonic``'s clock.
 
         Raises:
-            RankTimeoutError: the message did not appear before the deadline.
+            IncompleteError: the message is not to be seen; for `patience_seconds` it may still come.
             CorruptError: the message is not what was published.
         """
         ...
 
+    def retire(self, receipt: str) -> None:
+        """Let go of a message of this rank's that its reader has fetched."""
+        ...
+
     def close(self) -> None:
-        """Remove what this rank published; calling it again does nothing."""
+        """Let go of all that this rank published; what was fetched stays. Calling it again does nothing."""
         ...

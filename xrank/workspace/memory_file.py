@@ -11,11 +11,13 @@ import stat
 from dataclasses import asdict, dataclass
 
 from xrank.errors import CorruptError, UsageError
+from xrank.ranks.peer import process_space
 
 __all__ = ["MemoryFile", "MemoryPlace", "open_place"]
 
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_MARK = "xrank-state-"
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEALS = _SIZE_SEALS | fcntl.F_SEAL_WRITE
+_MARK = "xrank-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +68,30 @@ class MemoryPlace:
         Raises:
             UsageError: it is on another host, or in another namespace of process numbers.
         """
-        if self.space == _space():
+        if self.space == process_space():
             return
         here = socket.gethostname()
         raise UsageError(
-            f"the state of rank {rank} is in the memory of host {self.host}, which this process on {here} cannot reach",
+            f"what rank {rank} wrote is in the memory of host {self.host}, which this process on {here} cannot reach",
             rank=rank,
             host=self.host,
             got=f"rank {rank} on {self.host}, the reader on {here}",
             want="ranks on one host that see each other's process numbers",
-            next_step="use NFSWorkspace on a directory that both mount",
+            next_step="use NFSWorkspace, or give workspace_path, a directory that both mount",
         )
 
 
 class MemoryFile:
-    """The writer's side: a new file, written through `fd`, then sealed, and there until it is closed."""
+    """The writer's side: a new file, written through `fd`, and there until it is closed."""
 
     def __init__(self) -> None:
         self.nonce = secrets.token_hex(16)
         self.fd = os.memfd_create(_MARK + self.nonce, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(self.fd, 0o600)
 
-    def seal(self) -> MemoryPlace:
-        """End the writing for everybody and for good; return where the file lies."""
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+    def seal(self, *, writable: bool = False) -> MemoryPlace:
+        """Keep the size, and what is not to stay `writable`, for everybody and for good; return where the file lies."""
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS if writable else _SEALS)
         status = os.fstat(self.fd)
         return MemoryPlace(
             pid=os.getpid(),
@@ -98,7 +100,7 @@ class MemoryFile:
             inode=status.st_ino,
             nbytes=status.st_size,
             nonce=self.nonce,
-            space=_space(),
+            space=process_space(),
             host=socket.gethostname(),
         )
 
@@ -107,8 +109,8 @@ class MemoryFile:
         os.close(self.fd)
 
 
-def open_place(place: MemoryPlace) -> int | None:
-    """Return a descriptor of the caller's own on the file, or None where the file is there no more.
+def open_place(place: MemoryPlace, *, writable: bool = False) -> int | None:
+    """Return a descriptor of the caller's own on the sealed file, or None where the file is there no more.
 
     Numbers of processes and descriptors are used again: what is found there counts only if it is what was told.
     """
@@ -116,11 +118,17 @@ def open_place(place: MemoryPlace) -> int | None:
         # Looked at before it is opened: opening what a number means by now (a tape, a pipe) may do something.
         if not _is_told(os.stat(place.path), place):
             return None
-        fd = os.open(place.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        access = os.O_RDWR if writable else os.O_RDONLY
+        fd = os.open(place.path, access | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None  # the process ended, the descriptor was closed, or the number is another user's by now
     try:
-        if _is_told(os.fstat(fd), place) and _is_sealed(fd) and _shown_name(fd) == f"/memfd:{_MARK}{place.nonce}":
+        seals = _SIZE_SEALS if writable else _SEALS
+        if (
+            _is_told(os.fstat(fd), place)
+            and _has_seals(fd, seals)
+            and _shown_name(fd) == f"/memfd:{_MARK}{place.nonce}"
+        ):
             fd, opened = -1, fd
             return opened
         return None
@@ -137,9 +145,9 @@ def _is_told(status: os.stat_result, place: MemoryPlace) -> bool:
     )
 
 
-def _is_sealed(fd: int) -> bool:
+def _has_seals(fd: int, seals: int) -> bool:
     try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
     except OSError:
         return False  # EINVAL: no file in memory
 
@@ -148,17 +156,11 @@ def _shown_name(fd: int) -> str:
     return os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
 
 
-def _space() -> str:
-    # Process numbers mean the same only within one namespace of them (pid_namespaces(7)), on one running kernel.
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
-        return f"{boot.read().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
-
-
 def _corrupt(text: str, rank: int) -> CorruptError:
     return CorruptError(
-        f"the store does not tell where the state of rank {rank} lies",
+        f"what is told of where the memory of rank {rank} lies is no such thing",
         rank=rank,
         got=ascii(text[:200]),
         want="what SharedMemoryWorkspace tells",
-        next_step="let the rank write its state again",
+        next_step="let the rank write again",
     )

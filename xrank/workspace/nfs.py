@@ -12,11 +12,12 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import NoSpaceError, UsageError
 from xrank.formats.rank_state import state_file_name
+from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.workspace.identity import find_identity
 from xrank.workspace.state_archive import StateArchive, make_state_archive
 from xrank.workspace.state_file import read_run_id, read_state
@@ -30,7 +31,7 @@ __all__ = ["NFSWorkspace"]
 
 
 class NFSWorkspace:
-    """Keeps each rank's state in ``<workspace_path>/rank_<r>_state.pth``; a `Workspace`.
+    """Keeps each rank's state in ``<workspace_path>/rank_<r>_state.pth``; a `Workspace` and a `MessageWorkspace`.
 
     Construction makes the directory and removes what this rank left there in earlier runs: a state of another run id,
     or of none known, and unfinished files. It touches no other rank's. To look at a workspace from outside use
@@ -58,8 +59,10 @@ class NFSWorkspace:
     ) -> None:
         self._path = None if workspace_path is None else os.path.abspath(os.fspath(workspace_path))
         self._identity = find_identity(rank, world_size, run_id)
+        self._messages: DirectoryMessages | None = None
         if self._path is not None:
             self._settle(self._path)
+            self._messages = DirectoryMessages(self._path, self.rank)
 
     @property
     def is_initialized(self) -> bool:
@@ -116,15 +119,37 @@ class NFSWorkspace:
         state = read_state(file, target_rank, self.world_size, self.run_id)
         return (None, None) if state is None else state
 
+    @property
+    def patience_seconds(self) -> float:
+        """How long a message may stay invisible; see `MessageWorkspace`."""
+        return DirectoryMessages.patience_seconds
+
+    def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
+        """Leave a message in a file of a name that is never used again; see `MessageWorkspace`."""
+        return self._carrier().publish(header, tensors)
+
+    def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
+        """Return a message, its checksums verified; see `MessageWorkspace`."""
+        return self._carrier().fetch(rank, receipt)
+
+    def retire(self, receipt: str) -> None:
+        """Remove a message's file; see `MessageWorkspace`."""
+        self._carrier().retire(receipt)
+
+    def close(self) -> None:
+        """Remove this rank's messages; its state stays. Calling it again does nothing."""
+        if self._messages is not None:
+            self._messages.close()
+
     def _place(self) -> str:
         if self._path is None:
-            raise UsageError(
-                "the workspace is not initialised: it has no directory",
-                got="workspace_path=None",
-                want="a directory that all ranks mount",
-                next_step="construct NFSWorkspace(workspace_path)",
-            )
+            raise _uninitialised()
         return self._path
+
+    def _carrier(self) -> DirectoryMessages:
+        if self._messages is None:
+            raise _uninitialised()
+        return self._messages
 
     def _settle(self, path: str) -> None:
         # Every rank makes it: nobody could wait for the one that would, and on a network file system the others may
@@ -156,6 +181,15 @@ class NFSWorkspace:
             with contextlib.suppress(OSError):
                 _remove(part)
             raise
+
+
+def _uninitialised() -> UsageError:
+    return UsageError(
+        "the workspace is not initialised: it has no directory",
+        got="workspace_path=None",
+        want="a directory that all ranks mount",
+        next_step="construct NFSWorkspace(workspace_path)",
+    )
 
 
 def _write_new(part: str, archive: StateArchive) -> os.stat_result:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xrank import environment
@@ -18,6 +18,7 @@ from xrank.errors import IncompleteError, NoSpaceError, UsageError, XrankError
 from xrank.ranks.store import LocalStore, Store, find_store
 from xrank.workspace.identity import find_identity, group_place
 from xrank.workspace.memory_file import MemoryFile, MemoryPlace, open_place
+from xrank.workspace.memory_messages import MemoryMessages
 from xrank.workspace.state_archive import make_state_archive
 from xrank.workspace.state_file import read_run_id, read_state
 
@@ -39,7 +40,7 @@ _held: dict[str, MemoryFile] = {}
 
 
 class SharedMemoryWorkspace:
-    """Keeps each rank's state in memory, for ranks of one host; a `Workspace`.
+    """Keeps each rank's state in memory, for ranks of one host; a `Workspace` and a `MessageWorkspace`.
 
     A rank's state lasts until that rank writes again, calls `close`, constructs its workspace for another run, or
     ends, however it ends. Construction removes what this rank left in the same store in earlier runs, and no other
@@ -69,6 +70,7 @@ class SharedMemoryWorkspace:
         run_id: str | None = None,
     ) -> None:
         self._identity = find_identity(rank, world_size, run_id)
+        self._messages = MemoryMessages()
         self._store = store or _store_of(group, self._identity.world_size)
         if self._store is not None:
             self._settle(self._store)
@@ -146,8 +148,30 @@ class SharedMemoryWorkspace:
                 raise
         return (None, None) if state is None else state
 
+    @property
+    def patience_seconds(self) -> float:
+        """How long a message may stay invisible; see `MessageWorkspace`."""
+        return MemoryMessages.patience_seconds
+
+    def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
+        """Leave a message in an arena of this rank's; see `MessageWorkspace`."""
+        return self._messages.publish(header, tensors)
+
+    def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
+        """Return a message, where that is quicker as it lies in the sender's arena; see `MessageWorkspace`.
+
+        Raises:
+            UsageError: besides `MessageWorkspace`'s, the sender is on another host.
+        """
+        return self._messages.fetch(rank, receipt)
+
+    def retire(self, receipt: str) -> None:
+        """Let go of a message; see `MessageWorkspace`."""
+        self._messages.retire(receipt)
+
     def close(self) -> None:
-        """Let go of this rank's state; nobody finds it any more. Calling it again does nothing."""
+        """Let go of this rank's state and messages; nobody finds them any more. Calling it again does nothing."""
+        self._messages.close()
         if self._store is not None:
             self._forget(self._store, self._store.peek(_name(self.rank)))
 

@@ -1,0 +1,93 @@
+"""The heartbeat: how ranks on several hosts know of each other that they live.
+
+Each rank's thread counts up a number in the store, and watches the number of the next rank in the list, by its own
+clock: clocks of two hosts are never compared. So a rank's death is found whatever the others are doing, and each rank
+asks for one number, however many there are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
+from weakref import WeakSet
+
+from xrank.errors import XrankError
+from xrank.ranks.store import Store
+
+__all__ = ["PERIOD_SECONDS", "Heartbeat"]
+
+PERIOD_SECONDS = 2.0
+_MAX_MISSED = 5
+
+
+class Heartbeat:
+    """This rank's own beat, and its watch on another; begins at once and lasts until `stop`.
+
+    Args:
+        store: one that no other thread uses.
+        mine: the name of this rank's number.
+        watched: the name of the other's; as long as it has none, it has not come yet.
+        tell: is called once, on the heartbeat's thread, when the other has missed five beats.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        mine: str,
+        watched: str,
+        tell: Callable[[Store], None],
+        *,
+        period_seconds: float = PERIOD_SECONDS,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._stopped = threading.Event()
+        arguments = (self._stopped, store, mine, watched, tell, period_seconds, clock)
+        self._thread = threading.Thread(target=_beat, args=arguments, name="xrank heartbeat", daemon=True)
+        _running.add(self)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; the others see this rank as gone soon."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)  # it may be in a store that does not answer
+
+
+def _beat(
+    stopped: threading.Event,
+    store: Store,
+    mine: str,
+    watched: str,
+    tell: Callable[[Store], None],
+    period_seconds: float,
+    clock: Callable[[], float],
+) -> None:
+    seen, seen_at, count = None, clock(), 0
+    # Whoever uses the store in the main thread hears of its end; here there is nobody to tell.
+    with suppress(XrankError):
+        while True:
+            count += 1
+            store.put(mine, str(count))
+            told = store.peek(watched)
+            if told != seen:
+                seen, seen_at = told, clock()
+            elif seen is not None and clock() - seen_at >= _MAX_MISSED * period_seconds:
+                tell(store)
+                watched, seen = "", None
+            if stopped.wait(period_seconds):
+                return
+
+
+_running: WeakSet[Heartbeat] = WeakSet()
+
+
+def _stop_all() -> None:
+    # A thread inside the store's C++ must not be there when the interpreter goes.
+    for heartbeat in list(_running):
+        heartbeat.stop()
+
+
+atexit.register(_stop_all)

@@ -1,0 +1,97 @@
+"""The rendezvous of ranks of several hosts: all that they say to each other goes through the store."""
+
+from __future__ import annotations
+
+import json
+
+from xrank.errors import RankTimeoutError
+from xrank.ranks.circle import Circle
+from xrank.ranks.deadline import Deadline
+from xrank.ranks.failure import FailureRecord
+from xrank.ranks.heartbeat import PERIOD_SECONDS
+from xrank.ranks.meeting import CALL, Meeting
+from xrank.ranks.peer import Peer
+from xrank.ranks.store_wire import StoreWire
+
+__all__ = ["meet_across_hosts"]
+
+_TICK_SECONDS = 0.02
+_GRACE_SECONDS = 2.0
+"""For the first rank, whose deadline may be a little later, to say which rank did not come."""
+
+
+def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECONDS) -> Circle:
+    """Return the circle of a meeting's ranks; every one of them must call it once.
+
+    Raises:
+        RankTimeoutError: ranks did not come; `waiting_for` has them.
+        RankFailedError: a rank could not join, failed meanwhile, or came and died.
+    """
+    is_first = meeting.rank == meeting.ranks[0]
+    if is_first:
+        meeting.announce()
+    else:
+        meeting.await_first()
+    wire = StoreWire(meeting.ranks, meeting.rank, meeting.store, meeting.name, period_seconds=period_seconds)
+    known: dict[int, Peer] = {}
+    try:
+        me = Peer.of_this_process(meeting.rank)
+        meeting.store.put(_name(meeting, me.rank), json.dumps(me.to_dict()))
+        if is_first:
+            _collect(meeting, wire, known)
+            roster = json.dumps([peer.to_dict() for peer in (me, *known.values())])
+            meeting.store.put(f"{meeting.name}/roster", roster)
+        else:
+            _await_roster(meeting, wire, known)
+        wire.watch(known)
+        return Circle(meeting.ranks, meeting.rank, wire, known)
+    except BaseException as error:
+        if is_first:
+            meeting.end(error, known)
+        wire.close()
+        raise
+
+
+def _collect(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
+    """Wait, as the first rank, until all have come."""
+    while absent := [rank for rank in meeting.ranks[1:] if rank not in known]:
+        for rank in absent:
+            if (text := meeting.store.peek(_name(meeting, rank))) is not None:
+                known[rank] = Peer.from_dict(json.loads(text))
+        wire.watch(known)
+        _check(meeting, wire, known)
+        meeting.raise_refusal(absent)
+        if meeting.deadline.has_passed and (absent := [rank for rank in absent if rank not in known]):
+            raise meeting.timeout(absent)
+        wire.pump(_TICK_SECONDS)
+
+
+def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
+    """Wait, as another rank, until the first says that all have come."""
+    first = meeting.ranks[0]
+    patience = Deadline(meeting.deadline.remaining_seconds + _GRACE_SECONDS)
+    while (text := meeting.store.peek(f"{meeting.name}/roster")) is None:
+        meeting.raise_end()
+        _check(meeting, wire, known)
+        if patience.has_passed:
+            raise RankTimeoutError(
+                f"rank {first} did not answer at {CALL}",
+                rank=first,
+                waiting_for=(first,),
+                next_step=f"look at rank {first}'s own error first",
+            )
+        wire.pump(_TICK_SECONDS)
+    peers = [Peer.from_dict(told) for told in json.loads(text)]
+    known |= {peer.rank: peer for peer in peers if peer.rank != meeting.rank}
+
+
+def _check(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
+    if failures := wire.failures():
+        raise failures[0].to_error()
+    for rank in sorted(wire.ended | wire.silent):
+        host, pid = (known[rank].host, known[rank].pid) if rank in known else ("unknown", 0)
+        raise FailureRecord(rank, host, pid, "it ended, or gave up, before all had come", CALL).to_error()
+
+
+def _name(meeting: Meeting, rank: int) -> str:
+    return f"{meeting.name}/here/{rank}"

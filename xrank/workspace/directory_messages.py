@@ -1,0 +1,170 @@
+"""Messages as files in a directory that all ranks mount, for ranks of several hosts.
+
+The rules for network file systems (nfs(5): close-to-open, cached attributes and cached absence, ESTALE) are met by
+names that are never used twice and computed, not listed; by looking only when the writer has said that the file is
+complete; and by looking again, for longer than any client remembers, if it is not to be seen even so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from xrank.errors import IncompleteError, NoSpaceError, UsageError
+from xrank.ranks.peer import process_space
+from xrank.workspace.message_file import MessageReceipt, read_message, write_message
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DirectoryMessages", "MessageName"]
+
+_NAME = re.compile(r"\.rank_(\d+)\.([0-9a-f]{16})\.(\d+)\.[0-9a-f]{16}\.\d+\.message")
+
+
+class MessageName:
+    """The names of one process' messages: whose they are, and a number that no other has."""
+
+    def __init__(self, rank: int) -> None:
+        self._prefix = f".rank_{rank}.{_space_digest()}.{os.getpid()}.{secrets.token_hex(8)}"
+        self._count = 0
+
+    def new(self) -> str:
+        """Return a name that was never used."""
+        self._count += 1
+        return f"{self._prefix}.{self._count}.message"
+
+    @staticmethod
+    def owner_state(name: str) -> str | None:
+        """Return ``alive``, ``gone``, or ``unknown`` for a process of another host; None for what is no message."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        if match[2] != _space_digest():
+            return "unknown"
+        try:
+            os.kill(int(match[3]), 0)
+        except (ProcessLookupError, OverflowError):
+            return "gone"
+        except PermissionError:
+            pass
+        return "alive"
+
+
+class DirectoryMessages:
+    """A `MessageWorkspace` in a directory; one thread at a time uses it.
+
+    Construction makes the directory, and removes messages that dead processes of this host left there for this rank.
+
+    Args:
+        path: the directory; hosts may mount it in different places.
+        rank: this one.
+
+    Raises:
+        UsageError: the path is no directory.
+    """
+
+    patience_seconds = 90.0
+    """After that even a client with acdirmax=60 (nfs(5)) has asked the server again."""
+
+    def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
+        self._path = os.path.abspath(os.fspath(path))
+        self._names = MessageName(rank)
+        self._published: set[str] = set()
+        # Every rank makes it: nobody could wait for the one that would.
+        try:
+            os.makedirs(self._path, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UsageError(f"{self._path} is no directory", file=self._path, got=str(error)) from None
+        for name in os.listdir(self._path):
+            if name.startswith(f".rank_{rank}.") and MessageName.owner_state(name) == "gone":
+                self._remove(name)
+
+    def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
+        """Leave a message; see `MessageWorkspace`."""
+        name = self._names.new()
+        buffers = [_bytes_of(tensor) for tensor in tensors]
+        try:
+            with _no_space_named(self._path, sum(map(len, buffers)) + len(header)):
+                receipt = write_message(self._path, name, header.encode(), buffers)
+        except BaseException:
+            self._remove(name)
+            raise
+        self._published.add(name)
+        return receipt.to_json()
+
+    def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
+        """Return a message; see `MessageWorkspace`.
+
+        Raises:
+            IncompleteError: the file is not to be seen, or not to its end.
+            CorruptError: it is not what was written.
+        """
+        told = MessageReceipt.from_json(receipt, rank)
+        try:
+            return read_message(self._path, told, rank)
+        except OSError as error:
+            # A file handle that the server no longer knows (ESTALE) is looked up anew by the next open.
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            file = os.path.join(self._path, told.name)
+            raise IncompleteError(
+                f"{file}: the message of rank {rank} is not to be seen here",
+                rank=rank,
+                file=file,
+                got=str(error),
+                want=f"the {told.nbytes} bytes that rank {rank} wrote to {told.directory}",
+                next_step="check that workspace_path is the same directory on both hosts",
+            ) from None
+
+    def retire(self, receipt: str) -> None:
+        """Remove a message of this rank's that its reader has."""
+        self._remove(MessageReceipt.from_json(receipt, -1).name)
+
+    def close(self) -> None:
+        """Remove what this rank published; calling it again does nothing."""
+        for name in list(self._published):
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        self._published.discard(name)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self._path, name))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _space_digest() -> str:
+    return hashlib.blake2b(process_space().encode(), digest_size=8).hexdigest()
+
+
+@contextlib.contextmanager
+def _no_space_named(path: str, nbytes: int) -> Iterator[None]:
+    """Turn "no space" into the error that says how much is needed and how much there is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        status = os.statvfs(path)
+        free = status.f_bavail * status.f_frsize
+        raise NoSpaceError(
+            f"{path}: no space for what is to be gathered",
+            file=path,
+            got=f"{free} bytes free" + (", and a quota" if error.errno == errno.EDQUOT else ""),
+            want=f"{nbytes} bytes",
+            next_step="free space, or use another workspace",
+            needed_nbytes=nbytes,
+            free_nbytes=free,
+        ) from error
