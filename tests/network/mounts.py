@@ -152,6 +152,7 @@ mkdir -p served mnt/0 mnt/1
 
 
 def _sshfs(options: str) -> FileSystem:
+    # sshd goes into the background before it listens, so a connection may need a second attempt, a second later.
     return FileSystem(
         programs={
             "sshfs": "sshfs",
@@ -179,6 +180,7 @@ IdentityFile $PWD/key
 IdentitiesOnly yes
 StrictHostKeyChecking no
 UserKnownHostsFile /dev/null
+ConnectionAttempts 10
 end
 "$(command -v sshd)" -f sshd_config -E sshd.log
 for i in 0 1; do sshfs -F "$PWD/ssh_config" {options} "127.0.0.1:$PWD/served" mnt/$i; done

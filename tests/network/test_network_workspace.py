@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from xrank import NFSWorkspace
+from xrank import NFSWorkspace, get_configs_parallel
 from xrank.errors import IncompleteError
 
 # ---- what a workspace has to live with: without these, the other tests here would prove nothing
@@ -104,11 +104,11 @@ def test_a_rewritten_state_is_at_worst_an_earlier_one(two_mounts, rank):
             return
         assert seen <= config["number"] <= number
         seen = config["number"]
-        assert torch.equal(weights["w"], torch.full((1000,), float(seen)))
+        assert torch.equal(weights["w"], torch.full((300_000,), float(seen)))
 
     for number in range(12):
         if rank == 0:
-            workspace.write_configs_and_weights({"number": number}, {"w": torch.full((1000,), float(number))})
+            workspace.write_configs_and_weights({"number": number}, {"w": torch.full((300_000,), float(number))})
         dist.barrier()
         if rank == 1:
             look(number)
@@ -120,3 +120,34 @@ def test_a_rewritten_state_is_at_worst_an_earlier_one(two_mounts, rank):
             assert time.monotonic() < deadline
             time.sleep(0.05)
             look(11)
+
+
+# ---- live gathers through a directory
+
+NUM_LAYERS = 12
+NUM_TIMES = 20  # a gather takes some ten milliseconds here
+
+
+@pytest.mark.ranks(2)
+def test_every_layer_of_a_live_gather_is_its_own(two_mounts, rank):
+    """Each gather is of one layer, as a pipeline's export does it; each value says whose, which and when."""
+    path = two_mounts.paths[rank]
+    for time_number in range(NUM_TIMES):
+        for layer in range(NUM_LAYERS):
+            value = float(1000 * time_number + 2 * layer)
+            config = None if rank == 1 and layer == 3 else {"layer": layer, "w": torch.full((3,), value + rank)}
+            with get_configs_parallel(config, [0, 1], None, workspace_path=path) as configs:
+                if rank == 1:
+                    assert configs == []
+                    continue
+                own, others = configs
+                assert own["layer"] == layer and own["w"].tolist() == [value] * 3
+                if layer == 3:
+                    assert others is None
+                else:
+                    assert os.listdir(two_mounts.served)  # that is the way it came
+                    assert others["layer"] == layer and others["w"].tolist() == [value + 1] * 3
+    dist.barrier()
+    if rank == 0:
+        left = [name for _, _, names in os.walk(two_mounts.served) for name in names]
+        assert left == []
