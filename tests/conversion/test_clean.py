@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import socket
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from tests.cli.bench import refusal, run
 from xrank.conversion.clean import clean
+from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.writers.journal import JOURNAL_NAME, journal_text
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace
@@ -71,7 +73,7 @@ def test_the_output_itself_may_be_named_and_dry_run_removes_nothing(tmp_path: Pa
     assert ended.exit_code == 0 and shown["num_removed"] == 1 and path.exists()
     assert "would go" in run("clean", "--dry-run", tmp_path).stdout
     ended = run("clean", tmp_path / "model")
-    assert "removed  1 stage" in ended.stdout and not path.exists()
+    assert "removed  1 thing" in ended.stdout and not path.exists()
 
 
 def test_an_interrupted_replacement_is_finished(tmp_path: Path) -> None:
@@ -86,3 +88,39 @@ def test_an_interrupted_replacement_is_finished(tmp_path: Path) -> None:
 def test_what_is_no_folder_is_refused_and_no_path_is_nothing_to_do(tmp_path: Path) -> None:
     refusal(run("clean", tmp_path / "nowhere", "--json"), "UsageError", says=["is no folder"])
     assert run("clean").exit_code == 0
+
+
+def test_messages_of_dead_processes_go(tmp_path: Path) -> None:
+    alive = DirectoryMessages(tmp_path, 0)
+    alive.publish("{}", [])
+    pid = os.fork()
+    if pid == 0:
+        DirectoryMessages(tmp_path, 1).publish("{}", [])
+        os._exit(0)
+    os.waitpid(pid, 0)
+    (dead,) = tmp_path.glob(".rank_1.*")
+    (kept,) = tmp_path.glob(".rank_0.*")
+    elsewhere = tmp_path / kept.name.replace(kept.name.split(".")[2], "0" * 16)
+    elsewhere.write_bytes(b"x")
+    assert clean([tmp_path], dry_run=True).details["num_removed"] == 1 and dead.exists()
+    clean([tmp_path])
+    assert not dead.exists() and kept.exists() and elsewhere.exists()
+    clean([tmp_path], now=lambda: time.time() + 4000)
+    assert kept.exists() and not elsewhere.exists()
+    alive.close()
+
+
+def test_segments_that_nobody_holds_go_when_they_are_old(tmp_path: Path) -> None:
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    for name in ("rank_1", "rank_2", "rank_3", "psm_12345678", "xrank"):
+        (shm / name).write_bytes(b"x")
+    os.symlink(tmp_path, shm / "rank_4")
+    with (shm / "rank_2").open("r+b") as opened, (shm / "rank_3").open("r+b") as other:
+        mapped = mmap.mmap(other.fileno(), 1)
+        other.close()
+        assert clean([], memory=str(shm)).details["segments"] == []
+        report = clean([], memory=str(shm), now=lambda: time.time() + 4000)
+        assert [row["path"] for row in report.details["segments"]] == [str(shm / "rank_1")] and not opened.closed
+        mapped.close()
+    assert {path.name for path in shm.iterdir()} == {"rank_2", "rank_3", "rank_4", "psm_12345678", "xrank"}

@@ -15,7 +15,10 @@ __all__ = ["clean_command"]
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @reporting
 def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None:
-    """Remove abandoned stages in the folders PATH. Shared memory needs none: xrank's ends with its last process."""
+    """Remove abandoned stages and messages in the folders PATH, and shared memory that dead ranks left by name.
+
+    xrank's own shared memory has no name, and ends with its last process.
+    """
     from xrank.conversion.clean import clean
 
     report = clean(paths, dry_run=dry_run)
@@ -23,7 +26,7 @@ def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None
     verb = "would go" if dry_run else "removed"
     rows = [
         (verb if row["removed"] else "kept", f"{row['path']}: {size_text(row['nbytes'])}; {row['why']}")
-        for row in details["stages"]
+        for row in (*details["stages"], *details["messages"], *details["segments"])
     ]
-    total = f"{plural(details['num_removed'], 'stage')}, {size_text(details['removed_nbytes'])}"
+    total = f"{plural(details['num_removed'], 'thing')}, {size_text(details['removed_nbytes'])}"
     output.report(report, [*rows, (verb, total)])

@@ -1,17 +1,20 @@
-"""Clean: removes the stages that dead gathers of this user left and nobody went on with."""
+"""Clean: removes what dead gathers of this user left and nobody went on with: stages, messages, shared memory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from xrank.conversion.abandoned_memory import abandoned_segments
 from xrank.conversion.process import peak_rss_nbytes
 from xrank.conversion.stage_inspection import owner_state
 from xrank.errors import OutputExistsError, UsageError
 from xrank.plan.report import Report
+from xrank.workspace.directory_messages import MessageName
 from xrank.writers.abandoned import clear, owner_text, roll_forward
 from xrank.writers.journal import read_journal
 from xrank.writers.output_lock import hold_lock
@@ -25,41 +28,73 @@ _ABANDONED_SECONDS = 3600
 
 
 def clean(
-    paths: Sequence[str | os.PathLike[str]], *, dry_run: bool = False, now: Callable[[], float] = time.time
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    dry_run: bool = False,
+    memory: str = "/dev/shm",  # noqa: S108 - shm_overview(7)
+    now: Callable[[], float] = time.time,
 ) -> Report:
-    """Remove abandoned stages in and of these folders; finish a replacement that a kill interrupted.
+    """Remove abandoned stages and messages in and of these folders; finish a replacement that a kill interrupted.
 
     A stage is abandoned when its gather's lock is free and its process is gone, or, for one of another host, when
-    nothing in it has changed for an hour. Stages of other users, and whatever is still in use, are left alone. Shared
-    memory needs no cleaning: xrank's has no name and ends with its last process.
+    nothing in it has changed for an hour. So is a message of a live gather, which has no lock. What is other users', or
+    still in use, is left alone. xrank's shared memory has no name and ends with its last process; segments of the names
+    that ModelOpt gives go when nobody holds them and they are an hour old.
 
     Args:
-        paths: folders that hold outputs, or outputs themselves.
+        paths: folders that hold outputs or messages, or outputs themselves.
         dry_run: only say what would be removed.
+        memory: where the system keeps shared memory with names.
         now: the time in seconds, to compare with the files'.
 
     Raises:
         UsageError: a path is no folder.
     """
     started = time.monotonic()
-    rows: list[dict[str, Any]] = []
+    stages: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for path in paths:
         if not os.path.isdir(path):
             raise UsageError(f"{os.fspath(path)} is no folder", file=os.fspath(path), next_step="check the path")
         for place in _places(os.fspath(path)):
-            rows += _clean_place(place, dry_run, now())
-    removed = [row for row in rows if row["removed"]]
+            stages += _clean_place(place, dry_run, now())
+        messages += _messages(os.fspath(path), now())
+    segments = _segments(memory, now())
+    for row in (*messages, *segments):
+        if row["removed"] and not dry_run:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(row["path"])
+    removed = [row for row in (*stages, *messages, *segments) if row["removed"]]
     return Report(
         command="clean",
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
         details={
-            "stages": rows,
+            "stages": stages,
+            "messages": messages,
+            "segments": segments,
             "num_removed": len(removed),
             "removed_nbytes": sum(row["nbytes"] for row in removed),
             "dry_run": dry_run,
         },
     )
+
+
+def _messages(path: str, now: float) -> list[dict[str, Any]]:
+    rows = []
+    for entry in os.scandir(path):
+        state = MessageName.owner_state(entry.name)
+        if state is not None:
+            status = entry.stat(follow_symlinks=False)
+            rows.append({"path": entry.path, "nbytes": status.st_size, **_verdict(state, "", now - status.st_mtime)})
+    return rows
+
+
+def _segments(memory: str, now: float) -> list[dict[str, Any]]:
+    return [
+        {"path": path, "nbytes": status.st_size, "removed": True, "why": "no process holds it"}
+        for path, status in abandoned_segments(memory, older_than=now - _ABANDONED_SECONDS)
+    ]
 
 
 def _places(path: str) -> Iterator[OutputPlace]:
@@ -91,14 +126,20 @@ def _row(place: OutputPlace, identifier: str, now: float) -> dict[str, Any]:
     journal = read_journal(path)
     nbytes, changed = _size_and_change(path)
     state = "unknown" if journal is None else owner_state(journal)
-    is_old = now - changed > _ABANDONED_SECONDS
-    removed = state == "gone" or (state == "unknown" and is_old)
+    pid = str(journal.pid) if journal else ""
+    return {"path": path, "nbytes": nbytes, **_verdict(state, pid, now - changed)}
+
+
+def _verdict(state: str, pid: str, age_seconds: float) -> dict[str, Any]:
+    """Return whether something of a process that is alive, gone or unknown is abandoned, and why."""
+    is_old = age_seconds > _ABANDONED_SECONDS
+    process = f"its process {pid}".rstrip()
     why = {
-        "gone": f"its process {journal.pid if journal else ''} is gone",
-        "alive": f"its process {journal.pid if journal else ''} is running",
+        "gone": f"{process} is gone",
+        "alive": f"{process} is running",
         "unknown": "nothing has changed in it for an hour" if is_old else "its owner can't be asked, and it is recent",
     }[state]
-    return {"path": path, "nbytes": nbytes, "removed": removed, "why": why}
+    return {"removed": state == "gone" or (state == "unknown" and is_old), "why": why}
 
 
 def _size_and_change(path: str) -> tuple[int, float]:
