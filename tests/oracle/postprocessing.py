@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,9 +26,16 @@ GATHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def merged(part: ModelConfig) -> list[ModelConfig]:
-    """Merge the parts of all ranks into one model, which rank 0 gets; the part is changed."""
-    return postprocess.postprocess_model_config(part, training_pipeline_parallel=NUM_STAGES)
+def merged(part: ModelConfig, workspace_path: Path | None = None) -> list[ModelConfig]:
+    """Merge the parts of all ranks into one model, which rank 0 gets; the part is changed.
+
+    Args:
+        part: this rank's.
+        workspace_path: the directory through which the stages' configs go; None for shared memory.
+    """
+    return postprocess.postprocess_model_config(
+        part, training_pipeline_parallel=NUM_STAGES, workspace_path=workspace_path
+    )
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from tests.oracle.postprocessing import GATHERS, merged, using
 pytestmark = pytest.mark.timeout(150)
 
 
-def merged_with(name, part):
+def merged_with(name, part, workspace_path=None):
     with using(GATHERS[name]):
-        return merged(part)
+        return merged(part, workspace_path)
 
 
 def differing(ours, theirs) -> list[str]:
@@ -39,6 +39,14 @@ def test_the_merged_model_is_the_same(rank, quantization):
             stage, index = divmod(number, 2)
             halves = [made_part(stage * TENSOR_PARALLEL + tp, quantization).layers[index] for tp in range(2)]
             assert torch.equal(layer.mlp.proj.weight, torch.cat([half.mlp.proj.weight for half in halves], dim=1))
+
+
+@pytest.mark.ranks(4, timeout_seconds=120)
+def test_the_merged_model_is_the_same_through_a_directory(rank, tmp_path):
+    theirs = merged_with("ModelOpt", made_part(rank, "int8_sq"), tmp_path)
+    ours = merged_with("xrank", made_part(rank, "int8_sq"), tmp_path)
+    assert len(ours) == (1 if rank == 0 else 0)
+    assert differing(ours, theirs) == []
 
 
 @pytest.mark.ranks(4, timeout_seconds=120)
