@@ -147,12 +147,19 @@ class UnsafeError(XrankError, UnpicklingError):
 
 
 class RankFailedError(XrankError, RuntimeError):
-    """Another rank failed: ``rank``, ``host``, ``cause``; all that failed are in ``failures``."""
+    """Another rank failed: ``rank``, ``host``, ``pid``, ``cause``; all that failed are in ``failures``."""
 
     def __init__(
-        self, message: str = "", *, cause: str | None = None, failures: tuple[XrankError, ...] = (), **parts: Any
+        self,
+        message: str = "",
+        *,
+        pid: int | None = None,
+        cause: str | None = None,
+        failures: tuple[XrankError, ...] = (),
+        **parts: Any,
     ) -> None:
         super().__init__(message, **parts)
+        self.pid = pid
         self.cause = cause
         self.failures = failures
 

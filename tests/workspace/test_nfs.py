@@ -16,7 +16,7 @@ from xrank.formats.torch_archive import read_archive
 from xrank.layout.layout_map import LayoutMap
 from xrank.layout.mesh import DeviceMesh
 from xrank.testing.workspace_contract import WorkspaceContract
-from xrank.workspace import nfs
+from xrank.workspace import nfs, state_file
 from xrank.workspace.nfs import NFSWorkspace
 
 
@@ -284,7 +284,8 @@ def test_a_rename_whose_reply_was_lost_has_succeeded(tmp_path, monkeypatch):
 def test_a_reader_goes_back_to_the_name_when_the_file_went_stale(tmp_path, monkeypatch):
     workspace = NFSWorkspace(tmp_path, run_id="r")
     workspace.write_configs_and_weights({"n": 1}, {"a": torch.ones(3)})
-    preadv, calls = os.preadv, []
+    preadv, calls, pauses = os.preadv, [], []
+    monkeypatch.setattr(state_file, "sleep", pauses.append)
 
     def stale_once(*args):
         calls.append(args)
@@ -297,11 +298,10 @@ def test_a_reader_goes_back_to_the_name_when_the_file_went_stale(tmp_path, monke
     monkeypatch.setattr(nfs.os, "preadv", fail_with(errno.ESTALE))
     with pytest.raises(XrankError, match="replaced 5 times"):
         workspace.read_configs_and_weights_from_rank(0)
+    assert pauses == pytest.approx([0.1, 0.1, 0.2, 0.4, 0.8, 1.6])
 
 
 def test_a_reader_of_two_files_under_one_name_starts_again(tmp_path, monkeypatch):
-    from xrank.workspace import state_file
-
     workspace = NFSWorkspace(tmp_path, run_id="r")
     workspace.write_configs_and_weights({"n": 1}, {"a": torch.ones(3)})
     read, calls = state_file.read_archive, []

@@ -10,7 +10,7 @@ import stat
 __all__ = ["abandoned_segments"]
 
 _NAME = re.compile(r"rank_\d+")
-"""The names that ModelOpt gives (modelopt/torch/export/distribute.py: get_tensors_parallel); a job that is killed leaves
+"""The names that ModelOpt gives (modelopt/torch/export/distribute.py: get_tensors_parallel). A killed job leaves
 them, and every later one fails with FileExistsError."""
 
 

@@ -29,6 +29,8 @@ __all__ = ["Call", "Exchange"]
 
 _INLINE_NBYTES = 32768
 """Of a header; a larger one goes through the workspace."""
+_ALIGNMENT = 16
+"""Of a tensor's bytes in a message's payload: the largest element's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Exchange:
         Raises:
             RankFailedError: it may have been in an earlier call, which this rank had left early.
         """
-        self.circle.check(call.number)
+        self.circle.look(call.number)
 
     # ---- the writers' side
 
@@ -89,13 +91,13 @@ class Exchange:
         """
         tree, tensors = pack(value)
         rows = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-        header = json.dumps([tree, rows])
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        header = json.dumps([tree, rows], separators=(",", ":"))
         message = {"call": call.number, "function": call.function, "key": call.key, "place": call.place}
         payload = b""
+        nbytes = sum(tensor.nbytes + _ALIGNMENT for tensor in tensors)
         if len(header) <= _INLINE_NBYTES and nbytes <= self.circle.wire.max_payload_nbytes:
             message["header"] = header
-            payload = b"".join(map(_bytes_of, tensors))
+            payload = b"".join(map(_padded_bytes, tensors))
         else:
             message["receipt"] = self._receipts[call.number] = self._messages.publish(header, tensors)
         self.circle.send(self.circle.first, Message(message, payload), call.number)
@@ -195,9 +197,6 @@ class Exchange:
     def fail(self, call: Call, error: BaseException) -> None:
         """Let all others know why this rank ends the call; one that only follows another names that one."""
         record = FailureRecord.of(error, self.circle.rank, str(call))
-        if isinstance(error, RankFailedError) and error.rank in self.circle.peers:
-            peer = self.circle.peers[error.rank]
-            record = FailureRecord(peer.rank, peer.host, peer.pid, error.cause or str(error), str(call))
         if self._failure is None:
             self._failure = record
             self.circle.fail(record)
@@ -211,11 +210,12 @@ class Exchange:
         self._messages.close()
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
+def _padded_bytes(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's elements, row-major, and so many bytes more that the next one is aligned."""
     import torch
 
     flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+    return flat.view(torch.uint8).numpy().tobytes() + bytes(-flat.nbytes % _ALIGNMENT)
 
 
 def _inline_tensors(rows: Sequence[Any], payload: bytes) -> list[torch.Tensor]:
@@ -224,9 +224,9 @@ def _inline_tensors(rows: Sequence[Any], payload: bytes) -> list[torch.Tensor]:
 
     memory, buffers, start = memoryview(bytearray(payload)), [], 0
     for dtype, shape in rows:
-        nbytes = prod(shape) * getattr(torch, dtype).itemsize
-        buffers.append(memory[start : start + nbytes])
-        start += nbytes
+        end = start + prod(shape) * getattr(torch, dtype).itemsize
+        buffers.append(memory[start:end])
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
     return _tensors(rows, buffers)
 
 
@@ -237,8 +237,8 @@ def _tensors(rows: Sequence[Any], buffers: Sequence[memoryview]) -> list[torch.T
     tensors = []
     for (name, shape), buffer in zip(rows, buffers, strict=True):
         dtype = getattr(torch, name)
-        if len(buffer) == 0:
-            tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
+        if buffer:
+            tensors.append(torch.frombuffer(buffer, dtype=dtype).view(shape))
         else:
-            tensors.append(torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape))
+            tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
     return tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from xrank import environment
 from xrank.errors import UsageError
-from xrank.gather.exchange import Exchange
+from xrank.gather.exchange import Call, Exchange
 from xrank.gather.tree import pack, unpack
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
@@ -43,7 +44,8 @@ class _Session:
         self.num_meetings += 1
         name = f"meeting/{'.'.join(map(str, ranks))}/{self.num_meetings}"
         way = "memory" if path is None else "a directory"
-        meeting = Meeting(ranks, rank, find_store(group, environment.environ()), name, deadline, way)
+        store = find_store(group, environment.environ())
+        meeting = Meeting(ranks, rank, store, name, deadline, way, _check_open_gathers)
         if path is None:
             exchange = Exchange(meet(meeting), MemoryMessages())
         else:
@@ -55,6 +57,26 @@ class _Session:
 
 _sessions: WeakKeyDictionary[Any, dict[tuple[int, ...], _Session]] = WeakKeyDictionary()
 """By process group: when one is destroyed, its sessions go with it."""
+
+
+class _OpenGathers(threading.local):
+    """The gathers in whose bodies a thread is, the outermost first."""
+
+    def __init__(self) -> None:
+        self.gathers: list[tuple[Exchange, Call]] = []
+
+
+_open = _OpenGathers()
+
+
+def _check_open_gathers() -> None:
+    """Raise if any gather failed in whose body this thread is: what it waits for inside may then never come.
+
+    Raises:
+        RankFailedError: as on all other ranks of that gather.
+    """
+    for exchange, call in _open.gathers:
+        exchange.check(call)
 
 
 class _NoGroup:
@@ -82,7 +104,8 @@ def gathered(
     Arguments and errors as `xrank.gather.parallel`; `check` raises for a value that the function does not take.
     """
     ranks = _checked_ranks(ranks)
-    rank = _own_rank()
+    world = _world()
+    rank = _launched_rank() if world is None else world.rank()
     if rank not in ranks:
         yield []
         return
@@ -91,10 +114,12 @@ def gathered(
         check(value)
         yield [_own(value)]
         return
-    session = _session(group, ranks)
+    session = _session(world if group is None else group, ranks)
     path = None if workspace_path is None else os.path.abspath(os.fspath(workspace_path))
     exchange = session.exchange(ranks, rank, group, path, deadline)
     call = exchange.begin(function, key, _place(), deadline)
+    exchange.circle.check_around = _check_open_gathers
+    _open.gathers.append((exchange, call))
     try:
         exchange.check(call)
         check(value)  # here, so that the others hear of what it raises
@@ -114,6 +139,8 @@ def gathered(
         if session.exchanges.get(path) is exchange:
             del session.exchanges[path]
         raise
+    finally:
+        _open.gathers.remove((exchange, call))
 
 
 def _directory_messages(path: str, circle: Circle) -> DirectoryMessages:
@@ -137,10 +164,13 @@ def _checked_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     return checked
 
 
-def _own_rank() -> int:
+def _world() -> Any:
+    """Return the process group of all ranks, or None where torch.distributed is not initialised."""
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
+    return getattr(getattr(distributed, "group", None), "WORLD", None)
+
+
+def _launched_rank() -> int:
     launch = environment.read_launch(environment.environ())
     return 0 if launch is None else launch.rank
 
@@ -152,9 +182,13 @@ def _own(value: object) -> Any:
 
 
 def _session(group: Any, ranks: tuple[int, ...]) -> _Session:
-    distributed = sys.modules.get("torch.distributed")
-    if group is None and distributed is not None and distributed.is_initialized():
-        group = distributed.group.WORLD
+    if isinstance(group, int):  # GroupMember.NON_GROUP_MEMBER: new_group's answer to a rank that is not in the group
+        raise UsageError(
+            "this rank is not in the group that it is to gather over",
+            got=f"group={group}",
+            want=f"a group with all of ranks {list(ranks)}",
+            next_step="leave the group out, or make it with these ranks",
+        )
     sessions = _sessions.setdefault(_NO_GROUP if group is None else group, {})
     session = sessions.get(ranks)
     if session is None or session.pid != os.getpid():

@@ -37,6 +37,8 @@ class Circle:
     def __init__(self, ranks: Sequence[int], rank: int, wire: Wire, peers: Mapping[int, Peer]) -> None:
         self.ranks, self.rank, self.wire, self.peers = tuple(ranks), rank, wire, dict(peers)
         self.others = tuple(r for r in self.ranks if r != rank)
+        self.check_around: Callable[[], None] = lambda: None
+        """Raises if a gather failed in whose body those of this circle are; every wait asks it."""
         self._last = 0
         self._num_ended = 0
         self._open: set[int] = set()  # calls begun and not left; nested ones end before those around them
@@ -77,6 +79,11 @@ class Circle:
     def fail(self, record: FailureRecord) -> None:
         """Let all others know that this rank failed."""
         self.wire.fail(record)
+
+    def look(self, call: int) -> None:
+        """Raise as `check` does, after a look at who has ended meanwhile."""
+        self.wire.pump(0)
+        self.check(call)
 
     def check(self, call: int) -> None:
         """Raise if any other rank has failed, or died before it left the call.
@@ -151,6 +158,7 @@ class Circle:
         """
         tick = _SPIN_SECONDS
         while not is_over():
+            self.check_around()
             self.check(call)
             if patience.has_passed:
                 return False
@@ -166,6 +174,7 @@ class Circle:
                 os.sched_yield()  # the answer may need this very core
                 continue
             try:
+                self.check_around()
                 self.check(call)
             except RankFailedError:
                 # What it is waited for may have come before the failure, which was of a later call.
@@ -181,6 +190,8 @@ class Circle:
                 if deadline.has_passed:
                     raise self._timeout(absent, deadline)
                 tick = min(tick, deadline.remaining_seconds)
+            if is_over():  # the checks may have taken in what it is waited for
+                return
             self.wire.pump(tick)
 
     def _death(self, rank: int) -> FailureRecord:

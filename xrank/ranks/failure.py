@@ -29,7 +29,9 @@ class FailureRecord:
 
     @classmethod
     def of(cls, error: BaseException, rank: int, call: str) -> FailureRecord:
-        """Return the record of an exception on this rank."""
+        """Return the record of an exception on this rank; of another's failure, if that is all that it says."""
+        if isinstance(error, RankFailedError) and error.rank is not None:
+            return cls(error.rank, error.host or "unknown", error.pid or 0, error.cause or str(error), call)
         cause = f"{type(error).__name__}: {error}"
         if isinstance(error, XrankError):
             cause += "".join(f"; {word} {part}" for word, part in (("got", error.got), ("want", error.want)) if part)
@@ -55,6 +57,7 @@ class FailureRecord:
             f"rank {self.rank} failed: {self.cause}",
             rank=self.rank,
             host=self.host,
+            pid=self.pid,
             cause=self.cause,
             got=f"{self.cause}, in {self.call}, on host {self.host}, pid {self.pid}",
             next_step=f"look at rank {self.rank}'s own error first; the others only follow it",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import sleep
 from typing import Any
 
-from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError
+from xrank.errors import ContradictionError, RankTimeoutError
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.peer import Peer
@@ -32,6 +32,7 @@ class Meeting:
         name: of this meeting; never used twice.
         deadline: until which all must have come.
         way: how they will reach each other; all must want the same.
+        check: raises if there is no use in waiting any longer, because a gather failed in whose body this one is.
     """
 
     ranks: Sequence[int]
@@ -40,6 +41,7 @@ class Meeting:
     name: str
     deadline: Deadline
     way: str
+    check: Callable[[], None] = lambda: None
 
     def announce(self, **more: Any) -> None:
         """Tell, as the first rank, that it is here."""
@@ -58,6 +60,7 @@ class Meeting:
         while (text := self.store.peek(self.name)) is None:
             if self.deadline.has_passed:
                 raise self.timeout((first,))
+            self.check()
             sleep(min(_TICK_SECONDS, self.deadline.remaining_seconds))
         self.raise_end()
         told: dict[str, Any] = json.loads(text)
@@ -87,12 +90,9 @@ class Meeting:
             if (refusal := self.store.peek(f"{self.name}/{rank}")) is not None:
                 raise FailureRecord.from_bytes(refusal.encode()).to_error()
 
-    def end(self, error: BaseException, known: dict[int, Peer]) -> None:
+    def end(self, error: BaseException) -> None:
         """Leave in the store, as the first rank, why the meeting ended: others may come later."""
         record = FailureRecord.of(error, self.ranks[0], CALL)
-        if isinstance(error, RankFailedError) and error.rank is not None:
-            pid = known[error.rank].pid if error.rank in known else 0
-            record = FailureRecord(error.rank, str(error.host), pid, str(error.cause), CALL)
         with suppress(Exception):  # the store may be what failed
             self.announce(ended=record.to_bytes().decode())
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from xrank.errors import CorruptError, RankFailedError, RankTimeoutError, UsageError
 from xrank.ranks.board import Board
 from xrank.ranks.circle import Circle
+from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.host_wire import HostWire
 from xrank.ranks.link import Link
@@ -80,6 +81,7 @@ class _Host:
 
     def _gather_guests(self, listener: socket.socket) -> None:
         """Take in for a moment who comes; find out who has gone."""
+        self.meeting.check()
         self.meeting.raise_refusal([rank for rank in self.others if rank not in self.links])
         poller = select.poll()
         for fd in (listener.fileno(), *(link.fileno() for link in (*self.guests, *self.links.values()))):
@@ -120,7 +122,7 @@ class _Host:
 
     def _tell_late_ranks(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self.meeting.end(error, self.peers)
+            self.meeting.end(error)
 
     def _dead(self, rank: int) -> FailureRecord:
         peer = self.peers[rank]
@@ -184,8 +186,12 @@ def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], 
     peers: dict[int, Peer] = {}
     poller = select.poll()
     poller.register(link.fileno(), select.POLLIN)
+    patience = Deadline(meeting.deadline.remaining_seconds + _GRACE_SECONDS)
     while True:
-        if not poller.poll(1000 * (meeting.deadline.remaining_seconds + _GRACE_SECONDS)):
+        while not poller.poll(1000 * min(_TICK_SECONDS, patience.remaining_seconds)):
+            meeting.check()
+            if not patience.has_passed:
+                continue
             raise RankTimeoutError(
                 f"rank {host.rank} did not answer at {CALL}",
                 rank=host.rank,

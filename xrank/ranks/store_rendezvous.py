@@ -47,7 +47,7 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
         return Circle(meeting.ranks, meeting.rank, wire, known)
     except BaseException as error:
         if is_first:
-            meeting.end(error, known)
+            meeting.end(error)
         wire.close()
         raise
 
@@ -86,6 +86,7 @@ def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> 
 
 
 def _check(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
+    meeting.check()
     if failures := wire.failures():
         raise failures[0].to_error()
     for rank in sorted(wire.ended | wire.silent):

@@ -1,7 +1,8 @@
 """Arenas: memory that a writer keeps and a reader maps, so that a message costs one copy; the reader may lease it.
 
 The first word of an arena says whether it is taken: the writer sets it, and the reader frees it when it has copied
-what it needs, or when the last tensor that lies in the arena is gone. Then the writer may write there again.
+what it needs, or when the last tensor that lies in the arena is gone. Then the writer may write there again. The second
+word is the number of the message that lies there, so that nobody takes a later message for the one that was told.
 
 A memfd (memfd_create(2)) is counted against the process' memory, not against the size of /dev/shm, and nothing can be
 left behind or guessed. Fresh bytes are written by write(2), the quickest way to fresh pages, which says ENOSPC where a
@@ -30,7 +31,10 @@ __all__ = ["ALIGNMENT", "Arena", "AttachedArena", "Lease", "new_buffer"]
 ALIGNMENT = 64
 _HEAD_NBYTES = ALIGNMENT
 _USE = Struct("<q")
-_FREE, _TAKEN, _ABANDONED = range(3)
+_FREE, _TAKEN, _LENT, _ABANDONED = range(4)
+_NUMBER = Struct("<q")
+_NUMBER_OFFSET = _USE.size
+_NO_MESSAGE = 0
 _STEP_NBYTES = 2 << 20
 _HUGE_NBYTES = 4 << 20
 """Buffers from this size on get huge pages: fresh small pages cost three times the copy."""
@@ -46,16 +50,17 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         total = -(-(nbytes + _HEAD_NBYTES) // _STEP_NBYTES) * _STEP_NBYTES
         self.capacity = total - _HEAD_NBYTES
+        self._written = 0
+        self._num_messages = 0
         self._file = MemoryFile()
         try:
             os.ftruncate(self._file.fd, total)
             self.place: MemoryPlace = self._file.seal(writable=True)
             self._memory = mmap.mmap(self._file.fd, total)
+            self._write_fresh(0, memoryview(bytes(_HEAD_NBYTES)))
         except BaseException:
             self._file.close()
             raise
-        self._written = 0
-        self._write_fresh(0, memoryview(bytes(_HEAD_NBYTES)))
 
     @property
     def is_free(self) -> bool:
@@ -67,9 +72,12 @@ class Arena:
         """Whether nobody will say when it is free."""
         return bool(_USE.unpack_from(self._memory)[0] == _ABANDONED)
 
-    def take(self) -> None:
-        """Say that it is in use, until its reader says otherwise."""
+    def take(self) -> int:
+        """Say that it is in use, until its reader says otherwise; return the new message's number."""
+        self._num_messages += 1
+        _NUMBER.pack_into(self._memory, _NUMBER_OFFSET, self._num_messages)
         _USE.pack_into(self._memory, 0, _TAKEN)
+        return self._num_messages
 
     def write(self, offset: int, tensor: torch.Tensor) -> None:
         """Copy a tensor's elements, row-major, to `offset`; writes to fresh memory go upwards, without a gap of a page.
@@ -114,7 +122,12 @@ class Arena:
             data, position = data[n:], position + n
 
     def close(self) -> None:
-        """Let go of the memory; readers that map it keep it."""
+        """End the message in it, and let go of the memory; what readers have of it, they keep."""
+        _NUMBER.pack_into(self._memory, _NUMBER_OFFSET, _NO_MESSAGE)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Let go of the memory in this process, and of nothing in those that share it."""
         self._file.close()
         # A tensor made by `write` may still hold the mapping for a moment; it goes with the last of them.
         del self._memory
@@ -170,6 +183,11 @@ class AttachedArena:
         finally:
             os.close(fd)
 
+    def holds(self, number: int) -> bool:
+        """Whether the message of that number lies here, and was not fetched yet."""
+        is_taken = _USE.unpack_from(self._memory)[0] == _TAKEN
+        return is_taken and bool(_NUMBER.unpack_from(self._memory, _NUMBER_OFFSET)[0] == number)
+
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return the bytes at `offset`."""
         return self._memory[_HEAD_NBYTES + offset : _HEAD_NBYTES + offset + nbytes]
@@ -193,6 +211,7 @@ class AttachedArena:
         What is made of a part (a tensor, a view of it) holds it. When this process forks meanwhile, the writer never
         has it back, and takes another.
         """
+        _USE.pack_into(self._memory, 0, _LENT)
         # One array that all parts hold, and nobody else: its end is the end of the last of them.
         whole = np.frombuffer(self._memory, np.uint8)
         lease = Lease(self._memory)

@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 import secrets
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -75,8 +76,9 @@ class DirectoryMessages:
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
         self._path = os.path.abspath(os.fspath(path))
-        self._names = MessageName(rank)
-        self._published: set[str] = set()
+        self._rank = rank
+        self._begin()
+        _living.add(self)
         # Every rank makes it: nobody could wait for the one that would.
         try:
             os.makedirs(self._path, exist_ok=True)
@@ -84,17 +86,24 @@ class DirectoryMessages:
             raise UsageError(f"{self._path} is no directory", file=self._path, got=str(error)) from None
         for name in os.listdir(self._path):
             if name.startswith(f".rank_{rank}.") and MessageName.owner_state(name) == "gone":
-                self._remove(name)
+                # It is in nobody's way; it may be another user's, or another rank may be removing it.
+                with contextlib.suppress(OSError):
+                    self._remove(name)
+
+    def _begin(self) -> None:
+        self._names = MessageName(self._rank)
+        self._published: set[str] = set()
 
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
         """Leave a message; see `MessageWorkspace`."""
         name = self._names.new()
-        buffers = [_bytes_of(tensor) for tensor in tensors]
+        head, buffers = header.encode(), [_bytes_of(tensor) for tensor in tensors]
         try:
-            with _no_space_named(self._path, sum(map(len, buffers)) + len(header)):
-                receipt = write_message(self._path, name, header.encode(), buffers)
+            with _no_space_named(self._path, sum(map(len, buffers)) + len(head)):
+                receipt = write_message(self._path, name, head, buffers)
         except BaseException:
-            self._remove(name)
+            with contextlib.suppress(OSError):
+                self._remove(name)
             raise
         self._published.add(name)
         return receipt.to_json()
@@ -136,6 +145,18 @@ class DirectoryMessages:
         self._published.discard(name)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self._path, name))
+
+
+_living: weakref.WeakSet[DirectoryMessages] = weakref.WeakSet()
+
+
+def _begin_anew_in_child() -> None:
+    # A forked process would give its parent's names a second time, and remove its parent's messages when it ends.
+    for messages in _living:
+        messages._begin()
+
+
+os.register_at_fork(after_in_child=_begin_anew_in_child)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

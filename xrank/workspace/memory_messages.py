@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import weakref
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -33,6 +35,7 @@ class MemoryMessages:
         self._arenas: list[Arena] = []
         self._attached: dict[int, dict[str, AttachedArena]] = {}
         self._leases: dict[int, list[Lease]] = {}
+        _living.add(self)
 
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
         """Leave a message; see `MessageWorkspace`."""
@@ -43,14 +46,21 @@ class MemoryMessages:
             table.extend((end, nbytes))
             end += -(-nbytes // ALIGNMENT) * ALIGNMENT
         arena = self._free_arena(end + 8 * len(table))
-        arena.take()
-        for i, tensor in enumerate(tensors):
-            arena.write(table[2 * i], tensor)
-        arena.write_bytes(table[-2], head)
-        arena.write_bytes(end, table.tobytes())
+        number = arena.take()
+        try:
+            for i, tensor in enumerate(tensors):
+                arena.write(table[2 * i], tensor)
+            arena.write_bytes(table[-2], head)
+            arena.write_bytes(end, table.tobytes())
+        except BaseException:
+            # Nobody will be told of it, so nobody would free it; and where there is no memory, its pages are wanted.
+            self._arenas.remove(arena)
+            arena.close()
+            raise
         return json.dumps(
             {
                 "place": arena.place.to_json(),
+                "number": number,
                 "kept": [kept.place.nonce for kept in self._arenas],
                 "table": [end, len(table)],
             }
@@ -70,13 +80,14 @@ class MemoryMessages:
         """Return a message; see `MessageWorkspace`.
 
         Raises:
-            IncompleteError: the writer has ended, or retired the message.
+            IncompleteError: the writer has ended, or the message was fetched already.
             UsageError: the writer is on another host.
         """
         try:
             told = json.loads(receipt)
-            place, kept, (at, length) = MemoryPlace.from_json(told["place"], rank), set(told["kept"]), told["table"]
-        except (ValueError, KeyError, TypeError):
+            place, number, kept = MemoryPlace.from_json(told["place"], rank), int(told["number"]), set(told["kept"])
+            at, length = map(int, told["table"])
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise _corrupt(rank, ascii(receipt[:200])) from None
         attached = self._attached.setdefault(rank, {})
         for nonce in attached.keys() - kept:
@@ -84,11 +95,16 @@ class MemoryMessages:
         arena = attached.get(place.nonce)
         if arena is None:
             arena = attached[place.nonce] = _opened(place, rank)
-        table = array("q", arena.read(at, 8 * length))
-        parts = list(zip(table[::2], table[1::2], strict=True))
-        if not parts or any(offset < 0 or nbytes < 0 or offset + nbytes > at for offset, nbytes in parts):
-            raise _corrupt(rank, f"a table of {length} numbers at {at}")
-        header = arena.read(*parts.pop()).decode()
+        if not arena.holds(number):
+            raise _gone(place, rank)
+        try:
+            table = array("q", arena.read(at, 8 * length))
+            parts = list(zip(table[::2], table[1::2], strict=True))
+            if not parts or any(offset < 0 or nbytes < 0 or offset + nbytes > at for offset, nbytes in parts):
+                raise ValueError
+            header = arena.read(*parts.pop()).decode()
+        except ValueError:
+            raise _corrupt(rank, f"a table of {length} numbers at {at}") from None
         leases = self._leases[rank] = [lease for lease in self._leases.get(rank, []) if not lease.is_over]
         if at >= max(_MIN_LENT_NBYTES, place.nbytes // 2) and len(leases) < _MAX_LEASES:
             buffers, lease = arena.lend(parts)
@@ -103,24 +119,49 @@ class MemoryMessages:
         """Let go of all messages, and of the mappings of others'; what was fetched stays."""
         for arena in self._arenas:
             arena.close()
+        self._forget()
+
+    def let_go(self) -> None:
+        """Let go, in this process alone, of what it shares with the one that it was forked from."""
+        for arena in self._arenas:
+            arena.let_go()
+        self._forget()
+
+    def _forget(self) -> None:
         self._arenas.clear()
         self._attached.clear()
         self._leases.clear()
+
+
+_living: weakref.WeakSet[MemoryMessages] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    # A forked process (a data loader's) would keep all memory that its parent lets go of, and end its messages.
+    for messages in _living:
+        messages.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _opened(place: MemoryPlace, rank: int) -> AttachedArena:
     arena = AttachedArena.open(place)
     if arena is None:
         place.check_reachable(rank)
-        raise IncompleteError(
-            f"the message of rank {rank} is no longer in its memory, or not open to this process",
-            rank=rank,
-            host=place.host,
-            file=place.path,
-            next_step=f"look whether rank {rank} (pid {place.pid}) still runs, as the same user and dumpable; "
-            "else give workspace_path",
-        )
+        raise _gone(place, rank)
     return arena
+
+
+def _gone(place: MemoryPlace, rank: int) -> IncompleteError:
+    return IncompleteError(
+        f"the message of rank {rank} is no longer in its memory, or not open to this process",
+        rank=rank,
+        host=place.host,
+        file=place.path,
+        next_step=f"look whether rank {rank} (pid {place.pid}) still runs, as the same user and dumpable; "
+        "else give workspace_path",
+    )
 
 
 def _corrupt(rank: int, got: str) -> XrankError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -21,6 +22,7 @@ from xrank.workspace.arena import new_buffer
 
 __all__ = ["MessagePart", "MessageReceipt", "read_message", "write_message"]
 
+_NAME = re.compile(r"\.rank_[0-9a-f.]+\.message")
 _STEP_NBYTES = 8 << 20
 """Of a read and of a checksum: fresh from the one, still in the cache for the other."""
 
@@ -63,13 +65,19 @@ class MessageReceipt:
         """
         try:
             told = json.loads(text)
-            buffers = [MessagePart(**part) for part in told["buffers"]]
-            receipt = cls(told["name"], told["directory"], buffers, MessagePart(**told["header"]))
-        except (ValueError, KeyError, TypeError):
-            receipt = None
-        if receipt is None or os.sep in receipt.name or not receipt.name.startswith("."):
-            raise CorruptError(f"rank {rank} tells no message's name", rank=rank, got=ascii(text[:200]))
-        return receipt
+            name, directory = str(told["name"]), str(told["directory"])
+            *buffers, header = [MessagePart(**part) for part in (*told["buffers"], told["header"])]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise _no_receipt(text, rank) from None
+        numbers = [number for part in (*buffers, header) for number in (part.offset, part.nbytes)]
+        # Whatever the text says, only a message is opened here, or removed.
+        if not _NAME.fullmatch(name) or any(type(number) is not int or number < 0 for number in numbers):
+            raise _no_receipt(text, rank)
+        return cls(name, directory, buffers, header)
+
+
+def _no_receipt(text: str, rank: int) -> CorruptError:
+    return CorruptError(f"rank {rank} tells no message's name", rank=rank, got=ascii(text[:200]))
 
 
 def write_message(directory: str, name: str, header: bytes, buffers: Sequence[memoryview]) -> MessageReceipt:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from isal import isal_zlib
@@ -25,6 +26,8 @@ __all__ = ["read_run_id", "read_state"]
 
 _NUM_ATTEMPTS = 5
 """How often a file that was replaced under the reader is opened again: every time it meets the name anew."""
+_PAUSE_SECONDS = 0.1
+"""Before the first of them, where it is the client that is slow; twice as long before each further one."""
 
 _WINDOW_NBYTES = 1 << 20
 """Read and checked at a time, while it is in the processor's cache."""
@@ -95,7 +98,7 @@ def read_run_id(file: str) -> str | None:
 
 def _while_replaced(file: str, read: Callable[[], _T]) -> _T | None:
     """Return what `read` gives, called again while the file is replaced under it; None where there is no file."""
-    for _ in range(_NUM_ATTEMPTS):
+    for attempt in range(_NUM_ATTEMPTS):
         try:
             return read()
         except (FileNotFoundError, _ReplacedError) as error:  # IncompleteError is a FileNotFoundError
@@ -106,6 +109,8 @@ def _while_replaced(file: str, read: Callable[[], _T]) -> _T | None:
             system = error.__cause__ if isinstance(error, CorruptError) else error
             if getattr(system, "errno", None) != errno.ESTALE:
                 raise
+            # A client may believe in the old one for a second (measured on glusterfs), whatever it is asked.
+            sleep(_PAUSE_SECONDS * 2**attempt)
     raise IncompleteError(
         f"{file} was replaced {_NUM_ATTEMPTS} times while it was read",
         file=file,
