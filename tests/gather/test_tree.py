@@ -7,8 +7,9 @@ import math
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,6 +54,17 @@ class Layer:
 @dataclasses.dataclass
 class Late:
     value: int = dataclasses.field(init=False)
+
+
+@dataclasses.dataclass
+class Noted:
+    """Counts its ends, as those count that hold something."""
+
+    num_ended: ClassVar[int] = 0
+    value: int = 0
+
+    def __del__(self) -> None:
+        Noted.num_ended += 1
 
 
 @dataclasses.dataclass
@@ -247,3 +259,24 @@ def test_a_tree_nested_without_end_is_refused():
         tree = ["l", [tree]]
     with pytest.raises(UnsafeError):
         unpack(tree, [])
+
+
+def test_numpy_scalars_come_as_what_they_were():
+    numbers = [np.float32(0.1), np.float64(-0.0), np.int8(-3), np.uint64(2**64 - 1), np.bool_(True), np.float16("nan")]
+    tree, tensors = pack(numbers)
+    back = unpack(json.loads(json.dumps(tree)), tensors)
+    assert [(type(a), a.tobytes()) for a in back] == [(type(a), a.tobytes()) for a in numbers]
+    for tree in (["s", "str", "x"], ["s", "object", 1], ["s", "float64", "1"], ["s", "void", 3]):
+        with pytest.raises(UnsafeError):
+            unpack(tree, [])
+
+
+def test_a_dataclass_is_made_only_when_all_of_it_can_be():
+    before = Noted.num_ended
+    for tree in (
+        ["c", f"{__name__}:Noted", [["value", ["?"]]]],
+        ["c", f"{__name__}:Noted", [["value", 1], ["other", 2]]],
+    ):
+        with pytest.raises(UnsafeError):
+            unpack(tree, [])
+    assert Noted.num_ended == before

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -111,11 +111,11 @@ class Exchange:
 
     # ---- the first rank's side
 
-    def collect(self, call: Call) -> dict[int, Any]:
-        """Return the value of every other rank; all of it is the caller's.
+    def collect(self, call: Call, own: Any) -> list[Any]:
+        """Return the values of all ranks, this one's `own` first; those of the others are new, and the caller's.
 
         Raises:
-            ContradictionError: a rank is at another gather.
+            ContradictionError: a rank is at another gather, by what it says or by what it sends.
             RankFailedError, RankTimeoutError: a rank failed, or did not come.
         """
         values: dict[int, Any] = {}
@@ -132,7 +132,23 @@ class Exchange:
             values[rank] = self._value(call, rank, message)
             pending.discard(rank)
         self.circle.arrive(call.number)
-        return values
+        parts = [own, *(values[rank] for rank in self.circle.others)]
+        if call.key is None:
+            self._check_classes(call, parts)
+        return parts
+
+    def _check_classes(self, call: Call, parts: Sequence[Any]) -> None:
+        """Refuse configs of several classes that no key says belong together: one rank may be a layer behind."""
+        classes = {type(part): rank for rank, part in zip(self.circle.ranks, parts, strict=True) if is_dataclass(part)}
+        if len(classes) > 1:
+            (one, rank), (other, other_rank) = list(classes.items())[:2]
+            raise ContradictionError(
+                f"rank {other_rank} is at another gather than rank {rank}, as it seems: they sent different classes",
+                rank=other_rank,
+                got=f"a {other.__qualname__} of rank {other_rank}",
+                want=f"a {one.__qualname__}, as of rank {rank}, in {call}",
+                next_step="make the same gathers on all ranks; if these belong together, give both the same key=",
+            )
 
     def _value(self, call: Call, rank: int, message: Message) -> Any:
         told = message.content

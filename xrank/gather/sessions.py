@@ -125,9 +125,7 @@ def gathered(
         check(value)  # here, so that the others hear of what it raises
         parts: list[Any] = []
         if rank == ranks[0]:
-            own = _own(value)
-            others = exchange.collect(call)
-            parts = [own, *(others[r] for r in ranks[1:])]
+            parts = exchange.collect(call, _own(value))
         else:
             exchange.send(call, value)
         yield parts

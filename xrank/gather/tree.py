@@ -26,6 +26,12 @@ _MAX_DEPTH = 100
 """Of a value: far more than configs have, far less than the interpreter's stack."""
 
 
+_NUMPY_SCALARS = frozenset(
+    ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
+)
+"""Those that a Python number holds exactly."""
+
+
 def pack(value: object, where: str = "the value") -> tuple[Any, list[torch.Tensor]]:
     """Return a JSON-able tree and the tensors it refers to by number.
 
@@ -69,6 +75,8 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
                 return dtype
         case "p":
             return Path(tree[1])
+        case "s":
+            return _numpy_scalar(tree[1], tree[2])
         case "e":
             return _find_class(tree[1], enum.Enum).__members__[tree[2]]
         case "c":
@@ -76,15 +84,26 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     raise UnsafeError(f"a message has a part of an unknown kind: {kind!r}")
 
 
+def _numpy_scalar(dtype: str, item: Any) -> Any:
+    import numpy as np
+
+    if dtype in _NUMPY_SCALARS and isinstance(item, bool | int | float):
+        return np.dtype(dtype).type(item)
+    raise UnsafeError("a message has no number where it says one", got=f"{dtype} {item!r}"[:100])
+
+
 def _make_dataclass(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     kind = _find_class(tree[1], None)
-    made = object.__new__(kind)
     fields = {field.name for field in dataclasses.fields(kind)}
-    # Not by calling the class: what was sent are the fields as they are, and no one's __post_init__ runs twice.
-    for name, item in tree[2]:
-        if name not in fields:
-            raise UnsafeError(f"{tree[1]} has no field {name}", got=str(name)[:100], want=", ".join(sorted(fields)))
-        object.__setattr__(made, name, _unpack(item, tensors))
+    items = {name: _unpack(item, tensors) for name, item in tree[2]}
+    if strange := items.keys() - fields:
+        got = ", ".join(sorted(map(str, strange)))
+        raise UnsafeError(f"{tree[1]} has no field {got}", got=got[:100], want=", ".join(sorted(fields)))
+    # Not by calling the class: what was sent are the fields as they are, and no one's __post_init__ runs twice. And
+    # only when nothing can fail any more: a half-made one may have a __del__.
+    made = object.__new__(kind)
+    for name, item in items.items():
+        object.__setattr__(made, name, item)
     return made
 
 
@@ -165,6 +184,8 @@ class _Packer:
             ]
         if isinstance(value, PurePath):
             return ["p", str(value)]
+        if (dtype := type(value).__name__.rstrip("_")) in _NUMPY_SCALARS and type(value).__module__ == "numpy":
+            return ["s", dtype, value.item()]
         if isinstance(value, dict) and not dataclasses.is_dataclass(value):
             items = [[self.pack(k, f"a key of {where}"), self.pack(v, f"{where}[{k!r}]")] for k, v in value.items()]
             return ["d", items]
