@@ -1,18 +1,21 @@
-"""Times `get_tensors_parallel` against gloo's own gathers, and prints the README's table.
+"""Times `get_tensors_parallel` beside ModelOpt's function of that name and gloo's own gathers: the README's table.
 
-All run in the same processes in turn, after one uncounted round; a call's time is the first rank's, from the call to
-the end of the body. Quote the ratios: absolute times belong to one machine and its noise. With nvidia-modelopt
-installed, its function of the same name is timed beside ours.
+Each case has processes of its own. There each function is called once (the first call, in which ours meets, and both
+make their memory), then all in turn, round after round; a time is the first rank's, from a barrier to the end of the
+body. Memory is how far the first rank's resident set grew in the first call, as a multiple of what the others sent.
+Quote the ratios: absolute times belong to one machine and its noise. ModelOpt is there in `make oracle`'s environment.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,25 +24,29 @@ import torch.multiprocessing as mp
 from xrank.gather.parallel import get_tensors_parallel
 
 SIZES = {"1 KB": 1 << 10, "1 MB": 1 << 20, "64 MB": 1 << 26}
+NAMES = ("xrank", "ModelOpt", "gloo gather", "gather_object")
 
 
 def main() -> None:
     """Run every case and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 8])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--sizes", nargs="*", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    print("| ranks, size | xrank first | xrank | gloo gather | gather_object | modelopt | ratio to the fastest other |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    shown = " | ".join(f"{name} first | {name}" for name in NAMES[:2])
+    print(f"| ranks, size | {shown} | gloo gather | gather_object | ModelOpt / xrank, first | steady | memory |")
+    print("| --- " * 10 + "|")
     for world_size in arguments.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_rank, (world_size, f"{folder}/store", arguments.rounds), nprocs=world_size)
+        for size in arguments.sizes:
+            with tempfile.TemporaryDirectory() as folder:
+                mp.spawn(_rank, (world_size, f"{folder}/store", size, arguments.rounds), nprocs=world_size)
 
 
-def _rank(rank: int, world_size: int, store: str, rounds: int) -> None:
+def _rank(rank: int, world_size: int, store: str, size: str, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    peers: dict[str, Callable[[torch.Tensor], object]] = {"gloo gather": _gather, "gather_object": _gather_object}
+    functions: dict[str, Callable[[torch.Tensor], object]] = {"xrank": _xrank}
     with suppress(ImportError):
         from modelopt.torch.export.distribute import get_tensors_parallel as modelopts
 
@@ -47,23 +54,30 @@ def _rank(rank: int, world_size: int, store: str, rounds: int) -> None:
             with modelopts(tensor, list(range(world_size))):
                 pass
 
-        peers["modelopt"] = modelopt
-    for label, nbytes in SIZES.items():
-        tensor = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
-        first = _timed(_xrank, tensor)
-        count = rounds if nbytes < 1 << 24 else max(5, rounds // 3)
-        times: dict[str, list[float]] = {"xrank": []} | {name: [] for name in peers}
-        for number in range(count + 1):
-            for name, function in (("xrank", _xrank), *peers.items()):
-                seconds = _timed(function, tensor)
-                if number:
-                    times[name].append(seconds)
-        if rank == 0:
-            medians = {name: statistics.median(values) for name, values in times.items()}
-            ratio = min(medians[name] for name in peers) / medians["xrank"]
-            cells = [first, *(medians.get(n) for n in ("xrank", "gloo gather", "gather_object", "modelopt"))]
-            shown = " | ".join("-" if cell is None else _time_text(cell) for cell in cells)
-            print(f"| {world_size}, {label} | {shown} | {ratio:.1f} |", flush=True)
+        functions["ModelOpt"] = modelopt
+    functions |= {"gloo gather": _gather, "gather_object": _gather_object}
+    tensor = torch.randint(0, 255, (SIZES[size],), dtype=torch.uint8)
+    first, growth = {}, {}
+    for name, function in functions.items():
+        growth[name], first[name] = _first_call(function, tensor)
+    # Many short calls, so that a scheduler's whim weighs little; few long ones.
+    rounds = max(5, rounds // 3) if SIZES[size] >= 1 << 24 else 20 * rounds if SIZES[size] < 1 << 16 else rounds
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            times[name].append(_timed(function, tensor))
+    if rank == 0:
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        cells = [f"{world_size}, {size}"]
+        for name in NAMES[:2]:
+            cells += [_time_text(first.get(name)), _time_text(medians.get(name))]
+        cells += [_time_text(medians[name]) for name in NAMES[2:]]
+        for figures in (first, medians):
+            cells.append(f"{figures['ModelOpt'] / figures['xrank']:.1f}" if "ModelOpt" in figures else "-")
+        sent = SIZES[size] * (world_size - 1)
+        multiples = [f"{growth[name] / sent:.1f}" for name in NAMES[:2] if name in growth]
+        cells.append(", ".join(multiples) if sent >= 1 << 26 else "-")
+        print(f"| {' | '.join(cells)} |", flush=True)
     dist.destroy_process_group()
 
 
@@ -72,6 +86,20 @@ def _timed(function: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> 
     started = time.perf_counter()
     function(tensor)
     return time.perf_counter() - started
+
+
+def _first_call(function: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> tuple[int, float]:
+    """Return by how much the peak of this process' memory then is above what it had before, and the seconds."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
+    before = _status_nbytes("VmRSS")
+    seconds = _timed(function, tensor)
+    return _status_nbytes("VmHWM") - before, seconds
+
+
+def _status_nbytes(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
 
 
 def _xrank(tensor: torch.Tensor) -> None:
@@ -88,7 +116,9 @@ def _gather_object(tensor: torch.Tensor) -> None:
     dist.gather_object(tensor, [None] * dist.get_world_size() if dist.get_rank() == 0 else None)
 
 
-def _time_text(seconds: float) -> str:
+def _time_text(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 

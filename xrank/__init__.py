@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from xrank.conversion.verify import verify_model
     from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
     from xrank.workspace.nfs import NFSWorkspace
+    from xrank.workspace.shared_memory import SharedMemoryWorkspace
 
 __version__ = "0.1.0"
 
 __all__ = [
     "NFSWorkspace",
+    "SharedMemoryWorkspace",
     "__version__",
     "gather_checkpoint",
     "get_configs_parallel",
@@ -27,6 +29,7 @@ __all__ = [
 
 _HOMES = {
     "NFSWorkspace": "xrank.workspace.nfs",
+    "SharedMemoryWorkspace": "xrank.workspace.shared_memory",
     "gather_checkpoint": "xrank.conversion.gather",
     "get_configs_parallel": "xrank.gather.parallel",
     "get_tensors_parallel": "xrank.gather.parallel",

@@ -29,6 +29,7 @@ __all__ = ["Call", "Exchange"]
 
 _INLINE_NBYTES = 32768
 """Of a header; a larger one goes through the workspace."""
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 _ALIGNMENT = 16
 """Of a tensor's bytes in a message's payload: the largest element's."""
 
@@ -91,7 +92,7 @@ class Exchange:
         """
         tree, tensors = pack(value)
         rows = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-        header = json.dumps([tree, rows], separators=(",", ":"))
+        header = _to_json([tree, rows])
         message = {"call": call.number, "function": call.function, "key": call.key, "place": call.place}
         payload = b""
         nbytes = sum(tensor.nbytes + _ALIGNMENT for tensor in tensors)
@@ -230,8 +231,8 @@ def _padded_bytes(tensor: torch.Tensor) -> bytes:
     """Return a tensor's elements, row-major, and so many bytes more that the next one is aligned."""
     import torch
 
-    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().tobytes() + bytes(-flat.nbytes % _ALIGNMENT)
+    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+    return flat.numpy().tobytes() + bytes(-len(flat) % _ALIGNMENT)
 
 
 def _inline_tensors(rows: Sequence[Any], payload: bytes) -> list[torch.Tensor]:

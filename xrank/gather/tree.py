@@ -203,7 +203,7 @@ class _Packer:
     def _number(self, tensor: torch.Tensor, where: str) -> int:
         import torch
 
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
             kind = type(tensor).__qualname__
             raise UsageError(
                 f"{where} is a {type(tensor).__module__}.{kind}", got=kind, want="a plain tensor or a Parameter",
@@ -215,8 +215,10 @@ class _Packer:
                 f"{where} is {kind}", got=kind, want="a dense tensor with data",
                 next_step="gather the dense tensors it is made of",
             )  # fmt: skip
-        view = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        number = self._numbers.setdefault((*view, tensor.is_conj(), tensor.is_neg()), len(self.tensors))
+        # Views of one memory; empty ones have none, and are one only if they are one object.
+        place = tensor.data_ptr() or -id(tensor)
+        view = (place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
+        number = self._numbers.setdefault(view, len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor.detach())
         return number

@@ -23,6 +23,7 @@ _MAX_NBYTES = 128 << 10
 """Of a message; half of what Linux lets a Unix socket hold by default (net.core.wmem_default: 212,992)."""
 _MAX_DESCRIPTORS = 16
 _HEAD = Struct("<I")
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 # Numbers, not members of enums, which cost more to combine than the call does.
 _SEND, _SEND_AT_ONCE = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _RECEIVE = int(socket.MSG_CMSG_CLOEXEC)
@@ -55,7 +56,7 @@ class Link:
             BrokenPipeError, ConnectionResetError: the other end is gone.
             BlockingIOError: it is not to `wait`, and the other end has not read enough yet.
         """
-        content = json.dumps(message.content, separators=(",", ":")).encode()
+        content = _to_json(message.content).encode()
         assert _HEAD.size + len(content) + len(message.payload) <= _MAX_NBYTES, len(content)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         head = _HEAD.pack(len(content))
