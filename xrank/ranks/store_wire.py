@@ -64,16 +64,16 @@ class StoreWire:
         self._failures: dict[int, FailureRecord] = {}
         self._looked = -_LOOK_SECONDS
         self._is_closed = False
-        watched = ranks[(ranks.index(rank) + 1) % len(ranks)]
+        position = ranks.index(rank)
 
-        def tell(store: Store) -> None:
-            store.put(f"{name}/missed/{watched}", "1")
+        def tell(store: Store, missed: int) -> None:
+            store.put(f"{name}/missed/{missed}", "1")
             store.put(f"{name}/alarm", "1")
 
         self._heartbeat = Heartbeat(
             store.clone(),
             f"{name}/beat/{rank}",
-            f"{name}/beat/{watched}",
+            {r: f"{name}/beat/{r}" for r in (*ranks[position + 1 :], *ranks[:position])},
             tell,
             period_seconds=period_seconds,
             clock=clock,

@@ -1,0 +1,243 @@
+"""The wire through a store: several ranks' ends of it in one process."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from xrank.errors import RankFailedError
+from xrank.ranks import store_wire
+from xrank.ranks.failure import FailureRecord
+from xrank.ranks.peer import Peer
+from xrank.ranks.store import GroupStore, LocalStore
+from xrank.ranks.store_wire import StoreWire
+from xrank.ranks.wire import Message, Word
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+HOURS = 10_000.0
+"""A period in which no rank is missed."""
+
+
+@pytest.fixture
+def join():
+    """Return what gives each rank its end of one wire; all are closed in the end."""
+    wires = []
+
+    def join(ranks, store=None, **timing):
+        store = LocalStore() if store is None else store
+        timing = {"period_seconds": HOURS, **timing}
+        joined = {rank: StoreWire(ranks, rank, store, "meeting/1", **timing) for rank in ranks}
+        wires.extend(joined.values())
+        return joined
+
+    yield join
+    while wires:
+        wires.pop().close()
+
+
+def contents(inbox):
+    return [message.content for message in inbox]
+
+
+def failure(rank, cause="a cause"):
+    return FailureRecord(rank, f"host{rank}", 100 + rank, cause, "a call")
+
+
+def test_messages_come_once_each_in_their_order_and_none_stays_in_the_store(join):
+    store = LocalStore()
+    wires = join([2, 0, 1], store)
+    for i in range(20):
+        wires[0].send(2, Message({"from": 0, "i": i}))
+        wires[2].send(1, Message({"from": 2, "i": i, "text": "\u00fc\n"}))
+        wires[1].send(2, Message({"from": 1, "i": i}))
+        if i % 7 == 0:
+            wires[2].pump(0)
+    for wire in wires.values():
+        wire.pump(0)
+    assert contents(wires[2].inboxes[0]) == [{"from": 0, "i": i} for i in range(20)]
+    assert contents(wires[2].inboxes[1]) == [{"from": 1, "i": i} for i in range(20)]
+    assert contents(wires[1].inboxes[2]) == [{"from": 2, "i": i, "text": "\u00fc\n"} for i in range(20)]
+    assert contents(wires[0].inboxes[2]) == []
+    assert sorted(wires[0].inboxes) == sorted(wires[1].inboxes) == [2], "all but the first hear the first alone"
+    assert not [name for name in store._values if "-" in name]
+
+
+def test_two_meetings_of_one_store_do_not_hear_each_other(join):
+    store = LocalStore()
+    here, there = (StoreWire([0, 1], 0, store, name, period_seconds=HOURS) for name in ("meeting/1", "meeting/11"))
+    there.say(Word.LEFT, 5)
+    there.fail(failure(0))
+    there.send(1, Message({}))
+    mine = join([0, 1], store)[1]
+    mine.pump(0)
+    assert mine.heard(0, Word.LEFT) == 0 and mine.failures() == [] and contents(mine.inboxes[0]) == []
+    here.close()
+    there.close()
+
+
+def test_a_wait_ends_with_what_comes(join):
+    wires = join([0, 1, 2])
+
+    def pumped_until(act):
+        started = time.monotonic()
+        other = threading.Thread(target=act)
+        other.start()
+        wires[0].pump(50)
+        other.join()
+        return time.monotonic() - started
+
+    assert pumped_until(lambda: wires[1].send(0, Message({"i": 1}))) < 10
+    assert pumped_until(lambda: wires[1].fail(failure(1))) < 10
+    assert pumped_until(wires[2].close) < 10
+    started = time.monotonic()
+    wires[0].pump(0.05)
+    assert time.monotonic() - started >= 0.05, "nothing new"
+
+
+def test_words_are_each_ranks_own_and_all_hear_them(join):
+    wires = join([0, 1, 2])
+    assert [[wires[0].heard(rank, word) for word in Word] for rank in range(3)] == [[0, 0, 0]] * 3
+    wires[1].say(Word.ARRIVED, 1 << 40)
+    wires[2].say(Word.LEFT, 5)
+    wires[2].say(Word.ENDED, 4)
+    for wire in wires.values():
+        heard = [[wire.heard(rank, word) for word in Word] for rank in range(3)]
+        assert heard == [[0, 0, 0], [1 << 40, 0, 0], [0, 4, 5]]
+
+
+def test_the_first_failure_of_a_rank_stays_and_all_others_hear_it(join, monkeypatch):
+    monkeypatch.setattr(store_wire, "_LOOK_SECONDS", 0)
+    wires = join([0, 1, 2])
+    assert wires[0].failures() == []
+    wires[2].fail(failure(2))
+    wires[2].fail(failure(2, "what followed from it"))
+    wires[1].fail(failure(1, "x" * 5000))
+    assert wires[0].failures()[1] == failure(2)
+    assert [record.rank for record in wires[0].failures()] == [1, 2]
+    assert [record.rank for record in wires[1].failures()] == [2], "of the others"
+    assert [record.rank for record in wires[2].failures()] == [1]
+
+
+def test_a_normal_end_is_heard_at_once_after_all_that_was_sent(join):
+    wires = join([0, 1, 2])
+    wires[1].send(0, Message({"last": 1}))
+    wires[1].say(Word.LEFT, 3)
+    wires[1].close()
+    wires[1].close()
+    started = time.monotonic()
+    while not wires[0].silent:
+        wires[0].pump(1)
+    assert time.monotonic() - started < 1
+    assert wires[0].silent == {1} and wires[0].ended == set() and wires[0].failures() == []
+    assert contents(wires[0].inboxes[1]) == [{"last": 1}] and wires[0].heard(1, Word.LEFT) == 3
+
+
+class Periods:
+    """A clock that tests let pass in periods, so slowly that each rank that lives beats in between."""
+
+    seconds = 0.001
+
+    def __init__(self, store):
+        self.store, self.now = store, 0.0
+
+    def __call__(self):
+        return self.now
+
+    def passing(self, count, living):
+        for _ in range(round(count * 2)):
+            self.now += self.seconds / 2
+            self.await_beats(living)
+
+    def await_beats(self, living):
+        """Wait until each of these ranks has beaten, and then looked at the others' beats."""
+        for _ in range(3):
+            before = {rank: self.beat(rank) for rank in living}
+            deadline = time.monotonic() + 20
+            while any(self.beat(rank) == before[rank] for rank in living):
+                assert time.monotonic() < deadline
+                time.sleep(0.0001)  # not to synchronise, but to let them
+
+    def beat(self, rank):
+        return self.store.peek(f"meeting/1/beat/{rank}")
+
+
+@pytest.mark.parametrize("dying", [[0], [2], [1, 2], [3, 0], [0, 2], [0, 1, 2]], ids=str)
+def test_ranks_whose_beats_stop_are_known_to_all_that_live(join, monkeypatch, dying):
+    monkeypatch.setattr(store_wire, "_LOOK_SECONDS", 0)
+    store = LocalStore()
+    periods = Periods(store)
+    wires = join([0, 1, 2, 3], store, period_seconds=Periods.seconds, clock=periods)
+    living = [rank for rank in range(4) if rank not in dying]
+    periods.passing(20, range(4))
+    for rank in range(4):
+        wires[rank].pump(0)
+        assert wires[rank].ended == set()
+    for rank in dying:
+        wires[rank]._heartbeat.stop()  # as a kill stops it: without a word
+    periods.await_beats(living)
+    periods.passing(4, living)
+    for rank in living:
+        wires[rank].pump(0)
+        assert wires[rank].ended == set()
+    # The watcher of the first that died finds it; and then the next, which nobody watched any more.
+    periods.passing(2 + 6 * (len(dying) - 1), living)
+    for rank in living:
+        wires[rank].pump(0)
+        assert wires[rank].ended == set(dying)
+
+
+def test_a_process_of_this_host_that_ends_is_seen_without_its_beat(join):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    wires = join([0, 1])
+    peer = replace(Peer.of_this_process(1), pid=child.pid)
+    wires[0].watch({1: peer})
+    wires[0].watch({1: peer})
+    wires[0].pump(0)
+    assert wires[0].ended == set()
+    child.kill()
+    started = time.monotonic()
+    while not wires[0].ended:
+        wires[0].pump(1)
+    assert time.monotonic() - started < 1 and wires[0].ended == {1} and wires[1].ended == set()
+    child.communicate()
+
+
+def test_nothing_that_is_told_through_a_store_has_bytes(join):
+    wires = join([0, 1])
+    assert wires[0].max_payload_nbytes == 0
+    with pytest.raises(AssertionError):
+        wires[1].send(0, Message({}, b"bytes"))
+
+
+@pytest.mark.parametrize("rank_0_is_known", [True, False])
+def test_a_store_that_is_gone_is_named_by_its_process(join, rank_0_is_known):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    wires = join([1, 0], GroupStore(client))
+    wires[0].say(Word.ARRIVED, 1)
+    if rank_0_is_known:
+        wires[1].watch({0: Peer(0, "the host of rank 0", 77, "elsewhere")})
+    del server
+    gc.collect()
+    started = time.monotonic()
+    for use in (
+        lambda: wires[1].heard(0, Word.ARRIVED),
+        lambda: wires[1].pump(50),
+        lambda: wires[1].send(0, Message({})),
+        lambda: wires[1].say(Word.LEFT, 1),
+    ):
+        with pytest.raises(RankFailedError, match="the store that the ranks meet through is gone") as raised:
+            use()
+        assert raised.value.rank == 0
+        if rank_0_is_known:
+            assert raised.value.host == "the host of rank 0" and "pid 77" in raised.value.got
+    # Nobody is left to be told, and letting go does not wait for an answer.
+    wires[1].fail(failure(1))
+    wires[1].close()
+    assert time.monotonic() - started < 10
