@@ -1,6 +1,7 @@
 """The wire through a store: several ranks' ends of it in one process."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -241,3 +242,54 @@ def test_a_store_that_is_gone_is_named_by_its_process(join, rank_0_is_known):
     wires[1].fail(failure(1))
     wires[1].close()
     assert time.monotonic() - started < 10
+
+
+FORK = """
+import os, sys
+from xrank.ranks.store_wire import StoreWire
+from xrank.ranks.wire import Message
+
+
+class Folder:
+    # A store that both processes see.
+    def put(self, name, value):
+        with open(f"{sys.argv[1]}/.new.{name.replace('/', ' ')}", "w") as file:
+            file.write(value)
+        os.rename(file.name, f"{sys.argv[1]}/{name.replace('/', ' ')}")
+
+    def peek(self, name):
+        try:
+            with open(f"{sys.argv[1]}/{name.replace('/', ' ')}") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name):
+        os.unlink(f"{sys.argv[1]}/{name.replace('/', ' ')}")
+
+    def clone(self):
+        return self
+
+
+ranks = {rank: StoreWire([0, 1], rank, Folder(), "meeting") for rank in (0, 1)}
+if (child := os.fork()) == 0:
+    ranks[1].close()
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+ranks[0].pump(0.2)
+print(ranks[0].silent)
+ranks[1].send(0, Message({"still": "here"}))
+ranks[0].pump(0.2)
+print(ranks[0].inboxes[1].popleft().content)
+ranks[1].close()
+ranks[0].pump(1)
+print(ranks[0].silent)
+ranks[0].close()
+"""
+
+
+def test_a_forked_process_ends_without_ending_the_rank(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, tmp_path], capture_output=True, text=True, timeout=50, cwd=os.getcwd()
+    )
+    assert (done.stdout, done.stderr) == ("set()\n{'still': 'here'}\n{1}\n", "")

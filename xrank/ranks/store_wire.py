@@ -64,6 +64,7 @@ class StoreWire:
         self._failures: dict[int, FailureRecord] = {}
         self._looked = -_LOOK_SECONDS
         self._is_closed = False
+        self._pid = os.getpid()
         position = ranks.index(rank)
 
         def tell(store: Store, missed: int) -> None:
@@ -160,10 +161,11 @@ class StoreWire:
         if self._is_closed:
             return
         self._is_closed = True
-        self._heartbeat.stop()
-        with suppress(RankFailedError):
-            self._put(f"closed/{self._rank}", "1")
-            self._put("alarm", "1")
+        if os.getpid() == self._pid:  # a forked process is not the rank, and shares its connection to the store
+            self._heartbeat.stop()
+            with suppress(RankFailedError):
+                self._put(f"closed/{self._rank}", "1")
+                self._put("alarm", "1")
         for fd in self._lives.values():
             os.close(fd)
         self._lives.clear()
