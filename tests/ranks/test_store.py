@@ -1,0 +1,123 @@
+"""Stores: values by name, as torch.distributed's own stores and the one inside a process hold them."""
+
+import gc
+import time
+
+import pytest
+import torch.distributed as dist
+
+from xrank.errors import RankFailedError, UsageError
+from xrank.ranks.store import GroupStore, LocalStore, find_store
+
+
+def tcp_server():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def tcp_client(server):
+    return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+
+
+@pytest.fixture(params=["local", "hash", "file", "tcp", "prefix"])
+def store(request, tmp_path):
+    makers = {
+        "local": LocalStore,
+        "hash": lambda: GroupStore(dist.HashStore()),
+        "file": lambda: GroupStore(dist.FileStore(str(tmp_path / "store"), 2)),
+        "tcp": lambda: GroupStore(tcp_server()),
+        "prefix": lambda: GroupStore(dist.PrefixStore("group", tcp_server())),
+    }
+    return makers[request.param]()
+
+
+def test_a_value_is_there_until_it_is_removed_and_nobody_waits_for_one(store):
+    started = time.monotonic()
+    assert store.peek("a") is None
+    store.put("a", "1")
+    store.put("a", "zwei \u2192 \U0001f600")
+    store.put("empty", "")
+    assert store.peek("a") == "zwei \u2192 \U0001f600" and store.peek("empty") == "" and store.peek("b") is None
+    store.remove("a")
+    store.remove("a")
+    store.remove("b")
+    assert store.peek("a") is None and store.peek("empty") == ""
+    assert time.monotonic() - started < 5, "torch's own get waits 300 s for a value"
+
+
+def test_a_clone_sees_the_same_values(store):
+    store.put("a", "1")
+    clone = store.clone()
+    assert clone.peek("a") == "1"
+    clone.put("b", "2")
+    assert store.peek("b") == "2"
+
+
+def test_a_clone_of_a_connection_is_one_of_its_own():
+    # Two threads on one connection would read each other's answers.
+    torchs = tcp_server()
+    assert GroupStore(torchs).clone()._store is not torchs
+
+
+def test_our_names_are_apart_from_everyone_elses():
+    torchs = dist.HashStore()
+    torchs.set("a", "theirs")
+    store = GroupStore(torchs)
+    assert store.peek("a") is None
+    store.put("a", "ours")
+    store.remove("a")
+    assert torchs.get("a") == b"theirs"
+
+
+def test_a_store_that_keeps_every_value_may_be_asked_to_forget():
+    class Keeping(dist.HashStore):
+        def delete_key(self, key):
+            raise NotImplementedError("not in this one")
+
+    store = GroupStore(Keeping())
+    store.put("a", "1")
+    store.remove("a")
+    assert store.peek("a") == "1"
+
+
+def test_a_store_that_is_gone_is_rank_0s_failure_at_once():
+    server = tcp_server()
+    store = GroupStore(tcp_client(server))
+    store.put("a", "1")
+    del server
+    gc.collect()
+    started = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank 0 failed, or the launcher: the store .* is gone") as raised:
+        store.peek("a")
+    assert raised.value.rank == 0 and "rank 0" in raised.value.next_step and "\n" not in raised.value.cause
+    with pytest.raises(RankFailedError):
+        while True:  # what is told may vanish in the connection once, and never twice
+            store.put("a", "2")
+    store.remove("a")
+    assert time.monotonic() - started < 5
+
+
+def test_without_a_process_group_there_is_no_store():
+    with pytest.raises(UsageError, match="no store") as raised:
+        find_store(None, {})
+    assert "init_process_group" in raised.value.next_step
+
+
+def test_torchruns_store_serves_where_there_is_no_process_group():
+    server = tcp_server()
+    environ = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    first = find_store(None, environ)
+    first.put("a", "1")
+    assert find_store(None, environ).peek("a") == "1"
+    assert find_store(None, {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}).peek("a") is None, "of the attempt before"
+
+
+@pytest.mark.ranks(3)
+def test_each_process_group_has_a_store_of_its_own(rank):
+    pair = dist.new_group([0, 1])
+    find_store(None, {}).put(f"of/{rank}", "the world")
+    if rank < 2:
+        find_store(pair, {}).put(f"of/{rank}", "the pair")
+    dist.barrier()
+    assert [find_store(None, {}).peek(f"of/{r}") for r in range(3)] == ["the world"] * 3
+    if rank < 2:
+        assert [find_store(pair, {}).peek(f"of/{r}") for r in range(3)] == ["the pair", "the pair", None]
