@@ -1,8 +1,8 @@
 """Times `get_tensors_parallel` beside ModelOpt's function of that name and gloo's own gathers: the README's table.
 
 Each case has processes of its own. There each function is called once (the first call, in which ours meets, and both
-make their memory), then all in turn, round after round; a time is the first rank's, from a barrier to the end of the
-body. Memory is how far the first rank's resident set grew in the first call, as a multiple of what the others sent.
+make their memory), then all in turn, round after round; a round is some calls in a row, as in a merge, and a time the
+first rank's for one of them. Memory is how far the first rank's resident set grew in the first call, as a multiple of what the others sent.
 Quote the ratios: absolute times belong to one machine and its noise. ModelOpt is there in `make oracle`'s environment.
 """
 
@@ -60,12 +60,12 @@ def _rank(rank: int, world_size: int, store: str, size: str, rounds: int) -> Non
     first, growth = {}, {}
     for name, function in functions.items():
         growth[name], first[name] = _first_call(function, tensor)
-    # Many short calls, so that a scheduler's whim weighs little; few long ones.
-    rounds = max(5, rounds // 3) if SIZES[size] >= 1 << 24 else 20 * rounds if SIZES[size] < 1 << 16 else rounds
+    # The ranks leave the barrier before a round up to half a millisecond apart: short calls are many, then.
+    calls = 3 if SIZES[size] >= 1 << 24 else 30
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
-            times[name].append(_timed(function, tensor))
+            times[name].append(_timed(function, tensor, calls))
     if rank == 0:
         medians = {name: statistics.median(values) for name, values in times.items()}
         cells = [f"{world_size}, {size}"]
@@ -81,11 +81,13 @@ def _rank(rank: int, world_size: int, store: str, size: str, rounds: int) -> Non
     dist.destroy_process_group()
 
 
-def _timed(function: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> float:
+def _timed(function: Callable[[torch.Tensor], object], tensor: torch.Tensor, calls: int = 1) -> float:
+    """Return the seconds of one of some calls in a row."""
     dist.barrier()
     started = time.perf_counter()
-    function(tensor)
-    return time.perf_counter() - started
+    for _ in range(calls):
+        function(tensor)
+    return (time.perf_counter() - started) / calls
 
 
 def _first_call(function: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> tuple[int, float]:

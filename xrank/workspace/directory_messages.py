@@ -93,6 +93,7 @@ class DirectoryMessages:
     def _begin(self) -> None:
         self._names = MessageName(self._rank)
         self._published: set[str] = set()
+        self._pid = os.getpid()
 
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
         """Leave a message; see `MessageWorkspace`."""
@@ -138,8 +139,9 @@ class DirectoryMessages:
 
     def close(self) -> None:
         """Remove what this rank published; calling it again does nothing."""
-        for name in list(self._published):
-            self._remove(name)
+        if os.getpid() == self._pid:  # a process forked from the rank is not the rank
+            for name in list(self._published):
+                self._remove(name)
 
     def _remove(self, name: str) -> None:
         self._published.discard(name)
