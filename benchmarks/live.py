@@ -2,8 +2,9 @@
 
 Each case has processes of its own. There each function is called once (the first call, in which ours meets, and both
 make their memory), then all in turn, round after round; a round is some calls in a row, as in a merge, and a time the
-first rank's for one of them. Memory is how far the first rank's resident set grew in the first call, as a multiple of what the others sent.
-Quote the ratios: absolute times belong to one machine and its noise. ModelOpt is there in `make oracle`'s environment.
+first rank's for one of them. Memory is how far the first rank's resident set grew in the first call, as a multiple of
+what the others sent. Quote the ratios: absolute times belong to one machine and its noise. ModelOpt is there in the
+environment of `make oracle`.
 """
 
 from __future__ import annotations
