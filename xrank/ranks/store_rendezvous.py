@@ -28,13 +28,15 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
         RankFailedError: a rank could not join, failed meanwhile, or came and died.
     """
     is_first = meeting.rank == meeting.ranks[0]
+    known: dict[int, Peer] = {}
     if is_first:
         meeting.announce()
     else:
-        meeting.await_first()
+        first = Peer.from_dict(meeting.await_first())
+        known[first.rank] = first
     wire = StoreWire(meeting.ranks, meeting.rank, meeting.store, meeting.name, period_seconds=period_seconds)
-    known: dict[int, Peer] = {}
     try:
+        wire.watch(known)
         me = Peer.of_this_process(meeting.rank)
         meeting.store.put(_name(meeting, me.rank), json.dumps(me.to_dict()))
         if is_first:
@@ -56,8 +58,8 @@ def _collect(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
     """Wait, as the first rank, until all have come."""
     while absent := [rank for rank in meeting.ranks[1:] if rank not in known]:
         for rank in absent:
-            if (text := meeting.store.peek(_name(meeting, rank))) is not None:
-                known[rank] = Peer.from_dict(json.loads(text))
+            if (peer := _who_came(meeting, rank)) is not None:
+                known[rank] = peer
         wire.watch(known)
         _check(meeting, wire, known)
         meeting.raise_refusal(absent)
@@ -90,8 +92,16 @@ def _check(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
     if failures := wire.failures():
         raise failures[0].to_error()
     for rank in sorted(wire.ended | wire.silent):
-        host, pid = (known[rank].host, known[rank].pid) if rank in known else ("unknown", 0)
+        meeting.raise_end()  # the first says why before it goes
+        peer = known.get(rank) or _who_came(meeting, rank)
+        host, pid = ("unknown", 0) if peer is None else (peer.host, peer.pid)
         raise FailureRecord(rank, host, pid, "it ended, or gave up, before all had come", CALL).to_error()
+
+
+def _who_came(meeting: Meeting, rank: int) -> Peer | None:
+    """Return whose process a rank is, if it has come."""
+    text = meeting.store.peek(_name(meeting, rank))
+    return None if text is None else Peer.from_dict(json.loads(text))
 
 
 def _name(meeting: Meeting, rank: int) -> str:

@@ -1,0 +1,301 @@
+"""Meetings across hosts: in one process, each rank a thread, through a store in memory."""
+
+import gc
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, UsageError, XrankError
+from xrank.ranks.deadline import Deadline
+from xrank.ranks.heartbeat import Heartbeat
+from xrank.ranks.meeting import Meeting
+from xrank.ranks.peer import Peer
+from xrank.ranks.rendezvous import meet
+from xrank.ranks.store import GroupStore, LocalStore
+from xrank.ranks.store_rendezvous import meet_across_hosts
+from xrank.ranks.wire import Message, Word
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+NAME = "meeting/0.1.2/1"
+SOON_SECONDS = 5.0
+"""Far less than the minute that these meetings may take, and more than a busy machine needs for a moment."""
+
+
+class AskedStore(LocalStore):
+    """A store that lets others wait for what is asked and told."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = Counter()
+        self.touched = threading.Condition()
+
+    def put(self, name, value):
+        super().put(name, value)
+        with self.touched:
+            self.touched.notify_all()
+
+    def peek(self, name):
+        with self.touched:
+            self.asked[name, threading.current_thread().name] += 1
+            self.touched.notify_all()
+        return super().peek(name)
+
+    def wait_for(self, is_so):
+        with self.touched:
+            assert self.touched.wait_for(is_so, 30)
+
+    def await_coming(self, rank):
+        """Wait until a rank, in the thread of that name, has come: announced itself, or asked for the first."""
+        self.wait_for(lambda: self.asked[NAME, f"rank {rank}"] or f"{NAME}/here/{rank}" in self._values)
+
+
+class Attending:
+    """Ranks that come to one meeting, each when it is told to."""
+
+    def __init__(self, ranks, store=None, timeout_seconds=60.0):
+        self.ranks, self.timeout_seconds = ranks, timeout_seconds
+        self.store = AskedStore() if store is None else store
+        self.came, self.threads = {}, []
+
+    def come(self, rank, *, through="a directory", check=lambda: None, timeout_seconds=None, period_seconds=1000.0):
+        def attend():
+            deadline = Deadline(timeout_seconds or self.timeout_seconds)
+            meeting = Meeting(self.ranks, rank, self.store, NAME, deadline, through, check)
+            try:
+                if through == "memory":
+                    self.came[rank] = meet(meeting)
+                else:
+                    self.came[rank] = meet_across_hosts(meeting, period_seconds=period_seconds)
+            except XrankError as error:
+                self.came[rank] = error
+
+        self.threads.append(threading.Thread(target=attend, name=f"rank {rank}"))
+        self.threads[-1].start()
+
+    def all_said(self):
+        """Return by rank the circle, or the error, that each rank got."""
+        for thread in self.threads:
+            thread.join(50)
+        return self.came
+
+
+@contextmanager
+def meeting_of(ranks, **how):
+    attending = Attending(ranks, **how)
+    try:
+        yield attending
+    finally:
+        for result in attending.all_said().values():
+            if not isinstance(result, XrankError):
+                result.close()
+
+
+@contextmanager
+def soon():
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < SOON_SECONDS
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([2, 0, 1])), ids=str)
+def test_all_meet_in_whatever_order_they_come(order):
+    with meeting_of([2, 0, 1]) as meeting, soon():
+        for rank in order:
+            meeting.come(rank)
+            meeting.store.await_coming(rank)
+        circles = meeting.all_said()
+        for rank, circle in circles.items():
+            assert circle.rank == rank and circle.first == 2 and circle.ranks == (2, 0, 1)
+            assert circle.peers == {r: Peer.of_this_process(r) for r in (0, 1, 2) if r != rank}
+            circle.wire.say(Word.ARRIVED, 4)
+        assert circles[2].absent(4) == ()
+        circles[0].wire.send(2, Message({"hello": 2}))
+        circles[2].wire.pump(5)
+        assert circles[2].wire.inboxes[0].popleft().content == {"hello": 2}
+
+
+def test_many_meet():
+    ranks = list(range(12))
+    with meeting_of(ranks) as meeting:
+        for rank in ranks:
+            meeting.come(rank)
+        assert all(sorted(circle.peers) == sorted(set(ranks) - {r}) for r, circle in meeting.all_said().items())
+
+
+def test_ranks_that_stay_away_are_named_on_all_that_came_and_on_who_comes_later():
+    with meeting_of([0, 1, 2, 3], timeout_seconds=0.4) as meeting:
+        meeting.come(0)
+        meeting.come(1)
+        said = meeting.all_said()
+        assert isinstance(said[0], RankTimeoutError) and said[0].waiting_for == (2, 3)
+        assert isinstance(said[1], RankFailedError) and "ranks [2, 3] did not come" in str(said[1])
+        with soon():
+            meeting.come(3, timeout_seconds=60)
+            late = meeting.all_said()[3]
+        assert isinstance(late, RankFailedError) and late.rank == 0 and "ranks [2, 3] did not come" in str(late)
+
+
+def test_a_first_rank_that_stays_away_is_named():
+    with meeting_of([0, 1, 2], timeout_seconds=0.3) as meeting:
+        meeting.come(1)
+        meeting.come(2)
+        assert [(type(e), e.waiting_for) for e in meeting.all_said().values()] == [(RankTimeoutError, (0,))] * 2
+
+
+@contextmanager
+def process():
+    """A process whose life stands for a rank's."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def announced(rank, **other):
+    return json.dumps({**replace(Peer.of_this_process(rank), **other).to_dict(), "way": "a directory"})
+
+
+def test_a_rank_that_came_and_died_is_named_by_all():
+    with meeting_of([0, 1, 2, 3]) as meeting, process() as child:
+        meeting.come(0)
+        meeting.come(2)
+        meeting.store.await_coming(2)
+        meeting.store.put(f"{NAME}/here/1", announced(1, pid=child.pid))
+        with soon():
+            child.kill()
+            said = meeting.all_said()
+        for error in said.values():
+            assert isinstance(error, RankFailedError) and error.rank == 1 and error.pid == child.pid and error.host
+
+
+def test_a_first_rank_that_came_and_died_is_named_before_all_have_come():
+    with meeting_of([0, 1, 2]) as meeting, process() as child:
+        meeting.store.put(NAME, announced(0, pid=child.pid))
+        meeting.come(1)
+        meeting.store.await_coming(1)
+        with soon():
+            child.kill()
+            error = meeting.all_said()[1]
+        assert isinstance(error, RankFailedError) and error.rank == 0 and error.pid == child.pid
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_of_another_host_that_came_and_died_is_named_by_its_beat(dead):
+    # Rank 3, which would watch the first, has not come; rank 2 watches rank 3, and then whoever comes after it.
+    far = {"host": "far", "pid": 77, "space": "another boot.1"}
+    with meeting_of([0, 1, 2, 3]) as meeting:
+        store = meeting.store
+        if dead == 0:
+            store.put(NAME, announced(0, **far))
+        store.put(f"{NAME}/here/{dead}", announced(dead, **far))
+        heartbeat = Heartbeat(store, f"{NAME}/beat/{dead}", {}, lambda store, rank: None, period_seconds=1000)
+        for rank in {0, 1, 2} - {dead}:
+            meeting.come(rank, period_seconds=0.2)
+        heartbeat.stop()
+        with soon():
+            said = meeting.all_said()
+        for error in said.values():
+            assert isinstance(error, RankFailedError)
+            assert (error.rank, error.host, error.pid) == (dead, "far", 77)
+
+
+def test_a_rank_that_gives_up_is_named_by_all_others():
+    with meeting_of([0, 1, 2]) as meeting:
+        meeting.come(0)
+        meeting.store.await_coming(0)
+        impatient = threading.Event()
+
+        def check():
+            if impatient.is_set():
+                raise RankFailedError("the gather around this one failed", rank=9, host="h", cause="a cause")
+
+        meeting.come(1, check=check)
+        meeting.store.wait_for(lambda: f"{NAME}/here/1" in meeting.store._values)
+        with soon():
+            impatient.set()
+            said = meeting.all_said()
+        assert said[1].rank == 9
+        assert isinstance(said[0], RankFailedError) and said[0].rank == 1 and "gave up" in said[0].cause
+        meeting.come(2)
+        assert meeting.all_said()[2].rank == 1
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_who_waits_for_another_hears_that_what_is_around_has_failed(waits):
+    def check():
+        raise RankFailedError("the gather around this one failed", rank=2, host="h", cause="a cause")
+
+    with meeting_of([0, 1]) as meeting, soon():
+        meeting.come(waits, check=check)
+        assert meeting.all_said()[waits].rank == 2
+
+
+@pytest.mark.parametrize("through", [("a directory", "memory"), ("memory", "a directory")])
+def test_who_goes_another_way_than_the_first_is_an_error_on_all_sides_at_once(through):
+    with meeting_of([0, 1, 2]) as meeting, soon():
+        meeting.come(0, through=through[0])
+        meeting.come(2, through=through[0])
+        meeting.store.await_coming(2)
+        meeting.come(1, through=through[1])
+        said = meeting.all_said()
+    assert isinstance(said[1], ContradictionError) and "workspace_path" in said[1].next_step
+    for error in said.values():
+        assert error.rank == 1
+        assert "through memory" in str(error) and "through a directory" in str(error)
+    assert all(isinstance(said[rank], RankFailedError) for rank in (0, 2))
+
+
+def test_a_rank_that_can_not_take_part_says_so():
+    with meeting_of([0, 1, 2]) as meeting, soon():
+        meeting.come(0)
+        meeting.come(1)
+        meeting.store.await_coming(1)
+        refusing = Meeting([0, 1, 2], 2, meeting.store, NAME, Deadline(60), "a directory")
+        refusing.refuse(UsageError("not with me", got="this"))
+        for error in meeting.all_said().values():
+            assert isinstance(error, RankFailedError) and error.rank == 2 and "not with me; got this" in error.cause
+
+
+@pytest.mark.parametrize("told", ["{}", '{"rank": 1, "host": 5, "pid": 7, "space": "s"}'])
+def test_a_rank_that_does_not_say_who_it_is_ends_the_meeting(told):
+    with meeting_of([0, 1]) as meeting, soon():
+        meeting.store.put(f"{NAME}/here/1", told)
+        meeting.come(0)
+        assert "who it is" in str(meeting.all_said()[0])
+
+
+def test_a_store_that_goes_away_ends_the_meeting():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    port = server.port
+
+    def client():
+        return GroupStore(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+
+    with ThreadPoolExecutor(2) as pool, soon():
+        coming = [
+            pool.submit(meet_across_hosts, Meeting([0, 1, 2], rank, client(), NAME, Deadline(60), "a directory"))
+            for rank in (0, 1)
+        ]
+        looking = client()
+        while looking.peek(f"{NAME}/here/1") is None:
+            assert not any(future.done() for future in coming)
+        del server
+        gc.collect()
+        for future in coming:
+            with pytest.raises(RankFailedError, match="the store that the ranks meet through is gone") as raised:
+                future.result(40)
+            assert raised.value.rank == 0
