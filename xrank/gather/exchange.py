@@ -2,19 +2,19 @@
 
 Messages of a call, which are counted from 1 for each list of ranks: every writer sends ``data`` to the first rank,
 small values in it, large ones published in the workspace; the first rank fetches what came and runs its body; when all
-bodies have ended well it sends ``done``, and all leave.
+bodies have ended well it says so, and all leave.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xrank.errors import ContradictionError, IncompleteError, RankFailedError
+from xrank.errors import ContradictionError, IncompleteError
 from xrank.gather.tree import pack, unpack
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
@@ -63,7 +63,6 @@ class Exchange:
         self._messages = messages
         self._calls = 0
         self._receipts: dict[int, str] = {}  # of calls that are not done
-        self._done: set[int] = set()
         self._failure: FailureRecord | None = None
         self._early: dict[tuple[int, int], Message] = {}  # (rank, call) -> message that came before its turn
 
@@ -103,12 +102,6 @@ class Exchange:
             message["receipt"] = self._receipts[call.number] = self._messages.publish(header, tensors)
         self.circle.send(self.circle.first, Message(message, payload), call.number)
         self.circle.arrive(call.number)
-
-    def _await_done(self, call: Call) -> None:
-        while call.number not in self._done:
-            _, message = self.circle.receive([self.circle.first], call.number, call.deadline)
-            self._done.add(message.content["done"])
-        self._done = {number for number in self._done if number > call.number}
 
     # ---- the first rank's side
 
@@ -163,12 +156,11 @@ class Exchange:
                 next_step="all ranks in `ranks` must make the same gathers in the same order",
             )
         if "header" in told:
-            header, buffers = told["header"], None
-        else:
-            header, buffers = self._fetched(call, rank, told["receipt"])
+            tree, rows = _parsed(told["header"])
+            return unpack(tree, _inline_tensors(rows, message.payload))
+        header, buffers = self._fetched(call, rank, told["receipt"])
         tree, rows = json.loads(header)
-        tensors = _tensors(rows, buffers) if buffers is not None else _inline_tensors(rows, message.payload)
-        return unpack(tree, tensors)
+        return unpack(tree, _tensors(rows, buffers))
 
     def _fetched(self, call: Call, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
         """Return a published message, which may become visible here a little later than its receipt."""
@@ -194,19 +186,19 @@ class Exchange:
 
         Raises:
             RankFailedError: another rank failed meanwhile, or a gather inside this one's body.
+            RankTimeoutError: another's body has not ended, `timeout_seconds` after the first rank's has.
         """
         if self._failure is not None:
             raise self._failure.to_error()
         self.circle.end_body()
         if self.circle.rank == self.circle.first:
-            self.circle.await_bodies(self.circle.others, call.number)
-            for rank in self.circle.others:
-                with suppress(RankFailedError):  # it may have left early, and ended
-                    self.circle.send(rank, Message({"done": call.number}), call.number)
+            # Their bodies may take as long as they might have taken to come.
+            self.circle.await_bodies(call.number, Deadline(call.deadline.timeout_seconds))
+            self.circle.release()
         elif early_exit:
             self.circle.await_arrival(self.circle.first, call.number, call.deadline)
         else:
-            self._await_done(call)
+            self.circle.await_bodies(call.number, call.deadline)
         if (receipt := self._receipts.pop(call.number, None)) is not None:
             self._messages.retire(receipt)
         self.circle.leave(call.number)
@@ -225,6 +217,12 @@ class Exchange:
         """Let go of everything."""
         self.circle.close()
         self._messages.close()
+
+
+@lru_cache(maxsize=16)
+def _parsed(header: str) -> Any:
+    """Return what an inline header says, which is not to be changed; those of a merge are much alike."""
+    return json.loads(header)
 
 
 def _padded_bytes(tensor: torch.Tensor) -> bytes:

@@ -40,8 +40,8 @@ def get_tensors_parallel(
         group: a process group that spans them, whose store they meet through; None is the world. No collective is
             called on it.
         workspace_path: a directory that all ranks mount, for ranks of several hosts; None goes through shared memory.
-        timeout_seconds: how long ranks may take to come. Whatever it says, a death is noticed within 2 seconds, on
-            another host within 15.
+        timeout_seconds: how long ranks may take to come, and to end their bodies after the first rank's. Whatever it
+            says, a death is noticed within 2 seconds, on another host within 15.
         early_exit: whether this rank, if it is not the first, may leave as soon as the first has its tensors.
         key: what is gathered, in words of the caller's; all ranks must say the same.
 

@@ -62,7 +62,15 @@ class Circle:
     def end_body(self) -> None:
         """Say that this rank's body of its innermost call has ended well."""
         self._num_ended += 1
+        if self.rank != self.first:
+            self.wire.say(Word.ENDED, self._num_ended)
+            self.wire.nudge(self.first)
+
+    def release(self) -> None:
+        """Say, as the first rank, that all bodies have ended well, and that all may leave."""
         self.wire.say(Word.ENDED, self._num_ended)
+        for rank in self.others:
+            self.wire.nudge(rank)
 
     def leave(self, call: int) -> None:
         """Say that nobody needs this rank any more for a call, and for those before it that it has left too."""
@@ -135,16 +143,23 @@ class Circle:
         self._wait(lambda: any(inbox for _, inbox in inboxes), [s for s, _ in inboxes], call, deadline)
         return next((source, inbox.popleft()) for source, inbox in inboxes if inbox)
 
-    def await_bodies(self, ranks: Iterable[int], call: int) -> None:
-        """Wait until these ranks have ended as many bodies as this one, however long that takes them.
+    def await_bodies(self, call: int, deadline: Deadline) -> None:
+        """Wait until all bodies have ended: the first rank for all others, which wait for the first to `release` them.
+
+        For the first rank the deadline counts until they have; for others as in `receive`.
 
         Raises:
             RankFailedError: a rank failed or died.
+            RankTimeoutError: the deadline passed; `waiting_for` has the ranks that are waited for.
         """
-        waited = list(ranks)
-        self._wait(
-            lambda: all(self.wire.heard(r, Word.ENDED) >= self._num_ended for r in waited), waited, call, deadline=None
-        )
+        if self.rank == self.first:
+            self._wait(lambda: not self._in_bodies(), self.others, call, deadline, self._in_bodies)
+        else:
+            self._wait(lambda: not self._in_bodies((self.first,)), (self.first,), call, deadline)
+
+    def _in_bodies(self, ranks: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Return which of these ranks, of all others as a rule, have ended fewer bodies than this one."""
+        return tuple(r for r in ranks or self.others if self.wire.heard(r, Word.ENDED) < self._num_ended)
 
     def await_arrival(self, rank: int, call: int, deadline: Deadline) -> None:
         """Wait until a rank has done its part of a call; errors as `receive`."""
@@ -166,7 +181,15 @@ class Circle:
             self.wire.pump(min(tick, patience.remaining_seconds))
         return True
 
-    def _wait(self, is_over: Callable[[], bool], sources: list[int], call: int, deadline: Deadline | None) -> None:
+    def _wait(
+        self,
+        is_over: Callable[[], bool],
+        sources: Sequence[int],
+        call: int,
+        deadline: Deadline | None,
+        late: Callable[[], tuple[int, ...]] | None = None,
+    ) -> None:
+        """Wait; the deadline counts as long as ranks are `late`: as a rule, have not come to the call."""
         spin_end, tick = monotonic() + _SPIN_SECONDS, _SPIN_SECONDS
         while not is_over():
             if monotonic() < spin_end:
@@ -184,15 +207,18 @@ class Circle:
                 raise
             if silent := [r for r in sources if r in self.wire.silent]:
                 raise self._error([self._death(r) for r in silent])
-            # Messages end the sleep; words, which do not, are looked at ever less often.
-            tick = min(_TICK_SECONDS, 2 * tick) if deadline is None else _TICK_SECONDS
-            if deadline is not None and (absent := self.absent(call)):
+            # Messages and nudges end the sleep; what comes without one is looked for ever less often.
+            tick = min(_TICK_SECONDS, 2 * tick)
+            if deadline is not None and (waiting_for := late() if late else self.absent(call)):
                 if deadline.has_passed:
-                    raise self._timeout(absent, deadline)
+                    raise self._timeout(waiting_for, deadline, "end the body of" if late else "come to")
                 tick = min(tick, deadline.remaining_seconds)
-            if is_over():  # the checks may have taken in what it is waited for
-                return
-            self.wire.pump(tick)
+            self.wire.say(Word.SLEEPS, 1)
+            # Who says a word from now on knows that a nudge is needed; what was said before is looked for once more.
+            self.wire.pump(0)
+            if not is_over():
+                self.wire.pump(tick)
+            self.wire.say(Word.SLEEPS, 0)
 
     def _death(self, rank: int) -> FailureRecord:
         peer = self.peers[rank]
@@ -203,13 +229,13 @@ class Circle:
         errors[0].failures = errors
         return errors[0]
 
-    def _timeout(self, absent: tuple[int, ...], deadline: Deadline) -> RankTimeoutError:
+    def _timeout(self, absent: tuple[int, ...], deadline: Deadline, what: str) -> RankTimeoutError:
         names = ", ".join(f"rank {r} (host {self.peers[r].host}, pid {self.peers[r].pid})" for r in absent)
         return RankTimeoutError(
-            f"{names} did not come to the gather within {deadline.timeout_seconds:g} s",
+            f"{names} did not {what} the gather within {deadline.timeout_seconds:g} s",
             rank=absent[0],
             waiting_for=absent,
-            got=f"ranks {[r for r in self.ranks if r not in absent]} came",
+            got=f"ranks {[r for r in self.ranks if r not in absent]} did",
             want=f"all of ranks {list(self.ranks)}",
             next_step="find out where those ranks are (py-spy dump --pid PID); raise timeout_seconds if they are slow",
         )

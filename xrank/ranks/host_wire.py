@@ -6,12 +6,13 @@ import os
 import select
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from xrank.ranks.board import Board
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.link import MAX_PAYLOAD_NBYTES, Link
 from xrank.ranks.peer import Peer
-from xrank.ranks.wire import Message, Word
+from xrank.ranks.wire import NUDGE, Message, Word
 
 __all__ = ["HostWire"]
 
@@ -69,7 +70,8 @@ class HostWire:
                 message, descriptors = received
                 for descriptor in descriptors:
                     os.close(descriptor)
-                self.inboxes[rank].append(message)
+                if message != NUDGE:
+                    self.inboxes[rank].append(message)
                 continue
             else:
                 self.silent.add(rank)
@@ -78,6 +80,12 @@ class HostWire:
     def say(self, word: Word, value: int) -> None:
         """Set one of this rank's own words."""
         self._board.say(self._position[self._rank], word, value)
+
+    def nudge(self, rank: int) -> None:
+        """Wake a rank; see `Wire`."""
+        if self.heard(rank, Word.SLEEPS):
+            with suppress(ConnectionError, BlockingIOError):  # gone, or with more to read than it needs to wake
+                self._links[rank].send(NUDGE, wait=False)
 
     def heard(self, rank: int, word: Word) -> int:
         """Return a word of any rank, as it is this moment."""

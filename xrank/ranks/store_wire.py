@@ -19,7 +19,7 @@ from xrank.ranks.heartbeat import PERIOD_SECONDS, Heartbeat
 from xrank.ranks.link import is_readable
 from xrank.ranks.peer import Peer
 from xrank.ranks.store import Store
-from xrank.ranks.wire import Message, Word
+from xrank.ranks.wire import NUDGE, Message, Word
 
 __all__ = ["StoreWire"]
 
@@ -108,8 +108,9 @@ class StoreWire:
             while (text := self._peek(key := f"{rank}-{self._rank}/{self._taken[rank] + 1}")) is not None:
                 self._taken[rank] += 1
                 self._ask(self._store.remove, f"{self._name}/{key}")
-                inbox.append(Message(json.loads(text)))
                 any_came = True
+                if (message := Message(json.loads(text))) != NUDGE:
+                    inbox.append(message)
         return any_came
 
     def _look(self) -> bool:
@@ -134,8 +135,14 @@ class StoreWire:
     def _see_deaths(self) -> None:
         self.ended.update(rank for rank, life in self._lives.items() if is_readable(life))
 
+    def nudge(self, rank: int) -> None:
+        """Wake a rank; see `Wire`."""
+        self.send(rank, NUDGE)
+
     def say(self, word: Word, value: int) -> None:
         """Set one of this rank's own words."""
+        if word == Word.SLEEPS:  # to say it would take as long as a nudge
+            return
         self._words[word] = value
         self._put(f"words/{self._rank}", json.dumps(self._words))
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from xrank.ranks.failure import FailureRecord
 
-__all__ = ["Message", "Wire", "Word"]
+__all__ = ["NUDGE", "Message", "Wire", "Word"]
 
 
 class Word(IntEnum):
@@ -18,9 +18,11 @@ class Word(IntEnum):
     ARRIVED = 0
     """The last call it has done its part of: sent its message or, on the first rank, received all."""
     ENDED = 1
-    """How many bodies it has ended well."""
+    """How many bodies it has ended well; on the first rank, how many have ended well everywhere."""
     LEFT = 2
     """The call up to which nobody needs it any more."""
+    SLEEPS = 3
+    """Whether it may be asleep, so that only a message or a nudge wakes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,10 @@ class Message:
 
     content: dict[str, Any]
     payload: bytes = b""
+
+
+NUDGE = Message({})
+"""Says nothing; whoever gets it looks again at the words that it waits for."""
 
 
 class Wire(Protocol):
@@ -56,6 +62,9 @@ class Wire(Protocol):
 
     def say(self, word: Word, value: int) -> None:
         """Set one of this rank's own words."""
+
+    def nudge(self, rank: int) -> None:
+        """Wake a rank that waits for a word of this one's; one that is gone, or awake, needs it not."""
 
     def heard(self, rank: int, word: Word) -> int:
         """Return a word of any rank, as far as it is known here."""
