@@ -1,5 +1,16 @@
 """Other systems' terms for layouts, each to and from xrank's."""
 
-from xrank.dialects.placements import describe_mesh, from_placements
+from xrank.dialects.keras import describe_keras_mesh, from_keras_axes, to_keras_axes
+from xrank.dialects.partition_spec import from_partition_spec, to_partition_spec
+from xrank.dialects.placements import describe_mesh, from_placements, to_placements
 
-__all__ = ["describe_mesh", "from_placements"]
+__all__ = [
+    "describe_keras_mesh",
+    "describe_mesh",
+    "from_keras_axes",
+    "from_partition_spec",
+    "from_placements",
+    "to_keras_axes",
+    "to_partition_spec",
+    "to_placements",
+]

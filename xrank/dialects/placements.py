@@ -1,6 +1,6 @@
 """DTensor placements: torch says one word a mesh axis, in the mesh's order; a layout says the cuts of each dim.
 
-Nothing of torch is imported: placements and meshes are known by their methods and attributes
+To read them, nothing of torch is imported: placements and meshes are known by their methods and attributes
 (torch/distributed/tensor/placement_types.py), so states of other torch versions and stand-ins are read alike.
 """
 
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
+from xrank.dialects.cuts import chained, checked_mesh, cuts_of, split_evenly
 from xrank.errors import LayoutError
+from xrank.layout.local_part import local_part
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.notation import Node, Size, Split, SplitKind
+from xrank.layout.notation import Node
 from xrank.layout.tensor_layout import TensorLayout, free_size_names
 
-__all__ = ["describe_mesh", "from_placements"]
+__all__ = ["describe_mesh", "from_placements", "to_placements"]
 
 
 def describe_mesh(device_mesh: Any) -> DeviceMesh:
@@ -89,8 +92,59 @@ def from_placements(
     dims: list[Node] = []
     for dim, (name, axes) in enumerate(zip(names, cuts, strict=True)):
         cutting = sum(mesh.axis_length(axis) > 1 for axis in axes)
-        dims.append(_chain(name, axes, "/" if dim in strided and cutting > 2 else "/~"))
+        dims.append(chained(name, axes, "/" if dim in strided and cutting > 2 else "/~"))
     return TensorLayout.from_dims(dims, mesh)
+
+
+def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] | None = None) -> tuple[Any, ...]:
+    """Return torch's placements for a layout, one for each axis of the mesh; imports torch.
+
+    torch cuts from the first mesh axis to the last. An axis that cuts a dim after later ones did becomes a
+    ``_StridedShard``, which counts the parts they had made (placement_types.py:_StridedShard). An uneven dim in
+    another order than the mesh's is refused: FSDP2 and DTensor's redistribution both call their cuts
+    ``_StridedShard`` there, and hold different elements.
+
+    Args:
+        layout: a layout whose dims are cut by axes and nothing else.
+        mesh: the mesh that the placements are for, the layout's own if it has one.
+        shape: the tensor's global shape. It shows that ceil chunks ("/~") are even where a ``_StridedShard`` needs
+            them to be; without it such dims are refused.
+
+    Raises:
+        LayoutError: a part that no placements say, which the message names; a cut along an axis whose ranks do not
+            rise; a shape that the layout does not fit.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    checked_mesh(layout, mesh)
+    every = cuts_of(layout, "placements")
+    if shape is not None:
+        local_part(layout.with_mesh(mesh), mesh, mesh.coordinate(mesh.ranks[0]), shape)
+    said: dict[str, Any] = {}
+    for dim, cuts in enumerate(every):
+        for count, axis in enumerate(cuts.axes):
+            _check_rising(mesh, axis)
+            later = mesh.axis_names[mesh.axis_names.index(axis) + 1 :]
+            factor = prod(mesh.axis_length(before) for before in cuts.axes[:count] if before in later)
+            said[axis] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+            if factor == 1 or mesh.axis_length(axis) == 1:
+                continue
+            if shape is None and any(kind == "/~" for _, kind in cuts.splits):
+                raise LayoutError(
+                    f"whether placements can say dim {dim} of the layout {layout} depends on its size",
+                    got=f"{axis!r} cuts after {later[0]!r} by ceil chunks",
+                    want='even splits, "/", or the mesh\'s order of cuts',
+                    next_step="give the tensor's shape besides",
+                )
+            if shape is not None and not split_evenly(cuts, shape[dim], mesh):
+                raise LayoutError(
+                    f"placements cannot say dim {dim} of the layout {layout}: uneven parts in another order than the "
+                    f"mesh's, which torch itself cuts in two ways",
+                    got=f"{shape[dim]} positions over {prod(mesh.axis_length(name) for name in cuts.axes)} parts",
+                    want="a size that divides, or the mesh's order of cuts",
+                )
+    return tuple(said.get(axis, Replicate()) for axis in mesh.axis_names)
 
 
 def _check_rising(mesh: DeviceMesh, axis: str) -> None:
@@ -108,13 +162,6 @@ def _check_rising(mesh: DeviceMesh, axis: str) -> None:
                 want=f"rising ranks along {axis!r}, as init_device_mesh makes them",
                 next_step="make the mesh with init_device_mesh, or gather the tensor with full_tensor() first",
             )
-
-
-def _chain(name: str, axes: Sequence[str], kind: SplitKind) -> Node:
-    node: Node = Size(name)
-    for axis in axes:
-        node = Split(node, axis, kind)
-    return node
 
 
 def _dim(placement: Any, ndim: int, axis: str) -> int:

@@ -1,0 +1,89 @@
+"""What no dialect says is refused by its own text, also what the notation may learn to say later."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from xrank.dialects import cuts
+from xrank.dialects.cuts import Cuts, cuts_of, even_axes_of
+from xrank.errors import LayoutError
+from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout.notation import Size, Split
+
+MESH = DeviceMesh((2, 3), ("dp", "tp"))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A node of a later notation."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A layout as `cuts_of` sees it: its dims and its text."""
+
+    dims: tuple
+    text: str
+
+    def __str__(self):
+        return self.text
+
+
+def test_a_chain_is_said_in_the_order_of_cutting():
+    layout = TensorLayout.parse("[f/~tp/dp, 5, h]")
+    assert cuts_of(layout, "nobody") == (Cuts("f", (("tp", "/~"), ("dp", "/"))), Cuts(5, ()), Cuts("h", ()))
+
+
+def test_an_unknown_node_is_refused_with_its_text(monkeypatch):
+    text = "<gate: f/tp | up: f/tp>"
+    monkeypatch.setattr(cuts, "render_dim", lambda node: text)
+    monkeypatch.setattr(cuts, "render", lambda dims: f"[{text}]")
+    with pytest.raises(LayoutError, match=r"Keras cannot say dim 0 of the layout \[<gate: .*> is not one size") as info:
+        cuts_of(StandIn((Parts(),), f"[{text}]"), "Keras")
+    assert info.value.got == f"Parts {text}"
+
+
+def test_an_unknown_split_is_refused_with_its_text():
+    split = Split(Size("f"), "tp", "/=")
+    with pytest.raises(LayoutError, match="have no such split") as info:
+        cuts_of(StandIn((split,), "[f/=tp]"), "placements")
+    assert info.value.got == "/=tp"
+
+
+def test_what_a_split_says_besides_is_not_lost(monkeypatch):
+    """A split of a later notation may also say multiples or a list of sizes; its kind alone would pass."""
+    rendered = {Size("f"): "f", Split(Size("f"), "tp", "/"): "f/tp{3,0,5}"}
+    monkeypatch.setattr(cuts, "render_dim", rendered.get)
+    monkeypatch.setattr(cuts, "render", lambda dims: "[f/tp{3,0,5}]")
+    with pytest.raises(LayoutError, match="have no such split") as info:
+        cuts_of(StandIn((Split(Size("f"), "tp", "/"),), "[f/tp{3,0,5}]"), "placements")
+    assert info.value.got == "/tp{3,0,5}"
+
+
+@pytest.mark.parametrize("text", ["[f/tp, h] where dp=0", "[f/tp, h] sum(dp)", 'flat(w "[f, h]")/dp'])
+def test_clauses_are_refused(text):
+    dims = TensorLayout.parse("[f/tp, h]").dims
+    with pytest.raises(LayoutError, match="more than its dims") as info:
+        cuts_of(StandIn(dims, text), "placements")
+    assert info.value.got == text
+
+
+def test_ceil_chunks_are_even_where_the_shape_divides():
+    layout = TensorLayout.parse("[f/~tp/~dp, h]", MESH)
+    with pytest.raises(LayoutError, match=r"dim 0 .* cut evenly only") as info:
+        even_axes_of(layout, "PartitionSpecs", None, None)
+    assert "shape" in info.value.next_step
+    assert even_axes_of(layout, "PartitionSpecs", None, (12, 5)) == (("tp", "dp"), ())
+    with pytest.raises(LayoutError, match="cut evenly only"):
+        even_axes_of(layout, "PartitionSpecs", None, (10, 5))
+    with pytest.raises(LayoutError, match="does not fit the shape"):
+        even_axes_of(layout, "PartitionSpecs", None, (12,))
+
+
+def test_a_mesh_is_needed_with_a_shape_and_is_the_layouts_own():
+    layout = TensorLayout.parse("[f/~tp]")
+    with pytest.raises(LayoutError, match="has no mesh"):
+        even_axes_of(layout, "Keras", None, (6,))
+    assert even_axes_of(layout, "Keras", MESH, (6,)) == (("tp",),)
+    with pytest.raises(LayoutError, match="Cannot override device mesh"):
+        even_axes_of(layout.with_mesh(MESH), "Keras", DeviceMesh((3,), ("tp",)), (6,))

@@ -1,0 +1,132 @@
+"""Chains of cuts: the layouts that other systems can say, one size a dim and axes that cut it one after another.
+
+The notation says more than any of its dialects. Everything of a layout that is no such chain is refused here by its
+own text, whatever the notation learns to say: a node, a kind of split, a clause that this module does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from xrank.errors import LayoutError
+from xrank.layout.mesh import DeviceMesh
+from xrank.layout.notation import Node, Size, Split, SplitKind, render, render_dim
+from xrank.layout.tensor_layout import TensorLayout
+
+__all__ = ["Cuts", "chained", "checked_mesh", "cuts_of", "even_axes_of", "split_evenly"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """One dim: its size, and the axes that cut it evenly ("/") or by ceil chunks ("/~"), the first cut first."""
+
+    size: int | str
+    splits: tuple[tuple[str, SplitKind], ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that cut the dim, in the order of cutting."""
+        return tuple(axis for axis, _ in self.splits)
+
+
+def chained(size: int | str, axes: Sequence[str], kind: SplitKind) -> Node:
+    """Return the dim that is cut by these axes, one after another, all in one way."""
+    node: Node = Size(size)
+    for axis in axes:
+        node = Split(node, axis, kind)
+    return node
+
+
+def cuts_of(layout: TensorLayout, dialect: str) -> tuple[Cuts, ...]:
+    """Return a layout as one chain of cuts a dim.
+
+    Args:
+        layout: any layout.
+        dialect: who cannot say the rest, in the plural, for the message.
+
+    Raises:
+        LayoutError: the layout holds something else; the message names it.
+    """
+    said = render(layout.dims)
+    if str(layout) != said:
+        raise LayoutError(
+            f"{dialect} cannot say the layout {layout}: it is more than its dims",
+            got=str(layout),
+            want=f"dims alone, such as {said}",
+        )
+    return tuple(
+        _cuts_of_dim(dim, f"{dialect} cannot say dim {i} of the layout {layout}", dialect)
+        for i, dim in enumerate(layout.dims)
+    )
+
+
+def _cuts_of_dim(dim: Node, message: str, dialect: str) -> Cuts:
+    node, splits = dim, []
+    while isinstance(node, Split):
+        text = f"{render_dim(node.of)}{node.kind}{node.axis}"
+        # By the text as well: what a split of a later notation may say besides must not be lost.
+        if node.kind not in ("/", "/~") or render_dim(node) != text:
+            raise LayoutError(
+                f"{message}: {dialect} have no such split",
+                got=render_dim(node)[len(render_dim(node.of)) :],
+                want='"/", an even split, or "/~", ceil chunks',
+            )
+        splits.append((node.axis, node.kind))
+        node = node.of
+    if not isinstance(node, Size):
+        raise LayoutError(
+            f"{message}: {render_dim(node)} is not one size",
+            got=f"{type(node).__name__} {render_dim(node)}",
+            want="one size, cut by axes",
+        )
+    return Cuts(node.value, tuple(reversed(splits)))
+
+
+def checked_mesh(layout: TensorLayout, mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return the mesh of a layout: its own, or the one given; both only if they are equal."""
+    if mesh is None and layout.device_mesh is None:
+        raise LayoutError(f"the layout {layout} has no mesh", want="a layout with a mesh, or a mesh besides")
+    if mesh is not None:
+        layout.with_mesh(mesh)  # refuses another mesh, and axes that the mesh has not
+        return mesh
+    assert layout.device_mesh is not None
+    return layout.device_mesh
+
+
+def split_evenly(cuts: Cuts, size: int, mesh: DeviceMesh) -> bool:
+    """Say whether each cut of a dim of that size leaves equal parts to all ranks."""
+    return size % prod(mesh.axis_length(axis) for axis in cuts.axes) == 0
+
+
+def even_axes_of(
+    layout: TensorLayout, dialect: str, mesh: DeviceMesh | None, shape: Sequence[int] | None
+) -> tuple[tuple[str, ...], ...]:
+    """Return per dim the axes that cut it evenly, for dialects that cannot say uneven parts.
+
+    A dim cut by ceil chunks is even only at some sizes, so it needs the tensor's shape, and a mesh.
+
+    Raises:
+        LayoutError: a dim is uneven or may be, or as `cuts_of`.
+    """
+    every = cuts_of(layout, dialect)
+    if shape is not None and len(shape) != len(every):
+        raise LayoutError(f"the layout {layout} does not fit the shape {tuple(shape)}", want=f"{len(every)} dims")
+    for i, cuts in enumerate(every):
+        if shape is not None and cuts.splits:
+            lengths = checked_mesh(layout, mesh)
+            if not split_evenly(cuts, shape[i], lengths):
+                raise LayoutError(
+                    f"{dialect} cannot say dim {i} of the layout {layout}: {dialect} cut evenly only",
+                    got=f"{shape[i]} positions over {prod(lengths.axis_length(axis) for axis in cuts.axes)} parts",
+                    want="a size that divides",
+                )
+        elif any(kind == "/~" for _, kind in cuts.splits):
+            raise LayoutError(
+                f"{dialect} cannot say dim {i} of the layout {layout}: {dialect} cut evenly only",
+                got=render_dim(layout.dims[i]),
+                want='even splits, "/"',
+                next_step="give the tensor's shape besides: where it divides, ceil chunks are even",
+            )
+    return tuple(cuts.axes for cuts in every)
