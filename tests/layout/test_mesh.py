@@ -51,7 +51,7 @@ def test_is_a_value():
     assert pickle.loads(pickle.dumps(mesh)).coordinate(4) == {"a": 1, "b": 1}
     with pytest.raises(AttributeError):
         mesh.shape = (6,)
-    assert repr(mesh) == "DeviceMesh(shape=(2, 3), axis_names=('a', 'b'))"
+    assert repr(mesh) == "<DeviceMesh shape=(2, 3), axis_names=('a', 'b')>"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,9 @@ def test_is_a_value():
         (((2,), (7,)), "axis name"),
         (((2.0,), ("a",)), "not an integer"),
         (((True,), ("a",)), "not an integer"),
-        (((1,), ("a",), ["cpu:0"]), "not an integer"),
+        (((1,), ("a",), ["cpu:x"]), "no rank"),
+        (((2,), ("a",), ["cpu:0", 1]), "several kinds"),
+        (((2,), ("a",), ["cpu:0", "cuda:1"]), "several kinds"),
         (((1,), ("a",), [-1]), "no rank"),
         ((4, ("a",)), "not sequences"),
         (((1 << 40,), ("a",)), "too large"),

@@ -2,6 +2,8 @@
 
 from xrank.layout.layout_map import LayoutMap
 from xrank.layout.mesh import DeviceMesh
+from xrank.layout.mesh_index import MeshIndex
+from xrank.layout.mesh_views import MeshViews
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["DeviceMesh", "LayoutMap", "TensorLayout"]
+__all__ = ["DeviceMesh", "LayoutMap", "MeshIndex", "MeshViews", "TensorLayout"]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xrank.errors import LayoutError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["MAX_RANKS", "NAME_RULE", "DeviceMesh", "is_name"]
 
@@ -21,6 +25,7 @@ NAME_RULE = 'a letter or "_", then letters, digits, "_" and "."'
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _GRID_AXIS = re.compile(r"(?P<name>[^\s=]+)=(?P<length>[0-9]{1,9})")
+_DEVICE = re.compile(r"(?P<kind>[A-Za-z]+)(:(?P<rank>[0-9]{1,9}))?")
 
 
 def is_name(text: object) -> bool:
@@ -28,14 +33,15 @@ def is_name(text: object) -> bool:
     return isinstance(text, str) and _NAME.fullmatch(text) is not None
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class DeviceMesh:
     """A grid of ranks, row-major: the first axis is outermost, the last one varies fastest.
 
     Args:
         shape: the length of each axis, each 1 or more.
         axis_names: the axes' names, outermost first.
-        devices: the ranks, in any nesting or anything with ``tolist()``; read row-major. ``0 .. n-1`` when None.
+        devices: the ranks, in any nesting or anything with ``tolist()``; read row-major. ``0 .. n-1`` when None. Texts
+            as Keras has them are ranks too: ``"cuda:3"`` is rank 3.
 
     Raises:
         LayoutError: the parts do not fit each other, an axis or a rank is there twice.
@@ -44,15 +50,19 @@ class DeviceMesh:
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
     ranks: tuple[int, ...] = field(repr=False)
+    device_kind: str | None = field(repr=False, compare=False)
+    """What the devices' texts call them (``"cuda"``); None where they were numbers."""
     _positions: Mapping[int, int] = field(repr=False, compare=False)
 
     def __init__(self, shape: Sequence[int], axis_names: Sequence[str], devices: Any = None) -> None:
         lengths, names = _checked_axes(shape, axis_names)
         size = prod(lengths)
-        ranks = tuple(range(size)) if devices is None else tuple(_flattened(devices))
+        told = tuple(range(size)) if devices is None else tuple(_flattened(devices))
+        ranks, kind = _ranks_and_kind(told)
         if len(ranks) != size:
+            received = tuple(getattr(devices, "shape", (len(ranks),)))
             raise LayoutError(
-                f"Shape does not match the number of devices. Received: shape={lengths}; devices.shape=({len(ranks)},)",
+                f"Shape does not match the number of devices. Received: shape={lengths}; devices.shape={received}",
                 got=f"{len(ranks)} devices",
                 want=f"{size} devices, the product of {lengths}",
             )
@@ -63,13 +73,17 @@ class DeviceMesh:
         object.__setattr__(self, "shape", lengths)
         object.__setattr__(self, "axis_names", names)
         object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "device_kind", kind)
         object.__setattr__(self, "_positions", positions)
 
     def __contains__(self, rank: object) -> bool:
         return rank in self._positions
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (DeviceMesh, (self.shape, self.axis_names, self.ranks))
+        return (DeviceMesh, (self.shape, self.axis_names, self._told()))
+
+    def __repr__(self) -> str:
+        return f"<DeviceMesh shape={self.shape}, axis_names={self.axis_names}>"
 
     @classmethod
     def parse_grid(cls, text: str, ranks: Sequence[int] | None = None) -> DeviceMesh:
@@ -95,6 +109,13 @@ class DeviceMesh:
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    @property
+    def devices(self) -> np.ndarray[Any, Any]:
+        """The devices as they were told, ranks or texts, in an array of the mesh's shape."""
+        import numpy as np
+
+        return np.reshape(np.array(self._told()), self.shape)
 
     def axis_length(self, name: str) -> int:
         """Return the number of coordinates along an axis."""
@@ -141,6 +162,57 @@ class DeviceMesh:
             position = position * length + place
         return self.ranks[position]
 
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks that differ along these axes only, group by group; all ranks once.
+
+        Groups, and ranks in a group, come in the order of the mesh, however the axes are listed.
+        """
+        self.check_axes(axes)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, places in zip(self.ranks, product(*map(range, self.shape)), strict=True):
+            others = tuple(place for name, place in zip(self.axis_names, places, strict=True) if name not in axes)
+            found.setdefault(others, []).append(rank)
+        return tuple(tuple(ranks) for ranks in found.values())
+
+    def submesh(self, **places: int) -> DeviceMesh:
+        """Return the part of the mesh at given places, without those axes: ``mesh.submesh(pp=0)``."""
+        self.check_axes(places)
+        kept = [name for name in self.axis_names if name not in places]
+        lengths = [self.axis_length(name) for name in kept]
+        ranks = [self.rank_at({**places, **dict(zip(kept, at, strict=True))}) for at in product(*map(range, lengths))]
+        return DeviceMesh(lengths, kept, self._told(ranks))
+
+    def transposed(self, *axes: str) -> DeviceMesh:
+        """Return the mesh with its axes in another order; every rank keeps its coordinate."""
+        self.check_axes(axes)
+        if len(axes) != len(self.axis_names):
+            raise LayoutError(
+                f"an order of the mesh {self.grid!r} names all of its axes",
+                got=str(list(axes)),
+                want=str(list(self.axis_names)),
+            )
+        lengths = [self.axis_length(name) for name in axes]
+        ranks = [self.rank_at(dict(zip(axes, at, strict=True))) for at in product(*map(range, lengths))]
+        return DeviceMesh(lengths, axes, self._told(ranks))
+
+    def view(self, grid: str) -> DeviceMesh:
+        """Return a second factoring of the same ranks, in the same order: ``mesh.view("pp=2 edp=1 ep=4")``."""
+        return DeviceMesh.parse_grid(grid, self._told())
+
+    def check_axes(self, axes: Iterable[str]) -> None:
+        """Refuse names that are no axes of the mesh, or that are there twice."""
+        seen: set[str] = set()
+        for axis in axes:
+            self.axis_length(axis)
+            if axis in seen:
+                raise LayoutError(f"the axis {axis!r} is named twice", got=repr(axis), want="each axis once")
+            seen.add(axis)
+
+    def _told(self, ranks: Sequence[int] | None = None) -> tuple[Any, ...]:
+        """Return ranks as devices were told to this mesh; all of its own when None."""
+        ranks = self.ranks if ranks is None else ranks
+        return tuple(ranks) if self.device_kind is None else tuple(f"{self.device_kind}:{rank}" for rank in ranks)
+
 
 def _checked_axes(shape: Sequence[int], axis_names: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return both as tuples; the order of the checks and their words are Keras' (keras/src/distribution)."""
@@ -174,11 +246,13 @@ def _checked_axes(shape: Sequence[int], axis_names: Sequence[str]) -> tuple[tupl
     return lengths, names
 
 
-def _flattened(devices: Any) -> Iterator[int]:
-    """Yield ranks row-major from nested sequences, arrays or tensors."""
+def _flattened(devices: Any) -> Iterator[int | str]:
+    """Yield devices row-major from nested sequences, arrays or tensors."""
     if hasattr(devices, "tolist"):
         devices = devices.tolist()
-    if isinstance(devices, Sequence) and not isinstance(devices, str | bytes):
+    if isinstance(devices, str):
+        yield devices
+    elif isinstance(devices, Sequence) and not isinstance(devices, bytes):
         for part in devices:
             yield from _flattened(part)
     else:
@@ -186,6 +260,25 @@ def _flattened(devices: Any) -> Iterator[int]:
         if rank < 0:
             raise LayoutError("a device of a mesh is no rank", got=str(rank), want="a rank, 0 or more")
         yield rank
+
+
+def _ranks_and_kind(devices: tuple[int | str, ...]) -> tuple[tuple[int, ...], str | None]:
+    """Return the ranks of devices, and the one kind that their texts say."""
+    ranks: list[int] = []
+    kinds: dict[str | None, None] = {}
+    for device in devices:
+        match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
+        if isinstance(device, str) and match is None:
+            raise LayoutError(
+                "a device of a mesh is no rank", got=repr(device)[:80], want='a rank, or a text such as "cuda:3"'
+            )
+        ranks.append(int(device) if match is None else int(match["rank"] or 0))
+        kinds[None if match is None else match["kind"].lower()] = None
+    if len(kinds) > 1:
+        raise LayoutError(
+            "the devices of a mesh are of several kinds", got=str(list(kinds)), want="all ranks, or one kind"
+        )
+    return tuple(ranks), next(iter(kinds), None)
 
 
 def _whole(value: Any, what: str) -> int:

@@ -1,0 +1,75 @@
+"""Mesh indices: a place in a mesh as a value, and the places around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from xrank.errors import LayoutError
+from xrank.layout.mesh import DeviceMesh
+
+__all__ = ["MeshIndex"]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshIndex:
+    """One place of a mesh. It names every axis: ``index["tp"]``.
+
+    Args:
+        mesh: the mesh.
+        places: the place along each axis, outermost first.
+
+    Raises:
+        LayoutError: there is no such place.
+    """
+
+    mesh: DeviceMesh
+    places: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.places) != len(self.mesh.shape):
+            raise LayoutError(
+                f"the place {self.places} is none of the mesh {self.mesh.grid!r}",
+                got=f"{len(self.places)} axes",
+                want=f"{len(self.mesh.shape)} axes",
+            )
+        self.mesh.rank_at(self.coordinate)
+
+    def __getitem__(self, axis: str) -> int:
+        self.mesh.axis_length(axis)
+        return self.coordinate[axis]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, rank: int) -> MeshIndex:
+        """Return a rank's place in a mesh."""
+        return cls(mesh, tuple(mesh.coordinate(rank).values()))
+
+    @classmethod
+    def all_of(cls, mesh: DeviceMesh) -> tuple[MeshIndex, ...]:
+        """Return every place of a mesh, the last axis fastest."""
+        return tuple(cls(mesh, places) for places in product(*map(range, mesh.shape)))
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """The place along every axis, by name."""
+        return dict(zip(self.mesh.axis_names, self.places, strict=True))
+
+    @property
+    def rank(self) -> int:
+        """The rank there."""
+        return self.mesh.rank_at(self.coordinate)
+
+    def at(self, **places: int) -> MeshIndex:
+        """Return the index with other places along some axes."""
+        self.mesh.check_axes(places)
+        return MeshIndex(self.mesh, tuple({**self.coordinate, **places}.values()))
+
+    def shift(self, axis: str, by: int = 1) -> MeshIndex:
+        """Return the index some places further along an axis; the last place is followed by the first."""
+        return self.at(**{axis: (self[axis] + by) % self.mesh.axis_length(axis)})
+
+    def neighbours(self, *axes: str) -> tuple[MeshIndex, ...]:
+        """Return the indices one place before and after along each axis (along all when none is named), each once."""
+        self.mesh.check_axes(axes)
+        near = (self.shift(axis, by) for axis in axes or self.mesh.axis_names for by in (-1, 1))
+        return tuple(index for index in dict.fromkeys(near) if index != self)
