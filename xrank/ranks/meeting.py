@@ -18,7 +18,8 @@ from xrank.ranks.store import Store
 __all__ = ["CALL", "Meeting"]
 
 CALL = "the first gather"
-_TICK_SECONDS = 0.02
+_PAUSE_SECONDS = (0.0005, 0.02)
+"""Between two looks for the first rank, at first and at last: ranks of one program come almost together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,13 @@ class Meeting:
             RankFailedError: it came, and ended the meeting already.
             ContradictionError: it goes another way.
         """
-        first = self.ranks[0]
+        first, pause = self.ranks[0], _PAUSE_SECONDS[0]
         while (text := self.store.peek(self.name)) is None:
             if self.deadline.has_passed:
                 raise self.timeout((first,))
             self.check()
-            sleep(min(_TICK_SECONDS, self.deadline.remaining_seconds))
+            sleep(min(pause, self.deadline.remaining_seconds))
+            pause = min(2 * pause, _PAUSE_SECONDS[1])
         self.raise_end()
         told: dict[str, Any] = json.loads(text)
         if told["way"] != self.way:
