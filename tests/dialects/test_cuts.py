@@ -37,7 +37,6 @@ def test_a_chain_is_said_in_the_order_of_cutting():
 def test_an_unknown_node_is_refused_with_its_text(monkeypatch):
     text = "<gate: f/tp | up: f/tp>"
     monkeypatch.setattr(cuts, "render_dim", lambda node: text)
-    monkeypatch.setattr(cuts, "render", lambda dims: f"[{text}]")
     with pytest.raises(LayoutError, match=r"Keras cannot say dim 0 of the layout \[<gate: .*> is not one size") as info:
         cuts_of(StandIn((Parts(),), f"[{text}]"), "Keras")
     assert info.value.got == f"Parts {text}"
@@ -54,7 +53,6 @@ def test_what_a_split_says_besides_is_not_lost(monkeypatch):
     """A split of a later notation may also say multiples or a list of sizes; its kind alone would pass."""
     rendered = {Size("f"): "f", Split(Size("f"), "tp", "/"): "f/tp{3,0,5}"}
     monkeypatch.setattr(cuts, "render_dim", rendered.get)
-    monkeypatch.setattr(cuts, "render", lambda dims: "[f/tp{3,0,5}]")
     with pytest.raises(LayoutError, match="have no such split") as info:
         cuts_of(StandIn((Split(Size("f"), "tp", "/"),), "[f/tp{3,0,5}]"), "placements")
     assert info.value.got == "/tp{3,0,5}"

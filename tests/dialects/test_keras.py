@@ -71,7 +71,7 @@ def test_meshes(as_array):
     assert mesh == DeviceMesh((2, 2), ("a", "b"), [3, 1, 2, 0])
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:", "cpu:x", 3])
+@pytest.mark.parametrize("device", ["cpu:", "cpu:x", None])
 def test_a_device_without_a_number_is_refused(device):
-    with pytest.raises(LayoutError, match="has no number"):
+    with pytest.raises(LayoutError, match="a device of a mesh is no"):
         describe_keras_mesh(SimpleNamespace(shape=(1,), axis_names=("a",), devices=[device]))

@@ -12,7 +12,7 @@ from math import prod
 
 from xrank.errors import LayoutError
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.notation import Node, Size, Split, SplitKind, render, render_dim
+from xrank.layout.notation import Node, Size, Split, SplitKind, render_dim
 from xrank.layout.tensor_layout import TensorLayout
 
 __all__ = ["Cuts", "chained", "checked_mesh", "cuts_of", "even_axes_of", "split_evenly"]
@@ -49,7 +49,7 @@ def cuts_of(layout: TensorLayout, dialect: str) -> tuple[Cuts, ...]:
     Raises:
         LayoutError: the layout holds something else; the message names it.
     """
-    said = render(layout.dims)
+    said = "[" + ", ".join(render_dim(dim) for dim in layout.dims) + "]"
     if str(layout) != said:
         raise LayoutError(
             f"{dialect} cannot say the layout {layout}: it is more than its dims",
@@ -63,21 +63,22 @@ def cuts_of(layout: TensorLayout, dialect: str) -> tuple[Cuts, ...]:
 
 
 def _cuts_of_dim(dim: Node, message: str, dialect: str) -> Cuts:
-    node, splits = dim, []
-    while isinstance(node, Split):
-        text = f"{render_dim(node.of)}{node.kind}{node.axis}"
+    node: Node = dim
+    splits: list[tuple[str, SplitKind]] = []
+    while isinstance(node, Split) and isinstance(node.of, Split | Size):
+        before = render_dim(node.of)
         # By the text as well: what a split of a later notation may say besides must not be lost.
-        if node.kind not in ("/", "/~") or render_dim(node) != text:
+        if node.kind not in ("/", "/~") or render_dim(node) != f"{before}{node.kind}{node.axis}":
             raise LayoutError(
                 f"{message}: {dialect} have no such split",
-                got=render_dim(node)[len(render_dim(node.of)) :],
+                got=render_dim(node).removeprefix(before),
                 want='"/", an even split, or "/~", ceil chunks',
             )
         splits.append((node.axis, node.kind))
         node = node.of
     if not isinstance(node, Size):
         raise LayoutError(
-            f"{message}: {render_dim(node)} is not one size",
+            f"{message}: {render_dim(node)} is not one size that axes cut",
             got=f"{type(node).__name__} {render_dim(node)}",
             want="one size, cut by axes",
         )

@@ -5,7 +5,6 @@ Nothing of Keras is imported: its layouts and meshes are known by their attribut
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ from xrank.layout.tensor_layout import TensorLayout
 
 __all__ = ["describe_keras_mesh", "from_keras_axes", "to_keras_axes"]
 
-_DEVICE = re.compile(r"[A-Za-z]+:(?P<index>[0-9]{1,9})")
-
 
 def describe_keras_mesh(device_mesh: Any) -> DeviceMesh:
     """Return a Keras ``DeviceMesh`` as xrank's; the rank of the device ``"gpu:3"`` is 3.
@@ -26,11 +23,9 @@ def describe_keras_mesh(device_mesh: Any) -> DeviceMesh:
     a process.
 
     Raises:
-        LayoutError: a device is no such text, or as `DeviceMesh`.
+        LayoutError: as `DeviceMesh`; also for devices that are no such texts.
     """
-    devices = device_mesh.devices
-    flat = list(devices.flat) if hasattr(devices, "flat") else list(devices)
-    return DeviceMesh(device_mesh.shape, device_mesh.axis_names, [_rank_of(device) for device in flat])
+    return DeviceMesh(device_mesh.shape, device_mesh.axis_names, device_mesh.devices)
 
 
 def from_keras_axes(axes: Any, mesh: DeviceMesh, ndim: int | None = None) -> TensorLayout:
@@ -80,10 +75,3 @@ def to_keras_axes(
                 next_step="give the mesh one axis of that length in place of the several",
             )
     return tuple(axes[0] if axes else None for axes in every)
-
-
-def _rank_of(device: Any) -> int:
-    match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
-    if match is None:
-        raise LayoutError(f"a device of a Keras mesh has no number: {device!r}", got=repr(device), want="such as gpu:3")
-    return int(match["index"])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from xrank.dialects.cuts import chained, checked_mesh, cuts_of, split_evenly
+from xrank.dialects.cuts import Cuts, chained, checked_mesh, cuts_of, split_evenly
 from xrank.errors import LayoutError
 from xrank.layout.local_part import local_part
 from xrank.layout.mesh import DeviceMesh
@@ -100,9 +100,9 @@ def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] |
     """Return torch's placements for a layout, one for each axis of the mesh; imports torch.
 
     torch cuts from the first mesh axis to the last. An axis that cuts a dim after later ones did becomes a
-    ``_StridedShard``, which counts the parts they had made (placement_types.py:_StridedShard). An uneven dim in
-    another order than the mesh's is refused: FSDP2 and DTensor's redistribution both call their cuts
-    ``_StridedShard`` there, and hold different elements.
+    ``_StridedShard``, which counts the parts they had made (placement_types.py:_StridedShard). What torch itself cuts
+    for such placements (placement_types.py:_StridedShard._split_tensor) are the layout's parts where these are even;
+    an uneven dim is refused where they are not, although FSDP2 over TP calls its chunks of chunks the same.
 
     Args:
         layout: a layout whose dims are cut by axes and nothing else.
@@ -137,14 +137,48 @@ def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] |
                     want='even splits, "/", or the mesh\'s order of cuts',
                     next_step="give the tensor's shape besides",
                 )
-            if shape is not None and not split_evenly(cuts, shape[dim], mesh):
+            if (
+                shape is not None
+                and not split_evenly(cuts, shape[dim], mesh)
+                and not _cut_alike(cuts, shape[dim], mesh)
+            ):
                 raise LayoutError(
-                    f"placements cannot say dim {dim} of the layout {layout}: uneven parts in another order than the "
-                    f"mesh's, which torch itself cuts in two ways",
+                    f"placements cannot say dim {dim} of the layout {layout}: it is uneven, cut in another order than "
+                    "the mesh's, and torch's own cut gives the ranks other elements",
                     got=f"{shape[dim]} positions over {prod(mesh.axis_length(name) for name in cuts.axes)} parts",
                     want="a size that divides, or the mesh's order of cuts",
                 )
     return tuple(said.get(axis, Replicate()) for axis in mesh.axis_names)
+
+
+def _cut_alike(cuts: Cuts, size: int, mesh: DeviceMesh) -> bool:
+    """Say whether torch's placements for a dim give every place the positions that its chain of ceil chunks does."""
+    chain: dict[tuple[int, ...], list[int]] = {(): list(range(size))}
+    for axis in cuts.axes:
+        chain = {
+            (*place, i): piece
+            for place, positions in chain.items()
+            for i, piece in enumerate(_chunks(positions, mesh.axis_length(axis)))
+        }
+    # torch goes by the mesh's order, and cuts each of the parts that later axes made before (_split_tensor).
+    in_order = sorted(cuts.axes, key=mesh.axis_names.index)
+    torchs: dict[tuple[int, ...], list[int]] = {(): list(range(size))}
+    for at, axis in enumerate(in_order):
+        before = cuts.axes[: cuts.axes.index(axis)]
+        factor = prod(mesh.axis_length(name) for name in before if name in in_order[at:])
+        cut: dict[tuple[int, ...], list[int]] = {}
+        for place, positions in torchs.items():
+            parts = [_chunks(part, mesh.axis_length(axis)) for part in _chunks(positions, factor)]
+            cut |= {(*place, i): [x for part in parts for x in part[i]] for i in range(mesh.axis_length(axis))}
+        torchs = cut
+    order = [cuts.axes.index(axis) for axis in in_order]
+    return all(torchs[tuple(place[i] for i in order)] == positions for place, positions in chain.items())
+
+
+def _chunks(positions: list[int], count: int) -> list[list[int]]:
+    """Return ceil chunks, as `torch.chunk` makes them, with empty ones at the end up to the count."""
+    length = -(-len(positions) // count)
+    return [positions[i * length : (i + 1) * length] for i in range(count)]
 
 
 def _check_rising(mesh: DeviceMesh, axis: str) -> None:
