@@ -20,8 +20,8 @@ __all__ = ["Circle"]
 
 _TICK_SECONDS = 0.1
 """How long a wait sleeps before it looks whether anyone has failed: so soon is a failure known to all."""
-_SPIN_SECONDS = 200e-6
-"""How long a wait looks without sleeping: most answers come at once, and a sleep costs as much as the whole call."""
+_FIRST_TICK_SECONDS = 200e-6
+"""The first sleep, where no message may announce what is waited for; each further one is twice as long."""
 
 
 class Circle:
@@ -32,10 +32,21 @@ class Circle:
         rank: this one.
         wire: to the others.
         peers: every other rank's process.
+        spin_seconds: how long a wait looks without sleeping: most answers come at once, and a sleep costs as much as
+            the whole call. 0 where ranks have to share processors: there the answer needs the one that would spin.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, wire: Wire, peers: Mapping[int, Peer]) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        wire: Wire,
+        peers: Mapping[int, Peer],
+        *,
+        spin_seconds: float = 0.0,
+    ) -> None:
         self.ranks, self.rank, self.wire, self.peers = tuple(ranks), rank, wire, dict(peers)
+        self._spin_seconds = spin_seconds
         self.others = tuple(r for r in self.ranks if r != rank)
         self.check_around: Callable[[], None] = lambda: None
         """Raises if a gather failed in whose body those of this circle are; every wait asks it."""
@@ -163,7 +174,9 @@ class Circle:
 
     def await_arrival(self, rank: int, call: int, deadline: Deadline) -> None:
         """Wait until a rank has done its part of a call; errors as `receive`."""
-        self._wait(lambda: self.wire.heard(rank, Word.ARRIVED) >= call, [rank], call, deadline)
+        # Nobody nudges for that: most ranks do not wait for it.
+        has_arrived = lambda: self.wire.heard(rank, Word.ARRIVED) >= call  # noqa: E731
+        self._wait(has_arrived, [rank], call, deadline, first_tick_seconds=_FIRST_TICK_SECONDS)
 
     def await_sight(self, is_over: Callable[[], bool], call: int, patience: Deadline) -> bool:
         """Wait until what a rank has told of becomes visible here, and say whether it did; looks ever less often.
@@ -171,7 +184,7 @@ class Circle:
         Raises:
             RankFailedError: a rank failed or died, which may be why it does not.
         """
-        tick = _SPIN_SECONDS
+        tick = _FIRST_TICK_SECONDS
         while not is_over():
             self.check_around()
             self.check(call)
@@ -188,9 +201,10 @@ class Circle:
         call: int,
         deadline: Deadline | None,
         late: Callable[[], tuple[int, ...]] | None = None,
+        first_tick_seconds: float = _TICK_SECONDS,
     ) -> None:
         """Wait; the deadline counts as long as ranks are `late`: as a rule, have not come to the call."""
-        spin_end, tick = monotonic() + _SPIN_SECONDS, _SPIN_SECONDS
+        spin_end, next_tick = monotonic() + self._spin_seconds, first_tick_seconds
         while not is_over():
             if monotonic() < spin_end:
                 self.wire.pump(0)
@@ -208,7 +222,7 @@ class Circle:
             if silent := [r for r in sources if r in self.wire.silent]:
                 raise self._error([self._death(r) for r in silent])
             # Messages and nudges end the sleep; what comes without one is looked for ever less often.
-            tick = min(_TICK_SECONDS, 2 * tick)
+            tick, next_tick = next_tick, min(_TICK_SECONDS, 2 * next_tick)
             if deadline is not None and (waiting_for := late() if late else self.absent(call)):
                 if deadline.has_passed:
                     raise self._timeout(waiting_for, deadline, "end the body of" if late else "come to")

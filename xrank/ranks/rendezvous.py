@@ -10,6 +10,7 @@ import os
 import secrets
 import select
 import socket
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 
 from xrank.errors import CorruptError, RankFailedError, RankTimeoutError, UsageError
@@ -26,6 +27,7 @@ from xrank.ranks.wire import Message
 __all__ = ["meet"]
 
 _TICK_SECONDS = 0.02
+_SPIN_SECONDS = 200e-6
 _GRACE_SECONDS = 2.0
 """For the first rank, whose deadline may be a little later, to say which rank did not come."""
 
@@ -66,12 +68,7 @@ class _Host:
             while len(self.links) < len(self.others):
                 self._gather_guests(listener)
             board = self._start()
-            circle = Circle(
-                meeting.ranks,
-                meeting.rank,
-                HostWire(meeting.ranks, meeting.rank, board, self.links, self.peers),
-                self.peers,
-            )
+            circle = _circle(meeting, board, self.links, self.peers)
             undo.pop_all()
             listener.close()
             for guest in self.guests:
@@ -174,8 +171,7 @@ def _join(meeting: Meeting) -> Circle:
         with suppress(BrokenPipeError, ConnectionResetError):  # the first has given up: `_roster` says so
             link.send(Message({**me.to_dict(), "nonce": told["nonce"]}))
         peers, board = _roster(meeting, link, host)
-        wire = HostWire(meeting.ranks, meeting.rank, board, {host.rank: link}, peers)
-        return Circle(meeting.ranks, meeting.rank, wire, peers)
+        return _circle(meeting, board, {host.rank: link}, peers)
     except BaseException:
         link.close()
         raise
@@ -218,6 +214,13 @@ def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], 
         peer = Peer.from_dict(message.content)
         if peer.rank != meeting.rank:
             peers[peer.rank] = peer
+
+
+def _circle(meeting: Meeting, board: Board, links: Mapping[int, Link], peers: Mapping[int, Peer]) -> Circle:
+    wire = HostWire(meeting.ranks, meeting.rank, board, links, peers)
+    has_own_processor = len(meeting.ranks) <= len(os.sched_getaffinity(0))
+    spin_seconds = _SPIN_SECONDS if has_own_processor else 0.0
+    return Circle(meeting.ranks, meeting.rank, wire, peers, spin_seconds=spin_seconds)
 
 
 def _refused(meeting: Meeting, first: Peer, me: Peer) -> UsageError:
