@@ -22,11 +22,11 @@ def boards():
 
 def test_each_rank_has_its_own_words(boards):
     mine, theirs = boards
-    assert [[theirs.heard(i, word) for word in Word] for i in range(3)] == [[0, 0, 0]] * 3
+    assert [[theirs.heard(i, word) for word in Word] for i in range(3)] == [[0, 0, 0, 0]] * 3
     mine.say(1, Word.ARRIVED, 1 << 40)
     mine.say(2, Word.LEFT, 5)
     mine.say(2, Word.ENDED, 4)
-    assert [[theirs.heard(i, word) for word in Word] for i in range(3)] == [[0, 0, 0], [1 << 40, 0, 0], [0, 4, 5]]
+    assert [[theirs.heard(i, word) for word in Word] for i in range(3)] == [[0] * 4, [1 << 40, 0, 0, 0], [0, 4, 5, 0]]
 
 
 def test_the_first_failure_stays_and_is_seen_by_all(boards):

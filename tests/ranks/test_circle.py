@@ -141,7 +141,7 @@ def test_the_deadline_names_who_has_not_come(meet):
     assert raised.value.waiting_for == (2, 3) and raised.value.rank == 2
     for part in (f"rank 2 (host host2, pid {os.getpid()})", "rank 3 (host host3"):
         assert part in str(raised.value)
-    assert "ranks [0, 1] came" in raised.value.got
+    assert "ranks [0, 1] did" in raised.value.got
     # The first follows the others: it is named only where nobody else is missing.
     with pytest.raises(RankTimeoutError) as raised:
         circles[1].receive([0], CALL, Deadline(0.1))
@@ -171,7 +171,7 @@ def ended(circle):
 WAITS = {
     "another's message": (0, lambda circle: circle.receive([1], CALL, Deadline(60))),
     "the first's message": (1, lambda circle: circle.receive([0], CALL, Deadline(60))),
-    "the bodies": (0, lambda circle: ended(circle).await_bodies([1, 2], CALL)),
+    "the bodies": (0, lambda circle: ended(circle).await_bodies(CALL, Deadline(60))),
     "the first's arrival": (1, lambda circle: circle.await_arrival(0, CALL, Deadline(60))),
     "sight": (1, lambda circle: circle.await_sight(lambda: False, CALL, Deadline(60))),
 }
@@ -256,7 +256,7 @@ def test_what_came_before_a_failure_counts(meet):
     circles[2].fail(failure(2))
     assert circles[0].receive([1], CALL, Deadline(60)) == (1, Message({"mine": 1}))
     circles[0].arrive(CALL)
-    ended(circles[0]).await_bodies([1, 2], CALL)
+    ended(circles[0]).await_bodies(CALL, Deadline(60))
     circles[1].await_arrival(0, CALL, Deadline(60))
     circles[0].send(1, Message({"done": 1}), CALL)
     assert circles[1].receive([0], CALL, Deadline(60)) == (0, Message({"done": 1}))
@@ -270,12 +270,26 @@ def test_bodies_are_awaited_however_long_and_counted_where_they_nest(meet):
     for circle in circles.values():
         circle.begin(2)
         circle.end_body()
-    circles[0].await_bodies([1, 2], 2)
+    circles[0].await_bodies(2, Deadline(60))
     ended(circles[0])
     ended(circles[2])
     with soon(), meanwhile(lambda: ended(circles[1])):
-        circles[0].await_bodies([1, 2], CALL)
+        circles[0].await_bodies(CALL, Deadline(60))
     assert circles[0].wire.heard(1, Word.ENDED) == 2
+
+
+def test_a_body_that_never_ends_is_named_at_the_first_ranks_deadline_alone(meet):
+    circles = meet(0, 1, 2)
+    for circle in circles.values():
+        circle.arrive(CALL)
+    ended(circles[1])
+    with soon(), pytest.raises(RankTimeoutError, match=r"rank 2 .* did not end the body") as raised:
+        ended(circles[0]).await_bodies(CALL, Deadline(0.1))
+    assert raised.value.waiting_for == (2,)
+    passed = Deadline(0.01)
+    with soon(), meanwhile(circles[0].release):  # others wait as long as the first lives
+        circles[1].await_bodies(CALL, passed)
+    assert passed.has_passed
 
 
 def test_what_is_told_of_is_seen_later_or_not_at_all(meet):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from time import monotonic
 
 from xrank.errors import RankFailedError, RankTimeoutError
@@ -126,16 +127,16 @@ class Circle:
         Raises:
             RankFailedError: that rank is gone, or any rank failed meanwhile.
         """
+        unsent = [message]
 
         def is_sent() -> bool:
-            try:
-                self.wire.send(rank, message)
-            except BlockingIOError:
-                return False
-            return True
+            with suppress(BlockingIOError):
+                self.wire.send(rank, unsent[0])
+                unsent.clear()
+            return not unsent
 
         try:
-            self._wait(is_sent, [rank], call, deadline=None)
+            self._wait(lambda: not unsent or is_sent(), [rank], call, None, first_tick_seconds=_FIRST_TICK_SECONDS)
         except ConnectionError:
             self.check(call)
             raise self._error([self._death(rank)]) from None
@@ -206,21 +207,21 @@ class Circle:
         """Wait; the deadline counts as long as ranks are `late`: as a rule, have not come to the call."""
         spin_end, next_tick = monotonic() + self._spin_seconds, first_tick_seconds
         while not is_over():
+            self.wire.pump(0)
             if monotonic() < spin_end:
-                self.wire.pump(0)
                 os.sched_yield()  # the answer may need this very core
                 continue
             try:
                 self.check_around()
                 self.check(call)
+                if silent := [r for r in sources if r in self.wire.silent]:
+                    raise self._error([self._death(r) for r in silent])
             except RankFailedError:
                 # What it is waited for may have come before the failure, which was of a later call.
                 self.wire.pump(0)
                 if is_over():
                     return
                 raise
-            if silent := [r for r in sources if r in self.wire.silent]:
-                raise self._error([self._death(r) for r in silent])
             # Messages and nudges end the sleep; what comes without one is looked for ever less often.
             tick, next_tick = next_tick, min(_TICK_SECONDS, 2 * next_tick)
             if deadline is not None and (waiting_for := late() if late else self.absent(call)):
@@ -230,8 +231,9 @@ class Circle:
             self.wire.say(Word.SLEEPS, 1)
             # Who says a word from now on knows that a nudge is needed; what was said before is looked for once more.
             self.wire.pump(0)
-            if not is_over():
-                self.wire.pump(tick)
+            if is_over():
+                tick = 0.0
+            self.wire.pump(tick)
             self.wire.say(Word.SLEEPS, 0)
 
     def _death(self, rank: int) -> FailureRecord:
