@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cut_layouts import cases, elements
-from hypothesis import given
+from hypothesis import given, settings
 
 from xrank.dialects import describe_keras_mesh, from_keras_axes, to_keras_axes
 from xrank.errors import LayoutError
@@ -14,6 +14,7 @@ from xrank.layout import DeviceMesh, TensorLayout
 MESH = DeviceMesh((2, 4), ("batch", "model"))
 
 
+@settings(deadline=None)
 @given(cases(most_axes=1))
 def test_there_and_back_every_rank_holds_the_same(case):
     layout, mesh, shape = case

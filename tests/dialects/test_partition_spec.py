@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from cut_layouts import cases, elements
-from hypothesis import given
+from hypothesis import given, settings
 
 from xrank.dialects import from_partition_spec, to_partition_spec
 from xrank.errors import LayoutError
@@ -13,6 +13,7 @@ from xrank.layout import DeviceMesh, TensorLayout
 MESH = DeviceMesh((2, 4), ("data", "model"))
 
 
+@settings(deadline=None)
 @given(cases())
 def test_there_and_back_every_rank_holds_the_same(case):
     layout, mesh, shape = case
@@ -22,6 +23,7 @@ def test_there_and_back_every_rank_holds_the_same(case):
     assert to_partition_spec(back) == spec
 
 
+@settings(deadline=None)
 @given(cases(kinds=("/~",)))
 def test_ceil_chunks_are_said_where_they_are_even_and_only_there(case):
     layout, mesh, shape = case

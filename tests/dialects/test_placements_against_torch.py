@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cut_layouts import cases, elements
-from hypothesis import given
+from hypothesis import given, settings
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import (
@@ -46,6 +46,7 @@ def cut_by_torch(shape, mesh, placements):
     return held
 
 
+@settings(deadline=None)
 @given(cases(kinds=("/",)))
 def test_even_layouts_are_said_as_torch_cuts_them(case):
     layout, mesh, shape = case
@@ -56,6 +57,7 @@ def test_even_layouts_are_said_as_torch_cuts_them(case):
     assert to_placements(back, mesh, shape) == placements == to_placements(layout, mesh, shape)
 
 
+@settings(deadline=None)
 @given(cases(kinds=("/~",), in_mesh_order=True))
 def test_chunks_in_the_meshs_order_are_said_as_torch_cuts_them(case):
     layout, mesh, shape = case
@@ -65,6 +67,7 @@ def test_chunks_in_the_meshs_order_are_said_as_torch_cuts_them(case):
     assert from_placements(mesh, placements, len(shape)).axes == layout.axes
 
 
+@settings(deadline=None)
 @given(cases(kinds=("/", "/~")))
 def test_chunks_in_another_order_are_said_or_refused_as_torch_cuts_them(case):
     layout, mesh, shape = case

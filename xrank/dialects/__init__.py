@@ -3,6 +3,7 @@
 from xrank.dialects.keras import describe_keras_mesh, from_keras_axes, to_keras_axes
 from xrank.dialects.partition_spec import from_partition_spec, to_partition_spec
 from xrank.dialects.placements import describe_mesh, from_placements, to_placements
+from xrank.dialects.tp_plan import from_tp_plan, to_tp_plan
 
 __all__ = [
     "describe_keras_mesh",
@@ -10,7 +11,9 @@ __all__ = [
     "from_keras_axes",
     "from_partition_spec",
     "from_placements",
+    "from_tp_plan",
     "to_keras_axes",
     "to_partition_spec",
     "to_placements",
+    "to_tp_plan",
 ]
