@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from xrank.errors import IncompleteError, LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.local_part import _dim_part, infer_shape, local_part
+from xrank.layout.dim_part import compile_dim
+from xrank.layout.local_part import local_part
 from xrank.layout.nests import Nest, addresses, canonical
 from xrank.layout.notation import Size, Split
+from xrank.layout.shape_inference import infer_shape
 
 
 def part_of(text: str, grid: str, rank: int, shape: tuple[int, ...]):
@@ -191,10 +193,10 @@ def test_coordinates_must_fit():
 def test_dims_are_compiled_once_for_all_ranks_and_tensors_that_share_them():
     mesh = DeviceMesh.parse_grid("dp=64 tp=8")
     layout = TensorLayout.parse("[onceonly/tp, h]", mesh)
-    before = _dim_part.cache_info().misses
+    before = compile_dim.cache_info().misses
     for rank in mesh.ranks:
         local_part(layout, mesh, mesh.coordinate(rank), (1024, 16))
-    assert _dim_part.cache_info().misses - before <= 9  # 8 places along tp, and h
+    assert compile_dim.cache_info().misses - before <= 9  # 8 places along tp, and h
 
 
 def test_sizes_of_the_real_world_cost_nothing():

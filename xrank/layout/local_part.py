@@ -1,8 +1,4 @@
-"""Local parts: what one rank holds of one tensor, as nests from its local elements to the global ones.
-
-Everything is one function: a dim's tree compiles to (global size, local size, nests over its indices), and dims combine
-as a product does, so that a new kind of node is one more case of `_compile`.
-"""
+"""Local parts: what one rank holds of one tensor, as nests from its local elements to the global ones."""
 
 from __future__ import annotations
 
@@ -10,22 +6,17 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
-from typing import TypeAlias
 
-from xrank.errors import IncompleteError, LayoutError
+from xrank.errors import LayoutError
+from xrank.layout.binding import bind, checked_shape, checked_sizes, count_names_of_dim, names_of_dim
+from xrank.layout.dim_part import DimPart, Places, Sizes, compile_dim, product_of
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.nests import Nest, canonical, restrict
-from xrank.layout.notation import Node, Size, Split, SplitKind, axes_of, render, render_dim, size_names_of
+from xrank.layout.nests import Nest
+from xrank.layout.notation import LayoutTree, Where, axes_of
+from xrank.layout.soundness import check_sound
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["DimPart", "LocalPart", "infer_shape", "local_part"]
-
-Places: TypeAlias = tuple[tuple[str, int, int], ...]
-"""(axis, its length, the rank's coordinate along it) for each axis that matters: the key of the memo."""
-
-Sizes: TypeAlias = tuple[tuple[str, int], ...]
-"""(name, size) for each named size."""
+__all__ = ["LocalPart", "dim_parts", "holds", "local_part", "places_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,136 +24,90 @@ class LocalPart:
     """What a rank holds of one tensor.
 
     Args:
-        shape: the local shape.
+        shape: the local shape, pads included.
         nests: canonical; x is the element's row-major address in the local shape, y in the global shape. None for an
-            empty shard, whose shape has a 0.
+            empty shard, whose shape has a 0. Local elements that no nest names are padding.
+        sums: axes along which the ranks hold addends of the tensor. Where there are any, the elements are no values
+            yet: a caller adds them up over these axes, or refuses.
     """
 
     shape: tuple[int, ...]
     nests: tuple[Nest, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DimPart:
-    """One dim compiled for one place: x of its nests is an index of the local dim, y of the global one."""
-
-    global_size: int
-    local_size: int
-    nests: tuple[Nest, ...]
+    sums: tuple[str, ...] = ()
 
 
 def local_part(
-    layout: TensorLayout, mesh: DeviceMesh, coordinate: Mapping[str, int], shape: Sequence[int]
-) -> LocalPart:
-    """Return what the rank at a coordinate holds of a tensor.
+    layout: TensorLayout,
+    mesh: DeviceMesh,
+    coordinate: Mapping[str, int],
+    shape: Sequence[int],
+    *,
+    sizes: Mapping[str, int] | None = None,
+) -> LocalPart | None:
+    """Return what the rank at a coordinate holds of a tensor; None if the layout's "where" leaves the rank out.
 
     Args:
         layout: how the tensor is cut.
         mesh: the mesh that gives the axes their lengths; the layout's own, if it has one.
         coordinate: the rank's place along the mesh's axes, as `DeviceMesh.coordinate` gives it.
-        shape: the tensor's global shape.
+        shape: the tensor's global shape; of a flat layout the number of its members' elements together.
+        sizes: sizes by name, for names that the shape does not tell.
 
     Raises:
-        LayoutError: the layout fits neither the mesh nor the shape, or an even split does not divide.
+        LayoutError: the layout fits neither the mesh nor the shape, a size is not known, or an even split does not
+            divide.
     """
-    if layout.device_mesh is not None and layout.device_mesh != mesh:
+    lengths, places = places_of(layout, mesh, coordinate)
+    if not _is_held(layout.tree, lengths, places):
+        return None
+    known = _relevant(layout.tree, checked_sizes(sizes)) if sizes else ()
+    cutting = tuple(place for place in places if place[0] not in _other_axes(layout.tree))
+    return _layout_part(layout.tree, checked_shape(shape), cutting, known, _count_lengths(layout.tree, lengths))
+
+
+def holds(layout: TensorLayout, mesh: DeviceMesh, coordinate: Mapping[str, int]) -> bool:
+    """Say whether a rank has the tensor at all: what the layout's "where" says; arguments as `local_part`'s."""
+    return not layout.tree.where or _is_held(layout.tree, *places_of(layout, mesh, coordinate))
+
+
+def _is_held(tree: LayoutTree, lengths: Mapping[str, int], places: Places) -> bool:
+    if not tree.where:
+        return True
+    at = {axis: place for axis, _, place in places}
+    return all(_includes(where, at[where.axis], lengths[where.axis]) for where in tree.where)
+
+
+def _includes(where: Where, place: int, length: int) -> bool:
+    first = length - 1 if where.first is None else where.first
+    last = length - 1 if where.last is None else where.last
+    return first <= place <= last
+
+
+def places_of(
+    layout: TensorLayout, mesh: DeviceMesh, coordinate: Mapping[str, int]
+) -> tuple[Mapping[str, int], Places]:
+    """Return the lengths of the axes that a layout may use, and the places along those that it does use.
+
+    Ranks that differ along other axes alone share the compiled part.
+
+    Raises:
+        LayoutError: the layout belongs to another mesh, or the coordinate is none of this one.
+    """
+    if layout.device_mesh is not None and layout.device_mesh is not mesh and layout.device_mesh != mesh:
         raise LayoutError(
             f"the layout {layout} belongs to another mesh", got=mesh.grid, want=f"the mesh {layout.device_mesh.grid!r}"
         )
-    return _layout_part(layout.dims, _checked_shape(shape), _places(layout, mesh, coordinate))
-
-
-def infer_shape(layout: TensorLayout, mesh: DeviceMesh, local_shapes: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """Return the global shape of a tensor from the local shapes that ranks hold.
-
-    The ranks given must reach every place along the axes that cut the tensor; along other axes they may be any.
-
-    Args:
-        layout: how the tensor is cut.
-        mesh: the mesh of the ranks.
-        local_shapes: rank -> its local shape.
-
-    Raises:
-        IncompleteError: no rank is given for some place.
-        LayoutError: ranks at one place disagree, or the shapes are not those that the layout gives.
-    """
-    shapes = {rank: _checked_shape(shape) for rank, shape in local_shapes.items()}
-    coordinates = {rank: mesh.coordinate(rank) for rank in shapes}
-    for rank, shape in shapes.items():
-        if len(shape) != len(layout.dims):
-            raise LayoutError(
-                f"rank {rank}'s local shape {shape} has not the dims of the layout {layout}",
-                rank=rank,
-                got=f"{len(shape)} dims",
-                want=f"{len(layout.dims)} dims",
-            )
-    if not shapes:
-        raise IncompleteError(f"no rank's local shape is given for the layout {layout}", want="one rank or more")
-    inferred = tuple(_inferred_size(layout, i, mesh, shapes, coordinates) for i in range(len(layout.dims)))
-    for rank, shape in shapes.items():
-        expected = local_part(layout, mesh, coordinates[rank], inferred).shape
-        if shape != expected:
-            raise LayoutError(
-                f"rank {rank}'s local shape is not the one that the layout {layout} gives for {inferred}",
-                rank=rank,
-                got=str(shape),
-                want=str(expected),
-                next_step="correct the layout, or the mesh's order of ranks",
-            )
-    return inferred
-
-
-def _inferred_size(
-    layout: TensorLayout,
-    dim: int,
-    mesh: DeviceMesh,
-    shapes: Mapping[int, tuple[int, ...]],
-    coordinates: Mapping[int, Mapping[str, int]],
-) -> int:
-    """Return a dim's global size: the sum of the local sizes over the places along the axes that cut it."""
-    axes = axes_of(layout.dims[dim])
-    lengths = [mesh.axis_length(axis) for axis in axes]
-    holders: dict[tuple[int, ...], int] = {}  # place -> the first rank there
-    for rank, shape in shapes.items():
-        place = tuple(coordinates[rank][axis] for axis in axes)
-        first = holders.setdefault(place, rank)
-        if shapes[first][dim] != shape[dim]:
-            raise LayoutError(
-                f"ranks {first} and {rank} hold the same part of dim {dim} of the layout {layout}, with other sizes",
-                rank=rank,
-                got=f"rank {first}: {shapes[first]}, rank {rank}: {shape}",
-                want="equal sizes of that dim",
-                next_step="correct the layout, or the mesh's order of ranks",
-            )
-    for place in product(*(range(length) for length in lengths)):
-        if place not in holders:
-            where = ", ".join(f"{axis}={at}" for axis, at in zip(axes, place, strict=True))
-            raise IncompleteError(
-                f"no rank's local shape is given at {where}, which dim {dim} of the layout {layout} needs",
-                got=f"ranks {sorted(shapes)[:16]}",
-                want=f"a rank at {where}",
-            )
-    return sum(shapes[rank][dim] for rank in holders.values())
-
-
-def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        sizes = tuple(operator.index(size) for size in shape)
-    except TypeError:
-        raise LayoutError("a shape is no sequence of integers", got=repr(shape)[:200], want="such as (4, 8)") from None
-    if any(size < 0 for size in sizes):
-        raise LayoutError(f"the shape {sizes} has a negative size", got=str(sizes), want="sizes of 0 or more")
-    return sizes
-
-
-def _places(layout: TensorLayout, mesh: DeviceMesh, coordinate: Mapping[str, int]) -> Places:
-    """Return the places along the axes of the layout alone: ranks that differ elsewhere share the compiled part."""
+    lengths = _lengths(mesh, layout.view_mesh)
+    if layout.view_mesh is not None:
+        coordinate = {**coordinate, **layout.view_mesh.coordinate(mesh.rank_at(coordinate))}
     places: list[tuple[str, int, int]] = []
-    for axis in (axis for axes in layout.axes for axis in axes):
-        length = mesh.axis_length(axis)
+    for axis in (*(axis for axes in layout.axes for axis in axes), *_other_axes(layout.tree)):
+        if axis not in lengths:
+            mesh.axis_length(axis)
+        length = lengths[axis]
         if axis not in coordinate:
             raise LayoutError(
-                f"a coordinate does not say where the rank is along {axis!r}, which cuts the layout {layout}",
+                f"a coordinate does not say where the rank is along {axis!r}, which the layout {layout} uses",
                 got=str(dict(coordinate)),
                 want=f"{axis}=0 to {axis}={length - 1}",
             )
@@ -174,91 +119,62 @@ def _places(layout: TensorLayout, mesh: DeviceMesh, coordinate: Mapping[str, int
                 want=f"0 to {length - 1}",
             )
         places.append((axis, length, place))
-    return tuple(places)
+    if layout.device_mesh is None:
+        _check_sound_on(layout.tree, tuple(lengths.items()))
+    return lengths, tuple(places)
 
 
-def _bound(dims: tuple[Node, ...], shape: tuple[int, ...]) -> dict[str, int]:
-    """Return the sizes that the names of a layout have when it meets a global shape."""
-    if len(dims) != len(shape):
-        raise LayoutError(
-            f"the layout {render(dims)} does not fit the shape {shape}: {len(dims)} dims for {len(shape)}",
-            got=f"shape {shape}",
-            want=f"{len(dims)} dims",
-        )
-    bound: dict[str, int] = {}
-    for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
-        node = dim
-        while isinstance(node, Split):
-            node = node.of
-        known = node.value if isinstance(node.value, int) else bound.setdefault(node.value, size)
-        if known != size:
-            raise LayoutError(
-                f"the layout {render(dims)} does not fit the shape {shape}: dim {i}, {render_dim(dim)}, "
-                f"is {known} in the layout and {size} in the shape",
-                got=f"{size} in dim {i} of shape {shape}",
-                want=str(known),
-            )
-    return bound
+@lru_cache(maxsize=4096)
+def _check_sound_on(tree: LayoutTree, lengths: Sizes) -> None:
+    check_sound(tree, dict(lengths))
+
+
+@lru_cache(maxsize=64)
+def _lengths_of(
+    shape: tuple[int, ...], names: tuple[str, ...], view_shape: tuple[int, ...], view_names: tuple[str, ...]
+) -> Mapping[str, int]:
+    return {**dict(zip(names, shape, strict=True)), **dict(zip(view_names, view_shape, strict=True))}
+
+
+def _lengths(mesh: DeviceMesh, view: DeviceMesh | None) -> Mapping[str, int]:
+    if view is None:
+        return _lengths_of(mesh.shape, mesh.axis_names, (), ())
+    return _lengths_of(mesh.shape, mesh.axis_names, view.shape, view.axis_names)
+
+
+def _other_axes(tree: LayoutTree) -> tuple[str, ...]:
+    """Return the axes that a layout uses without a cut."""
+    if not tree.where and not tree.sums:
+        return ()
+    return (*(where.axis for where in tree.where), *tree.sums)
+
+
+def _relevant(tree: LayoutTree, sizes: Mapping[str, int]) -> Sizes:
+    names = dict.fromkeys(name for dim in tree.dims for name in (*names_of_dim(dim), *count_names_of_dim(dim)))
+    return tuple((name, sizes[name]) for name in names if name in sizes)
+
+
+def _count_lengths(tree: LayoutTree, lengths: Mapping[str, int]) -> Sizes:
+    """Return the axes in counts with their lengths."""
+    names = [name for dim in tree.dims for name in count_names_of_dim(dim) if name in lengths]
+    return tuple((name, lengths[name]) for name in names)
 
 
 @lru_cache(maxsize=16_384)
-def _layout_part(dims: tuple[Node, ...], shape: tuple[int, ...], places: Places) -> LocalPart:
+def _layout_part(
+    tree: LayoutTree, shape: tuple[int, ...], places: Places, sizes: Sizes, count_lengths: Sizes
+) -> LocalPart:
     """Compile a whole layout: its dims, major first, combined as a product."""
-    bound = _bound(dims, shape)
+    bound = bind(tree, shape, dict(count_lengths), dict(sizes))
+    parts = dim_parts(tree, bound, places)
+    return LocalPart(tuple(part.local_size for part in parts), product_of(parts).nests, tree.sums)
+
+
+def dim_parts(tree: LayoutTree, bound: Mapping[str, int], places: Places) -> list[DimPart]:
+    """Return the compiled dims of a layout whose names are all bound."""
     parts = []
-    for dim in dims:
+    for dim in tree.dims:
         axes = axes_of(dim)
-        sizes = tuple((name, bound[name]) for name in dict.fromkeys(size_names_of(dim)))
-        parts.append(_dim_part(dim, sizes, tuple(place for place in places if place[0] in axes)))
-    whole = DimPart(1, 1, (Nest(0, 0),))
-    for part in parts:
-        whole = _product(whole, part)
-    return LocalPart(tuple(part.local_size for part in parts), tuple(canonical(nest) for nest in whole.nests))
-
-
-@lru_cache(maxsize=16_384)
-def _dim_part(dim: Node, sizes: Sizes, places: Places) -> DimPart:
-    """Compile one dim, remembered by its text and by the sizes and places that it depends on, and nothing else."""
-    return _compile(dim, dict(sizes), {axis: (length, place) for axis, length, place in places})
-
-
-def _compile(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[int, int]]) -> DimPart:
-    match node:
-        case Size(value):
-            size = value if isinstance(value, int) else sizes[value]
-            nests = (canonical(Nest(0, 0, ((size, 1, 1),))),) if size else ()
-            return DimPart(size, size, nests)
-        case Split(of, axis, kind):
-            inner = _compile(of, sizes, places)
-            length, place = places[axis]
-            if kind == "/" and inner.local_size % length:
-                raise LayoutError(
-                    f"{render_dim(node)}: {inner.local_size} does not divide by {length}, the length of {axis!r}",
-                    got=f"{inner.local_size} positions over {length} ranks",
-                    want=f"a multiple of {length}",
-                    next_step=f'write "/~{axis}" if the last ranks hold less',
-                )
-            low, high = _cut(kind, inner.local_size, length, place)
-            kept = (piece for nest in inner.nests for piece in restrict(nest, low, high))
-            return DimPart(inner.global_size, high - low, tuple(Nest(x - low, y, loops) for x, y, loops in kept))
-
-
-def _cut(kind: SplitKind, size: int, length: int, place: int) -> tuple[int, int]:
-    """Return the range of local positions that a split keeps at a place."""
-    chunk = size // length if kind == "/" else -(-size // length)
-    return min(place * chunk, size), min((place + 1) * chunk, size)
-
-
-def _product(major: DimPart, minor: DimPart) -> DimPart:
-    """Combine two index spaces: local and global addresses each grow by the minor one's size."""
-    local_size, global_size = minor.local_size, minor.global_size
-    nests = tuple(
-        Nest(
-            a.x * local_size + b.x,
-            a.y * global_size + b.y,
-            (*((n, xs * local_size, ys * global_size) for n, xs, ys in a.loops), *b.loops),
-        )
-        for a in major.nests
-        for b in minor.nests
-    )
-    return DimPart(major.global_size * global_size, major.local_size * local_size, nests)
+        sizes = tuple((name, bound[name]) for name in (*names_of_dim(dim), *count_names_of_dim(dim)))
+        parts.append(compile_dim(dim, sizes, tuple(place for place in places if place[0] in axes)))
+    return parts

@@ -1,41 +1,39 @@
-"""The notation: text to a tree of dims and back. What the trees mean stands in `xrank.layout.local_part`.
+"""The notation's trees: what a layout's text becomes, and the one text that each tree prints as.
 
-The grammar read so far, blanks between tokens allowed:
-
-    layout  = "[" [ dim { "," dim } ] "]"                              [] is a 0-d tensor
-    dim     = size { split }
-    split   = ("/" | "/~") axis                                        even | ceil chunks, as torch.chunk cuts
-    size    = integer | name                                           bound when the layout meets a shape
-    axis    = name
-    name    = a letter or "_", then letters, digits, "_" and "."
-
-The full grammar also has products, parts, pad, flat, other splits and clauses. Their tokens are known here, so that
-meeting one is told apart from a typing error. Adding a construct is one more node class, one more case in `children`
-and `render`, and its rule in `_Reader`.
+What the trees mean stands in `xrank.layout.dim_part`; the grammar stands in `xrank.layout.parser`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
-
-from xrank.errors import LayoutError
+from typing import Literal, TypeAlias
 
 __all__ = [
     "MAX_CHARACTERS",
     "MAX_DEPTH",
     "MAX_SIZE",
+    "Count",
+    "Flat",
+    "LayoutTree",
+    "Member",
     "Node",
+    "Pad",
+    "Part",
+    "Parts",
+    "Product",
     "Size",
     "Split",
     "SplitKind",
+    "Where",
     "axes_of",
-    "parse",
+    "children",
+    "count_names_of",
     "render",
+    "render_count",
     "render_dim",
     "size_names_of",
+    "walk",
 ]
 
 MAX_CHARACTERS = 10_000
@@ -47,7 +45,10 @@ MAX_DEPTH = 32
 MAX_SIZE = (1 << 63) - 1
 """The largest integer read: element addresses are 64-bit numbers."""
 
-SplitKind: TypeAlias = Literal["/", "/~"]
+SplitKind: TypeAlias = Literal["/", "/~", "/="]
+
+Count: TypeAlias = tuple[int | str, ...]
+"""Factors of a number of positions: integers, sizes, or axes, which stand for their length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,37 +59,109 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """Dims as digits of one dim, major first; none of the factors is a product itself."""
+
+    factors: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the dims that lie end to end in `Parts`."""
+
+    name: str
+    of: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Dims laid end to end, locally and globally."""
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """A dim whose local size is rounded up to a multiple; what is added stands for no element."""
+
+    of: Node
+    multiple: Count
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
-    """A range of the local positions of what stands before it, one for each coordinate along an axis."""
+    """A range of the local positions of what stands before it, one for each coordinate along an axis.
+
+    Args:
+        of: what is cut.
+        axis: the axis whose coordinate chooses the range.
+        kind: ``/`` equal ranges, ``/~`` ceil chunks, ``/=`` balanced ranges.
+        unit: cuts are made at multiples of it only.
+        sizes: the ranges' sizes one by one, where they are listed; the kind is ``/`` then.
+    """
 
     of: Node
     axis: str
     kind: SplitKind
+    unit: Count | None = None
+    sizes: tuple[Count, ...] | None = None
 
 
-Node: TypeAlias = Size | Split
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A tensor whose local elements lie in a flat buffer, row-major."""
+
+    name: str
+    dims: tuple[Node, ...]
 
 
-def parse(text: str) -> tuple[Node, ...]:
-    """Read a layout's text into one node a dim.
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Tensors' local elements end to end in one dim, padded at the end; the one dim of its layout."""
 
-    Raises:
-        LayoutError: the text is none; names the text, the place and what was expected there.
+    members: tuple[Member, ...]
+    multiple: Count | None = None
+
+
+Node: TypeAlias = Size | Product | Parts | Pad | Split | Flat
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The places along an axis whose ranks hold the tensor: first to last, both included; None is the last place."""
+
+    axis: str
+    first: int | None
+    last: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutTree:
+    """A whole layout: its dims, and its clauses.
+
+    Args:
+        dims: one node a dim.
+        view: the view of the mesh whose axes it may use besides the mesh's own.
+        where: the ranks that hold the tensor; each axis at most once. Every rank, if empty.
+        sums: axes along which the ranks hold addends.
     """
-    if not isinstance(text, str):
-        raise LayoutError("a layout is not text", got=type(text).__name__, want='text such as "[f/tp, h]"')
-    if len(text) > MAX_CHARACTERS:
-        raise LayoutError(
-            f"the layout {_shown(text[:40])!r}... is too long",
-            got=f"{len(text)} characters",
-            want=f"at most {MAX_CHARACTERS}",
-        )
-    return _Reader(text).layout()
+
+    dims: tuple[Node, ...]
+    view: str | None = None
+    where: tuple[Where, ...] = ()
+    sums: tuple[str, ...] = ()
 
 
-def render(dims: tuple[Node, ...]) -> str:
-    """Return the one text of these dims; `parse` gives them back."""
-    return "[" + ", ".join(render_dim(dim) for dim in dims) + "]"
+def render(tree: LayoutTree) -> str:
+    """Return the one text of a layout; `parse` gives the tree back."""
+    dims = tree.dims
+    # A flat layout's one dim has no brackets: they stand in it, around its members' dims.
+    text = render_dim(dims[0]) if len(dims) == 1 and _is_flat(dims[0]) else _bracketed(dims)
+    if tree.view is not None:
+        text += f" in {tree.view}"
+    if tree.where:
+        text += " where " + ", ".join(f"{where.axis}={_place(where)}" for where in tree.where)
+    return text + "".join(f" sum({axis})" for axis in tree.sums)
 
 
 def render_dim(node: Node) -> str:
@@ -96,8 +169,46 @@ def render_dim(node: Node) -> str:
     match node:
         case Size(value):
             return str(value)
-        case Split(of, axis, kind):
-            return f"{render_dim(of)}{kind}{axis}"
+        case Product(factors):
+            return " ".join(_term(factor) for factor in factors)
+        case Parts(parts):
+            return "<" + " | ".join(f"{part.name}: {render_dim(part.of)}" for part in parts) + ">"
+        case Pad(of, multiple):
+            return f"pad({render_dim(of)}, {render_count(multiple)})"
+        case Split(of, axis, kind, unit, sizes):
+            text = f"{_term(of)}{kind}{axis}"
+            if unit is not None:
+                text += f"%{render_count(unit)}"
+            return text if sizes is None else text + "{" + ",".join(map(render_count, sizes)) + "}"
+        case Flat(members, multiple):
+            inner = [f"{member.name} {_bracketed(member.dims)}" for member in members]
+            return "flat(" + ", ".join(inner if multiple is None else [*inner, f"pad {render_count(multiple)}"]) + ")"
+
+
+def render_count(count: Count) -> str:
+    """Return the text of a count."""
+    return "*".join(map(str, count))
+
+
+def _term(node: Node) -> str:
+    # A split binds tighter than a product, so a product that is cut, or is a factor, stands in parentheses.
+    return f"({render_dim(node)})" if isinstance(node, Product) else render_dim(node)
+
+
+def _bracketed(dims: tuple[Node, ...]) -> str:
+    return "[" + ", ".join(render_dim(dim) for dim in dims) + "]"
+
+
+def _place(where: Where) -> str:
+    if where.first is None:
+        return "last"
+    return str(where.first) if where.first == where.last else f"{where.first}..{where.last}"
+
+
+def _is_flat(node: Node) -> bool:
+    while isinstance(node, Split):
+        node = node.of
+    return isinstance(node, Flat)
 
 
 def children(node: Node) -> tuple[Node, ...]:
@@ -105,140 +216,46 @@ def children(node: Node) -> tuple[Node, ...]:
     match node:
         case Size():
             return ()
-        case Split(of):
+        case Product(factors):
+            return factors
+        case Parts(parts):
+            return tuple(part.of for part in parts)
+        case Pad(of) | Split(of):
             return (of,)
+        case Flat(members):
+            return tuple(dim for member in members for dim in member.dims)
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """Yield the nodes of a tree, each after those below it, in the order of the text."""
+    for child in children(node):
+        yield from walk(child)
+    yield node
 
 
 def axes_of(node: Node) -> tuple[str, ...]:
-    """Return the axes that cut a dim, in the order of cutting; one that cuts twice is there twice."""
-    below = tuple(axis for child in children(node) for axis in axes_of(child))
-    return (*below, node.axis) if isinstance(node, Split) else below
+    """Return the axes that cut a dim, each once, in the order of cutting."""
+    return tuple(dict.fromkeys(below.axis for below in walk(node) if isinstance(below, Split)))
 
 
 def size_names_of(node: Node) -> tuple[str, ...]:
-    """Return the sizes of a dim that are names, in the order of the text."""
-    if isinstance(node, Size):
-        return (node.value,) if isinstance(node.value, str) else ()
-    return tuple(name for child in children(node) for name in size_names_of(child))
+    """Return the sizes of a dim that are names, each once, in the order of the text."""
+    values = (below.value for below in walk(node) if isinstance(below, Size))
+    return tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
 
 
-class _Token(NamedTuple):
-    kind: str  # "name", "integer", "end", "other" (no token at all), or the text itself
-    text: str
-    position: int
+def count_names_of(node: Node) -> tuple[str, ...]:
+    """Return the names in a dim's counts, each once: sizes, or axes that stand for their length."""
+    factors = (factor for below in walk(node) for count in _counts(below) for factor in count)
+    return tuple(dict.fromkeys(factor for factor in factors if isinstance(factor, str)))
 
 
-_TOKEN = re.compile(
-    r"(?P<blank>[ \t\r\n]+)|(?P<name>[A-Za-z_][A-Za-z0-9_.]*)|(?P<integer>[0-9]+)"
-    r"|(?P<mark>/~|/=|[\[\],/(){}<>|:*%=+]|\.\.)|(?P<other>.)",
-    re.DOTALL,
-)
-
-_LATER = {
-    "(": "a group, pad(...) or flat(...)",
-    "<": "parts",
-    "|": "parts",
-    ":": "parts",
-    "/=": "a balanced split",
-    "{": "listed sizes or a name's brace",
-    "%": "a split at multiples",
-    "*": "a count",
-}
-"""Marks of the full grammar that no rule here takes."""
-
-
-def _tokens(text: str) -> Iterator[_Token]:
-    for match in _TOKEN.finditer(text):
-        kind = match.lastgroup or "other"
-        if kind != "blank":
-            yield _Token(match[0] if kind == "mark" else kind, match[0], match.start())
-    yield _Token("end", "", len(text))
-
-
-class _Reader:
-    """Reads tokens one way, one rule of the grammar a method; the last token is always "end" and never passed."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._tokens = list(_tokens(text))
-        self._index = 0
-
-    @property
-    def _next(self) -> _Token:
-        return self._tokens[self._index]
-
-    def layout(self) -> tuple[Node, ...]:
-        self._take("[", 'a layout, which begins with "["')
-        dims: list[Node] = []
-        if self._next.kind != "]":
-            dims.append(self._dim())
-            while self._next.kind == ",":
-                self._index += 1
-                dims.append(self._dim())
-        self._take("]", '"/", "/~", "," or "]"' if dims else 'a size or "]"')
-        self._take("end", "the end of the text")
-        return tuple(dims)
-
-    def _dim(self) -> Node:
-        node: Node = self._size()
-        depth = 1
-        while self._next.kind in ("/", "/~"):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise self._refusal(f"at most {MAX_DEPTH - 1} splits in one dim")
-            kind: SplitKind = "/" if self._next.kind == "/" else "/~"
-            self._index += 1
-            node = Split(node, self._take("name", "an axis").text, kind)
-        return node
-
-    def _size(self) -> Size:
-        want = "a size, which is an integer or a name"
-        if self._next.kind == "name":
-            return Size(self._take("name", want).text)
-        token = self._next
-        # A long run of digits is refused by its length: int() of thousands of digits is slow, and refused by Python.
-        if token.kind == "integer" and (len(token.text) > 19 or int(token.text) > MAX_SIZE):
-            raise self._refusal(f"an integer up to {MAX_SIZE}")
-        value = int(self._take("integer", want).text)
-        following = self._next
-        if following.kind == "name" and following.position == token.position + len(token.text):
-            raise self._refusal(f'a blank or another mark after the integer "{token.text}"')
-        return Size(value)
-
-    def _take(self, kind: str, want: str) -> _Token:
-        token = self._next
-        if token.kind != kind:
-            raise self._refusal(want)
-        if kind != "end":
-            self._index += 1
-        return token
-
-    def _refusal(self, want: str) -> LayoutError:
-        """Return the error that the next token is not what the grammar wants there."""
-        token = self._next
-        before, after = self._text[: token.position], self._text[token.position :]
-        found = "the text ends" if token.kind == "end" else f"{_shown(token.text[:40])!r} stands"
-        # A long text is shown around the place only.
-        shown = ("..." if len(before) > 60 else "") + before[-60:] + ">>>" + after[:40]
-        return LayoutError(
-            f"a layout cannot be read: {found} at position {token.position} of '{_shown(shown)}', not {want}",
-            got=f"'{_shown(shown)}', position {token.position}",
-            want=want,
-            next_step=self._hint(token),
-        )
-
-    def _hint(self, token: _Token) -> str | None:
-        before = self._tokens[self._index - 1].kind if self._index else ""
-        later = _LATER.get(token.kind)
-        if self._index and token.kind in ("name", "integer") and before in ("name", "integer"):
-            later = "a product of sizes"
-        elif before == "]" and token.kind == "name":
-            later = "a clause"
-        elif not self._index and token.text == "flat":
-            later = "flat(...)"
-        return None if later is None else f"write it otherwise: {later} cannot be used in a layout yet"
-
-
-def _shown(text: str) -> str:
-    """Return the text with everything that a terminal would not print as it is written as an escape."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+def _counts(node: Node) -> tuple[Count, ...]:
+    match node:
+        case Pad(_, multiple):
+            return (multiple,)
+        case Split(unit=unit, sizes=sizes):
+            return (*(() if unit is None else (unit,)), *(sizes or ()))
+        case Flat(multiple=multiple):
+            return () if multiple is None else (multiple,)
+    return ()

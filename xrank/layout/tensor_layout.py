@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from xrank.errors import LayoutError
 from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name
-from xrank.layout.notation import Node, Size, Split, axes_of, parse, render, size_names_of
+from xrank.layout.notation import LayoutTree, Node, Size, Split, axes_of, render
+from xrank.layout.parser import parse
+from xrank.layout.soundness import check_sound
 
-__all__ = ["TensorLayout", "free_size_names"]
+__all__ = ["TensorLayout", "axis_lengths", "free_size_names"]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -24,8 +27,15 @@ class TensorLayout:
         LayoutError: an axis cuts twice, is no axis of the mesh, or has the name of a size.
     """
 
-    dims: tuple[Node, ...]
+    tree: LayoutTree
+    """The layout as the notation has it."""
     device_mesh: DeviceMesh | None
+    view_mesh: DeviceMesh | None
+    """The view of the mesh that the layout names, once both are known; its axes come besides the mesh's."""
+    dims: tuple[Node, ...] = field(compare=False)
+    """One node a dim."""
+    axes: tuple[tuple[str, ...], ...] = field(compare=False)
+    """Per dim the axes that cut it, in the order of cutting; none for a dim that every rank holds whole."""
 
     def __init__(self, axes: Sequence[str | None], device_mesh: DeviceMesh | None = None) -> None:
         if isinstance(axes, str):
@@ -51,7 +61,7 @@ class TensorLayout:
             Size(name) if entry is None else Split(Size(name), entry, "/")
             for name, entry in zip(names, entries, strict=True)
         )
-        self._fill(dims, device_mesh)
+        self._fill(LayoutTree(dims), device_mesh, None)
 
     @classmethod
     def from_dims(cls, dims: Iterable[Node], device_mesh: DeviceMesh | None = None) -> TensorLayout:
@@ -60,25 +70,41 @@ class TensorLayout:
         Raises:
             LayoutError: also if no text says these dims, which trees made by hand can be.
         """
-        trees = tuple(dims)
-        text = render(trees)
-        if parse(text) != trees:
-            raise LayoutError(f"no layout's text says these dims: {text[:200]!r}", got=repr(trees)[:200])
-        return cls._of(trees, device_mesh)
+        return cls.from_tree(LayoutTree(tuple(dims)), device_mesh)
 
     @classmethod
-    def _of(cls, dims: tuple[Node, ...], device_mesh: DeviceMesh | None) -> TensorLayout:
+    def from_tree(cls, tree: LayoutTree, device_mesh: DeviceMesh | None = None) -> TensorLayout:
+        """Return the layout of a whole tree; as `from_dims`."""
+        text = None
+        try:
+            text = render(tree)
+            if parse(text) == tree:
+                return cls._of(tree, device_mesh, None)
+        except RecursionError:
+            pass
+        raise LayoutError(f"no layout's text says these dims: {str(text)[:200]!r}", got=repr(text)[:200])
+
+    @classmethod
+    def parse(
+        cls, text: str, device_mesh: DeviceMesh | None = None, views: Mapping[str, DeviceMesh] | None = None
+    ) -> TensorLayout:
+        """Read a layout's text, such as ``"[f/tp/~dp, h]"``; the mesh and its views are attached if given."""
+        layout = _parsed(text) if isinstance(text, str) else cls._of(parse(text), None, None)
+        return layout if device_mesh is None else layout.with_mesh(device_mesh, views)
+
+    @classmethod
+    def _of(cls, tree: LayoutTree, device_mesh: DeviceMesh | None, view_mesh: DeviceMesh | None) -> TensorLayout:
         layout = object.__new__(cls)
-        layout._fill(dims, device_mesh)
+        layout._fill(tree, device_mesh, view_mesh)
         return layout
 
-    @classmethod
-    def parse(cls, text: str, device_mesh: DeviceMesh | None = None) -> TensorLayout:
-        """Read a layout's text, such as ``"[f/tp/~dp, h]"``."""
-        return cls._of(parse(text), device_mesh)
+    def with_mesh(self, device_mesh: DeviceMesh, views: Mapping[str, DeviceMesh] | None = None) -> TensorLayout:
+        """Return this layout on a mesh; one that has another mesh already is refused, as Keras does.
 
-    def with_mesh(self, device_mesh: DeviceMesh) -> TensorLayout:
-        """Return this layout on a mesh; one that has another mesh already is refused, as Keras does."""
+        Args:
+            device_mesh: the mesh.
+            views: its views by name; the one that the layout names must be there.
+        """
         if self.device_mesh == device_mesh:
             return self
         if self.device_mesh is not None:
@@ -86,24 +112,51 @@ class TensorLayout:
                 "Cannot override device mesh value. Existing value is "
                 f"{self.device_mesh.grid!r}, the new one {device_mesh.grid!r}"
             )
-        return self._of(self.dims, device_mesh)
-
-    @property
-    def axes(self) -> tuple[tuple[str, ...], ...]:
-        """Per dim the axes that cut it, in the order of cutting; none for a dim that every rank holds whole."""
-        return tuple(axes_of(dim) for dim in self.dims)
+        view_mesh = None
+        if self.tree.view is not None:
+            view_mesh = (views or {}).get(self.tree.view)
+            if view_mesh is None:
+                raise LayoutError(
+                    f"the mesh has no view {self.tree.view!r}, which the layout {self} names",
+                    got=f"views {sorted(views or {})}",
+                    want=repr(self.tree.view),
+                    next_step="name a view of the mesh, or leave the clause out to use the mesh itself",
+                )
+            if set(view_mesh.ranks) != set(device_mesh.ranks):
+                raise LayoutError(
+                    f"the view {self.tree.view!r} has not the ranks of the mesh {device_mesh.grid!r}",
+                    got=f"{view_mesh.size} ranks, {view_mesh.grid}",
+                    want=f"the same {device_mesh.size} ranks",
+                )
+        return self._of(self.tree, device_mesh, view_mesh)
 
     def __str__(self) -> str:
-        return render(self.dims)
+        return render(self.tree)
 
     def __repr__(self) -> str:
         mesh = "" if self.device_mesh is None else f", mesh {self.device_mesh.grid!r}"
         return f"<TensorLayout {self}{mesh}>"
 
-    def _fill(self, dims: tuple[Node, ...], device_mesh: DeviceMesh | None) -> None:
-        _check(dims, device_mesh)
-        object.__setattr__(self, "dims", dims)
+    def _fill(self, tree: LayoutTree, device_mesh: DeviceMesh | None, view_mesh: DeviceMesh | None) -> None:
+        check_sound(tree, None if device_mesh is None else axis_lengths(device_mesh, view_mesh))
+        object.__setattr__(self, "tree", tree)
         object.__setattr__(self, "device_mesh", device_mesh)
+        object.__setattr__(self, "view_mesh", view_mesh)
+        object.__setattr__(self, "dims", tree.dims)
+        object.__setattr__(self, "axes", tuple(axes_of(dim) for dim in tree.dims))
+
+
+def axis_lengths(mesh: DeviceMesh, view: DeviceMesh | None = None) -> dict[str, int]:
+    """Return the axes that a layout may use, with their lengths: the mesh's, and those of the view that it names."""
+    lengths = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    # An axis of one name in both is the view's: the view is what the layout chose.
+    return lengths if view is None else {**lengths, **dict(zip(view.axis_names, view.shape, strict=True))}
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> TensorLayout:
+    """Return the same object for equal texts: a model has a handful of layouts."""
+    return TensorLayout._of(parse(text), None, None)
 
 
 def free_size_names(count: int, taken: Iterable[str]) -> tuple[str, ...]:
@@ -113,29 +166,3 @@ def free_size_names(count: int, taken: Iterable[str]) -> tuple[str, ...]:
     while any(f"{prefix}{i}" in axes for i in range(count)):
         prefix += "d"
     return tuple(f"{prefix}{i}" for i in range(count))
-
-
-def _check(dims: tuple[Node, ...], device_mesh: DeviceMesh | None) -> None:
-    """Refuse a layout that could be read in two ways, or that the mesh cannot have."""
-    text = render(dims)
-    used = [axis for dim in dims for axis in axes_of(dim)]
-    if device_mesh is not None:
-        unknown = [axis for axis in used if axis not in device_mesh.axis_names]
-        if unknown:
-            raise LayoutError(
-                "Invalid axis names for Layout. "
-                f"Valid axis names: {list(device_mesh.axis_names)}, Got {used} in {text}",
-                got=str(unknown),
-                want=f"axes of the mesh {device_mesh.grid!r}",
-            )
-    twice = sorted({axis for axis in used if used.count(axis) > 1})
-    if twice:
-        raise LayoutError(f"the layout {text} is cut twice by {twice[0]!r}", got=text, want="each axis once")
-    sizes = {name for dim in dims for name in size_names_of(dim)}
-    both = sorted(sizes & {*used, *(device_mesh.axis_names if device_mesh else ())})
-    if both:
-        raise LayoutError(
-            f"{both[0]!r} is both a size and an axis in the layout {text}",
-            got=text,
-            want="another name for the size",
-        )

@@ -12,7 +12,8 @@ from itertools import pairwise
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.local_part import infer_shape, local_part
+from xrank.layout.local_part import holds, local_part
+from xrank.layout.shape_inference import infer_shape
 from xrank.plan.planner import ranks_text
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints
@@ -153,6 +154,26 @@ def _by_layout(
             part = local_part(layout, mesh, mesh.coordinate(h.rank), shape)
         except LayoutError as error:
             raise _named(error, name, h) from None
+        if part is None:
+            raise ContradictionError(
+                f"{name}: rank {h.rank} holds a part, and the layout says that it holds none",
+                tensor=name,
+                rank=h.rank,
+                file=h.file,
+                got=f"a part of shape {list(h.shape)}",
+                want=f"none, by {layout} on {mesh.grid}",
+                next_step="check that the layout and mesh are those of the run that wrote the state",
+            )
+        if part.sums:
+            raise LayoutError(
+                f"{name}: its ranks hold addends of a sum over {', '.join(part.sums)}, which are no values to copy",
+                tensor=name,
+                rank=h.rank,
+                file=h.file,
+                got=str(layout),
+                want="parts or replicas",
+                next_step="reduce the tensor before it is saved",
+            )
         if part.shape != h.shape:
             raise ContradictionError(
                 f"{name}: rank {h.rank}'s part does not have the shape that its layout gives it",
@@ -207,7 +228,7 @@ def _check_meshes(name: str, placed: Sequence[tuple[HeldTensor, TensorLayout, De
                     want=f"{other_layout} on {other_mesh.grid}, ranks {_in_order(other_mesh.ranks)}",
                     next_step="all ranks must come from one run; write the states again",
                 )
-            if rank not in holders:
+            if rank not in holders and holds(layout, mesh, mesh.coordinate(rank)):
                 raise IncompleteError(
                     f"{name}: rank {rank} of its mesh holds nothing of it",
                     tensor=name,

@@ -1,0 +1,223 @@
+"""Dims compiled for one place of a mesh: what each node of the notation means.
+
+Everything is one function: a dim's tree compiles to (global size, local size, nests over its indices). Sizes multiply
+in a product, parts lie end to end, a pad adds local positions that no nest names, and a split keeps a range of the
+local positions of what stands before it and counts them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import prod
+from typing import TypeAlias
+
+from xrank.errors import LayoutError
+from xrank.layout.nests import Nest, canonical, restrict
+from xrank.layout.notation import (
+    MAX_SIZE,
+    Count,
+    Flat,
+    Node,
+    Pad,
+    Parts,
+    Product,
+    Size,
+    Split,
+    render_count,
+    render_dim,
+)
+
+__all__ = ["MAX_NESTS", "UNIT", "DimPart", "Places", "Sizes", "compile_dim", "count_of", "cut_bounds", "product_of"]
+
+MAX_NESTS = 1 << 14
+"""Nests that one rank's part of a tensor may have; real layouts have up to a dozen."""
+
+Places: TypeAlias = tuple[tuple[str, int, int], ...]
+"""(axis, its length, the rank's coordinate along it) for each axis that matters: the key of the memo."""
+
+Sizes: TypeAlias = tuple[tuple[str, int], ...]
+"""(name, number) for each name that matters: a size, or an axis in a count and its length."""
+
+
+@dataclass(frozen=True, slots=True)
+class DimPart:
+    """One dim compiled for one place: x of its canonical nests is an index of the local dim, y of the global one."""
+
+    global_size: int
+    local_size: int
+    nests: tuple[Nest, ...]
+
+
+UNIT = DimPart(1, 1, (Nest(0, 0),))
+"""A dim of one index, the empty product."""
+
+
+@lru_cache(maxsize=16_384)
+def compile_dim(dim: Node, sizes: Sizes, places: Places) -> DimPart:
+    """Compile one dim, remembered by its tree and by the sizes and places that it depends on, and nothing else.
+
+    Raises:
+        LayoutError: an even split does not divide, listed sizes do not fit, sizes or nests pass all limits.
+    """
+    return _compile(dim, dict(sizes), {axis: (length, place) for axis, length, place in places})
+
+
+def _compile(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[int, int]]) -> DimPart:
+    match node:
+        case Size(value):
+            size = value if isinstance(value, int) else sizes[value]
+            return DimPart(size, size, (canonical(Nest(0, 0, ((size, 1, 1),))),) if size else ())
+        case Product(factors):
+            return product_of(_compile(factor, sizes, places) for factor in factors)
+        case Parts(parts):
+            return _end_to_end(_compile(part.of, sizes, places) for part in parts)
+        case Pad(of, multiple):
+            return _padded(_compile(of, sizes, places), multiple, sizes)
+        case Split(of, axis):
+            inner = _compile(of, sizes, places)
+            low, high = cut_bounds(node, inner.local_size, *places[axis], sizes)
+            kept = (piece for nest in inner.nests for piece in restrict(nest, low, high))
+            nests = tuple(Nest(x - low, y, loops) for x, y, loops in kept)
+            return _checked(DimPart(inner.global_size, high - low, nests))
+        case Flat(members, multiple):
+            whole = _end_to_end(product_of(_compile(dim, sizes, places) for dim in member.dims) for member in members)
+            return whole if multiple is None else _padded(whole, multiple, sizes)
+
+
+def product_of(parts: Iterable[DimPart]) -> DimPart:
+    """Combine index spaces, major first: local and global indices each grow by the sizes of those that follow."""
+    whole = UNIT
+    for minor in parts:
+        if len(whole.nests) * len(minor.nests) > MAX_NESTS:
+            raise _too_many(len(whole.nests) * len(minor.nests))
+        local_size, global_size = minor.local_size, minor.global_size
+        nests = tuple(
+            canonical(
+                Nest(
+                    a.x * local_size + b.x,
+                    a.y * global_size + b.y,
+                    (*((n, xs * local_size, ys * global_size) for n, xs, ys in a.loops), *b.loops),
+                )
+            )
+            for a in whole.nests
+            for b in minor.nests
+        )
+        whole = _checked(DimPart(whole.global_size * global_size, whole.local_size * local_size, nests))
+    return whole
+
+
+def _end_to_end(parts: Iterable[DimPart]) -> DimPart:
+    """Lay index spaces end to end. Their nests stay apart, also where they touch: a part may have replicas alone."""
+    local_size = global_size = 0
+    nests: list[Nest] = []
+    for part in parts:
+        nests += (Nest(x + local_size, y + global_size, loops) for x, y, loops in part.nests)
+        local_size += part.local_size
+        global_size += part.global_size
+    return _checked(DimPart(global_size, local_size, tuple(nests)))
+
+
+def _padded(part: DimPart, multiple: Count, sizes: Mapping[str, int]) -> DimPart:
+    step = count_of(multiple, sizes)
+    return _checked(DimPart(part.global_size, -(-part.local_size // step) * step, part.nests))
+
+
+def count_of(count: Count, sizes: Mapping[str, int], least: int = 1) -> int:
+    """Return the number that a count stands for; less than `least` is refused."""
+    number = prod(factor if isinstance(factor, int) else sizes[factor] for factor in count)
+    if number < least:
+        raise LayoutError(
+            f"the count {render_count(count)} is {number}", got=str(number), want=f"a number of {least} or more"
+        )
+    return number
+
+
+def cut_bounds(split: Split, size: int, length: int, place: int, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Return the range of local positions that a split of so many keeps at a place.
+
+    Raises:
+        LayoutError: an even split does not divide, or listed sizes do not fit.
+    """
+    unit = 1 if split.unit is None else count_of(split.unit, sizes)
+    if split.sizes is not None:
+        bounds = _listed_bounds(split, size, length, unit, sizes)
+        return bounds[place], bounds[place + 1]
+    if split.kind == "/":
+        if size % (length * unit):
+            raise _uneven(split, size, length, unit)
+        return place * (size // length), (place + 1) * (size // length)
+    units = -(-size // unit)
+    if split.kind == "/~":
+        chunk = -(-units // length)
+        low, high = place * chunk, (place + 1) * chunk
+    else:
+        share, more = divmod(units, length)
+        low, high = (place * share + min(place, more), (place + 1) * share + min(place + 1, more))
+    return min(low * unit, size), min(high * unit, size)
+
+
+def _uneven(split: Split, size: int, length: int, unit: int) -> LayoutError:
+    text = render_dim(split)
+    if size % length:
+        return LayoutError(
+            f"{text}: {size} does not divide by {length}, the length of {split.axis!r}",
+            got=f"{size} positions over {length} ranks",
+            want=f"a multiple of {length}",
+            next_step=f'write "/~{split.axis}" if the last ranks hold less',
+        )
+    return LayoutError(
+        f"{text}: {size // length} positions on each of {length} ranks are no multiple of {unit}",
+        got=f"{size} positions over {length} ranks, {size // length} each",
+        want=f"a multiple of {length * unit}",
+        next_step=f'write "/={split.axis}%{unit}" if some ranks hold a block more than others',
+    )
+
+
+def _listed_bounds(split: Split, size: int, length: int, unit: int, sizes: Mapping[str, int]) -> list[int]:
+    assert split.sizes is not None
+    text = render_dim(split)
+    listed = [count_of(count, sizes, least=0) for count in split.sizes]
+    if len(listed) != length:
+        raise LayoutError(
+            f"{text}: {len(listed)} sizes are listed for {length} ranks along {split.axis!r}",
+            got=f"{len(listed)} sizes",
+            want=f"{length}, the length of {split.axis!r}",
+        )
+    if sum(listed) != size:
+        raise LayoutError(
+            f"{text}: the listed sizes make {sum(listed)} positions of {size}",
+            got=f"{' + '.join(map(str, listed[:16]))}{' ...' if len(listed) > 16 else ''} = {sum(listed)}",
+            want=str(size),
+        )
+    bounds = [0, *accumulate(listed)]
+    for low, high in pairwise(bounds):
+        if high % unit and high != size:
+            raise LayoutError(
+                f"{text}: a cut at {high} is at no multiple of {unit}",
+                got=f"{high - low} positions from {low} on",
+                want=f"cuts at multiples of {unit}",
+            )
+    return bounds
+
+
+def _checked(part: DimPart) -> DimPart:
+    if max(part.global_size, part.local_size) > MAX_SIZE:
+        raise LayoutError(
+            "a layout gives a tensor more elements than addresses can count",
+            got=f"{max(part.global_size, part.local_size):,}",
+            want=f"at most {MAX_SIZE:,}",
+        )
+    if len(part.nests) > MAX_NESTS:
+        raise _too_many(len(part.nests))
+    return part
+
+
+def _too_many(num_nests: int) -> LayoutError:
+    return LayoutError(
+        "a layout cuts one rank's part of a tensor into too many pieces",
+        got=f"{num_nests:,} pieces",
+        want=f"at most {MAX_NESTS:,}",
+    )
