@@ -1,0 +1,30 @@
+"""What tests of messages in memory look at: how much memory this process has of xrank's, and what lies in it."""
+
+import contextlib
+import json
+import os
+
+NBYTES = 1_200_000
+"""Large enough to be lent: more than half of the smallest arena."""
+
+
+def arenas():
+    """The arenas that this process has: its own, and those of others that it maps (a mapping keeps a descriptor)."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return {name for name in found if name.startswith("/memfd:xrank-")}
+
+
+def num_mapped():
+    with open("/proc/self/maps") as maps:
+        return sum("/memfd:xrank-" in line for line in maps)
+
+
+def place_of(receipt):
+    return json.loads(json.loads(receipt)["place"])
+
+
+def holds(buffer, value, nbytes=NBYTES):
+    return bytes(buffer) == bytes([value]) * nbytes

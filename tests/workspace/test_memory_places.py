@@ -1,0 +1,137 @@
+"""Messages in memory: what is not the message that was told is never read; what is left, and what fails."""
+
+import errno
+import fcntl
+import json
+import os
+
+import pytest
+import torch
+
+from tests.workspace.memory_use import NBYTES, arenas, holds, num_mapped, place_of
+from xrank.errors import CorruptError, IncompleteError, NoSpaceError, UsageError
+from xrank.testing.message_contract import filled
+from xrank.workspace import memory_file
+
+# ---- what is not the message that was told
+
+
+def changed(receipt, **changes):
+    told = json.loads(receipt)
+    return json.dumps({**told, "place": json.dumps({**json.loads(told["place"]), **changes})})
+
+
+@pytest.mark.parametrize("part", ["pid", "fd", "device", "inode", "nbytes", "nonce"])
+def test_memory_that_is_not_as_told_is_never_read(writer, reader, part):
+    receipt = writer.publish("", [filled(1, NBYTES)])
+    # The next numbers may lead to the very same: to a thread of this process, to the mapping's own descriptor.
+    wrong = {"nonce": "0" * 32, "pid": 1 << 23, "fd": 1 << 20}.get(part) or place_of(receipt)[part] + 1
+    with pytest.raises(IncompleteError, match="rank 1"):
+        reader.fetch(1, changed(receipt, **{part: wrong}))
+    assert num_mapped() == 1
+    assert holds(reader.fetch(1, receipt)[1][0], 1)
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK])
+def test_memory_whose_size_may_change_is_never_read(writer, reader, seals):
+    receipt = writer.publish("", [filled(1, NBYTES)])
+    place = place_of(receipt)
+    other = os.memfd_create("xrank-" + place["nonce"], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.sendfile(other, place["fd"], 0, place["nbytes"])
+    fcntl.fcntl(other, fcntl.F_ADD_SEALS, seals)
+    told = changed(receipt, fd=other, inode=os.fstat(other).st_ino)
+    with pytest.raises(IncompleteError):
+        reader.fetch(1, told)
+    # It is all that was wrong with it.
+    fcntl.fcntl(other, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    assert holds(reader.fetch(1, told)[1][0], 1)
+    os.close(other)
+
+
+def test_a_file_on_disk_or_of_another_user_is_never_read(writer, reader, tmp_path, monkeypatch):
+    receipt = writer.publish("", [filled(1, NBYTES)])
+    place = place_of(receipt)
+    on_disk = os.open(tmp_path / f"xrank-{place['nonce']}", os.O_RDWR | os.O_CREAT)
+    os.sendfile(on_disk, place["fd"], 0, place["nbytes"])
+    status = os.fstat(on_disk)
+    with pytest.raises(IncompleteError):
+        reader.fetch(1, changed(receipt, fd=on_disk, inode=status.st_ino, device=status.st_dev))
+    os.close(on_disk)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_file.os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(IncompleteError):
+            reader.fetch(1, receipt)
+
+
+def test_memory_of_another_host_is_an_error_that_names_it(writer, reader):
+    receipt = writer.publish("", [filled(1, 10)])
+    with pytest.raises(UsageError, match=r"rank 1 .*node7") as caught:
+        reader.fetch(1, changed(receipt, space="elsewhere", host="node7", inode=1))
+    assert "workspace_path" in caught.value.next_step
+
+
+@pytest.mark.parametrize("part", ["place", "number", "kept", "table"])
+def test_a_receipt_that_was_changed_gives_no_message(writer, reader, part):
+    told = json.loads(writer.publish("", [filled(1, 1000)]))
+    without = {key: value for key, value in told.items() if key != part}
+    wrong = [None, "x", [], {}, -1, 1 << 70, ["x"], [1], [None, 1], [-8, 16], [0, 1 << 40], [64, 3]]
+    for damaged in [without] + [{**told, part: value} for value in wrong]:
+        try:
+            _, buffers = reader.fetch(1, json.dumps(damaged))
+        except (CorruptError, IncompleteError):
+            continue
+        # Of what is kept, nothing is needed for the message.
+        assert part == "kept" and holds(buffers[0], 1, 1000)
+    if part != "kept":
+        assert holds(reader.fetch(1, json.dumps(told))[1][0], 1, 1000)
+
+
+# ---- what is left, what fails
+
+
+def test_it_is_its_owners_alone(writer):
+    fd = place_of(writer.publish("", [filled(1, 10)]))["fd"]
+    assert os.fstat(fd).st_mode & 0o777 == 0o600 and not os.get_inheritable(fd)
+    assert not any("xrank" in name for name in os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("at", range(5))
+def test_no_memory_is_said_and_leaves_nothing(writer, reader, monkeypatch, number, at):
+    """Five writes make a message of two tensors: the arena's head, the tensors, header and table."""
+    held = reader.fetch(1, writer.publish("", [filled(1, NBYTES)]))[1]
+    pwrite, calls = os.pwrite, []
+
+    def fail(fd, data, offset):
+        calls.append(fd)
+        if len(calls) > at:
+            raise OSError(number, os.strerror(number))
+        return pwrite(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        with pytest.raises(OSError) as caught:
+            writer.publish("head", [filled(2, NBYTES), filled(2, 99)])
+    assert len(calls) == at + 1
+    if number == errno.EIO:
+        assert caught.value.errno == errno.EIO
+    else:
+        assert isinstance(caught.value, NoSpaceError) and caught.value.free_nbytes > 0
+        assert caught.value.needed_nbytes == [64, NBYTES, 99, 4, 6 * 8][at]
+    del caught
+    assert len(arenas()) == 1
+    assert holds(reader.fetch(1, writer.publish("", [filled(3, NBYTES)]))[1][0], 3) and holds(held[0], 1)
+
+
+def test_a_tensor_that_cannot_be_read_leaves_nothing(writer, reader):
+    with pytest.raises(NotImplementedError):
+        writer.publish("", [torch.ones(3), torch.empty(3, device="meta")])
+    assert not arenas()
+
+
+def test_many_messages_leave_what_one_leaves(writer, reader):
+    reader.fetch(1, writer.publish("", [filled(0, NBYTES)]))
+    descriptors = sorted(os.listdir("/proc/self/fd"))
+    for number in range(300):
+        reader.fetch(1, writer.publish("", [filled(0, number % 50 * 20_000)]))
+    assert sorted(os.listdir("/proc/self/fd")) == descriptors and num_mapped() == 2
