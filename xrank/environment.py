@@ -13,7 +13,17 @@ from dataclasses import dataclass
 
 from xrank.errors import UsageError
 
-__all__ = ["SETTINGS", "Launch", "environ", "hub_cache", "read_launch", "read_run_id", "setting"]
+__all__ = [
+    "SETTINGS",
+    "KerasJobs",
+    "Launch",
+    "environ",
+    "hub_cache",
+    "read_keras_jobs",
+    "read_launch",
+    "read_run_id",
+    "setting",
+]
 
 SETTINGS = ("XRANK_WORKSPACE", "XRANK_MAX_MEMORY", "XRANK_WORKERS", "XRANK_TIMEOUT", "XRANK_RUN_ID")
 """xrank's own variables: the options of that name, and one id for all ranks of a run."""
@@ -47,6 +57,15 @@ class Launch:
                     want=f"a number from 0 to {places - 1}" if places > 0 else "at least one process",
                     next_step="correct or unset the launcher's variables in this process",
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class KerasJobs:
+    """What Keras' own variables say about the processes of a job; None for what they do not say."""
+
+    addresses: str | None
+    num_processes: int | None
+    process_id: int | None
 
 
 def environ() -> Mapping[str, str]:
@@ -109,6 +128,15 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return Launch(*_plain_ranks(environ), run_id=own_id, attempt=None, launcher="bare")
     return None
+
+
+def read_keras_jobs(environ: Mapping[str, str]) -> KerasJobs:
+    """Return ``KERAS_DISTRIBUTION_*`` as Keras reads them (keras/src/distribution/distribution_lib.py: initialize)."""
+    count, place = (
+        _number(environ, name) if name in environ else None
+        for name in ("KERAS_DISTRIBUTION_NUM_PROCESSES", "KERAS_DISTRIBUTION_PROCESS_ID")
+    )
+    return KerasJobs(environ.get("KERAS_DISTRIBUTION_JOB_ADDRESSES"), count, place)
 
 
 def hub_cache(environ: Mapping[str, str]) -> str:

@@ -1,0 +1,171 @@
+"""Devices are ranks: how many there are, how they start, and the torch mesh of a mesh of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+from xrank import environment
+from xrank.errors import LayoutError, UsageError
+from xrank.layout import DeviceMesh
+
+__all__ = ["AbsentDeviceError", "get_device_count", "initialize", "list_devices", "live_mesh"]
+
+
+class AbsentDeviceError(UsageError, RuntimeError):
+    """No device of the kind asked for is there; a RuntimeError, as jax raises under Keras."""
+
+
+def list_devices(kind: str | None = None) -> list[str]:
+    """Return one text a rank of the process group, such as ``"cuda:3"`` for rank 3; of this process alone without one.
+
+    Args:
+        kind: ``"cpu"``, ``"cuda"`` or another of torch's; ``"gpu"`` is the accelerator of any kind. The accelerator's
+            where there is one, else ``"cpu"``, when None.
+
+    Raises:
+        AbsentDeviceError: there is no such device.
+    """
+    found = _present_kind(kind)
+    return [f"{found}:{rank}" for rank in range(dist.get_world_size() if dist.is_initialized() else 1)]
+
+
+def get_device_count(kind: str | None = None) -> int:
+    """Return the number of devices that `list_devices` lists."""
+    return len(list_devices(kind))
+
+
+def _present_kind(kind: str | None) -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    present = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
+    wanted = present[0] if kind is None else kind.lower()
+    if wanted == "gpu" and accelerator is not None:
+        return accelerator.type
+    if wanted not in present:
+        raise AbsentDeviceError(f"there is no device of the kind {kind!r}", got=repr(kind), want=f"one of {present}")
+    return wanted
+
+
+def initialize(
+    job_addresses: str | None = None, num_processes: int | None = None, process_id: int | None = None
+) -> None:
+    """Start the process group of torch.distributed, of which every process is one device.
+
+    What is None is taken from ``KERAS_DISTRIBUTION_JOB_ADDRESSES``, ``KERAS_DISTRIBUTION_NUM_PROCESSES`` and
+    ``KERAS_DISTRIBUTION_PROCESS_ID``, one by one; with no address at all from the launcher (torchrun, srun, mpirun).
+    Where nothing says anything, this process stays alone, and no group is started.
+
+    Args:
+        job_addresses: ``host:port`` of the first process, or of all, between commas.
+        num_processes: the number of processes.
+        process_id: which of them this is.
+
+    Raises:
+        UsageError: the addresses are not as many as the processes, or it is not said which process this is.
+    """
+    start_group(environment.environ(), job_addresses, num_processes, process_id)
+
+
+def start_group(
+    environ: Mapping[str, str], job_addresses: str | None, num_processes: int | None, process_id: int | None
+) -> None:
+    """Do what `initialize` does, in a given environment."""
+    told = environment.read_keras_jobs(environ)
+    addresses = told.addresses if job_addresses is None else job_addresses
+    count = told.num_processes if num_processes is None else num_processes
+    place = told.process_id if process_id is None else process_id
+    launch = environment.read_launch(environ)
+    if addresses and "," in addresses:
+        jobs = addresses.split(",")
+        if count is not None and count != len(jobs):
+            raise UsageError(
+                f"The provided job_addresses {jobs} has {len(jobs)} jobs, but num_processes is {count}",
+                got=f"{len(jobs)} addresses",
+                want=f"{count}, or the first one alone",
+            )
+        addresses, count = jobs[0], len(jobs)
+    if not addresses and count is None and place is None and launch is None:
+        return
+    count = count if count is not None or launch is None else launch.world_size
+    place = place if place is not None or launch is None else launch.rank
+    if count is None or place is None or not 0 <= place < count:
+        # torch would wait for the missing processes until its timeout.
+        raise UsageError(
+            "it is not said which of how many processes this is",
+            got=f"num_processes={count}, process_id={place}",
+            want="num_processes, and a process_id from 0 to num_processes - 1",
+            next_step="pass both, or set KERAS_DISTRIBUTION_NUM_PROCESSES and KERAS_DISTRIBUTION_PROCESS_ID",
+        )
+    method = f"tcp://{addresses.strip()}" if addresses else "env://"
+    backend = None if torch.accelerator.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=method, world_size=count, rank=place)
+
+
+_MESHES: dict[DeviceMesh, tuple[object, TorchMesh]] = {}
+"""torch meshes, each with the process group that it belongs to: making one makes groups, so it is made once."""
+
+
+def live_mesh(mesh: DeviceMesh) -> TorchMesh | None:
+    """Return the torch mesh of a mesh on the process group; None without a group, where a mesh only describes.
+
+    Called on all ranks of the group together.
+
+    Raises:
+        LayoutError: the mesh has not the ranks of the group, or torch cannot have its order of ranks.
+        UsageError: a launcher started several processes and the group is not started, or this rank has no place.
+    """
+    if not dist.is_initialized():
+        launch = environment.read_launch(environment.environ())
+        if launch is not None and launch.world_size > 1 and mesh.size > 1:
+            raise UsageError(
+                f"this process is rank {launch.rank} of {launch.world_size}, and there is no process group: each would "
+                "train a whole model of its own",
+                rank=launch.rank,
+                next_step="call xrank.distribution.initialize() first",
+            )
+        return None
+    world = dist.group.WORLD
+    known = _MESHES.get(mesh)
+    if known is not None and known[0] is world:
+        return known[1]
+    _check_ranks(mesh)
+    kind = mesh.device_kind or ("cpu" if dist.get_backend() == "gloo" else None)
+    made = TorchMesh(_present_kind(kind), torch.tensor(mesh.ranks).view(mesh.shape), mesh_dim_names=mesh.axis_names)
+    if known is not None:
+        _MESHES.clear()  # the others' group has ended too
+    _MESHES[mesh] = (world, made)
+    return made
+
+
+def _check_ranks(mesh: DeviceMesh) -> None:
+    world_size = dist.get_world_size()
+    if mesh.device_kind is None and mesh.ranks == tuple(range(mesh.size)) and mesh.size != world_size:
+        raise LayoutError(
+            f"Shape does not match the number of devices. Received: shape={mesh.shape}; devices.shape=({world_size},)",
+            got=f"{world_size} ranks",
+            want=f"{mesh.size} ranks, for the mesh {mesh.grid!r}",
+        )
+    absent = [rank for rank in mesh.ranks if rank >= world_size]
+    if absent:
+        raise LayoutError(
+            f"Device not found: rank {absent[0]} of the mesh {mesh.grid!r}",
+            rank=absent[0],
+            want=f"ranks 0 to {world_size - 1}",
+        )
+    if dist.get_rank() not in mesh:
+        raise UsageError(
+            f"rank {dist.get_rank()} has no place in the mesh {mesh.grid!r}",
+            rank=dist.get_rank(),
+            want=f"one of the ranks {list(mesh.ranks)}",
+        )
+    for axis in mesh.axis_names:
+        # torch's groups are sorted by rank, so that who holds what would be said in two ways.
+        if any(list(group) != sorted(group) for group in mesh.groups(axis)):
+            raise LayoutError(
+                f"the ranks along {axis!r} do not rise, and torch does not say which of them holds which part",
+                got=f"ranks {list(mesh.ranks)} on the mesh {mesh.grid!r}",
+                want=f"rising ranks along {axis!r}",
+            )

@@ -1,0 +1,266 @@
+"""The two distributions: DataParallel, where every rank holds the model, and ModelParallel, where a LayoutMap says."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from xrank.dialects.placements import describe_mesh, from_placements
+from xrank.distribution.datasets import sharded
+from xrank.distribution.devices import list_devices, live_mesh
+from xrank.distribution.entrance import Entrance
+from xrank.distribution.module_plan import average_gradient, lay_out_parameters, plan_parameters, replicate
+from xrank.distribution.placed import fitted
+from xrank.distribution.scopes import scope_of
+from xrank.errors import LayoutError
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+
+__all__ = ["DataParallel", "Distribution", "ModelParallel"]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Distribution:
+    """What both distributions share.
+
+    Everything but laying out works without a process group: then a mesh only describes, layouts are checked, and
+    modules and tensors stay whole.
+
+    Args:
+        device_mesh: the mesh.
+        batch_dim_name: the axis along which ranks get different parts of the batch.
+        auto_shard_dataset: whether `distribute_dataset` does anything.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, batch_dim_name: str, auto_shard_dataset: bool) -> None:
+        self._device_mesh = device_mesh
+        self._batch_dim_name = batch_dim_name
+        self.auto_shard_dataset = auto_shard_dataset
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} device_mesh={self.device_mesh}>"
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh."""
+        return self._device_mesh
+
+    @property
+    def batch_dim_name(self) -> str:
+        """The axis along which ranks get different parts of the batch."""
+        return self._batch_dim_name
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks of the process group; 1 without one."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
+    def num_model_replicas(self) -> int:
+        """The number of parts that a batch is cut into."""
+        return self.device_mesh.axis_length(self.batch_dim_name)
+
+    @property
+    def num_data_shards(self) -> int:
+        """The number of different parts of the data that the processes see."""
+        return min(self.num_model_replicas, self.num_processes)
+
+    @property
+    def data_shard_id(self) -> int:
+        """Which part of the data this process gets: its place along the batch axis."""
+        if self.num_processes == 1:
+            return 0
+        return self.device_mesh.coordinate(dist.get_rank())[self.batch_dim_name]
+
+    def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
+        """Return the layout of data of that global shape: dim 0 is cut by the batch axis."""
+        axes: list[str | None] = [None] * len(data_shape)
+        axes[0] = self.batch_dim_name
+        return TensorLayout(axes, self.device_mesh)
+
+    def get_variable_layout(self, variable: torch.Tensor | str, shape: Sequence[int] | None = None) -> TensorLayout:
+        """Return the layout of a parameter: its own if it is laid out, else by its name and global shape.
+
+        Args:
+            variable: a DTensor, or the name of a parameter, as ``named_parameters`` of the whole module has it.
+            shape: the global shape, with a name.
+        """
+        if isinstance(variable, DTensor):
+            mesh = describe_mesh(variable.device_mesh)
+            return from_placements(mesh, variable.placements, variable.ndim)
+        if not isinstance(variable, str) or shape is None:
+            raise LayoutError(
+                "a parameter is named, with its shape, to ask for its layout",
+                got=f"{type(variable).__name__}, shape {shape}",
+                want='such as ("layers.0.weight", (8, 4)), or a DTensor',
+            )
+        layout = self.get_tensor_layout(variable)
+        return TensorLayout((None,) * len(shape), self.device_mesh) if layout is None else fitted(layout, len(shape))
+
+    def get_tensor_layout(self, path: str) -> TensorLayout | None:
+        """Return the layout of a tensor by its path; None where nothing says it."""
+        raise NotImplementedError
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Put this distribution in force; modules that are made in it are laid out at its end, or when first used."""
+        return scope_of(self)
+
+    def distribute_dataset(self, dataset: Any) -> Any:
+        """Return the part of a dataset or DataLoader that this process gets; itself in a single process.
+
+        Raises:
+            UsageError: as `xrank.distribution.datasets.sharded`.
+        """
+        if self.num_processes == 1 or not self.auto_shard_dataset:
+            return dataset
+        live_mesh(self.device_mesh)
+        return sharded(dataset, self.num_model_replicas, self.data_shard_id)
+
+    def distribute_module(self, module: Module) -> Module:
+        """Lay out a module that is made already, in place, and return it."""
+        self.check_used(self.lay_out([module]))
+        return module
+
+    def lay_out(self, roots: list[nn.Module]) -> set[str]:
+        """Lay out whole modules and return the rules that decided for something."""
+        raise NotImplementedError
+
+    def check_used(self, rules: set[str]) -> None:
+        """Refuse rules that decided for nothing, given those that did."""
+
+
+class DataParallel(Distribution):
+    """Every rank holds the whole model, and gets its own part of the data; gradients are averaged over the ranks.
+
+    Args:
+        device_mesh: a mesh of one axis; of several, the first one is used, with a warning.
+        devices: a list of devices, for a mesh of one axis, "batch"; all of `list_devices` when both are None.
+        auto_shard_dataset: whether `distribute_dataset` does anything.
+    """
+
+    def __init__(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        devices: Sequence[Any] | None = None,
+        auto_shard_dataset: bool = True,
+    ) -> None:
+        if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+            raise LayoutError(
+                "Expect `mesh` to be an instance of `DeviceMesh`. "
+                f"Received: mesh={device_mesh} (of type {type(device_mesh)})",
+                got=type(device_mesh).__name__,
+                want="a DeviceMesh",
+            )
+        if device_mesh is None:
+            told = list_devices() if devices is None or len(devices) == 0 else devices
+            device_mesh = DeviceMesh(tuple(getattr(told, "shape", (len(told),))), ("batch",), told)
+        if len(device_mesh.shape) > 1:
+            warnings.warn(
+                f"Expect the input mesh to be 1D, but received mesh.devices.ndim={len(device_mesh.shape)}. "
+                "The first axis will be used for data-parallel sharding.",
+                stacklevel=2,
+            )
+        super().__init__(device_mesh, device_mesh.axis_names[0], auto_shard_dataset)
+
+    def get_tensor_layout(self, path: str) -> TensorLayout | None:
+        """Return None: nothing says how tensors lie but that every rank holds them."""
+        return None
+
+    def lay_out(self, roots: list[nn.Module]) -> set[str]:
+        """Give every rank the first one's values, and average gradients along the batch axis."""
+        torch_mesh = live_mesh(self.device_mesh)
+        if torch_mesh is not None:
+            group = torch_mesh.get_group(self.batch_dim_name)
+            for root in roots:
+                plans = plan_parameters(root, self.device_mesh, self.get_tensor_layout)
+                for plan in plans:
+                    replicate(plan.parameter, torch_mesh)
+                    average_gradient(plan.parameter, group)
+                for buffer in root.buffers():
+                    replicate(buffer, torch_mesh)
+        return set()
+
+
+class ModelParallel(Distribution):
+    """Parameters lie as a LayoutMap says; those that no rule names are on every rank.
+
+    Args:
+        layout_map: patterns of parameters' names to layouts, with a mesh.
+        batch_dim_name: the axis along which ranks get different parts of the batch; the mesh's first when None.
+        auto_shard_dataset: whether `distribute_dataset` does anything.
+        strict: whether a rule that decides for nothing is refused.
+        device_mesh: the map's own mesh, which older versions of Keras wanted here too.
+        ignored: other keywords, of which Keras says nothing; they are warned of.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout_map: LayoutMap | None = None,
+        batch_dim_name: str | None = None,
+        auto_shard_dataset: bool = True,
+        strict: bool = True,
+        device_mesh: DeviceMesh | None = None,
+        **ignored: Any,
+    ) -> None:
+        if layout_map is None:
+            raise LayoutError("You must specify a layout_map argument.", want="layout_map=LayoutMap(device_mesh)")
+        if not isinstance(layout_map, LayoutMap):
+            raise LayoutError(
+                f"Argument `layout_map` must be a `LayoutMap` instance. Received: layout_map={layout_map}",
+                got=type(layout_map).__name__,
+                want="a LayoutMap",
+            )
+        mesh = layout_map.device_mesh
+        if mesh is None:
+            raise LayoutError("the layout_map has no mesh", next_step="make it with its mesh: LayoutMap(device_mesh)")
+        if device_mesh is not None and device_mesh != mesh:
+            raise LayoutError(
+                "device_mesh is not the mesh of the layout_map",
+                got=repr(device_mesh),
+                want=f"{mesh!r}, or none: the map's is taken",
+            )
+        if ignored:
+            warnings.warn(f"ModelParallel takes no {', '.join(ignored)}: ignored", stacklevel=2)
+        super().__init__(mesh, batch_dim_name or mesh.axis_names[0], auto_shard_dataset)
+        self.layout_map = layout_map
+        self.strict = strict
+
+    def get_tensor_layout(self, path: str) -> TensorLayout | None:
+        """Return what the map says of a path."""
+        return self.layout_map[path]
+
+    def lay_out(self, roots: list[nn.Module]) -> set[str]:
+        """Put DTensors in the place of parameters; everything is checked before anything is changed."""
+        mesh = self.device_mesh
+        mesh.axis_length(self.batch_dim_name)
+        torch_mesh = live_mesh(mesh)
+        plans = [plan_parameters(root, mesh, self.get_tensor_layout) for root in roots]
+        rules = {self.layout_map.rule_for(name) for planned in plans for plan in planned for name in plan.names}
+        if torch_mesh is not None:
+            entrance = Entrance(torch_mesh, self.batch_dim_name)
+            for root, planned in zip(roots, plans, strict=True):
+                lay_out_parameters(root, planned, torch_mesh)
+                for buffer in root.buffers():
+                    replicate(buffer, torch_mesh)
+                for module in root.modules():
+                    entrance.stand_before(module)
+        return {rule for rule in rules if rule is not None}
+
+    def check_used(self, rules: set[str]) -> None:
+        """Refuse rules that decided for nothing."""
+        unused = [rule for rule in self.layout_map if rule not in rules]
+        if unused and self.strict:
+            raise LayoutError(
+                f"the rule {unused[0]!r} of the LayoutMap decided for no parameter",
+                got=f"{len(unused)} such rules: {unused[:8]}",
+                want="patterns for whole names, as named_parameters() of the outermost module has them",
+                next_step="print the names; or pass strict=False to ModelParallel",
+            )

@@ -1,0 +1,170 @@
+"""Plans for modules: which layout each parameter gets, checked whole before anything is changed; then carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from xrank.distribution.placed import placements_for
+from xrank.errors import LayoutError, UsageError
+from xrank.layout import DeviceMesh, TensorLayout
+
+__all__ = ["ParameterPlan", "average_gradient", "lay_out_parameters", "plan_parameters", "replicate"]
+
+_PLACED = "_xrank_placed"
+"""The attribute of a parameter that was taken out of its module: the one in its place."""
+
+
+_AVERAGED = "_xrank_averaged"
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlan:
+    """One parameter, however many names it has, and how it will lie."""
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    placements: tuple[Any, ...]
+
+
+def plan_parameters(
+    root: nn.Module, mesh: DeviceMesh, layout_of: Callable[[str], TensorLayout | None]
+) -> list[ParameterPlan]:
+    """Return how the parameters of a module will lie, in its order; nothing is changed.
+
+    Args:
+        root: the outermost module: names are those of its ``named_parameters``.
+        mesh: the mesh.
+        layout_of: the layout by name; None leaves the parameter on every rank, unless another name of it has one.
+
+    Raises:
+        LayoutError: a layout does not fit its parameter, names of a shared one disagree, or it lies otherwise already.
+        UsageError: a parameter has no shape yet, or has a gradient.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [_planned(tuple(known), parameter, mesh, layout_of) for parameter, known in names.items()]
+
+
+def _planned(
+    names: tuple[str, ...],
+    parameter: nn.Parameter,
+    mesh: DeviceMesh,
+    layout_of: Callable[[str], TensorLayout | None],
+) -> ParameterPlan:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise UsageError(
+            f"{names[0]} has no shape yet",
+            tensor=names[0],
+            next_step="run the module once on an input, then lay it out",
+        )
+    if parameter.grad is not None:
+        raise UsageError(
+            f"{names[0]} has a gradient already", tensor=names[0], next_step="lay the module out before backward"
+        )
+    told: dict[str, tuple[Any, ...]] = {}
+    for name in names:
+        layout = layout_of(name)
+        if layout is not None:
+            try:
+                told[name] = placements_for(layout, mesh, parameter.shape)
+            except LayoutError as error:
+                raise LayoutError(
+                    f"{name}, of shape {tuple(parameter.shape)}: {error.message}",
+                    tensor=name,
+                    got=error.got,
+                    want=error.want,
+                    next_step=error.next_step,
+                ) from error
+    if len(set(told.values())) > 1:
+        raise LayoutError(
+            f"{names[0]} is one parameter with several names, which are laid out in several ways",
+            tensor=names[0],
+            got=str({name: str(placements) for name, placements in told.items()}),
+            want="one layout for all of its names",
+        )
+    placements = next(iter(told.values()), (Replicate(),) * len(mesh.shape))
+    if isinstance(parameter, DTensor) and (
+        tuple(parameter.device_mesh.mesh_dim_names or ()) != mesh.axis_names or parameter.placements != placements
+    ):
+        raise LayoutError(
+            f"{names[0]} is laid out already, otherwise",
+            tensor=names[0],
+            got=str(parameter.placements),
+            want=str(placements),
+            next_step="make the whole model in one scope, and use no part of it before",
+        )
+    return ParameterPlan(names, parameter, placements)
+
+
+def lay_out_parameters(root: nn.Module, plans: Sequence[ParameterPlan], torch_mesh: TorchMesh) -> None:
+    """Put a DTensor in the place of each parameter. The values are those of the mesh's first rank."""
+    for plan in plans:
+        if isinstance(plan.parameter, DTensor):
+            continue
+        # Without its values there is nothing that the first rank could send.
+        source = None if plan.parameter.is_meta else 0
+        whole = plan.parameter.detach()
+        placed = nn.Parameter(
+            distribute_tensor(whole, torch_mesh, plan.placements, src_data_rank=source), plan.parameter.requires_grad
+        )
+        for name in plan.names:
+            above, _, last = name.rpartition(".")
+            root.get_submodule(above).register_parameter(last, placed)
+        for key, value in vars(plan.parameter).items():
+            setattr(placed, key, value)
+        _leave_behind(plan.parameter, placed)
+
+
+def replicate(tensor: torch.Tensor, torch_mesh: TorchMesh) -> None:
+    """Give every rank the values of the mesh's first one, in place."""
+    if not tensor.is_meta and not isinstance(tensor, DTensor):
+        with torch.no_grad():
+            tensor.copy_(distribute_tensor(tensor.detach(), torch_mesh).to_local())
+
+
+def average_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+    """Average a parameter's gradient over a group whenever backward has added to it.
+
+    What was there before is the same on all ranks, so that the average of the sum is right too.
+    """
+    if not parameter.requires_grad or hasattr(parameter, _AVERAGED):
+        return
+    size = dist.get_world_size(group)
+
+    def average(ready: torch.Tensor) -> None:
+        assert ready.grad is not None
+        dist.all_reduce(ready.grad, group=group)
+        ready.grad.div_(size)
+
+    parameter.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]
+    setattr(parameter, _AVERAGED, True)
+
+
+def _leave_behind(parameter: nn.Parameter, placed: nn.Parameter) -> None:
+    """Let an optimizer that was made before find the new parameter, and free the whole values of the old one."""
+    _watch_optimizers()
+    setattr(parameter, _PLACED, placed)
+    parameter.data = parameter.data.new_empty(0)
+
+
+def _watch_optimizers() -> None:
+    if not _WATCH:
+        _WATCH.append(register_optimizer_step_pre_hook(_renew))
+
+
+_WATCH: list[Any] = []
+
+
+def _renew(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [getattr(parameter, _PLACED, parameter) for parameter in group["params"]]

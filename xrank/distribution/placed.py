@@ -1,0 +1,78 @@
+"""Tensors placed by layouts: a whole tensor becomes the DTensor of which this rank holds its part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import tensor as dtensor
+
+from xrank.dialects.placements import to_placements
+from xrank.distribution.devices import live_mesh
+from xrank.errors import LayoutError
+from xrank.layout import DeviceMesh, TensorLayout
+
+__all__ = ["distribute_tensor", "fitted", "placements_for"]
+
+
+def distribute_tensor(tensor: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
+    """Return a tensor laid out: the same object if it is so already.
+
+    Every rank calls it with the whole tensor; the values are those of the mesh's first rank. Without a process group
+    the layout is checked, and the tensor returned as it is.
+
+    Args:
+        tensor: a whole tensor, or a DTensor, which is laid out anew on the same mesh.
+        layout: the layout, with a mesh.
+
+    Raises:
+        LayoutError: the layout has no mesh, or does not fit the tensor.
+    """
+    if not isinstance(layout, TensorLayout):
+        raise LayoutError(f"{layout!r} is no layout", got=type(layout).__name__, want="a TensorLayout")
+    mesh = layout.device_mesh
+    if mesh is None:
+        raise LayoutError(
+            "Cannot create sharding when device mesh is not set for TensorLayout.",
+            got=repr(layout),
+            next_step="make the layout with its mesh: TensorLayout(axes, device_mesh)",
+        )
+    placements = placements_for(layout, mesh, tensor.shape)
+    torch_mesh = live_mesh(mesh)
+    if torch_mesh is None:
+        return tensor
+    if isinstance(tensor, dtensor.DTensor):
+        if tensor.device_mesh == torch_mesh and tensor.placements == placements:
+            return tensor
+        return tensor.redistribute(torch_mesh, placements)
+    return dtensor.distribute_tensor(tensor, torch_mesh, placements)
+
+
+def fitted(layout: TensorLayout, ndim: int) -> TensorLayout:
+    """Return a layout for a tensor of that many dims: dims past its last one are whole, as in Keras.
+
+    Raises:
+        LayoutError: the layout has more dims than the tensor.
+    """
+    missing = ndim - len(layout.dims)
+    if missing < 0:
+        raise LayoutError(
+            f"the layout {layout} has more dims than the tensor",
+            got=f"a tensor of {ndim} dims",
+            want=f"{len(layout.dims)} dims",
+        )
+    text = str(layout)
+    if missing == 0 or not text.endswith("]"):
+        return layout
+    whole = ", ".join(f"whole{i}" for i in range(missing))
+    return TensorLayout.parse(f"[{whole}]" if text == "[]" else f"{text[:-1]}, {whole}]", layout.device_mesh)
+
+
+def placements_for(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int]) -> tuple[Any, ...]:
+    """Return torch's placements of a tensor of that shape.
+
+    Raises:
+        LayoutError: the layout does not fit the shape, or placements cannot say it.
+    """
+    return to_placements(fitted(layout, len(shape)), mesh, tuple(shape))

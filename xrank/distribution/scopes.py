@@ -1,0 +1,181 @@
+"""Which distribution is in force on this thread, and the modules that are made while it is.
+
+A parameter's name is known only from its outermost module, and its values only when its module has filled them. So
+modules are collected as they register parameters and parts, and laid out together: at the end of the scope, or before
+one of them is used, whichever comes first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook as on_module_registration
+from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter_registration
+
+from xrank.distribution.entrance import entrance_of
+
+__all__ = ["Construction", "LaysOut", "distribution", "scope_of", "set_distribution"]
+
+
+class LaysOut(Protocol):
+    """What lays out the modules that were made under it."""
+
+    def lay_out(self, roots: list[nn.Module]) -> set[str]:
+        """Lay out whole modules and return the rules that decided for something."""
+
+    def check_used(self, rules: set[str]) -> None:
+        """Refuse rules that decided for nothing, given those that did."""
+
+
+class Construction:
+    """Collects the modules that are made under a distribution, and lays them out.
+
+    Order: `open`, hooks add modules, `finish` any number of times, `close`. Modules are held until they are laid out:
+    which of them a rank has forgotten would depend on its garbage collector, and all ranks must lay out the same.
+    """
+
+    def __init__(self, distribution: LaysOut, *, is_scoped: bool) -> None:
+        self.is_scoped = is_scoped
+        self._distribution = distribution
+        self._modules: dict[int, nn.Module] = {}
+        self._hooks: list[Any] = []
+        self._used: set[str] = set()
+        self._is_unchecked = False
+
+    def add(self, module: nn.Module) -> None:
+        """Take a module that registers something."""
+        if id(module) not in self._modules:
+            self._modules[id(module)] = module
+            self._hooks.append(module.register_forward_pre_hook(_first_use, prepend=True, with_kwargs=True))
+            _PENDING[id(module)] = self
+
+    def finish(self, *, is_last: bool) -> None:
+        """Lay out what was collected; the last time also check that every rule decided for something."""
+        modules = list(self._modules.values())
+        self.forget()
+        parts = {id(part) for module in modules for part in module.children()}
+        roots = [module for module in modules if id(module) not in parts]
+        if roots:
+            self._used |= self._distribution.lay_out(roots)
+            self._is_unchecked = True
+        if is_last and self._is_unchecked:
+            self._is_unchecked = False
+            self._distribution.check_used(self._used)
+
+    def forget(self) -> None:
+        """Leave the collected modules as they are."""
+        for hook in self._hooks:
+            hook.remove()
+        for key in self._modules:
+            _PENDING.pop(key, None)
+        self._hooks.clear()
+        self._modules.clear()
+
+
+_PENDING: dict[int, Construction] = {}
+"""Which construction holds a module, by its id; of all threads, since a model may be used by another one."""
+
+
+def _first_use(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Lay out a module before it is used. It is a function, so that copies of a module share it."""
+    construction = _PENDING.get(id(module))
+    if construction is not None:
+        construction.finish(is_last=not construction.is_scoped)
+    # torch listed the hooks of this call before: one that was added by now is not run.
+    entrance = entrance_of(module)
+    return None if construction is None or entrance is None else entrance.enter(module, args, kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    value: Any = None
+    construction: Construction | None = None
+
+
+class _Current(threading.local):
+    state = _State()
+
+
+_CURRENT = _Current()
+_LOCK = threading.Lock()
+_OPEN: set[int] = set()
+_HOOKS: list[Any] = []
+
+
+def distribution() -> Any:
+    """Return what `set_distribution` or a scope has put in force on this thread; None without it."""
+    return _CURRENT.state.value
+
+
+def set_distribution(value: Any) -> None:
+    """Put a distribution in force on this thread until the next call; None ends it.
+
+    Modules that are made from now on are laid out before their first use, or when the next call comes.
+    """
+    before = _CURRENT.state
+    can_lay_out = callable(getattr(value, "lay_out", None))
+    _CURRENT.state = _State(value, _opened(value, is_scoped=False) if can_lay_out else None)
+    _end(before)
+
+
+@contextmanager
+def scope_of(value: LaysOut) -> Iterator[None]:
+    """Put a distribution in force, and lay out at the end what was made; after an exception nothing is."""
+    before = _CURRENT.state
+    construction = _opened(value, is_scoped=True)
+    _CURRENT.state = _State(value, construction)
+    try:
+        yield
+    except BaseException:
+        for made in (construction, _CURRENT.state.construction):
+            if made is not None and made is not before.construction:
+                _close(made)
+                made.forget()
+        raise
+    else:
+        _close(construction)
+        within, _CURRENT.state = _CURRENT.state, before
+        _end(within)
+        construction.finish(is_last=True)
+    finally:
+        _CURRENT.state = before
+
+
+def _end(state: _State) -> None:
+    """Lay out what was made since `set_distribution`; a scope does so itself."""
+    if state.construction is not None and not state.construction.is_scoped:
+        _close(state.construction)
+        state.construction.finish(is_last=True)
+
+
+def _opened(value: LaysOut, *, is_scoped: bool) -> Construction:
+    construction = Construction(value, is_scoped=is_scoped)
+    with _LOCK:
+        _OPEN.add(id(construction))
+        if not _HOOKS:
+            _HOOKS.extend(register(_registered) for register in _registrations())
+    return construction
+
+
+def _close(construction: Construction) -> None:
+    with _LOCK:
+        _OPEN.discard(id(construction))
+        if not _OPEN:
+            for hook in _HOOKS:
+                hook.remove()
+            _HOOKS.clear()
+
+
+def _registrations() -> tuple[Callable[..., Any], ...]:
+    return (on_parameter_registration, on_module_registration)
+
+
+def _registered(module: nn.Module, name: str, value: Any) -> None:
+    construction = _CURRENT.state.construction
+    if construction is not None and value is not None:
+        construction.add(module)
