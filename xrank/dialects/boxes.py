@@ -1,0 +1,126 @@
+"""Boxes: a range of every dim of a tensor, and the cuts by axes that leave each rank its box."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+from math import prod
+from typing import TypeAlias
+
+from xrank.dialects.cuts import Cuts, chained, split_evenly
+from xrank.layout.local_part import local_part
+from xrank.layout.mesh import DeviceMesh
+from xrank.layout.nests import Loop, Nest, canonical
+from xrank.layout.tensor_layout import TensorLayout, free_size_names
+
+__all__ = ["Box", "box_nests", "box_text", "boxes_overlap", "layout_of_boxes", "range_of", "volume"]
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""Per dim of the global tensor the first position and the one past the last."""
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements in a box."""
+    return prod(high - low for low, high in box)
+
+
+def box_text(box: Box) -> str:
+    """Return a box as Python would slice it."""
+    return "[" + ", ".join(f"{low}:{high}" for low, high in box) + "]"
+
+
+def boxes_overlap(a: Box, b: Box) -> bool:
+    """Say whether two boxes that are not empty share an element."""
+    return all(low < other[1] and other[0] < high for (low, high), other in zip(a, b, strict=True))
+
+
+def box_nests(box: Box, shape: Sequence[int]) -> tuple[Nest, ...]:
+    """Return a box of a tensor as the nest that fills a local tensor of its size; none for an empty box."""
+    if not volume(box):
+        return ()
+    loops: list[Loop] = []
+    start, local_stride, global_stride = 0, 1, 1
+    for (low, high), size in zip(reversed(box), reversed(shape), strict=True):
+        loops.insert(0, (high - low, local_stride, global_stride))
+        start += low * global_stride
+        local_stride *= high - low
+        global_stride *= size
+    return (canonical(Nest(0, start, tuple(loops))),)
+
+
+def range_of(axes: Sequence[str], size: int, mesh: DeviceMesh, at: Mapping[str, int]) -> tuple[int, int]:
+    """Return the range that cuts by these axes in turn leave at a place, as ceil chunks."""
+    low, high = 0, size
+    for axis in axes:
+        chunk = -(-(high - low) // mesh.axis_length(axis))
+        low, high = min(low + at[axis] * chunk, high), min(low + (at[axis] + 1) * chunk, high)
+    return low, high
+
+
+def layout_of_boxes(boxes: Mapping[int, Box | None], mesh: DeviceMesh, shape: Sequence[int]) -> TensorLayout | None:
+    """Return the layout under which every rank of a mesh holds its box, if cuts by axes make one.
+
+    Args:
+        boxes: rank -> its box; None for a rank that holds nothing.
+        mesh: the mesh; its ranks are those of the boxes.
+        shape: the tensor's global shape.
+    """
+    # A rank that holds nothing is past the end of some dim, and does not say of which; one for all of them is tried.
+    for empty_dim in range(len(shape)) if None in boxes.values() else (-1,):
+        layout = _searched(boxes, mesh, shape, empty_dim)
+        # The proof: dim by dim was a search, in which such ranks took little part.
+        if layout is not None and _is_met(layout, boxes, mesh, shape):
+            return layout
+    return None
+
+
+def _is_met(layout: TensorLayout, boxes: Mapping[int, Box | None], mesh: DeviceMesh, shape: Sequence[int]) -> bool:
+    for rank, box in boxes.items():
+        part = local_part(layout, mesh, mesh.coordinate(rank), shape)
+        if part is None or part.nests != (() if box is None else box_nests(box, shape)):
+            return False
+    return True
+
+
+def _searched(
+    boxes: Mapping[int, Box | None], mesh: DeviceMesh, shape: Sequence[int], empty_dim: int
+) -> TensorLayout | None:
+    names = free_size_names(len(shape), mesh.axis_names)
+    dims = []
+    used = set[str]()
+    for dim, size in enumerate(shape):
+        # Where an empty range begins means nothing.
+        ranges = {
+            rank: box[dim] if box[dim][1] > box[dim][0] else (0, 0) for rank, box in boxes.items() if box is not None
+        }
+        if dim == empty_dim:
+            ranges |= {rank: (0, 0) for rank, box in boxes.items() if box is None}
+        axes = _axes_of_dim(ranges, size, mesh)
+        if axes is None or used & set(axes):
+            return None
+        used |= set(axes)
+        cuts = Cuts(names[dim], tuple((axis, "/") for axis in axes))
+        dims.append(chained(names[dim], axes, "/" if split_evenly(cuts, size, mesh) else "/~"))
+    return TensorLayout.from_dims(dims, mesh)
+
+
+def _axes_of_dim(ranges: Mapping[int, tuple[int, int]], size: int, mesh: DeviceMesh) -> tuple[str, ...] | None:
+    """Return the axes that cut a dim into these ranges, in the order of cutting; None if no order does."""
+    places = {rank: mesh.coordinate(rank) for rank in ranges}
+
+    def is_met(axes: Sequence[str]) -> bool:
+        for rank, (low, high) in ranges.items():
+            found = range_of(axes, size, mesh, places[rank])
+            if found != (low, high) and (found[0] < found[1] or low < high):
+                return False
+        return True
+
+    matter = []
+    for axis in mesh.axis_names:
+        seen: dict[tuple[int, ...], tuple[int, int]] = {}
+        for rank, found in ranges.items():
+            others = tuple(place for name, place in places[rank].items() if name != axis)
+            if seen.setdefault(others, found) != found:
+                matter.append(axis)
+                break
+    return next((axes for axes in permutations(matter) if is_met(axes)), None)

@@ -1,0 +1,303 @@
+"""Megatron-core's ShardedTensors: each rank says the box of a global tensor that each of its local ones is.
+
+Known by their attributes (megatron/core/dist_checkpointing/mapping.py:ShardedTensor); nothing of megatron or torch is
+imported. The rules checked are those of its ``validate_metadata_integrity`` and of validation.py:
+_validate_sharding_for_key, and what these leave out: irregular grids, and replicas that equal no main one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+from xrank.dialects.boxes import Box, box_nests, box_text, boxes_overlap, layout_of_boxes, range_of, volume
+from xrank.dialects.cuts import checked_mesh, cuts_of, split_evenly
+from xrank.errors import ContradictionError, IncompleteError, LayoutError
+from xrank.layout.local_part import LocalPart, local_part
+from xrank.layout.mesh import DeviceMesh
+from xrank.layout.tensor_layout import TensorLayout
+
+__all__ = ["PlacedTensor", "ShardedTensorData", "from_sharded_tensor", "to_sharded_tensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensorData:
+    """What a ShardedTensor says besides its data, under the same names."""
+
+    key: str
+    local_shape: tuple[int, ...]
+    """Without the prepended axes."""
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    """In elements; along prepended axes the index there."""
+    axis_fragmentations: tuple[int, ...] | None
+    """Per global dim the number of equal fragments; None for a grid that is not regular."""
+    replica_id: int | tuple[int, ...] = 0
+    """All zeros for the main replica."""
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: None = None
+
+    @property
+    def box(self) -> Box:
+        """The box of the global tensor that this one is."""
+        local = (1,) * self.prepend_axis_num + self.local_shape
+        return tuple((at, at + size) for at, size in zip(self.global_offset, local, strict=True))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the replica that Megatron saves (mapping.py:is_main_replica)."""
+        return self.replica_id == 0 if isinstance(self.replica_id, int) else not any(self.replica_id)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """Where all parts of one global tensor lie."""
+
+    key: str
+    shape: tuple[int, ...]
+    """The global shape as recorded, which is a padded one if the shape may mismatch; no shard tells the real one."""
+    parts: Mapping[int, tuple[LocalPart, ...]]
+    """Per rank its shards in the order given, local shapes without the prepended axes."""
+    layout: TensorLayout | None
+    """The layout that says the same, a rank's shards stacked by their prepended axes; None if none was found."""
+    may_be_padded: bool
+    """Whether the shards allow that a stored tensor has another shape (``allow_shape_mismatch``)."""
+
+
+def from_sharded_tensor(shards: Mapping[int, Any], mesh: DeviceMesh | None = None) -> PlacedTensor:
+    """Return where the parts of one tensor lie, from the ShardedTensors of one key that all ranks have.
+
+    Args:
+        shards: rank -> its ShardedTensor, or a sequence of them, as of several layers along a prepended axis.
+        mesh: the mesh on whose axes a layout is sought; without one the result has parts alone.
+
+    Raises:
+        LayoutError: a shard that contradicts itself, is of flattened data, or is no ShardedTensor.
+        ContradictionError: shards that are not of one tensor, main replicas that overlap, a replica of no main one.
+        IncompleteError: main replicas do not cover the tensor, or there is no shard at all.
+    """
+    read = {rank: tuple(_read(shard, rank) for shard in _listed(of_rank)) for rank, of_rank in sorted(shards.items())}
+    every = [(rank, shard) for rank, of_rank in read.items() for shard in of_rank]
+    if not every:
+        raise IncompleteError("no shard is given", want="the ShardedTensors of all ranks")
+    first = every[0][1]
+    _check_agreement(every, [shard for of_rank in shards.values() for shard in _listed(of_rank)])
+    _check_cover(every)
+    parts = {rank: tuple(_part(shard) for shard in of_rank) for rank, of_rank in read.items()}
+    layout = None if mesh is None else _layout(read, mesh, first.global_shape)
+    return PlacedTensor(first.key, first.global_shape, parts, layout, first.allow_shape_mismatch)
+
+
+def to_sharded_tensors(
+    layout: TensorLayout,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    key: str = "",
+    *,
+    prepend_axis_num: int = 0,
+) -> dict[int, tuple[ShardedTensorData, ...]]:
+    """Return what the ShardedTensors of each rank say of a tensor.
+
+    Ranks that differ along axes which cut nothing hold replicas, numbered in the mesh's order. A grid with uneven
+    parts is an irregular one, without ``axis_fragmentations``.
+
+    Args:
+        layout: a layout whose dims are cut by axes and nothing else.
+        mesh: the mesh, the layout's own if it has one.
+        shape: the global shape, with the prepended axes.
+        key: the tensor's name.
+        prepend_axis_num: how many leading dims are told shard by shard, as Megatron tells layers and experts: a rank
+            has one ShardedTensor for each index there.
+
+    Raises:
+        LayoutError: a part that no ShardedTensor says, which the message names; a shape that does not fit.
+    """
+    checked_mesh(layout, mesh)
+    every = cuts_of(layout, "ShardedTensors")
+    sizes = tuple(shape)
+    if not 0 <= prepend_axis_num <= len(sizes):
+        raise LayoutError(f"{prepend_axis_num} axes cannot be prepended", got=f"shape {sizes}", want="a number of dims")
+    for rank in mesh.ranks:
+        local_part(layout, mesh, mesh.coordinate(rank), sizes)  # refuses what does not fit
+    is_regular = all(split_evenly(cuts, size, mesh) for cuts, size in zip(every, sizes, strict=True))
+    fragments = tuple(prod(mesh.axis_length(axis) for axis in cuts.axes) for cuts in every)
+    replicated = [name for name in mesh.axis_names if not any(name in cuts.axes for cuts in every)]
+    told: dict[int, tuple[ShardedTensorData, ...]] = {}
+    for rank in mesh.ranks:
+        at = mesh.coordinate(rank)
+        replica = 0
+        for axis in replicated:
+            replica = replica * mesh.axis_length(axis) + at[axis]
+        box = [range_of(cuts.axes, size, mesh, at) for cuts, size in zip(every, sizes, strict=True)]
+        stacked, local = box[:prepend_axis_num], box[prepend_axis_num:]
+        told[rank] = tuple(
+            ShardedTensorData(
+                key=key,
+                local_shape=tuple(high - low for low, high in local),
+                global_shape=sizes,
+                global_offset=(*index, *(low for low, _ in local)),
+                axis_fragmentations=(*sizes[:prepend_axis_num], *fragments[prepend_axis_num:]) if is_regular else None,
+                replica_id=replica,
+                prepend_axis_num=prepend_axis_num,
+            )
+            for index in product(*(range(low, high) for low, high in stacked))
+        )
+    return told
+
+
+def _listed(shards: Any) -> Sequence[Any]:
+    return shards if isinstance(shards, list | tuple) else (shards,)
+
+
+def _read(shard: Any, rank: int) -> ShardedTensorData:
+    """Return a shard as plain data, checked by itself."""
+    missing = [name for name in ("local_shape", "global_shape", "global_offset") if not hasattr(shard, name)]
+    if missing:
+        raise LayoutError(
+            f"rank {rank} has a {type(shard).__name__}, which says no box of a tensor",
+            rank=rank,
+            got=f"no {missing[0]}",
+            want="a ShardedTensor",
+            next_step="build a ShardedTensorFactory's shards first; ShardedObjects hold no tensor",
+        )
+    if getattr(shard, "flattened_range", None) is not None:
+        raise LayoutError(
+            f"{shard.key}: rank {rank}'s shard is a range of flattened data, which Megatron-core refuses since 0.16",
+            tensor=shard.key,
+            rank=rank,
+            got=f"flattened_range={shard.flattened_range}",
+            want="a box of the tensor",
+            next_step="save the optimizer with a format that is not flattened",
+        )
+    fragments, replica = shard.axis_fragmentations, shard.replica_id
+    read = ShardedTensorData(
+        shard.key,
+        tuple(shard.local_shape),
+        tuple(shard.global_shape),
+        tuple(shard.global_offset),
+        None if fragments is None else tuple(fragments),
+        replica if isinstance(replica, int) else tuple(replica),
+        shard.prepend_axis_num,
+        bool(shard.allow_shape_mismatch),
+    )
+    ndim = len(read.global_shape)
+    counts = {len(read.global_offset), len(read.local_shape) + read.prepend_axis_num}
+    if counts != {ndim} or (read.axis_fragmentations is not None and len(read.axis_fragmentations) != ndim):
+        raise _of_itself(read, rank, "its shapes, offset and fragments have not the same number of dims")
+    for dim, ((low, high), size) in enumerate(zip(read.box, read.global_shape, strict=True)):
+        if not 0 <= low <= high <= size:
+            raise _of_itself(read, rank, f"dim {dim}: {low} to {high} is not within 0 to {size}")
+        if read.axis_fragmentations is None:
+            continue
+        if high > low and low % (high - low):
+            raise _of_itself(read, rank, f"dim {dim}: offset {low} is no multiple of the local size {high - low}")
+        if read.axis_fragmentations[dim] * (high - low) != size:
+            count = read.axis_fragmentations[dim]
+            raise _of_itself(read, rank, f"dim {dim}: {count} fragments of {high - low} do not make {size}")
+    return read
+
+
+def _of_itself(shard: ShardedTensorData, rank: int, what: str) -> LayoutError:
+    return LayoutError(
+        f"{shard.key}: rank {rank}'s shard contradicts itself: {what}",
+        tensor=shard.key,
+        rank=rank,
+        got=str(shard),
+        want="the integrity that Megatron-core's ShardedTensor asks for",
+    )
+
+
+def _check_agreement(every: Sequence[tuple[int, ShardedTensorData]], raw: Sequence[Any]) -> None:
+    """Refuse shards that are not all of one tensor."""
+    first_rank, first = every[0]
+    names = ["key", "global_shape", "prepend_axis_num", "allow_shape_mismatch", "axis_fragmentations"]
+    if first.axis_fragmentations is not None:
+        names.append("local_shape")
+    for rank, shard in every:
+        for name in names:
+            if getattr(shard, name) != getattr(first, name):
+                raise _disagreement(first.key, name, (first_rank, getattr(first, name)), (rank, getattr(shard, name)))
+    dtypes = {str(shard.dtype) for shard in raw if hasattr(shard, "dtype")}
+    if len(dtypes) > 1:
+        raise ContradictionError(
+            f"{first.key}: its shards have several dtypes", tensor=first.key, got=str(sorted(dtypes)), want="one dtype"
+        )
+
+
+def _disagreement(key: str, name: str, first: tuple[int, object], other: tuple[int, object]) -> ContradictionError:
+    return ContradictionError(
+        f"{key}: ranks {first[0]} and {other[0]} have shards of another {name}",
+        tensor=key,
+        rank=other[0],
+        got=f"rank {first[0]}: {first[1]}, rank {other[0]}: {other[1]}",
+        want=f"one {name} for all shards of a tensor",
+    )
+
+
+def _check_cover(every: Sequence[tuple[int, ShardedTensorData]]) -> None:
+    """Refuse main replicas that do not cover each element once, and replicas of none of them."""
+    key, shape = every[0][1].key, every[0][1].global_shape
+    boxes = sorted((shard.box, rank) for rank, shard in every if shard.is_main and volume(shard.box))
+    reaching: list[tuple[Box, int]] = []  # boxes that may still overlap later ones, which begin no earlier in dim 0
+    for box, rank in boxes:
+        reaching = [(other, holder) for other, holder in reaching if not box or other[0][1] > box[0][0]]
+        for other, holder in reaching:
+            if boxes_overlap(box, other):
+                raise ContradictionError(
+                    f"{key}: main replicas of ranks {holder} and {rank} overlap",
+                    tensor=key,
+                    rank=rank,
+                    got=f"rank {holder}: {box_text(other)}, rank {rank}: {box_text(box)}",
+                    want="replica_id 0 on one rank for each part",
+                )
+        reaching.append((box, rank))
+    covered = sum(volume(box) for box, _ in boxes)
+    if covered != prod(shape):
+        raise IncompleteError(
+            f"{key}: the main replicas hold {covered} of {prod(shape)} elements of shape {shape}",
+            tensor=key,
+            got=f"{len(boxes)} main replicas: " + ", ".join(f"rank {rank}: {box_text(box)}" for box, rank in boxes[:4]),
+            want="the shards of all ranks, each part once with replica_id 0",
+        )
+    mains = {box for box, _ in boxes}
+    for rank, shard in every:
+        if volume(shard.box) and shard.box not in mains:
+            raise ContradictionError(
+                f"{key}: rank {rank}'s replica is the part of no main one",
+                tensor=key,
+                rank=rank,
+                got=f"{box_text(shard.box)}, replica_id {shard.replica_id}",
+                want="the box of a shard with replica_id 0",
+            )
+
+
+def _part(shard: ShardedTensorData) -> LocalPart:
+    return LocalPart(shard.local_shape, box_nests(shard.box, shard.global_shape))
+
+
+def _layout(
+    read: Mapping[int, Sequence[ShardedTensorData]], mesh: DeviceMesh, shape: tuple[int, ...]
+) -> TensorLayout | None:
+    """Return the layout under which every rank of the mesh holds its shards, if there is one."""
+    if set(read) != set(mesh.ranks):
+        return None
+    boxes: dict[int, Box | None] = {}
+    for rank, shards in read.items():
+        boxes[rank] = _stacked(shards) if shards else None
+        if shards and boxes[rank] is None:
+            return None
+    return layout_of_boxes(boxes, mesh, shape)
+
+
+def _stacked(shards: Sequence[ShardedTensorData]) -> Box | None:
+    """Return the box that a rank's shards make, stacked by their prepended axes; None if they make none."""
+    boxes = [shard.box for shard in shards]
+    hull = tuple((min(low for low, _ in dim), max(high for _, high in dim)) for dim in zip(*boxes, strict=True))
+    count = shards[0].prepend_axis_num
+    if {box[count:] for box in boxes} != {hull[count:]} or len(set(boxes)) != len(boxes):
+        return None
+    return hull if prod(high - low for low, high in hull[:count]) == len(boxes) else None
