@@ -20,7 +20,8 @@ class TensorLayout:
     """The cuts of every dim of one tensor, and the mesh when it is known.
 
     Args:
-        axes: per dim an axis, which cuts the dim evenly, or None, as Keras has it. The sizes are named d0, d1, ...
+        axes: per dim an axis, which cuts the dim evenly, or None, as Keras has it: a string is taken letter by letter.
+            The sizes are named d0, d1, ...
         device_mesh: the mesh whose axes these are; may be attached later by `with_mesh`.
 
     Raises:
@@ -38,14 +39,6 @@ class TensorLayout:
     """Per dim the axes that cut it, in the order of cutting; none for a dim that every rank holds whole."""
 
     def __init__(self, axes: Sequence[str | None], device_mesh: DeviceMesh | None = None) -> None:
-        if isinstance(axes, str):
-            # Keras would take it letter by letter; a layout's text given here by mistake must not pass.
-            raise LayoutError(
-                f"the axes {axes[:80]!r} are one text",
-                got=repr(axes[:80]),
-                want="one entry a dim, such as (None, 'model')",
-                next_step="use TensorLayout.parse for a layout's text",
-            )
         entries = tuple(axes)
         for entry in entries:
             if entry is not None and not is_name(entry):
@@ -53,7 +46,7 @@ class TensorLayout:
                     f"Invalid axis names for Layout. Got {entries!r}",
                     got=repr(entry),
                     want=f"per dim None or one axis: {NAME_RULE}",
-                    next_step="use TensorLayout.parse for a dim cut by several axes",
+                    next_step="use TensorLayout.parse for a layout's text, such as a dim cut by several axes",
                 )
         taken = [entry for entry in entries if entry is not None]
         names = free_size_names(len(entries), (*taken, *(device_mesh.axis_names if device_mesh else ())))
