@@ -1,4 +1,4 @@
-"""Reads safetensors files that exist, for their digests: what resume, ``--verify`` and ``xrank verify`` share."""
+"""Reads files that exist, for their digests: what resume, ``--verify`` and ``xrank verify`` share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xrank.formats.safetensors_header import SafetensorsHeader, read_header
+from xrank.errors import CorruptError
+from xrank.formats.regular_file import open_regular
+from xrank.formats.safetensors_header import SafetensorsHeader
+from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nests import Nest, canonical
 from xrank.plan.buffers import FileSource, NullTarget
 from xrank.plan.executor import Budget, Outcome, execute
+from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import Plan, make_plan
+from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.hf_folder import describe_files, output_file_of
 
 __all__ = ["FileDigests", "read_through", "reread", "reread_headers"]
@@ -41,13 +47,42 @@ def read_through(plan: Plan, budget: Budget) -> Outcome:
     return outcome
 
 
-def reread(path: str, budget: Budget) -> FileDigests:
-    """Return the digests of the file at that path.
+def reread(path: str, output: OutputFile, budget: Budget) -> FileDigests:
+    """Return the digests of the file at that path, read as the file that it ought to be, whatever its format.
 
     Raises:
-        CorruptError: it is not a safetensors file.
+        CorruptError: it cannot be read, or has another size.
     """
-    return reread_headers([read_header(path)], budget)[0]
+    with open_regular(path) as file:
+        status = file.status
+        if status.st_size != output.nbytes:
+            raise CorruptError(f"{path} has another size than it was given", file=path, got=f"{status.st_size:,} bytes")
+        header = file.read(0, len(output.header))
+        fragments = tuple((at, file.read(at, len(data))) for at, data in output.fragments)
+        ending = output.ending([0] * len(output.tensors)) if output.ending is not None else ()
+        found = tuple((at, file.read(at, len(data))) for at, data in ending)
+    rows = [(0, tensor.offset, tensor.nbytes, NO_CHECKSUM) for tensor in output.tensors]
+    # As bytes, and under numbers: every tensor is one record, whatever part of whatever it is.
+    tensors = tuple(OutputTensor(str(i), "U8", (row[2],), row[1]) for i, row in enumerate(rows))
+    model = StoredModel(
+        format="file",
+        path=path,
+        files=(SourceFile.of(path, status),),
+        records=RecordTable(*(int_array(row[i] for row in rows) for i in range(4))),
+        shards=tuple(_as_bytes(tensor, record) for record, tensor in enumerate(tensors)),
+    )
+    again = OutputFile(
+        output.name, header, tensors, output.nbytes, fragments, None if output.ending is None else lambda crc32: found
+    )
+    done = read_through(make_plan(model, [again]), budget).files[0]
+    names = [tensor.name for tensor in output.tensors]
+    return FileDigests(output.name, output.nbytes, done.digest, dict(zip(names, done.tensor_digests, strict=True)))
+
+
+def _as_bytes(tensor: OutputTensor, record: int) -> StoredShard:
+    nests = [canonical(Nest(0, 0, ((tensor.nbytes, 1, 1),)))] if tensor.nbytes else []
+    rank, records = int_array([0] * len(nests)), int_array([record] * len(nests))
+    return StoredShard(tensor.name, "U8", tensor.shape, rank, records, NestTable.of(nests))
 
 
 def reread_headers(headers: Sequence[SafetensorsHeader], budget: Budget) -> list[FileDigests]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from xrank.conversion.file_writing import write_files
 from xrank.conversion.gather_plan import Gather
-from xrank.conversion.rereading import FileDigests, reread
-from xrank.errors import CorruptError, XrankError
-from xrank.plan.buffers import FileSource, FileTarget
+from xrank.conversion.rereading import FileDigests
 from xrank.plan.digests import digest_text
-from xrank.plan.executor import Budget, FinishedFile, execute
+from xrank.plan.executor import Budget
 from xrank.plan.planner import Plan, TensorPlan
-from xrank.writers.disk import in_memory
 from xrank.writers.hf_folder import INDEX_NAME, index_text
 from xrank.writers.journal import JournalLine
 from xrank.writers.manifest import (
@@ -29,8 +26,6 @@ from xrank.writers.manifest import (
 from xrank.writers.stage import Stage
 
 __all__ = ["Made", "fill_stage"]
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,126 +44,24 @@ def fill_stage(gather: Gather, stage: Stage, progress: Callable[[int, int], None
         CorruptError, ContradictionError: the source is not what its metadata promised.
         NoSpaceError, XrankError: it could not be written.
     """
-    plan, options = gather.plan, gather.options
-    budget = Budget.within(options.max_memory_nbytes, options.num_workers)
-    resumed = _resumed(plan, stage, budget)
-    resumed_nbytes = sum(plan.files[index].output.nbytes for index in resumed)
-    work = _Writing(plan, stage, progress, resumed_nbytes)
-    source = FileSource(gather.source)
-    try:
-        outcome = execute(
-            plan,
-            source,
-            work.target,
-            budget=budget,
-            files=[index for index in range(len(plan.files)) if index not in resumed],
-            replicas=options.replicas,
-            begin=work.begin,
-            finish=work.finish,
-            progress=work.count,
-        )
-        source.check_unchanged()
-    finally:
-        work.close()
-        source.close()
-    digests = {**resumed, **{index: _digests_of(plan, done) for index, done in outcome.files.items()}}
-    if options.verify if options.verify is not None else options.overwrite:
-        _verify_stage(stage, digests, budget)
-    notes = tuple(
-        ("replicas-differ", f"{name}: rank {rank} differs in {count:,} elements; the lowest rank's were taken")
-        for name, ranks in outcome.differences.items()
-        for rank, count in ranks.items()
+    options = gather.options
+    written = write_files(
+        gather.plan,
+        stage,
+        Budget.within(options.max_memory_nbytes, options.num_workers),
+        progress,
+        replicas=options.replicas,
+        verify=options.overwrite if options.verify is None else options.verify,
     )
-    files = _write_small_files(gather, stage, digests, notes)
+    files = _write_small_files(gather, stage, written.digests, written.notes)
     return Made(
         proof={
-            "num_replicas_compared": sum(
-                len(tensor.replicas)
-                for index, file in enumerate(plan.files)
-                if index not in resumed
-                for tensor in file.tensors
-            ),
-            "num_checksums": outcome.num_checksums,
+            "num_replicas_compared": written.num_replicas_compared,
+            "num_checksums": written.outcome.num_checksums,
         },
-        output={"files": files, "resumed_nbytes": resumed_nbytes},
-        notes=notes,
+        output={"files": files, "resumed_nbytes": written.resumed_nbytes},
+        notes=written.notes,
     )
-
-
-class _Writing:
-    """Opens, counts and finishes the stage's files as the executor asks."""
-
-    def __init__(self, plan: Plan, stage: Stage, progress: Callable[[int, int], None], done: int) -> None:
-        self.target = FileTarget({})
-        self._plan, self._stage, self._progress, self._done = plan, stage, progress, done
-
-    def begin(self, index: int) -> None:
-        output = self._plan.files[index].output
-        fd = self._stage.create_part(output.name, output.nbytes)
-        self.target.in_memory = in_memory(fd)
-        self.target.descriptors[index] = fd
-
-    def finish(self, finished: FinishedFile) -> None:
-        output = self._plan.files[finished.index].output
-        # The stage closes the descriptor whatever happens, so it is taken out of `close`'s reach first.
-        fd = self.target.descriptors.pop(finished.index)
-        self._stage.finish_part(output.name, fd, output.nbytes, digest_text(finished.digest))
-        _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
-
-    def count(self, nbytes: int) -> None:
-        self._done += nbytes
-        self._progress(self._done, self._plan.nbytes)
-
-    def close(self) -> None:
-        """Close what a failure left open."""
-        for fd in self.target.descriptors.values():
-            os.close(fd)
-        self.target.descriptors.clear()
-
-
-def _resumed(plan: Plan, stage: Stage, budget: Budget) -> dict[int, FileDigests]:
-    """Return the files that an interrupted run finished and that are still what it wrote; discard the others."""
-    resumed = {}
-    for index, file in enumerate(plan.files):
-        line = stage.finished.get(file.output.name)
-        if line is None:
-            continue
-        try:
-            digests = reread(os.path.join(stage.path, file.output.name), budget)
-        except XrankError:
-            stage.discard(file.output.name)
-            continue
-        if digest_text(digests.digest) == line.digest and digests.nbytes == file.output.nbytes:
-            resumed[index] = digests
-        else:
-            stage.discard(file.output.name)
-    return resumed
-
-
-def _digests_of(plan: Plan, done: FinishedFile) -> FileDigests:
-    output = plan.files[done.index].output
-    names = [tensor.name for tensor in output.tensors]
-    tensors = dict(zip(names, done.tensor_digests, strict=True))
-    return FileDigests(output.name, output.nbytes, done.digest, tensors)
-
-
-def _verify_stage(stage: Stage, digests: dict[int, FileDigests], budget: Budget) -> None:
-    """Read every file of the stage back, from the disk where the system lets go of its cache."""
-    for expected in digests.values():
-        path = os.path.join(stage.path, expected.name)
-        with open(path, "rb") as file:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        found = reread(path, budget)
-        if found != expected:
-            stage.discard(expected.name)
-            raise CorruptError(
-                f"{path} does not read back as it was written",
-                file=path,
-                got=digest_text(found.digest),
-                want=digest_text(expected.digest),
-                next_step="check the disk; then run the same command, which writes this file again",
-            )
 
 
 def _write_small_files(

@@ -37,8 +37,13 @@ class Fault:
     """Row-major address of the element in the tensor."""
 
 
-def find_fault(nests: NestTable, num_elements: int) -> Fault | None:
+def find_fault(nests: NestTable, num_elements: int, wanted: NestTable | None = None) -> Fault | None:
     """Return the first element of [0, num_elements) that the y sides do not cover exactly once, or None if all are.
+
+    Args:
+        nests: what covers.
+        num_elements: of the whole.
+        wanted: cover the y sides of these exactly, in place of all: what a tensor with padding is to hold.
 
     Raises:
         LayoutError: the nests would have to be cut into more than `MAX_BOXES` boxes.
@@ -49,20 +54,25 @@ def find_fault(nests: NestTable, num_elements: int) -> Fault | None:
         if int(nests.y_ends.max()) > num_elements:
             return Fault("outside", int(nests.y_ends.max()) - 1)
     if num_elements == 0 or not len(nests):
-        return Fault("gap", 0) if num_elements else None
-    chain = _chain(nests)
+        first = 0 if wanted is None else int(wanted.y.min(initial=num_elements))
+        return Fault("gap", first) if first < num_elements else None
+    chain = _chain(nests, wanted)
     lower, upper = _boxes(*_digit_counts(nests, chain), chain)
-    whole_counts = np.ones((1, len(chain)), dtype=np.int64)
-    whole_counts[0, -1] = num_elements
-    whole_lower, whole_upper = _boxes(np.zeros(1, dtype=np.int64), whole_counts, chain)
-    return _compare_corners(lower, upper, whole_lower, whole_upper, chain)
+    if wanted is None:
+        whole_counts = np.ones((1, len(chain)), dtype=np.int64)
+        whole_counts[0, -1] = num_elements
+        whole = _boxes(np.zeros(1, dtype=np.int64), whole_counts, chain)
+    else:
+        whole = _boxes(*_digit_counts(wanted, chain), chain)
+    return _compare_corners(lower, upper, *whole, chain)
 
 
-def _chain(nests: NestTable) -> IntArray:
+def _chain(nests: NestTable, others: NestTable | None) -> IntArray:
     """Return strides by falling size, each dividing the one before, the last one 1, that loops of the nests use."""
-    counts, strides = nests.loops[:, :, 0], nests.loops[:, :, 2]
+    tables = [nests] if others is None else [nests, others]
+    strides = [table.loops[:, :, 2][table.loops[:, :, 0] > 1] for table in tables]
     chain = [1]
-    used = np.sort(strides[counts > 1])
+    used = np.sort(np.concatenate(strides))
     # Not np.unique: it imports numpy.ma, which takes longer than most proofs.
     for stride in used[np.append(True, used[1:] != used[:-1])].tolist() if len(used) else ():
         if stride > chain[-1] and stride % chain[-1] == 0:

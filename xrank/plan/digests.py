@@ -1,7 +1,8 @@
 """Digests of tensors that can be taken of their parts in any order, by any thread.
 
 A tensor's digest is the XXH3-128 of the XXH3-128 digests of its 64 KiB blocks, in order; a file's digest is the
-XXH3-128 of its header's bytes and its tensors' digests, in the file's order. They find accidents, not attackers.
+XXH3-128 of its header's bytes and its tensors' digests, in the file's order. What else is in no tensor, such as a zip's
+directory, counts as header. They find accidents, not attackers.
 """
 
 from __future__ import annotations

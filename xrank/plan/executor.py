@@ -188,8 +188,13 @@ class _Execution:
 
     def file_done(self, file: FileWindows) -> None:
         """Report a file whose windows are all written and whose records are checked."""
+        output = file.plan.output
+        ending = file.ending()
+        for offset, data in ending:
+            self.target.write(file.index, offset, memoryview(data))
         digests = tuple(digest.digest() for digest in file.digests)
-        finished = FinishedFile(file.index, digest_of_file(file.plan.output.header, digests), digests)
+        around = b"".join((output.header, *(data for _, data in (*output.fragments, *ending))))
+        finished = FinishedFile(file.index, digest_of_file(around, digests), digests)
         self._finish(finished)
         with self._lock:
             self.outcome.files[file.index] = finished

@@ -29,23 +29,23 @@ def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
     path, offset = _file_of(plan, record), int(plan.source.records.offset[record])
     got = f"crc32 {crc:08x} over {int(plan.source.records.nbytes[record]):,} bytes at byte {offset:,}"
     want = f"crc32 {int(plan.source.records.crc32[record]):08x}, as recorded when they were written"
-    for tensor in plan.tensors:
-        for copies in (tensor.copies, tensor.replicas):
-            rows = np.flatnonzero(copies.record == record)
-            if len(rows):
-                row, rank = int(rows[0]), int(copies.rank[rows[0]])
-                nest = swap(copies.nests[row])
-                where = range_text(tensor.output.shape, nest.x, nest.x + span(nest.loops) - 1)
-                return CorruptError(
-                    f"{tensor.output.name}, {where}: checksum of rank {rank}'s {path} at byte {offset:,} is wrong",
-                    tensor=tensor.output.name,
-                    rank=rank,
-                    file=path,
-                    index_range=where,
-                    got=got,
-                    want=want,
-                    next_step=f"let rank {rank} write again, or copy the file again, then run the same command",
-                )
+    used = any((c.record == record).any() for tensor in plan.tensors for c in (tensor.copies, tensor.replicas))
+    for shard in plan.source.shards if used else ():
+        rows = np.flatnonzero(shard.record == record)
+        if len(rows):
+            row, rank = int(rows[0]), int(shard.rank[rows[0]])
+            nest = swap(shard.nests[row])
+            where = range_text(shard.shape, nest.x, nest.x + span(nest.loops) - 1)
+            return CorruptError(
+                f"{shard.name}, {where}: checksum of rank {rank}'s {path} at byte {offset:,} is wrong",
+                tensor=shard.name,
+                rank=rank,
+                file=path,
+                index_range=where,
+                got=got,
+                want=want,
+                next_step=f"let rank {rank} write again, or copy the file again, then run the same command",
+            )
     return CorruptError(f"checksum of {path} at byte {offset:,} is wrong", file=path, got=got, want=want)
 
 
@@ -95,7 +95,8 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
                 apart = np.abs(a - b)
             incomparable += int(np.count_nonzero(np.isnan(apart)))
             largest = max(largest, float(np.nanmax(apart, initial=0.0)))
-    where = range_text(tensor.output.shape, first, first)
+    address = tensor.output.global_address(first)
+    where = range_text(tensor.output.global_shape, address, address)
     record, total = int(tensor.replicas.record[row]), int(tensor.replicas.nests.sizes[row])
     path, tied = _file_of(plan, record), tensor.tied.get(record)
     message = f"{tensor.output.name}: rank {rank} holds another copy than rank {other_rank}"

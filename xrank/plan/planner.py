@@ -1,4 +1,4 @@
-"""The plan of a gather: for each output tensor the copies that make it, proven to cover it exactly once.
+"""The plan of a conversion: for each output tensor the copies that make it, proven to cover it exactly once.
 
 Everything here follows from metadata; no byte of a tensor is read.
 """
@@ -15,11 +15,13 @@ import numpy as np
 from xrank import dtypes
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
 from xrank.layout.nest_table import IntArray, NestTable
+from xrank.layout.nests import Nest, swap
+from xrank.plan.composition import composed
 from xrank.plan.coverage import Fault, contains, destination_keys, find_fault, first_of_equal, range_text
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 
-__all__ = ["Copies", "FilePlan", "Plan", "TensorPlan", "divide_replicas", "make_plan"]
+__all__ = ["Copies", "FilePlan", "Plan", "TensorPlan", "divide_replicas", "divided", "make_plan"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +61,7 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A whole gather: what is read, what is written."""
+    """A whole conversion: what is read, what is written."""
 
     source: StoredModel
     files: tuple[FilePlan, ...]
@@ -91,22 +93,57 @@ def make_plan(
         ContradictionError: elements are held twice in different cuts, or lie outside the tensor.
     """
     shards = {shard.name: shard for shard in source.shards}
-    planned = []
-    for file in files:
-        tensors = []
-        for output in file.tensors:
-            shard = shards[output.name]
-            _check_cast(shard.dtype, output)
-            copies, replicas = divide_replicas(shard, source)
-            others: dict[int, str] = {}
-            for name in (tied or {}).get(output.name, ()):
-                replicas = _joined(replicas, _tied_copies(shard, shards[name], source))
-                others.update((record, name) for record in shards[name].record.tolist())
-            for record in shard.record.tolist():
-                others.pop(record, None)  # one storage under both names cannot differ
-            tensors.append(TensorPlan(output, shard.dtype, copies, replicas, others))
-        planned.append(FilePlan(file, tuple(tensors)))
-    return Plan(source, tuple(planned))
+    whole: dict[str, tuple[Copies, Copies, dict[int, str]]] = {}
+
+    def planned(output: OutputTensor) -> TensorPlan:
+        shard = shards[output.name]
+        _check_cast(shard.dtype, output)
+        if output.name not in whole:
+            whole[output.name] = _whole(shard, [shards[name] for name in (tied or {}).get(output.name, ())], source)
+        copies, replicas, others = whole[output.name]
+        if output.part is not None:
+            copies, replicas = _part_of(copies, output.part.nests), _part_of(replicas, output.part.compared)
+            _check_part(output, copies)
+        return TensorPlan(output, shard.dtype, copies, replicas, others)
+
+    return Plan(source, tuple(FilePlan(file, tuple(map(planned, file.tensors))) for file in files))
+
+
+def _whole(
+    shard: StoredShard, tied: Sequence[StoredShard], source: StoredModel
+) -> tuple[Copies, Copies, dict[int, str]]:
+    """Return a whole tensor's copies and replicas, and the records among the latter that are a tied tensor's."""
+    copies, replicas = divide_replicas(shard, source)
+    others: dict[int, str] = {}
+    for other in tied:
+        replicas = _joined(replicas, _tied_copies(shard, other, source))
+        others.update((record, other.name) for record in other.record.tolist())
+    for record in shard.record.tolist():
+        others.pop(record, None)  # one storage under both names cannot differ
+    return copies, replicas, others
+
+
+def _part_of(copies: Copies, part: tuple[Nest, ...]) -> Copies:
+    rows, nests = composed(copies.nests, part)
+    return Copies(copies.rank[rows], copies.record[rows], nests)
+
+
+def _check_part(output: OutputTensor, copies: Copies) -> None:
+    """Prove once more, on the destination, what follows from the proofs of source and layout."""
+    part = output.part
+    assert part is not None
+    wanted = NestTable.of([swap(nest) for nest in part.nests])
+    fault = _part_fault(_Cuts(copies.rank, copies.nests), _Cuts(wanted.x, wanted), output.num_elements)
+    if fault is not None:
+        where = range_text(output.shape, fault.address, fault.address)
+        raise ContradictionError(
+            f"{output.name}: a part of shape {list(output.shape)} is not covered exactly once",
+            tensor=output.name,
+            index_range=where,
+            got=f"{fault.kind} at {where}",
+            want="every element exactly once",
+            next_step="report both layouts: this is a fault of xrank",
+        )
 
 
 def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Copies]:
@@ -118,7 +155,7 @@ def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Co
         IncompleteError, ContradictionError: as `make_plan`.
     """
     num_elements = math.prod(shard.shape)
-    first, others, fault = _divided(_Cuts(shard.rank, shard.nests), num_elements)
+    first, others, fault = divided(shard.rank, shard.nests, num_elements)
     copies, replicas = (
         Copies(shard.rank[rows], shard.record[rows], shard.nests.take(rows)) for rows in (first, others)
     )
@@ -141,15 +178,27 @@ class _Cuts:
         return isinstance(other, _Cuts) and self._key == other._key
 
 
-@lru_cache(maxsize=64)
+def divided(rank: IntArray, nests: NestTable, num_elements: int) -> tuple[IntArray, IntArray, Fault | None]:
+    """Return the rows of the first piece of each place and of those that repeat it, by rising y; and the fault, if any.
+
+    Of equal pieces the lowest rank's is first; the first pieces are what must cover [0, num_elements) exactly once.
+    """
+    return _divided(_Cuts(rank, nests), num_elements)
+
+
+@lru_cache(maxsize=256)
 def _divided(cuts: _Cuts, num_elements: int) -> tuple[IntArray, IntArray, Fault | None]:
-    """Return the rows of the pieces to copy and of those that repeat them, by rising y, and what the proof found."""
     by_rank = np.argsort(cuts.rank, kind="stable")
     is_first = first_of_equal(destination_keys(cuts.nests)[by_rank])
     first, others = (
         rows[np.argsort(cuts.nests.y[rows], kind="stable")] for rows in (by_rank[is_first], by_rank[~is_first])
     )
     return first, others, find_fault(cuts.nests.take(first), num_elements)
+
+
+@lru_cache(maxsize=1024)
+def _part_fault(cuts: _Cuts, wanted: _Cuts, num_elements: int) -> Fault | None:
+    return find_fault(cuts.nests, num_elements, wanted.nests)
 
 
 def _joined(a: Copies, b: Copies) -> Copies:

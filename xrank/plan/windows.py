@@ -6,14 +6,17 @@ a file system least (ext4 gives it one folio), and a window stays in cache while
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from isal import isal_zlib
 
 from xrank import dtypes
 from xrank.layout.nests import Nest, restrict, swap
+from xrank.plan.checksums import JoinedCrc32
 from xrank.plan.digests import TensorDigest
 from xrank.plan.planner import Copies, FilePlan, TensorPlan
 
@@ -75,7 +78,10 @@ class FileWindows:
         self.index = index
         self.count = self.remaining = -(-plan.output.nbytes // WINDOW_NBYTES)
         self.digests = [TensorDigest(tensor.output.nbytes) for tensor in plan.tensors]
+        self._crcs = [JoinedCrc32(tensor.output.nbytes) for tensor in plan.tensors] if plan.output.ending else []
+        self._lock = threading.Lock()
         self._offsets = [tensor.output.offset for tensor in plan.tensors]
+        self._fragment_offsets = [offset for offset, _ in plan.output.fragments]
         self._prepared: dict[int, PreparedTensor] = {}
 
     def portions(self, window: int) -> Iterator[Portion]:
@@ -91,6 +97,33 @@ class FileWindows:
                 width = dtypes.dtype(output.dtype).nbytes
                 low, high = (start - output.offset) // width, (stop - output.offset) // width
                 yield Portion(index, low, high, start - first, stop - first)
+
+    def fragments(self, window: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (first byte of the window, bytes) of what stands between the tensors."""
+        first = window * WINDOW_NBYTES
+        last = min(first + WINDOW_NBYTES, self.plan.output.nbytes)
+        for index in range(max(0, bisect_left(self._fragment_offsets, first) - 1), len(self._fragment_offsets)):
+            offset, data = self.plan.output.fragments[index]
+            if offset >= last:
+                break
+            start, stop = max(first, offset), min(last, offset + len(data))
+            if start < stop:
+                yield start - first, data[start - offset : stop - offset]
+
+    def add(self, tensor: int, start: int, data: memoryview) -> None:
+        """Take the tensor's finished bytes from `start` on into its digest, and into its CRC where the file has it."""
+        self.digests[tensor].add(start, data)
+        if self._crcs:
+            crc = isal_zlib.crc32(data)
+            with self._lock:
+                self._crcs[tensor].add(start, start + len(data), crc)
+
+    def ending(self) -> list[tuple[int, bytes]]:
+        """Return the bytes, and where they go, that follow from what was written; all windows must be done."""
+        if self.plan.output.ending is None:
+            return []
+        crcs = [crc.value for crc in self._crcs]
+        return list(self.plan.output.ending([crc for crc in crcs if crc is not None]))
 
     def prepared(self, tensor: int) -> PreparedTensor:
         """Return a tensor's copies made ready for cutting; the last few are kept, as windows come in order."""

@@ -62,18 +62,29 @@ class Worker:
         nbytes = min(WINDOW_NBYTES, output.nbytes - first)
         header = output.header[first : first + nbytes]
         self._window[: len(header)] = header
+        done = len(header)
         for portion in file.portions(window):
             tensor = file.prepared(portion.tensor)
             part = self._window[portion.start : portion.stop]
+            self._clear(done, portion.stop if tensor.plan.output.is_padded else portion.start)
+            done = portion.stop
             self._fill(tensor, portion.low, portion.high, part)
             if len(tensor.plan.replicas):
                 self._compare(tensor, portion.low, portion.high, part)
             width = dtypes.dtype(tensor.plan.output.dtype).nbytes
-            file.digests[portion.tensor].add(portion.low * width, part)
+            file.add(portion.tensor, portion.low * width, part)
+        self._clear(done, nbytes)
+        for start, data in file.fragments(window):
+            self._window[start : start + len(data)] = data
         self._shared.target.write(file.index, first, self._window[:nbytes])
         if self._shared.window_done(file, nbytes):
             self._check_rest(file)
             self._shared.file_done(file)
+
+    def _clear(self, start: int, stop: int) -> None:
+        """Take away what an earlier window left where this one has nothing."""
+        if start < stop:
+            self._window[start:stop] = bytes(stop - start)
 
     def _fill(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> None:
         """Bring elements [low, high) of a tensor into `part`."""
