@@ -23,13 +23,12 @@ from xrank.formats.plain_values import PLAIN_BUILDERS, Builder
 from xrank.formats.regular_file import Origin, open_regular, shown
 from xrank.formats.zip_index import ItemBytes, ZipMember, open_item, read_members
 
-__all__ = ["ArchiveRecord", "ArchivedTensor", "TorchArchive", "read_archive", "refuse_inert"]
+__all__ = ["STORAGE_DTYPES", "ArchiveRecord", "ArchivedTensor", "TorchArchive", "read_archive", "refuse_inert"]
 
 _MAX_DIMENSIONS = 64
 _MAX_EXTENT = (1 << 63) - 1
 
-# torch/storage.py: _dtype_to_storage_type_map.
-_STORAGE_DTYPES = {
+STORAGE_DTYPES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -48,10 +47,11 @@ _STORAGE_DTYPES = {
     "QUInt4x2Storage": "quint4x2",
     "QUInt2x4Storage": "quint2x4",
 }
+"""Typed storages and their element types (torch/storage.py: _dtype_to_storage_type_map); others are untyped."""
 
 # Names in torch's namespace that are element types: those xrank moves and those it must refuse by name.
 _DTYPE_NAMES = frozenset(
-    {*_STORAGE_DTYPES.values(), "uint16", "uint32", "uint64", "complex32", "float4_e2m1fn_x2"}
+    {*STORAGE_DTYPES.values(), "uint16", "uint32", "uint64", "complex32", "float4_e2m1fn_x2"}
     | {f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
     | {"bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"}
     | {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
@@ -224,8 +224,8 @@ class _Tree:
                 raise self.origin.corrupt("the pickle refers to a storage in no known way", got=type(saved_id).__name__)
         if kind.name == "UntypedStorage":
             name, itemsize = None, 1
-        elif kind.name in _STORAGE_DTYPES:
-            name = self.element_type(f"torch.{_STORAGE_DTYPES[kind.name]}")
+        elif kind.name in STORAGE_DTYPES:
+            name = self.element_type(f"torch.{STORAGE_DTYPES[kind.name]}")
             itemsize = dtype(name).nbytes
         else:
             raise self.origin.corrupt("the pickle names an unknown kind of storage", got=shown(kind.name))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from xrank.errors import UsageError
+from xrank.formats.archive_layout import ALIGNMENT
 from xrank.formats.rank_state import CONFIG, RECORD, WEIGHT, RankRecord
 from xrank.workspace.identity import WorkspaceIdentity
 from xrank.workspace.state_content import plain_config, state_content
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from xrank.layout.layout_map import LayoutMap
 
 __all__ = ["StateArchive", "make_state_archive"]
-
-_ALIGNMENT = 4096
-"""Of each record in the file: what O_DIRECT, reflinks and page-wise readers want."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class StateArchive:
         try:
             # The user's own settings must not take the checksums away. The patch holds for this thread only
             # (torch/utils/_config_module.py: patch).
-            with config.patch({"save.storage_alignment": _ALIGNMENT, "save.compute_crc32": True}):
+            with config.patch({"save.storage_alignment": ALIGNMENT, "save.compute_crc32": True}):
                 torch.save(self.state, cast(IO[bytes], sink))
         except BaseException:
             # torch's writer ends the archive while it unwinds, and buries the cause under its own RuntimeError.
