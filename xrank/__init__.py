@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xrank.conversion.gather import gather_checkpoint
+    from xrank.conversion.reshard import reshard_checkpoint
     from xrank.conversion.verify import verify_model
     from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
     from xrank.workspace.nfs import NFSWorkspace
@@ -24,6 +25,7 @@ __all__ = [
     "gather_checkpoint",
     "get_configs_parallel",
     "get_tensors_parallel",
+    "reshard_checkpoint",
     "verify_model",
 ]
 
@@ -33,6 +35,7 @@ _HOMES = {
     "gather_checkpoint": "xrank.conversion.gather",
     "get_configs_parallel": "xrank.gather.parallel",
     "get_tensors_parallel": "xrank.gather.parallel",
+    "reshard_checkpoint": "xrank.conversion.reshard",
     "verify_model": "xrank.conversion.verify",
 }
 

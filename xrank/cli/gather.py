@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +16,7 @@ from xrank.errors import UsageError
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["gather"]
+__all__ = ["gather", "made_rows", "proof_row", "source_row"]
 
 
 @click.command(short_help="Make the Hugging Face folder.")
@@ -98,11 +99,18 @@ def gather(output: Output, source: str | None, workspace: str | None, **options:
     output.report(report, _rows(report))
 
 
-def _rows(report: Report) -> list[tuple[str, str]]:
-    source, proof = report.source, report.proof
+def source_row(report: Report) -> tuple[str, str]:
+    """Return what was read."""
+    source = report.source
     step = f", step {source['step']}" if source["step"] is not None else ""
     ranks = f", written by {plural(source['world_size'], 'rank')}" if source["world_size"] else ""
     left_out = f", {size_text(source['skipped_nbytes'])} left out" if source["skipped_nbytes"] else ""
+    return "source", f"{source['format']}{step}{ranks}; {size_text(source['nbytes'])} in the source{left_out}"
+
+
+def proof_row(report: Report) -> tuple[str, str]:
+    """Return what was proven."""
+    proof = report.proof
     facts = [f"{plural(report.num_tensors, 'tensor')}, every element exactly once"]
     if "num_checksums" in proof:
         facts.append(
@@ -112,19 +120,23 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         )
     if proof.get("num_replicas_compared"):
         facts.append(f"{plural(proof['num_replicas_compared'], 'replica')} equal")
-    if proof["base_model"]:
+    if proof.get("base_model"):
         facts.append(f"{proof['base_model']} as in the base model")
-    rows = [
-        ("source", f"{source['format']}{step}{ranks}; {size_text(source['nbytes'])} in the source{left_out}"),
-        ("proof", "; ".join(facts)),
-    ]
+    return "proof", "; ".join(facts)
+
+
+def made_rows(made: Mapping[str, Any], tied_are: str) -> list[tuple[str, str]]:
+    """Return what became of tied and of cast tensors; `tied_are` says how tied ones are written."""
+    rows = [("tied", f"{', '.join(names)} equal {target}, {tied_are}") for target, *names in made["tied"]]
+    casts = Counter(made["cast"].values()).items()
+    return [*rows, *(("cast", f"{plural(count, 'tensor')} {cast}") for cast, count in casts)]
+
+
+def _rows(report: Report) -> list[tuple[str, str]]:
     made = report.output or report.plan or {}
-    for target, *names in made["tied"]:
-        rows.append(("tied", f"{', '.join(names)} equal {target}, which is written once"))
+    rows = [source_row(report), proof_row(report), *made_rows(made, "which is written once")]
     if made["excluded"]:
         rows.append(("left out", f"{plural(len(made['excluded']), 'tensor')}: {', '.join(made['excluded'][:5])}"))
-    for cast, count in Counter(made["cast"].values()).items():
-        rows.append(("cast", f"{plural(count, 'tensor')} {cast}"))
     files = plural(len(made["files"]), "file")
     if report.output is None:
         buffers = size_text(made["peak_buffer_nbytes"])

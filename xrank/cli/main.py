@@ -14,6 +14,7 @@ from xrank.cli.clean import clean_command
 from xrank.cli.command import Output, say
 from xrank.cli.gather import gather
 from xrank.cli.inspect import inspect
+from xrank.cli.reshard import reshard
 from xrank.cli.verify import verify_command
 from xrank.errors import UsageError
 
@@ -26,7 +27,7 @@ def cli() -> None:
     """Gather models that distributed training left on many ranks into one Hugging Face folder, proven exact."""
 
 
-for _command in (gather, inspect, verify_command, clean_command):
+for _command in (gather, inspect, verify_command, reshard, clean_command):
     cli.add_command(_command)
 
 

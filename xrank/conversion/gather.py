@@ -14,9 +14,10 @@ from xrank.conversion.stage_filling import fill_stage
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.plan.report import Report
+from xrank.plan.source import StoredModel
 from xrank.writers.staging import check_output, open_stage
 
-__all__ = ["gather_checkpoint"]
+__all__ = ["check_apart", "gather_checkpoint", "source_facts"]
 
 
 def gather_checkpoint(
@@ -54,7 +55,7 @@ def gather_checkpoint(
     started = time.monotonic()
     checked = _checked_options(options)
     if not checked.dry_run:
-        _check_apart(os.fspath(source), os.fspath(out))
+        check_apart(os.fspath(source), os.fspath(out))
         check_output(out, overwrite=checked.overwrite)
     gather = plan_gather(
         os.fspath(source),
@@ -66,7 +67,7 @@ def gather_checkpoint(
     )
     if checked.dry_run:
         return _planned_report(gather, os.fspath(out), time.monotonic() - started)
-    _check_apart(gather.source.path, os.fspath(out))  # again: the source may have been found further down
+    check_apart(gather.source.path, os.fspath(out))  # again: the source may have been found further down
     with open_stage(out, plan_digest=gather.digest, overwrite=checked.overwrite, resume=checked.resume) as stage:
         made = fill_stage(gather, stage, progress or (lambda done, total: None))
         stage.commit()
@@ -75,14 +76,14 @@ def gather_checkpoint(
         path=os.fspath(out),
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
-        source=_source_facts(gather),
+        source=source_facts(gather.source),
         proof={**_proof_facts(gather), **made.proof},
         output={"path": os.fspath(out), **_output_facts(gather), **made.output},
         notes=(*gather.notes, *made.notes, *(("stage", note) for note in stage.notes)),
     )
 
 
-def _check_apart(source: str, out: str) -> None:
+def check_apart(source: str, out: str) -> None:
     """Refuse an output that is, holds or lies in the place of its source: replacing it would remove what is read."""
     inner, outer = os.path.realpath(source), os.path.realpath(out)
     if inner == outer or inner.startswith(outer + os.sep):
@@ -104,8 +105,8 @@ def _checked_options(options: Mapping[str, Any]) -> GatherOptions:
     return GatherOptions(**options)
 
 
-def _source_facts(gather: Gather) -> dict[str, Any]:
-    source = gather.source
+def source_facts(source: StoredModel) -> dict[str, Any]:
+    """Return what a report says of its source."""
     return {
         "path": source.path,
         "format": source.format,
@@ -148,7 +149,7 @@ def _planned_report(gather: Gather, out: str, seconds: float) -> Report:
         path=out,
         seconds=seconds,
         peak_rss_nbytes=peak_rss_nbytes(),
-        source=_source_facts(gather),
+        source=source_facts(gather.source),
         proof={**_proof_facts(gather), "num_replicas_to_compare": replicas},
         plan={
             "path": out,

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
 from xrank.conversion.base_model import BaseModel, check_against, open_base_model, read_config
 from xrank.conversion.options import GatherOptions
+from xrank.conversion.plan_digest import digest_of_plan
 from xrank.conversion.selection import Selection, select
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import LayoutMap
@@ -23,7 +22,7 @@ from xrank.readers.workspace import WorkspaceReader
 from xrank.writers.companions import Companion, source_companions
 from xrank.writers.hf_folder import lay_out
 
-__all__ = ["Gather", "plan_gather"]
+__all__ = ["Gather", "companions_beside", "config_text_of", "layout_notes", "plan_gather", "read_layouts"]
 
 _CAST_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -47,18 +46,7 @@ class Gather:
     @property
     def digest(self) -> str:
         """Says which plan an interrupted output belongs to: the same source, options and output give the same."""
-        state = xxhash.xxh3_128()
-        for file in self.source.files:
-            state.update(repr((os.path.basename(file.path), file.nbytes, file.inode, file.mtime_ns)).encode())
-        for tensor in self.plan.tensors:
-            state.update(repr((tensor.output, tensor.source_dtype)).encode())
-            for copies in (tensor.copies, tensor.replicas):
-                for array in (copies.rank, copies.record, copies.nests.x, copies.nests.y, copies.nests.loops):
-                    state.update(array.tobytes())
-        for made in self.plan.files:
-            state.update(made.output.name.encode() + made.output.header)
-        state.update(self.options.replicas.encode())
-        return state.hexdigest()
+        return digest_of_plan(self.plan, self.options.replicas)
 
 
 def plan_gather(
@@ -72,9 +60,9 @@ def plan_gather(
 ) -> Gather:
     """Return the proven plan of a gather; reads metadata alone. Arguments and errors as `gather_checkpoint`."""
     base = open_base_model(base_model) if base_model is not None else None
-    layouts = layout if isinstance(layout, LayoutMap) or layout is None else _read_layouts(layout)
+    layouts = layout if isinstance(layout, LayoutMap) or layout is None else read_layouts(layout)
     place, reader = (source, WorkspaceReader()) if workspace else find_source(source, format_name=format_name)
-    beside = _companions_beside(place)
+    beside = companions_beside(place)
     config_path = next((c.path for c in (*beside, *(base.companions if base else ())) if c.name == "config.json"), None)
     hints = Hints(
         layouts=layouts,
@@ -89,11 +77,11 @@ def plan_gather(
     checked = check_against(base, list(selection.outputs), set(selection.excluded), dropped) if base else None
     files = lay_out(selection.outputs, options.max_shard_nbytes)
     plan = make_plan(stored, files, tied=selection.tied)
-    config_text, config_notes = _config_text(config_path, config, options)
+    config_text, config_notes = config_text_of(config_path, config, options)
     companions = {c.name: c for c in (*(base.companions if base else ()), *beside)}
     if config_text is not None:
         companions.pop("config.json", None)
-    notes = [*stored.notes, *selection.notes, *config_notes, *_layout_notes(layouts, stored)]
+    notes = [*stored.notes, *selection.notes, *config_notes, *layout_notes(layouts, stored)]
     return Gather(
         options,
         stored,
@@ -107,7 +95,12 @@ def plan_gather(
     )
 
 
-def _read_layouts(path: str | os.PathLike[str]) -> LayoutMap:
+def read_layouts(path: str | os.PathLike[str]) -> LayoutMap:
+    """Return the content of the file given as ``--layout``.
+
+    Raises:
+        LayoutError, UsageError: as `LayoutMap.read`.
+    """
     try:
         return LayoutMap.read(path)
     except (LayoutError, UsageError) as error:
@@ -115,18 +108,20 @@ def _read_layouts(path: str | os.PathLike[str]) -> LayoutMap:
         raise
 
 
-def _companions_beside(source: str) -> tuple[Companion, ...]:
+def companions_beside(source: str) -> tuple[Companion, ...]:
+    """Return the companions in a source's folder; none where the source is a file."""
     return source_companions(source) if os.path.isdir(source) else ()
 
 
-def _layout_notes(layouts: LayoutMap | None, stored: StoredModel) -> Sequence[tuple[str, str]]:
+def layout_notes(layouts: LayoutMap | None, stored: StoredModel) -> Sequence[tuple[str, str]]:
+    """Return what the report says of rules that decide for no tensor."""
     if layouts is None:
         return []
     unused = layouts.unused([shard.name for shard in stored.shards])
     return [("unused-rule", f"the layout file's rule {pattern!r} matches no tensor") for pattern in unused]
 
 
-def _config_text(
+def config_text_of(
     path: str | None, found: Mapping[str, Any] | None, options: GatherOptions
 ) -> tuple[str | None, list[tuple[str, str]]]:
     """Return the config.json to write in place of copying the one at `path`, and what is to be said about it."""

@@ -23,6 +23,7 @@ from xrank.plan.source import StoredModel, merged
 from xrank.readers.base import Hints
 from xrank.readers.discovery import find_source
 from xrank.readers.hf_folder import read_headers
+from xrank.readers.workspace import WorkspaceReader
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
@@ -69,7 +70,8 @@ def verify(
     try:
         if against is not None:
             facts = _compare(text, os.fspath(against), budget)
-        elif os.path.exists(os.path.join(text, MANIFEST_NAME)):
+        elif os.path.exists(os.path.join(text, MANIFEST_NAME)) and WorkspaceReader().recognise(text) is not None:
+            # A workspace that xrank made has a manifest too, but ranks may have written to it since: it proves itself.
             facts = _check_manifest(text, budget)
         else:
             facts = _prove(text, budget)

@@ -1,0 +1,117 @@
+"""``xrank reshard``: what it prints, its options, its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.bench import Bench, Ended, refusal, run
+from tests.conversion.made_workspaces import RUN, assert_holds, flip, leave, state_of
+from xrank.readers.rank_states import read_rank_state
+
+LAYOUT = """
+[mesh]
+grid = "r=2"
+
+[tensors]
+".*weight" = "[n/~r, m]"
+"norm.weight" = "[n]"
+"steps" = "[n/~r]"
+"""
+
+
+@pytest.fixture
+def layout(bench: Bench) -> Path:
+    path = bench.folder / "new.toml"
+    path.write_text(LAYOUT)
+    return path
+
+
+def reshard(bench: Bench, layout: Path, *options: object) -> Ended:
+    return run("reshard", bench.workspace, "--layout", layout, "--out", bench.out, *options)
+
+
+def test_its_text(bench: Bench, layout: Path) -> None:
+    model = leave(bench.workspace)
+    ended = reshard(bench, layout)
+    assert ended.exit_code == 0, ended.stderr
+    rows = [line.split(maxsplit=1) for line in ended.stdout.splitlines()]
+    assert [label for label, _ in rows] == ["source", "proof", "layout", "wrote"]
+    assert rows[0][1].startswith("workspace, step 2000, written by 4 ranks; ")
+    assert rows[1][1] == "5 tensors, every element exactly once; 20 checksums good; 10 replicas equal"
+    assert rows[2][1] == f"r=2; run {RUN}"
+    assert f"{bench.out}: 2 states of " in rows[3][1]
+    assert ", peak memory " in rows[3][1]
+    assert run("gather", bench.out, "--out", bench.folder / "again").exit_code == 0
+    assert_holds(bench.folder / "again", model)
+    assert run("verify", bench.out).stdout.startswith("ok  5 tensors")
+
+
+def test_its_json_and_its_path(bench: Bench, layout: Path) -> None:
+    leave(bench.workspace)
+    ended = reshard(bench, layout, "--json", "--dtype", "bf16", "--max-memory", "2MB", "--workers", 1)
+    report = json.loads(ended.stdout)
+    assert (report["command"], report["status"], report["exit_code"]) == ("reshard", "ok", 0)
+    assert report["output"]["world_size"] == 2
+    assert report["output"]["cast"]["norm.weight"] == "F32 -> BF16"
+    assert [file["name"] for file in report["output"]["files"]] == ["rank_0_state.pth", "rank_1_state.pth"]
+    again = reshard(bench, layout, "--overwrite", "--quiet")
+    assert again.stdout == f"{bench.out}\n"
+
+
+def test_a_dry_run(bench: Bench, layout: Path) -> None:
+    leave(bench.workspace)
+    ended = reshard(bench, layout, "--dry-run")
+    assert ended.exit_code == 0
+    assert "of buffers; nothing was written" in ended.stdout
+    assert ended.stdout.count("\nfile ") == 2
+    assert bench.names() == ["new.toml", "run42"]
+
+
+def test_it_says_what_is_tied(bench: Bench, layout: Path) -> None:
+    leave(bench.workspace, layouts={**_layouts(), "head.weight": "[v/tp, h]"}, model=_tied())
+    layout.write_text(LAYOUT + '\n[alias]\n"head.weight" = "embed.weight"\n')
+    ended = reshard(bench, layout)
+    assert "head.weight equal embed.weight, whose bytes they share" in ended.stdout
+
+
+def _layouts() -> dict[str, str]:
+    return {"embed.weight": "[v/tp, h]", "norm.weight": "[h]"}
+
+
+def _tied() -> dict[str, object]:
+    from tests.conversion.made_workspaces import made_model
+
+    model = made_model()
+    return {name: model[name] for name in _layouts()} | {"head.weight": model["embed.weight"]}
+
+
+def refused(bench: Bench, kind: str, layout: Path, *options: object, **parts: object) -> None:
+    refusal(reshard(bench, layout, "--json", *options), kind, **parts)
+    assert not bench.out.exists()
+
+
+def test_its_exit_codes(bench: Bench, layout: Path) -> None:
+    leave(bench.workspace)
+    refused(bench, "UsageError", bench.folder / "none.toml")
+    refused(bench, "UsageError", layout, "--dtype", "base", says=["reshard takes none"])
+    refused(bench, "UsageError", layout, "--max-memory", "0", says=["--max-memory is no size"])
+    refused(bench, "UsageError", layout, "--recipe", "llama", says=["No such option"])
+    bad = bench.folder / "bad.toml"
+    bad.write_text(LAYOUT.replace('"r=2"', '"r=5"').replace("n/~r, m", "n/r, m"))
+    refused(bench, "LayoutError", bad, says=["does not divide by 5"], tensor="embed.weight")
+    bad.write_text(LAYOUT.replace('"steps"', '"stops"'))
+    refused(bench, "LayoutError", bad, says=["no rule of the layout file"], tensor="steps")
+    assert [name for name in bench.names() if name.startswith(".")] == []
+    record = next(iter(read_rank_state(str(bench.workspace), 2).archive.records.values()))
+    flip(state_of(bench.workspace, 2), record.offset)
+    refused(bench, "CorruptError", layout, tensor="embed.weight", rank=2, file="rank_2_state.pth")
+    state_of(bench.workspace, 2).unlink()
+    refused(bench, "IncompleteError", layout, rank=2)
+    assert run("reshard", bench.workspace, "--out", bench.out).exit_code == 2
+    leave(bench.workspace)
+    bench.out.mkdir()
+    (bench.out / "mine").write_text("")
+    refusal(reshard(bench, layout, "--json"), "OutputExistsError")

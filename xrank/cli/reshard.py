@@ -1,0 +1,80 @@
+"""``xrank reshard``: the states of a workspace, or a model folder, in another layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xrank.cli.command import Output, reporting
+from xrank.cli.gather import made_rows, proof_row, source_row
+from xrank.cli.progress import progress_bar
+from xrank.cli.text import plural, size_text
+
+if TYPE_CHECKING:
+    from xrank.plan.report import Report
+
+__all__ = ["reshard"]
+
+
+@click.command(short_help="Write a workspace in another layout.")
+@click.argument("source", metavar="SRC", type=click.Path())
+@click.option("--layout", "layouts", required=True, type=click.Path(), metavar="FILE", help="The new layout.")
+@click.option(
+    "--out", required=True, type=click.Path(), metavar="DIR", help="The workspace to make; it appears by one rename."
+)
+@click.option(
+    "--dtype",
+    default="keep",
+    metavar="keep|bf16|fp16|fp32",
+    show_default=True,
+    help="Element type of floating-point tensors.",
+)
+@click.option(
+    "--max-memory",
+    default="64MB",
+    metavar="SIZE",
+    envvar="XRANK_MAX_MEMORY",
+    show_default=True,
+    help="Bytes of all buffers.",
+)
+@click.option("--workers", type=int, metavar="N", envvar="XRANK_WORKERS", help="Threads.  [default: min(4, cores)]")
+@click.option(
+    "--overwrite", is_flag=True, help="Replace what xrank made there; old or new is visible, never a mixture."
+)
+@click.option("--dry-run", is_flag=True, help="Prove and plan; write nothing.")
+@reporting
+def reshard(output: Output, source: str, layouts: str, **options: Any) -> None:
+    """Write a workspace SRC, or any source of a gather, as the states of ranks in another layout.
+
+    The same command goes on with what an interrupted one finished.
+    """
+    from xrank.conversion.reshard import reshard_checkpoint
+
+    with progress_bar(output) as progress:
+        report = reshard_checkpoint(source, layouts, options.pop("out"), progress=progress, **options)
+    output.report(report, _rows(report))
+
+
+def _rows(report: Report) -> list[tuple[str, str]]:
+    made = report.output or report.plan or {}
+    rows = [source_row(report), proof_row(report), ("layout", f"{made['mesh']}; run {made['run_id']}")]
+    rows += made_rows(made, "whose bytes they share")
+    files = made["files"]
+    sizes = sorted(file["nbytes"] for file in files)
+    share = size_text(sizes[0]) if sizes[0] == sizes[-1] else f"{size_text(sizes[0])} to {size_text(sizes[-1])}"
+    states = f"{plural(len(files), 'state')} of {share}"
+    if report.output is None:
+        buffers = size_text(made["peak_buffer_nbytes"])
+        rows.append(("plan", f"{report.path}: {states}, {buffers} of buffers; nothing was written"))
+        rows += [
+            ("file", f"{file['name']}: {size_text(file['nbytes'])}, {plural(file['num_tensors'], 'tensor')}")
+            for file in files
+        ]
+        return rows
+    speed = size_text(report.nbytes / max(report.seconds, 1e-9))
+    resumed = f", {size_text(made['resumed_nbytes'])} of it by an earlier run" if made["resumed_nbytes"] else ""
+    companions = f"; with {', '.join(made['companions'])}" if made["companions"] else ""
+    memory = size_text(report.peak_rss_nbytes)
+    wrote = f"{report.path}: {states}{resumed}, {speed}/s, peak memory {memory}{companions}"
+    return [*rows, ("wrote", wrote)]

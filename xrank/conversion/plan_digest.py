@@ -1,0 +1,33 @@
+"""The digest of a plan: what tells whether an interrupted output is one of the same conversion."""
+
+from __future__ import annotations
+
+import os
+
+import xxhash
+
+from xrank.plan.planner import Plan
+
+__all__ = ["digest_of_plan"]
+
+
+def digest_of_plan(plan: Plan, *options: str) -> str:
+    """Return a digest that the same source, options and output give again.
+
+    Args:
+        plan: with its source as it was when its metadata was read.
+        *options: further choices that decide what is written.
+    """
+    state = xxhash.xxh3_128()
+    for file in plan.source.files:
+        state.update(repr((os.path.basename(file.path), file.nbytes, file.inode, file.mtime_ns)).encode())
+    for tensor in plan.tensors:
+        state.update(repr((tensor.output, tensor.source_dtype)).encode())
+        for copies in (tensor.copies, tensor.replicas):
+            for array in (copies.rank, copies.record, copies.nests.x, copies.nests.y, copies.nests.loops):
+                state.update(array.tobytes())
+    for made in plan.files:
+        state.update(made.output.name.encode() + made.output.header)
+    for option in options:
+        state.update(option.encode())
+    return state.hexdigest()

@@ -1,0 +1,160 @@
+"""Reshard: from any source to the states of a workspace in another layout, proven before the first byte is written."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+from xrank.conversion.file_writing import WrittenFiles, write_files
+from xrank.conversion.gather import check_apart, source_facts
+from xrank.conversion.options import DTypeChoice, GatherOptions
+from xrank.conversion.process import peak_rss_nbytes
+from xrank.conversion.reshard_plan import Reshard, plan_reshard
+from xrank.errors import UsageError
+from xrank.layout import LayoutMap
+from xrank.plan.digests import digest_text
+from xrank.plan.executor import Budget
+from xrank.plan.report import Report
+from xrank.writers.manifest import MANIFEST_NAME, ManifestFile, ManifestSource, manifest_text
+from xrank.writers.stage import Stage
+from xrank.writers.staging import check_output, open_stage
+
+__all__ = ["reshard_checkpoint"]
+
+
+def reshard_checkpoint(
+    source: str | os.PathLike[str],
+    layouts: str | os.PathLike[str] | LayoutMap,
+    out: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    max_memory: str | int = "64MB",
+    workers: int | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Write a workspace, or split a model folder, in another layout: a state for each rank of the new mesh.
+
+    The whole plan is proven from metadata before anything is written: every element of the source exactly once, and
+    of every new part. While bytes move, every recorded checksum is compared, and so is every replica. The workspace
+    appears by one rename; the same call goes on with what an interrupted one finished. The states say the source's
+    run id and step; a source without a run id gives them a new one, which the report notes.
+
+    Args:
+        source: the folder, or file, to read: whatever `gather_checkpoint` takes that records its own layouts.
+        layouts: the new layout: a layout file, or its content. Every tensor needs a rule; names in its ``[alias]``
+            are compared with the tensors they stand for, and share their bytes in every state.
+        out: the workspace to make.
+        dtype: ``keep``, ``bf16``, ``fp16`` or ``fp32``, for floating-point tensors; None keeps, too.
+        max_memory: bytes of all buffers, such as ``"64MB"``.
+        workers: threads; ``min(4, cores)`` if None.
+        overwrite: whether a model or workspace of xrank's that is there may be replaced.
+        dry_run: prove and plan; write nothing.
+        progress: called with (bytes written so far, bytes in all).
+
+    Raises:
+        UsageError, LayoutError: the call must change: among others, a tensor that no rule cuts, or a size that does
+            not divide.
+        IncompleteError: something is missing and may still come.
+        ContradictionError, CorruptError, UnsafeError: the source is not to be trusted.
+        NoSpaceError, XrankError: the output could not be written; what is finished is kept for the next run.
+    """
+    started = time.monotonic()
+    options = GatherOptions(
+        dtype=_checked_dtype(dtype), max_memory=max_memory, workers=workers, overwrite=overwrite, dry_run=dry_run
+    )
+    path = os.fspath(out)
+    if not dry_run:
+        check_apart(os.fspath(source), path)
+        check_output(out, overwrite=overwrite)
+    reshard = plan_reshard(os.fspath(source), layouts, options)
+    if dry_run:
+        return _report(reshard, path, started, None, ())
+    check_apart(reshard.source.path, path)  # again: the source may have been found further down
+    with open_stage(out, plan_digest=reshard.digest, overwrite=overwrite) as stage:
+        budget = Budget.within(options.max_memory_nbytes, options.num_workers)
+        written = write_files(reshard.plan, stage, budget, progress or (lambda done, total: None), verify=overwrite)
+        _write_small_files(reshard, stage, written)
+        stage.commit()
+    return _report(reshard, path, started, written, stage.notes)
+
+
+def _checked_dtype(dtype: str | None) -> DTypeChoice:
+    if dtype == "base":
+        raise UsageError(
+            "--dtype base asks for a base model, and reshard takes none",
+            got="base",
+            want="keep, bf16, fp16 or fp32",
+            next_step="choose a dtype",
+        )
+    return cast(DTypeChoice, dtype or "keep")  # GatherOptions refuses what it does not know
+
+
+def _write_small_files(reshard: Reshard, stage: Stage, written: WrittenFiles) -> None:
+    """Write the companions, and the manifest last."""
+    lines = []
+    for companion in reshard.companions:
+        if companion.name == "config.json" and reshard.config_text is not None:
+            lines.append(stage.write_file(companion.name, reshard.config_text.encode()))
+        else:
+            lines.append(stage.copy_file(companion.name, companion.path))
+    source = reshard.source
+    text = manifest_text(
+        ManifestSource(source.format, source.world_size, source.run_id, source.step),
+        [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(written.digests.items())],
+        {},
+        companions=[ManifestFile(line.file, line.nbytes, f"xxh128:{line.digest}") for line in lines],
+        cast=reshard.selection.cast,
+        notes=[list(note) for note in (*reshard.notes, *written.notes)],
+    )
+    stage.write_file(MANIFEST_NAME, text.encode())
+
+
+def _report(
+    reshard: Reshard, path: str, started: float, written: WrittenFiles | None, stage_notes: tuple[str, ...]
+) -> Report:
+    plan = reshard.plan
+    tied = {name for names in reshard.tied.values() for name in names}
+    outputs = [output for output in reshard.selection.outputs if output.name not in tied]
+    facts = {
+        "path": path,
+        "num_tensors": len(outputs),
+        "num_parameters": sum(output.num_elements for output in outputs),
+        "nbytes": sum(tensor.output.nbytes for tensor in plan.tensors),
+        "world_size": len(plan.files),
+        "mesh": reshard.grid,
+        "run_id": reshard.run_id,
+        "tied": [[target, *names] for target, names in reshard.tied.items()],
+        "cast": dict(reshard.selection.cast),
+        "companions": [companion.name for companion in reshard.companions],
+    }
+    proof = {"coverage": "proven"}
+    files: list[dict[str, Any]] = [
+        {"name": file.output.name, "nbytes": file.output.nbytes, "num_tensors": len(file.tensors)}
+        for file in plan.files
+    ]
+    if written is None:
+        options = reshard.options
+        buffers = min(options.max_memory_nbytes, options.num_workers * (5 << 20))
+        made: dict[str, Any] = {"plan": {**facts, "files": files, "peak_buffer_nbytes": buffers}}
+        made["proof"] = {**proof, "num_replicas_to_compare": sum(len(tensor.replicas) for tensor in plan.tensors)}
+    else:
+        files = [{**file, "digest": digest_text(written.digests[index].digest)} for index, file in enumerate(files)]
+        made = {"output": {**facts, "files": files, "resumed_nbytes": written.resumed_nbytes}}
+        made["proof"] = {
+            **proof,
+            "num_replicas_compared": written.num_replicas_compared,
+            "num_checksums": written.outcome.num_checksums,
+        }
+    return Report(
+        command="reshard",
+        path=path,
+        seconds=time.monotonic() - started,
+        peak_rss_nbytes=peak_rss_nbytes(),
+        source=source_facts(reshard.source),
+        notes=(*reshard.notes, *(written.notes if written else ()), *(("stage", note) for note in stage_notes)),
+        **made,
+    )

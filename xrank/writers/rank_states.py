@@ -1,0 +1,48 @@
+"""A workspace's states as output files: what stands in each, where each tensor lies, its directory last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from xrank.formats.archive_layout import lay_out_archive
+from xrank.formats.rank_state import RankRecord, state_file_name
+from xrank.formats.state_pickle import state_pickle
+from xrank.formats.torch_archive import ArchivedTensor
+from xrank.plan.output import OutputFile, OutputTensor
+
+__all__ = ["lay_out_state"]
+
+
+def lay_out_state(
+    record: RankRecord, config: Mapping[str, Any], tensors: Sequence[OutputTensor], names: Mapping[str, str]
+) -> OutputFile:
+    """Return one rank's state as a file to be written: ``rank_<r>_state.pth``, as `NFSWorkspace` leaves it.
+
+    Args:
+        record: whose state it is.
+        config: plain values.
+        tensors: the rank's parts, with their local shapes; their offsets do not matter.
+        names: every name of the state, in its order, and the tensor it stands for; tied names stand for one.
+    """
+    keys = {tensor.name: str(key) for key, tensor in enumerate(tensors)}
+    views = {
+        tensor.name: ArchivedTensor(keys[tensor.name], tensor.dtype, tensor.shape, _row_major(tensor.shape), 0)
+        for tensor in tensors
+    }
+    pickled = state_pickle(config, {name: views[tensor] for name, tensor in names.items()}, record.to_json())
+    layout = lay_out_archive(pickled, [tensor.nbytes for tensor in tensors])
+    placed = tuple(replace(tensor, offset=at) for tensor, at in zip(tensors, layout.offsets, strict=True))
+    name = state_file_name(record.rank)
+    return OutputFile(name, layout.front, placed, layout.nbytes, layout.headers, layout.ending)
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides that torch gives a contiguous tensor, in elements; an empty dim counts as one."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return tuple(strides)
