@@ -134,6 +134,8 @@ def live_mesh(mesh: DeviceMesh) -> TorchMesh | None:
     _check_ranks(mesh)
     kind = mesh.device_kind or ("cpu" if dist.get_backend() == "gloo" else None)
     made = TorchMesh(_present_kind(kind), torch.tensor(mesh.ranks).view(mesh.shape), mesh_dim_names=mesh.axis_names)
+    if len(mesh.shape) > 1:
+        made._flatten()  # lets DTensor reduce over all axes at once
     if known is not None:
         _MESHES.clear()  # the others' group has ended too
     _MESHES[mesh] = (world, made)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -133,8 +134,11 @@ class Entrance:
 
 
 def _call_frame(frame: FrameType) -> FrameType:
-    """Return the frame of Module._call_impl, which calls hooks itself or from a function inside it."""
-    return frame.f_back if frame.f_code.co_name == "inner" and frame.f_back is not None else frame
+    """Return the frame of Module._call_impl that a hook runs in, from a function inside it or from itself."""
+    above: FrameType | None = frame
+    while above is not None and above.f_code.co_name != "_call_impl":
+        above = above.f_back
+    return frame if above is None else above
 
 
 def _is_inside(frame: FrameType | None, outer: FrameType) -> bool:
@@ -160,12 +164,19 @@ class _Replicas(TorchFunctionMode):
         if 0 < num_dtensors < len(leaves):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._replica, (args, kwargs))
         mean = whole_mean(func, args, kwargs) if num_dtensors else None
-        return func(*args, **kwargs) if mean is None else mean
+        result = func(*args, **kwargs) if mean is None else mean
+        return _reduced(result) if func is functional.embedding and isinstance(result, DTensor) else result
 
     def _replica(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             return tensor
         return DTensor.from_local(tensor, self._mesh, self._placements, run_check=False)
+
+
+def _reduced(embedded: DTensor) -> DTensor:
+    """Return what a table cut by its rows gave as it is summed: further on torch does so in part of the cases only."""
+    summed = [Replicate() if type(at).__name__ == "_MaskPartial" else at for at in embedded.placements]
+    return embedded.redistribute(placements=summed)
 
 
 class _Scaled(torch.autograd.Function):

@@ -61,7 +61,11 @@ class Construction:
         parts = {id(part) for module in modules for part in module.children()}
         roots = [module for module in modules if id(module) not in parts]
         if roots:
-            self._used |= self._distribution.lay_out(roots)
+            _CURRENT.is_laying_out = True
+            try:
+                self._used |= self._distribution.lay_out(roots)
+            finally:
+                _CURRENT.is_laying_out = False
             self._is_unchecked = True
         if is_last and self._is_unchecked:
             self._is_unchecked = False
@@ -99,6 +103,8 @@ class _State:
 
 class _Current(threading.local):
     state = _State()
+    is_laying_out = False
+    """Whether parameters are registered in place of others: not of modules that are being made."""
 
 
 _CURRENT = _Current()
@@ -177,5 +183,5 @@ def _registrations() -> tuple[Callable[..., Any], ...]:
 
 def _registered(module: nn.Module, name: str, value: Any) -> None:
     construction = _CURRENT.state.construction
-    if construction is not None and value is not None:
+    if construction is not None and value is not None and not _CURRENT.is_laying_out:
         construction.add(module)

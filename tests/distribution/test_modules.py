@@ -1,4 +1,5 @@
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from xrank.distribution import (
     TensorLayout,
     distribute_tensor,
     list_devices,
+    set_distribution,
 )
 from xrank.distribution import distribution as current_distribution
 from xrank.errors import ContradictionError, LayoutError, UsageError
@@ -113,6 +115,28 @@ def test_what_enters_and_leaves():
         wanted = parameter.grad
         dist.all_reduce(wanted)
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), wanted / 4)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_scoped", [True, False])
+def test_a_model_is_laid_out_before_it_is_used(is_scoped, rank):
+    distribution = model_parallel((2, 1), PERCEPTRON_RULES)
+    ((x, y),) = perceptron_batches(1)
+    torch.manual_seed(0)
+    whole = Perceptron()
+    torch.manual_seed(0)
+    with distribution.scope() if is_scoped else nullcontext():
+        if not is_scoped:
+            set_distribution(distribution)
+        model = Perceptron()
+        optimizer, others = sgd(model), sgd(whole)
+        for _ in range(2):
+            torch.testing.assert_close(model(x.chunk(2)[rank]), whole(x).chunk(2)[rank])
+            train(model, optimizer, own_part([(x, y)], 2, rank), functional.mse_loss)
+            train(whole, others, [(x, y)], functional.mse_loss)
+            assert isinstance(model.norm.weight, DTensor)
+    set_distribution(None)
+    assert_same_state(model, whole)
 
 
 @pytest.mark.ranks(2)
