@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import local_part
 from xrank.layout.nests import addresses
-from xrank.layout.notation import Size, Split
+from xrank.layout.notation import Part, Parts, Product, Size, Split
 
 
 def elements(layout, mesh, shape):
@@ -31,7 +31,7 @@ def meshes(draw):
 
 
 @st.composite
-def cases(draw, kinds=("/",), most_axes=3, in_mesh_order=False):
+def cases(draw, kinds=("/",), most_axes=3, in_mesh_order=False, pieces=(1,)):
     """(layout, mesh, shape) that fit each other: every axis cuts at most one dim, in any order."""
     mesh = draw(meshes())
     ndim = draw(st.integers(0, 3))
@@ -46,7 +46,12 @@ def cases(draw, kinds=("/",), most_axes=3, in_mesh_order=False):
         node = Size(f"d{i}")
         for axis in order:
             node = Split(node, axis, kind)
-        dims.append(node)
         parts = prod(mesh.axis_length(axis) for axis in order)
-        shape.append(draw(st.integers(0, 9)) if kind == "/~" else parts * draw(st.integers(0, 3)))
+        size = draw(st.integers(0, 9)) if kind == "/~" else parts * draw(st.integers(0, 3))
+        packed = draw(st.sampled_from(pieces))
+        if packed > 1:
+            in_parts = Parts(tuple(Part(f"p{j}", node) for j in range(packed)))
+            node = draw(st.sampled_from([Product((Size(packed), node)), in_parts]))
+        dims.append(node)
+        shape.append(size * packed)
     return TensorLayout.from_dims(dims, mesh), mesh, tuple(shape)

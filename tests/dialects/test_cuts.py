@@ -14,7 +14,7 @@ MESH = DeviceMesh((2, 3), ("dp", "tp"))
 
 
 @dataclass(frozen=True)
-class Parts:
+class Later:
     """A node of a later notation."""
 
 
@@ -34,12 +34,26 @@ def test_a_chain_is_said_in_the_order_of_cutting():
     assert cuts_of(layout, "nobody") == (Cuts("f", (("tp", "/~"), ("dp", "/"))), Cuts(5, ()), Cuts("h", ()))
 
 
+def test_equal_pieces_are_told_where_they_can_be_said():
+    in_two = [Cuts("f", (("tp", "/"),), pieces=2)]
+    for text in ("[2 f/tp]", "[<gate: f/tp | up: f/tp>]"):
+        layout = TensorLayout.parse(text)
+        assert list(cuts_of(layout, "placements", packed=True)) == in_two
+        with pytest.raises(LayoutError, match="is not one size"):
+            cuts_of(layout, "PartitionSpecs")
+    for text in ("[g f/tp]", "[<gate: f/tp | up: g/tp>]", "[2 f/tp g]", "[(2 f)/tp]", "[0 f/tp]"):
+        with pytest.raises(LayoutError, match="is not one size"):
+            cuts_of(TensorLayout.parse(text), "placements", packed=True)
+
+
 def test_an_unknown_node_is_refused_with_its_text(monkeypatch):
-    text = "<gate: f/tp | up: f/tp>"
+    text = "turned(f, tp)"
     monkeypatch.setattr(cuts, "render_dim", lambda node: text)
-    with pytest.raises(LayoutError, match=r"Keras cannot say dim 0 of the layout \[<gate: .*> is not one size") as info:
-        cuts_of(StandIn((Parts(),), f"[{text}]"), "Keras")
-    assert info.value.got == f"Parts {text}"
+    with pytest.raises(
+        LayoutError, match=r"Keras cannot say dim 0 of the layout \[turned.*: turned.* is not one size"
+    ) as info:
+        cuts_of(StandIn((Later(),), f"[{text}]"), "Keras")
+    assert info.value.got == f"Later {text}"
 
 
 def test_an_unknown_split_is_refused_with_its_text():

@@ -196,9 +196,9 @@ def test_a_strided_cut_among_three_of_one_dim_must_be_even(placements, text):
 @pytest.mark.parametrize(
     ("placements", "message"),
     [
-        ((Replicate(), _StridedShard(0, split_factor=2)), "counts 2 parts"),  # packed gate and up
-        ((Shard(0), _StridedShard(0, split_factor=2)), "counts 2 parts"),
-        ((_StridedShard(0, split_factor=2), Shard(1)), "counts 2 parts"),
+        ((Shard(0), _StridedShard(0, split_factor=2)), "counts 1 parts"),
+        ((_StridedShard(0, split_factor=3), _StridedShard(0, split_factor=2)), "counts 3 parts"),
+        ((_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2)), "cuts one way and gathers another"),
         ((_StridedShard(0, split_factor=4), Shard(0)), "counts 4 parts"),
         ((Partial(), Shard(0)), "sum of addends"),
         ((Replicate(), Partial("avg")), "sum of addends"),

@@ -5,6 +5,7 @@ refused:
 
 - A ``_StridedShard`` on one mesh axis holds a set of ranges, of which the offset helper tells the first element alone;
   as a range it would be wrong.
+- A dim of several pieces that two axes cut: ``full_tensor`` is wrong; refused both ways.
 - Uneven dims cut by a strided shard: ``distribute_tensor`` from one rank fails, without one it cuts each of the parts
   by chunks, and FSDP2 over TP cuts the local tensor by chunks, under the same placements. `from_placements` reads them
   as FSDP2's, the only ones that training leaves, and `infer_shape` refuses local shapes that are not; `to_placements`
@@ -175,6 +176,33 @@ def test_a_layout_gives_the_shapes_and_offsets_of_a_real_mesh(fake_rank):
         assert (mine[0], mine[1][0]) == (local, offset[0] * shape[1] + offset[1])
 
 
+def test_packed_gate_and_up():
+    """A strided shard that no later axis explains: a rank holds its part of each half, a set of ranges."""
+    mesh = DeviceMesh((2, 2), ("dp", "tp"))
+    placements = (Replicate(), _StridedShard(0, split_factor=2))
+    layout = from_placements(mesh, placements, 2)
+    assert str(layout) == "[2 d0/~tp, d1]"
+    assert [ys for _, ys in elements(layout, mesh, (8, 1)).values()] == [[0, 1, 4, 5], [2, 3, 6, 7]] * 2
+    for text in ("[<gate: f/tp | up: f/tp>, h]", "[2 f/tp, h]", "[<gate: f/~tp | up: f/~tp>, h]"):
+        assert to_placements(TensorLayout.parse(text), mesh) == placements
+    # As a range torch's own helper would have it overlap: (4, offset 0) and (4, offset 2) of 8 rows.
+    ranges = [_compute_local_shape_and_global_offset((8,), (2,), [tp], placements[1:]) for tp in range(2)]
+    assert ranges == [((4,), (0,)), ((4,), (2,))]
+    with pytest.raises(LayoutError, match="makes dim 0"):  # torch's halves of 7 rows are 4 and 3
+        elements(layout, mesh, (7, 1))
+
+
+@settings(deadline=None)
+@given(cases(kinds=("/", "/~"), most_axes=1, pieces=(1, 2, 3)))
+def test_packed_pieces_are_said_as_torch_cuts_them(case):
+    layout, mesh, shape = case
+    placements = to_placements(layout, mesh)
+    assert cut_by_torch(shape, mesh, placements) == elements(layout, mesh, shape)
+    back = from_placements(mesh, placements, len(shape))
+    assert elements(back, mesh, shape) == elements(layout, mesh, shape)
+    assert to_placements(back, mesh, shape) == placements
+
+
 CASES = [
     ("[f/dp, h]", (6, 3)),
     ("[f/~dp, h/~tp]", (5, 3)),
@@ -184,6 +212,10 @@ CASES = [
     ("[h, f/tp/dp]", (3, 4)),
     ("[f/~tp, h]", (1, 2)),
     ("[f, h]", (2, 2)),
+    ("[2 f/tp, h]", (8, 3)),
+    ("[<gate: f/~dp | up: f/~dp>, h]", (6, 2)),
+    ("[<gate: f/dp | up: f/dp>, h/~tp]", (8, 3)),
+    ("[3 f/tp, h/dp]", (12, 2)),
 ]
 
 
@@ -194,12 +226,27 @@ def test_real_dtensors_hold_the_elements_that_the_layout_says(rank, world_size):
     for text, shape in CASES:
         layout = TensorLayout.parse(text, mesh)
         whole = torch.arange(prod(shape)).reshape(shape)
-        tensor = distribute_tensor(whole, torch_mesh, to_placements(layout, mesh, shape))
+        # From no rank, as transformers does: from one, torch refuses uneven pieces.
+        source = None if "~" in text and "gate" in text else 0
+        placements = to_placements(layout, mesh, shape)
+        tensor = distribute_tensor(whole, torch_mesh, placements, src_data_rank=source)
         mine = elements(layout, mesh, shape)[rank]
         assert (tuple(tensor.to_local().shape), tensor.to_local().flatten().tolist()) == mine, text
         assert torch.equal(tensor.full_tensor(), whole), text
         back = from_placements(mesh, tensor.placements, len(shape))
         assert elements(back, mesh, shape)[rank] == mine, text
+
+
+@pytest.mark.ranks(4)
+def test_packed_pieces_cut_by_two_axes_are_refused_as_torch_gathers_them_wrongly(rank, world_size):
+    torch_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    placements = (_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2))
+    tensor = distribute_tensor(torch.arange(8), torch_mesh, placements)
+    mine = cut_by_torch((8,), describe_mesh(torch_mesh), placements)[rank]
+    assert (tuple(tensor.to_local().shape), tensor.to_local().tolist()) == mine
+    assert tensor.full_tensor().tolist() == [0, 1, 4, 5, 2, 3, 6, 7]  # where torch mends this, it can be said
+    with pytest.raises(LayoutError, match="cuts one way and gathers another"):
+        from_placements(describe_mesh(torch_mesh), placements, 1)
 
 
 @pytest.mark.ranks(4)
@@ -249,6 +296,17 @@ def test_an_uneven_strided_dim_is_cut_in_two_ways(fake_rank):
         ("[f/tp, h]", (4,), "does not fit the shape"),
         ("[5/tp, h]", (6, 1), "does not fit the shape"),
         ("[f/ep, h]", None, "Invalid axis names"),
+        ("[f/=tp, h]", None, "have no such split"),
+        ("[f/tp%8, h]", None, "have no such split"),
+        ("[f/tp{3,5}, h]", None, "have no such split"),
+        ("[2 f/dp/tp]", None, "cuts one way and gathers another"),
+        ("[<q: f/tp | k: g/tp>, h]", None, r"<q: f/tp \| k: g/tp> is not one size"),
+        ("[<gate: f | up: f>/tp, h]", None, "is not one size"),
+        ("[g f/tp, h]", None, r"g f/tp is not one size"),
+        ("[pad(v, 4)/tp, h]", None, r"pad\(v, 4\)/tp is not one size"),
+        ("[f/tp, h] where dp=0", None, "more than its dims"),
+        ("[f/tp, h] sum(dp)", None, "more than its dims"),
+        ("flat(w [4, 3])/dp", None, "more than its dims"),
     ],
 )
 def test_what_no_placements_say_is_refused(text, shape, message):

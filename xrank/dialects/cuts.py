@@ -7,12 +7,12 @@ own text, whatever the notation learns to say: a node, a kind of split, a clause
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from xrank.errors import LayoutError
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.notation import Node, Size, Split, SplitKind, render_dim
+from xrank.layout.notation import Node, Parts, Product, Size, Split, SplitKind, render_dim
 from xrank.layout.tensor_layout import TensorLayout
 
 __all__ = ["Cuts", "chained", "checked_mesh", "cuts_of", "even_axes_of", "split_evenly"]
@@ -23,7 +23,10 @@ class Cuts:
     """One dim: its size, and the axes that cut it evenly ("/") or by ceil chunks ("/~"), the first cut first."""
 
     size: int | str
+    """Of one piece, if there are several."""
     splits: tuple[tuple[str, SplitKind], ...]
+    pieces: int = 1
+    """Equal pieces that the dim is made of end to end, each cut by itself, as packed gate and up are."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -39,12 +42,13 @@ def chained(size: int | str, axes: Sequence[str], kind: SplitKind) -> Node:
     return node
 
 
-def cuts_of(layout: TensorLayout, dialect: str) -> tuple[Cuts, ...]:
+def cuts_of(layout: TensorLayout, dialect: str, *, packed: bool = False) -> tuple[Cuts, ...]:
     """Return a layout as one chain of cuts a dim.
 
     Args:
         layout: any layout.
         dialect: who cannot say the rest, in the plural, for the message.
+        packed: whether a dim may be several equal pieces: ``2 f/tp``, ``<gate: f/tp | up: f/tp>``.
 
     Raises:
         LayoutError: the layout holds something else; the message names it.
@@ -56,10 +60,23 @@ def cuts_of(layout: TensorLayout, dialect: str) -> tuple[Cuts, ...]:
             got=str(layout),
             want=f"dims alone, such as {said}",
         )
-    return tuple(
-        _cuts_of_dim(dim, f"{dialect} cannot say dim {i} of the layout {layout}", dialect)
-        for i, dim in enumerate(layout.dims)
-    )
+    every: list[Cuts] = []
+    for i, dim in enumerate(layout.dims):
+        message = f"{dialect} cannot say dim {i} of the layout {layout}"
+        pieces, piece = _pieces_of(dim) if packed else (1, dim)
+        every.append(replace(_cuts_of_dim(piece, message, dialect), pieces=pieces))
+    return tuple(every)
+
+
+def _pieces_of(dim: Node) -> tuple[int, Node]:
+    """Return how many equal pieces a dim is, and one of them; (1, the dim) for any other dim."""
+    match dim:
+        case Product((Size(int(pieces)), piece)) if pieces > 0:
+            return pieces, piece
+        # Parts of one text have one size: a name is bound once for the whole layout.
+        case Parts(parts) if len({part.of for part in parts}) == 1:
+            return len(parts), parts[0].of
+    return 1, dim
 
 
 def _cuts_of_dim(dim: Node, message: str, dialect: str) -> Cuts:
@@ -98,7 +115,7 @@ def checked_mesh(layout: TensorLayout, mesh: DeviceMesh | None) -> DeviceMesh:
 
 def split_evenly(cuts: Cuts, size: int, mesh: DeviceMesh) -> bool:
     """Say whether each cut of a dim of that size leaves equal parts to all ranks."""
-    return size % prod(mesh.axis_length(axis) for axis in cuts.axes) == 0
+    return size % (cuts.pieces * prod(mesh.axis_length(axis) for axis in cuts.axes)) == 0
 
 
 def even_axes_of(

@@ -15,7 +15,7 @@ from xrank.dialects.cuts import Cuts, chained, checked_mesh, cuts_of, split_even
 from xrank.errors import LayoutError
 from xrank.layout.local_part import local_part
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.notation import Node
+from xrank.layout.notation import Node, Product, Size
 from xrank.layout.tensor_layout import TensorLayout, free_size_names
 
 __all__ = ["describe_mesh", "from_placements", "to_placements"]
@@ -43,6 +43,9 @@ def from_placements(
     several, uneven chunks of the same sizes hold other elements, depending on who cut them; such dims are said to be
     even, so that an uneven one is refused when the layout meets its shape.
 
+    A strided shard that is a dim's last cut counts no parts that other axes made: the dim is that many equal pieces
+    packed end to end, and every rank holds its part of each (transformers' ``packed_colwise``), ``[2 d0/~tp, d1]``.
+
     Args:
         mesh: the mesh whose axes the placements belong to, one each.
         placements: torch's ``Shard``, ``Replicate``, ``_StridedShard``.
@@ -61,15 +64,21 @@ def from_placements(
             want=f"{len(mesh.shape)}, for the mesh {mesh.grid!r}",
         )
     cuts: list[list[str]] = [[] for _ in range(ndim)]
+    pieces: dict[int, int] = {}
     strided: set[int] = set()
     for axis, placement in reversed(list(zip(mesh.axis_names, placements, strict=True))):
         # By name and first: it is no Shard in torch 2.13, and was a subclass of it before.
         if type(placement).__name__ == "_StridedShard":
             dim = _dim(placement, ndim, axis)
-            cuts[dim].insert(_cuts_before(placement, cuts[dim], mesh, axis), axis)
+            # Where no later axis cuts the dim, the parts that the factor counts are no ranks' but pieces of the dim.
+            packed = pieces.setdefault(dim, int(placement.split_factor))
+            cuts[dim].insert(_cuts_before(placement, cuts[dim], packed, mesh, axis), axis)
             strided.add(dim)
         elif placement.is_shard():
-            cuts[_dim(placement, ndim, axis)].insert(0, axis)
+            dim = _dim(placement, ndim, axis)
+            if pieces.setdefault(dim, 1) != 1:
+                raise _no_such_parts(placement, 1, cuts[dim], pieces[dim], mesh, axis)
+            cuts[dim].insert(0, axis)
         elif placement.is_partial():
             raise LayoutError(
                 f"the ranks along {axis!r} hold a sum of addends, not parts or replicas",
@@ -92,7 +101,11 @@ def from_placements(
     dims: list[Node] = []
     for dim, (name, axes) in enumerate(zip(names, cuts, strict=True)):
         cutting = sum(mesh.axis_length(axis) > 1 for axis in axes)
-        dims.append(chained(name, axes, "/" if dim in strided and cutting > 2 else "/~"))
+        node = chained(name, axes, "/" if dim in strided and cutting > 2 else "/~")
+        packed = pieces.get(dim, 1)
+        if packed > 1 and len(axes) > 1:
+            raise _packed_twice(dim, axes, f"the placements {list(placements)}")
+        dims.append(node if packed == 1 else Product((Size(packed), node)))
     return TensorLayout.from_dims(dims, mesh)
 
 
@@ -118,37 +131,57 @@ def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] |
     from torch.distributed.tensor.placement_types import _StridedShard
 
     checked_mesh(layout, mesh)
-    every = cuts_of(layout, "placements")
+    every = cuts_of(layout, "placements", packed=True)
     if shape is not None:
         local_part(layout.with_mesh(mesh), mesh, mesh.coordinate(mesh.ranks[0]), shape)
     said: dict[str, Any] = {}
     for dim, cuts in enumerate(every):
+        is_reordered = False
         for count, axis in enumerate(cuts.axes):
             _check_rising(mesh, axis)
             later = mesh.axis_names[mesh.axis_names.index(axis) + 1 :]
-            factor = prod(mesh.axis_length(before) for before in cuts.axes[:count] if before in later)
+            parts = prod(mesh.axis_length(before) for before in cuts.axes[:count] if before in later)
+            factor = parts * cuts.pieces
             said[axis] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
-            if factor == 1 or mesh.axis_length(axis) == 1:
-                continue
-            if shape is None and any(kind == "/~" for _, kind in cuts.splits):
-                raise LayoutError(
-                    f"whether placements can say dim {dim} of the layout {layout} depends on its size",
-                    got=f"{axis!r} cuts after {later[0]!r} by ceil chunks",
-                    want='even splits, "/", or the mesh\'s order of cuts',
-                    next_step="give the tensor's shape besides",
-                )
-            if (
-                shape is not None
-                and not split_evenly(cuts, shape[dim], mesh)
-                and not _cut_alike(cuts, shape[dim], mesh)
-            ):
-                raise LayoutError(
-                    f"placements cannot say dim {dim} of the layout {layout}: it is uneven, cut in another order than "
-                    "the mesh's, and torch's own cut gives the ranks other elements",
-                    got=f"{shape[dim]} positions over {prod(mesh.axis_length(name) for name in cuts.axes)} parts",
-                    want="a size that divides, or the mesh's order of cuts",
-                )
+            is_reordered = is_reordered or (parts > 1 and mesh.axis_length(axis) > 1)
+        if cuts.pieces > 1 and len(cuts.axes) > 1:
+            raise _packed_twice(dim, cuts.axes, f"the layout {layout}")
+        if is_reordered:
+            _check_cut(cuts, dim, layout, mesh, shape)
     return tuple(said.get(axis, Replicate()) for axis in mesh.axis_names)
+
+
+def _check_cut(cuts: Cuts, dim: int, layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] | None) -> None:
+    """Refuse a dim cut in another order than the mesh's that torch's own cut may leave with other elements."""
+    if shape is None:
+        if any(kind == "/~" for _, kind in cuts.splits):
+            raise LayoutError(
+                f"whether placements can say dim {dim} of the layout {layout} depends on its size",
+                got=f"ceil chunks by {list(cuts.axes)}, which is not the order of the mesh {mesh.grid!r}",
+                want='even splits, "/", or the mesh\'s order of cuts',
+                next_step="give the tensor's shape besides",
+            )
+    elif not split_evenly(cuts, shape[dim], mesh) and not _cut_alike(cuts, shape[dim], mesh):
+        raise LayoutError(
+            f"placements cannot say dim {dim} of the layout {layout}: it is uneven, cut in another order than the "
+            "mesh's, and torch's own cut gives the ranks other elements",
+            got=f"{shape[dim]} positions, cut by {list(cuts.axes)} of the mesh {mesh.grid!r}",
+            want="a size that divides, or the mesh's order of cuts",
+        )
+
+
+def _packed_twice(dim: int, axes: Sequence[str], where: str) -> LayoutError:
+    """Return the error that several axes cut a packed dim.
+
+    torch 2.13 cuts it as its placements say and puts it together otherwise: `full_tensor` of
+    (``_StridedShard(0, 4)``, ``_StridedShard(0, 2)``) on a 2 x 2 mesh exchanges the middle quarters.
+    """
+    return LayoutError(
+        f"dim {dim} of {where} has several pieces and is cut by several axes, which torch cuts one way and gathers "
+        "another",
+        got=f"cuts by {list(axes)}",
+        want="one axis that cuts the pieces",
+    )
 
 
 def _cut_alike(cuts: Cuts, size: int, mesh: DeviceMesh) -> bool:
@@ -209,18 +242,24 @@ def _dim(placement: Any, ndim: int, axis: str) -> int:
     return dim % ndim
 
 
-def _cuts_before(placement: Any, axes: Sequence[str], mesh: DeviceMesh, axis: str) -> int:
+def _cuts_before(placement: Any, axes: Sequence[str], packed: int, mesh: DeviceMesh, axis: str) -> int:
     """Return how many of the cuts so far, first ones first, make the parts that a strided shard's factor counts."""
     factor = int(placement.split_factor)
-    parts = 1
+    parts = packed
     for count, later in enumerate((*axes, None)):
         if parts == factor:
             return count
         if later is not None:
             parts *= mesh.axis_length(later)
-    raise LayoutError(
-        f"the strided shard along {axis!r} counts {factor} parts, which no cuts of that dim make",
-        got=f"{placement!r} on the mesh {mesh.grid!r}, where {list(axes) or 'no axes'} cut the dim too",
-        want="the product of the lengths of the axes that cut the dim before it",
-        next_step="parts that one rank holds of each half, as of packed gate and up, cannot be said by placements yet",
+    raise _no_such_parts(placement, factor, axes, packed, mesh, axis)
+
+
+def _no_such_parts(
+    placement: Any, factor: int, axes: Sequence[str], packed: int, mesh: DeviceMesh, axis: str
+) -> LayoutError:
+    of_pieces = "" if packed == 1 else f", each of its {packed} pieces by itself"
+    return LayoutError(
+        f"the shard along {axis!r} counts {factor} parts, which no cuts of that dim make",
+        got=f"{placement!r} on the mesh {mesh.grid!r}, where {list(axes) or 'no axes'} cut the dim too{of_pieces}",
+        want="the product of the lengths of the axes that cut the dim before it, times its pieces",
     )

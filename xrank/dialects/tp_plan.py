@@ -246,7 +246,7 @@ def _cut_of(layout: TensorLayout, ndim: int, axis: str, name: str) -> Cut | None
     cut: Cut | None = None
     if len(layout.dims) != ndim:
         raise LayoutError(f"{name}: the layout {layout} is not one of {ndim} dims", tensor=name)
-    for dim, cuts in enumerate(cuts_of(layout, "tensor-parallel plans")):
+    for dim, cuts in enumerate(cuts_of(layout, "tensor-parallel plans", packed=True)):
         if not cuts.axes:
             continue
         if cuts.axes != (axis,):
@@ -256,7 +256,14 @@ def _cut_of(layout: TensorLayout, ndim: int, axis: str, name: str) -> Cut | None
                 got=str(list(cuts.axes)),
                 want=f"{axis!r} alone",
             )
-        cut = Cut(dim)
+        if cuts.pieces > 2:
+            raise LayoutError(
+                f"{name}: dim {dim} of the layout {layout} has {cuts.pieces} pieces, and styles pack two",
+                tensor=name,
+                got=f"{cuts.pieces} pieces",
+                want="halves",
+            )
+        cut = Cut(dim, is_packed=cuts.pieces == 2)
     return cut
 
 
