@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -329,6 +331,27 @@ def test_a_layout_in_a_view_is_recorded_on_it(bench: Bench) -> None:
     assert "view" in refused(bench, LayoutError, mixed).message
     sums = told({**ELSEWHERE, "steps": "[n] sum(x)"})
     assert "addends" in refused(bench, LayoutError, sums).message
+
+
+def test_neither_torch_nor_more_memory_than_said(bench: Bench) -> None:
+    """Four times the budget in one tensor, from rows to columns, in a process of its own that cannot import torch."""
+    whole = torch.arange(2**25, dtype=torch.int32).view(2**14, 2**11)
+    leave(bench.workspace, {"w": whole}, layouts={"w": "[n/~tp/~dp, m]"})
+    (bench.folder / "new.toml").write_text('[mesh]\ngrid = "r=2"\n[tensors]\n"w" = "[n, m/r]"\n')
+    code = """
+import sys
+sys.modules["torch"] = None
+import xrank
+report = xrank.reshard_checkpoint("run42", "new.toml", "model", max_memory="32MB")
+assert report.proof["num_checksums"] == 4
+print(report.peak_rss_nbytes)
+"""
+    environ = os.environ | {"PYTHONPATH": str(Path(xrank.__file__).parent.parent)}
+    command = [sys.executable, "-P", "-W", "error", "-c", code]
+    done = subprocess.run(command, cwd=bench.folder, env=environ, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 68e6  # the budget, and what a process is anyway
+    assert torch.equal(state(bench.out, 1)["weight"]["w"], whole[:, 2**10 :])
 
 
 # ---- what becomes of tensors
