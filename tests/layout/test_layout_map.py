@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.layout.layout_map import _from_tables, _to_text
+from xrank.layout.layout_file import parse_tables, to_text
+from xrank.layout.layout_map import _from_file
 
 MESH = DeviceMesh((2, 4), ("batch", "model"))
 
@@ -179,10 +180,10 @@ def test_what_is_written_is_read_again(rules, ranks, aliases):
         {re.escape(pattern): text for pattern, text in rules.items()}, DeviceMesh((2, 2), ("dp", "tp"), ranks)
     )
     layout_map.aliases.update(aliases)
-    text = _to_text(layout_map)
-    again = _from_tables(tomllib.loads(text), "file")
+    text = to_text(layout_map._content())
+    again = _from_file(parse_tables(tomllib.loads(text), "file"), "file")
     assert again == layout_map and list(again) == list(layout_map)
-    assert _to_text(again) == text
+    assert to_text(again._content()) == text
 
 
 def test_equality_sees_mesh_and_aliases():
@@ -206,7 +207,24 @@ def test_equality_sees_mesh_and_aliases():
         ("[[tensors]]\n", "'tensors' is not a table"),
         ("[mesh]\n", "has no grid"),
         ("[mesh]\ngrid = 3\n", "has no grid"),
-        ('[mesh]\ngrid = "dp=2"\norder = "tp-dp"\n', "'order' is no key"),
+        ('[mesh]\ngrid = "dp=2"\norder = "tp-dp"\n', "'tp' , which has no length"),
+        ('[mesh]\ngrid = "dp=2"\norder = 3\n', "is no text"),
+        ('[mesh]\ngrid = "dp=2"\nshape = 3\n', "'shape' is no key"),
+        ('[mesh]\ngrid = "dp=2"\nview = 3\n', "no grid with a name"),
+        ('[mesh]\ngrid = "dp=2"\nview.a = 3\n', "no grid with a name"),
+        ('[mesh]\ngrid = "dp=2"\nview.a = "ep=3"\n', r"\[mesh\]: Shape does not match"),
+        ("[sizes]\nd = -1\n", r"\[sizes\]: the size 'd' is no number"),
+        ("[sizes]\nd = true\n", r"\[sizes\]: the size 'd' is no number"),
+        ('[sizes]\n"d e" = 1\n', "'d e' is no name"),
+        ('[mesh]\ngrid = "dp=2"\nview.a = "ep=2"\n[sizes]\nep = 1\n', "'ep' is both a size and an axis"),
+        ('[mesh]\ngrid = "dp=2"\n[tensors]\n"a" = "[h] in kv"\n', "rule 'a': the mesh has no view 'kv'"),
+        ('[mesh]\ngrid = "dp=2"\n[tensors]\n"a.{e/tp}" = "[h]"\n', "Invalid axis names"),
+        ('[mesh]\ngrid = "dp=2"\n[tensors]\n"a.{e/dp}" = "[h/dp]"\n', "cut twice by 'dp'"),
+        ('[tensors]\n"a.{e/}" = "[h]"\n', "a tensor's name cannot be read: '}' stands at position 5"),
+        ('[tensors]\n"a.{e}{f}" = "[h]"\n', "some text between two groups"),
+        ('[tensors]\n"a.{e" = "[h]"\n', "a tensor's name cannot be read: the text ends"),
+        ('[tensors]\n"a" = "scale(b, 3)"\n', "a companion cannot be read"),
+        ('[tensors]\n"a" = \'scale("b", 3)\'\n', "there is no rule 'b'"),
         ('[mesh]\ngrid = "dp"\n', r"\[mesh\]: the grid 'dp' cannot be read"),
         ('[mesh]\ngrid = "dp=2"\nranks = [0]\n', "does not match the number of devices"),
         ('[mesh]\ngrid = "dp=2"\nranks = [0, 1.0]\n', "no list of integers"),

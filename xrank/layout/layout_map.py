@@ -1,21 +1,21 @@
-"""Layout maps: name patterns to layouts, with Keras' look-up rules, and the TOML file that holds one."""
+"""Layout maps: name patterns to layouts, with Keras' look-up rules."""
 
 from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, MutableMapping
-from typing import Any
 
-from xrank.errors import LayoutError, UsageError
+from xrank.errors import LayoutError
+from xrank.layout.companion import Companion, is_companion, parse_companion
+from xrank.layout.layout_diff import LayoutDiff, diff_files
+from xrank.layout.layout_file import LayoutFile, in_file, read_layout_file, to_text, write_text
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.tensor_layout import TensorLayout
+from xrank.layout.soundness import check_sound
+from xrank.layout.tensor_layout import TensorLayout, axis_lengths
+from xrank.layout.tensor_name import TensorName, has_groups, parse_name
 
-__all__ = ["MAX_FILE_NBYTES", "LayoutMap"]
-
-MAX_FILE_NBYTES = 64 << 20
-"""The largest layout file read."""
+__all__ = ["LayoutMap"]
 
 
 class LayoutMap(MutableMapping[str, TensorLayout | None]):
@@ -24,6 +24,9 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
     A look-up takes the key that equals the name, else the one key that is a regular expression for the whole name
     (`re.fullmatch`). Several such keys are refused; with none the answer is None, never a KeyError, so ``get`` never
     returns its default and ``in`` is true for any name, as in Keras. A key that is there cannot be set again.
+
+    A key with dims in it, such as ``layers.{6/pp}.up``, is no regular expression: it stands for the names with an index
+    in the place of each group. `xrank.layout.tensor_name` says which tensors a rank holds under it.
 
     Args:
         device_mesh: attached to each layout that is stored without a mesh of its own.
@@ -34,6 +37,13 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         self._layouts: dict[str, TensorLayout] = {}
         self._expressions: dict[str, re.Pattern[str]] = {}  # compiled at the first look-up, as Keras does
         self.aliases: dict[str, str] = {}
+        """Tied name -> the name it stands for."""
+        self.sizes: dict[str, int] = {}
+        """Sizes by name, for names in layouts that shapes do not tell."""
+        self.views: dict[str, DeviceMesh] = {}
+        """Views of the mesh by name; a view is here before a layout that names it is set."""
+        self.companions: dict[str, Companion] = {}
+        """Pattern -> what makes the layout of another tensor, such as the scales of a weight."""
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -72,7 +82,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         # Meant departure from Keras: a layout's text. Other strings are refused as there.
         if isinstance(layout, tuple):
             layout = TensorLayout(layout)
-        elif isinstance(layout, str) and layout.startswith("["):
+        elif isinstance(layout, str) and layout.startswith(("[", "flat(")):
             layout = TensorLayout.parse(layout)
         if not isinstance(layout, TensorLayout):
             raise LayoutError(
@@ -82,7 +92,11 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
                 want='a TensorLayout, a tuple such as (None, "model"), or text such as "[f/tp, h]"',
             )
         if layout.device_mesh is None and self._device_mesh is not None:
-            layout = layout.with_mesh(self._device_mesh)
+            layout = layout.with_mesh(self._device_mesh, self.views)
+        if has_groups(key):
+            mesh = layout.device_mesh
+            lengths = None if mesh is None else axis_lengths(mesh, layout.view_mesh)
+            check_sound(layout.tree, lengths, parse_name(key).dims)
         self._layouts[key] = layout
 
     def __delitem__(self, key: str) -> None:
@@ -97,8 +111,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, LayoutMap):
-            mine = (self.device_mesh, self._layouts, self.aliases)
-            return mine == (other.device_mesh, other._layouts, other.aliases)
+            return self._parts() == other._parts()
         return super().__eq__(other)
 
     __hash__ = None  # type: ignore[assignment]
@@ -107,6 +120,19 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         rules = {key: str(layout) for key, layout in self._layouts.items()}
         return f"<LayoutMap {rules}, mesh {None if self.device_mesh is None else self.device_mesh.grid}>"
 
+    def name_of(self, rule: str) -> TensorName | None:
+        """Return the name with dims that a key is; None for a pattern."""
+        return parse_name(rule) if rule in self._layouts and has_groups(rule) else None
+
+    def companion_rule_for(self, name: str) -> str | None:
+        """Return the key of `companions` that decides for a tensor's name; None without one."""
+        if name in self.companions:
+            return name
+        rules = [rule for rule in self.companions if self._expression(rule).fullmatch(name)]
+        if len(rules) > 1:
+            raise LayoutError(f"{name} matches several companions: {rules}", tensor=name, got=str(rules), want="one")
+        return rules[0] if rules else None
+
     def unused(self, names: Iterable[str]) -> list[str]:
         """Return the keys that decide for none of these tensors, in the map's order."""
         used = {self.rule_for(name) for name in names}
@@ -114,7 +140,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """Return the names of tensors that no key decides for, in the given order."""
-        return [name for name in names if self.rule_for(name) is None]
+        return [name for name in names if self.rule_for(name) is None and self.companion_rule_for(name) is None]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> LayoutMap:
@@ -125,7 +151,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
             LayoutError: it is not TOML, or holds what a layout file has not.
         """
         file = os.fspath(path)
-        return _from_tables(_read_toml(file), file)
+        return _from_file(read_layout_file(file), file)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the map as a layout file, whole or not at all; equal maps of equal order give equal bytes.
@@ -134,32 +160,38 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
             LayoutError: a layout has another mesh than the map, or a name cannot be text in a file.
             UsageError: the file cannot be written.
         """
-        file = os.fspath(path)
-        try:
-            content = _to_text(self).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise LayoutError(
-                "a name in the LayoutMap cannot be written as UTF-8", file=file, got=ascii(error.object[error.start])
-            ) from error
-        # A part of a layout file would be read as fewer rules, so the name appears once the file is whole.
-        part = f"{file}.{os.getpid()}.part"
-        try:
-            try:
-                with open(part, "xb") as stream:
-                    stream.write(content)
-                os.replace(part, file)
-            except BaseException:
-                if os.path.exists(part):
-                    os.unlink(part)
-                raise
-        except OSError as error:
-            raise UsageError(f"the layout file {file} cannot be written: {error.strerror}", file=file) from error
+        write_text(to_text(self._content()), os.fspath(path))
+
+    def diff(self, other: LayoutMap) -> LayoutDiff:
+        """Return what another map says otherwise: from this one, the old, to the other, the new.
+
+        Raises:
+            LayoutError: one of the maps is none that a file can say.
+        """
+        return diff_files(self._content(), other._content())
+
+    def _parts(self) -> tuple[object, ...]:
+        return self.device_mesh, self.views, self.sizes, self._layouts, self.companions, self.aliases
+
+    def _content(self) -> LayoutFile:
+        """Return the map as a layout file says it."""
+        for pattern, layout in self._layouts.items():
+            if layout.device_mesh != self.device_mesh:
+                mesh = self.device_mesh
+                raise LayoutError(
+                    f"the layout of {pattern!r} has a mesh that is not the LayoutMap's, which a file cannot say",
+                    tensor=pattern,
+                    got=repr(layout),
+                    want=f"the mesh {None if mesh is None else mesh.grid!r}",
+                )
+        rules = {pattern: str(value) for pattern, value in (*self._layouts.items(), *self.companions.items())}
+        return LayoutFile(self.device_mesh, self.views, self.sizes, rules, self.aliases)
 
     def _expression(self, rule: str) -> re.Pattern[str]:
         compiled = self._expressions.get(rule)
         if compiled is None:
             try:
-                compiled = re.compile(rule)
+                compiled = re.compile(parse_name(rule).expression if has_groups(rule) else rule)
             except (re.error, OverflowError, RecursionError) as error:
                 raise LayoutError(
                     f"the pattern {rule!r} is not a regular expression: {error}",
@@ -171,124 +203,27 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         return compiled
 
 
-def _read_toml(file: str) -> dict[str, Any]:
-    try:
-        with open(file, "rb") as stream:
-            content = stream.read(MAX_FILE_NBYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"the layout file {file} cannot be read: {reason}", file=file) from error
-    if len(content) > MAX_FILE_NBYTES:
-        raise LayoutError(f"{file} is too large for a layout file", file=file, want=f"at most {MAX_FILE_NBYTES} bytes")
-    try:
-        return tomllib.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise LayoutError(
-            f"the layout file {file} is not text", file=file, got=f"{error.reason} at byte {error.start}", want="UTF-8"
-        ) from error
-    except (ValueError, RecursionError) as error:  # tomllib lets int()'s own ValueError through
-        raise LayoutError(f"the layout file {file} is not TOML: {error}", file=file, want="TOML") from error
-
-
-def _from_tables(tables: dict[str, Any], file: str) -> LayoutMap:
-    """Return the map that a layout file's tables say; anything else in them is refused."""
-    _refuse_unknown(tables, {"mesh", "tensors", "alias"}, "table", file)
-    for name, table in tables.items():
-        if not isinstance(table, dict):
-            raise LayoutError(f"{file}: {name!r} is not a table", file=file, got=repr(table)[:80], want=f"[{name}]")
-    layout_map = LayoutMap(_mesh(tables["mesh"], file) if "mesh" in tables else None)
-    for pattern, text in tables.get("tensors", {}).items():
-        if not isinstance(text, str) or not text.lstrip().startswith("["):
-            raise LayoutError(
-                f"{file}: the rule {pattern!r} has no layout's text",
-                file=file,
-                got=repr(text)[:80],
-                want='"pattern" = "[f/tp, h]", the pattern in quotes',
-            )
+def _from_file(content: LayoutFile, file: str) -> LayoutMap:
+    """Return the map that a layout file says."""
+    layout_map = LayoutMap(content.mesh)
+    layout_map.views.update(content.views)
+    layout_map.sizes.update(content.sizes)
+    layout_map.aliases.update(content.aliases)
+    for pattern, text in content.rules.items():
         try:
-            layout_map[pattern] = TensorLayout.parse(text, layout_map.device_mesh)
+            if is_companion(text):
+                layout_map.companions[pattern] = parse_companion(text)
+            else:
+                layout_map[pattern] = TensorLayout.parse(text, content.mesh, content.views)
             layout_map._expression(pattern)
         except LayoutError as error:
-            raise _in_file(error, f"rule {pattern!r}", file) from error
-    for name, target in tables.get("alias", {}).items():
-        if not isinstance(target, str) or name == target:
+            raise in_file(error, f"rule {pattern!r}", file) from error
+    for pattern, companion in layout_map.companions.items():
+        if companion.of is not None and companion.of not in layout_map._layouts:
             raise LayoutError(
-                f"{file}: the alias {name!r} names no other tensor", file=file, got=repr(target)[:80], want="a name"
-            )
-        if target in tables["alias"]:
-            raise LayoutError(
-                f"{file}: the alias {name!r} stands for {target!r}, an alias itself",
+                f"{file}: rule {pattern!r}: there is no rule {companion.of!r}",
                 file=file,
-                want="the name of a tensor with a layout",
+                got=str(companion),
+                want="a rule of [tensors], as it is written there",
             )
-        layout_map.aliases[name] = target
     return layout_map
-
-
-def _mesh(table: dict[str, Any], file: str) -> DeviceMesh:
-    _refuse_unknown(table, {"grid", "ranks"}, "key of [mesh]", file)
-    grid, ranks = table.get("grid"), table.get("ranks")
-    if not isinstance(grid, str):
-        raise LayoutError(f"{file}: [mesh] has no grid", file=file, got=repr(grid)[:80], want='grid = "dp=2 tp=2"')
-    if ranks is not None and (not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks)):
-        raise LayoutError(
-            f"{file}: the ranks of [mesh] are no list of integers", file=file, got=repr(ranks)[:80], want="[0, 1, 2, 3]"
-        )
-    try:
-        return DeviceMesh.parse_grid(grid, ranks)
-    except LayoutError as error:
-        raise _in_file(error, "[mesh]", file) from error
-
-
-def _refuse_unknown(table: dict[str, Any], known: set[str], what: str, file: str) -> None:
-    unknown = [name for name in table if name not in known]
-    if unknown:
-        raise LayoutError(
-            f"{file}: {unknown[0]!r} is no {what}", file=file, got=repr(unknown[0]), want=f"one of {sorted(known)}"
-        )
-
-
-def _in_file(error: LayoutError, where: str, file: str) -> LayoutError:
-    """Return the error with the place in the file in front."""
-    return LayoutError(
-        f"{file}: {where}: {error.message}", file=file, got=error.got, want=error.want, next_step=error.next_step
-    )
-
-
-def _to_text(layout_map: LayoutMap) -> str:
-    lines: list[str] = []
-    mesh = layout_map.device_mesh
-    if mesh is not None:
-        lines += ["[mesh]", f"grid = {_quoted(mesh.grid)}"]
-        if mesh.ranks != tuple(range(mesh.size)):
-            lines.append(f"ranks = {list(mesh.ranks)}")
-        lines.append("")
-    lines.append("[tensors]")
-    for pattern, layout in layout_map._layouts.items():
-        if layout.device_mesh != mesh:
-            raise LayoutError(
-                f"the layout of {pattern!r} has a mesh that is not the LayoutMap's, which a file cannot say",
-                tensor=pattern,
-                got=repr(layout),
-                want=f"the mesh {None if mesh is None else mesh.grid!r}",
-            )
-        lines.append(f"{_quoted(pattern)} = {_quoted(str(layout))}")
-    if layout_map.aliases:
-        lines += ["", "[alias]"]
-        lines += [f"{_quoted(name)} = {_quoted(target)}" for name, target in layout_map.aliases.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _quoted(text: str) -> str:
-    """Return the text as a TOML basic string: quotes, backslashes and control characters escaped."""
-    return '"' + "".join(_ESCAPES.get(c, c) for c in text) + '"'
-
-
-_ESCAPES = {
-    **{chr(code): f"\\u{code:04X}" for code in (*range(0x20), 0x7F)},
-    "\\": "\\\\",
-    '"': '\\"',
-    "\t": "\\t",
-    "\n": "\\n",
-    "\r": "\\r",
-}

@@ -1,0 +1,198 @@
+"""Companions: tensors whose dims are another tensor's, divided by blocks.
+
+Scales have one element for each block of a weight; packed weights hold several elements in one.
+
+    companion = "scale(" base "," integer { "x" integer } ")"          a block's length in each dim of the base
+              | "packed(" base "," "dim" "=" integer "," integer ")"   elements of that dim in one element
+    base      = layout | '"' rule '"'                                  a rule of the same layout map, as written there
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from xrank.errors import LayoutError
+from xrank.layout.binding import bind, checked_shape, checked_sizes
+from xrank.layout.dim_part import DimPart, product_of
+from xrank.layout.local_part import LocalPart, dim_parts, holds, places_of
+from xrank.layout.mesh import DeviceMesh
+from xrank.layout.nests import Nest, canonical
+from xrank.layout.notation import LayoutTree, render, render_dim
+from xrank.layout.parser import Reader
+from xrank.layout.tensor_layout import TensorLayout
+
+__all__ = ["Companion", "companion_part", "companion_shape", "is_companion", "parse_companion"]
+
+_BLOCKS = re.compile(r"[0-9]{1,18}(x[0-9]{1,18})*")
+_RULE = re.compile(r'[^"]*')
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """How a tensor follows from a base; exactly one of `of` and `base` is given.
+
+    Args:
+        of: the rule that gives the base's layout.
+        base: the base's layout itself.
+        blocks: a scale's block in each dim; empty for packed elements.
+        dim: the dim that is packed.
+        factor: how many elements are packed in one.
+    """
+
+    of: str | None
+    base: LayoutTree | None
+    blocks: tuple[int, ...] = ()
+    dim: int = 0
+    factor: int = 1
+
+    def __str__(self) -> str:
+        base = f'"{self.of}"' if self.base is None else render(self.base)
+        if self.blocks:
+            return f"scale({base}, {'x'.join(map(str, self.blocks))})"
+        return f"packed({base}, dim={self.dim}, {self.factor})"
+
+
+def is_companion(text: str) -> bool:
+    """Say whether a rule's text is a companion's, rather than a layout's."""
+    return text.lstrip().startswith(("scale(", "packed("))
+
+
+def parse_companion(text: str) -> Companion:
+    """Read a companion's text.
+
+    Raises:
+        LayoutError: the text is none; names the text, the place and what was expected there.
+    """
+    reader = Reader(text, "a companion")
+    scale = is_companion(text) and text.lstrip().startswith("scale")
+    reader.take("name", '"scale(" or "packed("')
+    reader.take("(")
+    of, base = None, None
+    if reader.passed('"'):
+        of = reader.raw(_RULE, "a rule")
+        reader.take('"')
+    else:
+        base = reader.layout()
+    reader.take(",")
+    if scale:
+        blocks = tuple(map(int, reader.raw(_BLOCKS, "blocks, such as 128x128").split("x")))
+        companion = Companion(of, base, blocks)
+    else:
+        if reader.take("name", '"dim="') != "dim":
+            raise reader.refusal('"dim=" before it')
+        reader.take("=")
+        dim = reader.integer("a dim's number")
+        reader.take(",")
+        companion = Companion(of, base, (), dim, reader.integer("how many elements one holds"))
+    reader.take(")")
+    reader.end()
+    if min(companion.blocks, default=companion.factor) < 1:
+        raise LayoutError(f"the companion {text.strip()[:200]!r} has a block of 0", want="blocks of 1 or more")
+    return companion
+
+
+def companion_shape(companion: Companion, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the global shape of a companion, by that of its base; a scale's last block may be a part of one.
+
+    Raises:
+        LayoutError: the companion has not the base's dims, or what is packed does not divide.
+    """
+    sizes = checked_shape(shape)
+    blocks = _blocks(companion, len(sizes))
+    for i, (size, block) in enumerate(zip(sizes, blocks, strict=True)):
+        if not companion.blocks and size % block:
+            raise LayoutError(
+                f"{companion}: dim {i} of {size} is no multiple of {block}",
+                got=str(size),
+                want=f"a multiple of {block}",
+            )
+    return tuple(-(-size // block) for size, block in zip(sizes, blocks, strict=True))
+
+
+def companion_part(
+    companion: Companion,
+    layout: TensorLayout,
+    mesh: DeviceMesh,
+    coordinate: Mapping[str, int],
+    shape: Sequence[int],
+    *,
+    sizes: Mapping[str, int] | None = None,
+) -> LocalPart | None:
+    """Return what the rank at a coordinate holds of a companion; None if it holds nothing of the base.
+
+    Args:
+        companion: how the tensor follows from its base.
+        layout: the base's layout.
+        mesh: the mesh that gives the axes their lengths.
+        coordinate: the rank's place along the mesh's axes.
+        shape: the base's global shape, in elements that are not packed.
+        sizes: sizes by name.
+
+    Raises:
+        LayoutError: as `local_part`, or a rank's part of the base begins or ends within a block; the message has both
+            numbers.
+    """
+    whole = companion_shape(companion, shape)
+    if not holds(layout, mesh, coordinate):
+        return None
+    lengths, places = places_of(layout, mesh, coordinate)
+    bound = bind(layout.tree, checked_shape(shape), lengths, checked_sizes(sizes))
+    parts = [
+        _divided(part, block, f"{companion}: dim {i}, {render_dim(layout.dims[i])}")
+        for i, (part, block) in enumerate(
+            zip(dim_parts(layout.tree, bound, places), _blocks(companion, len(whole)), strict=True)
+        )
+    ]
+    return LocalPart(tuple(part.local_size for part in parts), product_of(parts).nests, layout.tree.sums)
+
+
+def _blocks(companion: Companion, num_dims: int) -> tuple[int, ...]:
+    if companion.blocks:
+        if len(companion.blocks) != num_dims:
+            raise LayoutError(
+                f"{companion} has blocks of {len(companion.blocks)} dims for a tensor of {num_dims}",
+                got=f"{len(companion.blocks)} dims",
+                want=f"{num_dims} dims",
+            )
+        return companion.blocks
+    if companion.dim >= num_dims:
+        raise LayoutError(
+            f"{companion} packs a dim that the tensor has not", got=str(companion.dim), want=f"0 to {num_dims - 1}"
+        )
+    return tuple(companion.factor if i == companion.dim else 1 for i in range(num_dims))
+
+
+def _divided(part: DimPart, block: int, what: str) -> DimPart:
+    """Return a dim in blocks; every bound of the rank's part must lie between two blocks, or at the dim's end."""
+    if block == 1:
+        return part
+    nests = tuple(_divided_nest(nest, part.global_size, block, what) for nest in part.nests)
+    return DimPart(-(-part.global_size // block), -(-part.local_size // block), nests)
+
+
+def _divided_nest(nest: Nest, global_size: int, block: int, what: str) -> Nest:
+    x, y, loops = nest
+    # Runs of whole elements come last; a nest without one has runs of a single element.
+    *outer, (count, x_stride, y_stride) = loops or ((1, 1, 1),)
+    if (x_stride, y_stride) != (1, 1):
+        outer, count = list(loops), 1
+    last_run = count
+    if not outer and y + count == global_size:
+        last_run = -(-count // block) * block  # the last block of a scale may be a part of one
+    for number, name in (
+        (last_run, "positions in a row"),
+        (y, "the first position"),
+        (x, "the first local position"),
+        *((stride, "positions from one row to the next") for _, *strides in outer for stride in strides),
+    ):
+        if number % block:
+            raise LayoutError(
+                f"{what}: {number} is no multiple of {block}, so ranks would share a block",
+                got=f"{number}, {name} of a rank's part",
+                want=f"a multiple of {block}",
+                next_step=f'cut at multiples only, as "/=axis%{block}" does',
+            )
+    inner = (last_run // block, 1, 1)
+    return canonical(Nest(x // block, y // block, (*((n, xs // block, ys // block) for n, xs, ys in outer), inner)))

@@ -1,0 +1,92 @@
+"""Flat buffers: the tensors whose local elements lie in one, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from xrank.errors import LayoutError
+from xrank.layout.binding import bind, checked_shape, checked_sizes
+from xrank.layout.local_part import local_part
+from xrank.layout.mesh import DeviceMesh
+from xrank.layout.nests import Nest
+from xrank.layout.notation import Flat, LayoutTree, Split
+from xrank.layout.tensor_layout import TensorLayout, axis_lengths
+
+__all__ = ["FlatPart", "flat_of", "flat_part"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """What one rank holds of a flat buffer.
+
+    Args:
+        size: the number of its elements, padding included.
+        members: name -> nests; x is an element's place in the rank's buffer, y its row-major address in the member's
+            global shape. None for a member that lies on other ranks.
+        sums: axes along which the ranks hold addends, as of `LocalPart`.
+    """
+
+    size: int
+    members: Mapping[str, tuple[Nest, ...]]
+    sums: tuple[str, ...] = ()
+
+
+def flat_of(layout: TensorLayout) -> Flat | None:
+    """Return the flat that a layout is; None for the layout of one tensor."""
+    node = layout.dims[0] if len(layout.dims) == 1 else None
+    while isinstance(node, Split):
+        node = node.of
+    return node if isinstance(node, Flat) else None
+
+
+def flat_part(
+    layout: TensorLayout,
+    mesh: DeviceMesh,
+    coordinate: Mapping[str, int],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    sizes: Mapping[str, int] | None = None,
+) -> FlatPart | None:
+    """Return what the rank at a coordinate holds of a flat buffer; None if the layout leaves the rank out.
+
+    Args:
+        layout: a flat layout.
+        mesh: the mesh that gives the axes their lengths.
+        coordinate: the rank's place along the mesh's axes.
+        shapes: member -> its global shape.
+        sizes: sizes by name.
+
+    Raises:
+        LayoutError: the layout is not flat, a member has no shape, or as `local_part`.
+    """
+    flat = flat_of(layout)
+    if flat is None:
+        raise LayoutError(f"the layout {layout} is not flat", got=str(layout), want="flat(name [dims], ...)")
+    lengths = axis_lengths(mesh, layout.view_mesh)
+    known = checked_sizes(sizes)
+    starts: dict[str, tuple[int, int]] = {}
+    total = 0
+    for member in flat.members:
+        if member.name not in shapes:
+            raise LayoutError(
+                f"the shape of {member.name} is not given, which lies in {layout}",
+                tensor=member.name,
+                got=f"shapes of {sorted(shapes)[:16]}",
+                want=f"a shape for {member.name}",
+            )
+        shape = checked_shape(shapes[member.name])
+        bound = bind(LayoutTree(member.dims), shape, lengths, known)
+        # A name means one size in all members, also where only one of them tells it.
+        known |= {name: size for name, size in bound.items() if name not in lengths}
+        starts[member.name] = (total, total + prod(shape))
+        total += prod(shape)
+    part = local_part(layout, mesh, coordinate, (total,), sizes=known)
+    if part is None:
+        return None
+    members = {
+        name: tuple(Nest(nest.x, nest.y - low, nest.loops) for nest in part.nests if low <= nest.y < high)
+        for name, (low, high) in starts.items()
+    }
+    return FlatPart(part.shape[0], members, part.sums)

@@ -1,0 +1,238 @@
+"""The layout file: a layout map as TOML.
+
+[mesh]
+grid = "pp=2 dp=2 tp=2"               last axis fastest
+order = "tp-dp-pp"                    instead of the grid's own order, as Megatron writes it: first name fastest
+ranks = [0, 1, 2, 3, 4, 5, 6, 7]      who stands there, when it is not 0, 1, 2, ...
+view.expert = "pp=2 ep=2 etp=2"       a second factoring of the same ranks
+
+[sizes]
+d = 128                               names that shapes do not tell
+
+[tensors]
+"layers.{8/pp}.mlp.up" = "[f/tp, h]"  a name with dims, or a pattern: a name, else a regular expression for names
+
+[alias]
+"lm_head" = "embed"                   tied: compared, written once
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from xrank.errors import LayoutError, UsageError
+from xrank.layout.binding import checked_sizes
+from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name
+from xrank.layout.mesh_views import ordered_mesh
+
+__all__ = ["MAX_FILE_NBYTES", "LayoutFile", "in_file", "parse_tables", "read_layout_file", "to_text", "write_text"]
+
+MAX_FILE_NBYTES = 64 << 20
+"""The largest layout file read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFile:
+    """What a layout file says; its rules are not read yet.
+
+    Args:
+        mesh: the mesh, if it has one.
+        views: the mesh's views by name.
+        sizes: sizes by name.
+        rules: pattern -> text, in the file's order.
+        aliases: tied name -> the name it stands for.
+    """
+
+    mesh: DeviceMesh | None = None
+    views: Mapping[str, DeviceMesh] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    rules: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_layout_file(file: str) -> LayoutFile:
+    """Read a layout file.
+
+    Raises:
+        UsageError: the file cannot be read.
+        LayoutError: it is not TOML, or holds what a layout file has not.
+    """
+    try:
+        with open(file, "rb") as stream:
+            content = stream.read(MAX_FILE_NBYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"the layout file {file} cannot be read: {reason}", file=file) from error
+    if len(content) > MAX_FILE_NBYTES:
+        raise LayoutError(f"{file} is too large for a layout file", file=file, want=f"at most {MAX_FILE_NBYTES} bytes")
+    try:
+        tables = tomllib.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise LayoutError(
+            f"the layout file {file} is not text", file=file, got=f"{error.reason} at byte {error.start}", want="UTF-8"
+        ) from error
+    except (ValueError, RecursionError) as error:  # tomllib lets int()'s own ValueError through
+        raise LayoutError(f"the layout file {file} is not TOML: {error}", file=file, want="TOML") from error
+    return parse_tables(tables, file)
+
+
+def parse_tables(tables: dict[str, Any], file: str) -> LayoutFile:
+    """Return what a layout file's tables say; anything else in them is refused."""
+    _refuse_unknown(tables, {"mesh", "sizes", "tensors", "alias"}, "table", file)
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise LayoutError(f"{file}: {name!r} is not a table", file=file, got=repr(table)[:80], want=f"[{name}]")
+    mesh, views = _meshes(tables["mesh"], file) if "mesh" in tables else (None, {})
+    sizes = _sizes(tables.get("sizes", {}), [m for m in (mesh, *views.values()) if m is not None], file)
+    for pattern, text in tables.get("tensors", {}).items():
+        if not isinstance(text, str) or not text.lstrip().startswith(("[", "flat(", "scale(", "packed(")):
+            raise LayoutError(
+                f"{file}: the rule {pattern!r} has no layout's text",
+                file=file,
+                got=repr(text)[:80],
+                want='"pattern" = "[f/tp, h]", the pattern in quotes',
+            )
+    return LayoutFile(mesh, views, sizes, tables.get("tensors", {}), _aliases(tables.get("alias", {}), file))
+
+
+def _aliases(table: dict[str, Any], file: str) -> dict[str, str]:
+    for name, target in table.items():
+        if not isinstance(target, str) or name == target:
+            raise LayoutError(
+                f"{file}: the alias {name!r} names no other tensor", file=file, got=repr(target)[:80], want="a name"
+            )
+        if target in table:
+            raise LayoutError(
+                f"{file}: the alias {name!r} stands for {target!r}, an alias itself",
+                file=file,
+                want="the name of a tensor with a layout",
+            )
+    return table
+
+
+def _sizes(table: dict[str, Any], meshes: list[DeviceMesh], file: str) -> dict[str, int]:
+    for name in table:
+        if not is_name(name):
+            raise LayoutError(f"{file}: {name!r} is no name of a size", file=file, got=repr(name), want=NAME_RULE)
+        if any(name in mesh.axis_names for mesh in meshes):
+            raise LayoutError(
+                f"{file}: {name!r} is both a size and an axis", file=file, want="another name for the size"
+            )
+    try:
+        return checked_sizes(table)
+    except LayoutError as error:
+        raise in_file(error, "[sizes]", file) from error
+
+
+def _meshes(table: dict[str, Any], file: str) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
+    _refuse_unknown(table, {"grid", "order", "ranks", "view"}, "key of [mesh]", file)
+    grid, order, ranks, views = (table.get(key) for key in ("grid", "order", "ranks", "view"))
+    if not isinstance(grid, str):
+        raise LayoutError(f"{file}: [mesh] has no grid", file=file, got=repr(grid)[:80], want='grid = "dp=2 tp=2"')
+    if order is not None and not isinstance(order, str):
+        raise LayoutError(
+            f"{file}: the order of [mesh] is no text", file=file, got=repr(order)[:80], want='order = "tp-dp-pp"'
+        )
+    if ranks is not None and (not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks)):
+        raise LayoutError(
+            f"{file}: the ranks of [mesh] are no list of integers", file=file, got=repr(ranks)[:80], want="[0, 1, 2, 3]"
+        )
+    views = {} if views is None else views
+    if not isinstance(views, dict) or any(
+        not isinstance(text, str) or not is_name(name) for name, text in views.items()
+    ):
+        raise LayoutError(
+            f"{file}: a view of [mesh] is no grid with a name",
+            file=file,
+            got=repr(views)[:80],
+            want='view.expert = "pp=2 ep=4"',
+        )
+    try:
+        mesh = DeviceMesh.parse_grid(grid, None if order is not None else ranks)
+        if order is not None:
+            mesh = ordered_mesh(order, dict(zip(mesh.axis_names, mesh.shape, strict=True)), ranks)
+        return mesh, {name: mesh.view(text) for name, text in views.items()}
+    except LayoutError as error:
+        raise in_file(error, "[mesh]", file) from error
+
+
+def _refuse_unknown(table: dict[str, Any], known: set[str], what: str, file: str) -> None:
+    unknown = [name for name in table if name not in known]
+    if unknown:
+        raise LayoutError(
+            f"{file}: {unknown[0]!r} is no {what}", file=file, got=repr(unknown[0]), want=f"one of {sorted(known)}"
+        )
+
+
+def in_file(error: LayoutError, where: str, file: str) -> LayoutError:
+    """Return the error with the place in the file in front."""
+    return LayoutError(
+        f"{file}: {where}: {error.message}", file=file, got=error.got, want=error.want, next_step=error.next_step
+    )
+
+
+def to_text(content: LayoutFile) -> str:
+    """Return the one text of a layout file; `parse_tables` reads the same from it."""
+    lines: list[str] = []
+    if content.mesh is not None:
+        mesh = content.mesh
+        lines += ["[mesh]", f"grid = {_quoted(mesh.grid)}"]
+        if mesh.ranks != tuple(range(mesh.size)):
+            lines.append(f"ranks = {list(mesh.ranks)}")
+        lines += [f"view.{_quoted(name)} = {_quoted(view.grid)}" for name, view in content.views.items()]
+        lines.append("")
+    if content.sizes:
+        lines += ["[sizes]", *(f"{_quoted(name)} = {size}" for name, size in content.sizes.items()), ""]
+    lines.append("[tensors]")
+    lines += [f"{_quoted(pattern)} = {_quoted(text)}" for pattern, text in content.rules.items()]
+    if content.aliases:
+        lines += ["", "[alias]"]
+        lines += [f"{_quoted(name)} = {_quoted(target)}" for name, target in content.aliases.items()]
+    return "\n".join(lines) + "\n"
+
+
+def write_text(text: str, file: str) -> None:
+    """Write a layout file, whole or not at all.
+
+    Raises:
+        LayoutError: the text is no Unicode.
+        UsageError: the file cannot be written.
+    """
+    try:
+        content = text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise LayoutError(
+            "a name in the LayoutMap cannot be written as UTF-8", file=file, got=ascii(error.object[error.start])
+        ) from error
+    # A part of a layout file would be read as fewer rules, so the name appears once the file is whole.
+    part = f"{file}.{os.getpid()}.part"
+    try:
+        try:
+            with open(part, "xb") as stream:
+                stream.write(content)
+            os.replace(part, file)
+        except BaseException:
+            if os.path.exists(part):
+                os.unlink(part)
+            raise
+    except OSError as error:
+        raise UsageError(f"the layout file {file} cannot be written: {error.strerror}", file=file) from error
+
+
+def _quoted(text: str) -> str:
+    """Return the text as a TOML basic string: quotes, backslashes and control characters escaped."""
+    return '"' + "".join(_ESCAPES.get(c, c) for c in text) + '"'
+
+
+_ESCAPES = {
+    **{chr(code): f"\\u{code:04X}" for code in (*range(0x20), 0x7F)},
+    "\\": "\\\\",
+    '"': '\\"',
+    "\t": "\\t",
+    "\n": "\\n",
+    "\r": "\\r",
+}

@@ -1,0 +1,345 @@
+"""Recipes: how the elements of one global tensor become those of others, in the notation on both sides.
+
+    linear_qkv "[g <q: r d | k: d | v: d>, h]"  ->  q "[g r d, h]", k "[g d, h]", v "[g d, h]"
+
+Each part of the source becomes one nest to the target of its name. The loops of the two sides are paired by the names
+of their sizes, so a permutation, a transpose and a swizzle are recipes, too: `"[n half two, h]" -> "[n two half, h]"`.
+A size that moves into tensors' names is a brace: `"[L, e, <gate: f | up: f>, h]" ->
+gate "layers.{L}.experts.{e}.gate_proj.weight [f, h]"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+from xrank.errors import LayoutError
+from xrank.layout.binding import checked_sizes, global_size
+from xrank.layout.nests import Loop, Nest, canonical
+from xrank.layout.notation import (
+    MAX_SIZE,
+    Flat,
+    LayoutTree,
+    Node,
+    Pad,
+    Parts,
+    Product,
+    Size,
+    Split,
+    render,
+    render_dim,
+    size_names_of,
+)
+from xrank.layout.parser import Reader
+from xrank.layout.tensor_name import MAX_NAMES, TensorName
+
+__all__ = ["Pairing", "Side", "global_shape", "pair", "parse_side", "reversed_pairing", "single_tensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a recipe: a tensor, or many of one kind whose names hold dims.
+
+    Args:
+        name: the tensor's name; a plain one has no dims, and may be empty.
+        dims: the tensor's own dims.
+    """
+
+    name: TensorName
+    dims: tuple[Node, ...]
+
+    def __str__(self) -> str:
+        text = render(LayoutTree(self.dims))
+        return f"{self.name} {text}" if str(self.name) else text
+
+    @property
+    def all_dims(self) -> tuple[Node, ...]:
+        """The dims of the name before those of the tensor: all of these tensors as one."""
+        return (*self.name.dims, *self.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """One nest of a recipe. Addresses are those of all tensors of a side as one: its name's dims come first.
+
+    Args:
+        key: the part of the source that becomes the target; "" for a source without parts.
+        source: where the elements are.
+        target: where they go.
+        source_shape: the sizes of all dims of the source.
+        target_shape: the sizes of all dims of the target.
+        x: address of the first element in the source.
+        y: address of the first element in the target.
+        loops: (count, x stride, y stride), one for each name.
+    """
+
+    key: str
+    source: Side
+    target: Side
+    source_shape: tuple[int, ...]
+    target_shape: tuple[int, ...]
+    x: int
+    y: int
+    loops: tuple[Loop, ...]
+
+    @property
+    def nest(self) -> Nest:
+        """The whole pairing as one canonical nest."""
+        return canonical(Nest(self.x, self.y, self.loops))
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """A size of a side that is not 1: its name, how often it counts, and its stride in elements."""
+
+    name: str
+    count: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """A part of a side: its name ("" without parts), its first address, and its loops by falling stride."""
+
+    key: str
+    start: int
+    loops: tuple[_Loop, ...]
+
+
+def parse_side(text: str) -> Side:
+    """Read one side of a recipe: a layout's dims, with a name before them or without.
+
+    Raises:
+        LayoutError: the text is none, or holds what belongs to ranks: a cut, a pad, a clause, a flat.
+    """
+    reader = Reader(text, "a side of a recipe")
+    name = TensorName(*reader.naming())
+    tree = reader.layout()
+    reader.end()
+    side = Side(name, tree.dims)
+    for dim in side.all_dims:
+        _refuse_ranks(dim, str(side))
+    if (tree.view, tree.where, tree.sums) != (None, (), ()):
+        raise LayoutError(f"a recipe is of whole tensors, and {text[:200]!r} has a clause", got=render(tree))
+    return side
+
+
+def _refuse_ranks(node: Node, text: str) -> None:
+    match node:
+        case Split() | Pad() | Flat():
+            raise LayoutError(
+                f"a recipe is of whole tensors, and {text} holds {render_dim(node)}",
+                got=render_dim(node),
+                want="sizes, products and parts",
+                next_step="say in the layout how ranks share the tensor, and in the recipe what it is made of",
+            )
+        case Product(factors):
+            for factor in factors:
+                _refuse_ranks(factor, text)
+        case Parts(parts):
+            for part in parts:
+                _refuse_ranks(part.of, text)
+
+
+def pair(source: str, targets: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str, Pairing]:
+    """Return how each part of a source becomes its target, as one nest each.
+
+    Args:
+        source: the source's text, such as ``"[g <q: r d | k: d | v: d>, h]"``.
+        targets: part of the source -> text of the tensor that it becomes. A source without parts has one target, of
+            any key.
+        sizes: sizes by name, all that both sides hold.
+
+    Raises:
+        LayoutError: a text is no side of a recipe; a part has no target, or a target no part; a name is on one side
+            only, or twice on one; a size longer than 1 has no name; a size is not known.
+    """
+    whole = parse_side(source)
+    known = checked_sizes(sizes)
+    source_shape = global_shape(whole, known)
+    branches = _branches(whole, known)
+    if [branch.key for branch in branches] == [""]:
+        if len(targets) != 1:
+            raise LayoutError(
+                f"the source {whole} has no parts, and {len(targets)} targets", got=str([*targets]), want="one target"
+            )
+        branches = [replace(branches[0], key=next(iter(targets)))]
+    keys = [branch.key for branch in branches]
+    for key in (*keys, *targets):
+        if key not in targets or key not in keys:
+            raise LayoutError(
+                f"the recipe of {whole} has the part {key!r} on one side only",
+                got=f"parts {keys}, targets {list(targets)}",
+                want="a target for each part, and a part for each target",
+            )
+    found: dict[str, Pairing] = {}
+    for branch in branches:
+        target = parse_side(targets[branch.key])
+        target_shape = global_shape(target, known)
+        ends = _branches(target, known)
+        if ends[0].key:
+            raise LayoutError(
+                f"the target {target} has parts, which only a source has",
+                got=str(target),
+                want="sizes and products",
+                next_step="write the recipe the other way round, and reverse it",
+            )
+        same = whole.all_dims == target.all_dims
+        loops = _paired(branch.loops, ends[0].loops, f"{branch.key or whole} -> {target}", same)
+        found[branch.key] = Pairing(
+            branch.key, whole, target, source_shape, target_shape, branch.start, ends[0].start, loops
+        )
+    return found
+
+
+def global_shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the sizes of all dims of a side, its name's first.
+
+    Raises:
+        LayoutError: a size is not known or 0, or there are more elements than addresses can count.
+    """
+    for dim in side.all_dims:
+        for name in size_names_of(dim):
+            if name not in sizes:
+                raise LayoutError(
+                    f"the size {name!r} of {side} is not known",
+                    got=f"sizes {sorted(sizes)[:16]}",
+                    want=f"the number that {name!r} stands for",
+                )
+    shape = tuple(global_size(dim, sizes) for dim in side.all_dims)
+    if 0 in shape:
+        raise LayoutError(f"{side} has no element", got=f"shape {shape}", want="sizes of 1 or more")
+    if prod(shape) > MAX_SIZE:
+        raise LayoutError(f"{side} has too many elements", got=f"{prod(shape):,}", want=f"at most {MAX_SIZE:,}")
+    return shape
+
+
+def reversed_pairing(pairing: Pairing) -> Pairing:
+    """Return the same recipe the other way: from the target to the part of the source that it came from."""
+    return Pairing(
+        pairing.key,
+        pairing.target,
+        pairing.source,
+        pairing.target_shape,
+        pairing.source_shape,
+        pairing.y,
+        pairing.x,
+        tuple((count, ys, xs) for count, xs, ys in pairing.loops),
+    )
+
+
+def single_tensors(pairing: Pairing) -> Iterator[tuple[str, str, Nest]]:
+    """Yield the recipe tensor by tensor: (source's name, target's name, nest between these two), in loop order.
+
+    Raises:
+        LayoutError: there are more than `MAX_NAMES` pairs of tensors.
+    """
+    from_dims, to_dims = len(pairing.source.name.dims), len(pairing.target.name.dims)
+    # Addresses within one tensor lie below these, so a loop between tensors has a stride of one of them at least.
+    from_step, to_step = prod(pairing.source_shape[from_dims:]), prod(pairing.target_shape[to_dims:])
+    between = [loop for loop in pairing.loops if loop[1] >= from_step or loop[2] >= to_step]
+    within = tuple(loop for loop in pairing.loops if loop not in between)
+    if prod(count for count, _, _ in between) > MAX_NAMES:
+        raise LayoutError(
+            f"the recipe of {pairing.source} stands for too many tensors",
+            got=f"{prod(count for count, _, _ in between):,}",
+            want=f"at most {MAX_NAMES:,}",
+        )
+    for at in product(*(range(count) for count, _, _ in between)):
+        x = pairing.x + sum(i * stride for i, (_, stride, _) in zip(at, between, strict=True))
+        y = pairing.y + sum(i * stride for i, (_, _, stride) in zip(at, between, strict=True))
+        yield (
+            pairing.source.name.at(*_digits(x // from_step, pairing.source_shape[:from_dims])),
+            pairing.target.name.at(*_digits(y // to_step, pairing.target_shape[:to_dims])),
+            canonical(Nest(x % from_step, y % to_step, within)),
+        )
+
+
+def _digits(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    digits = []
+    for size in reversed(sizes):
+        number, digit = divmod(number, size)
+        digits.append(digit)
+    return tuple(reversed(digits))
+
+
+def _branches(side: Side, sizes: Mapping[str, int]) -> list[_Branch]:
+    """Return the parts of a side, leaves only; one without a key for a side without parts."""
+    found = _combined(side.all_dims, sizes)
+    keys = [branch.key for branch in found]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise LayoutError(f"two parts of {side} are called {key!r}", got=repr(key), want="each part's name once")
+    return found
+
+
+def _combined(nodes: Sequence[Node], sizes: Mapping[str, int]) -> list[_Branch]:
+    """Return the parts of nodes side by side, major first."""
+    found = [_Branch("", 0, ())]
+    for node in nodes:
+        size = global_size(node, sizes)
+        minors = _parts_of(node, sizes)
+        if len(found) > 1 and len(minors) > 1:
+            raise LayoutError(
+                f"a side of a recipe has parts in two places, {render_dim(node)} the second",
+                got=render_dim(node),
+                want="parts in one place, or parts in parts",
+                next_step="take them apart by two recipes, one after the other",
+            )
+        found = [
+            _Branch(
+                minor.key or major.key,
+                major.start * size + minor.start,
+                (*(_Loop(loop.name, loop.count, loop.stride * size) for loop in major.loops), *minor.loops),
+            )
+            for major in found
+            for minor in minors
+        ]
+    return found
+
+
+def _parts_of(node: Node, sizes: Mapping[str, int]) -> list[_Branch]:
+    match node:
+        case Size(value):
+            return [_Branch("", 0, () if value == 1 else (_Loop(str(value), global_size(node, sizes), 1),))]
+        case Product(factors):
+            return _combined(factors, sizes)
+        case Parts(parts):
+            found: list[_Branch] = []
+            start = 0
+            for part in parts:
+                inner = _parts_of(part.of, sizes)
+                found += [_Branch(b.key or part.name, b.start + start, b.loops) for b in inner]
+                start += global_size(part.of, sizes)
+            return found
+    raise AssertionError(node)  # parse_side lets nothing else through
+
+
+def _paired(source: tuple[_Loop, ...], target: tuple[_Loop, ...], what: str, same: bool) -> tuple[Loop, ...]:
+    """Return the loops of both sides, paired by name; by place where both sides say the same."""
+    if same:
+        return tuple((a.count, a.stride, b.stride) for a, b in zip(source, target, strict=True))
+    for loops, side in ((source, "source"), (target, "target")):
+        names = [loop.name for loop in loops]
+        for name in names:
+            if name.isdigit():
+                raise LayoutError(
+                    f"{what}: the size {name} in the {side} has no name, so nothing says what it is on the other side",
+                    got=name,
+                    want="a name, and its size in sizes",
+                )
+            if names.count(name) > 1:
+                raise LayoutError(
+                    f"{what}: {name!r} is twice in the {side}", got=repr(name), want="each name once, or equal sides"
+                )
+    strides = {loop.name: loop.stride for loop in target}
+    for name in {loop.name: None for loop in (*source, *target)}:
+        if name not in strides or all(loop.name != name for loop in source):
+            raise LayoutError(
+                f"{what}: {name!r} is on one side only",
+                got=f"{name!r} in the {'target' if name in strides else 'source'}",
+                want="the same names on both sides",
+            )
+    return tuple((loop.count, loop.stride, strides[loop.name]) for loop in source)
