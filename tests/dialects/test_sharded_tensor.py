@@ -81,6 +81,22 @@ def test_prepended_axes_are_told_shard_by_shard(case, count):
     assert {r: ys for r, (_, ys) in elements(placed.layout, mesh, shape).items()} == held(placed)
 
 
+@settings(deadline=None)
+@given(cases(kinds=("/", "/~"), pieces=(1, 2, 3)))
+def test_packed_pieces_there_and_back(case):
+    layout, mesh, shape = case
+    told = to_sharded_tensors(layout, mesh, shape, "w")
+    placed = from_sharded_tensor(told, mesh)
+    theirs = elements(layout, mesh, shape)
+    assert {rank: sorted(ys) for rank, ys in held(placed).items()} == {r: sorted(ys) for r, (_, ys) in theirs.items()}
+    if placed.layout is not None:
+        assert {r: ys for r, (_, ys) in elements(placed.layout, mesh, shape).items()} == {
+            rank: ys for rank, (_, ys) in theirs.items()
+        }
+    else:
+        assert any(0 in local for local, _ in theirs.values())  # whose parts some ranks hold nothing of
+
+
 def test_column_and_row_parallel_weights():
     def of_rank(rank, axis):
         dp, tp = divmod(rank, 2)
@@ -121,9 +137,26 @@ def test_stages_that_interleave_are_explicit_parts():
 def test_gate_and_up_are_two_shards_of_doubled_fragments():
     """As apply_swiglu_sharded_factory builds them: a rank's part of each half."""
     told = {tp: [shard((2, 3), (0, tp, 4)), shard((2, 3), (0, tp + 2, 4))] for tp in range(2)}
-    placed = from_sharded_tensor(told, DeviceMesh((2,), ("tp",)))
-    assert placed.layout is None
+    mesh = DeviceMesh((2,), ("tp",))
+    placed = from_sharded_tensor(told, mesh)
     assert held(placed) == {0: [*range(6), *range(12, 18)], 1: [*range(6, 12), *range(18, 24)]}
+    assert str(placed.layout) == "[2 d0/tp, d1]"
+    assert {rank: ys for rank, (_, ys) in elements(placed.layout, mesh, (8, 3)).items()} == held(placed)
+    for text in ("[2 f/tp, h]", "[<gate: f/tp | up: f/tp>, h]"):
+        back = to_sharded_tensors(TensorLayout.parse(text), mesh, (8, 3), "w")
+        assert [vars(one) for one in told[1]] == [{n: getattr(o, n) for n in vars(told[1][0])} for o in back[1]]
+
+
+def test_pieces_that_are_not_alike_are_explicit_parts():
+    """A rank's shards of a fused tensor in another order, or of unequal pieces."""
+    mesh = DeviceMesh((2,), ("tp",))
+    qkv = {
+        tp: [box((2 * tp,), (2 * tp + 2,), (8,)), box((4 + tp,), (5 + tp,), (8,)), box((6 + tp,), (7 + tp,), (8,))]
+        for tp in range(2)
+    }
+    assert from_sharded_tensor(qkv, mesh).layout is None
+    crossed = {0: [shard((1,), (0, 0, 4)), shard((1,), (0, 3, 4))], 1: [shard((1,), (0, 1, 4)), shard((1,), (0, 2, 4))]}
+    assert from_sharded_tensor(crossed, mesh).layout is None
 
 
 def test_parts_of_any_sizes_are_explicit_and_ranks_may_hold_nothing():

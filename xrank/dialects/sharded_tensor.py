@@ -14,10 +14,11 @@ from math import prod
 from typing import Any
 
 from xrank.dialects.boxes import Box, box_nests, box_text, boxes_overlap, layout_of_boxes, range_of, volume
-from xrank.dialects.cuts import checked_mesh, cuts_of, split_evenly
+from xrank.dialects.cuts import Cuts, checked_mesh, cuts_of, split_evenly
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.layout.local_part import LocalPart, local_part
 from xrank.layout.mesh import DeviceMesh
+from xrank.layout.notation import Product, Size
 from xrank.layout.tensor_layout import TensorLayout
 
 __all__ = ["PlacedTensor", "ShardedTensorData", "from_sharded_tensor", "to_sharded_tensors"]
@@ -63,7 +64,10 @@ class PlacedTensor:
     parts: Mapping[int, tuple[LocalPart, ...]]
     """Per rank its shards in the order given, local shapes without the prepended axes."""
     layout: TensorLayout | None
-    """The layout that says the same, a rank's shards stacked by their prepended axes; None if none was found."""
+    """The layout that says the same; None if none was found.
+
+    Of a rank's shards it has one local tensor: stacked by their prepended axes, pieces of a dim end to end along it.
+    """
     may_be_padded: bool
     """Whether the shards allow that a stored tensor has another shape (``allow_shape_mismatch``)."""
 
@@ -103,7 +107,8 @@ def to_sharded_tensors(
     """Return what the ShardedTensors of each rank say of a tensor.
 
     Ranks that differ along axes which cut nothing hold replicas, numbered in the mesh's order. A grid with uneven
-    parts is an irregular one, without ``axis_fragmentations``.
+    parts is an irregular one, without ``axis_fragmentations``. A dim of several pieces gives a rank a shard of each, as
+    Megatron has it of gate and up (transformer/mlp.py:apply_swiglu_sharded_factory).
 
     Args:
         layout: a layout whose dims are cut by axes and nothing else.
@@ -117,14 +122,14 @@ def to_sharded_tensors(
         LayoutError: a part that no ShardedTensor says, which the message names; a shape that does not fit.
     """
     checked_mesh(layout, mesh)
-    every = cuts_of(layout, "ShardedTensors")
+    every = cuts_of(layout, "ShardedTensors", packed=True)
     sizes = tuple(shape)
     if not 0 <= prepend_axis_num <= len(sizes):
         raise LayoutError(f"{prepend_axis_num} axes cannot be prepended", got=f"shape {sizes}", want="a number of dims")
     for rank in mesh.ranks:
         local_part(layout, mesh, mesh.coordinate(rank), sizes)  # refuses what does not fit
     is_regular = all(split_evenly(cuts, size, mesh) for cuts, size in zip(every, sizes, strict=True))
-    fragments = tuple(prod(mesh.axis_length(axis) for axis in cuts.axes) for cuts in every)
+    fragments = tuple(cuts.pieces * prod(mesh.axis_length(axis) for axis in cuts.axes) for cuts in every)
     replicated = [name for name in mesh.axis_names if not any(name in cuts.axes for cuts in every)]
     told: dict[int, tuple[ShardedTensorData, ...]] = {}
     for rank in mesh.ranks:
@@ -132,21 +137,30 @@ def to_sharded_tensors(
         replica = 0
         for axis in replicated:
             replica = replica * mesh.axis_length(axis) + at[axis]
-        box = [range_of(cuts.axes, size, mesh, at) for cuts, size in zip(every, sizes, strict=True)]
-        stacked, local = box[:prepend_axis_num], box[prepend_axis_num:]
+        ranges = [_ranges_of(cuts, size, mesh, at) for cuts, size in zip(every, sizes, strict=True)]
+        stacked = [
+            [(i, i + 1) for low, high in of_dim for i in range(low, high)] for of_dim in ranges[:prepend_axis_num]
+        ]
         told[rank] = tuple(
             ShardedTensorData(
                 key=key,
-                local_shape=tuple(high - low for low, high in local),
+                local_shape=tuple(high - low for low, high in box[prepend_axis_num:]),
                 global_shape=sizes,
-                global_offset=(*index, *(low for low, _ in local)),
+                global_offset=tuple(low for low, _ in box),
                 axis_fragmentations=(*sizes[:prepend_axis_num], *fragments[prepend_axis_num:]) if is_regular else None,
                 replica_id=replica,
                 prepend_axis_num=prepend_axis_num,
             )
-            for index in product(*(range(low, high) for low, high in stacked))
+            for box in product(*stacked, *ranges[prepend_axis_num:])
         )
     return told
+
+
+def _ranges_of(cuts: Cuts, size: int, mesh: DeviceMesh, at: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Return the ranges of a dim at a place, one for each of its pieces."""
+    piece = size // cuts.pieces
+    low, high = range_of(cuts.axes, piece, mesh, at)
+    return [(low + i * piece, high + i * piece) for i in range(cuts.pieces)]
 
 
 def _listed(shards: Any) -> Sequence[Any]:
@@ -285,12 +299,40 @@ def _layout(
     """Return the layout under which every rank of the mesh holds its shards, if there is one."""
     if set(read) != set(mesh.ranks):
         return None
+    packed = _packed_dim(next(shards for shards in read.values() if shards))
+    if packed is not None:
+        dim, pieces = packed
+        step = shape[dim] // pieces
+        first = {rank: tuple(one for one in shards if one.box[dim][0] < step) for rank, shards in read.items()}
+        for rank, shards in read.items():
+            moved = {_moved(one.box, dim, i * step) for one in first[rank] for i in range(pieces)}
+            if moved != {one.box for one in shards} or any(one.box[dim][1] > step for one in first[rank]):
+                return None
+        piece = _layout(first, mesh, (*shape[:dim], step, *shape[dim + 1 :]))
+        if piece is None:
+            return None
+        dims = [Product((Size(pieces), node)) if i == dim else node for i, node in enumerate(piece.dims)]
+        return TensorLayout.from_dims(dims, mesh)
     boxes: dict[int, Box | None] = {}
     for rank, shards in read.items():
         boxes[rank] = _stacked(shards) if shards else None
         if shards and boxes[rank] is None:
             return None
     return layout_of_boxes(boxes, mesh, shape)
+
+
+def _packed_dim(shards: Sequence[ShardedTensorData]) -> tuple[int, int] | None:
+    """Return the first dim of which a rank has parts of several equal pieces, and how many; None if it has one box."""
+    for dim in range(shards[0].prepend_axis_num, len(shards[0].global_shape)):
+        pieces = len({one.box[dim] for one in shards})
+        if pieces > 1 and shards[0].global_shape[dim] % pieces == 0:
+            return dim, pieces
+    return None
+
+
+def _moved(box: Box, dim: int, by: int) -> Box:
+    low, high = box[dim]
+    return (*box[:dim], (low + by, high + by), *box[dim + 1 :])
 
 
 def _stacked(shards: Sequence[ShardedTensorData]) -> Box | None:
