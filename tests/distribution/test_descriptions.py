@@ -124,7 +124,7 @@ def test_rules_are_checked_in_a_description():
     torch.manual_seed(0)
     for one, other in zip(model.parameters(), Perceptron().parameters(), strict=True):
         assert type(one) is nn.Parameter and one.equal(other)
-    with pytest.raises(LayoutError, match="decided for no parameter"), described({"x": ("model",)}).scope():
+    with pytest.raises(LayoutError, match="decided for nothing"), described({"x": ("model",)}).scope():
         Perceptron()
     with pytest.raises(LayoutError, match="does not divide by 4"), described({"weight": ("model",)}).scope():
         nn.Linear(4, 6)
@@ -135,11 +135,11 @@ def test_rules_are_checked_in_a_description():
 def test_set_distribution_lays_out_at_the_first_use_or_at_its_end():
     set_distribution(described({"x": ("model",)}))
     model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(LayoutError, match="decided for no parameter"):
+    with pytest.raises(LayoutError, match="decided for nothing"):
         model(torch.ones(1, 2))
     set_distribution(described({"x": ("model",)}))
     nn.Linear(2, 2)
-    with pytest.raises(LayoutError, match="decided for no parameter"):
+    with pytest.raises(LayoutError, match="decided for nothing"):
         set_distribution(None)
     assert distribution() is None
 

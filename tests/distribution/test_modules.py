@@ -118,6 +118,28 @@ def test_what_enters_and_leaves():
 
 
 @pytest.mark.ranks(2)
+def test_outputs_are_laid_out_by_their_path():
+    rules = {**PERCEPTRON_RULES, "dense.0/output": ("batch",), "output": ("batch", "model")}
+    model = model_parallel((1, 2), rules).distribute_module(Perceptron())
+    seen = []
+    model.dense[0].register_forward_hook(lambda module, args, output: seen.append(output.placements))
+    data = distribute_tensor(torch.ones(4, 8), TensorLayout(("batch", None), model_parallel((1, 2), {}).device_mesh))
+    assert model(data).placements == (Shard(0), Shard(1))
+    assert seen == [(Shard(0), Replicate())]
+    # What leaves as a part of the batch is whole in the other dims.
+    assert model(torch.ones(4, 8)).shape == (4, 4)
+
+
+@pytest.mark.ranks(1)
+def test_a_world_of_one_rank():
+    model, whole = train_both(
+        model_parallel((1, 1), PERCEPTRON_RULES), Perceptron, perceptron_batches(2), functional.mse_loss
+    )
+    assert_same_state(model, whole)
+    assert isinstance(model.norm.weight, DTensor)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_scoped", [True, False])
 def test_a_model_is_laid_out_before_it_is_used(is_scoped, rank):
     distribution = model_parallel((2, 1), PERCEPTRON_RULES)
@@ -246,7 +268,7 @@ def test_losses_inside_a_model_are_means_of_the_whole_batch():
 @pytest.mark.ranks(2)
 def test_a_rule_that_decides_for_nothing_is_refused():
     distribution = model_parallel((1, 2), {**PERCEPTRON_RULES, "dense.*kernel": (None, "model")})
-    message = r"'dense.\*kernel' of the LayoutMap decided for no parameter"
+    message = r"'dense.\*kernel' of the LayoutMap decided for nothing"
     with pytest.raises(LayoutError, match=message), distribution.scope():
         Perceptron()
     assert current_distribution() is None

@@ -17,6 +17,7 @@ from xrank.distribution.datasets import sharded
 from xrank.distribution.devices import list_devices, live_mesh
 from xrank.distribution.entrance import Entrance
 from xrank.distribution.module_plan import average_gradient, lay_out_parameters, plan_parameters, replicate
+from xrank.distribution.outputs import OutputLayout, output_rules
 from xrank.distribution.placed import fitted
 from xrank.distribution.scopes import scope_of
 from xrank.errors import LayoutError
@@ -191,6 +192,8 @@ class DataParallel(Distribution):
 class ModelParallel(Distribution):
     """Parameters lie as a LayoutMap says; those that no rule names are on every rank.
 
+    A rule for ``<name of a module>/output`` says how the module's output lies, batch axis and all.
+
     Args:
         layout_map: patterns of parameters' names to layouts, with a mesh.
         batch_dim_name: the axis along which ranks get different parts of the batch; the mesh's first when None.
@@ -244,6 +247,7 @@ class ModelParallel(Distribution):
         torch_mesh = live_mesh(mesh)
         plans = [plan_parameters(root, mesh, self.get_tensor_layout) for root in roots]
         rules = {self.layout_map.rule_for(name) for planned in plans for plan in planned for name in plan.names}
+        outputs = output_rules(self.layout_map, roots)
         if torch_mesh is not None:
             entrance = Entrance(torch_mesh, self.batch_dim_name)
             for root, planned in zip(roots, plans, strict=True):
@@ -251,16 +255,24 @@ class ModelParallel(Distribution):
                 for buffer in root.buffers():
                     replicate(buffer, torch_mesh)
                 for module in root.modules():
+                    self._lay_out_output(module, outputs.get(module))
                     entrance.stand_before(module)
-        return {rule for rule in rules if rule is not None}
+        return {rule for rule in (*rules, *outputs.values()) if rule is not None}
+
+    def _lay_out_output(self, module: nn.Module, rule: str | None) -> None:
+        layout = None if rule is None else self.layout_map[rule]
+        if layout is not None:
+            hook = OutputLayout(layout, self.device_mesh)
+            if hook not in module._forward_hooks.values():
+                module.register_forward_hook(hook)
 
     def check_used(self, rules: set[str]) -> None:
         """Refuse rules that decided for nothing."""
         unused = [rule for rule in self.layout_map if rule not in rules]
         if unused and self.strict:
             raise LayoutError(
-                f"the rule {unused[0]!r} of the LayoutMap decided for no parameter",
+                f"the rule {unused[0]!r} of the LayoutMap decided for nothing",
                 got=f"{len(unused)} such rules: {unused[:8]}",
-                want="patterns for whole names, as named_parameters() of the outermost module has them",
+                want="patterns for whole names, as named_parameters() of the outermost module has them, or NAME/output",
                 next_step="print the names; or pass strict=False to ModelParallel",
             )

@@ -1,0 +1,43 @@
+"""Outputs of modules, laid out anew where a LayoutMap has a rule for ``<name of the module>/output``, as in Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from xrank.distribution.devices import live_mesh
+from xrank.distribution.placed import placements_for
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+
+__all__ = ["OutputLayout", "output_rules"]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLayout:
+    """A hook that lays out the DTensors that a module returns; it costs what torch's ``redistribute`` does."""
+
+    layout: TensorLayout
+    mesh: DeviceMesh
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output, laid out."""
+        return pytree.tree_map_only(DTensor, self._laid_out, output)
+
+    def _laid_out(self, tensor: DTensor) -> DTensor:
+        return tensor.redistribute(live_mesh(self.mesh), placements_for(self.layout, self.mesh, tensor.shape))
+
+
+def output_rules(layout_map: LayoutMap, roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """Return the rule of each module that has one for its output; the outermost one's path is ``output``."""
+    found: dict[nn.Module, str] = {}
+    for root in roots:
+        for name, module in root.named_modules():
+            rule = layout_map.rule_for(f"{name}/output" if name else "output")
+            if rule is not None:
+                found[module] = rule
+    return found
