@@ -6,11 +6,12 @@ ORACLE_VENV := .venv-oracle
 # Shows a command as a person types it, then runs it with the virtual environment's programs.
 run = @echo '$$ $(1)'; PATH="$(abspath $(VENV))/bin:$$PATH" HF_HUB_OFFLINE=1 $(1)
 
-.PHONY: help demo test oracle lint bench clean
+.PHONY: help demo test soak oracle lint bench clean
 
 help:
 	@echo 'make demo    4 ranks train and leave shards in demo/workspace; gathers, verifies and compares them'
 	@echo 'make test    the tests; make test ARGS="-k gather -x" passes options to pytest'
+	@echo 'make soak    kills ranks at a hundred moments of a gather, where make test takes twenty'
 	@echo 'make oracle  compares with what other programs do, in $(ORACLE_VENV)'
 	@echo 'make lint    format, style, layers and types'
 	@echo 'make bench   times a gather'
@@ -38,6 +39,9 @@ demo: $(VENV)/.ready clean
 
 test: $(VENV)/.ready
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+soak: $(VENV)/.ready
+	SOAK=1 $(VENV)/bin/python -m pytest tests/gather/test_killing.py $(ARGS)
 
 $(ORACLE_VENV)/.ready: pyproject.toml .ci/oracle-constraints.txt
 	@echo 'setting up $(ORACLE_VENV)'

@@ -8,9 +8,16 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
-NUM_MOMENTS = 20
+import pytest
+
+IS_SOAK = "SOAK" in os.environ
+"""Set by `make soak`, which takes all of a hundred moments."""
+
+MOMENTS = [(first, first + 20) for first in range(0, 100 if IS_SOAK else 20, 20)]
+DIRECTORY_MOMENTS = [(first, first + 6) for first in range(0, 60 if IS_SOAK else 6, 6)]
 
 JOB = """
 import contextlib, functools, gc, json, mmap, os, random, select, signal, sys, time, warnings
@@ -18,6 +25,7 @@ warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 import torch.distributed.tensor  # what a rank imports late is not to be killed first
 torch.set_num_threads(1)
+import xrank.ranks.peer
 from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.gather.parallel import get_tensors_parallel
 
@@ -63,12 +71,18 @@ def collect(ranks):
     return answers
 
 
-def gather_for_ever(rank, n, timeout_seconds=1800.0, until=None, offset=0, rotate=True, stop_at=None):
+def gather_for_ever(
+    rank, n, timeout_seconds=1800.0, until=None, offset=0, rotate=True, stop_at=None, directory=None, far=False
+):
     # Sizes around the step from inline to arena, early exits, nested ones, and an order of ranks that changes.
     answer, i = {}, 0
+    if far:  # each rank on a host of its own, as far as it can tell
+        xrank.ranks.peer.process_space = lambda: f"host {rank}"
+    gather = functools.partial(get_tensors_parallel, timeout_seconds=timeout_seconds, workspace_path=directory)
     try:
-        for first in range(n):  # all lists of ranks meet: who dies before has left no trace to be known by
-            with get_tensors_parallel(None, [(first + r) % n for r in range(n)]):
+        for first in range(n if rotate else 1):
+            # All lists of ranks meet: who dies before has left no trace to be known by.
+            with gather(None, [(first + r) % n for r in range(n)]):
                 pass
         ready[rank] = 1
         while until is None or i < until:
@@ -76,16 +90,14 @@ def gather_for_ever(rank, n, timeout_seconds=1800.0, until=None, offset=0, rotat
             if (rank, i) == stop_at:
                 os.kill(os.getpid(), signal.SIGSTOP)
             size = (5, 3000, 40000)[i % 3]
-            with get_tensors_parallel(
-                torch.full((size,), offset + 1000 * rank + i % 1000), ranks,
-                timeout_seconds=timeout_seconds, early_exit=i % 5 == 4,
-            ) as parts:
+            value = torch.full((size,), offset + 1000 * rank + i % 1000)
+            with gather(value, ranks, early_exit=i % 5 == 4) as parts:
                 if rank == ranks[0]:
                     got = [(len(t), int(t[0]), int(t[-1])) for t in parts]
                     want = [(size, offset + 1000 * r + i % 1000, offset + 1000 * r + i % 1000) for r in ranks]
                     assert got == want, f"wrong data: {got} {want}"
                 if i % 6 == 5:
-                    with get_tensors_parallel(torch.tensor(i), ranks, timeout_seconds=timeout_seconds):
+                    with gather(torch.tensor(i), ranks):
                         pass
             i += 1
     except (RankFailedError, RankTimeoutError) as error:
@@ -108,9 +120,10 @@ ready = mmap.mmap(-1, 4096)
 """
 
 KILL = """
-def main(directory, seed):
+def main(directory, through, seed):
     chosen = random.Random(seed)
-    ranks = fork_ranks(4, gather_for_ever, f"{directory}/store{seed}")
+    body = functools.partial(gather_for_ever, directory=through or None, rotate=not through)
+    ranks = fork_ranks(4, body, f"{directory}/store{seed}")
     victim = chosen.randrange(4)
     wait_for_start(4)
     time.sleep(chosen.random() * 0.1)
@@ -118,7 +131,40 @@ def main(directory, seed):
     os.kill(ranks[victim][0], signal.SIGKILL)
     return {"victim": victim, "killed": killed, "answers": collect(ranks)}
 
-print(json.dumps([main(sys.argv[1], seed) for seed in range(*map(int, sys.argv[2:4]))]))
+print(json.dumps([main(*sys.argv[1:3], seed) for seed in range(*map(int, sys.argv[3:5]))]))
+"""
+
+FAR = """
+def job(directory, sign):
+    body = functools.partial(gather_for_ever, directory=f"{directory}/{sign}", rotate=False, far=True)
+    return fork_ranks(3, body, f"{directory}/store{sign}")
+
+signs = [signal.SIGKILL, signal.SIGSTOP]
+jobs = [job(sys.argv[1], sign) for sign in signs[:1]]
+wait_for_start(3)
+jobs.append(job(sys.argv[1], signs[1]))
+wait_for_start(3)
+struck = time.monotonic()
+for ranks, sign in zip(jobs, signs):
+    os.kill(ranks[1][0], sign)
+for _, reading in (jobs[1][0], jobs[1][2]):
+    select.select([reading], [], [], 30)
+os.kill(jobs[1][1][0], signal.SIGCONT)
+print(json.dumps({"struck": struck, "jobs": [collect(ranks) for ranks in jobs]}))
+"""
+
+END_ALL = """
+through = f"{sys.argv[1]}/through"
+ranks = fork_ranks(3, functools.partial(gather_for_ever, directory=through), f"{sys.argv[1]}/first")
+wait_for_start(3)
+while not any(name.endswith(".message") for name in os.listdir(through)):
+    pass
+for pid, _ in ranks:
+    os.kill(pid, signal.SIGKILL)
+collect(ranks)
+num_left = len(os.listdir(through))
+body = functools.partial(gather_for_ever, directory=through, until=20)
+print(json.dumps({"left": num_left, "answers": collect(fork_ranks(3, body, f"{sys.argv[1]}/second"))}))
 """
 
 STOP = """
@@ -167,16 +213,48 @@ def run(program: str, *arguments: object) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_rank_killed_at_any_moment_is_named_by_all_others(tmp_path):
-    before = sorted(os.listdir("/dev/shm"))
-    for seed, job in enumerate(run(KILL, tmp_path, 0, NUM_MOMENTS)):
+def named_memory() -> set[str]:
+    """Return what lies in /dev/shm, without the temporary files that other programs may have there."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("tmp")}
+
+
+def check_killed(jobs: list[dict[str, Any]]) -> None:
+    for seed, job in enumerate(jobs):
         survivors = [answer for rank, answer in enumerate(job["answers"]) if rank != job["victim"]]
         assert job["answers"][job["victim"]] is None
         for answer in survivors:
             assert answer.get("type") == "RankFailedError" and answer["rank"] == job["victim"], (seed, job)
             assert answer["when"] - job["killed"] < 2, (seed, job)
             assert answer["left"] == [], (seed, job)
-    assert sorted(os.listdir("/dev/shm")) == before
+
+
+@pytest.mark.parametrize("seeds", MOMENTS)
+def test_a_rank_killed_at_any_moment_is_named_by_all_others(tmp_path, seeds):
+    before = named_memory()
+    check_killed(run(KILL, tmp_path, "", *seeds))
+    assert named_memory() <= before
+
+
+@pytest.mark.parametrize("seeds", DIRECTORY_MOMENTS)
+def test_a_rank_killed_at_any_moment_of_a_gather_through_a_directory_is_named(tmp_path, seeds):
+    check_killed(run(KILL, tmp_path, tmp_path / "through", *seeds))
+
+
+def test_a_rank_of_another_host_that_is_killed_or_stopped_is_named_within_15_seconds(tmp_path):
+    answers = run(FAR, tmp_path)
+    for job in answers["jobs"]:
+        for answer in (job[0], job[2]):
+            assert answer.get("type") == "RankFailedError" and answer["rank"] == 1, answers
+            assert answer["when"] - answers["struck"] < 15, answers
+    assert answers["jobs"][0][1] is None
+    assert answers["jobs"][1][1]["type"] == "RankFailedError", "who goes on after a stop hears that it was given up"
+
+
+def test_a_job_that_is_killed_whole_leaves_a_directory_that_the_next_one_sweeps(tmp_path):
+    said = run(END_ALL, tmp_path)
+    assert said["left"] > 0
+    assert [answer.get("calls") for answer in said["answers"]] == [20] * 3, said
+    assert [path.name for path in Path(tmp_path, "through").iterdir()] == []
 
 
 def test_a_rank_that_is_stopped_is_named_at_the_deadline(tmp_path):
