@@ -79,6 +79,17 @@ def test_defect_3_uneven_stages_are_an_error_on_both_sides(rank, stages):
     assert "another gather" in said and "ln_f" in said and "layer 1" in said
 
 
+@pytest.mark.ranks(2)
+def test_defect_3_without_a_key_the_classes_tell_that_a_rank_is_behind(rank):
+    with pytest.raises((ValueError, RankFailedError), match="different classes") as raised:
+        for config in ([LayernormConfig(), ModelConfig()], [LayernormConfig(), LayernormConfig(), ModelConfig()])[rank]:
+            with get_configs_parallel(config, [0, 1], None):
+                pass
+    assert "ModelConfig" in str(raised.value) + str(raised.value.want) + str(raised.value.got)
+    with get_configs_parallel((LayernormConfig(), ModelConfig())[rank], [0, 1], None, key="meant so") as configs:
+        assert [type(config) for config in configs] == ([LayernormConfig, ModelConfig] if rank == 0 else [])
+
+
 @pytest.mark.ranks(3)
 def test_defect_4_none_keeps_its_place(rank):
     config = None if rank == 1 else ModelConfig(vocab_size=rank)
