@@ -122,11 +122,11 @@ def random_placements(rng, lengths, ndim):
     return tuple(rng.choice(kinds)() for _ in lengths)
 
 
-def test_offsets_and_elements_are_torchs_over_a_thousand_random_placements():
+def test_offsets_and_elements_are_torchs_over_hundreds_of_random_placements():
     """Whatever is not refused is as torch has it: shape, first element, and all elements where the dims are even."""
     rng = random.Random(23)
     read = refused = uneven = strided = 0
-    for _ in range(1000):
+    for _ in range(600):
         lengths = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
         mesh = DeviceMesh(lengths, [f"m{i}" for i in range(len(lengths))])
         ndim = rng.randint(1, 3)
@@ -157,7 +157,7 @@ def test_offsets_and_elements_are_torchs_over_a_thousand_random_placements():
             assert held[rank][0] == local
             if held[rank][1]:
                 assert tuple(int(i) for i in torch.unravel_index(torch.tensor(held[rank][1][0]), shape)) == offset
-    assert read > 500 and refused > 50 and uneven > 200 and strided > 20, (read, refused, uneven, strided)
+    assert read > 300 and refused > 30 and uneven > 100 and strided > 20, (read, refused, uneven, strided)
 
 
 def test_a_layout_gives_the_shapes_and_offsets_of_a_real_mesh(fake_rank):

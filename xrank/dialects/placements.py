@@ -54,8 +54,8 @@ def from_placements(
             (_dtensor_spec.py:ShardOrder); placements do not show an order other than the mesh's.
 
     Raises:
-        LayoutError: a partial sum, a split factor that no cuts make, a dim that the tensor has not, another placement,
-            a cut along an axis whose ranks do not rise.
+        LayoutError: a partial sum, a split factor that no cuts make, pieces that several axes cut, a dim that the
+            tensor has not, another placement, a cut along an axis whose ranks do not rise.
     """
     if len(placements) != len(mesh.shape):
         raise LayoutError(
@@ -118,7 +118,7 @@ def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] |
     an uneven dim is refused where they are not, although FSDP2 over TP calls its chunks of chunks the same.
 
     Args:
-        layout: a layout whose dims are cut by axes and nothing else.
+        layout: a layout whose dims are cut by axes, or are equal pieces that one axis cuts, and nothing else.
         mesh: the mesh that the placements are for, the layout's own if it has one.
         shape: the tensor's global shape. It shows that ceil chunks ("/~") are even where a ``_StridedShard`` needs
             them to be; without it such dims are refused.

@@ -111,7 +111,7 @@ def to_sharded_tensors(
     Megatron has it of gate and up (transformer/mlp.py:apply_swiglu_sharded_factory).
 
     Args:
-        layout: a layout whose dims are cut by axes and nothing else.
+        layout: a layout whose dims, or equal pieces of them, are cut by axes and nothing else.
         mesh: the mesh, the layout's own if it has one.
         shape: the global shape, with the prepended axes.
         key: the tensor's name.
