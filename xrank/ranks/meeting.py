@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import sleep
 from typing import Any
 
-from xrank.errors import ContradictionError, RankTimeoutError
+from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.peer import Peer
@@ -57,6 +57,13 @@ class Meeting:
             RankFailedError: it came, and ended the meeting already.
             ContradictionError: it goes another way.
         """
+        try:
+            return self._awaited_first()
+        except BaseException as error:
+            self.refuse(error)  # the first may come, or wait for this one already
+            raise
+
+    def _awaited_first(self) -> dict[str, Any]:
         first, pause = self.ranks[0], _PAUSE_SECONDS[0]
         while (text := self.store.peek(self.name)) is None:
             if self.deadline.has_passed:
@@ -67,20 +74,24 @@ class Meeting:
         self.raise_end()
         told: dict[str, Any] = json.loads(text)
         if told["way"] != self.way:
-            error = ContradictionError(
+            raise ContradictionError(
                 f"rank {self.rank} gathers through {self.way}, and rank {first} through {told['way']}",
                 rank=self.rank,
                 got=self.way,
                 want=str(told["way"]),
                 next_step="give workspace_path on all ranks or on none",
             )
-            self.refuse(error)
-            raise error
         return told
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the first rank, which waits for this one, that it can't take part."""
-        self.store.put(f"{self.name}/{self.rank}", FailureRecord.of(error, self.rank, CALL).to_bytes().decode())
+        """Tell the first rank, which waits for this one, why it can't take part."""
+        with suppress(RankFailedError):  # the store may be what failed
+            self.store.put(f"{self.name}/{self.rank}", FailureRecord.of(error, self.rank, CALL).to_bytes().decode())
+
+    def refusal(self, rank: int) -> FailureRecord | None:
+        """Return, on the first rank, why another can't take part, if it said so."""
+        text = self.store.peek(f"{self.name}/{rank}")
+        return None if text is None else FailureRecord.from_bytes(text.encode())
 
     def raise_refusal(self, ranks: Sequence[int]) -> None:
         """Raise, on the first rank, if any of these can't take part.
@@ -89,8 +100,8 @@ class Meeting:
             RankFailedError: names it.
         """
         for rank in ranks:
-            if (refusal := self.store.peek(f"{self.name}/{rank}")) is not None:
-                raise FailureRecord.from_bytes(refusal.encode()).to_error()
+            if (refusal := self.refusal(rank)) is not None:
+                raise refusal.to_error()
 
     def end(self, error: BaseException) -> None:
         """Leave in the store, as the first rank, why the meeting ended: others may come later."""

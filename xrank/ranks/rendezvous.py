@@ -122,6 +122,9 @@ class _Host:
             self.meeting.end(error)
 
     def _dead(self, rank: int) -> FailureRecord:
+        """Return why a rank that had joined is gone: what it said, or else what is seen."""
+        if (refusal := self.meeting.refusal(rank)) is not None:
+            return refusal
         peer = self.peers[rank]
         return FailureRecord(rank, peer.host, peer.pid, "it ended, or gave up, before all had come", CALL)
 
@@ -172,7 +175,8 @@ def _join(meeting: Meeting) -> Circle:
             link.send(Message({**me.to_dict(), "nonce": told["nonce"]}))
         peers, board = _roster(meeting, link, host)
         return _circle(meeting, board, {host.rank: link}, peers)
-    except BaseException:
+    except BaseException as error:
+        meeting.refuse(error)
         link.close()
         raise
 

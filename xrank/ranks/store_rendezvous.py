@@ -50,6 +50,8 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
     except BaseException as error:
         if is_first:
             meeting.end(error)
+        else:
+            wire.fail(FailureRecord.of(error, meeting.rank, CALL))
         wire.close()
         raise
 

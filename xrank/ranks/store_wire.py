@@ -124,12 +124,13 @@ class StoreWire:
             for rank in self._ranks:
                 if rank == self._rank:
                     continue
-                if rank not in self._failures and (text := self._peek(f"failed/{rank}")) is not None:
-                    self._failures[rank] = FailureRecord.from_bytes(text.encode())
+                # Why a rank goes is asked last: it was told before the rank went.
                 if rank not in self.silent and self._peek(f"closed/{rank}") is not None:
                     self.silent.add(rank)
                 if rank not in self.ended and self._peek(f"missed/{rank}") is not None:
                     self.ended.add(rank)
+                if rank not in self._failures and (text := self._peek(f"failed/{rank}")) is not None:
+                    self._failures[rank] = FailureRecord.from_bytes(text.encode())
         return (len(self._failures), len(self.ended), len(self.silent)) != before
 
     def _see_deaths(self) -> None:
