@@ -22,7 +22,7 @@ _UNITS = {
 }  # fmt: skip
 
 
-_NEXT_STEP = "correct the option; xrank gather --help says what it takes"
+_NEXT_STEP = "correct the option; --help says what it takes"
 
 
 def parse_size(text: str | int, name: str) -> int:
