@@ -1,0 +1,195 @@
+"""Regions: what a nest covers of a tensor, dim by dim where it can be said so, else as a range of elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from xrank.errors import LayoutError
+from xrank.layout.binding import bind, global_size
+from xrank.layout.nests import Nest, size
+from xrank.layout.notation import Node, Pad, Parts, Product, Split, count_names_of, render_dim
+from xrank.layout.tensor_layout import axis_lengths
+from xrank.pictures.words import runs_text
+from xrank.plan.coverage import range_text
+from xrank.plan.holdings import Holdings
+
+__all__ = ["Region", "cut_dims", "part_names", "region_of", "region_words", "strip"]
+
+_MAX_RUNS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What a nest covers.
+
+    Args:
+        first: the lowest row-major address.
+        last: the highest one.
+        num_elements: how many are covered.
+        dims: for each dim the runs of indices, both ends included; the region is all their combinations. None where no
+            such runs say it: a range of elements that begins or ends within a row.
+    """
+
+    first: int
+    last: int
+    num_elements: int
+    dims: tuple[tuple[tuple[int, int], ...], ...] | None
+
+
+@lru_cache(maxsize=16_384)
+def region_of(nest: Nest, shape: tuple[int, ...]) -> Region:
+    """Return what the y side of a nest covers of a tensor of that global shape."""
+    last = nest.y + sum((n - 1) * stride for n, _, stride in nest.loops)
+    return Region(nest.y, last, size(nest), _dims_of(nest, shape))
+
+
+def _dims_of(nest: Nest, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], ...] | None:
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    starts, remaining = [], nest.y
+    for stride in strides:
+        place, remaining = divmod(remaining, stride)
+        starts.append(place)
+    steps: list[list[tuple[int, int]]] = [[] for _ in shape]
+    reach = list(starts)
+    for n, _, y_stride in sorted(nest.loops, key=lambda loop: loop[2]):
+        count, stride = n, y_stride
+        while count > 1:
+            d = next((d for d, each in enumerate(strides) if each <= stride and shape[d] > 1), None)
+            if d is None or stride % strides[d]:
+                return None
+            step = stride // strides[d]
+            if reach[d] + (count - 1) * step < shape[d]:
+                steps[d].append((count, step))
+                reach[d] += (count - 1) * step
+                break
+            # A loop that runs past a dim's end goes on in the dim before, if it takes all of this one each time.
+            if shape[d] % step or reach[d] >= step or count % (shape[d] // step) or d == 0:
+                return None
+            steps[d].append((shape[d] // step, step))
+            reach[d] += shape[d] - step
+            count, stride = count // (shape[d] // step), strides[d] * shape[d]
+    found = []
+    for start, own in zip(starts, steps, strict=True):
+        runs = _runs(start, own)
+        if runs is None:
+            return None
+        found.append(runs)
+    return tuple(found)
+
+
+def _runs(start: int, steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...] | None:
+    """Return the runs of start + all combinations of (count, step); None for too many."""
+    runs = [(start, start)]
+    for count, step in sorted(steps, key=lambda each: each[1]):
+        if len(runs) == 1 and step == runs[0][1] - runs[0][0] + 1:
+            runs = [(runs[0][0], runs[0][1] + (count - 1) * step)]
+            continue
+        if len(runs) * count > _MAX_RUNS:
+            return None
+        runs = [(a + i * step, b + i * step) for i in range(count) for a, b in runs]
+    joined: list[tuple[int, int]] = []
+    for a, b in sorted(runs):
+        if joined and a == joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], b
+        else:
+            joined.append((a, b))
+    return tuple(joined)
+
+
+def region_words(region: Region, shape: tuple[int, ...]) -> str:
+    """Return a region in words; all numbers are included: ``rows 0-3``, ``columns 4-7``, ``[:, 0-1, :, 4-7]``."""
+    if region.num_elements == math.prod(shape):
+        return "the whole tensor"
+    if region.dims is None:
+        if region.last - region.first + 1 == region.num_elements:
+            return range_text(shape, region.first, region.last)
+        return f"{region.num_elements:,} of the {range_text(shape, region.first, region.last)}"
+    cut = [d for d, runs in enumerate(region.dims) if not _is_whole(runs, shape[d])]
+    if len(shape) > 2 and cut != [0]:
+        return "[" + ", ".join(":" if d not in cut else runs_text(runs) for d, runs in enumerate(region.dims)) + "]"
+    names = ("element",) if len(shape) == 1 else ("row", "column")
+    return ", ".join(f"{names[d]}{_plural(region.dims[d])} {runs_text(region.dims[d])}" for d in cut)
+
+
+def _plural(runs: Sequence[tuple[int, int]]) -> str:
+    return "" if len(runs) == 1 and runs[0][0] == runs[0][1] else "s"
+
+
+def _is_whole(runs: Sequence[tuple[int, int]], length: int) -> bool:
+    return len(runs) == 1 and runs[0] == (0, length - 1)
+
+
+def cut_dims(regions: Iterable[Region], shape: tuple[int, ...]) -> list[int] | None:
+    """Return the dims that some region does not hold whole; None where one is no combination of dims."""
+    cut: dict[int, None] = {}
+    for region in regions:
+        if region.dims is None:
+            return None
+        for d, runs in enumerate(region.dims):
+            if runs != ((0, shape[d] - 1),):
+                cut[d] = None
+    return sorted(cut)
+
+
+def strip(runs: Sequence[tuple[int, int]], length: int, width: int) -> str:
+    """Return a dim as a strip of at most `width` cells, ``##..``: a cell is dark where any of its indices is held."""
+    width = min(width, length)
+    cells = ["."] * width
+    for a, b in runs:
+        low, high = a * width // length, b * width // length
+        cells[low : high + 1] = "#" * (high + 1 - low)
+    return "".join(cells)
+
+
+def part_names(holdings: Holdings, region: Region) -> str:
+    """Return the fused parts that a region touches, ``q`` or ``gate, up``; empty where its dims have no parts."""
+    if holdings.layout is None or region.dims is None or len(holdings.layout.dims) != len(holdings.shape):
+        return ""
+    bound = _bound(holdings)
+    words = []
+    for dim, runs in zip(holdings.layout.dims, region.dims, strict=True):
+        if bound is None or "<" not in render_dim(dim):
+            continue
+        names = dict.fromkeys(name for a, b in runs for name in _touched(dim, a, b, bound))
+        words.append(", ".join(names))
+    return "; ".join(word for word in words if word)
+
+
+def _bound(holdings: Holdings) -> Mapping[str, int] | None:
+    layout, mesh = holdings.layout, holdings.mesh
+    assert layout is not None
+    if mesh is None:
+        return None
+    lengths = axis_lengths(mesh, layout.view_mesh)
+    counted = {name: lengths[name] for dim in layout.dims for name in count_names_of(dim) if name in lengths}
+    try:
+        return bind(layout.tree, holdings.shape, counted, holdings.sizes)
+    except LayoutError:
+        return None
+
+
+def _touched(node: Node, first: int, last: int, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield the names of the parts that the global indices first..last of a dim touch."""
+    match node:
+        case Split(of) | Pad(of):
+            yield from _touched(of, first, last, sizes)
+        case Parts(parts):
+            start = 0
+            for part in parts:
+                end = start + global_size(part.of, sizes)
+                if first < end and last >= start and end > start:
+                    within = list(_touched(part.of, max(first, start) - start, min(last, end - 1) - start, sizes))
+                    yield from (f"{part.name}.{name}" for name in within) if within else (part.name,)
+                start = end
+        case Product(factors):
+            inner = 1
+            for factor in reversed(factors):
+                length = global_size(factor, sizes)
+                low, high = first // inner, last // inner
+                if low // length != high // length:
+                    low, high = 0, length - 1
+                yield from _touched(factor, low % length, high % length, sizes)
+                inner *= length

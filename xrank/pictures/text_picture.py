@@ -1,0 +1,174 @@
+"""The picture of layouts for a terminal: line by line who holds which part of each tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from xrank.dtypes import DTYPES
+from xrank.layout import LayoutMap
+from xrank.pictures.regions import cut_dims, part_names, region_of, region_words, strip
+from xrank.pictures.words import amount_text, clipped, one_line, ranks_words, width_of
+from xrank.plan.holdings import Holdings, Share, Survey, held_nbytes, survey
+
+__all__ = ["alike", "layout_text", "misfit_words", "share_words", "survey_text"]
+
+_STRIP = 16
+"""Cells of a strip at most."""
+
+
+def layout_text(
+    layouts: LayoutMap,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    dtypes: Mapping[str, str] | None = None,
+    width: int = 100,
+    max_parts: int = 16,
+) -> str:
+    """Return which rank holds which part of each tensor, as text for a terminal; all ranges include both ends.
+
+    Args:
+        layouts: how each tensor is cut, with a mesh.
+        shapes: global shape by name.
+        dtypes: safetensors name of the element type by name; without them sizes are elements.
+        width: characters a line may have.
+        max_parts: lines for the parts of one tensor; of more, the first and the last are shown.
+    """
+    return survey_text(survey(layouts, shapes, dtypes=dtypes), width=width, max_parts=max_parts)
+
+
+def survey_text(found: Survey, *, width: int = 100, max_parts: int = 16) -> str:
+    """Return the picture of a survey; as `layout_text`."""
+    lines = [f"{name:<6} {mesh.grid}: {ranks_words(sorted(mesh.ranks))}" for name, mesh in found.meshes.items()]
+    for group in alike(found.tensors):
+        lines += ["", *_tensor_lines(group, max_parts)]
+    lines += _held_lines(found)
+    for title, names in (
+        ("no rule decides for", found.unmatched),
+        ("rules that decide for no tensor", found.unused),
+    ):
+        if names:
+            shown = [f"  {one_line(name)}" for name in names[:max_parts]]
+            more = [f"  and {len(names) - max_parts:,} more"] if len(names) > max_parts else []
+            lines += ["", title, *shown, *more]
+    return "\n".join(clipped(line, width) for line in lines).lstrip("\n") + "\n"
+
+
+def alike(tensors: Iterable[Holdings]) -> list[list[Holdings]]:
+    """Return tensors in groups of one picture, in the order of their first: the layers of a model look alike."""
+    groups: dict[object, list[Holdings]] = {}
+    for one in tensors:
+        known = (one.shape, one.dtype, one.text, one.shares, one.absent, one.misfit)
+        # A problem is told for each: its words hold the name.
+        key = one.name if one.problem is not None else known
+        groups.setdefault(key, []).append(one)
+    return list(groups.values())
+
+
+def _tensor_lines(group: Sequence[Holdings], max_parts: int) -> list[str]:
+    one = group[0]
+    dtype = "" if one.dtype is None else f" {one.dtype}"
+    lines = [one_line(f"{one.name} {dtype.strip()}".strip() + f" {list(one.shape)}  {one.text or ''}").rstrip()]
+    if len(group) > 1:
+        lines.append(f"  and {len(group) - 1:,} more alike: {one_line(group[1].name)}" + _last_of(group))
+    if one.problem is not None:
+        return [*lines, f"  ! {one_line(one.problem.message)}"]
+    if one.rule is None and not one.shares:
+        return [*lines, "  ! no rule decides for it"]
+    if one.sums:
+        lines.append(f"  addends: the values are sums over {', '.join(one.sums)}")
+    rows = _rows(one, max_parts)
+    widths = [max((len(row[i]) for row in rows if len(row) > 1), default=0) for i in range(3)]
+    for row in rows:
+        if len(row) == 1:
+            lines.append(f"  {row[0]}")
+            continue
+        cells = [f"{cell:<{size}}" for cell, size in zip(row, widths, strict=False) if size]
+        lines.append(("  " + "  ".join((*cells, row[3]))).rstrip())
+    if one.absent:
+        lines.append(f"  {ranks_words(one.absent)}: without it")
+    if one.misfit is not None:
+        lines.append(f"  ! {misfit_words(one)}")
+    return lines
+
+
+def _last_of(group: Sequence[Holdings]) -> str:
+    if len(group) < 3:
+        return ""
+    return f"{', ' if len(group) == 3 else ' .. '}{one_line(group[-1].name)}"
+
+
+def _rows(one: Holdings, most: int) -> list[tuple[str, ...]]:
+    """Return the cells of each share's line; of many shares the first and the last, and one cell for those between."""
+    if len(one.shares) <= most:
+        return [_share_row(one, share) for share in one.shares]
+    *between, last = one.shares[max(most - 2, 1) :]
+    ranks = sorted(rank for share in between for rank in share.ranks)
+    head = [_share_row(one, share) for share in one.shares[: max(most - 2, 1)]]
+    return [*head, (f".. {len(between):,} more parts on {ranks_words(ranks)}",), _share_row(one, last)]
+
+
+def _share_row(one: Holdings, share: Share) -> tuple[str, ...]:
+    shape = "" if share.shape is None else f"local {list(share.shape)}, "
+    is_known = one.dtype in DTYPES
+    nbytes = DTYPES[one.dtype].nbytes if one.dtype in DTYPES else 1
+    amount = amount_text((share.num_elements + share.num_pads) * nbytes, is_known)
+    pads = f", {share.num_pads:,} of them padding" if share.num_pads and not is_known else ""
+    pads = f", {amount_text(share.num_pads * nbytes)} of it padding" if share.num_pads and is_known else pads
+    return ranks_words(share.ranks), _strips(one, share), share_words(one, share), f"{shape}{amount}{pads}"
+
+
+def share_words(one: Holdings, share: Share, most: int = 6) -> str:
+    """Return what a share holds, in words: by fused parts where the tensor has some."""
+    if not share.nests:
+        return "nothing"
+    words: list[str] = []
+    for nest in sorted(share.nests, key=lambda nest: nest.y):
+        region = region_of(nest, one.shape)
+        name = part_names(one, region)
+        words.append(one_line(f"{name}: " if name else "") + region_words(region, one.shape))
+    if len(words) > most:
+        words = [*words[: most - 1], f".. {len(words) - most + 1} more"]
+    return "; ".join(words)
+
+
+def misfit_words(one: Holdings) -> str:
+    """Return what is wrong with who holds a tensor."""
+    misfit = one.misfit
+    assert misfit is not None
+    if misfit.kind == "gap":
+        return f"HOLE: {misfit.where}: on no rank"
+    if misfit.kind == "overlap":
+        return f"OVERLAP: {misfit.where}: on {ranks_words(misfit.ranks)}, in different cuts"
+    return f"OUTSIDE: {misfit.where}: on {ranks_words(misfit.ranks)}"
+
+
+def _strips(one: Holdings, share: Share) -> str:
+    """Return a strip for each dim that the tensor is cut along, ``##.. .#``; one of all elements where rows are cut."""
+    regions = [region_of(nest, one.shape) for nest in share.nests]
+    everything = [region_of(nest, one.shape) for other in one.shares[:64] for nest in other.nests]
+    cut = cut_dims(everything, one.shape)
+    if cut is None:
+        return strip([(region.first, region.last) for region in regions], math.prod(one.shape), _STRIP)
+    return " ".join(
+        strip([run for region in regions if region.dims for run in region.dims[d]], one.shape[d], _STRIP) for d in cut
+    )
+
+
+def _held_lines(found: Survey) -> list[str]:
+    if not any(one.shares for one in found.tensors):
+        return []
+    has_width = width_of(one.dtype for one in found.tensors if one.shares)
+    held = held_nbytes(found.tensors, lambda dtype: DTYPES[dtype].nbytes if has_width and dtype else 1)
+    by_amount: dict[int, list[int]] = {}
+    for rank, amount in held.items():
+        by_amount.setdefault(amount, []).append(rank)
+    rows = [(ranks_words(ranks), amount_text(amount, has_width)) for amount, ranks in by_amount.items()]
+    if len(rows) > 8:
+        low, high = min(by_amount), max(by_amount)
+        rows = [
+            (f"least, {ranks_words(by_amount[low])}", amount_text(low, has_width)),
+            (f"most, {ranks_words(by_amount[high])}", amount_text(high, has_width)),
+        ]
+    size = max(len(row[0]) for row in rows)
+    return ["", "each rank holds", *(f"  {ranks:<{size}}  {amount}" for ranks, amount in rows)]
