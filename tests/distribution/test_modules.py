@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from trained_models import (
     DECODER_RULES,
     PERCEPTRON_RULES,
@@ -128,6 +129,55 @@ def test_outputs_are_laid_out_by_their_path():
     assert seen == [(Shard(0), Replicate())]
     # What leaves as a part of the batch is whole in the other dims.
     assert model(torch.ones(4, 8)).shape == (4, 4)
+
+
+class Dropping(nn.Module):
+    """Drops from a part, from a partial sum, and from what is computed twice."""
+
+    def __init__(self, is_again: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(8, 16), nn.Linear(16, 4, bias=False), nn.Linear(4, 4)
+        self.drop = nn.Dropout()
+        self.is_again = is_again
+
+    def forward(self, x):
+        x = self.drop(self.down(self.drop(self.up(x)) + 1))
+
+        def rest(x):
+            return self.last(functional.dropout(x, training=self.training))
+
+        return checkpoint(rest, x, use_reentrant=False) if self.is_again else rest(x)
+
+
+@pytest.mark.ranks(4)
+def test_replicas_drop_alike(rank):
+    distribution = model_parallel(
+        (2, 2), {"up.weight": ("model",), "up.bias": ("model",), "down.weight": (None, "model")}
+    )
+    gradients = []
+    for is_again in (False, True):
+        torch.manual_seed(0)
+        model = distribution.distribute_module(Dropping(is_again))
+        torch.manual_seed(rank)  # each rank has a seed of its own
+        output = model(torch.ones(64, 8))
+        following = torch.rand(3)
+        torch.manual_seed(rank)
+        torch.randint(1 << 62, ())
+        assert torch.rand(3).equal(following)  # a call draws one number of the rank's own
+        every = [torch.empty(64, 4) for _ in range(4)]
+        dist.all_gather(every, output.detach())
+        assert every[0].equal(every[1]) and every[2].equal(every[3])
+        assert not model(torch.ones(64, 8)).equal(output)
+        torch.manual_seed(rank)
+        model(torch.ones(64, 8)).square().mean().backward()
+        gradients.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+        for parameter in (model.last.weight, model.last.bias):
+            copies = [torch.empty(parameter.shape) for _ in range(4)]
+            dist.all_gather(copies, parameter.grad.redistribute(placements=[Replicate()] * 2).to_local())
+            assert all(copy_.equal(copies[0]) for copy_ in copies)
+    torch.testing.assert_close(gradients[0], gradients[1])  # what was computed twice dropped the same
+    model.eval()
+    assert model(torch.ones(4, 8)).equal(model(torch.ones(4, 8)))
 
 
 @pytest.mark.ranks(1)

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from xrank.distribution.losses import whole_mean
+from xrank.distribution.randomness import Stream, drawn_seed, dropout
 from xrank.errors import ContradictionError
 
 __all__ = ["Entrance", "entrance_of"]
@@ -36,6 +37,7 @@ class _Call(NamedTuple):
     frame: FrameType
     """The call's frame: a call that ended by Ctrl-C has no hook that ends it here."""
     mode: TorchFunctionMode
+    stream: Stream | None
     is_plain: bool
 
 
@@ -77,14 +79,17 @@ class Entrance:
         """Take a call's plain tensors as parts of the batch."""
         frame = _call_frame(sys._getframe(1))
         while _CALLS.open and not _is_inside(frame, _CALLS.open[-1].frame):
-            _CALLS.open.pop().mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            _end(_CALLS.open.pop())
         if _CALLS.open:
             return None
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors)
-        self._check_alike([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
+        # A call from within backward computes again what a call has computed, with the same randomness.
+        is_again = torch._C._current_graph_task_id() != -1
+        seed = None if is_again else self._agree([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._taken_in, (args, kwargs))
-        call = _Call(frame, _Replicas(self._mesh, self._whole), is_plain)
+        stream = None if seed is None else Stream(seed, self._mesh.device_type)
+        call = _Call(frame, _Replicas(self._mesh, self._whole), stream, is_plain)
         call.mode.__enter__()  # type: ignore[no-untyped-call]
         _CALLS.open.append(call)
         return args, kwargs
@@ -94,7 +99,7 @@ class Entrance:
         if not _CALLS.open or _CALLS.open[-1].frame is not _call_frame(sys._getframe(1)):
             return None
         call = _CALLS.open.pop()
-        call.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        _end(call)
         return pytree.tree_map_only(DTensor, self._given_back, output) if call.is_plain else None
 
     def _taken_in(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -114,16 +119,17 @@ class Entrance:
         local = placed if is_cut else _with_summed_gradient(placed, self._mesh, self._axis)
         return _scaled(local.to_local(), 1 / self._num_parts)
 
-    def _check_alike(self, tensors: list[torch.Tensor]) -> None:
-        """Refuse parts of other shapes than the other ranks': DTensors of them would lie about their whole."""
+    def _agree(self, tensors: list[torch.Tensor]) -> int:
+        """Return the seed of this call for all ranks.
+
+        Parts of other shapes than the other ranks' are refused: DTensors of them would lie about their whole.
+        """
         sizes = [size for tensor in tensors for size in tensor.shape]
-        if not sizes:
-            return
-        bounds = torch.tensor([*sizes, *(-size for size in sizes)], device=self._mesh.device_type)
+        bounds = torch.tensor([drawn_seed(), *sizes, *(-size for size in sizes)], device=self._mesh.device_type)
         for axis in range(self._mesh.ndim):
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
-        largest, smallest = bounds[: len(sizes)], -bounds[len(sizes) :]
-        if not torch.equal(largest, smallest):
+        seed, *agreed = bounds.tolist()
+        if agreed != [*sizes, *(-size for size in sizes)]:
             raise ContradictionError(
                 "the ranks' parts of the batch are not of one shape",
                 rank=dist.get_rank(),
@@ -131,6 +137,13 @@ class Entrance:
                 want="the same shapes on all ranks",
                 next_step="leave out the last, smaller batch (drop_last=True), or pad",
             )
+        return int(seed)
+
+
+def _end(call: _Call) -> None:
+    call.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    if call.stream is not None:
+        call.stream.close()
 
 
 def _call_frame(frame: FrameType) -> FrameType:
@@ -163,6 +176,8 @@ class _Replicas(TorchFunctionMode):
         num_dtensors = sum(isinstance(leaf, DTensor) for leaf in leaves)
         if 0 < num_dtensors < len(leaves):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._replica, (args, kwargs))
+        if func is functional.dropout and isinstance(args[0], DTensor):
+            return dropout(*args, **kwargs)
         mean = whole_mean(func, args, kwargs) if num_dtensors else None
         result = func(*args, **kwargs) if mean is None else mean
         return _reduced(result) if func is functional.embedding and isinstance(result, DTensor) else result
