@@ -247,8 +247,8 @@ def test_a_part_past_the_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> N
     model = leave(bench.workspace)
     shifted = placement.local_part
 
-    def local_part(*arguments: Any) -> Any:
-        part = shifted(*arguments)
+    def local_part(*arguments: Any, **named: Any) -> Any:
+        part = shifted(*arguments, **named)
         return replace(part, nests=tuple(nest._replace(y=nest.y + 8) for nest in part.nests))
 
     with monkeypatch.context() as wrong:

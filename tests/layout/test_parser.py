@@ -1,3 +1,6 @@
+import pickle
+import subprocess
+import sys
 import time
 
 import pytest
@@ -301,3 +304,11 @@ def test_long_texts_end_soon(mark):
 def test_only_text_is_read(value):
     with pytest.raises(LayoutError, match="not text"):
         parse(value)
+
+
+def test_a_tree_in_another_process_has_that_process_hash():
+    code = "import pickle, sys; from xrank.layout.parser import parse; "
+    tree = parse("[f/tp, h] where pp=last")
+    ask = f"print(pickle.loads(bytes.fromhex({pickle.dumps(tree).hex()!r})) in {{parse('[f/tp, h] where pp=last')}})"
+    done = subprocess.run([sys.executable, "-c", code + ask], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

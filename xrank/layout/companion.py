@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xrank.errors import LayoutError
-from xrank.layout.binding import bind, checked_shape, checked_sizes
+from xrank.layout.binding import checked_shape, checked_sizes
 from xrank.layout.dim_part import DimPart, product_of
 from xrank.layout.local_part import LocalPart, dim_parts, holds, places_of
 from xrank.layout.mesh import DeviceMesh
@@ -138,12 +138,10 @@ def companion_part(
     if not holds(layout, mesh, coordinate):
         return None
     lengths, places = places_of(layout, mesh, coordinate)
-    bound = bind(layout.tree, checked_shape(shape), lengths, checked_sizes(sizes))
+    compiled = dim_parts(layout, shape, lengths, places, checked_sizes(sizes))
     parts = [
         _divided(part, block, f"{companion}: dim {i}, {render_dim(layout.dims[i])}")
-        for i, (part, block) in enumerate(
-            zip(dim_parts(layout.tree, bound, places), _blocks(companion, len(whole)), strict=True)
-        )
+        for i, (part, block) in enumerate(zip(compiled, _blocks(companion, len(whole)), strict=True))
     ]
     return LocalPart(tuple(part.local_size for part in parts), product_of(parts).nests, layout.tree.sums)
 

@@ -26,6 +26,7 @@ from xrank.layout.notation import (
     Product,
     Size,
     Split,
+    axes_of,
     render_count,
     render_dim,
 )
@@ -77,7 +78,7 @@ def _compile(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[in
         case Pad(of, multiple):
             return _padded(_compile(of, sizes, places), multiple, sizes)
         case Split(of, axis):
-            inner = _compile(of, sizes, places)
+            inner = _inner_part(of, sizes, places)
             low, high = cut_bounds(node, inner.local_size, *places[axis], sizes)
             kept = (piece for nest in inner.nests for piece in restrict(nest, low, high))
             nests = tuple(Nest(x - low, y, loops) for x, y, loops in kept)
@@ -85,6 +86,17 @@ def _compile(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[in
         case Flat(members, multiple):
             whole = _end_to_end(product_of(_compile(dim, sizes, places) for dim in member.dims) for member in members)
             return whole if multiple is None else _padded(whole, multiple, sizes)
+
+
+def _inner_part(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[int, int]]) -> DimPart:
+    """Compile what a split cuts: once for all the places along the split's own axis."""
+    if isinstance(node, Size):
+        return _compile(node, sizes, places)
+    own = tuple((axis, *places[axis]) for axis in _axes_of(node))
+    return compile_dim(node, tuple(sizes.items()), own)
+
+
+_axes_of = lru_cache(maxsize=4096)(axes_of)
 
 
 def product_of(parts: Iterable[DimPart]) -> DimPart:

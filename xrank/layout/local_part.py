@@ -12,7 +12,7 @@ from xrank.layout.binding import bind, checked_shape, checked_sizes, count_names
 from xrank.layout.dim_part import DimPart, Places, Sizes, compile_dim, product_of
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nests import Nest
-from xrank.layout.notation import LayoutTree, Where, axes_of
+from xrank.layout.notation import LayoutTree, Node, Where, axes_of
 from xrank.layout.soundness import check_sound
 from xrank.layout.tensor_layout import TensorLayout
 
@@ -61,7 +61,8 @@ def local_part(
     if not _is_held(layout.tree, lengths, places):
         return None
     known = _relevant(layout.tree, checked_sizes(sizes)) if sizes else ()
-    cutting = tuple(place for place in places if place[0] not in _other_axes(layout.tree))
+    others = _other_axes(layout.tree)
+    cutting = tuple(place for place in places if place[0] not in others) if others else places
     return _layout_part(layout.tree, checked_shape(shape), cutting, known, _count_lengths(layout.tree, lengths))
 
 
@@ -96,6 +97,14 @@ def places_of(
     if layout.device_mesh is not None and layout.device_mesh is not mesh and layout.device_mesh != mesh:
         raise LayoutError(
             f"the layout {layout} belongs to another mesh", got=mesh.grid, want=f"the mesh {layout.device_mesh.grid!r}"
+        )
+    if layout.tree.view is not None and layout.view_mesh is None:
+        # Its axes may have names of the mesh's, and other lengths.
+        raise LayoutError(
+            f"the layout {layout} names a view, and its mesh with views is not attached",
+            got=f"the mesh {mesh.grid!r} alone",
+            want=f"a layout with the view {layout.tree.view!r}",
+            next_step="attach the mesh and its views by TensorLayout.with_mesh",
         )
     lengths = _lengths(mesh, layout.view_mesh)
     if layout.view_mesh is not None:
@@ -156,8 +165,12 @@ def _relevant(tree: LayoutTree, sizes: Mapping[str, int]) -> Sizes:
 
 def _count_lengths(tree: LayoutTree, lengths: Mapping[str, int]) -> Sizes:
     """Return the axes in counts with their lengths."""
-    names = [name for dim in tree.dims for name in count_names_of_dim(dim) if name in lengths]
-    return tuple((name, lengths[name]) for name in names)
+    return tuple((name, lengths[name]) for name in _names_in_counts(tree) if name in lengths)
+
+
+@lru_cache(maxsize=4096)
+def _names_in_counts(tree: LayoutTree) -> tuple[str, ...]:
+    return tuple(name for dim in tree.dims for name in count_names_of_dim(dim))
 
 
 @lru_cache(maxsize=16_384)
@@ -165,16 +178,33 @@ def _layout_part(
     tree: LayoutTree, shape: tuple[int, ...], places: Places, sizes: Sizes, count_lengths: Sizes
 ) -> LocalPart:
     """Compile a whole layout: its dims, major first, combined as a product."""
-    bound = bind(tree, shape, dict(count_lengths), dict(sizes))
-    parts = dim_parts(tree, bound, places)
+    parts = [
+        compile_dim(dim, own, tuple(place for place in places if place[0] in axes))
+        for dim, axes, own in _bound_dims(tree, shape, sizes, count_lengths)
+    ]
     return LocalPart(tuple(part.local_size for part in parts), product_of(parts).nests, tree.sums)
 
 
-def dim_parts(tree: LayoutTree, bound: Mapping[str, int], places: Places) -> list[DimPart]:
-    """Return the compiled dims of a layout whose names are all bound."""
-    parts = []
-    for dim in tree.dims:
-        axes = axes_of(dim)
-        sizes = tuple((name, bound[name]) for name in (*names_of_dim(dim), *count_names_of_dim(dim)))
-        parts.append(compile_dim(dim, sizes, tuple(place for place in places if place[0] in axes)))
-    return parts
+@lru_cache(maxsize=4096)
+def _bound_dims(
+    tree: LayoutTree, shape: tuple[int, ...], sizes: Sizes, count_lengths: Sizes
+) -> tuple[tuple[Node, frozenset[str], Sizes], ...]:
+    """Return each dim with the axes that cut it and the numbers of its names; shared by all ranks."""
+    bound = bind(tree, shape, dict(count_lengths), dict(sizes))
+    return tuple(
+        (
+            dim,
+            frozenset(axes_of(dim)),
+            tuple((name, bound[name]) for name in (*names_of_dim(dim), *count_names_of_dim(dim))),
+        )
+        for dim in tree.dims
+    )
+
+
+def dim_parts(
+    layout: TensorLayout, shape: Sequence[int], lengths: Mapping[str, int], places: Places, sizes: Mapping[str, int]
+) -> list[DimPart]:
+    """Return the compiled dims of a layout, for a rank's places as `places_of` gives them."""
+    own = _relevant(layout.tree, sizes)
+    bound = _bound_dims(layout.tree, checked_shape(shape), own, _count_lengths(layout.tree, lengths))
+    return [compile_dim(dim, known, tuple(p for p in places if p[0] in axes)) for dim, axes, known in bound]

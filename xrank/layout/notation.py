@@ -5,9 +5,9 @@ What the trees mean stands in `xrank.layout.dim_part`; the grammar stands in `xr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 __all__ = [
     "MAX_CHARACTERS",
@@ -34,6 +34,7 @@ __all__ = [
     "render_dim",
     "size_names_of",
     "walk",
+    "with_sizes",
 ]
 
 MAX_CHARACTERS = 10_000
@@ -150,6 +151,18 @@ class LayoutTree:
     view: str | None = None
     where: tuple[Where, ...] = ()
     sums: tuple[str, ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # A layout is looked up once for each rank and tensor, and hashing its tree anew would be most of that.
+        object.__setattr__(self, "_hash", hash((self.dims, self.view, self.where, self.sums)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Hashes of texts differ from process to process, so the receiver makes its own.
+        return (LayoutTree, (self.dims, self.view, self.where, self.sums))
 
 
 def render(tree: LayoutTree) -> str:
@@ -259,3 +272,35 @@ def _counts(node: Node) -> tuple[Count, ...]:
         case Flat(multiple=multiple):
             return () if multiple is None else (multiple,)
     return ()
+
+
+def with_sizes(tree: LayoutTree, sizes: Mapping[str, int]) -> LayoutTree:
+    """Return the layout with numbers in the place of these names."""
+    return replace(tree, dims=tuple(_with_sizes(dim, sizes) for dim in tree.dims))
+
+
+def _with_sizes(node: Node, sizes: Mapping[str, int]) -> Node:
+    def number(count: Count) -> Count:
+        return tuple(sizes.get(factor, factor) if isinstance(factor, str) else factor for factor in count)
+
+    match node:
+        case Size(value):
+            return Size(sizes.get(value, value)) if isinstance(value, str) else node
+        case Product(factors):
+            return Product(tuple(_with_sizes(factor, sizes) for factor in factors))
+        case Parts(parts):
+            return Parts(tuple(Part(part.name, _with_sizes(part.of, sizes)) for part in parts))
+        case Pad(of, multiple):
+            return Pad(_with_sizes(of, sizes), number(multiple))
+        case Split(of, axis, kind, unit, listed):
+            return Split(
+                _with_sizes(of, sizes),
+                axis,
+                kind,
+                None if unit is None else number(unit),
+                None if listed is None else tuple(map(number, listed)),
+            )
+        case Flat(members, multiple):
+            dims = (tuple(_with_sizes(dim, sizes) for dim in member.dims) for member in members)
+            named = tuple(Member(member.name, own) for member, own in zip(members, dims, strict=True))
+            return Flat(named, None if multiple is None else number(multiple))

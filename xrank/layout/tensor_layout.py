@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from xrank.errors import LayoutError
 from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name
-from xrank.layout.notation import LayoutTree, Node, Size, Split, axes_of, render
+from xrank.layout.notation import Flat, LayoutTree, Node, Pad, Size, Split, axes_of, render, walk, with_sizes
 from xrank.layout.parser import parse
 from xrank.layout.soundness import check_sound
 
@@ -122,6 +122,15 @@ class TensorLayout:
                     want=f"the same {device_mesh.size} ranks",
                 )
         return self._of(self.tree, device_mesh, view_mesh)
+
+    @property
+    def has_pads(self) -> bool:
+        """Whether a rank's part may hold local elements that stand for none."""
+        return any(isinstance(node, Pad | Flat) for dim in self.dims for node in walk(dim))
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> TensorLayout:
+        """Return this layout with numbers in the place of these names, so that its text needs no sizes besides."""
+        return self._of(with_sizes(self.tree, sizes), self.device_mesh, self.view_mesh)
 
     def __str__(self) -> str:
         return render(self.tree)

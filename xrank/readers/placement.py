@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout.flat import flat_of
 from xrank.layout.local_part import holds, local_part
 from xrank.layout.shape_inference import infer_shape
 from xrank.plan.planner import ranks_text
@@ -136,22 +137,36 @@ def _mesh_of(name: str, held: HeldTensor) -> DeviceMesh:
 
 
 def _by_layout(
-    name: str, placed: Sequence[tuple[HeldTensor, TensorLayout, DeviceMesh]], shape: tuple[int, ...] | None
+    name: str,
+    placed: Sequence[tuple[HeldTensor, TensorLayout, DeviceMesh]],
+    shape: tuple[int, ...] | None,
+    sizes: Mapping[str, int] | None = None,
 ) -> StoredShard:
     """Place every rank's part by its own layout and mesh; several meshes of one tensor are replicas of each other."""
+    for h, layout, _ in placed:
+        if flat_of(layout) is not None:
+            raise LayoutError(
+                f"{name}: it is a flat buffer of several tensors, which are not taken apart yet",
+                tensor=name,
+                rank=h.rank,
+                file=h.file,
+                got=str(layout),
+                want="the layout of one tensor",
+                next_step="save the tensors one by one",
+            )
     _check_meshes(name, placed)
     if shape is None:
         first, layout, mesh = placed[0]
         holders = {h.rank: h for h, _, m in placed if m == mesh}
         try:
-            shape = infer_shape(layout, mesh, {rank: h.shape for rank, h in holders.items()})
+            shape = infer_shape(layout, mesh, {rank: h.shape for rank, h in holders.items()}, sizes=sizes)
         except LayoutError as error:
             named = _named(error, name, first if error.rank is None else holders[error.rank])
             raise named if first.layout is None else _contradiction(named) from None
     nests = []
     for h, layout, mesh in placed:
         try:
-            part = local_part(layout, mesh, mesh.coordinate(h.rank), shape)
+            part = local_part(layout, mesh, mesh.coordinate(h.rank), shape, sizes=sizes)
         except LayoutError as error:
             raise _named(error, name, h) from None
         if part is None:
@@ -248,6 +263,18 @@ def _by_given_layout(
     name: str, layout: TensorLayout, held: Sequence[HeldTensor], hints: Hints, world_size: int
 ) -> StoredShard:
     assert hints.layouts is not None
+    rule = hints.layouts.rule_for(name)
+    if rule is not None and hints.layouts.name_of(rule) is not None:
+        # A rank's index in a name is its own: parts of one name would be taken for parts of one tensor.
+        raise LayoutError(
+            f"{name}: its rule has dims in the name, which a gather does not count yet",
+            tensor=name,
+            rank=held[0].rank,
+            file=held[0].file,
+            got=f"rule {rule!r}",
+            want="a pattern for names that are the same on all ranks",
+            next_step="save the tensors under their global names",
+        )
     mesh = layout.device_mesh or hints.layouts.device_mesh
     if mesh is None:
         raise LayoutError(
@@ -266,7 +293,7 @@ def _by_given_layout(
             next_step="correct the mesh of the layout file",
         )
     shape = hints.shapes.get(name) or _common_shape(name, held)
-    return _by_layout(name, [(h, layout, mesh) for h in held], shape)
+    return _by_layout(name, [(h, layout, mesh) for h in held], shape, hints.layouts.sizes)
 
 
 def _by_base_shape(name: str, held: Sequence[HeldTensor], shape: tuple[int, ...]) -> tuple[StoredShard, str | None]:

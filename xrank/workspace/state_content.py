@@ -165,6 +165,17 @@ class _Places:
         if layout is None:
             return
         mesh = layout.device_mesh or layouts.device_mesh
+        rule = layouts.rule_for(name)
+        said = "" if rule is None or layouts.name_of(rule) is None else f"the rule {rule!r}, with dims in the name"
+        said = f"the view {layout.tree.view!r} of the mesh" if layout.tree.view is not None else said
+        if said:
+            raise LayoutError(
+                f"{name}: a state cannot record {said}",
+                tensor=name,
+                got=str(layout),
+                want="one mesh, and names that are the same on all ranks",
+                next_step="use the view's mesh as the layout's own, and global names",
+            )
         if len(layout.axes) != local.ndim:
             raise LayoutError(
                 f"{name}: its layout {layout} has {len(layout.axes)} dims, the tensor {local.ndim}",
@@ -179,8 +190,11 @@ class _Places:
             except LayoutError as error:
                 raise _about(name, error) from None
         # A sharded dim's global size is the sum over ranks that may hold unequal parts: no rank knows it alone.
-        shape = None if any(layout.axes) else tuple(local.shape)
-        self.tensors[name] = TensorRecord(str(layout), None if mesh is None else self._mesh(mesh), shape)
+        # Nor can a padded part's shape be told from the whole one's.
+        shape = None if any(layout.axes) or layout.has_pads else tuple(local.shape)
+        # A state is read without the map, so its sizes go into the text.
+        text = str(layout.with_sizes(layouts.sizes))
+        self.tensors[name] = TensorRecord(text, None if mesh is None else self._mesh(mesh), shape)
 
     def _mesh(self, mesh: Any) -> int:
         record = (tuple(mesh.axis_names), tuple(mesh.shape), tuple(int(rank) for rank in mesh.ranks))
