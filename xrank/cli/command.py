@@ -21,7 +21,7 @@ from xrank.errors import XrankError
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["Output", "reporting", "say"]
+__all__ = ["Output", "command_name", "reporting", "say"]
 
 
 class Output:
@@ -48,6 +48,14 @@ class Output:
             notes = [("note", message) for _, message in report.notes]
             say(rows_text([*rows, *notes]))
 
+    def picture(self, report: Report, text: str) -> None:
+        """Print a report: as JSON, as its path alone, or as the text that was made of it, with what is to be noted."""
+        if self.as_json or self.quiet:
+            self.report(report, [])
+        else:
+            notes = [("note", message) for _, message in report.notes]
+            say(printable("\n\n".join(part for part in (text.rstrip("\n"), rows_text(notes)) if part)))
+
     def fail(self, error: XrankError, report: Report | None = None) -> NoReturn:
         """Print an error, and in JSON the report that has it, and leave with its exit status."""
         if self.verbose:
@@ -70,6 +78,11 @@ class Output:
 
     def _print_json(self, report: Report) -> None:
         say(json.dumps(report.to_dict(), indent=2, ensure_ascii=True))
+
+
+def command_name(context: click.Context | None) -> str:
+    """Return a command's name as reports have it: ``gather``, ``layout show``."""
+    return "" if context is None else context.command_path.partition(" ")[2]
 
 
 def say(text: str | bytes, *, err: bool = False) -> None:
@@ -133,7 +146,7 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
     @click.option("-v", "--verbose", count=True, help="Print more; a traceback with an error.")
     @functools.wraps(function)
     def command(as_json: bool, quiet: bool, verbose: int, **arguments: Any) -> None:
-        output = Output(click.get_current_context().info_name or "", as_json=as_json, quiet=quiet, verbose=verbose)
+        output = Output(command_name(click.get_current_context()), as_json=as_json, quiet=quiet, verbose=verbose)
         _configure_logging(output)
         with _stopping_once():
             try:

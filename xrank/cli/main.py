@@ -11,9 +11,10 @@ import click
 
 import xrank
 from xrank.cli.clean import clean_command
-from xrank.cli.command import Output, say
+from xrank.cli.command import Output, command_name, say
 from xrank.cli.gather import gather
 from xrank.cli.inspect import inspect
+from xrank.cli.layout import layout
 from xrank.cli.reshard import reshard
 from xrank.cli.verify import verify_command
 from xrank.errors import UsageError
@@ -27,7 +28,7 @@ def cli() -> None:
     """Gather models that distributed training left on many ranks into one Hugging Face folder, proven exact."""
 
 
-for _command in (gather, inspect, verify_command, reshard, clean_command):
+for _command in (gather, inspect, verify_command, reshard, layout, clean_command):
     cli.add_command(_command)
 
 
@@ -43,8 +44,7 @@ def main() -> NoReturn:
         sys.exit(2)
     except click.UsageError as error:
         usage = error.ctx.get_usage() if error.ctx is not None else None
-        command = error.ctx.info_name if error.ctx is not None else None
-        output = Output(command or "", as_json="--json" in sys.argv[1:], quiet=False, verbose=0)
+        output = Output(command_name(error.ctx), as_json="--json" in sys.argv[1:], quiet=False, verbose=0)
         output.fail(UsageError(error.format_message(), want=usage, next_step="add --help"))
     except click.Abort:
         sys.exit(130)

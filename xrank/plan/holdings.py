@@ -13,11 +13,11 @@ from xrank.layout.binding import checked_shape
 from xrank.layout.companion import companion_part, companion_shape
 from xrank.layout.flat import FlatPart, flat_of, flat_part
 from xrank.layout.local_part import local_part
-from xrank.layout.nests import Nest, size
+from xrank.layout.nests import Nest, canonical, size
 from xrank.layout.tensor_name import NameTable, name_table
 from xrank.plan.misfit import Misfit, find_misfit
 
-__all__ = ["Holdings", "Share", "Survey", "held_nbytes", "shared", "survey"]
+__all__ = ["Holdings", "Share", "Survey", "held_by_layout", "held_by_pieces", "held_nbytes", "shared", "survey"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +266,17 @@ def _compiled(
     return shares, _absent(mesh, shares), layout.tree.sums, _misfit_of(shares, shape)
 
 
-def shared(held: Mapping[int, tuple[tuple[Nest, ...], tuple[int, ...] | None]]) -> tuple[Share, ...]:
-    """Return rank -> (nests, local shape) as shares: ranks that hold the same stand together."""
+def shared(
+    held: Mapping[int, tuple[tuple[Nest, ...], tuple[int, ...] | None]], *, by_place: bool = False
+) -> tuple[Share, ...]:
+    """Return rank -> (nests, local shape) as shares: ranks that hold the same stand together.
+
+    Args:
+        held: what each rank holds.
+        by_place: leave out where the elements lie on the rank, which differs in files.
+    """
+    if by_place:
+        held = {rank: (tuple(_placed(nest) for nest in nests), shape) for rank, (nests, shape) in held.items()}
     found: dict[tuple[tuple[Nest, ...], tuple[int, ...] | None], list[int]] = {}
     for rank, part in sorted(held.items()):
         found.setdefault(part, []).append(rank)
@@ -275,6 +284,11 @@ def shared(held: Mapping[int, tuple[tuple[Nest, ...], tuple[int, ...] | None]]) 
         Share(tuple(ranks), nests, shape, 0 if shape is None else math.prod(shape) - sum(map(size, nests)))
         for (nests, shape), ranks in found.items()
     )
+
+
+def _placed(nest: Nest) -> Nest:
+    y_side = canonical(Nest(nest.y, nest.y, tuple((n, stride, stride) for n, _, stride in nest.loops)))
+    return Nest(0, y_side.y, tuple((n, 0, stride) for n, _, stride in y_side.loops))
 
 
 def _absent(mesh: DeviceMesh, shares: Iterable[Share]) -> tuple[int, ...]:
@@ -294,6 +308,22 @@ def _with(
 
 def _misfit_of(shares: Iterable[Share], shape: tuple[int, ...]) -> Misfit | None:
     return find_misfit([(share.ranks, share.nests) for share in shares], shape)
+
+
+def held_by_layout(start: Holdings, layout: TensorLayout, mesh: DeviceMesh) -> Holdings:
+    """Return who holds what of a tensor by a layout that its ranks recorded.
+
+    Raises:
+        LayoutError: the layout does not fit mesh and shape.
+    """
+    found = _compiled(layout, mesh, start.shape, tuple(start.sizes.items()))
+    return _with(replace(start, layout=layout, mesh=mesh, text=str(layout)), *found)
+
+
+def held_by_pieces(start: Holdings, held: Mapping[int, tuple[Nest, ...]]) -> Holdings:
+    """Return who holds what of a tensor by rank -> nests, whose y sides count alone."""
+    shares = shared({rank: (nests, None) for rank, nests in held.items()}, by_place=True)
+    return _with(start, shares, (), (), _misfit_of(shares, start.shape))
 
 
 def held_nbytes(tensors: Iterable[Holdings], width: Callable[[str | None], int]) -> dict[int, int]:

@@ -1,0 +1,109 @@
+"""``xrank layout``: pictures, differences and the proof of layouts."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from xrank.cli.command import Output, reporting
+from xrank.cli.text import plural, size_text
+
+if TYPE_CHECKING:
+    from xrank.layout.layout_diff import Change, LayoutDiff
+    from xrank.plan.report import Report
+
+__all__ = ["layout"]
+
+
+@click.group(short_help="Pictures, differences and proof of layouts.")
+def layout() -> None:
+    """Show, compare and prove which rank holds which part of each tensor."""
+
+
+@layout.command()
+@click.argument("path", metavar="PATH|FILE", type=click.Path())
+@click.option("--tensor", metavar="REGEX", help="Only tensors whose whole name matches.")
+@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write one page, which needs no other.")
+@click.option("--toml", is_flag=True, help="Print the layout file to start from, in place of the picture.")
+@reporting
+def show(output: Output, path: str, tensor: str | None, html: str | None, toml: bool) -> None:
+    """Show which rank holds which part of each tensor, from metadata alone.
+
+    PATH is a workspace or a model folder; FILE is a layout file, of which those tensors are drawn whose sizes it tells.
+    """
+    from xrank.conversion.layout_report import show_layouts, write_page
+
+    report, found, text = show_layouts(path, tensor=tensor, toml=toml)
+    if html is not None:
+        report = write_page(report, found, html)
+        if not toml:
+            rows = [("wrote", f"{report.path}: {plural(len(found.tensors), 'tensor')}")]
+            output.report(report, rows)
+            return
+    if text is None:
+        from xrank.pictures import survey_text
+
+        text = survey_text(found, width=_width())
+    output.picture(report, text)
+
+
+@layout.command()
+@click.argument("a", metavar="A", type=click.Path())
+@click.argument("b", metavar="B", type=click.Path())
+@reporting
+def diff(output: Output, a: str, b: str) -> None:
+    """Say what the layouts at B say otherwise than those at A: layout files, or sources that record layouts."""
+    from xrank.conversion.layout_report import diff_layouts
+
+    report, found = diff_layouts(a, b)
+    output.report(report, _diff_rows(found) or [("equal", "both say the same")])
+
+
+@layout.command()
+@click.argument("file", metavar="FILE", type=click.Path())
+@click.argument("path", metavar="[PATH]", required=False, type=click.Path())
+@reporting
+def check(output: Output, file: str, path: str | None) -> None:
+    """Prove that the layouts in FILE hold every element of every tensor exactly once per replica.
+
+    PATH, a workspace or a model folder, gives names and shapes; without it those are proven whose sizes FILE tells.
+    """
+    from xrank.conversion.layout_report import check_file
+
+    report, error = check_file(file, path, started=time.monotonic())
+    if error is not None:
+        output.fail(error, report)
+    output.report(report, _check_rows(report))
+
+
+def _width() -> int:
+    stream = sys.stdout
+    return shutil.get_terminal_size((100, 24)).columns if stream is not None and stream.isatty() else 120
+
+
+def _check_rows(report: Report) -> list[tuple[str, str]]:
+    counts = f"{plural(report.num_tensors, 'tensor')}, every element exactly once per replica"
+    rows = [("ok", f"{counts}; {plural(report.proof['num_rules'], 'rule')} in {report.path}")]
+    held = [row["nbytes"] for row in report.details["ranks"]]
+    if any(held):
+        low, high = size_text(min(held)), size_text(max(held))
+        rows.append(("ranks", f"{plural(len(held), 'rank')}, {low if low == high else f'{low} to {high}'} each"))
+    return rows
+
+
+def _diff_rows(found: LayoutDiff) -> list[tuple[str, str]]:
+    def rows(label: str, changes: tuple[Change, ...]) -> list[tuple[str, str]]:
+        return [(label, str(change)) for change in changes]
+
+    return [
+        *rows("mesh", found.mesh),
+        *rows("size", found.sizes),
+        *(("removed", f"{change.name}: {change.old}") for change in found.removed),
+        *(("added", f"{change.name}: {change.new}") for change in found.added),
+        *rows("changed", found.changed),
+        *rows("alias", found.aliases),
+    ]

@@ -1,0 +1,158 @@
+"""What `xrank layout` does: each of its commands as a call that returns a report."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+from xrank.conversion.gather_plan import read_layouts
+from xrank.conversion.layout_check import check_survey, survey_facts
+from xrank.conversion.layout_sources import chosen, file_text, layouts_at, read_source, stored_at
+from xrank.conversion.process import peak_rss_nbytes
+from xrank.errors import LayoutError, UsageError
+from xrank.layout.layout_diff import LayoutDiff
+from xrank.pictures import survey_html
+from xrank.pictures.text_picture import share_words
+from xrank.plan.holdings import Holdings, Survey, survey
+from xrank.plan.report import Report
+from xrank.plan.told_shapes import told_shapes
+
+__all__ = ["check_file", "diff_layouts", "show_layouts", "write_page"]
+
+
+def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) -> tuple[Report, Survey, str | None]:
+    """Return what is to be shown of the layouts at a path: the report, who holds what, and the layout file's text.
+
+    Args:
+        path: a layout file, or a source that records layouts.
+        tensor: a regular expression for whole names.
+        toml: whether the text of a layout file is wanted, of all tensors; else it is None.
+
+    Raises:
+        UsageError, LayoutError, ...: nothing there can be read, or `tensor` matches nothing.
+    """
+    started = time.monotonic()
+    source = read_source(path)
+    found = chosen(source.survey, tensor)
+    text = file_text(layouts_at(path)) if toml else None
+    report = Report(
+        command="layout show",
+        path=source.path,
+        seconds=time.monotonic() - started,
+        peak_rss_nbytes=peak_rss_nbytes(),
+        source={"path": source.path, "format": source.format},
+        notes=source.notes if text is None else (),
+        details={
+            "tensors": [_row(one) for one in found.tensors],
+            **survey_facts(found),
+            **({} if text is None else {"toml": text}),
+        },
+    )
+    return report, found, text
+
+
+def write_page(report: Report, found: Survey, file: str) -> Report:
+    """Write the page of a survey, whole or not at all, and return the report of it.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    content = survey_html(found).encode("utf-8")
+    part = f"{file}.{os.getpid()}.part"
+    try:
+        try:
+            with open(part, "xb") as stream:
+                stream.write(content)
+            os.replace(part, file)
+        except BaseException:
+            if os.path.exists(part):
+                os.unlink(part)
+            raise
+    except OSError as error:
+        raise UsageError(
+            f"the page {file} cannot be written: {error.strerror}",
+            file=file,
+            next_step="name a place that can be written",
+        ) from error
+    return replace(report, path=file, output={"path": file, "nbytes": len(content)})
+
+
+def diff_layouts(a: str, b: str) -> tuple[Report, LayoutDiff]:
+    """Return what the layouts at `b` say otherwise than those at `a`.
+
+    Raises:
+        UsageError, LayoutError, ...: one of them cannot be read, or no layout file could say it.
+    """
+    started = time.monotonic()
+    found = layouts_at(a).diff(layouts_at(b))
+    report = Report(
+        command="layout diff",
+        path=b,
+        seconds=time.monotonic() - started,
+        peak_rss_nbytes=peak_rss_nbytes(),
+        source={"path": a},
+        details={"equal": not found, "differences": asdict(found)},
+    )
+    return report, found
+
+
+def check_file(file: str, path: str | None, *, started: float | None = None) -> tuple[Report, LayoutError | None]:
+    """Return the report of a layout file's proof, and its first problem.
+
+    Args:
+        file: the layout file.
+        path: a workspace or model folder that says names, shapes and types; None for the sizes that the file tells.
+        started: when the check began, on the monotonic clock.
+
+    Raises:
+        UsageError, LayoutError, ...: the file or the source cannot be read.
+    """
+    layouts = read_layouts(file)
+    if path is None:
+        shapes, untold = told_shapes(layouts)
+        if not shapes and len(layouts):
+            raise LayoutError(
+                f"{file} tells the size of no tensor, so nothing can be proven",
+                file=file,
+                got=next(iter(untold.values()), "no rule"),
+                want="numbers in [sizes], or a source of shapes",
+                next_step=f"run: xrank layout check {file} PATH, with a workspace or model folder",
+            )
+        found = survey(layouts, shapes)
+        found = replace(found, unused=tuple(rule for rule in found.unused if rule not in untold))
+        notes = [("not-proven", f"the rule {rule!r} is not proven: {reason}") for rule, reason in untold.items()]
+        return check_survey(found, path=file, notes=notes, started=started)
+    place, stored = stored_at(path, layouts)
+    found = survey(
+        layouts,
+        {shard.name: shard.shape for shard in stored.shards},
+        dtypes={shard.name: shard.dtype for shard in stored.shards},
+    )
+    return check_survey(found, path=file, source={"path": place, "format": stored.format}, started=started)
+
+
+def _row(one: Holdings) -> dict[str, Any]:
+    misfit = None if one.misfit is None else {**asdict(one.misfit), "ranks": list(one.misfit.ranks)}
+    return {
+        "name": one.name,
+        "dtype": one.dtype,
+        "shape": list(one.shape),
+        "rule": one.rule,
+        "layout": one.text,
+        "parts": [
+            {
+                "ranks": list(share.ranks),
+                "holds": share_words(one, share),
+                "local_shape": None if share.shape is None else list(share.shape),
+                "num_elements": share.num_elements,
+                "num_padding": share.num_pads,
+            }
+            for share in one.shares
+        ],
+        "absent_ranks": list(one.absent),
+        "sums": list(one.sums),
+        "misfit": misfit,
+        "problem": None if one.problem is None else one.problem.to_dict(),
+    }

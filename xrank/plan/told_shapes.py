@@ -1,0 +1,74 @@
+"""Told shapes: the global shapes that a layout map says by itself, where all sizes in it are numbers or have one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+
+from xrank.errors import LayoutError
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.layout.binding import global_size, known_names
+from xrank.layout.companion import companion_shape
+from xrank.layout.flat import flat_of
+from xrank.layout.notation import LayoutTree
+from xrank.layout.tensor_layout import axis_lengths
+from xrank.layout.tensor_name import TensorName, name_table
+
+__all__ = ["told_shapes"]
+
+
+def told_shapes(layouts: LayoutMap) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return name -> global shape for all that the map tells, and rule -> why it tells none.
+
+    A pattern stands for a tensor of its own name; a name with dims for all its tensors, a flat buffer for its members.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    untold: dict[str, str] = {}
+    for rule, layout in layouts.items():
+        assert layout is not None
+        try:
+            shapes.update(_shapes_of(rule, layout, layouts))
+        except KeyError as error:
+            untold[rule] = f"the size {error.args[0]!r} is not known"
+        except LayoutError as error:
+            untold[rule] = error.message
+    for rule, companion in layouts.companions.items():
+        base = shapes.get(companion.of or "")
+        try:
+            if companion.base is not None:
+                base = _shape_of(companion.base, layouts, layouts.device_mesh)
+            if base is None:
+                raise LayoutError(f"the shape of {companion.of!r} is not known")
+            shapes[rule] = companion_shape(companion, base)
+        except KeyError as error:
+            untold[rule] = f"the size {error.args[0]!r} is not known"
+        except LayoutError as error:
+            untold[rule] = error.message
+    return shapes, untold
+
+
+def _shapes_of(rule: str, layout: TensorLayout, layouts: LayoutMap) -> Mapping[str, tuple[int, ...]]:
+    mesh, flat, name = layout.device_mesh or layouts.device_mesh, flat_of(layout), layouts.name_of(rule)
+    if flat is not None:
+        return {
+            member.name: _shape_of(LayoutTree(member.dims), layouts, mesh, layout.view_mesh) for member in flat.members
+        }
+    shape = _shape_of(layout.tree, layouts, mesh, layout.view_mesh)
+    if name is None or mesh is None:
+        return {rule: shape}
+    return dict.fromkeys(_names(name, layout, mesh, layouts), shape)
+
+
+def _names(name: TensorName, layout: TensorLayout, mesh: DeviceMesh, layouts: LayoutMap) -> list[str]:
+    for rank in mesh.ranks:
+        table = name_table(name, layout, mesh, mesh.coordinate(rank), sizes=layouts.sizes)
+        if table is not None:
+            return [name.at(*indices) for indices in product(*map(range, table.global_sizes))]
+    return []
+
+
+def _shape_of(
+    tree: LayoutTree, layouts: LayoutMap, mesh: DeviceMesh | None, view: DeviceMesh | None = None
+) -> tuple[int, ...]:
+    bound = known_names(tree, {} if mesh is None else axis_lengths(mesh, view), layouts.sizes)
+    return tuple(global_size(dim, bound) for dim in tree.dims)
