@@ -124,10 +124,8 @@ class RankPool:
                             is_test=is_test,
                         )
                     )
-                results = self._collect(world_size, time.monotonic() + timeout_seconds, timeout_seconds)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(store_path)
-                return results
+                # The store's file goes with the last of the ranks, which may still use it to take leave, or in `_end`.
+                return self._collect(world_size, time.monotonic() + timeout_seconds, timeout_seconds)
             except _SurvivedError as failure:
                 raise failure.error from failure.error.__cause__
             except BaseException:
