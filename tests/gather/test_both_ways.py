@@ -1,0 +1,234 @@
+"""Gathers on 2, 3, 4 and 8 real ranks, through memory and through a directory: what holds for both ways."""
+
+import gc
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+
+from xrank.errors import RankFailedError, UsageError
+from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
+from xrank.ranks.store import find_store
+from xrank.testing.workspace_contract import same_bytes, tensor_zoo
+
+
+def worlds(*counts):
+    """Run a test's body in a world of each of these numbers of ranks."""
+    return pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in counts])
+
+
+@pytest.fixture(params=["memory", "directory"])
+def workspace_path(request, tmp_path):
+    return None if request.param == "memory" else str(tmp_path / "messages")
+
+
+def is_told(name, seconds=20.0):
+    """Wait for a word of another rank's in the group's store, and say whether it came."""
+    store, end = find_store(None, {}), time.monotonic() + seconds
+    while store.peek(f"test/{name}") is None:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def tell(name, value=""):
+    find_store(None, {}).put(f"test/{name}", value)
+
+
+@worlds(2, 3, 4, 8)
+def test_the_first_gets_all_in_the_order_of_ranks(rank, num_ranks, workspace_path):
+    world = list(range(num_ranks))
+    for ranks in (world, world[::-1], world[1:] + world[:1], world[1:]):
+        # Small and large ones go different ways.
+        for size in (3, 20_000):
+            with get_tensors_parallel(
+                torch.full((size,), 10 * rank), ranks, workspace_path=workspace_path, key=f"{ranks}"
+            ) as parts:
+                want = [[10 * r] * size for r in ranks] if rank == ranks[0] else []
+                assert [part.tolist() for part in parts] == want
+
+
+@worlds(2, 3, 4)
+def test_every_kind_of_tensor_comes_as_it_was(rank, num_ranks, workspace_path):
+    mine = tensor_zoo() | {"rank": torch.tensor(rank)}
+    with get_tensors_parallel(mine, range(num_ranks), workspace_path=workspace_path) as parts:
+        for r, part in enumerate(parts):
+            assert list(part) == list(mine) and part["rank"] == r
+            for name, tensor in tensor_zoo().items():
+                assert same_bytes(part[name], tensor), name
+                assert type(part[name]) is torch.Tensor and not part[name].requires_grad
+    for name, tensor in tensor_zoo().items():
+        with get_tensors_parallel(tensor, range(num_ranks), workspace_path=workspace_path, key=name) as parts:
+            assert all(same_bytes(part, tensor) for part in parts), name
+
+
+@worlds(2, 3, 4)
+def test_none_keeps_its_place(rank, num_ranks, workspace_path):
+    ranks = list(range(num_ranks))
+    for nobody in (*ranks, None):
+        config = None if rank == nobody or nobody is None else {"of": rank, "w": torch.ones(rank)}
+        with get_configs_parallel(config, ranks, None, workspace_path) as configs:
+            want = [None if r == nobody or nobody is None else r for r in ranks] if rank == 0 else []
+            assert [config and config["of"] for config in configs] == want
+            assert all(config is None or config["w"].tolist() == [1.0] * config["of"] for config in configs)
+
+
+@worlds(2, 3)
+def test_stages_of_one_length_need_no_care_and_uneven_ones_are_an_error_on_all_sides(rank, num_ranks, workspace_path):
+    ranks = list(range(num_ranks))
+
+    def gather_stage(num_layers):
+        for layer in range(num_layers):
+            with get_configs_parallel({"layer": layer}, ranks, None, workspace_path, key=f"layer {layer}") as configs:
+                assert configs == ([{"layer": layer}] * num_ranks if rank == 0 else [])
+        with get_configs_parallel({"ln_f": 1}, ranks, None, workspace_path, key="ln_f") as configs:
+            assert configs == ([{"ln_f": 1}] * num_ranks if rank == 0 else [])
+
+    gather_stage(3)
+    for longer in (0, ranks[-1]):
+        with pytest.raises((ValueError, RankFailedError)) as raised:
+            gather_stage(3 if rank == longer else 2)
+        said = f"{raised.value} {raised.value.got} {getattr(raised.value, 'want', '')}"
+        assert "another gather" in said and "ln_f" in said and "layer 2" in said
+    gather_stage(1)
+
+
+@pytest.mark.ranks(4)
+def test_subsets_gather_at_once_and_do_not_meet(rank, workspace_path):
+    def gather(ranks, number):
+        with get_tensors_parallel(
+            torch.full((3000,), 100 * number + rank), ranks, workspace_path=workspace_path
+        ) as parts:
+            assert [int(part[-1]) for part in parts] == ([100 * number + r for r in ranks] if rank == ranks[0] else [])
+
+    mine = [0, 1] if rank < 2 else [3, 2]
+    for number in range(5):
+        gather(mine, number)
+        gather([rank % 2, rank % 2 + 2], number)
+        if rank != 2:
+            gather([3, 1, 0], number)
+    # One pair is inside a body until the other has gathered again and again.
+    if rank < 2:
+        with get_tensors_parallel(torch.tensor(rank), [0, 1], workspace_path=workspace_path) as parts:
+            assert is_told("the others are done 2") and is_told("the others are done 3")
+        assert parts == ([0, 1] if rank == 0 else [])
+    else:
+        for number in range(5):
+            gather([2, 3], number)
+        tell(f"the others are done {rank}")
+    # One pair fails, which is nothing to the other, nor to all of them later.
+    with suppress(KeyError, RankFailedError), get_tensors_parallel(None, mine, workspace_path=workspace_path):
+        if rank == 1:
+            raise KeyError("of one pair")
+        if rank == 0:
+            assert not is_told("nothing", 0.1)
+    gather([0, 1, 2, 3], 9)
+
+
+class Unsendable:
+    pass
+
+
+@worlds(2, 4, 8)
+@pytest.mark.parametrize("raising", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("where", ["before", "before a meeting", "call", "body"])
+def test_a_rank_that_raises_is_named_on_all_others_within_a_second(rank, num_ranks, workspace_path, raising, where):
+    ranks = list(range(num_ranks))
+    raising = ranks[raising]
+    with get_tensors_parallel(torch.ones(1), ranks, workspace_path=workspace_path):
+        tell(f"pid of {rank}", str(os.getpid()))
+
+    def gather_and_raise():
+        with get_configs_parallel({"w": torch.ones(9)}, ranks, None, workspace_path):
+            if rank == raising:
+                tell("raised", str(time.monotonic()))
+                if where.startswith("before"):
+                    raise KeyError("on one rank")
+            inner = ranks[::-1] if where == "before a meeting" else ranks
+            config = Unsendable() if where == "call" and rank == raising else None
+            with get_configs_parallel(config, inner, None, workspace_path):
+                if rank == raising:
+                    assert rank == 0 or is_told("the first's body is over")
+                    tell("raised", str(time.monotonic()))
+                    raise KeyError("on one rank")
+                if rank == 0:
+                    tell("the first's body is over")
+
+    with pytest.raises(RankFailedError if rank != raising else UsageError if where == "call" else KeyError) as raised:
+        gather_and_raise()
+    heard_at = time.monotonic()
+    store = find_store(None, {})
+    if rank != raising:
+        error = raised.value
+        assert (error.rank, error.host) == (raising, socket.gethostname())
+        assert error.pid == int(store.peek(f"test/pid of {raising}"))
+        assert ("Unsendable" if where == "call" else "on one rank") in error.cause
+        assert heard_at - float(store.peek("test/raised")) < 1
+    # What comes next begins anew.
+    with get_tensors_parallel(torch.tensor(rank), ranks, workspace_path=workspace_path) as parts:
+        assert parts == (ranks if rank == 0 else [])
+
+
+@worlds(2, 3)
+def test_all_leave_together_when_all_bodies_have_ended(rank, num_ranks, workspace_path):
+    ranks = list(range(num_ranks))
+    for slow in (0, ranks[-1]):
+        with get_tensors_parallel(torch.full((5000,), rank), ranks, workspace_path=workspace_path):
+            if rank == slow:
+                assert not any(is_told(f"{r} left {slow}", 0.1) for r in ranks)
+                tell(f"{slow} is ready")
+        assert find_store(None, {}).peek(f"test/{slow} is ready") is not None
+        tell(f"{rank} left {slow}")
+
+
+@worlds(2, 3)
+def test_who_may_leave_early_does_so_while_the_first_is_in_its_body(rank, num_ranks, workspace_path):
+    ranks = list(range(num_ranks))
+    for number in range(5):
+        with get_tensors_parallel(
+            torch.full((5000,), 10 * number + rank), ranks, workspace_path=workspace_path, early_exit=True
+        ) as parts:
+            if rank == 0:
+                assert all(is_told(f"{r} left {number}") for r in ranks[1:])
+                assert [int(part[-1]) for part in parts] == [10 * number + r for r in ranks]
+        tell(f"{rank} left {number}")
+
+
+def left():
+    """Return what a process has open or runs, and what ranks have in shared memory."""
+    gc.collect()  # of earlier tests' errors, whose frames hold groups and with them their gathers
+    leads_to = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            leads_to.append(os.readlink(f"/proc/self/fd/{fd}").rstrip("0123456789[]"))
+    beats = [thread for thread in threading.enumerate() if thread.name == "xrank heartbeat"]
+    return sorted(leads_to), len(beats), [name for name in os.listdir("/dev/shm") if "rank" in name]
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_left_after_many_gathers(rank, workspace_path, num_repeats):
+    def gather(number, early_exit=False):
+        size = (5, 300, 70_000)[number % 3]
+        with get_tensors_parallel(
+            torch.full((size,), number + rank), [0, 1], workspace_path=workspace_path, early_exit=early_exit
+        ) as parts:
+            assert [int(part[-1]) for part in parts] == ([number, number + 1] if rank == 0 else [])
+
+    for number in range(6):
+        gather(number)
+    before = left()
+    for number in range(num_repeats):
+        gather(number, early_exit=number % 5 == 0)
+    for number in range(6):
+        gather(number)
+    after = left()
+    assert after[1:] == before[1:]
+    # Calls left early hold an arena each until the first rank is done with them: a few at most.
+    assert len(after[0]) <= len(before[0]) + 4, (before, after)
+    if workspace_path is not None:
+        assert after[0] == before[0] and os.listdir(workspace_path) == []
