@@ -1,7 +1,7 @@
 """The defects that a known implementation of the same gathers shows, each as a test that ours passes.
 
-The numbers are those of the list in the design notes (live gathers, section 2). 1, 10 and 11 are about gathers through
-a directory, which are not there yet; 12 is about states in a directory, which tests/workspace covers.
+The numbers are those of the list in the design notes (live gathers, section 2). 1, 10, 11 and 12, which are about
+directories, are in tests/gather/test_directory_defects.py.
 """
 
 import os
