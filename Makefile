@@ -41,7 +41,7 @@ test: $(VENV)/.ready
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 soak: $(VENV)/.ready
-	SOAK=1 $(VENV)/bin/python -m pytest tests/gather/test_killing.py $(ARGS)
+	$(VENV)/bin/python -m pytest --soak tests/gather $(ARGS)
 
 $(ORACLE_VENV)/.ready: pyproject.toml .ci/oracle-constraints.txt
 	@echo 'setting up $(ORACLE_VENV)'

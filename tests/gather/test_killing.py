@@ -13,12 +13,6 @@ from typing import Any
 
 import pytest
 
-IS_SOAK = "SOAK" in os.environ
-"""Set by `make soak`, which takes all of a hundred moments."""
-
-MOMENTS = [(first, first + 20) for first in range(0, 100 if IS_SOAK else 20, 20)]
-DIRECTORY_MOMENTS = [(first, first + 6) for first in range(0, 60 if IS_SOAK else 6, 6)]
-
 JOB = """
 import contextlib, functools, gc, json, mmap, os, random, select, signal, sys, time, warnings
 warnings.simplefilter("ignore")
@@ -200,6 +194,14 @@ print(json.dumps([collect(job) for job in jobs]))
 """
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give the seeds, some to a job: all in `make soak`, the first ones in `make test`."""
+    if "seeds" in metafunc.fixturenames:
+        step, count = (6, 60) if "directory" in metafunc.function.__name__ else (20, 100)
+        count = count if metafunc.config.getoption("soak") else step
+        metafunc.parametrize("seeds", [(first, first + step) for first in range(0, count, step)])
+
+
 def run(program: str, *arguments: object) -> Any:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
@@ -228,14 +230,12 @@ def check_killed(jobs: list[dict[str, Any]]) -> None:
             assert answer["left"] == [], (seed, job)
 
 
-@pytest.mark.parametrize("seeds", MOMENTS)
 def test_a_rank_killed_at_any_moment_is_named_by_all_others(tmp_path, seeds):
     before = named_memory()
     check_killed(run(KILL, tmp_path, "", *seeds))
     assert named_memory() <= before
 
 
-@pytest.mark.parametrize("seeds", DIRECTORY_MOMENTS)
 def test_a_rank_killed_at_any_moment_of_a_gather_through_a_directory_is_named(tmp_path, seeds):
     check_killed(run(KILL, tmp_path, tmp_path / "through", *seeds))
 
