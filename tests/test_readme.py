@@ -43,10 +43,10 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("readme")
     layouts = LayoutMap(DeviceMesh((2, 2), ("dp", "tp")))
     layouts["model.embed_tokens.weight"] = "[v/~tp/~dp, h]"
-    layouts["model.norm.weight"] = "[h/~dp]"
+    layouts["model.norm.weight"] = "[d0/~dp]"
     for name in ("workspace", "damaged"):
         for rank in range(4):
-            weights = {"model.embed_tokens.weight": torch.ones(43, 64), "model.norm.weight": torch.ones(32)}
+            weights = {"model.embed_tokens.weight": torch.ones(43, 64), "model.norm.weight": torch.ones(48).bfloat16()}
             workspace = NFSWorkspace(path / "demo" / name, rank=rank, world_size=4, run_id="demo")
             workspace.write_configs_and_weights({"hidden_size": 64}, weights, layouts=layouts, step=8)
     state = path / "demo" / "damaged" / "rank_0_state.pth"

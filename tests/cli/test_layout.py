@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from tests.cli.bench import Bench, refusal, run
 from tests.conversion.made_workspaces import LAYOUTS, leave, leave_plain
-from xrank.layout import LayoutMap
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.workspace.nfs import NFSWorkspace
 
 GRID = '[mesh]\ngrid = "dp=2 tp=2"\n\n[tensors]\n'
 TOML = GRID + "".join(f'"{name}" = "{layout}"\n' for name, layout in LAYOUTS.items())
@@ -78,6 +79,21 @@ def test_show_toml_is_a_file_that_says_the_same(bench: Bench) -> None:
     assert run("layout", "check", file, bench.workspace).exit_code == 0
     assert run("layout", "diff", file, bench.workspace).stdout == "equal  both say the same\n"
     assert run("layout", "show", file, "--toml").stdout == ended.stdout
+
+
+def test_show_toml_of_tensors_on_parts_of_the_mesh(bench: Bench) -> None:
+    # As FSDP leaves what tensor parallelism does not cut: each tp place has a mesh of its own, of dp alone.
+    for rank in range(4):
+        layouts = LayoutMap(DeviceMesh((2, 2), ("dp", "tp")))
+        layouts["up"] = "[f/tp/~dp, h]"
+        layouts["norm"] = TensorLayout.parse("[h/~dp]", DeviceMesh((2,), ("dp",), [rank % 2, rank % 2 + 2]))
+        workspace = NFSWorkspace(bench.workspace, rank=rank, world_size=4, run_id="r")
+        parts = {"up": torch.ones(2, 3), "norm": torch.ones(2)}
+        workspace.write_configs_and_weights({}, parts, layouts=layouts)
+    ended = run("layout", "show", bench.workspace)
+    assert "norm F32 [4]  [h/~dp]\n  ranks 0-1  ##..  elements 0-1  local [2], 8 B\n" in ended.stdout
+    ended = run("layout", "show", bench.workspace, "--toml")
+    assert ended.stdout == GRID + '"up" = "[f/tp/~dp, h]"\n"norm" = "[h/~dp]"\n', ended
 
 
 def test_show_toml_of_names_that_are_patterns_for_each_other(bench: Bench) -> None:

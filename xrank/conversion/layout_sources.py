@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from xrank.conversion.gather_plan import read_layouts
 from xrank.errors import LayoutError, UsageError
@@ -140,18 +141,44 @@ def _stored_holdings(shard: StoredShard, recorded: Mapping[str, tuple[TensorLayo
 
 
 def _recorded(place: str) -> dict[str, tuple[TensorLayout, DeviceMesh] | None]:
-    """Return name -> the layout and mesh that its ranks recorded; None where they recorded several."""
-    found: dict[str, tuple[TensorLayout, DeviceMesh] | None] = {}
+    """Return name -> the layout and mesh that its ranks recorded; None where no one layout says what they recorded."""
+    found: dict[str, dict[tuple[TensorLayout, DeviceMesh], None]] = {}
+    meshes: dict[DeviceMesh, DeviceMesh] = {}
     for rank in sorted(rank for rank in map(rank_of, os.listdir(place)) if rank is not None):
         record = read_rank_state(place, rank).record
         if record is None:
             continue
-        meshes = [DeviceMesh(shape, names, ranks) for names, shape, ranks in record.meshes]
+        own = [DeviceMesh(shape, names, ranks) for names, shape, ranks in record.meshes]
+        own = [meshes.setdefault(mesh, mesh) for mesh in own]
         for name, tensor in record.tensors.items():
             if tensor.layout is not None and tensor.mesh is not None:
-                own = TensorLayout.parse(tensor.layout), meshes[tensor.mesh]
-                found[name] = own if found.setdefault(name, own) == own else None
-    return found
+                found.setdefault(name, {})[TensorLayout.parse(tensor.layout), own[tensor.mesh]] = None
+    largest = max(meshes, key=lambda mesh: mesh.size, default=None)
+    return {name: _one_of(list(pairs), largest) for name, pairs in found.items()}
+
+
+def _one_of(
+    pairs: Sequence[tuple[TensorLayout, DeviceMesh]], largest: DeviceMesh | None
+) -> tuple[TensorLayout, DeviceMesh] | None:
+    """Return the layout on the largest mesh where parts of it recorded one layout each, else the only one recorded.
+
+    DTensors that some axis does not cut lie on sub-meshes without it: on the whole mesh these are replicas.
+    """
+    layout = pairs[0][0]
+    if largest is not None and all(each == layout and _is_part(mesh, largest) for each, mesh in pairs):
+        ranks = {rank for _, mesh in pairs for rank in mesh.ranks}
+        if len(ranks) == largest.size:
+            return layout, largest
+    return pairs[0] if len(pairs) == 1 else None
+
+
+@lru_cache(maxsize=4096)
+def _is_part(mesh: DeviceMesh, of: DeviceMesh) -> bool:
+    """Say whether every rank has the same place on a mesh as on another, along all axes of the first, of one length."""
+    lengths = dict(zip(of.axis_names, of.shape, strict=True))
+    return all(lengths.get(axis) == n for axis, n in zip(mesh.axis_names, mesh.shape, strict=True)) and all(
+        rank in of and mesh.coordinate(rank).items() <= of.coordinate(rank).items() for rank in mesh.ranks
+    )
 
 
 def _map_of(found: Survey) -> LayoutMap:
