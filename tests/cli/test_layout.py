@@ -62,6 +62,7 @@ def test_show_a_file_draws_what_it_tells(bench: Bench) -> None:
     ended = run("layout", "show", file)
     assert "a [8, 2]  [8/tp, 2]\n  ranks 0,2  ####....  rows 0-3  local [4, 2], 8 elements\n" in ended.stdout
     assert "layers.0.b [6]  [6/tp]\n  and 1 more alike: layers.1.b\n" in ended.stdout
+    assert "layers.2.b [6]  [6/tp]\n  and 1 more alike: layers.3.b\n" in ended.stdout
     assert ended.stdout.endswith("\n\nnote  the rule 'c' = [f/tp] is not drawn: the size 'f' is not known\n")
 
 
