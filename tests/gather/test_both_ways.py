@@ -10,9 +10,9 @@ from contextlib import suppress
 import pytest
 import torch
 
+from tests.gather.told import is_told, tell, told
 from xrank.errors import RankFailedError, UsageError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
-from xrank.ranks.store import find_store
 from xrank.testing.workspace_contract import same_bytes, tensor_zoo
 
 
@@ -24,20 +24,6 @@ def worlds(*counts):
 @pytest.fixture(params=["memory", "directory"])
 def workspace_path(request, tmp_path):
     return None if request.param == "memory" else str(tmp_path / "messages")
-
-
-def is_told(name, seconds=20.0):
-    """Wait for a word of another rank's in the group's store, and say whether it came."""
-    store, end = find_store(None, {}), time.monotonic() + seconds
-    while store.peek(f"test/{name}") is None:
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True
-
-
-def tell(name, value=""):
-    find_store(None, {}).put(f"test/{name}", value)
 
 
 @worlds(2, 3, 4, 8)
@@ -162,13 +148,12 @@ def test_a_rank_that_raises_is_named_on_all_others_within_a_second(rank, num_ran
     with pytest.raises(RankFailedError if rank != raising else UsageError if where == "call" else KeyError) as raised:
         gather_and_raise()
     heard_at = time.monotonic()
-    store = find_store(None, {})
     if rank != raising:
         error = raised.value
         assert (error.rank, error.host) == (raising, socket.gethostname())
-        assert error.pid == int(store.peek(f"test/pid of {raising}"))
+        assert error.pid == int(told(f"pid of {raising}"))
         assert ("Unsendable" if where == "call" else "on one rank") in error.cause
-        assert heard_at - float(store.peek("test/raised")) < 1
+        assert heard_at - float(told("raised")) < 1
     # What comes next begins anew.
     with get_tensors_parallel(torch.tensor(rank), ranks, workspace_path=workspace_path) as parts:
         assert parts == (ranks if rank == 0 else [])
@@ -182,7 +167,7 @@ def test_all_leave_together_when_all_bodies_have_ended(rank, num_ranks, workspac
             if rank == slow:
                 assert not any(is_told(f"{r} left {slow}", 0.1) for r in ranks)
                 tell(f"{slow} is ready")
-        assert find_store(None, {}).peek(f"test/{slow} is ready") is not None
+        assert told(f"{slow} is ready") is not None
         tell(f"{rank} left {slow}")
 
 

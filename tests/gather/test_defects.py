@@ -45,8 +45,13 @@ class ModelConfig:
     layers: list[LayernormConfig] = field(default_factory=list)
 
 
-def counts() -> tuple[int, list[str]]:
-    return len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+def named_memory() -> set[str]:
+    """Return what ranks have in /dev/shm; other programs may have temporary files there."""
+    return {name for name in os.listdir("/dev/shm") if "rank" in name}
+
+
+def counts() -> tuple[int, set[str]]:
+    return len(os.listdir("/proc/self/fd")), named_memory()
 
 
 @pytest.mark.ranks(2)
@@ -150,12 +155,12 @@ def start(path: Path, what: str, *before: str) -> subprocess.Popen[str]:
 
 
 def test_defects_6_7_8_jobs_beside_and_after_each_other_and_one_killed_whole(tmp_path):
-    before = sorted(os.listdir("/dev/shm"))
+    before = named_memory()
     jobs = [start(tmp_path / "killed", "kill"), start(tmp_path / "a", "live"), start(tmp_path / "b", "live")]
     said = [(*job.communicate(timeout=40), job.returncode) for job in jobs]
     assert said[0][2] == -signal.SIGKILL
     assert said[1][::2] == said[2][::2] == ("all came\n", 0), said
-    assert sorted(os.listdir("/dev/shm")) == before, "a killed job leaves nothing, and nobody removes another's"
+    assert named_memory() == before, "a killed job leaves nothing, and nobody removes another's"
 
 
 def test_defect_9_no_memory_is_an_error_with_numbers(monkeypatch):
@@ -209,8 +214,6 @@ def test_defects_13_14_a_rank_that_raises_is_heard_at_once(rank, first_raises):
         with get_tensors_parallel(torch.ones(1), [0, 1, 2]):
             if rank == raising:
                 raise KeyError("the merge went wrong")
-            if rank == 0:
-                time.sleep(0.2)  # it does not wait for the others' bodies: what they raise after its own is too late
     assert time.monotonic() - started < 1
     assert rank == raising or (raised.value.rank == raising and "the merge went wrong" in raised.value.cause)
 
@@ -232,7 +235,6 @@ def test_defect_15_a_failure_inside_fails_what_is_around_it(rank):
             with get_tensors_parallel(torch.ones(1), [0, 1]):
                 if rank == 1:
                     raise KeyError("inside")
-                time.sleep(0.2)
     assert "inside" in str(raised.value)
     # Who catches it inside still hears of it at the end, and the next gathers are whole.
     with pytest.raises(RankFailedError, match="again"):  # noqa: SIM117
@@ -241,7 +243,6 @@ def test_defect_15_a_failure_inside_fails_what_is_around_it(rank):
                 with get_tensors_parallel(torch.ones(1), [0, 1]):
                     if rank == 1:
                         raise KeyError("again")
-                    time.sleep(0.2)
             except (KeyError, RankFailedError):
                 pass
     with get_tensors_parallel(torch.tensor(rank), [0, 1]) as parts:

@@ -8,8 +8,9 @@ import os
 import pytest
 import torch
 
+from tests.gather.told import is_told, tell, told
+from xrank.errors import RankFailedError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
-from xrank.ranks.store import find_store
 from xrank.workspace.nfs import NFSWorkspace
 
 
@@ -32,8 +33,13 @@ def test_defect_10_nothing_stays_and_nothing_leaves_no_file(rank, tmp_path):
     for early_exit in (False, True):
         with get_tensors_parallel(torch.ones(5000), [0, 1, 2], workspace_path=tmp_path / "ws", early_exit=early_exit):
             pass
+    failing = get_tensors_parallel(torch.ones(5000), [0, 1, 2], workspace_path=tmp_path / "ws")
+    with pytest.raises(KeyError if rank == 0 else RankFailedError), failing:
+        if rank == 0:
+            raise KeyError("a gather that fails")
     with get_configs_parallel(None, [0, 1, 2], None, tmp_path / "ws"):  # all have left the ones before
-        assert os.listdir(tmp_path / "ws") == []
+        # The first rank knows that; another may be in its body while a third has not come yet.
+        assert rank != 0 or os.listdir(tmp_path / "ws") == []
 
 
 @pytest.mark.ranks(3)
@@ -43,20 +49,29 @@ def test_defect_11_no_rank_waits_for_another_to_make_the_directory(rank, tmp_pat
     os.symlink(tmp_path / "shared", mine)
     with get_tensors_parallel(torch.full((5000,), rank), [2, 0, 1], workspace_path=mine / "deep" / "er") as parts:
         assert [int(part[0]) for part in parts] == ([2, 0, 1] if rank == 2 else [])
+    # The rank that comes last, or not at all, is not the one that makes it.
+    path = tmp_path / "without rank 0"
+    if rank == 0:
+        assert is_told("1 has gathered") and is_told("2 has gathered")
+    else:
+        with get_tensors_parallel(torch.ones(5000), [1, 2], workspace_path=path):
+            pass
+        tell(f"{rank} has gathered")
+    with get_tensors_parallel(torch.full((5000,), rank), [0, 1, 2], workspace_path=path) as parts:
+        assert [int(part[0]) for part in parts] == ([0, 1, 2] if rank == 0 else [])
 
 
 @pytest.mark.ranks(2)
 def test_defect_12_a_reader_that_looks_at_any_time_sees_a_whole_state_or_none(rank, tmp_path):
     workspace = NFSWorkspace(tmp_path / "ws", rank=rank, world_size=2, run_id="run")
-    store = find_store(None, {})
     if rank == 0:
         for number in range(1, 9):
             workspace.write_configs_and_weights({"number": number}, {"w": torch.full((1 << 19,), number)})
-        store.put("test/written", "8")
+        tell("all are written")
         return
     seen = set()
     while True:
-        is_last = store.peek("test/written") is not None
+        is_last = told("all are written") is not None
         config, weights = workspace.read_configs_and_weights_from_rank(0)
         number = None if config is None else config["number"]
         seen.add(number)
@@ -64,3 +79,5 @@ def test_defect_12_a_reader_that_looks_at_any_time_sees_a_whole_state_or_none(ra
         if is_last:
             break
     assert number == 8 and seen <= {None, *range(1, 9)}
+    workspace.write_configs_and_weights({}, {})
+    assert workspace.read_configs_and_weights_from_rank(1) == ({}, {}), "nothing to say is not nothing yet"
