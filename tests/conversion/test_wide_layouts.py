@@ -83,23 +83,3 @@ def test_addends_are_no_replicas_even_where_they_are_equal(tmp_path):
     write(tmp_path / "ws", whole(), layouts(grad="[h] sum(tp)"), lambda _, held: {**held, "grad": torch.zeros(3)})
     with pytest.raises(LayoutError, match="addends of a sum over tp"):
         gather_checkpoint(tmp_path / "ws", tmp_path / "out")
-
-
-def test_flat_buffers_and_names_with_dims_are_refused_and_not_taken_for_one_tensor(tmp_path):
-    write(tmp_path / "ws", whole(), None, lambda _, held: {**held, "flat": torch.zeros(3), "layers.0.w": torch.ones(2)})
-    for rules, message in (
-        ({"flat": "flat(a [4], b [2])/tp", "layers.0.w": "[h]"}, "a flat buffer of several tensors"),
-        ({"flat": "[h]", "layers.{4/pp}.w": "[h]"}, "dims in the name"),
-    ):
-        with pytest.raises(LayoutError, match=message):
-            gather_checkpoint(tmp_path / "ws", tmp_path / "out", layout=layouts(**rules))
-
-
-def test_a_state_does_not_record_what_it_cannot_say(tmp_path):
-    made = layouts(**{"layers.{4/pp}.w": "[h]"})
-    made.views["kv"] = MESH.view("pp=2 kvs=2")
-    made["k"] = "[h/kvs] in kv"
-    for name, message in (("layers.0.w", "dims in the name"), ("k", "the view 'kv'")):
-        workspace = NFSWorkspace(tmp_path / "ws", rank=0, world_size=4, run_id="run")
-        with pytest.raises(LayoutError, match=message):
-            workspace.write_configs_and_weights({}, {name: torch.ones(2)}, layouts=made)

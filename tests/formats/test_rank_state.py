@@ -1,5 +1,6 @@
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,13 @@ def test_the_text_is_the_record_and_always_the_same():
 def test_a_bare_record():
     record = RankRecord(run_id=None, attempt=None, step=None, rank=0, world_size=1, host="h")
     assert RankRecord.from_json(record.to_json(), file="f") == record
+
+
+def test_a_view_and_a_name_with_dims():
+    tensor = TensorRecord("[h/kvs] in kv", 0, None, view=0, name="layers.{4/pp}.k")
+    record = replace(RECORD, tensors={"layers.1.k": tensor})
+    assert RankRecord.from_json(record.to_json(), file="f") == record
+    assert '"view"' not in RECORD.to_json() and '"name"' not in RECORD.to_json()
 
 
 def test_a_newer_version_is_no_corruption():
@@ -132,6 +140,9 @@ MALFORMED = [
     changed("tensors", "b", "shape", to=[16, -8]),
     changed("tensors", "b", "shape", to="16"),
     changed("tensors", "b", "dtype", to="F32"),
+    changed("tensors", "b", "view", to=2),
+    changed("tensors", "b", "view", to="kv"),
+    changed("tensors", "b", "name", to=["b"]),
 ]
 
 

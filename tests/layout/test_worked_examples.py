@@ -207,6 +207,17 @@ def test_11_blocks_of_scales():
         held("[f/tp%128]", "tp=8", (1536,))
 
 
+def test_11_blocks_of_a_dim_that_a_rank_holds_whole():
+    # Turns of gate and up are nests of single rows; where no rank cuts them, a block of rows is one all the same.
+    mesh = DeviceMesh((2,), ("tp",))
+    turns = TensorLayout.parse("[f <gate: 1 | up: 1>, h/tp]", mesh)
+    part = companion_part(parse_companion('scale("w", 4x2)'), turns, mesh, {"tp": 1}, (10, 8))
+    assert part.shape == (3, 2) and [y for nest in part.nests for _, y in addresses(nest)] == [2, 3, 6, 7, 10, 11]
+    with pytest.raises(LayoutError, match="no multiple of 4"):
+        cut = TensorLayout.parse("[f/tp <gate: 1 | up: 1>, h]", mesh)
+        companion_part(parse_companion('scale("w", 4x2)'), cut, mesh, {"tp": 1}, (12, 8))
+
+
 def test_12_packed_elements():
     mesh = DeviceMesh((4,), ("tp",))
     layout = TensorLayout.parse("[in/tp, out]", mesh)

@@ -7,7 +7,7 @@ from placed_parts import held, part_of, whole_of
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.readers.base import Hints
-from xrank.readers.placement import place
+from xrank.readers.placement import place_all
 
 TP2, TP4 = DeviceMesh.parse_grid("tp=2"), DeviceMesh.parse_grid("tp=4")
 GRID = DeviceMesh.parse_grid("dp=2 tp=2")
@@ -26,6 +26,13 @@ def layouts(text, mesh=None, pattern="w") -> Hints:
     layout_map = LayoutMap(mesh)
     layout_map[pattern] = text
     return Hints(layouts=layout_map)
+
+
+def place(name, parts, hints, *, world_size):
+    """Return where the parts of one tensor lie, and what was assumed of it."""
+    placement = place_all({name: parts}, hints, world_size=world_size)
+    (shard,) = placement.shards
+    return shard, "; ".join(placement.assumptions) or None
 
 
 def check(parts, hints=Hints(), *, shape, world_size=4, assumption=None):  # noqa: B008
@@ -226,9 +233,12 @@ def test_a_layout_file_that_does_not_fit_names_the_tensor():
 
 
 def test_a_layout_that_is_recorded_and_given():
-    with pytest.raises(LayoutError, match="layout file gives one too") as caught:
-        place("w", recorded("[a/tp]", TP2, (8,)), layouts("[a/tp]", TP2), world_size=2)
-    assert caught.value.tensor == "w"
+    parts = recorded("[a/tp]", TP2, (8,))
+    check(parts, layouts("[a/tp]", TP2), shape=(8,), world_size=2)
+    for given in (layouts("[a/~tp]", TP2), layouts("[a/tp]", DeviceMesh.parse_grid("tp=2", [1, 0]))):
+        with pytest.raises(LayoutError, match="the layout file gives another one") as caught:
+            place("w", parts, given, world_size=2)
+        assert caught.value.tensor == "w"
 
 
 def test_a_rule_for_other_tensors_is_no_rule():

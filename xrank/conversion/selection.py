@@ -10,7 +10,7 @@ from typing import Any
 from xrank import dtypes
 from xrank.conversion.base_model import BaseModel
 from xrank.conversion.options import GatherOptions
-from xrank.errors import LayoutError, UnsafeError, UsageError
+from xrank.errors import IncompleteError, LayoutError, UnsafeError, UsageError
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 
@@ -51,12 +51,13 @@ def select(
         aliases: tied name -> name it is written under, from a layout file.
 
     Raises:
+        IncompleteError: a tensor that the source counts is on no rank, and is not left out.
         UsageError: a pattern matches nothing, a dtype choice can't be followed, or nothing is left.
         UnsafeError: a tensor's name holds control characters or a path's way up.
     """
     for shard in source.shards:
         _check_name(shard.name, source.path)
-    kept, excluded = _filtered(source.shards, options, base)
+    kept, excluded = _filtered(source, options, base)
     tied, tie_notes = _ties(kept, config, aliases)
     dropped = {name for names in tied.values() for name in names}
     outputs, cast, untouched = [], {}, []
@@ -99,10 +100,11 @@ def _check_name(name: str, path: str) -> None:
 
 
 def _filtered(
-    shards: Sequence[StoredShard], options: GatherOptions, base: BaseModel | None
+    source: StoredModel, options: GatherOptions, base: BaseModel | None
 ) -> tuple[list[StoredShard], list[str]]:
     """Return the tensors to write and the names left out, also those that the base model alone has."""
-    names = list(dict.fromkeys([*(shard.name for shard in shards), *(base.tensors if base else ())]))
+    held = [shard.name for shard in source.shards]
+    names = list(dict.fromkeys([*held, *source.absent, *(base.tensors if base else ())]))
     for option, patterns in (
         ("--include", options.include),
         ("--exclude", options.exclude),
@@ -121,7 +123,19 @@ def _filtered(
         for name in names
         if (options.include and not _matches(options.include, name)) or _matches(options.exclude, name)
     }
-    return [shard for shard in shards if shard.name not in left_out], [name for name in names if name in left_out]
+    missing = [name for name in source.absent if name not in left_out]
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise IncompleteError(
+            f"{missing[0]}: no rank holds it, and its layout's name counts it",
+            tensor=missing[0],
+            file=source.path,
+            got=f"nothing of {', '.join(missing[:4])}{more}",
+            want="a part on some rank",
+            next_step="let the ranks write it, correct the name's dims, or leave it out with --exclude",
+        )
+    kept = [shard for shard in source.shards if shard.name not in left_out]
+    return kept, [name for name in names if name in left_out]
 
 
 def _matches(patterns: Iterable[str], name: str) -> bool:

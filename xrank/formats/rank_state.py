@@ -27,6 +27,8 @@ MeshRecord: TypeAlias = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 """A mesh: axis names, shape, and its ranks in row-major order."""
 
 _KEYS = ["version", "run_id", "attempt", "step", "rank", "world_size", "host", "meshes", "tensors"]
+_RARE = ["view", "name"]
+"""Keys of a tensor's entry that most have not."""
 _NAME = re.compile(r"rank_(0|[1-9][0-9]{0,8})_state\.pth")
 
 
@@ -51,6 +53,10 @@ class TensorRecord:
     """Index into the record's meshes."""
     shape: tuple[int, ...] | None = None
     """Global shape; None where one rank alone cannot know it."""
+    view: int | None = None
+    """The mesh that is the view which the layout names, an index like `mesh`."""
+    name: str | None = None
+    """The tensor's name with dims in it, where its index on the rank is not the one in the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,12 @@ class RankRecord:
                     {"axis_names": names, "shape": shape, "ranks": ranks} for names, shape, ranks in self.meshes
                 ],
                 "tensors": {
-                    name: {"layout": tensor.layout, "mesh": tensor.mesh, "shape": tensor.shape}
+                    name: {
+                        "layout": tensor.layout,
+                        "mesh": tensor.mesh,
+                        "shape": tensor.shape,
+                        **{key: value for key in _RARE if (value := getattr(tensor, key)) is not None},
+                    }
                     for name, tensor in self.tensors.items()
                 },
             },
@@ -129,8 +140,9 @@ def _fault(record: RankRecord) -> str | None:
         if len(set(ranks)) != len(ranks) or not all(0 <= rank < record.world_size for rank in ranks):
             return f"mesh {index} names a rank twice, or one outside the world of {record.world_size}"
     for name, tensor in record.tensors.items():
-        if tensor.mesh is not None and not 0 <= tensor.mesh < len(record.meshes):
-            return f"tensor {name!r} lies on mesh {tensor.mesh} of {len(record.meshes)}"
+        for mesh in (tensor.mesh, tensor.view):
+            if mesh is not None and not 0 <= mesh < len(record.meshes):
+                return f"tensor {name!r} lies on mesh {mesh} of {len(record.meshes)}"
         if tensor.shape is not None and any(size < 0 for size in tensor.shape):
             return f"tensor {name!r} has the global shape {list(tensor.shape)}"
     return None
@@ -197,11 +209,14 @@ class _Parser:
         )
 
     def tensor(self, value: Any, where: str) -> TensorRecord:
-        tensor = self.keys(self.mapping(value, where), where, ["layout", "mesh", "shape"])
+        tensor = self.mapping(value, where)
+        self.keys(tensor, where, ["layout", "mesh", "shape", *(key for key in _RARE if key in tensor)])
         return TensorRecord(
             layout=self.optional_text(tensor["layout"], f"{where}.layout"),
             mesh=self.optional_number(tensor["mesh"], f"{where}.mesh"),
             shape=None if tensor["shape"] is None else self.numbers(tensor["shape"], f"{where}.shape"),
+            view=self.optional_number(tensor.get("view"), f"{where}.view"),
+            name=self.optional_text(tensor.get("name"), f"{where}.name"),
         )
 
     def unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

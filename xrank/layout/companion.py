@@ -19,6 +19,7 @@ from xrank.layout.dim_part import DimPart, product_of
 from xrank.layout.local_part import LocalPart, dim_parts, holds, places_of
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nests import Nest, canonical
+from xrank.layout.nests import size as size_of
 from xrank.layout.notation import LayoutTree, render, render_dim
 from xrank.layout.parser import Reader
 from xrank.layout.tensor_layout import TensorLayout
@@ -166,8 +167,18 @@ def _divided(part: DimPart, block: int, what: str) -> DimPart:
     """Return a dim in blocks; every bound of the rank's part must lie between two blocks, or at the dim's end."""
     if block == 1:
         return part
+    if _is_whole(part):  # however its nests cut it: the blocks are those of the dim itself
+        count = -(-part.global_size // block)
+        return DimPart(count, count, (Nest(0, 0, ((count, 1, 1),)),) if count > 1 else (Nest(0, 0),))
     nests = tuple(_divided_nest(nest, part.global_size, block, what) for nest in part.nests)
     return DimPart(-(-part.global_size // block), -(-part.local_size // block), nests)
+
+
+def _is_whole(part: DimPart) -> bool:
+    """Say whether a rank holds all of a dim, each element in its own place."""
+    return part.local_size == part.global_size == sum(map(size_of, part.nests)) > 0 and all(
+        nest.x == nest.y and all(xs == ys for _, xs, ys in nest.loops) for nest in part.nests
+    )
 
 
 def _divided_nest(nest: Nest, global_size: int, block: int, what: str) -> Nest:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, MutableMapping
 
 from xrank.errors import LayoutError
 from xrank.layout.companion import Companion, is_companion, parse_companion
+from xrank.layout.flat import flat_of
 from xrank.layout.layout_diff import LayoutDiff, diff_files
 from xrank.layout.layout_file import LayoutFile, in_file, read_layout_file, to_text, write_text
 from xrank.layout.mesh import DeviceMesh
@@ -122,7 +123,8 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
 
     def name_of(self, rule: str) -> TensorName | None:
         """Return the name with dims that a key is; None for a pattern."""
-        return parse_name(rule) if rule in self._layouts and has_groups(rule) else None
+        is_rule = rule in self._layouts or rule in self.companions
+        return parse_name(rule) if is_rule and has_groups(rule) else None
 
     def companion_rule_for(self, name: str) -> str | None:
         """Return the key of `companions` that decides for a tensor's name; None without one."""
@@ -134,9 +136,17 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         return rules[0] if rules else None
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """Return the keys that decide for none of these tensors, in the map's order."""
-        used = {self.rule_for(name) for name in names}
-        return [key for key in self._layouts if key not in used]
+        """Return the keys that decide for none of these tensors, in the map's order.
+
+        The key of a flat buffer decides for the tensors in it, whether the buffer's own name is among these or not.
+        """
+        known = set(names)
+        used = {self.rule_for(name) for name in known} | {self.companion_rule_for(name) for name in known}
+        for key, layout in self._layouts.items():
+            flat = flat_of(layout)
+            if flat is not None and any(member.name in known for member in flat.members):
+                used.add(key)
+        return [key for key in (*self._layouts, *self.companions) if key not in used]
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """Return the names of tensors that no key decides for, in the given order."""

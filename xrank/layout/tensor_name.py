@@ -17,7 +17,7 @@ from xrank.layout.dim_part import compile_dim
 from xrank.layout.local_part import holds, places_of
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nests import addresses
-from xrank.layout.notation import LayoutTree, Node, axes_of, count_names_of, render_dim, size_names_of
+from xrank.layout.notation import LayoutTree, Node, axes_of, count_names_of, render_dim, size_names_of, with_sizes
 from xrank.layout.parser import Reader
 from xrank.layout.soundness import check_sound
 from xrank.layout.tensor_layout import TensorLayout
@@ -45,6 +45,10 @@ class TensorName:
     def __str__(self) -> str:
         groups = ("{" + render_dim(dim) + "}" for dim in self.dims)
         return self.texts[0] + "".join(group + text for group, text in zip(groups, self.texts[1:], strict=True))
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> TensorName:
+        """Return this name with numbers in the place of these sizes' names."""
+        return TensorName(self.texts, with_sizes(LayoutTree(self.dims), sizes).dims)
 
     def at(self, *indices: int) -> str:
         """Return the name of one tensor, by its index in each group."""

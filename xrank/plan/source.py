@@ -78,6 +78,8 @@ class StoredModel:
     records: RecordTable
     shards: tuple[StoredShard, ...]
     """One for each tensor, in the order of the output."""
+    absent: tuple[str, ...] = ()
+    """Names of tensors that the source says it has, and of which it holds nothing."""
     world_size: int | None = None
     step: int | None = None
     run_id: str | None = None

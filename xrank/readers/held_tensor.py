@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xrank.errors import CorruptError
+from xrank.errors import ContradictionError, CorruptError
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, intersect
@@ -29,8 +29,19 @@ class HeldTensor:
     storage_offset: int
     """First element, counted from the record's first byte."""
     layout: str | None = None
+    """As the rank recorded it, like all that follows."""
     mesh: DeviceMesh | None = None
+    view: DeviceMesh | None = None
+    """The view of the mesh that the layout names."""
+    pattern: str | None = None
+    """The tensor's name with dims in it, where the rank's own name for it is another."""
     global_shape: tuple[int, ...] | None = None
+
+    def contradiction(self, name: str, problem: str, *, got: str, want: str, next_step: str) -> ContradictionError:
+        """Return the error that this part of a tensor contradicts others, or what its own rank recorded."""
+        return ContradictionError(
+            f"{name}: {problem}", tensor=name, rank=self.rank, file=self.file, got=got, want=want, next_step=next_step
+        )
 
 
 def whole(shape: tuple[int, ...]) -> tuple[Nest, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError, XrankError
+from xrank.errors import ContradictionError, IncompleteError, LayoutError, XrankError
 from xrank.formats.rank_state import MeshRecord, TensorRecord, rank_of
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
@@ -19,7 +19,7 @@ from xrank.plan.planner import ranks_text
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.held_tensor import HeldTensor
-from xrank.readers.placement import place
+from xrank.readers.placement import Placement, place_all
 from xrank.readers.rank_states import RankState, check_run, read_rank_state, run_text
 
 __all__ = ["WorkspaceReader", "survey_ranks"]
@@ -69,21 +69,7 @@ def _describe(path: str, states: Sequence[RankState], hints: Hints) -> StoredMod
         meshes = _meshes(state)
         for name, tensor in state.weights.items():
             held.setdefault(name, []).append(_held(state, name, tensor, meshes, numbers[state.rank, tensor.key]))
-    shards, assumptions, unplaced = [], [], []
-    for name, parts in held.items():
-        try:
-            shard, assumption = place(name, parts, hints, world_size=len(states))
-        except XrankError as error:
-            # A layout that is missing for one tensor is missing for more: name them all at once.
-            if isinstance(error, UsageError) or error.exit_code != 2:
-                raise
-            unplaced.append(error)
-            continue
-        shards.append(shard)
-        if assumption:
-            assumptions.append(assumption)
-    if unplaced:
-        raise _joined(unplaced)
+    placement = place_all(held, hints, world_size=len(states))
     record, config = states[0].record, None
     if hints.needs_config:
         config = _common_config(states)
@@ -92,24 +78,16 @@ def _describe(path: str, states: Sequence[RankState], hints: Hints) -> StoredMod
         path=path,
         files=tuple(files),
         records=RecordTable(*(int_array(row[i] for row in rows) for i in range(4))),
-        shards=tuple(shards),
+        shards=placement.shards,
+        absent=placement.absent,
         world_size=len(states),
         step=None if record is None else record.step,
         run_id=None if record is None else record.run_id,
         config=config,
         nbytes=sum(row[2] for row in rows),
-        notes=_notes(states, assumptions),
+        notes=_notes(states, placement),
         details={"ranks": [_rank_details(state) for state in states]},
     )
-
-
-def _joined(errors: Sequence[XrankError]) -> XrankError:
-    first = errors[0]
-    if len(errors) > 1:
-        names = ", ".join(error.tensor or "?" for error in errors[1:6])
-        more = f" and {len(errors) - 6} more" if len(errors) > 6 else ""
-        first.message += f"; likewise {names}{more}"
-    return first
 
 
 @lru_cache(maxsize=4096)
@@ -140,6 +118,8 @@ def _held(state: RankState, name: str, tensor: ArchivedTensor, meshes: Sequence[
         storage_offset=tensor.storage_offset,
         layout=known.layout,
         mesh=None if known.mesh is None else meshes[known.mesh],
+        view=None if known.view is None else meshes[known.view],
+        pattern=known.name,
         global_shape=known.shape,
     )
 
@@ -184,8 +164,10 @@ def _at(config: Any, path: str) -> str:
     return repr(config)[:200]
 
 
-def _notes(states: Sequence[RankState], assumptions: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    notes = [("assumed-layout", text) for text in assumptions]
+def _notes(states: Sequence[RankState], placement: Placement) -> tuple[tuple[str, str], ...]:
+    notes = [("assumed-layout", text) for text in placement.assumptions]
+    if placement.num_pads:
+        notes.append(("padding", f"{placement.num_pads} parts stand for padding by their names, and are left out"))
     bare = [state.rank for state in states if not state.archive.has_checksums]
     if bare:
         notes.append(("no-checksums", f"the states of ranks {ranks_text(bare)} were written without checksums"))

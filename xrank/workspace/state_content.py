@@ -15,6 +15,11 @@ from typing import TYPE_CHECKING, Any
 from xrank.dtypes import by_torch_name
 from xrank.errors import LayoutError, UsageError
 from xrank.formats.rank_state import MeshRecord, TensorRecord
+from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout.binding import names_of_dim
+from xrank.layout.flat import flat_of
+from xrank.layout.notation import Flat
+from xrank.layout.tensor_name import TensorName, name_table
 
 if TYPE_CHECKING:
     import torch
@@ -165,17 +170,6 @@ class _Places:
         if layout is None:
             return
         mesh = layout.device_mesh or layouts.device_mesh
-        rule = layouts.rule_for(name)
-        said = "" if rule is None or layouts.name_of(rule) is None else f"the rule {rule!r}, with dims in the name"
-        said = f"the view {layout.tree.view!r} of the mesh" if layout.tree.view is not None else said
-        if said:
-            raise LayoutError(
-                f"{name}: a state cannot record {said}",
-                tensor=name,
-                got=str(layout),
-                want="one mesh, and names that are the same on all ranks",
-                next_step="use the view's mesh as the layout's own, and global names",
-            )
         if len(layout.axes) != local.ndim:
             raise LayoutError(
                 f"{name}: its layout {layout} has {len(layout.axes)} dims, the tensor {local.ndim}",
@@ -184,21 +178,61 @@ class _Places:
                 want=f"{len(layout.axes)} dims",
                 next_step="correct the layout map",
             )
-        if mesh is not None:
-            try:
+        # A state is read without the map, so its sizes go into the text.
+        sized = layout.with_sizes(layouts.sizes)
+        rule = layouts.rule_for(name)
+        pattern = None if rule is None else layouts.name_of(rule)
+        try:
+            if mesh is not None:
                 mesh.coordinate(self.rank)
-            except LayoutError as error:
-                raise _about(name, error) from None
+            if pattern is not None:
+                pattern = pattern.with_sizes(layouts.sizes)
+                _check_name(name, pattern, sized, mesh, self.rank)
+            if (flat := flat_of(sized)) is not None:
+                _check_members(flat)
+        except LayoutError as error:
+            raise _about(name, error) from None
         # A sharded dim's global size is the sum over ranks that may hold unequal parts: no rank knows it alone.
         # Nor can a padded part's shape be told from the whole one's.
         shape = None if any(layout.axes) or layout.has_pads else tuple(local.shape)
-        # A state is read without the map, so its sizes go into the text.
-        text = str(layout.with_sizes(layouts.sizes))
-        self.tensors[name] = TensorRecord(text, None if mesh is None else self._mesh(mesh), shape)
+        self.tensors[name] = TensorRecord(
+            str(sized),
+            None if mesh is None else self._mesh(mesh),
+            shape,
+            None if layout.view_mesh is None else self._mesh(layout.view_mesh),
+            None if pattern is None else str(pattern),
+        )
 
     def _mesh(self, mesh: Any) -> int:
         record = (tuple(mesh.axis_names), tuple(mesh.shape), tuple(int(rank) for rank in mesh.ranks))
         return self.meshes.setdefault(record, len(self.meshes))
+
+
+def _check_name(name: str, pattern: TensorName, layout: TensorLayout, mesh: DeviceMesh | None, rank: int) -> None:
+    """Check that a rank knows a tensor by a name that a name with dims gives it."""
+    if mesh is None:
+        raise LayoutError(
+            f"its name has dims, {pattern}, and nothing says the mesh that counts them",
+            got=str(layout),
+            next_step="give the LayoutMap a mesh",
+        )
+    table = name_table(pattern, layout, mesh, mesh.coordinate(rank))
+    if table is None:
+        raise LayoutError("the layout leaves this rank out", got=f"a part on rank {rank}", want=f"none, by {layout}")
+    table.global_name(name)
+
+
+def _check_members(flat: Flat) -> None:
+    """Check that a flat buffer's layout tells its members' shapes, which no rank's buffer does."""
+    for member in flat.members:
+        unknown = [size for dim in member.dims for size in names_of_dim(dim)]
+        if unknown:
+            raise LayoutError(
+                f"the shape of {member.name}, which lies in it, is not told",
+                got=f"no number for {unknown[0]!r}",
+                want="numbers in the layout, or sizes of the LayoutMap",
+                next_step=f"set layouts.sizes[{unknown[0]!r}]",
+            )
 
 
 def _checked(name: str, tensor: object) -> torch.Tensor:

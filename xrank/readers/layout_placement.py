@@ -1,0 +1,289 @@
+"""Places the parts of a tensor by the layouts that are claimed for them, each rank by its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import TypeAlias
+
+from xrank.errors import ContradictionError, IncompleteError, LayoutError
+from xrank.layout.binding import global_size, known_names
+from xrank.layout.companion import companion_part, companion_shape
+from xrank.layout.flat import FlatPart, flat_of, flat_part
+from xrank.layout.local_part import LocalPart, local_part
+from xrank.layout.notation import LayoutTree
+from xrank.layout.shape_inference import infer_shape
+from xrank.layout.tensor_layout import axis_lengths
+from xrank.plan.planner import ranks_text
+from xrank.plan.source import StoredShard
+from xrank.readers.base import Hints
+from xrank.readers.claims import Claim, named, owns
+from xrank.readers.held_tensor import HeldTensor, pieces_of
+
+__all__ = ["Claimed", "place_claimed", "place_companion", "place_members"]
+
+Claimed: TypeAlias = tuple[HeldTensor, Claim]
+"""What a rank holds, and how its tensor is cut."""
+
+
+def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] | None) -> StoredShard:
+    """Return a tensor's pieces; several meshes of one tensor are replicas of each other.
+
+    Args:
+        name: the tensor's global name.
+        claimed: what ranks hold of it, by rising rank.
+        shape: its global shape; None: the local shapes tell it.
+
+    Raises:
+        ContradictionError: ranks disagree about the layout, or a part does not fit it.
+        IncompleteError: a rank that should have a part has none.
+        LayoutError: the layout does not fit the shape.
+    """
+    _check_meshes(name, claimed)
+    if shape is None:
+        shape = _inferred(name, claimed)
+    nests = []
+    for h, claim in claimed:
+        try:
+            part = local_part(claim.layout, claim.mesh, _coordinate(claim, h), shape, sizes=dict(claim.sizes))
+        except LayoutError as error:
+            raise named(error, name, h) from None
+        nests.append(_checked(name, h, claim, part, shape).nests)
+    return pieces_of(name, [h for h, _ in claimed], shape, nests)
+
+
+def place_companion(
+    name: str, claimed: Sequence[Claimed], shapes: Mapping[str, tuple[int, ...]], hints: Hints
+) -> StoredShard:
+    """Return the pieces of a tensor that follows from another one, such as a weight's scales.
+
+    Args:
+        name: the tensor's global name.
+        claimed: what ranks hold of it.
+        shapes: global shapes by name, of the tensor it follows from among others.
+        hints: the layout file that says so.
+
+    Raises:
+        LayoutError: no single shape of the other tensor gives the parts that ranks hold.
+        ContradictionError, IncompleteError: as `place_claimed`.
+    """
+    _check_meshes(name, claimed)
+    first, claim = claimed[0]
+    companion = claim.companion
+    assert companion is not None
+    fitting: dict[tuple[int, ...], list[LocalPart]] = {}
+    failure: LayoutError | None = None
+    for base in _base_shapes(name, claimed, shapes, hints):
+        try:
+            parts = [
+                companion_part(companion, c.layout, c.mesh, _coordinate(c, h), base, sizes=dict(c.sizes))
+                for h, c in claimed
+            ]
+        except LayoutError as error:
+            failure = error
+            continue
+        if all(part is not None and part.shape == h.shape for (h, _), part in zip(claimed, parts, strict=True)):
+            fitting[base] = [part for part in parts if part is not None]
+    if len(fitting) != 1:
+        if failure is not None and not fitting:
+            raise named(failure, name, first)
+        raise LayoutError(
+            f"{name}: no single shape of the tensor it belongs to follows from {companion}",
+            tensor=name,
+            rank=first.rank,
+            file=first.file,
+            got=f"a part of shape {list(first.shape)}; shapes that would fit: {sorted(map(list, fitting))[:4]}",
+            want="one tensor, or several of one shape, that it belongs to",
+            next_step="give the rule of that tensor, and of this one, for their names alone",
+        )
+    ((base, found),) = fitting.items()
+    shape = companion_shape(companion, base)
+    nests = [_checked(name, h, c, part, shape).nests for (h, c), part in zip(claimed, found, strict=True)]
+    return pieces_of(name, [h for h, _ in claimed], shape, nests)
+
+
+def _base_shapes(
+    name: str, claimed: Sequence[Claimed], shapes: Mapping[str, tuple[int, ...]], hints: Hints
+) -> set[tuple[int, ...]]:
+    """Return the shapes that the tensor may have which a companion follows from."""
+    first, claim = claimed[0]
+    companion, layouts = claim.companion, hints.layouts
+    assert companion is not None and layouts is not None
+    if companion.of is None:
+        blocks = companion.blocks or tuple(
+            companion.factor if i == companion.dim else 1 for i in range(len(first.shape))
+        )
+        local = {
+            h.rank: tuple(n * block for n, block in zip(h.shape, blocks, strict=True))
+            for h, c in claimed
+            if len(blocks) == len(h.shape) and c.mesh == claim.mesh
+        }
+        try:
+            return {infer_shape(claim.layout, claim.mesh, local, sizes=dict(claim.sizes))}
+        except LayoutError as error:
+            raise named(error, name, first) from None
+    base_pattern = layouts.name_of(companion.of)
+    indices = None if claim.pattern is None else claim.pattern.indices(name)
+    if base_pattern is not None and indices is not None and len(base_pattern.dims) == len(indices):
+        own = base_pattern.at(*indices)  # both names count the same dims: each has a base of its own
+        if own in shapes:
+            return {shapes[own]}
+    return {shape for other, shape in shapes.items() if layouts.rule_for(other) == companion.of}
+
+
+def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[StoredShard]:
+    """Return the pieces of every tensor that lies in a flat buffer.
+
+    Args:
+        name: the buffer's name.
+        claimed: what ranks hold of the buffer.
+        hints: shapes from outside, for members whose dims do not tell them.
+
+    Raises:
+        LayoutError: a member's shape is not known.
+        ContradictionError, IncompleteError: as `place_claimed`.
+    """
+    _check_meshes(name, claimed)
+    claim = claimed[0][1]
+    flat = flat_of(claim.layout)
+    assert flat is not None
+    if claim.pattern is not None:
+        raise LayoutError(
+            f"{name}: a flat buffer's members have one name each, and this buffer's name has dims",
+            tensor=name,
+            got=f"{claim.pattern} = {claim.layout}",
+            want="a rule for each buffer",
+            next_step="write a rule for each of the names",
+        )
+    lengths = axis_lengths(claim.mesh, claim.layout.view_mesh)
+    shapes = {}
+    for member in flat.members:
+        try:
+            bound = known_names(LayoutTree(member.dims), lengths, dict(claim.sizes))
+            shapes[member.name] = hints.shapes.get(member.name) or tuple(global_size(dim, bound) for dim in member.dims)
+        except KeyError as error:
+            raise LayoutError(
+                f"{member.name}: the layout of the buffer {name} does not tell its shape",
+                tensor=member.name,
+                got=f"no number for {error.args[0]!r} in {claim.layout}",
+                want="numbers, or names of [sizes]",
+                next_step="write numbers into the layout, or give --base-model",
+            ) from None
+    parts: list[FlatPart] = []
+    for h, c in claimed:
+        try:
+            part = flat_part(c.layout, c.mesh, _coordinate(c, h), shapes, sizes=dict(c.sizes))
+        except LayoutError as error:
+            raise named(error, name, h) from None
+        local = None if part is None else LocalPart((part.size,), (), part.sums)
+        _checked(name, h, c, local, (sum(map(prod, shapes.values())),))
+        assert part is not None
+        parts.append(part)
+    held = [h for h, _ in claimed]
+    return [
+        pieces_of(member.name, held, shapes[member.name], [part.members[member.name] for part in parts])
+        for member in flat.members
+    ]
+
+
+def _inferred(name: str, claimed: Sequence[Claimed]) -> tuple[int, ...]:
+    first, claim = claimed[0]
+    holders = {h.rank: h for h, c in claimed if c.mesh == claim.mesh}
+    try:
+        return infer_shape(
+            claim.layout, claim.mesh, {rank: h.shape for rank, h in holders.items()}, sizes=dict(claim.sizes)
+        )
+    except LayoutError as error:
+        wrong = named(error, name, first if error.rank is None else holders[error.rank])
+        raise wrong if not claim.is_recorded else _contradiction(wrong) from None
+
+
+def _contradiction(error: LayoutError) -> ContradictionError:
+    """Return the error for shapes that contradict layouts which the ranks themselves recorded: no option is wrong."""
+    return ContradictionError(
+        error.message,
+        tensor=error.tensor,
+        rank=error.rank,
+        file=error.file,
+        got=error.got,
+        want=error.want,
+        next_step="all ranks must come from one run; write the states again",
+    )
+
+
+def _coordinate(claim: Claim, held: HeldTensor) -> Mapping[str, int]:
+    return claim.mesh.coordinate(held.rank)
+
+
+def _checked(name: str, held: HeldTensor, claim: Claim, part: LocalPart | None, shape: tuple[int, ...]) -> LocalPart:
+    """Return what the layout gives a rank, if that is what the rank holds."""
+    check = "check that the layout and mesh are those of the run that wrote the state"
+    if part is None:
+        raise held.contradiction(
+            name,
+            f"rank {held.rank} holds a part, and the layout says that it holds none",
+            got=f"a part of shape {list(held.shape)}",
+            want=f"none, by {claim} on {claim.mesh.grid}",
+            next_step=check,
+        )
+    if part.sums:
+        raise LayoutError(
+            f"{name}: its ranks hold addends of a sum over {', '.join(part.sums)}, which are no values to copy",
+            tensor=name,
+            rank=held.rank,
+            file=held.file,
+            got=str(claim),
+            want="parts or replicas",
+            next_step="reduce the tensor before it is saved",
+        )
+    if part.shape != held.shape:
+        raise held.contradiction(
+            name,
+            f"rank {held.rank}'s part does not have the shape that its layout gives it",
+            got=str(list(held.shape)),
+            want=f"{list(part.shape)}, by {claim} of {list(shape)} on {claim.mesh.grid}",
+            next_step=check,
+        )
+    return part
+
+
+def _check_meshes(name: str, claimed: Sequence[Claimed]) -> None:
+    """Check that meshes are equal or disjoint, that one mesh has one layout, and that all its ranks are there."""
+    holders = {h.rank: h for h, _ in claimed}
+    if len(holders) < len(claimed):
+        twice = next(h for h, _ in claimed if holders[h.rank] is not h)
+        raise twice.contradiction(
+            name,
+            f"rank {twice.rank} holds it under two names",
+            got="two parts",
+            want="one part on each rank",
+            next_step="check the layout's name with dims",
+        )
+    seen: dict[int, Claimed] = {}
+    for h, claim in claimed:
+        # A mesh is looked at rank by rank when its first rank comes; the others only find themselves claimed by it.
+        for rank in claim.mesh.ranks if h.rank not in seen else (h.rank,):
+            other, others = seen.setdefault(rank, (h, claim))
+            if other is not h and (others.mesh, others.layout) != (claim.mesh, claim.layout):
+                raise h.contradiction(
+                    name,
+                    f"ranks {other.rank} and {h.rank} disagree about its layout or mesh",
+                    got=f"{claim} on {claim.mesh.grid}, ranks {_in_order(claim.mesh.ranks)}",
+                    want=f"{others} on {others.mesh.grid}, ranks {_in_order(others.mesh.ranks)}",
+                    next_step="all ranks must come from one run; write the states again",
+                )
+            if rank not in holders and owns(claim, name, rank):
+                raise IncompleteError(
+                    f"{name}: rank {rank} of its mesh holds nothing of it",
+                    tensor=name,
+                    rank=rank,
+                    got=f"parts on ranks {ranks_text(list(holders))}",
+                    want=f"parts on ranks {ranks_text(claim.mesh.ranks)}",
+                    next_step=f"let rank {rank} write its state again, then run the same command",
+                )
+
+
+def _in_order(ranks: Sequence[int]) -> str:
+    rising = all(a < b for a, b in pairwise(ranks))
+    return ranks_text(ranks) if rising else ", ".join(map(str, ranks))
