@@ -200,7 +200,7 @@ def test_what_no_safetensors_file_holds_is_refused_by_name(tmp_path, value):
 @pytest.mark.filterwarnings("ignore")
 def test_other_kinds_of_tensor_stay_inert(tmp_path):
     attributed = torch.zeros(2)
-    attributed.tag = 1
+    attributed.tag = torch.ones(2)
     for value in (
         torch.eye(2).to_sparse(),
         torch.zeros(2, device="meta"),
@@ -215,6 +215,19 @@ def test_other_kinds_of_tensor_stay_inert(tmp_path):
         with pytest.raises(UnsafeError) as caught:
             refuse_inert(archive.value, path, 2)
         assert caught.value.file == path
+
+
+def test_remarks_on_a_tensor_are_dropped(tmp_path):
+    tensor, parameter = torch.arange(3.0), torch.nn.Parameter(torch.arange(4.0))
+    tensor.ds_id, parameter.tag, parameter.frozen = "0_1", 7, None
+    archive = read_archive(saved(tmp_path, [tensor, parameter]))
+    assert_same(archive, archive.value[0], tensor)
+    assert_same(archive, archive.value[1], parameter)
+    parameter.tag = [1]
+    assert (
+        repr(read_archive(saved(tmp_path, parameter)).value)
+        == "<inert torch._utils._rebuild_parameter_with_state(...)>"
+    )
 
 
 def test_big_endian_is_refused(tmp_path):

@@ -211,6 +211,8 @@ class _Tree:
             ("torch._utils", "_rebuild_tensor_v2"): self.tensor_v2,
             ("torch._utils", "_rebuild_tensor_v3"): self.tensor_v3,
             ("torch._utils", "_rebuild_parameter"): _parameter,
+            ("torch._utils", "_rebuild_parameter_with_state"): _parameter_with_state,
+            ("torch._tensor", "_rebuild_from_type_v2"): self.attributed,
         }
 
     def load_storage(self, saved_id: object) -> object:
@@ -269,6 +271,17 @@ class _Tree:
             raise self.origin.corrupt("a tensor and its storage differ in type", got=storage.dtype, want=element_type)
         return self.tensor(storage.key, element_type, offset, shape, strides, hooks, metadata)
 
+    def attributed(self, args: tuple[object, ...]) -> object:
+        # torch/_tensor.py: _rebuild_from_type_v2(func, new_type, args, state): a tensor with attributes of its own.
+        match args:
+            case (InertRecord(args=None) as rebuild, InertRecord(args=None) as kind, tuple() as parts, state) if (
+                (rebuild.module, rebuild.name) == ("torch._utils", "_rebuild_tensor_v2")
+                and (kind.module, kind.name) == ("torch", "Tensor")
+                and _is_plain_state(state)
+            ):
+                return self.tensor_v2(parts)
+        return NotImplemented
+
     def tensor(
         self, key: str, dtype_name: str, offset: object, shape: object, strides: object, hooks: object, metadata: object
     ) -> ArchivedTensor:
@@ -322,3 +335,19 @@ def _size(args: tuple[object, ...]) -> object:
 def _parameter(args: tuple[object, ...]) -> object:
     # torch/_utils.py: _rebuild_parameter(data, requires_grad, hooks).
     return args[0] if len(args) == 3 and isinstance(args[0], ArchivedTensor) and not args[2] else NotImplemented
+
+
+def _parameter_with_state(args: tuple[object, ...]) -> object:
+    # torch/_utils.py: _rebuild_parameter_with_state(data, requires_grad, hooks, state).
+    return _parameter(args[:3]) if len(args) == 4 and _is_plain_state(args[3]) else NotImplemented
+
+
+def _is_plain_state(state: object) -> bool:
+    """Say whether a tensor's attributes are mere remarks (DeepSpeed's ``ds_id``): dropped, as a dict's are.
+
+    Others may be the values themselves: an attribute ``data`` or ``real`` that holds a tensor replaces them.
+    """
+    return isinstance(state, dict) and all(
+        isinstance(name, str) and (value is None or isinstance(value, (bool, int, float, str)))
+        for name, value in state.items()
+    )
