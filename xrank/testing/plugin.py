@@ -25,10 +25,10 @@ from xrank.testing.rank_pool import MAX_RANKS, RankPool
 
 __all__ = ["rank", "rank_pool", "world_size"]
 
-for _name in ("xrank.testing.workspace_contract", "xrank.testing.message_contract"):
-    if _name not in sys.modules:
+for _name in ("workspace_contract", "message_contract", "reader_contract"):
+    if f"xrank.testing.{_name}" not in sys.modules:
         # So that a contract's failed assert shows its values, as those of the tests beside it do.
-        pytest.register_assert_rewrite(_name)
+        pytest.register_assert_rewrite(f"xrank.testing.{_name}")
 
 _POOL = pytest.StashKey[RankPool]()
 _OF_THIS_PROCESS = ("capfd", "capfdbinary", "caplog", "capsys", "capsysbinary", "monkeypatch", "recwarn", "request")

@@ -1,0 +1,298 @@
+"""What every reader must do, as tests: subclass, say which reader and how to make a source, and all run against yours.
+
+    class TestMine(ReaderContract):
+        reader = MyReader()
+        unseen = {"a bit of a tensor flipped": "the format holds no checksums"}
+
+        def make(self, folder):
+            model = {"w": torch.rand(4, 6)}
+            write_my_format(folder / "checkpoint", model)
+            return Made(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.items()})
+
+The source should be small (some KB, a handful of files) and have every kind of file and tensor that the format knows.
+Each fault is tried on each of its files. A gather must then end in an error of xrank that names a file or a tensor, of
+the right kind for the fault, or give the right bytes: never wrong bytes, another exception or a hang. What a format
+cannot see is declared in `unseen`, with the reason; a declaration that no source needs fails, too.
+"""
+
+# ruff: noqa: D102 (a test's name says what it tests)
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from xrank.conversion.gather import gather_checkpoint
+from xrank.conversion.inspect import inspect_source
+from xrank.errors import CorruptError, UnsafeError, XrankError
+from xrank.readers.base import Hints, Reader
+from xrank.readers.discovery import find_source
+from xrank.testing.source_faults import FAULTS, Change, escaping_paths, hostile_changes
+from xrank.writers.companions import source_companions
+
+__all__ = ["Made", "ReaderContract", "WholeTensor", "read_model", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensor:
+    """What a gather must give for one tensor."""
+
+    dtype: str
+    """Name of the element type in safetensors."""
+    shape: tuple[int, ...]
+    data: bytes
+    """Row-major."""
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype} {list(self.shape)} {self.data[:8].hex()}...>"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A source as a contract's subclass makes it."""
+
+    path: Path
+    """What the user gives; it lies in the folder that `make` was given, and so does all it refers to."""
+    expected: Mapping[str, WholeTensor]
+    """Every tensor of the output, by name."""
+
+
+def whole(tensor: Any) -> WholeTensor:
+    """Return what a gather must give for this tensor of torch."""
+    import torch
+
+    from xrank.dtypes import by_torch_name
+
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return WholeTensor(
+        by_torch_name(str(tensor.dtype).removeprefix("torch.")).name, tuple(tensor.shape), bytes(raw.numpy())
+    )
+
+
+def read_model(folder: str | os.PathLike[str]) -> dict[str, WholeTensor]:
+    """Return the tensors of a Hugging Face folder, read without any code of xrank's."""
+    found = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        content = file.read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:start])
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            first, end = entry["data_offsets"]
+            found[name] = WholeTensor(entry["dtype"], tuple(entry["shape"]), content[start + first : start + end])
+    return found
+
+
+class ReaderContract:
+    """The tests; a subclass gives `reader` and `make`, or the fixture `made` where making needs other fixtures."""
+
+    reader: ClassVar[Reader]
+    frameworks: ClassVar[tuple[str, ...]] = ("torch",)
+    """Modules that reading must not import."""
+    unseen: ClassVar[Mapping[str, str]] = {}
+    """Fault (a name in `xrank.testing.source_faults.FAULTS`) -> why the format cannot show it."""
+    exit_codes: ClassVar[Mapping[str, frozenset[int]]] = {}
+    """Fault -> the exit codes that fit it, where they are others than `FAULTS` says."""
+
+    def make(self, folder: Path) -> Made:
+        """Write a source somewhere in an empty folder, the same bytes each time as far as the format lets it."""
+        raise NotImplementedError("a reader's tests say how a source is made")
+
+    def files(self, made: Made) -> list[Path]:
+        """Return the files to damage: all of the source but the companions, which are copied as they are."""
+        root = made.path if made.path.is_dir() else made.path.parent
+        left_out = {companion.path for companion in source_companions(str(root))}
+        return sorted(file for file in root.rglob("*") if file.is_file() and str(file) not in left_out)
+
+    # ---- fixtures
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def made(cls) -> Iterator[Made]:
+        """Make the source once for all tests, each of which works on a copy or leaves it as it was."""
+        with _room() as folder:
+            yield cls().make(folder)
+
+    @pytest.fixture
+    def source(self, made: Made) -> Iterator[Made]:
+        """Return a copy of the source that a test may damage."""
+        with _room() as folder:
+            # Its own parent, so that a path may lead out of it and still stay in the room.
+            shutil.copytree(made.path.parent, folder / "room", symlinks=True)
+            yield Made(folder / "room" / made.path.name, made.expected)
+
+    # ---- what is sound
+
+    def test_recognises_its_own_and_says_why_not(self, made: Made, tmp_path: Path) -> None:
+        assert self.reader.recognise(str(made.path)) is None
+        place, found = find_source(str(made.path))
+        assert (type(found), os.path.realpath(place)) == (type(self.reader), os.path.realpath(made.path))
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "notes.txt").write_text("nothing")
+        for other in ("empty", "other", "other/notes.txt", "absent"):
+            reason = self.reader.recognise(str(tmp_path / other))
+            assert reason is not None and 0 < len(reason) < 100 and "\n" not in reason, other
+
+    def test_every_tensor_comes_bit_for_bit(self, made: Made) -> None:
+        with _room() as folder:
+            gather_checkpoint(made.path, folder / "out", format=self.reader.name)
+            _assert_same(read_model(folder / "out"), made.expected)
+
+    def test_reading_twice_gives_the_same_plan(self, made: Made) -> None:
+        one, other = (self.reader.read(str(made.path), Hints()) for _ in range(2))
+        assert [(s.name, s.dtype, s.shape, s.record.tolist()) for s in one.shards] == [
+            (s.name, s.dtype, s.shape, s.record.tolist()) for s in other.shards
+        ]
+        assert one.files == other.files and one.notes == other.notes
+
+    def test_inspect_finds_no_problem(self, made: Made) -> None:
+        report = inspect_source(made.path)
+        assert report.details["problems"] == []
+        shown = json.loads(json.dumps(report.to_dict()))
+        assert shown["source"]["format"] == self.reader.name
+        assert shown["source"]["num_tensors"] == len(made.expected)
+
+    def test_no_framework_is_imported(self, made: Made) -> None:
+        with _room() as folder:
+            command = [sys.executable, "-c", _CHILD, str(made.path), str(folder / "out"), self.reader.name]
+            ended = subprocess.run([*command, *self.frameworks], capture_output=True, text=True, timeout=50)  # noqa: S603
+            assert ended.returncode == 0, ended.stderr
+            _assert_same(read_model(folder / "out"), made.expected)
+
+    def test_nothing_is_written_into_the_source(self, source: Made) -> None:
+        before = _state_of(source.path.parent)
+        with _room() as folder:
+            gather_checkpoint(source.path, folder / "out", format=self.reader.name)
+        assert _state_of(source.path.parent) == before
+
+    # ---- what is damaged
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_fault(self, source: Made, fault: str) -> None:
+        files = self.files(source)
+        payload = self._payload_ranges(source)
+        kind = FAULTS[fault]
+        wanted = self.exit_codes.get(fault, kind.exit_codes)
+        wrong, blind = [], 0
+        for change in kind.changes(files, payload):
+            said, is_right = self._after(source, change)
+            if said is None and not is_right:
+                blind += 1
+                if fault not in self.unseen:
+                    wrong.append(f"{change.what}: wrong bytes, and no error")
+            elif said is not None and (said.exit_code not in wanted or not _names(said)):
+                wrong.append(f"{change.what}: {type(said).__name__} {said} (exit {said.exit_code}, file {said.file})")
+        assert not wrong, "\n".join(wrong[:20])
+        assert fault not in self.unseen or blind, f"declared as unseen, but never is: {fault}"
+
+    def test_hostile_pickles_run_nothing(self, source: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+        with _room() as folder:
+            monkeypatch.chdir(folder)  # where a payload that runs leaves its marker
+            wrong, tried, refused = [], 0, 0
+            for change in hostile_changes(self.files(source)):
+                said, is_right = self._after(source, change)
+                tried += 1
+                refused += isinstance(said, (UnsafeError, CorruptError))
+                if os.listdir(folder):
+                    wrong.append(f"{change.what}: it ran")
+                    break
+                # Right bytes: a pickle that the reader has no use for, or a call whose result the pickle drops again.
+                if not is_right and not (isinstance(said, (UnsafeError, CorruptError)) and _names(said)):
+                    wrong.append(f"{change.what}: {type(said).__name__}: {said}")
+        assert not wrong, "\n".join(wrong[:20])
+        assert refused or not tried, "no hostile pickle was ever refused"
+
+    def test_paths_in_metadata_do_not_leave_the_folder(self, source: Made) -> None:
+        wrong = []
+        for change in escaping_paths(self.files(source)):
+            said, is_right = self._after(source, change)
+            if not (isinstance(said, (UnsafeError, CorruptError)) and _names(said)):
+                wrong.append(f"{change.what}: {type(said).__name__}: {said}, right bytes: {is_right}")
+        assert not wrong, "\n".join(wrong[:20])
+
+    # ---- how it is judged
+
+    def _payload_ranges(self, source: Made) -> dict[str, list[tuple[int, int]]]:
+        """Return real path -> (first byte, end) of what holds tensors; all other bytes are metadata."""
+        model = self.reader.read(str(source.path), Hints())
+        found: dict[str, list[tuple[int, int]]] = {}
+        used = {record for shard in model.shards for record in shard.record.tolist()}
+        for record in sorted(used):
+            file, offset, nbytes = (
+                int(column[record]) for column in (model.records.file, model.records.offset, model.records.nbytes)
+            )
+            if nbytes:
+                found.setdefault(os.path.realpath(model.files[file].path), []).append((offset, offset + nbytes))
+        return found
+
+    def _after(self, source: Made, change: Change) -> tuple[XrankError | None, bool]:
+        """Return the error of a gather after the change, and whether it gave the right bytes; undo the change."""
+        with _room() as folder, change.made():
+            try:
+                gather_checkpoint(source.path, folder / "out", format=self.reader.name)
+            except XrankError as error:
+                assert not os.path.exists(folder / "out"), f"{change.what}: a refused gather left an output"
+                return error, False
+            except Exception as error:
+                raise AssertionError(f"{change.what}: {type(error).__name__}: {error}") from error
+            found = read_model(folder / "out")
+        return None, found == dict(source.expected)
+
+
+_CHILD = """
+import sys
+from importlib.abc import MetaPathFinder
+source, out, name, *frameworks = sys.argv[1:]
+class Absent(MetaPathFinder):
+    def find_spec(self, full, path=None, target=None):
+        if full.partition(".")[0] in frameworks:
+            raise ImportError(f"{full} must not be needed")
+sys.meta_path.insert(0, Absent())
+from xrank.conversion.gather import gather_checkpoint
+gather_checkpoint(source, out, format=name)
+assert not set(frameworks) & set(sys.modules)
+"""
+
+
+@contextmanager
+def _room() -> Iterator[Path]:
+    """Yield a folder in memory where there is a file system of memory: the calls are the same, syncing is free."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:  # noqa: S108
+        yield Path(folder)
+
+
+def _assert_same(found: Mapping[str, WholeTensor], expected: Mapping[str, WholeTensor]) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, want in expected.items():
+        assert found[name] == want, name
+
+
+def _names(error: XrankError) -> bool:
+    """Say whether an error names what is concerned, in its parts and in its words."""
+    named = [part for part in (error.file, error.tensor) if part]
+    text = f"{error.message} {error.got or ''} {error.want or ''}"
+    return any(part in text or os.path.basename(part) in text for part in named) or (
+        error.rank is not None and re.search(rf"\branks? {error.rank}\b", text) is not None
+    )
+
+
+def _state_of(folder: Path) -> Sequence[tuple[str, int, int, int, bytes]]:
+    state = []
+    for path in sorted([folder, *folder.rglob("*")]):
+        status = path.lstat()
+        content = path.read_bytes() if path.is_file() else b""
+        state.append((str(path), status.st_mode, status.st_size, status.st_mtime_ns, content))
+    return state
