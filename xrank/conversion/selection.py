@@ -58,7 +58,7 @@ def select(
     for shard in source.shards:
         _check_name(shard.name, source.path)
     kept, excluded = _filtered(source, options, base)
-    tied, tie_notes = _ties(kept, config, aliases)
+    tied, tie_notes = _ties(kept, config, aliases, source.aliases)
     dropped = {name for names in tied.values() for name in names}
     outputs, cast, untouched = [], {}, []
     for shard in kept:
@@ -143,9 +143,12 @@ def _matches(patterns: Iterable[str], name: str) -> bool:
 
 
 def _ties(
-    shards: Sequence[StoredShard], config: Mapping[str, Any] | None, aliases: Mapping[str, str]
+    shards: Sequence[StoredShard],
+    config: Mapping[str, Any] | None,
+    aliases: Mapping[str, str],
+    recorded: Mapping[str, str],
 ) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, str]]]:
-    """Return the tied names: those of the layout file, and the head that config.json declares tied."""
+    """Return the tied names: those of the layout file and the source, and the head that config.json declares tied."""
     names = {shard.name for shard in shards}
     tied: dict[str, list[str]] = {}
     for name, target in aliases.items():
@@ -158,10 +161,14 @@ def _ties(
             )
         if name in names:
             tied.setdefault(target, []).append(name)
+    for name, target in recorded.items():
+        if name in names and target in names and name not in aliases and target not in aliases:
+            tied.setdefault(target, []).append(name)
     notes: list[tuple[str, str]] = []
-    heads = [name for name in names if _HEAD.fullmatch(name) and name not in aliases]
+    done = {*aliases, *recorded, *recorded.values()}
+    heads = [name for name in names if _HEAD.fullmatch(name) and name not in done]
     if heads and _says_tied(config):
-        embeddings = [name for name in names if _EMBEDDING.fullmatch(name)]
+        embeddings = [name for name in names if _EMBEDDING.fullmatch(name) and name not in {*aliases, *recorded}]
         if len(heads) == 1 and len(embeddings) == 1:
             tied.setdefault(embeddings[0], []).append(heads[0])
         else:

@@ -80,6 +80,8 @@ class StoredModel:
     """One for each tensor, in the order of the output."""
     absent: tuple[str, ...] = ()
     """Names of tensors that the source says it has, and of which it holds nothing."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Tied name -> name of the shard it is the same tensor as, where the source says so; both have a shard."""
     world_size: int | None = None
     step: int | None = None
     run_id: str | None = None
