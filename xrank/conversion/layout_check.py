@@ -13,9 +13,10 @@ from xrank.conversion.process import peak_rss_nbytes
 from xrank.dtypes import DTYPES
 from xrank.errors import LayoutError
 from xrank.layout import LayoutMap
-from xrank.plan.holdings import Holdings, Survey, held_nbytes, survey
+from xrank.plan.holdings import Holdings, Survey, held_nbytes
 from xrank.plan.planner import ranks_text
 from xrank.plan.report import Report
+from xrank.plan.survey import survey
 
 __all__ = ["check_layouts", "check_survey", "survey_facts"]
 

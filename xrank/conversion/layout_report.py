@@ -15,8 +15,9 @@ from xrank.errors import LayoutError, UsageError
 from xrank.layout.layout_diff import LayoutDiff
 from xrank.pictures import survey_html
 from xrank.pictures.text_picture import share_words
-from xrank.plan.holdings import Holdings, Survey, survey
+from xrank.plan.holdings import Holdings, Survey
 from xrank.plan.report import Report
+from xrank.plan.survey import survey
 from xrank.plan.told_shapes import told_shapes
 
 __all__ = ["check_file", "diff_layouts", "show_layouts", "write_page"]

@@ -14,8 +14,9 @@ from xrank.formats.rank_state import rank_of
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.layout_file import LayoutFile, to_text
 from xrank.layout.tensor_layout import free_size_names
-from xrank.plan.holdings import Holdings, Survey, held_by_layout, held_by_pieces, survey
+from xrank.plan.holdings import Holdings, Survey, held_by_layout, held_by_pieces
 from xrank.plan.source import StoredModel, StoredShard
+from xrank.plan.survey import survey
 from xrank.plan.told_shapes import told_shapes
 from xrank.readers.base import Hints
 from xrank.readers.discovery import find_source

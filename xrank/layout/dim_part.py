@@ -31,7 +31,18 @@ from xrank.layout.notation import (
     render_dim,
 )
 
-__all__ = ["MAX_NESTS", "UNIT", "DimPart", "Places", "Sizes", "compile_dim", "count_of", "cut_bounds", "product_of"]
+__all__ = [
+    "MAX_NESTS",
+    "UNIT",
+    "DimPart",
+    "Places",
+    "Sizes",
+    "check_limits",
+    "compile_dim",
+    "count_of",
+    "cut_bounds",
+    "product_of",
+]
 
 MAX_NESTS = 1 << 14
 """Nests that one rank's part of a tensor may have; real layouts have up to a dozen."""
@@ -216,15 +227,20 @@ def _listed_bounds(split: Split, size: int, length: int, unit: int, sizes: Mappi
 
 
 def _checked(part: DimPart) -> DimPart:
-    if max(part.global_size, part.local_size) > MAX_SIZE:
+    check_limits(part.global_size, part.local_size, len(part.nests))
+    return part
+
+
+def check_limits(global_size: int, local_size: int, num_nests: int) -> None:
+    """Refuse a dim of more elements than addresses can count, or of more nests than `MAX_NESTS`."""
+    if max(global_size, local_size) > MAX_SIZE:
         raise LayoutError(
             "a layout gives a tensor more elements than addresses can count",
-            got=f"{max(part.global_size, part.local_size):,}",
+            got=f"{max(global_size, local_size):,}",
             want=f"at most {MAX_SIZE:,}",
         )
-    if len(part.nests) > MAX_NESTS:
-        raise _too_many(len(part.nests))
-    return part
+    if num_nests > MAX_NESTS:
+        raise _too_many(num_nests)
 
 
 def _too_many(num_nests: int) -> LayoutError:

@@ -16,7 +16,7 @@ from xrank.layout.notation import LayoutTree, Node, Where, axes_of
 from xrank.layout.soundness import check_sound
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["LocalPart", "dim_parts", "holds", "local_part", "places_of"]
+__all__ = ["LocalPart", "bound_dims", "dim_parts", "holds", "local_part", "places_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +205,23 @@ def dim_parts(
     layout: TensorLayout, shape: Sequence[int], lengths: Mapping[str, int], places: Places, sizes: Mapping[str, int]
 ) -> list[DimPart]:
     """Return the compiled dims of a layout, for a rank's places as `places_of` gives them."""
-    own = _relevant(layout.tree, sizes)
-    bound = _bound_dims(layout.tree, checked_shape(shape), own, _count_lengths(layout.tree, lengths))
+    bound = bound_dims(layout, shape, lengths, sizes)
     return [compile_dim(dim, known, tuple(p for p in places if p[0] in axes)) for dim, axes, known in bound]
+
+
+def bound_dims(
+    layout: TensorLayout, shape: Sequence[int], lengths: Mapping[str, int], sizes: Mapping[str, int]
+) -> tuple[tuple[Node, frozenset[str], Sizes], ...]:
+    """Return each dim with the axes that cut it and the numbers of its names.
+
+    Args:
+        layout: how the tensor is cut.
+        shape: its global shape.
+        lengths: of the axes that the layout may use, as `places_of` gives them.
+        sizes: sizes by name.
+
+    Raises:
+        LayoutError: the layout does not fit the shape, or a size is not known.
+    """
+    own = _relevant(layout.tree, sizes)
+    return _bound_dims(layout.tree, checked_shape(shape), own, _count_lengths(layout.tree, lengths))

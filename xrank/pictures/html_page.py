@@ -11,7 +11,8 @@ from xrank.layout import DeviceMesh, LayoutMap
 from xrank.pictures.regions import cut_dims, region_of
 from xrank.pictures.text_picture import alike, misfit_words, share_words
 from xrank.pictures.words import amount_text, one_line, ranks_words, width_of
-from xrank.plan.holdings import Holdings, Share, Survey, held_nbytes, survey
+from xrank.plan.holdings import Holdings, Share, Survey, held_nbytes
+from xrank.plan.survey import survey
 
 __all__ = ["layout_html", "survey_html"]
 

@@ -9,7 +9,8 @@ from xrank.dtypes import DTYPES
 from xrank.layout import LayoutMap
 from xrank.pictures.regions import cut_dims, part_names, region_of, region_words, strip
 from xrank.pictures.words import amount_text, clipped, one_line, ranks_words, width_of
-from xrank.plan.holdings import Holdings, Share, Survey, held_nbytes, survey
+from xrank.plan.holdings import Holdings, Share, Survey, held_nbytes
+from xrank.plan.survey import survey
 
 __all__ = ["alike", "layout_text", "misfit_words", "share_words", "survey_text"]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xrank.layout.nest_table import NestTable, int_array
+import numpy as np
+
+from xrank.layout.mesh_parts import MeshParts
 from xrank.layout.nests import Nest
 from xrank.plan.coverage import contains, range_text
 from xrank.plan.planner import divided
@@ -26,27 +27,28 @@ class Misfit:
     """Who holds them, rising; nobody holds a gap."""
 
 
-def find_misfit(held: Sequence[tuple[tuple[int, ...], tuple[Nest, ...]]], shape: tuple[int, ...]) -> Misfit | None:
+def find_misfit(parts: MeshParts, shape: tuple[int, ...]) -> Misfit | None:
     """Return the first elements that are not held exactly once; nests with equal y sides are replicas, and count once.
 
     Args:
-        held: ranks, and the nests that each of them holds; y is the row-major address in the tensor.
+        parts: what each rank holds; y is the row-major address in the tensor.
         shape: the tensor's global shape.
     """
-    rows = [(ranks[0], nest) for ranks, nests in held for nest in nests]
-    table = NestTable.of([nest for _, nest in rows])
-    _, _, fault = divided(int_array(rank for rank, _ in rows), table, math.prod(shape))
+    _, _, fault = divided(parts.first_ranks[parts.owner], parts.nests, math.prod(shape))
     if fault is None:
         return None
     at = fault.address
     if fault.kind == "gap":
-        later = [first for _, nest in rows if (first := _first_from(nest, at)) is not None]
+        nests = (parts.nests[int(row)] for row in np.flatnonzero(parts.nests.y_ends > at))
+        later = [first for nest in nests if (first := _first_from(nest, at)) is not None]
         return Misfit("gap", range_text(shape, at, min(later, default=math.prod(shape)) - 1))
-    holders = [(ranks, nest) for ranks, nests in held for nest in nests if contains(nest, at)]
-    ranks = tuple(sorted({rank for having, _ in holders for rank in having}))
+    near = np.flatnonzero((parts.nests.y <= at) & (parts.nests.y_ends > at))
+    holding = [int(row) for row in near if contains(parts.nests[int(row)], at)]
+    ranks = tuple(parts.ranks[np.isin(parts.part, parts.owner[holding])].tolist())
     if fault.kind == "outside":
         return Misfit("outside", f"address {at:,} of {math.prod(shape):,}", ranks)
-    return Misfit("overlap", range_text(shape, at, min(_run_end(nest, at) for _, nest in holders)), ranks)
+    end = min(_run_end(parts.nests[row], at) for row in holding)
+    return Misfit("overlap", range_text(shape, at, end), ranks)
 
 
 def _first_from(nest: Nest, address: int) -> int | None:

@@ -1,0 +1,149 @@
+"""Nests row by row: what `xrank.layout.nests` does with one nest, done with a whole table in a few array operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xrank.layout.nest_table import IntArray, NestTable
+
+__all__ = ["canonical_rows", "joined_rows", "product_rows", "restricted_rows", "rows_of"]
+
+
+def rows_of(owner: IntArray, chosen: IntArray, num_owners: int) -> tuple[IntArray, IntArray]:
+    """Return the rows that chosen owners have, one owner after the other: row numbers, and where in `chosen` it stands.
+
+    Args:
+        owner: the owner of each row, rising.
+        chosen: owners, in any order and as often as wanted.
+        num_owners: how many owners there are.
+    """
+    counts = np.bincount(owner, minlength=num_owners)
+    starts = np.cumsum(counts) - counts
+    counts = counts[chosen]
+    at = np.repeat(np.arange(len(chosen)), counts)
+    ends = np.cumsum(counts)
+    return np.arange(len(at)) + (starts[chosen] - ends + counts)[at], at
+
+
+def canonical_rows(nests: NestTable) -> NestTable:
+    """Return the rows as `canonical` makes them; loops of several iterations stand by falling x stride already."""
+    loops = nests.loops
+    kept = np.zeros_like(loops)
+    kept[:, :, 0] = 1
+    if not loops.shape[1]:
+        return nests
+    rows = np.arange(len(loops))
+    last = np.full(len(loops), -1)
+    for column in range(loops.shape[1]):
+        loop = loops[:, column]
+        real = loop[:, 0] != 1
+        outer = kept[rows, last]  # of a row that has none yet: a single iteration, which nothing continues
+        reach = loop[:, 0] * loop[:, 1], loop[:, 0] * loop[:, 2]
+        joins = real & (outer[:, 0] != 1) & (outer[:, 1] == reach[0]) & (outer[:, 2] == reach[1])
+        last += real & ~joins
+        merged = loop.copy()
+        merged[:, 0] = np.where(joins, outer[:, 0] * loop[:, 0], loop[:, 0])
+        kept[rows[real], last[real]] = merged[real]
+    return NestTable(nests.x, nests.y, _trimmed(kept))
+
+
+def product_rows(major: NestTable, minor: NestTable, local_sizes: IntArray, global_size: int) -> NestTable:
+    """Return row by row the nest of a product of two index spaces.
+
+    Args:
+        major: the nests whose indices count the minor space as a whole.
+        minor: as many nests.
+        local_sizes: of each row's minor space.
+        global_size: of all rows' minor space.
+    """
+    loops = major.loops.copy()
+    loops[:, :, 1] *= local_sizes[:, None]
+    loops[:, :, 2] *= global_size
+    return canonical_rows(
+        NestTable(
+            major.x * local_sizes + minor.x,
+            major.y * global_size + minor.y,
+            np.concatenate((loops, minor.loops), axis=1),
+        )
+    )
+
+
+def restricted_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[IntArray, NestTable]:
+    """Return the parts of canonical, nested rows whose x lies in [low, high) of their row, as `restrict` does.
+
+    Returns:
+        The row that each part is of, rising, and the parts, by rising x within a row.
+    """
+    rows = np.arange(len(nests))
+    x, y, loops = nests.x, nests.y, nests.loops
+    found: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
+    while len(rows):
+        spans = 1 + ((loops[:, :, 0] - 1) * loops[:, :, 1]).sum(axis=1)
+        first_x, last_x = low[rows], high[rows]
+        is_inside = (first_x <= x) & (x + spans <= last_x)
+        found.append((rows[is_inside], x[is_inside], y[is_inside], loops[is_inside]))
+        is_cut = ~is_inside & (x < last_x) & (x + spans > first_x)
+        rows, x, y, loops, first_x, last_x = (each[is_cut] for each in (rows, x, y, loops, first_x, last_x))
+        if not len(rows):
+            break
+        # A row that is neither inside nor outside has a loop to split, and not a single iteration: it comes first.
+        n, xs, ys = loops[:, 0].T
+        inner = loops[:, 1:]
+        inner_span = 1 + ((inner[:, :, 0] - 1) * inner[:, :, 1]).sum(axis=1)
+        first = np.maximum(0, (first_x - x - inner_span) // xs + 1)
+        last = np.minimum(n - 1, (last_x - 1 - x) // xs)
+        whole_first = np.maximum(first, -((x - first_x) // xs))
+        whole_last = np.minimum(last, (last_x - x - inner_span) // xs)
+        count = whole_last - whole_first + 1
+        for is_middle, middle in ((count > 1, loops), (count == 1, inner)):
+            kept = middle[is_middle]
+            if middle is loops:
+                kept[:, 0, 0] = count[is_middle]
+            step = whole_first[is_middle]
+            start_x = x[is_middle] + step * xs[is_middle]
+            found.append((rows[is_middle], start_x, y[is_middle] + step * ys[is_middle], kept))
+        # Nested, so that an edge is one iteration on each side.
+        edge = np.maximum(whole_last + 1, whole_first)
+        sides = ((first, first < np.minimum(whole_first, last + 1)), (edge, edge <= last))
+        rows, x, y, loops = (
+            np.concatenate(each)
+            for each in zip(
+                *((rows[there], (x + step * xs)[there], (y + step * ys)[there], inner[there]) for step, there in sides),
+                strict=True,
+            )
+        )
+    if not found:
+        return rows, nests
+    table = joined_rows([NestTable(x, y, loops) for _, x, y, loops in found])
+    rows = np.concatenate([each[0] for each in found])
+    order = np.lexsort((table.x, rows))
+    return rows[order], table.take(order)
+
+
+def joined_rows(tables: Sequence[NestTable]) -> NestTable:
+    """Return the rows of one table after another's."""
+    depth = max(table.loops.shape[1] for table in tables)
+    return NestTable(
+        np.concatenate([table.x for table in tables]),
+        np.concatenate([table.y for table in tables]),
+        _trimmed(np.concatenate([_deepened(table.loops, depth) for table in tables])),
+    )
+
+
+def _deepened(loops: IntArray, depth: int) -> IntArray:
+    if loops.shape[1] == depth:
+        return loops
+    wider = np.zeros((len(loops), depth, 3), dtype=np.int64)
+    wider[:, :, 0] = 1
+    wider[:, : loops.shape[1]] = loops
+    return wider
+
+
+def _trimmed(loops: IntArray) -> IntArray:
+    """Return loops without the last columns that hold single iterations alone."""
+    depth = loops.shape[1]
+    while depth and (loops[:, depth - 1, 0] == 1).all():
+        depth -= 1
+    return loops[:, :depth]

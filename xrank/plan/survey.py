@@ -1,0 +1,187 @@
+"""Surveys: who holds what of every tensor, by a layout map and the tensors' shapes; nothing is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from xrank.errors import LayoutError
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.layout.binding import checked_shape
+from xrank.layout.companion import companion_part, companion_shape
+from xrank.layout.flat import flat_mesh_parts, flat_of
+from xrank.layout.mesh_parts import MeshParts
+from xrank.layout.notation import axes_of
+from xrank.layout.tensor_name import NameTable, name_table
+from xrank.plan.holdings import Holdings, Survey, held_by_layout, held_by_parts
+
+__all__ = ["survey"]
+
+
+def survey(
+    layouts: LayoutMap, shapes: Mapping[str, Sequence[int]], *, dtypes: Mapping[str, str] | None = None
+) -> Survey:
+    """Return who holds what of the tensors with these global shapes; what is wrong is told, not raised.
+
+    Args:
+        layouts: how each is cut; with a mesh.
+        shapes: global shape by name. A flat buffer's members are tensors like others.
+        dtypes: safetensors name of the element type, by name.
+    """
+    compiler = _Compiler(layouts, {name: checked_shape(shape) for name, shape in shapes.items()})
+    found = []
+    for name, shape in compiler.shapes.items():
+        start = Holdings(name, shape, (dtypes or {}).get(name), sizes=layouts.sizes)
+        try:
+            found.append(compiler.holdings(start))
+        except LayoutError as error:
+            error.tensor = name
+            if not error.message.startswith(name):
+                error.message = f"{name}: {error.message}"
+            found.append(replace(start, rule=compiler.rules.get(name), problem=error))
+    texts = {pattern: str(value) for pattern, value in (*layouts.items(), *layouts.companions.items())}
+    meshes = {} if layouts.device_mesh is None else {"mesh": layouts.device_mesh}
+    meshes.update((f"view {name}", view) for name, view in layouts.views.items())
+    used = set(compiler.rules.values())
+    return Survey(
+        meshes,
+        texts,
+        tuple(found),
+        tuple(one.name for one in found if one.rule is None and one.problem is None),
+        tuple(rule for rule in texts if rule not in used),
+    )
+
+
+class _Compiler:
+    """Finds each tensor's rule, and compiles what every rank holds by it."""
+
+    def __init__(self, layouts: LayoutMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.layouts, self.shapes = layouts, shapes
+        self.rules: dict[str, str] = {}
+        """Name -> the rule that decided."""
+        self._tables: dict[str, list[tuple[list[int], NameTable | None]]] = {}
+        self._flats: dict[str, Mapping[str, MeshParts]] = {}
+        self._members: dict[str, list[str]] = {}
+        for rule, layout in layouts.items():
+            flat = None if layout is None else flat_of(layout)
+            for member in () if flat is None else flat.members:
+                self._members.setdefault(member.name, []).append(rule)
+
+    def holdings(self, start: Holdings) -> Holdings:
+        """Return who holds what of one tensor; without a rule where none decides."""
+        name = start.name
+        rule, member_of = self.layouts.rule_for(name), self._members.get(name, [])
+        companion = self.layouts.companion_rule_for(name)
+        if rule is None and companion is None and not member_of and name in self.layouts.aliases:
+            rule = self.layouts.rule_for(self.layouts.aliases[name])
+        deciding = [each for each in (rule, companion, *member_of) if each is not None]
+        if len(deciding) > 1:
+            raise LayoutError(
+                f"{name}: several rules decide for it", got=str(deciding), want="one", next_step="keep one of them"
+            )
+        if not deciding:
+            return start
+        self.rules[name] = deciding[0]
+        if companion is not None:
+            return self._companion(replace(start, rule=companion))
+        layout = self.layouts[deciding[0]]
+        assert layout is not None
+        start = replace(start, rule=deciding[0])
+        if member_of:
+            return self._flat(start, layout)
+        found = held_by_layout(start, layout, self._mesh(layout))
+        if self.layouts.name_of(deciding[0]) is not None and name not in self.layouts.aliases:
+            return self._named(found, layout)
+        return found
+
+    def _mesh(self, layout: TensorLayout) -> DeviceMesh:
+        mesh = layout.device_mesh or self.layouts.device_mesh
+        if mesh is None:
+            raise LayoutError(
+                "nothing says the mesh of its ranks",
+                got=str(layout),
+                next_step='add a table like [mesh] with grid = "dp=2 tp=2" to the layout file',
+            )
+        return mesh
+
+    def _named(self, whole: Holdings, layout: TensorLayout) -> Holdings:
+        """A tensor whose leading dims stand in its name: only ranks that hold its index have it."""
+        rule = whole.rule or ""
+        if rule not in self._tables:
+            self._tables[rule] = self._name_tables(rule, layout)
+        having = [
+            rank
+            for ranks, table in self._tables[rule]
+            if table is not None and table.local_name(whole.name) is not None
+            for rank in ranks
+        ]
+        assert whole.parts is not None
+        return held_by_parts(whole, whole.parts.kept(np.isin(whole.parts.ranks, having)), whole.sums)
+
+    def _name_tables(self, rule: str, layout: TensorLayout) -> list[tuple[list[int], NameTable | None]]:
+        """Return what ranks hold under a name with dims, those together that no axis of name or "where" tells apart."""
+        mesh, name = self._mesh(layout), self.layouts.name_of(rule)
+        assert name is not None
+        axes = {axis for dim in name.dims for axis in axes_of(dim)} | {where.axis for where in layout.tree.where}
+        alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for rank in mesh.ranks:
+            at = {**mesh.coordinate(rank), **(layout.view_mesh.coordinate(rank) if layout.view_mesh else {})}
+            alike.setdefault(tuple((axis, place) for axis, place in at.items() if axis in axes), []).append(rank)
+        return [
+            (ranks, name_table(name, layout, mesh, mesh.coordinate(ranks[0]), sizes=self.layouts.sizes))
+            for ranks in alike.values()
+        ]
+
+    def _flat(self, start: Holdings, layout: TensorLayout) -> Holdings:
+        rule, mesh = start.rule or "", self._mesh(layout)
+        if rule not in self._flats:
+            self._flats[rule] = flat_mesh_parts(layout, mesh, self.shapes, sizes=self.layouts.sizes)
+        start = replace(start, layout=layout, mesh=mesh, text=str(layout))
+        return held_by_parts(start, self._flats[rule][start.name], layout.tree.sums)
+
+    def _companion(self, start: Holdings) -> Holdings:
+        companion = self.layouts.companions[start.rule or ""]
+        text = str(companion)
+        if companion.of is not None:
+            layout = self.layouts[companion.of]
+            assert layout is not None
+            bases = {
+                shape
+                for name, shape in self.shapes.items()
+                if self.layouts.rule_for(name) == companion.of and _follows(companion_shape, companion, shape, start)
+            }
+        else:
+            assert companion.base is not None
+            layout = TensorLayout.from_tree(companion.base)
+            if self.layouts.device_mesh is not None:
+                layout = layout.with_mesh(self.layouts.device_mesh, self.layouts.views)
+            factors = companion.blocks or tuple(
+                companion.factor if i == companion.dim else 1 for i in range(len(start.shape))
+            )
+            bases = {tuple(n * factor for n, factor in zip(start.shape, factors, strict=True))}
+        if len(bases) != 1:
+            raise LayoutError(
+                f"{start.name}: no single shape of its base follows from {text}",
+                got=f"{list(start.shape)}; bases {sorted(map(list, bases))[:4]}",
+                want="one tensor, or several of one shape, that it belongs to",
+                next_step="give the base's rule for these tensors alone",
+            )
+        mesh, base = self._mesh(layout), bases.pop()
+        parts = {
+            rank: companion_part(companion, layout, mesh, mesh.coordinate(rank), base, sizes=self.layouts.sizes)
+            for rank in mesh.ranks
+        }
+        held = {
+            rank: (part.nests, part.shape, math.prod(part.shape)) for rank, part in parts.items() if part is not None
+        }
+        return held_by_parts(replace(start, mesh=mesh, text=text), MeshParts.of(held), layout.tree.sums)
+
+
+def _follows(shape_of: Callable[..., tuple[int, ...]], companion: object, base: tuple[int, ...], of: Holdings) -> bool:
+    try:
+        return shape_of(companion, base) == of.shape
+    except LayoutError:
+        return False
