@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from xrank import NFSWorkspace, gather_checkpoint
+from xrank import NFSWorkspace, gather_checkpoint, reshard_checkpoint
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, XrankError
 from xrank.layout import LayoutMap
 
@@ -162,3 +162,63 @@ def test_a_state_refuses_what_no_reader_could_place(tmp_path: Path, page: Path, 
     with pytest.raises(LayoutError, match=says) as caught:
         workspace.write_configs_and_weights({}, {name: torch.ones(H)}, layouts=layouts)
     assert caught.value.tensor == name
+
+
+SWAPPED = {
+    "embed": "[pad(v, 4*tp)/tp, h] where pp=last",
+    "layers.{10/~pp}.qkv": "[g/tp <q: r d | k: d | v: d>, h]",
+    "layers.{10/~pp}.out": "[h, g/tp r d]",
+    "layers.{10/~pp}.norm": "[h]",
+    "layers.{10/~pp}.fc1": "[f/tp <gate: 1 | up: 1>, h]",
+    "layers.{10/~pp}.experts.{e/~ep}.w13": "[f <gate: 1 | up: 1>, h] in expert",
+    "layers.{10/~pp}.experts.{e/~ep}.scale": 'scale("layers.{10/~pp}.experts.{e/~ep}.w13", 4x5)',
+    "final.*": "[n/~pp, m] in expert",
+    "final.norm": "[n/~tp]",
+}
+
+
+def test_a_model_of_everything_is_resharded_and_comes_back(tmp_path: Path, page: Path) -> None:
+    model = whole()
+    there = tmp_path / "there.toml"
+    rules = [f"{name!r} = {text!r}" for name, text in SWAPPED.items()]
+    there.write_text("\n".join([
+        '[mesh]', 'grid = "pp=3 tp=4"', 'view.expert = "pp=3 ep=4"', "[sizes]", "v = 27", "g = 4", "r = 3", "d = 2",
+        "f = 6", "e = 4", "[tensors]", *rules,
+        "[alias]", 'head = "embed"',
+    ]))  # fmt: skip
+    write(tmp_path / "ws", model, LayoutMap.read(page))
+    tied = tmp_path / "tied.toml"
+    tied.write_text('[alias]\nhead = "embed"\n')
+    gather_checkpoint(tmp_path / "ws", tmp_path / "whole", layout=tied)
+    with pytest.raises(LayoutError, match="layers.0.fc1: 6/tp: 6 does not divide by 4"):
+        reshard_checkpoint(tmp_path / "ws", there, tmp_path / "moved")
+    there.write_text(there.read_text().replace("[f/tp <gate", "[f/~tp <gate"))
+    report = reshard_checkpoint(tmp_path / "ws", there, tmp_path / "moved")
+    assert report.output is not None and report.output["world_size"] == 12
+    last = torch.load(tmp_path / "moved" / "rank_11_state.pth")["weight"]
+    assert sorted(last) == sorted(
+        ["embed", "head", "final.bias"] + [f"layers.{own}.{kind}" for own in range(2) for kind in ("qkv", "out", "norm", "fc1")]
+        + [f"layers.{own}.experts.0.{kind}" for own in range(2) for kind in ("w13", "scale")]
+        + ["final.norm"]
+    )  # fmt: skip
+    assert torch.equal(last["layers.1.experts.0.w13"], model["layers.9.experts.3.w13"])
+    # What the new states record is enough to gather them, and to go back to states like those they came of.
+    gather_checkpoint(tmp_path / "moved", tmp_path / "again", layout=tied)
+    for folder in ("whole", "again"):
+        found = safetensors.torch.load_file(tmp_path / folder / "model.safetensors")
+        assert found.keys() == model.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in model.items())
+    back = tmp_path / "back.toml"
+    flat = '"tail" = "flat(final.norm [5], final.bias [3, 3], pad 4)/tp where pp=last"'
+    back.write_text(page.read_text())
+    with pytest.raises(LayoutError, match="final.norm: the layout file puts it into the flat buffer tail"):
+        reshard_checkpoint(tmp_path / "moved", back, tmp_path / "back")
+    back.write_text(page.read_text().replace(flat, '"final.*" = "[n, m] where pp=last"\n"final.norm" = "[n]"'))
+    reshard_checkpoint(tmp_path / "moved", back, tmp_path / "back")
+    for rank in range(8):
+        expected = part(model, *divmod(rank, 2))
+        got = torch.load(tmp_path / "back" / f"rank_{rank}_state.pth")["weight"]
+        assert expected.keys() - {"tail"} == got.keys() - {"final.norm", "final.bias"}
+        for name in expected.keys() - {"tail"}:
+            rows = min(len(expected[name]), V - 16 * (rank % 2)) if name in ("embed", "head") else len(expected[name])
+            assert torch.equal(got[name][:rows], expected[name][:rows]), (rank, name)

@@ -267,7 +267,7 @@ def test_parts_with_padding_are_filled_with_zeros(bench: Bench, monkeypatch: pyt
     for module in (windows, worker):
         monkeypatch.setattr(module, "WINDOW_NBYTES", 4096)
 
-    def padded(layout: Any, mesh: Any, coordinate: Any, shape: Any) -> LocalPart | None:
+    def padded(layout: Any, mesh: Any, coordinate: Any, shape: Any, sizes: Any) -> LocalPart | None:
         if mesh.rank_at(coordinate) == 2:
             return None  # a rank without the tensor
         rows = shape[0] // 2
@@ -326,9 +326,11 @@ def test_a_layout_in_a_view_is_recorded_on_it(bench: Bench) -> None:
     gather_checkpoint(bench.out, bench.folder / "again")
     assert_holds(bench.folder / "again", model)
     shutil.rmtree(bench.out)
+    # Axes of the mesh and of the view in one layout: rank 0 alone has the tensor, and by x a third of it.
     mixed = LayoutMap(mesh)
-    mixed[".*"] = TensorLayout.parse("[n/~x] where r=0 in two", mesh, {"two": view})
-    assert "view" in refused(bench, LayoutError, mixed).message
+    mixed["norm.weight|steps"] = TensorLayout.parse("[n/~x] where r=0 in two", mesh, {"two": view})
+    mixed["embed.*|up.*|down.*"] = TensorLayout.parse("[n, m]", mesh)
+    assert "left to no rank by the new layout" in refused(bench, LayoutError, mixed).message
     sums = told({**ELSEWHERE, "steps": "[n] sum(x)"})
     assert "addends" in refused(bench, LayoutError, sums).message
 
@@ -393,9 +395,14 @@ def test_names_that_share_their_bytes_still_do(bench: Bench) -> None:
         assert weights["lm_head.weight"].data_ptr() == weights["embed.weight"].data_ptr()
     gather_checkpoint(bench.out, bench.folder / "again")
     assert_holds(bench.folder / "again", {**model, "lm_head.weight": model["embed.weight"]})
-    apart = told({**ELSEWHERE, "lm_head.weight": "[v/~x, h]"})
-    with pytest.raises(LayoutError, match="tied, but the layout file cuts them differently"):
-        reshard_checkpoint(bench.workspace, apart, bench.folder / "no")
+    # As a pipeline has them: the head on other ranks than the embedding it is tied to.
+    apart = {**ELSEWHERE, "embed.weight": "[v, h/~y] where x=0", "lm_head.weight": "[v/~y, h] where x=last"}
+    report = reshard_checkpoint(bench.workspace, told(apart), bench.folder / "apart")
+    assert report.output is not None and (report.output["tied"], report.num_tensors) == ([], 6)
+    last = state(bench.folder / "apart", 5)["weight"]
+    assert raw(last["lm_head.weight"]) == raw(model["embed.weight"].chunk(2)[1]) and "embed.weight" not in last
+    gather_checkpoint(bench.folder / "apart", bench.folder / "whole")
+    assert_holds(bench.folder / "whole", {**model, "lm_head.weight": model["embed.weight"]})
 
 
 def test_an_alias_is_compared_and_shares_its_bytes(bench: Bench) -> None:
@@ -471,7 +478,7 @@ def test_layouts_that_leave_out_or_give_twice(bench: Bench, monkeypatch: pytest.
     for length, start, says in ((10, 6, "left to no rank"), (10, 5, "given to ranks 0-1 in different cuts")):
 
         def crooked(
-            layout: Any, mesh: Any, coordinate: Any, shape: Any, *, n: int = length, at: int = start
+            layout: Any, mesh: Any, coordinate: Any, shape: Any, *, sizes: Any, n: int = length, at: int = start
         ) -> LocalPart:
             first = n - 5 if coordinate["r"] == 0 else n - at
             return LocalPart((first,), (Nest(0, 0 if coordinate["r"] == 0 else at - (at == 5), ((first, 1, 1),)),))

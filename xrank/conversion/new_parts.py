@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from xrank.errors import LayoutError
-from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.layout.local_part import local_part
+from xrank.layout.companion import companion_part
+from xrank.layout.flat import flat_of
+from xrank.layout.local_part import LocalPart, local_part
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
 from xrank.plan.coverage import Fault, contains, range_text
 from xrank.plan.output import TensorPart
 from xrank.plan.planner import divided, ranks_text
+from xrank.readers.claims import Claim, Claims, own_name
 
-__all__ = ["NewPart", "new_layout", "new_parts"]
+__all__ = ["NewPart", "new_claim", "new_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,74 +30,65 @@ class NewPart:
     part: TensorPart
 
 
-def new_layout(name: str, layouts: LayoutMap) -> tuple[TensorLayout, DeviceMesh] | None:
-    """Return the layout and mesh that a tensor is to have; None where no rule decides.
+def new_claim(name: str, claims: Claims) -> Claim | None:
+    """Return how a tensor is to be cut; None where no rule decides.
 
     Raises:
-        LayoutError: several rules decide, or nothing says the mesh.
+        LayoutError: several rules decide, nothing says the mesh, or it is to lie in a flat buffer.
     """
-    try:
-        layout = layouts[name]
-    except LayoutError as error:
-        error.next_step = error.next_step or "let the patterns of the layout file tell the names apart"
-        raise
-    if layout is None:
-        return None
-    mesh = layout.device_mesh or layouts.device_mesh
-    if mesh is None:
+    claim = claims.given(name)
+    if claim is not None and flat_of(claim.layout) is not None:
         raise LayoutError(
-            f"{name}: the layout file has a rule for it but no [mesh]",
+            f"{name}: the new layout is a flat buffer, which is read and not written",
             tensor=name,
-            got=str(layout),
-            next_step='add a table like [mesh] with grid = "dp=2 tp=2" to the layout file',
+            got=str(claim),
+            want="the layout of one tensor",
+            next_step="give the members layouts of their own",
         )
-    if layout.view_mesh is None:
-        return layout, mesh
-    # A state's record knows meshes, not views: the view becomes the mesh, where the layout uses its axes alone.
-    try:
-        return TensorLayout.from_tree(replace(layout.tree, view=None), layout.view_mesh), layout.view_mesh
-    except LayoutError as error:
-        raise LayoutError(
-            f"{name}: its layout uses axes of a view and of the mesh, which no state can record",
-            tensor=name,
-            got=str(layout),
-            want=f"axes of {layout.view_mesh.grid} alone",
-            next_step="say the layout with the axes of one view",
-        ) from error
+    return claim
 
 
-def new_parts(name: str, layout: TensorLayout, mesh: DeviceMesh, shape: tuple[int, ...]) -> Mapping[int, NewPart]:
+def new_parts(
+    name: str, claim: Claim, shape: tuple[int, ...], base: tuple[int, ...] | None = None
+) -> Mapping[int, NewPart]:
     """Return what each rank that holds anything of a tensor is to hold.
+
+    Args:
+        name: the tensor's global name.
+        claim: how it is to be cut.
+        shape: its global shape.
+        base: the global shape of the tensor that it follows from, for a companion.
 
     Raises:
         LayoutError: the layout does not fit the shape, leaves elements to no rank, or gives them to several in
             different cuts.
     """
     try:
-        parts, fault = _proven(layout, mesh, shape)
+        owners = tuple(rank for rank in claim.mesh.ranks if own_name(claim, name, rank) is not None)
+        parts, fault = _proven(claim, owners, shape, base)
     except LayoutError as error:
         error.message = f"{name}: {error.message}"
         error.tensor, error.file = name, None
         error.next_step = error.next_step or "correct the layout file"
         raise
     if fault is not None:
-        raise _not_exact(name, layout, mesh, shape, parts, fault)
+        raise _not_exact(name, claim, shape, parts, fault)
     return parts
 
 
 @lru_cache(maxsize=1024)
 def _proven(
-    layout: TensorLayout, mesh: DeviceMesh, shape: tuple[int, ...]
+    claim: Claim, owners: tuple[int, ...], shape: tuple[int, ...], base: tuple[int, ...] | None
 ) -> tuple[Mapping[int, NewPart], Fault | None]:
     found = {}
-    for rank in mesh.ranks:
-        part = local_part(layout, mesh, mesh.coordinate(rank), shape)
+    for rank in owners:
+        part = _part(claim, rank, shape, base)
         if part is None:
             continue
         if part.sums:
             raise LayoutError(
                 f"the layout asks for addends over {', '.join(part.sums)}, and a stored tensor is the sum",
-                got=str(layout),
+                got=str(claim),
                 want="parts or replicas",
             )
         found[rank] = part
@@ -113,13 +106,16 @@ def _proven(
     return parts, fault
 
 
+def _part(claim: Claim, rank: int, shape: tuple[int, ...], base: tuple[int, ...] | None) -> LocalPart | None:
+    coordinate, sizes = claim.mesh.coordinate(rank), dict(claim.sizes)
+    if claim.companion is None:
+        return local_part(claim.layout, claim.mesh, coordinate, shape, sizes=sizes)
+    assert base is not None
+    return companion_part(claim.companion, claim.layout, claim.mesh, coordinate, base, sizes=sizes)
+
+
 def _not_exact(
-    name: str,
-    layout: TensorLayout,
-    mesh: DeviceMesh,
-    shape: tuple[int, ...],
-    parts: Mapping[int, NewPart],
-    fault: Fault,
+    name: str, claim: Claim, shape: tuple[int, ...], parts: Mapping[int, NewPart], fault: Fault
 ) -> LayoutError:
     where = range_text(shape, fault.address, fault.address)
     ranks = [rank for rank, new in parts.items() if any(contains(nest, fault.address) for nest in new.part.nests)]
@@ -128,7 +124,7 @@ def _not_exact(
         f"{name}, from {where} on: {what} by the new layout",
         tensor=name,
         index_range=where,
-        got=f"{layout} of {list(shape)} on {mesh.grid}",
+        got=f"{claim} of {list(shape)} on {claim.mesh.grid}",
         want="every element on some rank, and equal parts wherever several have it",
         next_step="correct the layout file",
     )

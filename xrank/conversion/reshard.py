@@ -117,8 +117,7 @@ def _report(
     reshard: Reshard, path: str, started: float, written: WrittenFiles | None, stage_notes: tuple[str, ...]
 ) -> Report:
     plan = reshard.plan
-    tied = {name for names in reshard.tied.values() for name in names}
-    outputs = [output for output in reshard.selection.outputs if output.name not in tied]
+    outputs = reshard.outputs
     facts = {
         "path": path,
         "num_tensors": len(outputs),

@@ -6,24 +6,28 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
 
 from xrank.conversion.base_model import read_config
 from xrank.conversion.gather_plan import companions_beside, config_text_of, layout_notes, read_layouts
-from xrank.conversion.new_parts import new_layout, new_parts
+from xrank.conversion.new_parts import new_claim, new_parts
 from xrank.conversion.options import GatherOptions
 from xrank.conversion.plan_digest import digest_of_plan
 from xrank.conversion.selection import Selection, select
 from xrank.errors import LayoutError
 from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap
+from xrank.layout.companion import inlined
+from xrank.layout.companion_base import base_of_shape
+from xrank.layout.flat import flat_of
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints
+from xrank.readers.claims import Claim, Claims, own_name
 from xrank.readers.discovery import find_source
 from xrank.workspace.state_content import plain_config
 from xrank.writers.companions import Companion
@@ -39,7 +43,9 @@ class Reshard:
     options: GatherOptions
     source: StoredModel
     selection: Selection
-    """The tensors, whole; of tied names the one that is kept."""
+    """What becomes of the source's tensors."""
+    outputs: tuple[OutputTensor, ...]
+    """The tensors, whole; of names that share their bytes in the states the one that is kept."""
     tied: Mapping[str, tuple[str, ...]]
     """Name -> names that are to stand for the same bytes."""
     plan: Plan
@@ -72,17 +78,19 @@ def plan_reshard(source: str, layouts: str | os.PathLike[str] | LayoutMap, optio
         raise
     config = read_config(config_path) if config_path is not None else stored.config
     selection = select(stored, options, None, None, new.aliases)
-    names = _standing_for(stored, selection)
+    claims = Claims(new)
+    names = _standing_for(stored, selection, claims)
     tied: dict[str, list[str]] = {}
     for name, target in names.items():
         if name != target:
             tied.setdefault(target, []).append(name)
     made = config_text_of(config_path, config, options)[0] if config is not None else None
     run_id = stored.run_id or _new_run_id(stored, new)
-    states = _States(stored, new, names, tied, run_id)
-    for output in selection.outputs:
-        if names[output.name] == output.name:
-            states.add(output)
+    shapes = {shard.name: shard.shape for shard in stored.shards}
+    states = _States(stored, new, names, tied, run_id, claims, shapes)
+    outputs = _apart(selection, names)
+    for output in outputs:
+        states.add(output)
     states.refuse_unmatched()
     state_config = plain_config(dict(json.loads(made) if made is not None else config or {}))
     files = [
@@ -97,6 +105,7 @@ def plan_reshard(source: str, layouts: str | os.PathLike[str] | LayoutMap, optio
         options,
         stored,
         selection,
+        outputs,
         {target: tuple(others) for target, others in tied.items()},
         make_plan(stored, files, tied=compared),
         run_id,
@@ -107,15 +116,30 @@ def plan_reshard(source: str, layouts: str | os.PathLike[str] | LayoutMap, optio
     )
 
 
-def _standing_for(stored: StoredModel, selection: Selection) -> dict[str, str]:
-    """Return for every name of the source the name whose bytes it shares: as asked for, or as in the source."""
+def _standing_for(stored: StoredModel, selection: Selection, claims: Claims) -> dict[str, str]:
+    """Return for every name of the source the name whose bytes it will share: as asked for, or as in the source."""
     asked = {name: target for target, names in selection.tied.items() for name in names}
     first: dict[tuple[Any, ...], str] = {}
     found = {}
     for shard in stored.shards:
         target = shard.name if not len(shard.record) else first.setdefault(_content(shard), shard.name)
         found[shard.name] = asked.get(shard.name) or asked.get(target, target)
-    return {name: found.get(target, target) for name, target in found.items()}
+    standing = {name: found.get(target, target) for name, target in found.items()}
+    # What the new layout cuts in two ways, or puts on other ranks, cannot be one and the same there.
+    return {name: target if _cut_alike(name, target, claims) else name for name, target in standing.items()}
+
+
+def _cut_alike(name: str, target: str, claims: Claims) -> bool:
+    mine, its = new_claim(name, claims), new_claim(target, claims)
+    return mine is None or its is None or (str(mine), mine.mesh) == (str(its), its.mesh)
+
+
+def _apart(selection: Selection, standing: Mapping[str, str]) -> tuple[OutputTensor, ...]:
+    """Return the tensors that are written for themselves; a tied name among them is what it is tied to."""
+    outputs = {output.name: output for output in selection.outputs}
+    for target, names in selection.tied.items():
+        outputs.update((name, replace(outputs[target], name=name)) for name in names)
+    return tuple(outputs[name] for name, target in standing.items() if name == target and name in outputs)
 
 
 def _content(shard: StoredShard) -> tuple[Any, ...]:
@@ -141,42 +165,78 @@ class _States:
     tied: Mapping[str, Sequence[str]]
     """The same the other way round, without those that stand for themselves."""
     run_id: str
+    claims: Claims
+    shapes: Mapping[str, tuple[int, ...]]
+    """Global shapes of all tensors."""
     held: dict[int, list[OutputTensor]] = field(default_factory=dict)
     records: dict[int, dict[str, TensorRecord]] = field(default_factory=dict)
-    """By rank: of each tensor the rank holds."""
+    """By rank and the rank's own name."""
+    own_names: dict[int, dict[str, str]] = field(default_factory=dict)
+    """By rank: name -> the rank's own."""
     meshes: dict[DeviceMesh, int] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
 
     def add(self, output: OutputTensor) -> None:
         """Give every rank its part of a tensor."""
-        found = new_layout(output.name, self.layouts)
-        if found is None:
+        claim = new_claim(output.name, self.claims)
+        if claim is None:
             self.unmatched.append(output.name)
             return
-        layout, mesh = found
-        self._check_tied(output.name, str(layout), mesh)
-        record = TensorRecord(str(layout), self.meshes.setdefault(mesh, len(self.meshes)), output.shape)
-        for rank, new in new_parts(output.name, layout, mesh, output.shape).items():
+        base = None
+        if claim.companion is not None:
+            base = base_of_shape(claim.companion, self.layouts, output.name, output.shape, self.shapes)
+        parts = new_parts(output.name, claim, output.shape, base)
+        record = self._record(claim, output.shape)
+        for rank, new in parts.items():
             self.held.setdefault(rank, []).append(OutputTensor(output.name, output.dtype, new.shape, part=new.part))
-            self.records.setdefault(rank, {})[output.name] = record
+            for name in (output.name, *self.tied.get(output.name, ())):
+                self._name(rank, name, own_name(claim, name, rank) or name, record)
 
-    def _check_tied(self, target: str, text: str, mesh: DeviceMesh) -> None:
-        for name in self.tied.get(target, ()):
-            found = new_layout(name, self.layouts)
-            if found is not None and (str(found[0]), found[1]) != (text, mesh):
-                raise LayoutError(
-                    f"{name} and {target} are tied, but the layout file cuts them differently",
-                    tensor=name,
-                    got=f"{found[0]} on {found[1].grid}",
-                    want=f"{text} on {mesh.grid}, or no rule for {name}",
-                    next_step="correct the layout file; tensors that are to be cut apart must be stored apart",
-                )
+    def _name(self, rank: int, name: str, own: str, record: TensorRecord) -> None:
+        """Give a rank a tensor under a name of its own."""
+        held = self.records.setdefault(rank, {})
+        if own in held:
+            other = next(name for name, taken in self.own_names[rank].items() if taken == own)
+            raise LayoutError(
+                f"{name}: rank {rank} is to know it as {own}, and {other}, too",
+                tensor=name,
+                rank=rank,
+                got=f"two tensors of the name {own}",
+                want="a name for each",
+                next_step="let the names with dims in the layout file differ from other names",
+            )
+        held[own] = record
+        self.own_names.setdefault(rank, {})[name] = own
+
+    def _record(self, claim: Claim, shape: tuple[int, ...]) -> TensorRecord:
+        layout, mesh, view = claim.layout, claim.mesh, claim.layout.view_mesh
+        companion = None if claim.companion is None else inlined(claim.companion, layout.tree)
+        return TensorRecord(
+            str(companion or layout),
+            self._mesh(mesh),
+            shape,
+            None if view is None else self._mesh(view),
+            None if claim.pattern is None else str(claim.pattern),
+        )
+
+    def _mesh(self, mesh: DeviceMesh) -> int:
+        return self.meshes.setdefault(mesh, len(self.meshes))
 
     def refuse_unmatched(self) -> None:
         """Refuse tensors that no rule decides for: whole on every rank is a layout too, and must be said."""
         if not self.unmatched:
             return
         first, *more = self.unmatched
+        for rule, layout in self.layouts.items():
+            flat = None if layout is None else flat_of(layout)
+            if flat is not None and any(member.name == first for member in flat.members):
+                raise LayoutError(
+                    f"{first}: the layout file puts it into the flat buffer {rule}, and reshard writes none",
+                    tensor=first,
+                    got=str(layout),
+                    want="a rule for each tensor",
+                    next_step="give the buffer's members layouts of their own",
+                )
         dims = ", ".join(f"d{i}" for i in range(len(_shape_of(self.source, first))))
         raise LayoutError(
             f"{first}: no rule of the layout file says how it is cut"
@@ -198,8 +258,8 @@ class _States:
 
     def names(self, rank: int) -> dict[str, str]:
         """Return every name of a rank's state, in the source's order, and the tensor it stands for."""
-        held = self.records.get(rank, {})
-        return {name: target for name, target in self.standing.items() if target in held}
+        own = self.own_names.get(rank, {})
+        return {own[name]: target for name, target in self.standing.items() if name in own}
 
     def record(self, rank: int) -> RankRecord:
         """Return what a rank's state says of itself."""
@@ -212,7 +272,7 @@ class _States:
             world_size=len(self.ranks),
             host=socket.gethostname(),
             meshes=tuple(_mesh_record(mesh) for mesh in self.meshes),
-            tensors={name: held[target] for name, target in self.names(rank).items()},
+            tensors={name: held[name] for name in self.names(rank)},
         )
 
 

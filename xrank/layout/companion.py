@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xrank.errors import LayoutError
 from xrank.layout.binding import checked_shape, checked_sizes
@@ -24,7 +24,7 @@ from xrank.layout.notation import LayoutTree, render, render_dim
 from xrank.layout.parser import Reader
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["Companion", "companion_part", "companion_shape", "is_companion", "parse_companion"]
+__all__ = ["Companion", "companion_part", "companion_shape", "inlined", "is_companion", "parse_companion"]
 
 _BLOCKS = re.compile(r"[0-9]{1,18}(x[0-9]{1,18})*")
 _RULE = re.compile(r'[^"]*')
@@ -53,6 +53,11 @@ class Companion:
         if self.blocks:
             return f"scale({base}, {'x'.join(map(str, self.blocks))})"
         return f"packed({base}, dim={self.dim}, {self.factor})"
+
+
+def inlined(companion: Companion, base: LayoutTree) -> Companion:
+    """Return the companion with its base's layout in its own text, so that no map is needed to read it."""
+    return replace(companion, of=None, base=base)
 
 
 def is_companion(text: str) -> bool:

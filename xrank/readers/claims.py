@@ -9,13 +9,14 @@ from itertools import product
 
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.layout.companion import Companion
+from xrank.layout.companion import Companion, inlined, is_companion, parse_companion
+from xrank.layout.companion_base import base_layout
 from xrank.layout.local_part import holds
 from xrank.layout.tensor_name import NameTable, TensorName, name_table, parse_name
 from xrank.plan.planner import ranks_text
 from xrank.readers.held_tensor import HeldTensor
 
-__all__ = ["Claim", "Claims", "claimed_name", "counted_names", "named", "owns"]
+__all__ = ["Claim", "Claims", "claimed_name", "counted_names", "named", "own_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Claims:
         Raises:
             LayoutError: the file's rules contradict each other, or what the rank recorded.
         """
-        given = self._of_file(name)
+        given = self.given(name)
         if held.layout is None:
             return given
         recorded = _recorded(held, name)
@@ -73,7 +74,12 @@ class Claims:
             )
         return recorded
 
-    def _of_file(self, name: str) -> Claim | None:
+    def given(self, name: str) -> Claim | None:
+        """Return the claim that the layout file makes for a name, a rank's own or a global one; None without a rule.
+
+        Raises:
+            LayoutError: several rules decide, or nothing says the mesh.
+        """
         if self._layouts is None:
             return None
         if name not in self._given:
@@ -82,7 +88,8 @@ class Claims:
 
 
 def _meaning(claim: Claim) -> tuple[object, ...]:
-    return str(claim), claim.mesh, claim.layout.view_mesh, claim.pattern
+    companion = None if claim.companion is None else inlined(claim.companion, claim.layout.tree)
+    return str(companion or claim.layout), claim.mesh, claim.layout.view_mesh, claim.pattern
 
 
 def _given(name: str, layouts: LayoutMap) -> Claim | None:
@@ -104,7 +111,7 @@ def _given(name: str, layouts: LayoutMap) -> Claim | None:
         return None
     if companion_rule is not None:
         companion = layouts.companions[companion_rule]
-        layout = _base_layout(companion, layouts)
+        layout = base_layout(companion, layouts).with_sizes(layouts.sizes)
     else:
         companion = None
         found = layouts[name]
@@ -124,17 +131,6 @@ def _given(name: str, layouts: LayoutMap) -> Claim | None:
     return Claim(layout, mesh, pattern, companion, tuple(layouts.sizes.items()))
 
 
-def _base_layout(companion: Companion, layouts: LayoutMap) -> TensorLayout:
-    """Return the layout of the tensor that a companion follows from."""
-    if companion.of is not None:
-        layout = layouts[companion.of]
-        assert layout is not None
-        return layout
-    assert companion.base is not None
-    layout = TensorLayout.from_tree(companion.base)
-    return layout if layouts.device_mesh is None else layout.with_mesh(layouts.device_mesh, layouts.views)
-
-
 def _recorded(held: HeldTensor, name: str) -> Claim:
     assert held.layout is not None
     if held.mesh is None or held.rank not in held.mesh:
@@ -146,23 +142,29 @@ def _recorded(held: HeldTensor, name: str) -> Claim:
             next_step="let the rank write its state again",
         )
     try:
-        layout = _attached(held.layout, held.mesh, held.view) if held.view is not None else _parsed(held.layout)
+        companion, layout = _parsed(held.layout)
+        if held.view is not None:
+            layout = _attached(layout, held.mesh, held.view)
         pattern = None if held.pattern is None else _parsed_name(held.pattern)
     except LayoutError as error:
         raise named(error, name, held) from None
-    return Claim(layout, held.mesh, pattern, is_recorded=True)
+    return Claim(layout, held.mesh, pattern, companion, is_recorded=True)
 
 
 @lru_cache(maxsize=4096)
-def _parsed(layout: str) -> TensorLayout:
-    """Return the same object for equal texts: a model has a handful of layouts."""
-    return TensorLayout.parse(layout)
+def _parsed(text: str) -> tuple[Companion | None, TensorLayout]:
+    """Return the same objects for equal texts: a model has a handful of layouts."""
+    if not is_companion(text):
+        return None, TensorLayout.parse(text)
+    companion = parse_companion(text)
+    if companion.base is None:
+        raise LayoutError("the layout names a rule, and a state has none", got=text, want="the base's own layout")
+    return companion, TensorLayout.from_tree(companion.base)
 
 
 @lru_cache(maxsize=4096)
-def _attached(layout: str, mesh: DeviceMesh, view: DeviceMesh) -> TensorLayout:
-    parsed = TensorLayout.parse(layout)
-    return parsed.with_mesh(mesh, {parsed.tree.view or "": view})
+def _attached(layout: TensorLayout, mesh: DeviceMesh, view: DeviceMesh) -> TensorLayout:
+    return layout.with_mesh(mesh, {layout.tree.view or "": view})
 
 
 @lru_cache(maxsize=4096)
@@ -211,12 +213,12 @@ def counted_names(claim: Claim) -> Iterator[str]:
             return
 
 
-def owns(claim: Claim, name: str, rank: int) -> bool:
-    """Say whether a rank of the claim's mesh is to have a part of the tensor, by its global name."""
+def own_name(claim: Claim, name: str, rank: int) -> str | None:
+    """Return the name by which a rank of the claim's mesh knows a tensor; None if it is to have no part of it."""
     if claim.pattern is None:
-        return holds(claim.layout, claim.mesh, claim.mesh.coordinate(rank))
+        return name if holds(claim.layout, claim.mesh, claim.mesh.coordinate(rank)) else None
     table = _table(claim.pattern, claim.layout, claim.mesh, rank, claim.sizes)
-    return table is not None and table.local_name(name) is not None
+    return None if table is None else table.local_name(name)
 
 
 @lru_cache(maxsize=65536)

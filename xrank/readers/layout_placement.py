@@ -10,6 +10,7 @@ from typing import TypeAlias
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.layout.binding import global_size, known_names
 from xrank.layout.companion import companion_part, companion_shape
+from xrank.layout.companion_base import base_shapes
 from xrank.layout.flat import FlatPart, flat_of, flat_part
 from xrank.layout.local_part import LocalPart, local_part
 from xrank.layout.notation import LayoutTree
@@ -18,7 +19,7 @@ from xrank.layout.tensor_layout import axis_lengths
 from xrank.plan.planner import ranks_text
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.claims import Claim, named, owns
+from xrank.readers.claims import Claim, named, own_name
 from xrank.readers.held_tensor import HeldTensor, pieces_of
 
 __all__ = ["Claimed", "place_claimed", "place_companion", "place_members"]
@@ -108,28 +109,37 @@ def _base_shapes(
 ) -> set[tuple[int, ...]]:
     """Return the shapes that the tensor may have which a companion follows from."""
     first, claim = claimed[0]
-    companion, layouts = claim.companion, hints.layouts
-    assert companion is not None and layouts is not None
-    if companion.of is None:
-        blocks = companion.blocks or tuple(
-            companion.factor if i == companion.dim else 1 for i in range(len(first.shape))
-        )
-        local = {
-            h.rank: tuple(n * block for n, block in zip(h.shape, blocks, strict=True))
-            for h, c in claimed
-            if len(blocks) == len(h.shape) and c.mesh == claim.mesh
-        }
-        try:
-            return {infer_shape(claim.layout, claim.mesh, local, sizes=dict(claim.sizes))}
-        except LayoutError as error:
-            raise named(error, name, first) from None
-    base_pattern = layouts.name_of(companion.of)
-    indices = None if claim.pattern is None else claim.pattern.indices(name)
-    if base_pattern is not None and indices is not None and len(base_pattern.dims) == len(indices):
-        own = base_pattern.at(*indices)  # both names count the same dims: each has a base of its own
-        if own in shapes:
-            return {shapes[own]}
-    return {shape for other, shape in shapes.items() if layouts.rule_for(other) == companion.of}
+    companion = claim.companion
+    assert companion is not None
+    if companion.of is not None:
+        assert hints.layouts is not None  # a state's record has the layout itself
+        return base_shapes(companion, hints.layouts, name, shapes)
+    blocks = companion.blocks or tuple(companion.factor if i == companion.dim else 1 for i in range(len(first.shape)))
+    if len(blocks) != len(first.shape):
+        return set()
+    told = _told(claim.layout.tree, claim)
+    if told is not None:
+        return {told}
+    if first.global_shape is not None:
+        return {tuple(n * block for n, block in zip(first.global_shape, blocks, strict=True))}
+    local = {
+        h.rank: tuple(n * block for n, block in zip(h.shape, blocks, strict=True))
+        for h, c in claimed
+        if len(h.shape) == len(blocks) and c.mesh == claim.mesh
+    }
+    try:
+        return {infer_shape(claim.layout, claim.mesh, local, sizes=dict(claim.sizes))}
+    except LayoutError as error:
+        raise named(error, name, first) from None
+
+
+def _told(tree: LayoutTree, claim: Claim) -> tuple[int, ...] | None:
+    """Return the shape that dims tell by themselves; None where a name in them has no number."""
+    bound = known_names(tree, axis_lengths(claim.mesh, claim.layout.view_mesh), dict(claim.sizes))
+    try:
+        return tuple(global_size(dim, bound) for dim in tree.dims)
+    except KeyError:
+        return None
 
 
 def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[StoredShard]:
@@ -273,7 +283,7 @@ def _check_meshes(name: str, claimed: Sequence[Claimed]) -> None:
                     want=f"{others} on {others.mesh.grid}, ranks {_in_order(others.mesh.ranks)}",
                     next_step="all ranks must come from one run; write the states again",
                 )
-            if rank not in holders and owns(claim, name, rank):
+            if rank not in holders and own_name(claim, name, rank) is not None:
                 raise IncompleteError(
                     f"{name}: rank {rank} of its mesh holds nothing of it",
                     tensor=name,

@@ -17,6 +17,8 @@ from xrank.errors import LayoutError, UsageError
 from xrank.formats.rank_state import MeshRecord, TensorRecord
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.binding import names_of_dim
+from xrank.layout.companion import inlined
+from xrank.layout.companion_base import base_layout
 from xrank.layout.flat import flat_of
 from xrank.layout.notation import Flat
 from xrank.layout.tensor_name import TensorName, name_table
@@ -153,7 +155,15 @@ class _Places:
             mesh = describe_mesh(tensor.device_mesh)
             # The order of cuts is no part of torch's public face; older torch has only the mesh's own.
             order = getattr(tensor._spec, "shard_order", None)
-            layout = str(from_placements(mesh, tensor.placements, tensor.ndim, order))
+            placed = from_placements(mesh, tensor.placements, tensor.ndim, order)
+            if placed.tree.sums:
+                raise LayoutError(
+                    f"the ranks along {placed.tree.sums[0]!r} hold a sum of addends, not parts or replicas",
+                    got=str(tensor.placements),
+                    want="Shard or Replicate",
+                    next_step="reduce the tensor before it is saved: redistribute it to Replicate or Shard",
+                )
+            layout = str(placed)
         except LayoutError as error:
             raise _about(name, error) from None
         import torch
@@ -167,6 +177,10 @@ class _Places:
 
     def _locate_plain(self, name: str, local: torch.Tensor, layouts: LayoutMap) -> None:
         layout = layouts[name]
+        companion_rule = None if layout is not None else layouts.companion_rule_for(name)
+        companion = None if companion_rule is None else layouts.companions[companion_rule]
+        if companion is not None:
+            layout = base_layout(companion, layouts)
         if layout is None:
             return
         mesh = layout.device_mesh or layouts.device_mesh
@@ -180,7 +194,7 @@ class _Places:
             )
         # A state is read without the map, so its sizes go into the text.
         sized = layout.with_sizes(layouts.sizes)
-        rule = layouts.rule_for(name)
+        rule = layouts.rule_for(name) or companion_rule
         pattern = None if rule is None else layouts.name_of(rule)
         try:
             if mesh is not None:
@@ -196,7 +210,7 @@ class _Places:
         # Nor can a padded part's shape be told from the whole one's.
         shape = None if any(layout.axes) or layout.has_pads else tuple(local.shape)
         self.tensors[name] = TensorRecord(
-            str(sized),
+            str(sized if companion is None else inlined(companion, sized.tree)),
             None if mesh is None else self._mesh(mesh),
             shape,
             None if layout.view_mesh is None else self._mesh(layout.view_mesh),

@@ -1,0 +1,86 @@
+"""The tensors that companions follow from: which one a layout map means for a companion's name, and of what shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from xrank.errors import LayoutError
+from xrank.layout.companion import Companion, companion_shape
+from xrank.layout.layout_map import LayoutMap
+from xrank.layout.tensor_layout import TensorLayout
+
+__all__ = ["base_layout", "base_of_shape", "base_shapes"]
+
+_Shape = tuple[int, ...]
+
+
+def base_layout(companion: Companion, layouts: LayoutMap) -> TensorLayout:
+    """Return the layout of the tensor that a companion follows from."""
+    if companion.of is not None:
+        layout = layouts[companion.of]
+        assert layout is not None  # the map was read with this rule in it
+        return layout
+    assert companion.base is not None
+    layout = TensorLayout.from_tree(companion.base)
+    return layout if layouts.device_mesh is None else layout.with_mesh(layouts.device_mesh, layouts.views)
+
+
+def base_shapes(companion: Companion, layouts: LayoutMap, name: str, shapes: Mapping[str, _Shape]) -> set[_Shape]:
+    """Return the shapes that the tensor may have which a companion follows from; none where the text has its layout.
+
+    Args:
+        companion: of a rule of the map.
+        layouts: the map.
+        name: the companion's global name.
+        shapes: global shapes of tensors.
+    """
+    if companion.of is None:
+        return set()
+    rule = layouts.companion_rule_for(name)
+    pattern, base = None if rule is None else layouts.name_of(rule), layouts.name_of(companion.of)
+    indices = None if pattern is None else pattern.indices(name)
+    if base is not None and indices is not None and len(base.dims) == len(indices):
+        own = base.at(*indices)  # both names count the same dims: each has a base of its own
+        if own in shapes:
+            return {shapes[own]}
+    return {shape for other, shape in shapes.items() if layouts.rule_for(other) == companion.of}
+
+
+def base_of_shape(
+    companion: Companion, layouts: LayoutMap, name: str, shape: _Shape, shapes: Mapping[str, _Shape]
+) -> _Shape:
+    """Return the one shape that the base of a companion of that global shape has.
+
+    Args:
+        companion: of a rule of the map.
+        layouts: the map.
+        name: the companion's global name.
+        shape: its global shape.
+        shapes: global shapes of tensors, the base's among them.
+
+    Raises:
+        LayoutError: there is none, or several.
+    """
+    found = {base for base in base_shapes(companion, layouts, name, shapes) if _gives(companion, base, shape)}
+    if companion.of is None:
+        dims = range(len(shape))
+        blocks = companion.blocks or tuple(companion.factor if i == companion.dim else 1 for i in dims)
+        found = (
+            {tuple(n * block for n, block in zip(shape, blocks, strict=True))} if len(blocks) == len(shape) else set()
+        )
+    if len(found) != 1:
+        raise LayoutError(
+            f"{name}: no single shape of its base follows from {companion}",
+            tensor=name,
+            got=f"{list(shape)}; bases {sorted(map(list, found))[:4]}",
+            want="one tensor, or several of one shape, that it belongs to",
+            next_step="give the base's rule for these tensors alone",
+        )
+    return found.pop()
+
+
+def _gives(companion: Companion, base: _Shape, shape: _Shape) -> bool:
+    try:
+        return companion_shape(companion, base) == shape
+    except LayoutError:
+        return False
