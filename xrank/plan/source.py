@@ -87,6 +87,8 @@ class StoredModel:
     run_id: str | None = None
     config: Mapping[str, Any] | None = None
     """The model's config.json, where the source holds one."""
+    args: Mapping[str, Any] | None = None
+    """The trainer's own arguments, as plain values, where the source holds them (Megatron's ``args``)."""
     nbytes: int = 0
     """Bytes of the source's files that belong to the model."""
     skipped_nbytes: int = 0
