@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError
 from xrank.readers.base import Reader
+from xrank.readers.deepspeed import DeepSpeedReader
 from xrank.readers.hf_folder import HfFolderReader
 from xrank.readers.workspace import WorkspaceReader
 
 __all__ = ["READERS", "find_source"]
 
-READERS: tuple[Reader, ...] = (WorkspaceReader(), HfFolderReader())
+READERS: tuple[Reader, ...] = (WorkspaceReader(), HfFolderReader(), DeepSpeedReader())
 """Every reader, in the order in which they are asked."""
 
 _SEARCHED_LEVELS = 2
@@ -49,11 +50,14 @@ def find_source(path: str, *, format_name: str | None = None) -> tuple[str, Read
         fitting = [reader for reader in readers if reader.recognise(place) is None]
         if fitting:
             return place, _only_reader(place, fitting)
-    found = [
-        (place, fitting)
-        for place in _folders_below(path, _SEARCHED_LEVELS)
-        if (fitting := [reader for reader in readers if reader.recognise(place) is None])
-    ]
+    found: list[tuple[str, list[Reader]]] = []
+    for place in _folders_below(path, _SEARCHED_LEVELS):
+        # What lies below a source is a part of it, such as the folder that its marker names.
+        if found and place.startswith(found[-1][0] + os.sep):
+            continue
+        fitting = [reader for reader in readers if reader.recognise(place) is None]
+        if fitting:
+            found.append((place, fitting))
     if len(found) > 1:
         raise UsageError(
             f"{path} holds several sources",

@@ -1,0 +1,5 @@
+"""Reads DeepSpeed's checkpoints: ZeRO 1, 2 and 3, universal ones, and those without ZeRO."""
+
+from xrank.readers.deepspeed.reader import DeepSpeedReader
+
+__all__ = ["DeepSpeedReader"]

@@ -1,0 +1,186 @@
+"""The folder of a DeepSpeed checkpoint: where a path's tag leads, and whose each of its files is."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
+from xrank.formats.regular_file import open_regular, shown
+
+__all__ = ["CheckpointFiles", "checkpoint_folder", "list_files", "why_not"]
+
+# deepspeed/runtime/engine.py: _get_ckpt_name, _get_rank_zero_ckpt_name; older versions lack the "_" before "optim".
+_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,7})_)?mp_rank_([0-9]{2,7})_model_states\.pt")
+_PARTITION = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_([0-9]{1,7})_mp_rank_([0-9]{2,7})_?optim_states\.pt")
+# engine.py: _get_expert_ckpt_name, _get_optimizer_ckpt_name; runtime/pipe/module.py: ckpt_layer_path.
+_EXPERT = re.compile(r"(?:layer_.*)?expert_.*_model_states\.pt|expp_rank_.*_optim_states\.pt")
+_LAYER = re.compile(r"layer_[0-9]+-.*model_.*states\.pt")
+
+_MARKERS = ("latest", "latest_universal")
+_SCRIPT = "zero_to_fp32.py"
+_MAX_TAG_NBYTES = 255
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """The files of one checkpoint, as paths."""
+
+    folder: str
+    models: Mapping[int, str]
+    """Model states by model-parallel rank, of stages 0 to 2: each holds its whole modules."""
+    rank_models: Mapping[int, str]
+    """Model states by rank, of stage 3."""
+    partitions: Mapping[int, str]
+    """Optimizer states by rank: here lie the fp32 weights."""
+    is_universal: bool
+
+    @property
+    def tag(self) -> str:
+        """Return the checkpoint's name."""
+        return os.path.basename(os.path.abspath(self.folder))
+
+
+def why_not(path: str) -> str | None:
+    """Return None if a path is a DeepSpeed checkpoint, or a folder whose marker names one; otherwise why not."""
+    if not os.path.isdir(path):
+        return "no folder"
+    entries = os.listdir(path)
+    if any(map(_is_state, entries)):
+        return None
+    if not any(marker in entries for marker in _MARKERS):
+        return "no *_optim_states.pt or *_model_states.pt, and no latest"
+    # Other programs write a `latest`, too: DeepSpeed puts its script beside it, and its files below.
+    if _SCRIPT in entries or any(_holds_states(os.path.join(path, entry)) for entry in entries):
+        return None
+    return "a latest, but no DeepSpeed checkpoint below it"
+
+
+def _is_state(name: str) -> bool:
+    return any(pattern.fullmatch(name) for pattern in (_MODEL, _PARTITION, _EXPERT, _LAYER))
+
+
+def _holds_states(path: str) -> bool:
+    return os.path.isdir(path) and any(map(_is_state, os.listdir(path)))
+
+
+def checkpoint_folder(path: str) -> str:
+    """Return the folder that holds the files: the path itself, or the one its marker names.
+
+    Raises:
+        UnsafeError: the marker names a place outside the folder.
+        IncompleteError: the marker names nothing that is there.
+        UsageError: there are two markers.
+    """
+    if _holds_states(path):
+        return path
+    markers = [marker for marker in _MARKERS if os.path.lexists(os.path.join(path, marker))]
+    if not markers:
+        raise IncompleteError(
+            f"{path} holds no DeepSpeed checkpoint",
+            file=path,
+            want="*_optim_states.pt and *_model_states.pt files, or a latest that names their folder",
+            next_step="check the path",
+        )
+    tags = {marker: _tag_of(os.path.join(path, marker)) for marker in markers}
+    if len(markers) > 1:
+        raise UsageError(
+            f"{path} holds two checkpoints, a plain and a universal one",
+            file=path,
+            got=" and ".join(tags.values()),
+            want="one",
+            next_step=f"name the one to take, such as {os.path.join(path, tags[markers[0]])}",
+        )
+    folder = os.path.join(path, tags[markers[0]])
+    if not _holds_states(folder):
+        raise IncompleteError(
+            f"{os.path.join(path, markers[0])} names {tags[markers[0]]}, where no checkpoint lies",
+            file=os.path.join(path, markers[0]),
+            got=", ".join(sorted(entry for entry in os.listdir(path) if os.path.isdir(os.path.join(path, entry)))[:5])
+            or "no folder",
+            want=f"{tags[markers[0]]} with *_optim_states.pt and *_model_states.pt files",
+            next_step="copy that folder here, or name the checkpoint's folder itself",
+        )
+    return folder
+
+
+def _tag_of(file: str) -> str:
+    with open_regular(file) as stream:
+        if stream.nbytes > _MAX_TAG_NBYTES + 1:
+            raise stream.origin.corrupt("is no tag", got=f"{stream.nbytes} bytes", want="the name of a folder")
+        raw = stream.read(0, stream.nbytes)
+        try:
+            tag = raw.decode("utf-8").strip()
+        except UnicodeDecodeError:
+            raise stream.origin.corrupt("is no tag", got=shown(raw), want="the name of a folder") from None
+    if not tag:
+        raise CorruptError(
+            f"{file}: is empty", file=file, want="the name of a folder", next_step="name the checkpoint's folder itself"
+        )
+    if os.path.basename(tag) != tag or tag in (".", "..") or not tag.isprintable():
+        raise UnsafeError(
+            f"{file}: names a place outside its folder",
+            file=file,
+            got=shown(tag),
+            want="the name of a folder beside it",
+            next_step="name the checkpoint's folder itself; this marker was tampered with",
+        )
+    return tag
+
+
+def list_files(folder: str) -> CheckpointFiles:
+    """Return whose each file of a checkpoint's folder is.
+
+    Raises:
+        UsageError: it is of a kind that is not read: experts, pipeline stages, tensor-parallel ranks.
+        ContradictionError: two files claim to be one rank's.
+    """
+    models: dict[int, str] = {}
+    rank_models: dict[int, str] = {}
+    partitions: dict[int, str] = {}
+    sliced: list[str] = []
+    entries = sorted(os.listdir(folder))
+    is_universal = "zero" in entries and os.path.isdir(os.path.join(folder, "zero"))
+    for entry in entries:
+        if _EXPERT.fullmatch(entry):
+            raise _not_read(folder, entry, "experts that are spread over ranks", "each expert's shards put together")
+        if _LAYER.fullmatch(entry):
+            raise _not_read(folder, entry, "a pipeline's layers", "the names that its stages give to layers")
+        if model := _MODEL.fullmatch(entry):
+            rank, slice_ = model.groups()
+            place, key = (models, int(slice_)) if rank is None else (rank_models, int(rank))
+            if int(slice_) and not (is_universal and rank is None):
+                sliced.append(entry)
+        elif partition := _PARTITION.fullmatch(entry):
+            place, key = partitions, int(partition[1])
+            if int(partition[2]):
+                sliced.append(entry)
+        else:
+            continue
+        if entry in sliced:
+            continue
+        if key in place:
+            raise ContradictionError(
+                f"{os.path.join(folder, entry)} and {os.path.basename(place[key])} are both of rank {key}",
+                rank=key,
+                file=os.path.join(folder, entry),
+                got="two files",
+                want="one",
+                next_step="remove the file that another run left",
+            )
+        place[key] = os.path.join(folder, entry)
+    if sliced:
+        raise _not_read(folder, sliced[0], "slices of tensor-parallel ranks", "a map of how each tensor was sliced")
+    return CheckpointFiles(folder, models, rank_models, partitions, is_universal)
+
+
+def _not_read(folder: str, entry: str, what: str, needed: str) -> UsageError:
+    return UsageError(
+        f"{os.path.join(folder, entry)}: ZeRO over {what} is not read",
+        file=os.path.join(folder, entry),
+        got=what,
+        want=f"one slice of every module, mp_rank_00; these files would need {needed}",
+        next_step="convert the checkpoint with DeepSpeed's ds_to_universal.py, then gather what that wrote",
+    )

@@ -1,0 +1,258 @@
+"""What the model states hold themselves: buffers, parameters that are not trained, ties, and which names there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from xrank.errors import ContradictionError, IncompleteError
+from xrank.formats.regular_file import Origin
+from xrank.formats.torch_archive import ArchivedTensor
+from xrank.plan.source import StoredShard
+from xrank.readers.deepspeed.agreement import Agreement, Copies
+from xrank.readers.deepspeed.partitions import interleaved, piece_numel
+from xrank.readers.deepspeed.records import FlatRows, Records
+from xrank.readers.deepspeed.states import ModelState, Shape, Shapes, read_model_state
+from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
+
+__all__ = ["Modules", "assembled", "rank_modules", "whole_modules"]
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """The model states of all ranks, put together."""
+
+    state: ModelState
+    """Of rank 0, or the only one."""
+    shards: Mapping[str, StoredShard]
+    """Buffers, and parameters that are not trained."""
+    is_whole: bool
+    """Whether the state dict holds whole tensors, also of what is trained."""
+    notes: tuple[tuple[str, str], ...]
+
+    @property
+    def trained(self) -> Shapes:
+        """Whole shapes of what the partitions hold."""
+        return {name: shape for group in self.state.groups or () for name, shape in group.items()}
+
+
+def whole_modules(path: str, records: Records, agreement: Agreement) -> Modules:
+    """Return what one file of whole modules holds: stages 0 to 2.
+
+    Raises:
+        ContradictionError: a shape is told in two ways.
+        IncompleteError, CorruptError, UnsafeError, UsageError: as `read_model_state`.
+    """
+    state = read_model_state(path)
+    agreement.add(state.facts, state.origin)
+    index = records.file(state.archive)
+    trained = {name for group in state.groups or () for name in group}
+    shards, untrained = {}, 0
+    for name, tensor in {**state.fragments, **state.module}.items():
+        # Tensors of no elements share their (absent) storage and would all be ties.
+        if name in trained or (name in state.shared and 0 not in tensor.shape):
+            _check_shape(name, tensor, state)
+            continue
+        shards[name] = _held_shard(name, [_held(tensor, 0, state.origin, index(tensor.key))])
+        untrained += name not in state.buffer_names and name not in state.frozen
+    for name, shape in state.frozen.items():
+        if name in shards and shards[name].shape != shape:
+            raise _shape_error(name, shards[name].shape, shape, state.origin)
+    notes = []
+    if untrained and trained:
+        notes.append(("not-trained", f"{untrained} parameters have no fp32 weights; they are taken as they are stored"))
+    return Modules(state, shards, True, (*notes, *_notes(state)))
+
+
+def _check_shape(name: str, tensor: ArchivedTensor, state: ModelState) -> None:
+    owner = state.shared.get(name, name)
+    shapes = [group[owner] for group in state.groups or () if owner in group]
+    if not shapes and owner in state.module:
+        shapes = [state.module[owner].shape]
+    if shapes and tensor.shape != shapes[0]:
+        raise _shape_error(name, tensor.shape, shapes[0], state.origin)
+
+
+def _shape_error(name: str, got: Shape, want: Shape, origin: Origin) -> ContradictionError:
+    return ContradictionError(
+        origin.named(f"tells the shape of {name} in two ways"),
+        tensor=name,
+        rank=origin.rank,
+        file=origin.path,
+        got=str(list(got)),
+        want=str(list(want)),
+        next_step="copy the file again from where it was saved",
+    )
+
+
+def _notes(state: ModelState) -> list[tuple[str, str]]:
+    notes = []
+    if state.num_others:
+        notes.append(("no-tensors", f"{state.num_others} entries of the state dict are no tensors, and are left out"))
+    absent = [name for name in state.buffer_names if name not in state.module]
+    if absent:
+        notes.append(("absent-buffers", f"{len(absent)} buffers are in no state dict, such as {absent[0]}"))
+    return notes
+
+
+def rank_modules(paths: Sequence[str], records: Records, agreement: Agreement) -> Modules:
+    """Return what the files of all ranks hold in stage 3: a piece of each frozen parameter, and all buffers.
+
+    Args:
+        paths: of the model states, by rank.
+        records: takes in the files.
+        agreement: takes in their facts.
+
+    Raises:
+        ContradictionError: ranks disagree.
+        IncompleteError, CorruptError, UnsafeError, UsageError: as `read_model_state`.
+    """
+    first: ModelState | None = None
+    copies = Copies()
+    buffers: dict[str, list[HeldTensor]] = {}
+    wholes: dict[str, list[HeldTensor]] = {}
+    names: list[str] = []
+    known: set[str] = set()
+    rows = FlatRows(names, len(paths))
+    for rank, path in enumerate(paths):
+        state = read_model_state(path, rank)
+        agreement.add(state.facts, state.origin)
+        index = records.file(state.archive)
+        if first is None:
+            first = state
+            names = [name for name in state.frozen if not _is_whole(state, name, len(paths))]
+            rows, known = FlatRows(names, len(paths)), set(names)
+        _check_alike(first, state)
+        for name in state.buffer_names:
+            if name in state.module:
+                buffer = state.module[name]
+                buffers.setdefault(name, []).append(_held(buffer, rank, state.origin, index(buffer.key)))
+        for name, fragment in state.fragments.items():
+            if name in state.frozen and name not in known:
+                wholes.setdefault(name, []).append(_held(fragment, rank, state.origin, index(fragment.key)))
+        pieces = [_piece(state, name, len(paths)) for name in names]
+        copies.add(state.archive, pieces, state.origin)
+        rows.add(rank, pieces, index, state.origin)
+    assert first is not None
+    shards = {name: _held_shard(name, held) for name, held in {**wholes, **buffers}.items()}
+    flats = rows.table()
+    for column, name in enumerate(names):
+        shards[name] = interleaved(name, first.frozen[name], flats, [column])
+    return Modules(first, shards, False, tuple(_notes(first)))
+
+
+def _is_whole(state: ModelState, name: str, num_ranks: int) -> bool:
+    """Say whether a frozen parameter lies whole on every rank: one that stage 3 was kept from cutting."""
+    shape, fragment = state.frozen[name], state.fragments.get(name)
+    return fragment is not None and fragment.shape == shape != (piece_numel(prod(shape), num_ranks),)
+
+
+def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
+    origin, shape, fragment = state.origin, state.frozen[name], state.fragments.get(name)
+    if fragment is None:
+        raise IncompleteError(
+            origin.named(f"holds nothing of the frozen parameter {name}"),
+            tensor=name,
+            rank=origin.rank,
+            file=origin.path,
+            want="its piece among frozen_param_fragments",
+            next_step="save again with a newer DeepSpeed and without exclude_frozen_parameters",
+        )
+    want = piece_numel(prod(shape), num_ranks)
+    if fragment.shape != (want,):
+        raise ContradictionError(
+            origin.named(f"holds a piece of {name} that {num_ranks} ranks would not have"),
+            tensor=name,
+            rank=origin.rank,
+            file=origin.path,
+            got=str(list(fragment.shape)),
+            want=f"[{want}], of {list(shape)}",
+            next_step="all files must come from one save of one run; copy them again",
+        )
+    placeholder = state.module.get(name)
+    if placeholder is not None and placeholder.dtype != fragment.dtype:
+        raise origin.usage(
+            f"stores the frozen parameter {name} quantised",
+            got=fragment.dtype,
+            want=placeholder.dtype,
+            next_step="save again without zero_quantized_nontrainable_weights",
+        )
+    return fragment
+
+
+def _check_alike(first: ModelState, state: ModelState) -> None:
+    for what, got, want in (
+        ("the shapes of what is trained", state.groups, first.groups),
+        ("the shapes of what is frozen", state.frozen, first.frozen),
+        ("buffers", state.buffer_names, first.buffer_names),
+        ("names", list(state.module), list(first.module)),
+        ("ties", state.shared or first.shared, first.shared),  # rank 0 alone knows them
+    ):
+        if got != want:
+            raise ContradictionError(
+                state.origin.named(f"does not have {what} of {first.origin.path}"),
+                rank=state.origin.rank,
+                file=state.origin.path,
+                got=ascii(got)[:200],
+                want=ascii(want)[:200],
+                next_step="all files must come from one save of one run; copy them again",
+            )
+
+
+def _held(tensor: ArchivedTensor, rank: int, origin: Origin, record: int) -> HeldTensor:
+    return HeldTensor(
+        rank=rank,
+        file=origin.path,
+        record=record,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        strides=tensor.strides,
+        storage_offset=tensor.storage_offset,
+    )
+
+
+def _held_shard(name: str, held: Sequence[HeldTensor]) -> StoredShard:
+    first = held[0]
+    for other in held:
+        if (other.dtype, other.shape) != (first.dtype, first.shape):
+            raise ContradictionError(
+                f"{name}: ranks {first.rank} and {other.rank} disagree about its type or shape",
+                tensor=name,
+                rank=other.rank,
+                file=other.file,
+                got=f"{other.dtype} {list(other.shape)}",
+                want=f"{first.dtype} {list(first.shape)}, as in {first.file}",
+                next_step="all files must come from one save of one run; copy them again",
+            )
+    return pieces_of(name, held, first.shape, [whole(h.shape) for h in held])
+
+
+def assembled(
+    modules: Modules, trained: Mapping[str, StoredShard]
+) -> tuple[tuple[StoredShard, ...], Mapping[str, str]]:
+    """Return every tensor of the model in the order of its state dict, and which of them are ties.
+
+    Raises:
+        IncompleteError: the state dict names a parameter whose weights lie nowhere.
+    """
+    state = modules.state
+    found = {**modules.shards, **trained}
+    aliases: dict[str, str] = {}
+    for alias, owner in state.shared.items():
+        if alias not in found and owner in found:
+            found[alias] = replace(found[owner], name=alias)
+            aliases[alias] = owner
+    for name in (*state.module, *state.frozen, *state.shared):
+        if name not in found:
+            raise IncompleteError(
+                state.origin.named(f"names {name}, whose weights lie nowhere in the checkpoint"),
+                tensor=name,
+                file=state.origin.path,
+                got="a place that holds no elements" if name in state.module else "nothing",
+                want="trained weights in a partition, a frozen piece, or a tie to another parameter",
+                next_step="save again with a newer DeepSpeed and without exclude_frozen_parameters: old ones lose "
+                "frozen parameters in stage 3",
+            )
+    order = dict.fromkeys((*state.module, *found))
+    return tuple(found[name] for name in order if name in found), aliases

@@ -1,0 +1,114 @@
+"""How ZeRO cuts weights into the flat buffers of ranks, and back: arithmetic alone, one array a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from xrank.layout.nest_table import IntArray, NestTable
+from xrank.plan.source import StoredShard
+from xrank.readers.deepspeed.records import FlatTensors
+
+__all__ = ["interleaved", "partition_numel", "piece_numel", "stretches", "successive"]
+
+
+def piece_numel(numel: int, num_ranks: int) -> int:
+    """Return the elements that each rank has of a tensor in stage 3, padding included."""
+    return -(-numel // num_ranks)
+
+
+def interleaved(
+    name: str, shape: tuple[int, ...], flats: FlatTensors, columns: Sequence[int], offset: int = 0
+) -> StoredShard:
+    """Return a tensor of stage 3: padded to a multiple of the ranks, an equal piece in each rank's stream.
+
+    Args:
+        name: of the tensor.
+        shape: global shape.
+        flats: what the ranks hold.
+        columns: the sub-groups, one after another the stream of a rank; each of equal length on all ranks.
+        offset: first element of the tensor's piece in the stream.
+    """
+    num_ranks, numel = len(flats.record), prod(shape)
+    piece = piece_numel(numel, num_ranks)
+    ranks = np.arange(num_ranks, dtype=np.int64)
+    parts: list[tuple[IntArray, ...]] = []
+    begin, dtype = 0, None
+    for column in columns:
+        end = begin + int(flats.length[0, column])
+        low, high = max(begin, offset), min(end, offset + piece)
+        if low < high:
+            dtype = dtype or flats.dtypes[column]
+            y = ranks * piece + (low - offset)
+            # What lies past the tensor's end is padding.
+            count = np.minimum(numel - y, high - low)
+            parts.append((ranks, flats.record[:, column], flats.start[:, column] + (low - begin), y, count))
+        begin = end
+    dtype = dtype or flats.dtypes[columns[0]]
+    return _shard(name, dtype, shape, parts)
+
+
+def partition_numel(total: int, lengths: Sequence[int]) -> int | None:
+    """Return the elements of a rank's partition of a group in stages 1 and 2; None if the lengths fit no rule.
+
+    A group is padded to a multiple of twice the ranks (before version 0.3.16: of the ranks) and cut in equal
+    partitions. Newer versions store the padding at its end no more; `BF16_Optimizer` still does.
+
+    Args:
+        total: elements of the group, without the padding at its end.
+        lengths: elements that each rank stored.
+    """
+    num_ranks = len(lengths)
+    for factor in (2, 1):
+        size = factor * -(-total // (factor * num_ranks))
+        lean = [max(0, min(size, total - rank * size)) for rank in range(num_ranks)]
+        if list(lengths) in (lean, [size] * num_ranks):
+            return size
+    return None
+
+
+def stretches(shapes: Sequence[tuple[int, ...]], paddings: Sequence[int] | None) -> list[tuple[int, int]]:
+    """Return (first element, one past the last) of each tensor of a group in stages 1 and 2."""
+    found, position = [], 0
+    for number, shape in enumerate(shapes):
+        found.append((position, position + prod(shape)))
+        position = found[-1][1] + (paddings[number] if paddings is not None else 0)
+    return found
+
+
+def successive(
+    name: str, shape: tuple[int, ...], flats: FlatTensors, column: int, size: int, first: int
+) -> StoredShard:
+    """Return a tensor of stages 1 and 2: one stretch of a group's flat buffer, which is cut into equal partitions.
+
+    Args:
+        name: of the tensor.
+        shape: global shape.
+        flats: what the ranks hold.
+        column: the group.
+        size: elements of a partition.
+        first: the tensor's first element in the flat buffer.
+    """
+    end = first + prod(shape)
+    if first == end:
+        return _shard(name, flats.dtypes[column], shape, [])
+    ranks = np.arange(first // size, (end - 1) // size + 1, dtype=np.int64)
+    low = np.maximum(ranks * size, first)
+    count = np.minimum((ranks + 1) * size, end) - low
+    x = flats.start[ranks, column] + (low - ranks * size)
+    return _shard(name, flats.dtypes[column], shape, [(ranks, flats.record[ranks, column], x, low - first, count)])
+
+
+def _shard(name: str, dtype: str, shape: tuple[int, ...], parts: Sequence[tuple[IntArray, ...]]) -> StoredShard:
+    empty = np.zeros(0, dtype=np.int64)
+    rank, record, x, y, count = (
+        np.concatenate([part[column] for part in parts]) if parts else empty for column in range(5)
+    )
+    real = count > 0
+    count = count[real]
+    loops = np.stack((count, np.ones_like(count), np.ones_like(count)), axis=1)
+    loops[count == 1] = (1, 0, 0)
+    nests = NestTable(x[real], y[real], loops[:, None, :])
+    return StoredShard(name, dtype, shape, rank[real], record[real], nests)

@@ -1,0 +1,229 @@
+"""The reader of DeepSpeed's checkpoints: which files say what, and the model that comes of them.
+
+The weights are the fp32 ones that the optimizer trains, as ``zero_to_fp32.py`` takes them; buffers and frozen
+parameters keep the type in which they are stored. The optimizer's moments are left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.plan.source import StoredModel, StoredShard
+from xrank.readers.base import Hints
+from xrank.readers.deepspeed.agreement import Agreement
+from xrank.readers.deepspeed.folder import CheckpointFiles, checkpoint_folder, list_files, why_not
+from xrank.readers.deepspeed.modules import Modules, assembled, rank_modules, whole_modules
+from xrank.readers.deepspeed.records import Records
+from xrank.readers.deepspeed.states import Shapes, read_model_state
+from xrank.readers.deepspeed.universal import universal_shards
+from xrank.readers.deepspeed.zero import Partitions, check_ranks, read_partitions, trained_shards
+
+__all__ = ["DeepSpeedReader"]
+
+
+class DeepSpeedReader:
+    """The reader of DeepSpeed's checkpoints (`xrank.readers.base.Reader`)."""
+
+    name = "deepspeed"
+
+    def recognise(self, path: str) -> str | None:
+        """Return None if it is a checkpoint's folder, or one whose ``latest`` names a checkpoint."""
+        return why_not(path)
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every tensor of a checkpoint lies; errors as `Reader.read` lists them."""
+        files = list_files(checkpoint_folder(path))
+        records, agreement = Records(), Agreement()
+        partitions: Partitions | None = None
+        if files.is_universal:
+            modules = _universal_modules(files, records, agreement)
+            trained = universal_shards(
+                files.folder, _shapes_of(files, modules), records, is_sliced=len(files.models) > 1
+            )
+        elif files.partitions:
+            partitions = read_partitions(files, records, agreement)
+            modules = _modules(files, len(partitions.all), partitions.is_interleaved, records, agreement)
+            if modules.state.groups is None:
+                raise modules.state.origin.usage(
+                    "does not say which shapes the fp32 weights have",
+                    got="no param_shapes",
+                    next_step="save again with a newer DeepSpeed, or with a stage of ZeRO",
+                )
+            trained = trained_shards(partitions, modules.state.groups)
+        else:
+            modules, trained = _modules(files, 0, bool(files.rank_models), records, agreement), {}
+            if modules.state.groups is not None:
+                raise _no_partitions(files, "model states alone")
+        _check_world(files, modules, partitions)
+        shards, aliases = assembled(modules, trained)
+        return _stored_model(path, files, records, modules, partitions, shards, aliases)
+
+
+def _check_world(files: CheckpointFiles, modules: Modules, partitions: Partitions | None) -> None:
+    """Check the sizes of the run that the model states record."""
+    origin, num_slices = modules.state.origin, modules.state.facts.get("mp_world_size")
+    if not files.is_universal and type(num_slices) is int and num_slices > 1:
+        raise origin.usage(
+            f"is one of {num_slices} slices of tensor-parallel ranks, which are not read",
+            got=f"mp_world_size {num_slices}",
+            want="one slice of every module",
+            next_step="convert the checkpoint with DeepSpeed's ds_to_universal.py, then gather what that wrote",
+        )
+    num_ranks = modules.state.facts.get("dp_world_size")
+    if partitions is not None and type(num_ranks) is int and num_ranks != len(partitions.all):
+        raise ContradictionError(
+            origin.named("is of a run of another size than the partitions"),
+            rank=origin.rank,
+            file=origin.path,
+            got=f"dp_world_size {num_ranks}",
+            want=f"{len(partitions.all)}, the number of partitions",
+            next_step="all files must come from one save; a run with MiCS, whose partitions repeat, is not read",
+        )
+
+
+def _modules(files: CheckpointFiles, num_ranks: int, is_cut: bool, records: Records, agreement: Agreement) -> Modules:
+    """Return the model states: of every rank in stage 3, one file before."""
+    if files.models and files.rank_models:
+        other = next(iter(files.rank_models.values()))
+        raise ContradictionError(
+            f"{other} is of stage 3, and {next(iter(files.models.values()))} of another stage",
+            file=other,
+            got="model states of two kinds",
+            want="those of one save",
+            next_step="remove the files that another run left",
+        )
+    if is_cut:
+        if not num_ranks:
+            raise _no_partitions(files, "stage 3's model states, whose tensors are empty")
+        check_ranks(files.folder, files.rank_models, num_ranks, "model_states")
+        return rank_modules([files.rank_models[rank] for rank in range(num_ranks)], records, agreement)
+    if 0 not in files.models:
+        raise IncompleteError(
+            f"{files.folder} holds no mp_rank_00_model_states.pt",
+            file=os.path.join(files.folder, "mp_rank_00_model_states.pt"),
+            want="the model states, which name the weights",
+            next_step="copy the file from rank 0's node",
+        )
+    return whole_modules(files.models[0], records, agreement)
+
+
+def _no_partitions(files: CheckpointFiles, got: str) -> IncompleteError:
+    name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    return IncompleteError(
+        f"{files.folder} holds no {name} nor any other: the fp32 weights lie in them",
+        rank=0,
+        file=os.path.join(files.folder, name),
+        got=got,
+        want="a *_optim_states.pt of every rank",
+        next_step="copy the optimizer states from where they were saved",
+    )
+
+
+def _universal_modules(files: CheckpointFiles, records: Records, agreement: Agreement) -> Modules:
+    if files.partitions:
+        raise ContradictionError(
+            f"{files.folder} holds a universal checkpoint and partitions",
+            file=next(iter(files.partitions.values())),
+            got="zero/ and *_optim_states.pt",
+            want="one of both",
+            next_step="remove the files that another run left",
+        )
+    num_ranks = len(files.rank_models)
+    if num_ranks:
+        recorded = read_model_state(files.rank_models[min(files.rank_models)]).facts.get("dp_world_size")
+        num_ranks = recorded if type(recorded) is int and recorded > 0 else max(files.rank_models) + 1
+    return _modules(files, num_ranks, bool(num_ranks), records, agreement)
+
+
+def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
+    """Return the parameters of a universal checkpoint; where it has slices, those of all of them."""
+    if modules.state.groups is None:
+        raise modules.state.origin.usage(
+            "does not say which parameters were trained",
+            got="no param_shapes",
+            next_step="convert the checkpoint again with a newer ds_to_universal.py",
+        )
+    shapes = dict(modules.trained)
+    num_slices = modules.state.facts.get("mp_world_size", 1)
+    if len(files.models) == 1 and num_slices in (1, None):
+        return shapes
+    if type(num_slices) is int and set(files.models) != set(range(num_slices)):
+        missing = sorted(set(range(num_slices)) - set(files.models))
+        name = f"mp_rank_{missing[0] if missing else max(files.models):02d}_model_states.pt"
+        raise IncompleteError(
+            f"{files.folder}: {name} is missing, or there are files of more slices than {num_slices}",
+            file=os.path.join(files.folder, name),
+            got=f"{len(files.models)} slices",
+            want=f"{num_slices}",
+            next_step="copy the folder again from where it was made",
+        )
+    if modules.shards or modules.state.shared:
+        name = next(iter((*modules.shards, *modules.state.shared)))
+        raise UsageError(
+            f"{name}: universal checkpoints of several slices tell nothing of how buffers, ties and frozen parameters "
+            "were sliced",
+            tensor=name,
+            file=modules.state.origin.path,
+            got=f"{num_slices} slices",
+            want="one, or trained parameters alone",
+            next_step="save from a run without tensor parallelism",
+        )
+    for rank in sorted(files.models)[1:]:
+        for group in read_model_state(files.models[rank], rank).groups or ():
+            shapes.update(group)
+    return shapes
+
+
+def _stored_model(
+    path: str,
+    files: CheckpointFiles,
+    records: Records,
+    modules: Modules,
+    partitions: Partitions | None,
+    shards: tuple[StoredShard, ...],
+    aliases: Mapping[str, str],
+) -> StoredModel:
+    step, world_size = (modules.state.facts.get(key) for key in ("global_steps", "dp_world_size"))
+    num_ranks = len(partitions.all) if partitions is not None else world_size if type(world_size) is int else None
+    notes = list(modules.notes)
+    if records.bare:
+        notes.append(("no-checksums", f"{len(records.bare)} files were written without checksums"))
+    return StoredModel(
+        format="deepspeed",
+        path=path,
+        files=tuple(records.files),
+        records=records.table(),
+        shards=shards,
+        aliases=aliases,
+        world_size=num_ranks,
+        step=step if type(step) is int else None,
+        nbytes=records.nbytes,
+        skipped_nbytes=_nbytes_below(files.folder) - records.nbytes,
+        notes=tuple(notes),
+        details=_details(files, modules, partitions, aliases),
+    )
+
+
+def _nbytes_below(folder: str) -> int:
+    return sum(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(folder) for name in names)
+
+
+def _details(
+    files: CheckpointFiles, modules: Modules, partitions: Partitions | None, aliases: Mapping[str, str]
+) -> dict[str, Any]:
+    stage = modules.state.config_stage
+    if partitions is not None and partitions.stage is not None:
+        stage = partitions.stage
+    return {
+        "tag": files.tag,
+        "stage": "universal" if files.is_universal else stage or 0,
+        "deepspeed_version": modules.state.facts.get("ds_version"),
+        "num_partitions": 0 if partitions is None else len(partitions.all),
+        "num_groups": len(modules.state.groups or ()),
+        "num_frozen": len(modules.state.frozen),
+        "num_buffers": sum(name in modules.shards for name in modules.state.buffer_names),
+        "shared": dict(aliases),
+    }

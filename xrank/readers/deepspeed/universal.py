@@ -1,0 +1,97 @@
+"""The fp32 weights of a universal checkpoint: ``zero/<parameter>/fp32.pt``, each whole.
+
+Written by ``deepspeed/checkpoint/ds_to_universal.py``: from stages 1 and 2 a dict with ``param``, from stage 3 the bare
+elements in a row. That script also puts buffers, ties and frozen parameters there, rounded to fp32 from what is stored;
+those are taken from the model states themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from math import prod
+
+from xrank.errors import ContradictionError, IncompleteError, UnsafeError
+from xrank.formats.inert_record import InertRecord
+from xrank.formats.regular_file import Origin, shown
+from xrank.formats.torch_archive import ArchivedTensor, read_archive
+from xrank.layout.nests import Nest
+from xrank.plan.source import StoredShard
+from xrank.readers.deepspeed.records import Records
+from xrank.readers.deepspeed.states import Shape, Shapes
+from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
+
+__all__ = ["universal_shards"]
+
+
+def universal_shards(folder: str, shapes: Shapes, records: Records, *, is_sliced: bool) -> dict[str, StoredShard]:
+    """Return every tensor that was trained.
+
+    Args:
+        folder: the checkpoint's.
+        shapes: of the parameters, from the model states.
+        records: takes in the files.
+        is_sliced: the shapes are those of tensor-parallel slices, and tell nothing of the whole.
+
+    Raises:
+        IncompleteError: a parameter's file is missing.
+        ContradictionError: it has another shape.
+        CorruptError, UnsafeError: it is damaged, or a name leads out of the folder.
+    """
+    return {name: _shard(folder, name, shape, records, is_sliced) for name, shape in shapes.items()}
+
+
+def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bool) -> StoredShard:
+    if os.path.basename(name) != name or name in ("", ".", "..") or not name.isprintable():
+        raise UnsafeError(
+            f"{folder}: a parameter's name is no name of a folder: {shown(name)}",
+            tensor=shown(name),
+            file=folder,
+            got=shown(name),
+            want="a name without / in it",
+            next_step="do not use this checkpoint: it was tampered with",
+        )
+    path = os.path.join(folder, "zero", name, "fp32.pt")
+    if not os.path.lexists(path):
+        raise IncompleteError(
+            f"{name}: {path} is missing",
+            tensor=name,
+            file=path,
+            want="the parameter's fp32 weights",
+            next_step="run ds_to_universal.py again, or copy the folder again from where it was made",
+        )
+    archive, origin = read_archive(path), Origin(path)
+    value = archive.value
+    entry: Mapping[object, object] = value if isinstance(value, dict) else {"param": value}
+    tensor = entry.get("param")
+    if isinstance(tensor, InertRecord) or isinstance(value, InertRecord):
+        raise origin.unsafe("holds an object that only running code can make", got=repr(tensor))
+    if not isinstance(tensor, ArchivedTensor):
+        raise origin.corrupt("holds no tensor", got=type(tensor).__name__, want="a tensor, or a dict with param")
+    is_row = tensor.shape == (prod(shape),) and (tensor.strides == (1,) or prod(shape) <= 1)
+    if is_row:
+        # Stage 3's elements have lost their shape, which the model states have kept.
+        final = shape
+    elif tensor.shape == shape or is_sliced or (entry.get("vocab_tensor") is True and tensor.shape[1:] == shape[1:]):
+        final = tensor.shape
+    else:
+        raise ContradictionError(
+            f"{name}: {path} has another shape than the model states say",
+            tensor=name,
+            file=path,
+            got=str(list(tensor.shape)),
+            want=str(list(shape)),
+            next_step="run ds_to_universal.py again",
+        )
+    held = HeldTensor(
+        rank=0,
+        file=path,
+        record=records.file(archive)(tensor.key),
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        strides=tensor.strides,
+        storage_offset=tensor.storage_offset,
+    )
+    count = prod(final)
+    row = (Nest(0, 0, ((count, 1, 1),) if count > 1 else ()),) if count else ()
+    return pieces_of(name, [held], final, [row if is_row else whole(tensor.shape)])

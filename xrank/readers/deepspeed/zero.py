@@ -1,0 +1,272 @@
+"""The fp32 weights of a ZeRO checkpoint: every rank's partitions, checked against each other and against the shapes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from xrank.errors import ContradictionError, IncompleteError
+from xrank.plan.planner import ranks_text
+from xrank.plan.source import StoredShard
+from xrank.readers.deepspeed.agreement import Agreement, Copies
+from xrank.readers.deepspeed.folder import CheckpointFiles
+from xrank.readers.deepspeed.partitions import (
+    interleaved,
+    partition_numel,
+    piece_numel,
+    stretches,
+    successive,
+)
+from xrank.readers.deepspeed.records import FlatRows, FlatTensors, Records
+from xrank.readers.deepspeed.states import Partition, Shapes, read_partition
+
+__all__ = ["Partitions", "check_ranks", "read_partitions", "trained_shards"]
+
+
+@dataclass(frozen=True, slots=True)
+class Partitions:
+    """The partitions of all ranks."""
+
+    all: tuple[Partition, ...]
+    flats: FlatTensors
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether they are cut as stage 3 cuts."""
+        return self.all[0].is_interleaved
+
+    @property
+    def stage(self) -> int | None:
+        """The stage that they say, if they do."""
+        return self.all[0].stage
+
+
+def read_partitions(files: CheckpointFiles, records: Records, agreement: Agreement) -> Partitions:
+    """Return the partitions of all ranks.
+
+    Raises:
+        IncompleteError: a rank's file is missing.
+        ContradictionError: ranks disagree, or a file is another rank's.
+        CorruptError, UnsafeError, UsageError: as `read_partition`.
+    """
+    start = min(files.partitions)
+    first = read_partition(files.partitions[start], start)
+    num_ranks = max(first.counts)
+    check_ranks(files.folder, files.partitions, num_ranks, "optim_states")
+    if any(count != num_ranks for count in first.counts):
+        raise first.origin.usage(
+            "has groups of different numbers of partitions: experts, which are not read",
+            got=ascii(first.counts)[:200],
+            want=f"{num_ranks} for each group",
+            next_step="convert the checkpoint with DeepSpeed's ds_to_universal.py, then gather what that wrote",
+        )
+    partitions, copies = [], Copies()
+    rows = FlatRows([f"fp32 group {number}" for number in range(len(first.flats))], num_ranks)
+    for rank in range(num_ranks):
+        partition = first if rank == start else read_partition(files.partitions[rank], rank)
+        if (partition.is_interleaved, len(partition.flats)) != (first.is_interleaved, len(first.flats)):
+            raise ContradictionError(
+                partition.origin.named("has other groups than rank 0"),
+                rank=rank,
+                file=partition.origin.path,
+                got=f"{len(partition.flats)} groups",
+                want=f"{len(first.flats)} groups, as in {first.origin.path}",
+                next_step="all files must come from one save of one run; copy them again",
+            )
+        agreement.add(partition.facts, partition.origin)
+        copies.add(partition.archive, partition.flats, partition.origin)
+        rows.add(rank, partition.flats, records.file(partition.archive), partition.origin)
+        partitions.append(partition)
+    return Partitions(tuple(partitions), rows.table())
+
+
+def check_ranks(folder: str, found: Mapping[int, str], num_ranks: int, kind: str) -> None:
+    """Check that every rank left a file, and none besides.
+
+    Raises:
+        IncompleteError: ranks are missing.
+        ContradictionError: there are files of ranks beyond the run's.
+    """
+    beyond = [rank for rank in found if rank >= num_ranks]
+    if beyond:
+        raise ContradictionError(
+            f"{found[beyond[0]]} is of rank {beyond[0]}, and the checkpoint has {num_ranks} partitions",
+            rank=beyond[0],
+            file=found[beyond[0]],
+            got=f"files of ranks {ranks_text(list(found))}",
+            want=f"ranks 0-{num_ranks - 1}",
+            next_step="remove what a run of more ranks left; a run with MiCS, whose partitions repeat, is not read",
+        )
+    missing = [rank for rank in range(num_ranks) if rank not in found]
+    if missing:
+        file = _file_name(list(found.values()), missing[0], kind)
+        text = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {ranks_text(missing)}"
+        raise IncompleteError(
+            f"{text} of {num_ranks} left no {file if len(missing) == 1 else f'*_{kind}.pt'} in {folder}",
+            rank=missing[0],
+            file=os.path.join(folder, file),
+            got=f"files of ranks {ranks_text(list(found))}" if found else "none",
+            want=f"one of each of {num_ranks} ranks",
+            next_step=f"copy {text}'s *_{kind}.pt into the folder: a node without a shared disk keeps its own",
+        )
+
+
+def _file_name(others: Sequence[str], rank: int, kind: str) -> str:
+    prefix = os.path.basename(others[0]).partition("zero_pp_rank_")[0] if others else ""
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"
+
+
+def trained_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
+    """Return every tensor that the partitions hold.
+
+    Args:
+        partitions: of all ranks.
+        groups: whole shapes by group, in the order in which the partitions hold them.
+
+    Raises:
+        ContradictionError: the partitions do not have the sizes that the shapes give them.
+    """
+    if partitions.is_interleaved:
+        return _interleaved_shards(partitions, groups)
+    if len(groups) != len(partitions.all[0].flats):
+        raise _size_error(
+            partitions.all[0], f"{len(partitions.all[0].flats)} groups", f"{len(groups)}, of param_shapes"
+        )
+    found: dict[str, StoredShard] = {}
+    for number, shapes in enumerate(groups):
+        found.update(_group_shards(partitions, number, shapes))
+    return found
+
+
+def _interleaved_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
+    flats, num_ranks = partitions.flats, len(partitions.all)
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    wanted = sum(piece_numel(prod(shape), num_ranks) for shape in shapes.values())
+    for rank, partition in enumerate(partitions.all):
+        if int(flats.length[rank].sum()) != wanted:
+            raise _size_error(
+                partition, f"{int(flats.length[rank].sum()):,} elements", f"{wanted:,}, by the shapes of all parameters"
+            )
+        if (flats.length[rank] != flats.length[0]).any():
+            group = int(np.flatnonzero(flats.length[rank] != flats.length[0])[0])
+            raise _size_error(
+                partition,
+                f"{int(flats.length[rank, group]):,} elements in sub-group {group}",
+                f"{int(flats.length[0, group]):,}, as on rank 0",
+            )
+    if len(set(flats.dtypes)) > 1:
+        raise _size_error(partitions.all[0], "weights of " + " and ".join(sorted(set(flats.dtypes))), "one type")
+    ends = np.concatenate(([0], np.cumsum(flats.length[0])))
+    found, position = {}, 0
+    for name, shape in shapes.items():
+        size = piece_numel(prod(shape), num_ranks)
+        # The sub-groups that the piece lies in: one, as DeepSpeed cuts today, or several.
+        low = max(int(np.searchsorted(ends, position, side="right")) - 1, 0)
+        high = int(np.searchsorted(ends, position + size, side="left"))
+        columns = list(range(min(low, len(ends) - 2), max(high, low + 1))) or [0]
+        found[name] = interleaved(name, shape, flats, columns, position - int(ends[columns[0]]))
+        position += size
+    return found
+
+
+def _group_shards(partitions: Partitions, number: int, shapes: Shapes) -> dict[str, StoredShard]:
+    first = partitions.all[0]
+    paddings = None if first.alignments is None else first.alignments[number]
+    if paddings is not None and len(paddings) != len(shapes):
+        raise _size_error(first, f"{len(paddings)} paddings in group {number}", f"{len(shapes)}, one a parameter")
+    places = stretches(list(shapes.values()), paddings)
+    total = max((end for _, end in places), default=0) + (paddings[-1] if paddings else 0)
+    lengths = partitions.flats.length[:, number].tolist()
+    size = partition_numel(total, lengths)
+    if size is None:
+        raise _length_error(partitions, number, total, lengths)
+    for rank, partition in enumerate(partitions.all):
+        _check_paddings(partition, number, lengths[rank], size)
+        _check_slices(partitions, partition, number, shapes, places, size, rank)
+    return {
+        name: successive(name, shape, partitions.flats, number, size, first_element)
+        for (name, shape), (first_element, _) in zip(shapes.items(), places, strict=True)
+    }
+
+
+def _length_error(partitions: Partitions, number: int, total: int, lengths: Sequence[int]) -> ContradictionError:
+    num_ranks = len(lengths)
+    size = 2 * -(-total // (2 * num_ranks))
+    lean = [max(0, min(size, total - rank * size)) for rank in range(num_ranks)]
+    rank = next(
+        rank for rank in range(num_ranks) if lengths[rank] not in (lean[rank], size) or lengths[rank] != lean[rank]
+    )
+    return _size_error(
+        partitions.all[rank],
+        f"{lengths[rank]:,} elements in group {number}",
+        f"{lean[rank]:,}, of the {total:,} that the shapes give the group",
+    )
+
+
+def _size_error(partition: Partition, got: str, want: str) -> ContradictionError:
+    folder = os.path.dirname(partition.origin.path)
+    swapped = " (NVMe offload keeps weights outside the files)" if "offloaded_tensors" in os.listdir(folder) else ""
+    return ContradictionError(
+        partition.origin.named(f"its fp32 weights do not fit the model states{swapped}"),
+        rank=partition.origin.rank,
+        file=partition.origin.path,
+        got=got,
+        want=want,
+        next_step="all files must come from one save of one run; copy them again from where they were saved",
+    )
+
+
+def _check_paddings(partition: Partition, number: int, length: int, size: int) -> None:
+    if partition.paddings is None or length == size:  # BF16_Optimizer stores its padding
+        return
+    padding = partition.paddings[number] if number < len(partition.paddings) else 0
+    if length + padding != size:
+        raise _size_error(partition, f"{length:,} and {padding:,} of padding in group {number}", f"{size:,} together")
+
+
+def _check_slices(
+    partitions: Partitions,
+    partition: Partition,
+    number: int,
+    shapes: Shapes,
+    places: Sequence[tuple[int, int]],
+    size: int,
+    rank: int,
+) -> None:
+    """Check a partition's own record of what it holds: it names the rank, unless one tensor fills several."""
+    if partition.slices is None or number >= len(partition.slices):
+        return
+    recorded = dict(partition.slices[number])
+    if recorded == _expected_slices(shapes, places, size, rank):
+        return
+    others = (r for r in range(len(partitions.all)) if _expected_slices(shapes, places, size, r) == recorded)
+    owner = next(others, None)
+    whose = f"rank {owner}'s partition" if owner is not None else "parameters of no rank's partition"
+    raise ContradictionError(
+        partition.origin.named(f"holds {whose} of group {number}"),
+        rank=rank,
+        file=partition.origin.path,
+        got=ascii(recorded)[:200],
+        want=ascii(_expected_slices(shapes, places, size, rank))[:200],
+        next_step=f"copy rank {rank}'s file again from where it was saved",
+    )
+
+
+def _expected_slices(
+    shapes: Shapes, places: Sequence[tuple[int, int]], size: int, rank: int
+) -> dict[str, tuple[int, int]]:
+    low, high = rank * size, (rank + 1) * size
+    starts = np.array([end for _, end in places], dtype=np.int64)
+    names = list(shapes)
+    found: dict[str, tuple[int, int]] = {}
+    for at in range(int(np.searchsorted(starts, low, side="right")), len(places)):
+        first, end = places[at]
+        if first >= high:
+            break
+        if max(first, low) < min(end, high):
+            found[names[at]] = (max(first, low) - low, min(end, high) - max(first, low))
+    return found
