@@ -8,6 +8,8 @@ It takes the opcodes that protocols 2 to 5 write (``Lib/pickletools.py``); the t
 extensions are refused, as ``torch/_weights_only_unpickler.py`` does.
 """
 
+# ruff: noqa: D102 (a method of the machine does what `pickletools.opcodes` says of its opcode)
+
 from __future__ import annotations
 
 import pickletools
@@ -20,7 +22,7 @@ from xrank.formats.inert_record import InertRecord, check_tree
 from xrank.formats.plain_values import PLAIN_BUILDERS, Builder, check_key
 from xrank.formats.regular_file import Origin, shown
 
-__all__ = ["MAX_OPCODES", "MAX_PICKLE_NBYTES", "read_pickle"]
+__all__ = ["MAX_OPCODES", "MAX_PICKLE_NBYTES", "STEPS", "STOP", "PickleMachine", "ran", "read_pickle"]
 
 MAX_PICKLE_NBYTES = 1 << 29
 """Bytes of pickle that are read at all; a tensor takes about 150."""
@@ -53,21 +55,30 @@ def read_pickle(
     """
     if len(data) > MAX_PICKLE_NBYTES:
         raise origin.corrupt("the pickle is too long", got=f"{len(data)} bytes", want=f"{MAX_PICKLE_NBYTES} at most")
-    machine = _Machine(data, origin, builders, load_global, load_persistent)
-    try:
-        value = machine.run()
-    except XrankError:
-        raise
-    # Whatever a damaged pickle trips over (a pop from an empty stack, a text that is no UTF-8) means the same.
-    except Exception as error:
-        raise origin.corrupt(
-            f"the pickle is damaged near its byte {machine.at}", got=f"{type(error).__name__}: {shown(str(error))}"
-        ) from error
+    value = ran(PickleMachine(data, origin, builders, load_global, load_persistent))
     check_tree(value, 1_000_000 + 4 * len(data), origin)
     return value
 
 
-class _Machine:
+def ran(machine: PickleMachine) -> object:
+    """Return what a machine leaves on its stack.
+
+    Raises:
+        CorruptError: the pickle is damaged, or too long.
+        UnsafeError: it uses an opcode or a call that only code needs.
+    """
+    try:
+        return machine.run()
+    except XrankError:
+        raise
+    # Whatever a damaged pickle trips over (a pop from an empty stack, a text that is no UTF-8) means the same.
+    except Exception as error:
+        raise machine.origin.corrupt(
+            f"the pickle is damaged near its byte {machine.at}", got=f"{type(error).__name__}: {shown(str(error))}"
+        ) from error
+
+
+class PickleMachine:
     """The pickle virtual machine over data alone: a stack, the stacks under its marks, and the memo."""
 
     def __init__(
@@ -93,17 +104,21 @@ class _Machine:
         for _ in range(MAX_OPCODES):
             opcode = data[self.at]
             self.at += 1
-            step = _STEPS.get(opcode)
+            step = STEPS.get(opcode)
             if step is not None:
                 step(self)
-            elif opcode == _STOP:
-                value = self.stack.pop()
-                if self.stack or self.marks or self.at != len(data):
-                    raise ValueError("values or bytes left over")
-                return value
+            elif opcode == STOP:
+                return self.stop()
             else:
                 raise self.refusal(opcode)
         raise self.origin.corrupt("the pickle takes too many steps", want=f"at most {MAX_OPCODES}")
+
+    def stop(self) -> object:
+        """Return the one value that is left."""
+        value = self.stack.pop()
+        if self.stack or self.marks or self.at != len(self.data):
+            raise ValueError("values or bytes left over")
+        return value
 
     def refusal(self, opcode: int) -> XrankError:
         known = [info.name for info in pickletools.opcodes if info.code == chr(opcode)]
@@ -264,19 +279,19 @@ def _keyword_arguments(kwargs: object) -> dict[str, object]:
     return kwargs
 
 
-_STOP = ord(".")
+STOP = ord(".")
 _INT32 = struct.Struct("<i")
 _FLOAT = struct.Struct(">d")
 
 # One entry for each opcode that pickle's protocols 2 to 5 write, less the extension registry and out-of-band buffers.
-_STEPS: dict[int, Callable[[_Machine], object]] = {
+STEPS: dict[int, Callable[[PickleMachine], object]] = {
     ord(code): step
     for code, step in {
-        "\x80": _Machine.skip_protocol,
+        "\x80": PickleMachine.skip_protocol,
         "\x95": lambda m: m.take(8),  # FRAME
-        "(": _Machine.mark,
+        "(": PickleMachine.mark,
         "0": lambda m: m.stack.pop(),
-        "1": _Machine.pop_mark,
+        "1": PickleMachine.pop_mark,
         "N": lambda m: m.push(None),
         "\x88": lambda m: m.push(True),
         "\x89": lambda m: m.push(False),
@@ -302,22 +317,22 @@ _STEPS: dict[int, Callable[[_Machine], object]] = {
         "a": lambda m: m.append([m.stack.pop()]),
         "e": lambda m: m.append(m.pop_mark()),
         "}": lambda m: m.push({}),
-        "s": _Machine.set_item,
+        "s": PickleMachine.set_item,
         "u": lambda m: m.set_items(m.pop_mark()),
         "\x8f": lambda m: m.push(set()),
-        "\x90": _Machine.add_items,
-        "\x91": _Machine.push_frozenset,
+        "\x90": PickleMachine.add_items,
+        "\x91": PickleMachine.push_frozenset,
         "h": lambda m: m.push(m.memo[m.take_int(1)]),
         "j": lambda m: m.push(m.memo[m.take_int(4)]),
         "q": lambda m: m.memo.__setitem__(m.take_int(1), m.stack[-1]),
         "r": lambda m: m.memo.__setitem__(m.take_int(4), m.stack[-1]),
         "\x94": lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
-        "c": _Machine.push_global,
-        "\x93": _Machine.push_stack_global,
-        "R": _Machine.call,
-        "\x81": _Machine.call,  # NEWOBJ: to a record, making and calling are the same
-        "\x92": _Machine.call_with_keywords,
-        "b": _Machine.build,
-        "Q": _Machine.push_persistent,
+        "c": PickleMachine.push_global,
+        "\x93": PickleMachine.push_stack_global,
+        "R": PickleMachine.call,
+        "\x81": PickleMachine.call,  # NEWOBJ: to a record, making and calling are the same
+        "\x92": PickleMachine.call_with_keywords,
+        "b": PickleMachine.build,
+        "Q": PickleMachine.push_persistent,
     }.items()
 }

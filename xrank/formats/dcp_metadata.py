@@ -1,0 +1,317 @@
+"""The ``.metadata`` of a torch DCP checkpoint: what each tensor is, how it is cut, and where its pieces lie.
+
+The classes are those of ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py: _StorageInfo``, of torch 2.1
+to 2.13; nothing of torch is imported, and nothing that the pickle names is called.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from xrank.errors import XrankError
+from xrank.formats.dcp_metadata_pickle import ChunkRun, EntryRun, EntryTable, MetadataMachine
+from xrank.formats.inert_record import InertRecord
+from xrank.formats.pickle_reader import ran
+from xrank.formats.regular_file import Origin, open_regular, shown
+from xrank.layout.nest_table import IntArray
+
+__all__ = ["MAX_METADATA_NBYTES", "DcpMetadata", "DcpTensor", "read_metadata"]
+
+MAX_METADATA_NBYTES = 1 << 32
+"""Bytes of ``.metadata`` that are read at all; a piece of a tensor takes about 200."""
+
+_MAX_EXTENT = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DcpTensor:
+    """One tensor and the n pieces it was saved in, by rising offsets; those without an element are left out."""
+
+    name: str
+    """Flat, as torch joins the keys of nested dicts."""
+    dtype: str
+    """Of torch, without the module: ``bfloat16``."""
+    shape: tuple[int, ...]
+    """Global shape, d dimensions."""
+    offsets: IntArray
+    """First index of each piece in each dimension, [n, d]."""
+    sizes: IntArray
+    """[n, d]."""
+    file: IntArray
+    """Index into `DcpMetadata.files`, [n]."""
+    start: IntArray
+    """First byte of the item in its file."""
+    nbytes: IntArray
+    """Of the item, which is more than the piece: a whole ``torch.save`` archive, or what a transform made of it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DcpMetadata:
+    """What a ``.metadata`` says; every number in it fits 64 bits and is not negative."""
+
+    path: str
+    status: os.stat_result
+    version: str | None
+    """Of the format, where it was written (torch 2.7 on)."""
+    files: tuple[str, ...]
+    """Relative paths that its entries name, unchecked."""
+    tensors: Mapping[str, DcpTensor]
+    byte_items: Mapping[str, int]
+    """What is no tensor, by flat name, with the bytes stored for it."""
+    paths: Mapping[str, tuple[str | int, ...]] | None
+    """Flat name -> the keys of the nested dicts that lead to it (``planner_data``); None where they are not told."""
+
+
+def read_metadata(path: str) -> DcpMetadata:
+    """Read a ``.metadata``.
+
+    Raises:
+        IncompleteError: there is no such file.
+        CorruptError: it is damaged, or its parts contradict each other.
+        UnsafeError: it asks for what only code can do.
+        UsageError: its pieces went through a transform (compression) or are sparse.
+    """
+    with open_regular(path) as file:
+        origin = file.origin
+        if file.nbytes > MAX_METADATA_NBYTES:
+            raise origin.corrupt("is too long", got=f"{file.nbytes} bytes", want=f"{MAX_METADATA_NBYTES} at most")
+        if file.nbytes == 0:
+            raise origin.corrupt("is empty", got="0 bytes", want="the pickled metadata of a checkpoint")
+        status = file.status
+        with _without_collector():
+            machine = MetadataMachine(file.read(0, file.nbytes), origin)
+            value = ran(machine)
+            # Some hundred MB for a million pieces, none of which the arrays need.
+            machine.forget()
+            try:
+                return _Metadata(machine, origin).read(value, path, status)
+            except XrankError:
+                raise
+            except (ValueError, TypeError, OverflowError) as error:
+                raise origin.corrupt("the metadata is damaged", got=f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep Python from looking for cycles among millions of objects that have none: it takes twice the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _Metadata:
+    """Makes arrays of what the machine left."""
+
+    def __init__(self, machine: MetadataMachine, origin: Origin) -> None:
+        self.machine = machine
+        self.origin = origin
+        self.byte_items: dict[str, int] = {}
+
+    def read(self, value: object, path: str, status: os.stat_result) -> DcpMetadata:
+        state = self.state(value, "Metadata")
+        stored = state.get("storage_data")
+        listed = state.get("state_dict_metadata")
+        if not isinstance(stored, dict) or not isinstance(listed, dict):
+            raise self.origin.corrupt("the metadata lists no tensors, or not where they are stored")
+        self.take_entries(stored)
+        tensors = {}
+        for name, item in listed.items():
+            if not isinstance(name, str):
+                raise self.origin.corrupt("a tensor's name is no text", got=type(name).__name__)
+            if isinstance(item, InertRecord) and item.name == "BytesStorageMetadata":
+                if name not in self.byte_items:
+                    raise self.corrupt(name, "is listed, but stored nowhere")
+                continue
+            tensors[name] = self.tensor(name, item)
+            self.machine.tables.pop(name, None)
+        for name in (*self.machine.tables, *self.byte_items):
+            if name not in listed:
+                raise self.corrupt(name, "is stored, but not listed")
+        version = state.get("version")
+        return DcpMetadata(
+            path,
+            status,
+            version if isinstance(version, str) else None,
+            tuple(self.machine.files),
+            MappingProxyType(tensors),
+            MappingProxyType(self.byte_items),
+            self.paths(state.get("planner_data"), listed),
+        )
+
+    def corrupt(self, name: str, what: str, *, got: str | None = None, want: str | None = None) -> XrankError:
+        error = self.origin.corrupt(f"{shown(name)[1:-1]} {what}", got=got, want=want)
+        error.tensor = name
+        return error
+
+    def state(self, value: object, kind: str) -> dict[str, object]:
+        """Return the fields of an instance of that class."""
+        state = value.state if isinstance(value, InertRecord) and value.name == kind and value.args == () else None
+        if not isinstance(state, dict):
+            raise self.origin.corrupt("the pickle holds something else than it should", want=f"a {kind}")
+        return state
+
+    # ---- where pieces are stored
+
+    def take_entries(self, stored: dict[object, object]) -> None:
+        """Bring the entries that were read one by one to the others."""
+        num_matched = 0
+        for index, info in stored.items():
+            if isinstance(index, EntryRun):
+                num_matched += index.count
+                continue
+            key, place = self.state(index, "MetadataIndex"), self.state(info, "_StorageInfo")
+            name, offset = key.get("fqn"), key.get("offset")
+            path, start, nbytes = (place.get(field) for field in ("relative_path", "offset", "length"))
+            if not isinstance(name, str) or not isinstance(path, str):
+                raise self.origin.corrupt("an entry of storage lacks its name or its file")
+            if place.get("transform_descriptors"):
+                raise self.origin.usage(
+                    f"{shown(name)[1:-1]} was stored through a transform",
+                    got=shown(str(place["transform_descriptors"])),
+                    want="plain bytes",
+                    next_step="save the checkpoint again without extensions",
+                )
+            place_values = [self.count(part, name) for part in (start, nbytes)]
+            file = self.machine.files.setdefault(path, len(self.machine.files))
+            if offset is None:
+                if name in self.byte_items:
+                    raise self.corrupt(name, "is stored twice")
+                self.byte_items[name] = place_values[1]
+                continue
+            low = self.counts(offset, name)
+            table = self.machine.tables.setdefault(name, EntryTable(8 * len(low)))
+            if table.width != 8 * len(low):
+                raise self.corrupt(name, "has pieces of different numbers of dimensions")
+            table.offsets += np.array(low, dtype=np.int64).tobytes()
+            table.places.extend((file, *place_values))
+        if num_matched != self.machine.num_matched_entries:
+            raise self.origin.corrupt("entries of storage stand where none should")
+
+    def count(self, value: object, name: str) -> int:
+        if type(value) is not int or not 0 <= value <= _MAX_EXTENT:
+            raise self.corrupt(name, "has an offset or a length that is no count")
+        return value
+
+    def counts(self, value: object, name: str) -> tuple[int, ...]:
+        if not isinstance(value, tuple):
+            raise self.corrupt(name, "has offsets or sizes that are no tuple", got=type(value).__name__)
+        return tuple(self.count(part, name) for part in value)
+
+    # ---- tensors
+
+    def tensor(self, name: str, item: object) -> DcpTensor:
+        state = self.state(item, "TensorStorageMetadata")
+        shape = self.counts(state.get("size"), name)
+        offsets, sizes = self.chunks(name, state.get("chunks"), len(shape))
+        table = self.machine.tables.get(name) or EntryTable(8 * len(shape))
+        if table.width != 8 * len(shape):
+            raise self.corrupt(name, "is stored in pieces of another number of dimensions than it has")
+        places = np.frombuffer(table.places, dtype=np.int64).reshape(-1, 3)
+        stored = np.frombuffer(table.offsets, dtype=np.int64).reshape(len(places), len(shape))
+        order = _by_offset(stored)
+        stored, places = stored[order], places[order]
+        if len(stored) != len(offsets) or not np.array_equal(stored, offsets):
+            raise self.mismatch(name, offsets, stored)
+        if len(stored) > 1 and not (stored[1:] != stored[:-1]).any(axis=1).all():
+            raise self.corrupt(name, "has two pieces at one place")
+        keep = (sizes > 0).all(axis=1)
+        return DcpTensor(
+            name,
+            self.dtype(name, state.get("properties")),
+            shape,
+            *(column[keep] for column in (offsets, sizes)),
+            *(np.ascontiguousarray(places[keep, column]) for column in range(3)),
+        )
+
+    def chunks(self, name: str, listed: object, num_dims: int) -> tuple[IntArray, IntArray]:
+        """Return offsets and sizes [n, d] by rising offsets, each once."""
+        if not isinstance(listed, list):
+            raise self.corrupt(name, "has no list of pieces")
+        lows, extents = bytearray(), bytearray()
+        for item in listed:
+            if isinstance(item, ChunkRun):
+                if item.width != 8 * num_dims:
+                    raise self.corrupt(name, "has pieces of another number of dimensions than it has")
+                lows += item.offsets
+                extents += item.sizes
+                continue
+            state = self.state(item, "ChunkStorageMetadata")
+            for into, field in ((lows, "offsets"), (extents, "sizes")):
+                values = self.counts(state.get(field), name)
+                if len(values) != num_dims:
+                    raise self.corrupt(name, "has pieces of another number of dimensions than it has")
+                into += np.array(values, dtype=np.int64).tobytes()
+        num_chunks = sum(item.count if isinstance(item, ChunkRun) else 1 for item in listed)
+        offsets, sizes = (np.frombuffer(raw, dtype=np.int64).reshape(num_chunks, num_dims) for raw in (lows, extents))
+        order = _by_offset(offsets)
+        offsets, sizes = offsets[order], sizes[order]
+        # Replicas that were not left out at saving are listed more than once, and stored once.
+        is_again = np.zeros(num_chunks, dtype=bool)
+        is_again[1:] = (offsets[1:] == offsets[:-1]).all(axis=1) & (sizes[1:] == sizes[:-1]).all(axis=1)
+        return offsets[~is_again], sizes[~is_again]
+
+    def mismatch(self, name: str, offsets: IntArray, stored: IntArray) -> XrankError:
+        listed = {tuple(row) for row in offsets.tolist()}
+        there = {tuple(row) for row in stored.tolist()}
+        lost, odd = sorted(listed - there), sorted(there - listed)
+        return self.corrupt(
+            name,
+            f"has a piece at {list(lost[0])} that is stored nowhere"
+            if lost
+            else "is stored in other pieces than listed",
+            got=f"{len(stored)} pieces stored" + (f", one at {list(odd[0])}" if odd else ""),
+            want=f"the {len(offsets)} that are listed",
+        )
+
+    def dtype(self, name: str, properties: object) -> str:
+        # torch/distributed/checkpoint/metadata.py: TensorProperties.__getstate__
+        state = properties.state if isinstance(properties, InertRecord) else None
+        match state:
+            case (InertRecord(module="torch", name=str(dtype), args=None), layout, *_):
+                pass
+            case _:
+                raise self.corrupt(name, "has no element type")
+        strided = isinstance(layout, InertRecord) and layout.args == ("torch.strided",)
+        if not strided:
+            raise self.origin.usage(
+                f"{shown(name)[1:-1]} is no dense tensor", want="torch.strided", next_step="save it as a dense tensor"
+            )
+        return dtype
+
+    # ---- nesting
+
+    def paths(self, told: object, listed: Mapping[object, object]) -> Mapping[str, tuple[str | int, ...]] | None:
+        # default_planner.py keeps what _flatten_state_dict.py: flatten_state_dict returns; other planners their own.
+        if not isinstance(told, dict) or not told:
+            return None
+        found: dict[str, tuple[str | int, ...]] = {}
+        for name, path in told.items():
+            if not isinstance(name, str) or not isinstance(path, tuple):
+                return None
+            if not all(type(key) in (str, int) for key in path):
+                raise self.corrupt(name, "has a key that is neither a text nor a number")
+            if ".".join(map(str, path)) != name:
+                raise self.corrupt(name, "has another name than its keys say", got=shown(".".join(map(str, path))))
+            found[name] = path
+        for name in listed:
+            if name not in found:
+                raise self.corrupt(str(name), "has no place in the nested state")
+        return MappingProxyType(found)
+
+
+def _by_offset(offsets: IntArray) -> IntArray:
+    """Return the order of rows [n, d] by their columns, the first column first."""
+    if offsets.shape[1] == 0:
+        return np.arange(len(offsets))
+    return np.lexsort(offsets.T[::-1])

@@ -1,0 +1,371 @@
+"""The pickle of a torch DCP ``.metadata``, read at a few microseconds and some bytes an entry.
+
+A checkpoint of 1,000 tensors by 1,024 ranks has a million ``ChunkStorageMetadata`` and as many pairs of
+``MetadataIndex`` and ``_StorageInfo``. Each is the same thirty opcodes around a few numbers, so each is taken in one
+match of a regular expression, made from the first of its kind, which the plain machine reads opcode by opcode; the
+numbers go into arrays and nothing else is kept. What does not match, the plain machine reads.
+
+A pickle may refer back to any value it memoized. Matched stretches keep only where they are and which numbers the memo
+gave them: the one that a reference asks for is read once more, opcode by opcode.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
+
+from xrank.formats.inert_record import InertRecord
+from xrank.formats.pickle_reader import STEPS, STOP, PickleMachine
+from xrank.formats.plain_values import PLAIN_BUILDERS
+from xrank.formats.regular_file import Origin
+
+__all__ = ["ChunkRun", "EntryRun", "EntryTable", "MetadataMachine"]
+
+_METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_MAX_PACKED = 1 << 16
+_MAX_TEMPLATE_TRIES = 16
+
+_GETS = (0x68, 0x6A)  # BINGET, LONG_BINGET: how every entry but the first of its kind begins
+_COUNT = rb"(?:K.|M..|J....|\x8a(?:\x05.....|\x06......|\x07.......|\x08........))"
+_SIZE = rb"(\)|\(?" + _COUNT + rb"+[\x85\x86\x87t]\x94)\x85\x94R\x94"
+_TEXT = rb"(h.|j....|\x8c.[^\x94]*\x94)"
+_PLACE = rb"(" + _COUNT + rb")"
+_MADE = rb"\)\x81\x94\}\x94\("  # an empty instance, and its state begun
+_NUM_FIXED_MEMOS = 6  # two instances and their states and one Size, or one instance and its state and two Sizes
+
+
+class ChunkRun:
+    """Consecutive chunks of one tensor; in the place where a list would have them one by one."""
+
+    __slots__ = ("count", "offsets", "sizes", "width")
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        """Bytes of one chunk's offsets: 8 a dimension."""
+        self.offsets = bytearray()
+        self.sizes = bytearray()
+        self.count = 0
+
+
+class EntryRun:
+    """Stands in a dict for consecutive pairs of an index and a place, which are in the machine's tables."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class EntryTable:
+    """Where the pieces of one tensor are stored."""
+
+    __slots__ = ("offsets", "places", "width")
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        """Bytes of one piece's offsets: 8 a dimension."""
+        self.offsets = bytearray()
+        self.places = array("q")
+        """For each piece the number of its file, its first byte and its length."""
+
+
+class MetadataMachine(PickleMachine):
+    """The machine of `xrank.formats.pickle_reader`, which takes chunks and entries of storage whole."""
+
+    def __init__(self, data: bytes, origin: Origin) -> None:
+        builders = {**PLAIN_BUILDERS, ("torch", "Size"): _size}
+        super().__init__(data, origin, builders, InertRecord, None)
+        self._memo = _Memo(self)
+        self.memo = self._memo
+        self.files: dict[str, int] = {}
+        """Relative path -> number, in the order of their first mention."""
+        self.tables: dict[str, EntryTable] = {}
+        """By the tensor's flat name."""
+        self.num_matched_entries = 0
+        self._match_chunk: Callable[..., re.Match[bytes] | None] | None = None
+        self._match_entry: Callable[..., re.Match[bytes] | None] | None = None
+        self._tries = 0
+        self._packed: dict[bytes, bytes] = {}
+        self._names: dict[bytes, EntryTable] = {}
+        self._paths: dict[bytes, int] = {}
+
+    def run(self) -> object:
+        """Return the value that the pickle leaves."""
+        data, steps = self.data, _STEPS
+        # Every step takes at least one byte, so the length bounds their number.
+        while True:
+            opcode = data[self.at]
+            if opcode in _GETS and (self._take_chunks() or self._take_entries()):
+                continue
+            self.at += 1
+            step = steps.get(opcode)
+            if step is not None:
+                step(self)
+            elif opcode == STOP:
+                return self.stop()
+            else:
+                raise self.refusal(opcode)
+
+    def forget(self) -> None:
+        """Give back all but the tables, when `run` has returned."""
+        self.data = b""
+        self.memo = {}
+        self._memo = _Memo(self)
+        self._packed.clear()
+        self._names.clear()
+        self._match_chunk = self._match_entry = None
+
+    def replay(self, start: int, end: int) -> None:
+        """Run from that byte on until the memo has the number before `end`, for the sake of the memo alone."""
+        kept = self.at, self.stack, self.marks
+        self.at, self.stack, self.marks = start, [], []
+        while len(self.memo) < end:
+            opcode = self.data[self.at]
+            self.at += 1
+            _STEPS[opcode](self)
+        self.at, self.stack, self.marks = kept
+
+    # ---- chunks
+
+    def _take_chunks(self) -> bool:
+        match = self._match_chunk
+        found = None if match is None else match(self.data, self.at)
+        if found is None or match is None:
+            return False
+        data, packed, skip = self.data, self._packed, self._memo.skip
+        top = self.stack[-1] if self.stack else None
+        run = top if type(top) is ChunkRun else None
+        while found is not None:
+            offsets, sizes = found.group(1, 2)
+            low = packed.get(offsets) or self._pack(offsets)
+            extents = packed.get(sizes) or self._pack(sizes)
+            if len(low) != len(extents):
+                raise ValueError("a chunk's offsets and sizes differ in number")
+            if run is None:
+                run = ChunkRun(len(low))
+                self.stack.append(run)
+            elif run.width != len(low):
+                raise ValueError("chunks of one tensor differ in their number of dimensions")
+            run.offsets += low
+            run.sizes += extents
+            run.count += 1
+            # A tuple that is not empty is memoized itself, too.
+            skip(found.start(), _NUM_FIXED_MEMOS + (offsets != b")") + (sizes != b")"))
+            self.at = found.end()
+            found = match(data, self.at)
+        return True
+
+    def append_one(self) -> None:
+        """Append one item; a run is one only if it has one chunk."""
+        item = self.stack.pop()
+        if isinstance(item, ChunkRun) and item.count != 1:
+            raise ValueError("several chunks appended as one")
+        self.append([item])
+
+    # ---- entries of storage
+
+    def _take_entries(self) -> bool:
+        match = self._match_entry
+        found = None if match is None else match(self.data, self.at)
+        if found is None or match is None:
+            return False
+        data, packed, names, paths, skip = self.data, self._packed, self._names, self._paths, self._memo.skip
+        top = self.stack[-1] if self.stack else None
+        run = top if type(top) is EntryRun else None
+        if run is None:
+            run = EntryRun()
+            self.stack.append(run)
+        while found is not None:
+            name, offsets, path, start, nbytes = found.group(1, 2, 3, 4, 5)
+            low = packed.get(offsets) or self._pack(offsets)
+            table = names.get(name) or self._table(name, len(low))
+            if table.width != len(low):
+                raise ValueError("the pieces of one tensor differ in their number of dimensions")
+            file = paths.get(path)
+            if file is None:
+                file = self._file(path)
+            table.offsets += low
+            table.places.extend((file, _integer(start), _integer(nbytes)))
+            run.count += 1
+            skip(found.start(), _NUM_FIXED_MEMOS + (offsets != b")") + (name[0] == 0x8C) + (path[0] == 0x8C))
+            self.at = found.end()
+            found = match(data, self.at)
+        return True
+
+    def set_items(self, items: list[object]) -> None:
+        """Set pairs; a run of entries stands for pairs of its own."""
+        if any(type(item) is EntryRun for item in items):
+            target = self.stack[-1]
+            if type(target) is not dict:
+                raise TypeError(f"entries of storage in a {type(target).__name__}")
+            plain: list[object] = []
+            for item in items:
+                if not isinstance(item, EntryRun):
+                    plain.append(item)
+                elif len(plain) % 2:
+                    raise ValueError("entries of storage in the place of a value")
+                else:
+                    target[item] = None
+                    self.num_matched_entries += item.count
+            items = plain
+        super().set_items(items)
+
+    def set_item(self) -> None:
+        """Set one pair, which may be a run of one."""
+        top = self.stack[-1]
+        if isinstance(top, EntryRun):
+            if top.count != 1:
+                raise ValueError("several entries of storage set as one")
+            self.set_items([self.stack.pop()])
+        else:
+            super().set_item()
+
+    def _table(self, raw: bytes, width: int) -> EntryTable:
+        name = self._text(raw)
+        table = self.tables.get(name)
+        if table is None:
+            table = self.tables[name] = EntryTable(width)
+        if raw[0] == 0x8C:  # the same text comes again from every rank; a reference hardly ever does
+            self._names[raw] = table
+        return table
+
+    def _file(self, raw: bytes) -> int:
+        number = self._paths[raw] = self.files.setdefault(self._text(raw), len(self.files))
+        return number
+
+    def _text(self, raw: bytes) -> str:
+        if raw[0] == 0x8C:
+            text: object = raw[2:-1].decode("utf-8")
+            if raw[1] != len(raw) - 3:
+                raise ValueError("a text's length is wrong")
+        else:
+            text = self.memo[int.from_bytes(raw[1:], "little")]
+        if not isinstance(text, str):
+            raise TypeError("a name that is no text")
+        return text
+
+    # ---- templates
+
+    def build(self) -> None:
+        """Set a state, and learn from the first of each kind how the others look."""
+        super().build()
+        target = self.stack[-1]
+        if type(target) is InertRecord and self._tries < _MAX_TEMPLATE_TRIES:
+            if target.name == "ChunkStorageMetadata" and self._match_chunk is None:
+                self._tries += 1
+                self._match_chunk = self._template(
+                    (_METADATA, "ChunkStorageMetadata"), _MADE, "offsets", ("torch", "Size"), _SIZE,
+                    "sizes", ("torch", "Size"), _SIZE, rb"ub",
+                )  # fmt: skip
+            elif target.name == "_StorageInfo" and self._match_entry is None:
+                self._tries += 1
+                self._match_entry = self._template(
+                    (_METADATA, "MetadataIndex"), _MADE, "fqn", _TEXT, "index", rb"(?:N|K.|M..|J....)",
+                    "offset", ("torch", "Size"), _SIZE, rb"ub", (_FILESYSTEM, "_StorageInfo"), _MADE,
+                    "relative_path", _TEXT, "offset", _PLACE, "length", _PLACE, rb"ub",
+                )  # fmt: skip
+
+    def _template(self, *parts: bytes | str | tuple[str, str]) -> Callable[..., re.Match[bytes] | None] | None:
+        """Return what matches these parts: a text or a class as the reference to where the memo has it."""
+        numbers: dict[object, int] = {}
+        for number, value in self.memo.items():
+            if isinstance(value, str):
+                numbers.setdefault(value, number)
+            elif type(value) is InertRecord and value.args is None:
+                numbers.setdefault((value.module, value.name), number)
+        pattern = b""
+        for part in parts:
+            if isinstance(part, bytes):
+                pattern += part
+            elif part not in numbers:
+                return None
+            else:
+                number = numbers[part]
+                get = b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number)
+                pattern += re.escape(get)
+        return re.compile(pattern, re.DOTALL).match
+
+    def _pack(self, raw: bytes) -> bytes:
+        """Return the integers of a tuple as int64, one after the other."""
+        values: list[int] = []
+        marked = raw[0] == 0x28
+        at, end = int(marked), len(raw) - 2  # the opcode of the tuple and that of its memo
+        while at < end:
+            nbytes = 2 + raw[at + 1] if raw[at] == 0x8A else _NBYTES[raw[at]]
+            values.append(_integer(raw[at : at + nbytes]))
+            at += nbytes
+        want = len(values) if marked else _ARITIES.get(raw[-2])
+        if len(raw) > 1 and (want != len(values) or marked != (raw[-2] == 0x74)):
+            raise ValueError("a tuple takes more or fewer values than there are")
+        packed = struct.pack(f"<{len(values)}q", *values)
+        if len(self._packed) >= _MAX_PACKED:
+            self._packed.clear()
+        self._packed[raw] = packed
+        return packed
+
+
+_NBYTES = {0x4B: 2, 0x4D: 3, 0x4A: 5}  # BININT1, BININT2, BININT, with their opcodes
+_ARITIES = {0x85: 1, 0x86: 2, 0x87: 3}  # TUPLE1 to 3; TUPLE takes all down to its mark
+
+
+def _integer(raw: bytes) -> int:
+    opcode = raw[0]
+    if opcode == 0x8A:  # LONG1, a length before it
+        value = int.from_bytes(raw[2:], "little", signed=True)
+    else:
+        value = int.from_bytes(raw[1:], "little", signed=opcode == 0x4A)
+    if value < 0:
+        raise ValueError("a count below 0")
+    return value
+
+
+def _size(args: tuple[object, ...]) -> object:
+    return args[0] if len(args) == 1 and isinstance(args[0], tuple) else NotImplemented
+
+
+class _Memo(dict[int, object]):
+    """The memo, of which matched stretches are filled in only when a reference asks for them."""
+
+    def __init__(self, machine: MetadataMachine) -> None:
+        super().__init__()
+        self._machine = machine
+        self._count = 0
+        self._firsts, self._starts, self._counts = array("q"), array("q"), bytearray()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __setitem__(self, number: int, value: object) -> None:
+        # Pickle numbers in order (Modules/_pickle.c: memo_put); a template would be wrong if a number changed hands.
+        if number != self._count:
+            raise ValueError(f"memo number {number} after {self._count}")
+        super().__setitem__(number, value)
+        self._count += 1
+
+    def skip(self, start: int, count: int) -> None:
+        """Leave out the numbers of a stretch that begins at that byte."""
+        self._firsts.append(self._count)
+        self._starts.append(start)
+        self._counts.append(count)
+        self._count += count
+
+    def __missing__(self, number: int) -> object:
+        row = bisect_right(self._firsts, number) - 1
+        if row < 0 or number >= self._firsts[row] + self._counts[row]:
+            raise KeyError(number)
+        kept, self._count = self._count, self._firsts[row]
+        self._machine.replay(self._starts[row], self._firsts[row] + self._counts[row])
+        self._count = kept
+        return dict.__getitem__(self, number)
+
+
+_STEPS: dict[int, Callable[[Any], object]] = {
+    **STEPS,
+    ord("s"): MetadataMachine.set_item,
+    ord("b"): MetadataMachine.build,
+    ord("a"): MetadataMachine.append_one,
+}
