@@ -43,6 +43,7 @@ def _rows(report: Report, *, tensors: bool, ranks: bool) -> list[tuple[str, str]
         counts = f"{plural(source['num_tensors'], 'tensor')} ({kinds}), {source['num_parameters']:,} parameters"
         rows.append(("model", f"{counts}, {size_text(source['nbytes'])} in the source"))
         rows.append(("config", "in the states" if source["has_config"] else "none in the states"))
+    rows += [(key, _fact_text(value)) for key, value in details["format"].items() if value not in (None, {}, [])]
     if details["companions"]:
         rows.append(("companions", ", ".join(details["companions"])))
     if ranks:
@@ -64,6 +65,14 @@ def _rows(report: Report, *, tensors: bool, ranks: bool) -> list[tuple[str, str]
     if not details["problems"]:
         rows.append(("problems", "none"))
     return rows
+
+
+def _fact_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_fact_text(part)}" for key, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_fact_text, value))
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def _rank_text(row: dict[str, Any]) -> str:

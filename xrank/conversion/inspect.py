@@ -47,6 +47,7 @@ def inspect_source(path: str | os.PathLike[str], *, layout: str | os.PathLike[st
     details: dict[str, Any] = {
         "problems": [{**problem.to_dict(), "exit_code": problem.exit_code} for problem in problems],
         "tensors": tensors,
+        "format": {} if model is None else {key: what for key, what in model.details.items() if key != "ranks"},
         "companions": [c.name for c in source_companions(text)] if os.path.isdir(text) else [],
     }
     if isinstance(reader, WorkspaceReader):
@@ -63,13 +64,15 @@ def inspect_source(path: str | os.PathLike[str], *, layout: str | os.PathLike[st
 
 
 def _facts(model: StoredModel) -> dict[str, Any]:
+    # A tie is one tensor under two names.
+    shards = [shard for shard in model.shards if shard.name not in model.aliases]
     return {
         "step": model.step,
         "world_size": model.world_size,
         "run_id": model.run_id,
-        "num_tensors": len(model.shards),
-        "num_parameters": sum(prod(shard.shape) for shard in model.shards),
-        "dtypes": dict(Counter(shard.dtype for shard in model.shards)),
+        "num_tensors": len(shards),
+        "num_parameters": sum(prod(shard.shape) for shard in shards),
+        "dtypes": dict(Counter(shard.dtype for shard in shards)),
         "nbytes": model.nbytes,
         "skipped_nbytes": model.skipped_nbytes,
         "has_config": model.config is not None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, UsageError
@@ -148,7 +149,7 @@ def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
         )
     shapes = dict(modules.trained)
     num_slices = modules.state.facts.get("mp_world_size", 1)
-    if len(files.models) == 1 and num_slices in (1, None):
+    if len(files.models) <= 1 and num_slices in (1, None):
         return shapes
     if type(num_slices) is int and set(files.models) != set(range(num_slices)):
         missing = sorted(set(range(num_slices)) - set(files.models))
@@ -208,7 +209,13 @@ def _stored_model(
 
 
 def _nbytes_below(folder: str) -> int:
-    return sum(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(folder) for name in names)
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            # A file that no gather needs (Adam's moments) may be a link to nothing, or gone by now.
+            with suppress(OSError):
+                total += os.stat(os.path.join(place, name)).st_size
+    return total
 
 
 def _details(
@@ -217,13 +224,14 @@ def _details(
     stage = modules.state.config_stage
     if partitions is not None and partitions.stage is not None:
         stage = partitions.stage
+    state = modules.state
     return {
         "tag": files.tag,
-        "stage": "universal" if files.is_universal else stage or 0,
-        "deepspeed_version": modules.state.facts.get("ds_version"),
-        "num_partitions": 0 if partitions is None else len(partitions.all),
-        "num_groups": len(modules.state.groups or ()),
-        "num_frozen": len(modules.state.frozen),
-        "num_buffers": sum(name in modules.shards for name in modules.state.buffer_names),
+        "stage": "universal" if files.is_universal else f"ZeRO {stage}" if stage else "no ZeRO",
+        "DeepSpeed": state.facts.get("ds_version"),
+        "partitions": 0 if partitions is None else len(partitions.all),
+        "groups": len(state.groups or ()),
+        "frozen": len(state.frozen),
+        "buffers": sum(name in modules.shards for name in state.buffer_names),
         "shared": dict(aliases),
     }
