@@ -8,7 +8,7 @@ from xrank.dialects import cuts
 from xrank.dialects.cuts import Cuts, cuts_of, even_axes_of
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.notation import Size, Split
+from xrank.layout.notation import LayoutTree, Size, Split
 
 MESH = DeviceMesh((2, 3), ("dp", "tp"))
 
@@ -24,6 +24,7 @@ class StandIn:
 
     dims: tuple
     text: str
+    tree = LayoutTree(())
 
     def __str__(self):
         return self.text
@@ -72,8 +73,34 @@ def test_what_a_split_says_besides_is_not_lost(monkeypatch):
     assert info.value.got == "/tp{3,0,5}"
 
 
-@pytest.mark.parametrize("text", ["[f/tp, h] where dp=0", "[f/tp, h] sum(dp)", 'flat(w "[f, h]")/dp'])
-def test_clauses_are_refused(text):
+@pytest.mark.parametrize(
+    ("text", "clause"),
+    [
+        ("[f/tp, h] where dp=0", "where dp=0"),
+        ("[f/tp, h] sum(dp)", "sum(dp)"),
+        ("[f, h] in wide where dp=last sum(tp)", "in wide where dp=last sum(tp)"),
+    ],
+)
+def test_clauses_are_refused_by_name(text, clause):
+    layout = TensorLayout.parse(text)
+    with pytest.raises(LayoutError, match="placements cannot say") as info:
+        cuts_of(layout, "placements")
+    assert info.value.got == clause and f"{clause!r} of the layout {text}" in info.value.message
+
+
+def test_a_clause_that_the_caller_says_passes_and_no_other():
+    both = TensorLayout.parse("[f/tp, h] where pp=0 sum(dp)")
+    with pytest.raises(LayoutError, match=r"cannot say 'where pp=0' of the layout"):
+        cuts_of(both, "placements", sums=True)
+    with pytest.raises(LayoutError, match=r"cannot say 'sum\(dp\)' of the layout"):
+        cuts_of(both, "ShardedTensors", where=True)
+    dims = (Cuts("f", (("tp", "/"),)), Cuts("h", ()))
+    assert cuts_of(both, "nobody", where=True, sums=True) == dims
+
+
+@pytest.mark.parametrize("text", ["[f/tp, h] turned(dp)", 'flat(w "[f, h]")/dp'])
+def test_what_is_more_than_dims_is_refused(text):
+    """Also a clause of a later notation, which this module does not know."""
     dims = TensorLayout.parse("[f/tp, h]").dims
     with pytest.raises(LayoutError, match="more than its dims") as info:
         cuts_of(StandIn(dims, text), "placements")

@@ -48,7 +48,13 @@ def test_axes_that_no_layout_has_are_refused(axes, ndim, message):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("[f/batch/model, h]", "they have one axis a dim"), ("[f, h/~model]", "cut evenly only")],
+    [
+        ("[f/batch/model, h]", "they have one axis a dim"),
+        ("[f, h/~model]", "cut evenly only"),
+        ("[f, h/model{1,2,3,2}]", "have no such split"),
+        ("[f, h] where batch=0", "cannot say 'where batch=0'"),
+        ("[f, h] sum(model)", r"cannot say 'sum\(model\)'"),
+    ],
 )
 def test_layouts_that_keras_cannot_say_are_refused(text, message):
     with pytest.raises(LayoutError, match=message) as info:

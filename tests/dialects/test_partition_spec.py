@@ -79,8 +79,9 @@ def test_a_stand_in_of_jaxs_class_will_do():
 @pytest.mark.parametrize(
     ("spec", "ndim", "message"),
     [
-        (Spec("data", unreduced=frozenset({"model"})), None, r"unreduced along \['model'\]"),
-        (Spec("data", reduced=frozenset({"model"})), None, r"reduced along \['model'\]"),
+        (Spec("data", reduced=frozenset({"model"})), None, r"gradients are unreduced along \['model'\]"),
+        (Spec("data", unreduced=frozenset({"data"})), None, "'data' has two roles"),
+        (Spec("data", unreduced=frozenset({"modle"})), None, "Invalid axis names"),
         ((SimpleNamespace(name="UNCONSTRAINED"),), None, "none that a layout can say"),
         ((("data", None),), None, "none that a layout can say"),
         ((3,), None, "none that a layout can say"),
@@ -103,3 +104,24 @@ def test_uneven_dims_are_refused():
     with pytest.raises(LayoutError, match="PartitionSpecs cut evenly only"):
         to_partition_spec(layout, shape=(6, 1))
     assert to_partition_spec(layout, shape=(8, 1)) == ("model", None)
+
+
+def test_addends():
+    spec = Spec(None, unreduced=frozenset({"model", "data"}))
+    layout = from_partition_spec(spec, MESH, 2)
+    assert str(layout) == "[d0, d1] sum(data) sum(model)"
+    layout = from_partition_spec(Spec("data", unreduced=frozenset({"model"})), MESH, 2)
+    assert layout == TensorLayout.parse("[d0/data, d1] sum(model)", MESH)
+    # Entries alone would call them replicas.
+    with pytest.raises(LayoutError, match="cannot say the sums") as info:
+        to_partition_spec(layout)
+    assert info.value.got == "sum(model)"
+    entries = to_partition_spec(TensorLayout.from_dims(layout.dims, MESH))
+    assert from_partition_spec(Spec(*entries, unreduced=frozenset(layout.tree.sums)), MESH) == layout
+
+
+@pytest.mark.parametrize("text", ["[f/data, h] where model=0", "[f/data{3,5}, h]", "[f/data%2, h]", "[2 f/data, h]"])
+def test_what_entries_cannot_say_is_refused_by_name(text):
+    with pytest.raises(LayoutError, match="PartitionSpecs cannot say") as info:
+        to_partition_spec(TensorLayout.parse(text, MESH))
+    assert text in info.value.message

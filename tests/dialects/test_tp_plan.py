@@ -184,6 +184,9 @@ def test_any_plan_comes_back_with_the_same_cuts(data):
         ({"up.weight": "[d0/~tp/~dp, d1]"}, "cut by more than 'tp'"),
         ({"other": "[d0]"}, "up.weight has no layout"),
         ({"up.weight": "[d0/tp]"}, "not one of 2 dims"),
+        ({"up.weight": "[d0/tp{1,3}, d1]"}, "have no such split"),
+        ({"up.weight": "[d0/tp, d1] where dp=0"}, "cannot say 'where dp=0'"),
+        ({"up.weight": "[d0, d1] sum(tp)"}, r"cannot say 'sum\(tp\)'"),
     ],
 )
 def test_layouts_that_no_plan_says_are_refused(rules, message):

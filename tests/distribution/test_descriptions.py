@@ -234,6 +234,7 @@ def test_tensors_are_checked_and_stay_whole():
         (TensorLayout((None, "model")), "Cannot create sharding when device mesh is not set"),
         (TensorLayout(("model", None, None), MESH), "more dims"),
         (("model",), "is no layout"),
+        (TensorLayout.parse("[f, h] sum(model)", MESH), "ranks hold addends"),
     ):
         with pytest.raises(ValueError, match=message):
             distribute_tensor(tensor, layout)

@@ -12,7 +12,7 @@ from math import prod
 
 from xrank.errors import LayoutError
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.notation import Node, Parts, Product, Size, Split, SplitKind, render_dim
+from xrank.layout.notation import LayoutTree, Node, Parts, Product, Size, Split, SplitKind, render, render_dim
 from xrank.layout.tensor_layout import TensorLayout
 
 __all__ = ["Cuts", "chained", "checked_mesh", "cuts_of", "even_axes_of", "split_evenly"]
@@ -42,18 +42,31 @@ def chained(size: int | str, axes: Sequence[str], kind: SplitKind) -> Node:
     return node
 
 
-def cuts_of(layout: TensorLayout, dialect: str, *, packed: bool = False) -> tuple[Cuts, ...]:
+def cuts_of(
+    layout: TensorLayout, dialect: str, *, packed: bool = False, where: bool = False, sums: bool = False
+) -> tuple[Cuts, ...]:
     """Return a layout as one chain of cuts a dim.
 
     Args:
         layout: any layout.
         dialect: who cannot say the rest, in the plural, for the message.
         packed: whether a dim may be several equal pieces: ``2 f/tp``, ``<gate: f/tp | up: f/tp>``.
+        where: whether the layout may have a "where", which the caller says in its own way.
+        sums: whether it may have "sum" clauses, which the caller says.
 
     Raises:
         LayoutError: the layout holds something else; the message names it.
     """
-    said = "[" + ", ".join(render_dim(dim) for dim in layout.dims) + "]"
+    tree = layout.tree
+    beyond = _clauses(LayoutTree((), tree.view, () if where else tree.where, () if sums else tree.sums))
+    if beyond:
+        raise LayoutError(
+            f"{dialect} cannot say {beyond!r} of the layout {layout}",
+            got=beyond,
+            want="a layout without it",
+        )
+    passed = _clauses(LayoutTree((), None, tree.where, tree.sums))
+    said = "[" + ", ".join(render_dim(dim) for dim in layout.dims) + "]" + (passed and f" {passed}")
     if str(layout) != said:
         raise LayoutError(
             f"{dialect} cannot say the layout {layout}: it is more than its dims",
@@ -66,6 +79,10 @@ def cuts_of(layout: TensorLayout, dialect: str, *, packed: bool = False) -> tupl
         pieces, piece = _pieces_of(dim) if packed else (1, dim)
         every.append(replace(_cuts_of_dim(piece, message, dialect), pieces=pieces))
     return tuple(every)
+
+
+def _clauses(tree: LayoutTree) -> str:
+    return render(tree).removeprefix("[]").strip()
 
 
 def _pieces_of(dim: Node) -> tuple[int, Node]:

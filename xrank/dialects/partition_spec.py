@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from xrank.dialects.cuts import chained, even_axes_of
 from xrank.errors import LayoutError
 from xrank.layout.mesh import DeviceMesh
+from xrank.layout.notation import LayoutTree
 from xrank.layout.tensor_layout import TensorLayout, free_size_names
 
 __all__ = ["SpecEntry", "from_partition_spec", "to_partition_spec"]
@@ -24,7 +25,8 @@ def from_partition_spec(spec: Sequence[Any], mesh: DeviceMesh, ndim: int | None 
     """Return the layout that a PartitionSpec says on a mesh.
 
     A tuple of axes cuts by its first one first, each piece again by the next (jax/_src/named_sharding.py: the first
-    axis of a tuple is the major one), which is the notation's order too.
+    axis of a tuple is the major one), which is the notation's order too. Axes that it calls ``unreduced`` hold addends:
+    a "sum" clause.
 
     Args:
         spec: a ``PartitionSpec``, or a tuple of the same entries.
@@ -33,19 +35,19 @@ def from_partition_spec(spec: Sequence[Any], mesh: DeviceMesh, ndim: int | None 
 
     Raises:
         LayoutError: the spec has more entries than the tensor dims, an entry leaves the dim to the compiler
-            (``UNCONSTRAINED``) or is none at all, addends are not summed yet (``unreduced``), an axis is unknown or
-            there twice.
+            (``UNCONSTRAINED``) or is none at all, axes are ``reduced`` (which says how gradients lie), an axis is
+            unknown or there twice.
     """
     if isinstance(spec, str):
         raise LayoutError(f"the PartitionSpec {spec!r} is one text", want="a tuple, such as (None, 'model')")
-    for state in ("unreduced", "reduced"):
-        axes = getattr(spec, state, None)
-        if axes:
-            raise LayoutError(
-                f"a PartitionSpec says that values are {state} along {sorted(axes)}, which a layout cannot",
-                got=repr(spec),
-                want="axes that cut dims, and no others",
-            )
+    reduced = getattr(spec, "reduced", None)
+    if reduced:
+        raise LayoutError(
+            f"a PartitionSpec says that gradients are unreduced along {sorted(reduced)}, which a layout cannot",
+            got=repr(spec),
+            want="axes that cut dims or hold addends, and no others",
+        )
+    unreduced = getattr(spec, "unreduced", None) or ()
     entries = tuple(spec)
     count = len(entries) if ndim is None else ndim
     if len(entries) > count:
@@ -56,7 +58,10 @@ def from_partition_spec(spec: Sequence[Any], mesh: DeviceMesh, ndim: int | None 
         )
     cuts = [_axes_of(entry, entries) for entry in entries] + [()] * (count - len(entries))
     names = free_size_names(count, mesh.axis_names)
-    return TensorLayout.from_dims((chained(name, axes, "/") for name, axes in zip(names, cuts, strict=True)), mesh)
+    dims = tuple(chained(name, axes, "/") for name, axes in zip(names, cuts, strict=True))
+    # A set of axes, so in the mesh's order; one that the mesh has not is named last, and refused.
+    sums = sorted(unreduced, key=(*mesh.axis_names, *sorted(unreduced)).index)
+    return TensorLayout.from_tree(LayoutTree(dims, sums=tuple(sums)), mesh)
 
 
 def to_partition_spec(
@@ -65,13 +70,22 @@ def to_partition_spec(
     """Return a layout as the entries of a PartitionSpec, one a dim: ``PartitionSpec(*entries)``.
 
     Args:
-        layout: a layout whose dims are cut by axes and nothing else.
+        layout: a layout whose dims are cut by axes and nothing else. Entries alone say no sums, so a layout with sums
+            is refused; those of its dims alone and ``unreduced`` make its PartitionSpec.
         mesh: the mesh, where the layout has none of its own; needed with a shape.
         shape: the tensor's global shape. It shows that ceil chunks ("/~") are even; without it they are refused.
 
     Raises:
         LayoutError: a part that no PartitionSpec says; the message names it.
     """
+    if layout.tree.sums:
+        raise LayoutError(
+            f"the entries of a PartitionSpec cannot say the sums of the layout {layout}",
+            got=" ".join(f"sum({axis})" for axis in layout.tree.sums),
+            want="a layout without sums",
+            next_step="PartitionSpec(*entries, unreduced={...}) says them: ask for the entries of "
+            "TensorLayout.from_dims(layout.dims), and add layout.tree.sums",
+        )
     axes = even_axes_of(layout, "PartitionSpecs", mesh, shape)
     return tuple(None if not dim else dim[0] if len(dim) == 1 else dim for dim in axes)
 

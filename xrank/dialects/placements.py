@@ -15,7 +15,7 @@ from xrank.dialects.cuts import Cuts, chained, checked_mesh, cuts_of, split_even
 from xrank.errors import LayoutError
 from xrank.layout.local_part import local_part
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.notation import Node, Product, Size
+from xrank.layout.notation import LayoutTree, Node, Product, Size
 from xrank.layout.tensor_layout import TensorLayout, free_size_names
 
 __all__ = ["describe_mesh", "from_placements", "to_placements"]
@@ -46,16 +46,19 @@ def from_placements(
     A strided shard that is a dim's last cut counts no parts that other axes made: the dim is that many equal pieces
     packed end to end, and every rank holds its part of each (transformers' ``packed_colwise``), ``[2 d0/~tp, d1]``.
 
+    A ``Partial`` of sums is a "sum" clause: the ranks along its axis hold addends, which no caller may take for values.
+
     Args:
         mesh: the mesh whose axes the placements belong to, one each.
-        placements: torch's ``Shard``, ``Replicate``, ``_StridedShard``.
+        placements: torch's ``Shard``, ``Replicate``, ``_StridedShard``, ``Partial("sum")``.
         ndim: the tensor's number of dims.
         shard_order: a ``DTensorSpec``'s entries (tensor_dim, mesh_dims in the order of cutting), where it has any
             (_dtensor_spec.py:ShardOrder); placements do not show an order other than the mesh's.
 
     Raises:
-        LayoutError: a partial sum, a split factor that no cuts make, pieces that several axes cut, a dim that the
-            tensor has not, another placement, a cut along an axis whose ranks do not rise.
+        LayoutError: a partial result that is no sum, a split factor that no cuts make, pieces that several axes cut
+            (FSDP2 over packed tensor parallelism among them), a dim that the tensor has not, another placement, a cut
+            along an axis whose ranks do not rise.
     """
     if len(placements) != len(mesh.shape):
         raise LayoutError(
@@ -66,12 +69,15 @@ def from_placements(
     cuts: list[list[str]] = [[] for _ in range(ndim)]
     pieces: dict[int, int] = {}
     strided: set[int] = set()
+    sums: list[str] = []
     for axis, placement in reversed(list(zip(mesh.axis_names, placements, strict=True))):
         # By name and first: it is no Shard in torch 2.13, and was a subclass of it before.
         if type(placement).__name__ == "_StridedShard":
             dim = _dim(placement, ndim, axis)
             # Where no later axis cuts the dim, the parts that the factor counts are no ranks' but pieces of the dim.
             packed = pieces.setdefault(dim, int(placement.split_factor))
+            if packed > 1 and cuts[dim]:
+                raise _packed_twice(dim, [axis, *cuts[dim]], f"the placements {list(placements)}", packed)
             cuts[dim].insert(_cuts_before(placement, cuts[dim], packed, mesh, axis), axis)
             strided.add(dim)
         elif placement.is_shard():
@@ -80,17 +86,13 @@ def from_placements(
                 raise _no_such_parts(placement, 1, cuts[dim], pieces[dim], mesh, axis)
             cuts[dim].insert(0, axis)
         elif placement.is_partial():
-            raise LayoutError(
-                f"the ranks along {axis!r} hold a sum of addends, not parts or replicas",
-                got=repr(placement),
-                want="Shard or Replicate",
-                next_step="reduce the tensor before it is saved: redistribute it to Replicate or Shard",
-            )
+            _check_sum(placement, axis)
+            sums.insert(0, axis)
         elif not placement.is_replicate():
             raise LayoutError(
                 f"the placement along {axis!r} is none that a layout can say",
                 got=repr(placement),
-                want="Shard, Replicate or _StridedShard",
+                want="Shard, Replicate, _StridedShard or Partial",
             )
     for entry in shard_order or ():
         if entry.tensor_dim not in strided:
@@ -103,10 +105,8 @@ def from_placements(
         cutting = sum(mesh.axis_length(axis) > 1 for axis in axes)
         node = chained(name, axes, "/" if dim in strided and cutting > 2 else "/~")
         packed = pieces.get(dim, 1)
-        if packed > 1 and len(axes) > 1:
-            raise _packed_twice(dim, axes, f"the placements {list(placements)}")
         dims.append(node if packed == 1 else Product((Size(packed), node)))
-    return TensorLayout.from_dims(dims, mesh)
+    return TensorLayout.from_tree(LayoutTree(tuple(dims), sums=tuple(sums)), mesh)
 
 
 def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] | None = None) -> tuple[Any, ...]:
@@ -118,7 +118,8 @@ def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] |
     an uneven dim is refused where they are not, although FSDP2 over TP calls its chunks of chunks the same.
 
     Args:
-        layout: a layout whose dims are cut by axes, or are equal pieces that one axis cuts, and nothing else.
+        layout: a layout whose dims are cut by axes, or are equal pieces that one axis cuts, with or without sums, which
+            become ``Partial("sum")``, and nothing else.
         mesh: the mesh that the placements are for, the layout's own if it has one.
         shape: the tensor's global shape. It shows that ceil chunks ("/~") are even where a ``_StridedShard`` needs
             them to be; without it such dims are refused.
@@ -127,14 +128,14 @@ def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] |
         LayoutError: a part that no placements say, which the message names; a cut along an axis whose ranks do not
             rise; a shape that the layout does not fit.
     """
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     checked_mesh(layout, mesh)
-    every = cuts_of(layout, "placements", packed=True)
+    every = cuts_of(layout, "placements", packed=True, sums=True)
     if shape is not None:
         local_part(layout.with_mesh(mesh), mesh, mesh.coordinate(mesh.ranks[0]), shape)
-    said: dict[str, Any] = {}
+    said: dict[str, Any] = {axis: Partial() for axis in layout.tree.sums}
     for dim, cuts in enumerate(every):
         is_reordered = False
         for count, axis in enumerate(cuts.axes):
@@ -145,7 +146,7 @@ def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] |
             said[axis] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
             is_reordered = is_reordered or (parts > 1 and mesh.axis_length(axis) > 1)
         if cuts.pieces > 1 and len(cuts.axes) > 1:
-            raise _packed_twice(dim, cuts.axes, f"the layout {layout}")
+            raise _packed_twice(dim, cuts.axes, f"the layout {layout}", cuts.pieces)
         if is_reordered:
             _check_cut(cuts, dim, layout, mesh, shape)
     return tuple(said.get(axis, Replicate()) for axis in mesh.axis_names)
@@ -170,17 +171,35 @@ def _check_cut(cuts: Cuts, dim: int, layout: TensorLayout, mesh: DeviceMesh, sha
         )
 
 
-def _packed_twice(dim: int, axes: Sequence[str], where: str) -> LayoutError:
+def _check_sum(placement: Any, axis: str) -> None:
+    """Refuse partial results that are no plain sums; embeddings' ``_MaskPartial`` is masked before it is summed."""
+    operation = getattr(placement, "reduce_op", None)
+    if type(placement).__name__ != "Partial" or operation != "sum":
+        raise LayoutError(
+            f"the ranks along {axis!r} hold partial results that are no addends of a sum",
+            got=repr(placement),
+            want='Partial("sum"), Shard or Replicate',
+            next_step="reduce the tensor before: redistribute it to Replicate or Shard",
+        )
+
+
+def _packed_twice(dim: int, axes: Sequence[str], where: str, pieces: int) -> LayoutError:
     """Return the error that several axes cut a packed dim.
 
-    torch 2.13 cuts it as its placements say and puts it together otherwise: `full_tensor` of
-    (``_StridedShard(0, 4)``, ``_StridedShard(0, 2)``) on a 2 x 2 mesh exchanges the middle quarters.
+    The same placements stand for several contents of the same shapes. FSDP2 over a packed dim cuts the local tensor by
+    chunks (_fsdp_param.py:_init_sharding_spec_tp says ``_StridedShard(dim, tp)`` of it); transformers, when it loads
+    into such parameters, and `distribute_tensor` cut the whole dim from the first mesh axis on
+    (transformers/distributed/sharding_utils.py:shard_tensor); and torch 2.13's `full_tensor` puts either together
+    wrongly.
     """
+    over = f"({pieces} d{dim}/~{axes[-1]})/~{axes[0]}"
     return LayoutError(
-        f"dim {dim} of {where} has several pieces and is cut by several axes, which torch cuts one way and gathers "
-        "another",
+        f"dim {dim} of {where} has {pieces} pieces and is cut by several axes, which torch and transformers cut in one "
+        "way or another, and gather in a third",
         got=f"cuts by {list(axes)}",
         want="one axis that cuts the pieces",
+        next_step=f"keep the local tensors, with a layout that says who cut them: {over!r} where FSDP2 did, then load "
+        "nothing into them by transformers",
     )
 
 

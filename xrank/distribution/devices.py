@@ -133,9 +133,9 @@ def live_mesh(mesh: DeviceMesh) -> TorchMesh | None:
         return known[1]
     _check_ranks(mesh)
     kind = mesh.device_kind or ("cpu" if dist.get_backend() == "gloo" else None)
+    # Never flattened, though torch advises it: over a flattened mesh torch 2.13 gathers a dim that two axes cut
+    # unevenly in a wrong order, without a word (_redistribute.py merges the two gathers into one).
     made = TorchMesh(_present_kind(kind), torch.tensor(mesh.ranks).view(mesh.shape), mesh_dim_names=mesh.axis_names)
-    if len(mesh.shape) > 1:
-        made._flatten()  # lets DTensor reduce over all axes at once
     if known is not None:
         _MESHES.clear()  # the others' group has ended too
     _MESHES[mesh] = (world, made)

@@ -6,7 +6,8 @@ batch. Gradients outside are those of this rank's loss, inside those of the mean
 that a mean over the local part trains as a mean over the whole batch would. Called with DTensors, a module returns
 DTensors, and nothing is scaled.
 
-Inside, plain tensors (masks, positions, buffers) are the same on every rank, and meet DTensors as replicas.
+Inside, plain tensors (masks, positions, buffers) are the same on every rank, and meet DTensors as replicas. A parameter
+that the batch axis cuts is gathered along it where it is used, as FSDP does: DTensor would rather gather the batch.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Entrance:
         seed = None if is_again else self._agree([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._taken_in, (args, kwargs))
         stream = None if seed is None else Stream(seed, self._mesh.device_type)
-        call = _Call(frame, _Replicas(self._mesh, self._whole), stream, is_plain)
+        call = _Call(frame, _Meeting(self._mesh, self._axis), stream, is_plain)
         call.mode.__enter__()  # type: ignore[no-untyped-call]
         _CALLS.open.append(call)
         return args, kwargs
@@ -162,13 +163,14 @@ def _is_inside(frame: FrameType | None, outer: FrameType) -> bool:
     return False
 
 
-class _Replicas(TorchFunctionMode):
-    """Makes replicas of plain tensors that meet DTensors, before autograd sees them, so that it can go back too."""
+class _Meeting(TorchFunctionMode):
+    """Lets tensors meet the batch's DTensors: before autograd sees them, so that it can go back too."""
 
-    def __init__(self, mesh: TorchMesh, placements: tuple[Replicate, ...]) -> None:
+    def __init__(self, mesh: TorchMesh, batch_axis: int) -> None:
         super().__init__()
         self._mesh = mesh
-        self._placements = placements
+        self._axis = batch_axis
+        self._whole = (Replicate(),) * mesh.ndim
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -176,6 +178,8 @@ class _Replicas(TorchFunctionMode):
         num_dtensors = sum(isinstance(leaf, DTensor) for leaf in leaves)
         if 0 < num_dtensors < len(leaves):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._replica, (args, kwargs))
+        if any(map(self._is_cut_parameter, leaves)) and not _is_about_itself(func):
+            args, kwargs = pytree.tree_map_only(DTensor, self._gathered, (args, kwargs))
         if func is functional.dropout and isinstance(args[0], DTensor):
             return dropout(*args, **kwargs)
         mean = whole_mean(func, args, kwargs) if num_dtensors else None
@@ -185,7 +189,28 @@ class _Replicas(TorchFunctionMode):
     def _replica(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             return tensor
-        return DTensor.from_local(tensor, self._mesh, self._placements, run_check=False)
+        return DTensor.from_local(tensor, self._mesh, self._whole, run_check=False)
+
+    def _is_cut_parameter(self, tensor: torch.Tensor) -> bool:
+        if not isinstance(tensor, DTensor) or not isinstance(tensor, nn.Parameter):
+            return False
+        return tensor.device_mesh == self._mesh and hasattr(tensor.placements[self._axis], "dim")
+
+    def _gathered(self, tensor: DTensor) -> DTensor:
+        if not self._is_cut_parameter(tensor):
+            return tensor
+        others: list[Any] = list(tensor.placements)
+        dim = others[self._axis].dim
+        # Strided shards count the batch axis' parts, or are counted by its: alone they cut plainly.
+        others = [Shard(dim) if hasattr(at, "split_factor") and at.dim == dim else at for at in others]
+        others[self._axis] = Replicate()
+        return tensor.redistribute(placements=others)
+
+
+def _is_about_itself(func: Any) -> bool:
+    """Say whether a function asks a tensor for an attribute, or changes it in place."""
+    name = getattr(func, "__name__", "")
+    return name in ("__get__", "__set__", "__delete__") or name.endswith("_")
 
 
 def _reduced(embedded: DTensor) -> DTensor:

@@ -75,4 +75,10 @@ def placements_for(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int])
     Raises:
         LayoutError: the layout does not fit the shape, or placements cannot say it.
     """
+    if layout.tree.sums:
+        raise LayoutError(
+            f"a whole tensor has values, and the layout {layout} says that ranks hold addends",
+            got=" ".join(f"sum({axis})" for axis in layout.tree.sums),
+            want="a layout without sums",
+        )
     return to_placements(fitted(layout, len(shape)), mesh, tuple(shape))
