@@ -2,8 +2,8 @@
 
     python benchmarks/metadata.py [--tensors 1000] [--ranks 1024]
 
-The file is made with torch's own classes, as `FileSystemWriter.finish` makes it of what the ranks gathered: every rank's
-entries were pickled on that rank, so no two ranks share a text. It is read in a process of its own, torch not imported.
+The file is made with torch's own classes, as `FileSystemWriter.finish` does, of what the ranks gathered: every rank's
+entries were pickled on that rank, so no two ranks share a text. Cold processes read it, torch not imported.
 """
 
 from __future__ import annotations

@@ -298,8 +298,7 @@ class MetadataMachine(PickleMachine):
             nbytes = 2 + raw[at + 1] if raw[at] == 0x8A else _NBYTES[raw[at]]
             values.append(_integer(raw[at : at + nbytes]))
             at += nbytes
-        want = len(values) if marked else _ARITIES.get(raw[-2])
-        if len(raw) > 1 and (want != len(values) or marked != (raw[-2] == 0x74)):
+        if _ARITIES.get(raw[end]) != (None if marked else len(values)) and raw != b")":
             raise ValueError("a tuple takes more or fewer values than there are")
         packed = struct.pack(f"<{len(values)}q", *values)
         if len(self._packed) >= _MAX_PACKED:

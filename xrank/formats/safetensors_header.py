@@ -58,8 +58,12 @@ class SafetensorsHeader:
     """First byte of the file after the header."""
 
 
-def read_header(path: str) -> SafetensorsHeader:
+def read_header(path: str, *, start: int = 0) -> SafetensorsHeader:
     """Read and check a safetensors header; the tensors' bytes are not read.
+
+    Args:
+        path: the file.
+        start: its byte at which the header begins, behind what else it holds.
 
     Raises:
         CorruptError: the file breaks a rule of the format, or is not as long as its header says.
@@ -68,18 +72,20 @@ def read_header(path: str) -> SafetensorsHeader:
     """
     with open_regular(path) as file:
         origin = file.origin
-        if file.nbytes < _LENGTH_NBYTES:
+        if file.nbytes < start + _LENGTH_NBYTES:
             raise origin.corrupt(
-                "is too short for a safetensors file", got=f"{file.nbytes} bytes", want=f"at least {_LENGTH_NBYTES}"
+                "is too short for a safetensors file",
+                got=f"{file.nbytes} bytes",
+                want=f"at least {start + _LENGTH_NBYTES}",
             )
-        nbytes = int.from_bytes(file.read(0, _LENGTH_NBYTES), "little")
-        limit = min(MAX_HEADER_NBYTES, file.nbytes - _LENGTH_NBYTES)
+        nbytes = int.from_bytes(file.read(start, _LENGTH_NBYTES), "little")
+        limit = min(MAX_HEADER_NBYTES, file.nbytes - start - _LENGTH_NBYTES)
         if nbytes > limit:
             raise origin.corrupt(
                 "the safetensors header's length is wrong", got=f"{nbytes} bytes", want=f"at most {limit} bytes"
             )
-        raw = file.read(_LENGTH_NBYTES, nbytes)
-        data_start = _LENGTH_NBYTES + nbytes
+        data_start = start + _LENGTH_NBYTES + nbytes
+        raw = file.read(data_start - nbytes, nbytes)
         tensors, metadata = _parse(raw, file.nbytes - data_start, origin)
         return SafetensorsHeader(path, file.status, tensors, MappingProxyType(metadata), data_start)
 

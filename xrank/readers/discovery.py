@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError
 from xrank.readers.base import Reader
+from xrank.readers.dcp import DcpReader
 from xrank.readers.deepspeed import DeepSpeedReader
 from xrank.readers.hf_folder import HfFolderReader
 from xrank.readers.workspace import WorkspaceReader
 
 __all__ = ["READERS", "find_source"]
 
-READERS: tuple[Reader, ...] = (WorkspaceReader(), HfFolderReader(), DeepSpeedReader())
+READERS: tuple[Reader, ...] = (WorkspaceReader(), HfFolderReader(), DcpReader(), DeepSpeedReader())
 """Every reader, in the order in which they are asked."""
 
 _SEARCHED_LEVELS = 2
