@@ -64,6 +64,20 @@ def test_permutations_transposes_and_swizzles():
     assert (copied(swizzled, source) == expected).all()
 
 
+def test_parts_on_both_sides_are_paired_by_name():
+    """GPT-2: heads of q, k, v in turn become all of q, then k, then v, and the whole is transposed."""
+    sizes = {"n": 3, "d": 4, "h": 5}
+    fused = "c_attn [h, <q: n d | k: n d | v: n d>]"
+    found = pair("[n <q: d | k: d | v: d>, h]", dict.fromkeys("qkv", fused), sizes)
+    source = np.arange(3 * 12 * 5)
+    target = np.full(5 * 36, -1)
+    for pairing in found.values():
+        for x, y in addresses(pairing.nest):
+            assert target[y] == -1
+            target[y] = source[x]
+    assert (target.reshape(5, 36) == source.reshape(3, 3, 4, 5).transpose(1, 0, 2, 3).reshape(36, 5).T).all()
+
+
 def test_gate_and_up_in_both_orders():
     sizes = {"f": 3, "h": 2}
     halves = pair("[<gate: f | up: f>, h]", {"gate": "[f, h]", "up": "[f, h]"}, sizes)
@@ -126,7 +140,8 @@ def test_equal_sides_are_the_identity_whatever_they_hold():
         ("[a]", {}, "has no parts, and 0 targets"),
         ("[<q: a | k: a>, <x: b | y: b>]", {"q": "[a]"}, "parts in two places"),
         ("[<q: a | k: <q: a>>]", {"q": "[a]"}, "two parts of .* are called 'q'"),
-        ("[a]", {"": "[<q: a | k: a>]"}, "has parts, which only a source has"),
+        ("[a]", {"": "[<q: a | k: a>]"}, "has no part ''"),
+        ("[<q: a | k: a>]", {"q": "[<k: a | v: a>]", "k": "[<k: a | v: a>]"}, "has no part 'q'"),
         ("[a/tp]", {"": "[a]"}, "holds a/tp"),
         ("[a]", {"": "w.{pad(a, 4)} []"}, r"holds pad\(a, 4\)"),
         ("flat(q [a])", {"": "[a]"}, r"holds flat|cannot be read"),

@@ -35,6 +35,9 @@ __all__ = ["gather", "made_rows", "proof_row", "source_row"]
     "--base-model", metavar="DIR|ID", help="A model folder or cached ID: config, tokenizer, names and shapes."
 )
 @click.option("--layout", type=click.Path(), metavar="FILE", help="Layouts for a source that records none.")
+@click.option(
+    "--recipe", metavar="NAME|FILE|none", help="Training names to Hugging Face's.  [default: the one that fits]"
+)
 @click.option("--format", metavar="NAME", help="The source's format, where two readers accept it.")
 @click.option(
     "--dtype",
@@ -105,7 +108,8 @@ def source_row(report: Report) -> tuple[str, str]:
     step = f", step {source['step']}" if source["step"] is not None else ""
     ranks = f", written by {plural(source['world_size'], 'rank')}" if source["world_size"] else ""
     left_out = f", {size_text(source['skipped_nbytes'])} left out" if source["skipped_nbytes"] else ""
-    return "source", f"{source['format']}{step}{ranks}; {size_text(source['nbytes'])} in the source{left_out}"
+    recipe = f", named by the recipe {source['recipe']}" if source["recipe"] else ""
+    return "source", f"{source['format']}{step}{ranks}; {size_text(source['nbytes'])} in the source{left_out}{recipe}"
 
 
 def proof_row(report: Report) -> tuple[str, str]:

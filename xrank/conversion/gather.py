@@ -27,6 +27,7 @@ def gather_checkpoint(
     workspace: bool = False,
     base_model: str | os.PathLike[str] | None = None,
     layout: str | os.PathLike[str] | LayoutMap | None = None,
+    recipe: str | os.PathLike[str] | None = None,
     format: str | None = None,  # noqa: A002  the option's name
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
@@ -42,6 +43,8 @@ def gather_checkpoint(
         workspace: insist that the source is a workspace.
         base_model: a model folder, or the ID of one in the local Hugging Face cache: companions, names and shapes.
         layout: a layout file, or its content, for a source that records no layouts.
+        recipe: the name of a recipe that comes with xrank, a file, or ``"none"``: training names become Hugging Face's.
+            None: the one that knows all of the source's names, if there is one.
         format: the source's format, where two readers accept it.
         progress: called with (bytes written so far, bytes in all).
         **options: the other options of ``xrank gather``, by name (`xrank.conversion.options.GatherOptions`).
@@ -64,6 +67,7 @@ def gather_checkpoint(
         layout=layout,
         format_name=format,
         workspace=workspace,
+        recipe=recipe,
     )
     if checked.dry_run:
         return _planned_report(gather, os.fspath(out), time.monotonic() - started)
@@ -110,7 +114,7 @@ def source_facts(source: StoredModel) -> dict[str, Any]:
     return {
         "path": source.path,
         "format": source.format,
-        "recipe": None,
+        "recipe": source.recipe,
         "step": source.step,
         "world_size": source.world_size,
         "run_id": source.run_id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from xrank.conversion.base_model import BaseModel, check_against, open_base_model, read_config
 from xrank.conversion.options import GatherOptions
 from xrank.conversion.plan_digest import digest_of_plan
+from xrank.conversion.recipe_choice import choose_recipe, follow_recipe
 from xrank.conversion.selection import Selection, select
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import LayoutMap
@@ -57,6 +59,7 @@ def plan_gather(
     layout: str | os.PathLike[str] | LayoutMap | None = None,
     format_name: str | None = None,
     workspace: bool = False,
+    recipe: str | os.PathLike[str] | None = None,
 ) -> Gather:
     """Return the proven plan of a gather; reads metadata alone. Arguments and errors as `gather_checkpoint`."""
     base = open_base_model(base_model) if base_model is not None else None
@@ -71,6 +74,12 @@ def plan_gather(
     )
     stored = reader.read(place, hints)
     config = read_config(config_path) if config_path is not None else stored.config
+    matched = choose_recipe(stored, config, recipe)
+    if matched is not None:
+        stored = follow_recipe(stored, matched, config)
+        names = [shard.name for shard in stored.shards]
+        kept = (p for p in matched.recipe.keep_fp32 if any(re.fullmatch(p, name) for name in names))
+        options = options.with_keep_fp32(kept)
     aliases = layouts.aliases if layouts is not None else {}
     selection = select(stored, options, base, config, aliases)
     dropped = {name for names in selection.tied.values() for name in names}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from xrank.errors import UsageError
@@ -89,6 +89,10 @@ class GatherOptions:
             raise UsageError(
                 "--workers takes no number below 1", got=str(self.workers), want="1 or more", next_step=_NEXT_STEP
             )
+
+    def with_keep_fp32(self, patterns: Iterable[str]) -> GatherOptions:
+        """Return these options with names that a cast leaves alone, where the caller named none."""
+        return self if self.keep_fp32 else replace(self, keep_fp32=tuple(patterns))
 
     @property
     def max_shard_nbytes(self) -> int:

@@ -148,8 +148,8 @@ def pair(source: str, targets: Mapping[str, str], sizes: Mapping[str, int]) -> d
 
     Args:
         source: the source's text, such as ``"[g <q: r d | k: d | v: d>, h]"``.
-        targets: part of the source -> text of the tensor that it becomes. A source without parts has one target, of
-            any key.
+        targets: part of the source -> text of the tensor that it becomes, or that has a part of the same name. A source
+            without parts has one target, of any key.
         sizes: sizes by name, all that both sides hold.
 
     Raises:
@@ -178,20 +178,26 @@ def pair(source: str, targets: Mapping[str, str], sizes: Mapping[str, int]) -> d
     for branch in branches:
         target = parse_side(targets[branch.key])
         target_shape = global_shape(target, known)
-        ends = _branches(target, known)
-        if ends[0].key:
-            raise LayoutError(
-                f"the target {target} has parts, which only a source has",
-                got=str(target),
-                want="sizes and products",
-                next_step="write the recipe the other way round, and reverse it",
-            )
+        end = _end(target, branch.key, known)
         same = whole.all_dims == target.all_dims
-        loops = _paired(branch.loops, ends[0].loops, f"{branch.key or whole} -> {target}", same)
+        loops = _paired(branch.loops, end.loops, f"{branch.key or whole} -> {target}", same)
         found[branch.key] = Pairing(
-            branch.key, whole, target, source_shape, target_shape, branch.start, ends[0].start, loops
+            branch.key, whole, target, source_shape, target_shape, branch.start, end.start, loops
         )
     return found
+
+
+def _end(target: Side, key: str, sizes: Mapping[str, int]) -> _Branch:
+    """Return the part of a target that a source's part becomes: all of it, or the part of the same name."""
+    ends = {end.key: end for end in _branches(target, sizes)}
+    end = ends.get("", ends.get(key))
+    if end is None:
+        raise LayoutError(
+            f"the target {target} has no part {key!r}",
+            got=f"parts {list(ends)}",
+            want=f"a part {key!r}, or none at all",
+        )
+    return end
 
 
 def global_shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -83,6 +83,8 @@ class StoredModel:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied name -> name of the shard it is the same tensor as, where the source says so; both have a shard."""
     world_size: int | None = None
+    recipe: str | None = None
+    """The recipe that gave the tensors their names and fusions; None where they are the source's own."""
     step: int | None = None
     run_id: str | None = None
     config: Mapping[str, Any] | None = None

@@ -1,0 +1,128 @@
+"""The recipe that a source needs: the one asked for, or the one that knows all of its names; never a guess."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from xrank.errors import UsageError
+from xrank.plan.source import StoredModel
+from xrank.recipes.matching import Match, froms, match
+from xrank.recipes.recipe import Recipe, read_recipe, shipped_recipes
+from xrank.recipes.rewriting import rewritten
+from xrank.recipes.sizes import flags_of, solve_sizes, told_sizes
+
+__all__ = ["choose_recipe", "follow_recipe"]
+
+
+def choose_recipe(
+    source: StoredModel,
+    config: Mapping[str, Any] | None,
+    asked: str | os.PathLike[str] | None,
+    *,
+    is_reversed: bool = False,
+) -> Match | None:
+    """Return how the source's recipe fits its names; None where the names are to stay.
+
+    Args:
+        source: what the reader found.
+        config: the model's config.json, if it is known.
+        asked: a shipped recipe's name, a file, ``"none"``, or None: the one that fits.
+        is_reversed: from Hugging Face's names to a training framework's.
+
+    Raises:
+        UsageError: the recipe asked for does not fit, several do, or one fits but for some names.
+        LayoutError: the file is no recipe.
+    """
+    names = [shard.name for shard in source.shards]
+    if asked == "none" or not names:
+        return None
+    if asked is not None:
+        found = match(_named(os.fspath(asked)), names, is_reversed=is_reversed)
+        if not found.fits:
+            raise _misfit(source, found, "the recipe does not fit")
+        return found
+    if is_reversed:
+        return None
+    matches = [match(recipe, names) for recipe in shipped_recipes()]
+    fitting = [found for found in matches if found.fits]
+    model_type = _model_type(config)
+    chosen = [found for found in fitting if model_type is None or model_type in found.recipe.model_types]
+    if len(chosen) == 1:
+        return chosen[0]
+    if fitting:
+        says = f", and config.json says model_type {model_type!r}" if model_type is not None else ""
+        raise UsageError(
+            f"{source.path}: which recipe its names are of is not clear",
+            file=source.path,
+            got=f"names of {', '.join(found.recipe.name for found in chosen or fitting)}{says}",
+            want="one recipe",
+            next_step="choose with --recipe NAME, or keep the names with --recipe none",
+        )
+    nearest = max(matches, key=lambda found: found.num_known, default=None)
+    if nearest is not None and (2 * nearest.num_known >= len(names) or source.format.startswith("megatron")):
+        raise _misfit(source, nearest, "no recipe fits its names")
+    return None
+
+
+def _named(asked: str) -> Recipe:
+    shipped = {recipe.name: recipe for recipe in shipped_recipes()}
+    if asked in shipped:
+        return shipped[asked]
+    if os.path.isfile(asked):
+        return read_recipe(asked)
+    raise UsageError(
+        f"no recipe is called {asked}, and it is no file",
+        got=asked,
+        want=f"{', '.join(shipped)}, or a recipe's file",
+        next_step="correct --recipe, or leave it out",
+    )
+
+
+def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
+    wrong = []
+    if found.unknown:
+        wrong.append(f"{_some(found.unknown)} unknown to {found.recipe.name}")
+    if found.missing:
+        wrong.append(f"nothing for {_some(found.missing)} of {found.recipe.name}")
+    known = _some([str(side) for rule in found.recipe.rules for side in froms(rule, found.is_reversed)[:1]], 3)
+    return UsageError(
+        f"{source.path}: {problem}",
+        tensor=found.unknown[0] if found.unknown else None,
+        file=source.path,
+        got="; ".join(wrong),
+        want=f"names like {known}",
+        next_step="give a recipe of your own with --recipe FILE, or keep the names with --recipe none",
+    )
+
+
+def _some(names: Sequence[str], count: int = 4) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
+
+def _model_type(config: Mapping[str, Any] | None) -> str | None:
+    if config is None:
+        return None
+    text = config.get("text_config")
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    value = inner or config.get("model_type")
+    return value if isinstance(value, str) else None
+
+
+def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] | None) -> StoredModel:
+    """Return the source under the names that a recipe gives it, every size proven by config, arguments and shapes.
+
+    Raises:
+        ContradictionError, IncompleteError, LayoutError, UsageError: as `solve_sizes` and `rewritten`.
+    """
+    shapes = {shard.name: shard.shape for shard in source.shards}
+    tensors = [
+        (froms(found.recipe.rules[number], found.is_reversed)[form], name, shapes[name])
+        for (number, form), names in found.used.items()
+        for name in names
+    ]
+    told = told_sizes(found.recipe, config, source.args)
+    sizes = solve_sizes(found.recipe, told, tensors)
+    return rewritten(source, found, sizes, flags_of(found.recipe, config, source.args))

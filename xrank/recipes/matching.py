@@ -1,0 +1,123 @@
+"""Which recipe a source's names are of: every name known, and nothing missing that a model of the kind has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from xrank.layout.recipe import Side
+from xrank.recipes.recipe import Recipe, Rule
+
+__all__ = ["Match", "active_rules", "ends", "froms", "is_required", "match"]
+
+
+_Place = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How a recipe fits the names that a model has."""
+
+    recipe: Recipe
+    is_reversed: bool
+    """From the recipe's targets to its sources."""
+    used: Mapping[_Place, tuple[str, ...]]
+    """(rule, which of its `froms`) -> names of it."""
+    unknown: tuple[str, ...]
+    """Names that no rule has, and that are not ignored."""
+    ignored: tuple[str, ...]
+    missing: tuple[str, ...]
+    """Tensors, as the recipe has them, that none of the names becomes."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether all names are known, and every kind of tensor is there."""
+        return bool(self.used) and not self.unknown and not self.missing
+
+    @property
+    def num_known(self) -> int:
+        """Names that a rule has."""
+        return sum(map(len, self.used.values()))
+
+
+def froms(rule: Rule, is_reversed: bool) -> tuple[Side, ...]:
+    """Return the sides of a rule whose names a model may have."""
+    return tuple(rule.targets.values()) if is_reversed else rule.sources
+
+
+def ends(rule: Rule, is_reversed: bool) -> tuple[Side, ...]:
+    """Return the sides of a rule that its names become."""
+    return rule.sources[:1] if is_reversed else tuple(rule.targets.values())
+
+
+def is_required(rule: Rule) -> bool:
+    """Say whether a model has a rule's tensors whatever its configuration says."""
+    return not rule.optional and rule.unless is None
+
+
+@lru_cache(maxsize=64)
+def active_rules(recipe: Recipe, is_reversed: bool) -> tuple[int, ...]:
+    """Return the rules that count in a direction: where several sources become one target, back goes the first."""
+    if not is_reversed:
+        return tuple(range(len(recipe.rules)))
+    found: list[int] = []
+    taken: set[str] = set()
+    for number, rule in enumerate(recipe.rules):
+        texts = {str(side) for side in rule.targets.values()}
+        if not texts <= taken:
+            found.append(number)
+            taken |= texts
+    return tuple(found)
+
+
+def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) -> Match:
+    """Return how a recipe fits these names: the training framework's, or, reversed, Hugging Face's."""
+    plain, expressions = _index(recipe, is_reversed)
+    ignored = [re.compile(pattern) for pattern in recipe.ignored]
+    used: dict[_Place, list[str]] = {}
+    unknown: list[str] = []
+    left_out: list[str] = []
+    for name in names:
+        places = plain.get(name) or [at for at, expression in expressions if expression.fullmatch(name)]
+        for place in places:
+            used.setdefault(place, []).append(name)
+        if not places:
+            (left_out if any(pattern.fullmatch(name) for pattern in ignored) else unknown).append(name)
+    return Match(
+        recipe,
+        is_reversed,
+        {place: tuple(used[place]) for place in sorted(used)},
+        tuple(unknown),
+        tuple(left_out),
+        tuple(_missing(recipe, {rule for rule, _ in used}, is_reversed)),
+    )
+
+
+@lru_cache(maxsize=64)
+def _index(
+    recipe: Recipe, is_reversed: bool
+) -> tuple[dict[str, list[_Place]], Sequence[tuple[_Place, re.Pattern[str]]]]:
+    plain: dict[str, list[_Place]] = {}
+    expressions = []
+    for number in active_rules(recipe, is_reversed):
+        for form, side in enumerate(froms(recipe.rules[number], is_reversed)):
+            if side.name.dims:
+                expressions.append(((number, form), re.compile(side.name.expression)))
+            else:
+                plain.setdefault(str(side.name), []).append((number, form))
+    return plain, expressions
+
+
+def _missing(recipe: Recipe, used: set[int], is_reversed: bool) -> list[str]:
+    """Return the ends of rules that a model must have, and that none of the used rules makes."""
+    made = {str(side) for number in used for side in ends(recipe.rules[number], is_reversed)}
+    groups = {rule.group for rule in recipe.rules if rule.group is not None}
+    present = {recipe.rules[number].group for number in used}
+    wanted: list[str] = []
+    for number in active_rules(recipe, is_reversed):
+        rule = recipe.rules[number]
+        if is_required(rule) and (rule.group is None or rule.group in present or not groups & present):
+            wanted += map(str, ends(rule, is_reversed))
+    return [text for text in dict.fromkeys(wanted) if text not in made]

@@ -1,0 +1,204 @@
+"""A source under its training names becomes one under Hugging Face's, or back: nests meet nests, no byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from xrank.errors import ContradictionError, IncompleteError
+from xrank.layout.binding import global_size
+from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nests import Nest, swap
+from xrank.layout.recipe import Pairing, pair, reversed_pairing, single_tensors
+from xrank.plan.composition import composed
+from xrank.plan.source import StoredModel, StoredShard
+from xrank.recipes.matching import Match, active_rules, ends, froms
+from xrank.recipes.recipe import Rule
+
+__all__ = ["rewritten"]
+
+
+def rewritten(source: StoredModel, matched: Match, sizes: Mapping[str, int], flags: Mapping[str, bool]) -> StoredModel:
+    """Return the source under the names of the recipe's targets.
+
+    Args:
+        source: what the reader found.
+        matched: how the recipe fits its names.
+        sizes: every size of the recipe.
+        flags: what config or args say of the model.
+
+    Raises:
+        IncompleteError: a tensor that the recipe makes has nothing in the source.
+        ContradictionError: a layer has tensors of two kinds of blocks.
+        LayoutError: the recipe's texts do not fit each other.
+    """
+    shards = {shard.name: shard for shard in source.shards}
+    made: dict[str, list[StoredShard]] = {}
+    notes = [("recipe", f"tensors are named and taken apart by the recipe {matched.recipe.name}")]
+    for place, names in matched.used.items():
+        wanted = set(names)
+        for pairing in _pairings(matched, place, sizes):
+            own = len(pairing.target.name.dims)
+            for old, new, nest in single_tensors(pairing):
+                if old in wanted:
+                    made.setdefault(new, []).append(_moved(shards[old], new, pairing.target_shape[own:], nest))
+            rows = _padded_rows(pairing, shards[names[0]].shape)
+            if rows:
+                notes.append(("padding-cut", f"{names[0]}: {rows:,} rows of padding"))
+    order = _order(matched, sizes)
+    _check_whole(source, matched, order, flags, made.keys())
+    if matched.ignored:
+        notes.append(("ignored", f"{len(matched.ignored)} tensors that are no part of the model are left out"))
+    return replace(
+        source,
+        shards=tuple(_joined(name, made[name]) for name in sorted(made, key=lambda name: order[name].at)),
+        aliases=_new_aliases(source, matched, sizes),
+        absent=(),
+        recipe=matched.recipe.name,
+        notes=(*source.notes, *notes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """A tensor that a recipe may make."""
+
+    rules: tuple[Rule, ...]
+    layer: int | None
+    """Its first index, if its name has dims."""
+    at: tuple[int, int, int]
+    """Its place in the output: embeddings, layer after layer, the rest."""
+
+
+def _order(matched: Match, sizes: Mapping[str, int]) -> dict[str, _Outcome]:
+    """Return every name that the recipe may make."""
+    found: dict[str, _Outcome] = {}
+    has_begun = False
+    for number in active_rules(matched.recipe, matched.is_reversed):
+        rule = matched.recipe.rules[number]
+        for side in ends(rule, matched.is_reversed):
+            has_begun = has_begun or bool(side.name.dims)
+            for at in product(*(range(global_size(dim, sizes)) for dim in side.name.dims)):
+                name, layer = side.name.at(*at), at[0] if at else None
+                phase = 1 if at else (2 if has_begun else 0)
+                before = found.get(name)
+                if before is None:
+                    found[name] = _Outcome((rule,), layer, (phase, layer or 0, number))
+                elif rule not in before.rules:
+                    found[name] = replace(before, rules=(*before.rules, rule))
+    return found
+
+
+def _pairings(matched: Match, place: tuple[int, int], sizes: Mapping[str, int]) -> Iterable[Pairing]:
+    """Return the pairings from the names at a place of the recipe to what they become."""
+    rule, form = matched.recipe.rules[place[0]], place[1]
+    texts = {part: str(side) for part, side in rule.targets.items()}
+    if not matched.is_reversed:
+        return pair(str(rule.sources[form]), texts, sizes).values()
+    return [reversed_pairing(list(pair(str(rule.sources[0]), texts, sizes).values())[form])]
+
+
+def _padded_rows(pairing: Pairing, shape: Sequence[int]) -> int:
+    own = len(pairing.source.name.dims)
+    return shape[0] - pairing.source_shape[own] if shape else 0
+
+
+def _moved(shard: StoredShard, name: str, shape: tuple[int, ...], nest: Nest) -> StoredShard:
+    """Return the pieces of a target that one source has; `nest` goes from the source's addresses to the target's."""
+    if nest.x == 0 == nest.y and nest.loops == ((prod(shard.shape), 1, 1),):
+        return replace(shard, name=name, shape=shape)
+    rows, nests = composed(shard.nests, (swap(nest),))
+    return StoredShard(name, shard.dtype, shape, shard.rank[rows], shard.record[rows], nests)
+
+
+def _joined(name: str, parts: Sequence[StoredShard]) -> StoredShard:
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for other in parts[1:]:
+        if other.dtype != first.dtype:
+            raise ContradictionError(
+                f"{name}: the tensors that it is made of differ in type",
+                tensor=name,
+                got=other.dtype,
+                want=first.dtype,
+                next_step="cast them in the trainer before they are saved",
+            )
+    depth = max(part.nests.loops.shape[1] for part in parts)
+    loops = np.concatenate([_deepened(part.nests, depth) for part in parts])
+    nests = NestTable(
+        np.concatenate([part.nests.x for part in parts]), np.concatenate([part.nests.y for part in parts]), loops
+    )
+    rank, record = (np.concatenate([getattr(part, key) for part in parts]) for key in ("rank", "record"))
+    return StoredShard(name, first.dtype, first.shape, rank, record, nests)
+
+
+def _deepened(table: NestTable, depth: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
+    missing = depth - table.loops.shape[1]
+    filler = np.broadcast_to(int_array((1, 0, 0)), (len(table), missing, 3))
+    return np.concatenate((table.loops, filler), axis=1)
+
+
+def _check_whole(
+    source: StoredModel,
+    matched: Match,
+    outcomes: Mapping[str, _Outcome],
+    flags: Mapping[str, bool],
+    made: Iterable[str],
+) -> None:
+    """Check that every tensor which a model of the kind has was made."""
+    there = set(made)
+    groups: dict[int | None, set[str]] = {}
+    for name in there:
+        for rule in outcomes[name].rules:
+            if rule.group is not None:
+                groups.setdefault(outcomes[name].layer, set()).add(rule.group)
+    for layer, found in groups.items():
+        if len(found) > 1:
+            raise ContradictionError(
+                f"layer {layer} has tensors of {' and '.join(sorted(found))} blocks",
+                file=source.path,
+                want="one kind of block in each layer",
+                next_step="check that the files are those of one model",
+            )
+    used = {number for number, _ in matched.used}
+    begun = {id(matched.recipe.rules[number]) for number in used}
+    for name, outcome in outcomes.items():
+        if name in there:
+            continue
+        if any(_needs(rule, flags, begun, groups, outcome.layer) for rule in outcome.rules):
+            raise IncompleteError(
+                f"{name}: nothing in the source becomes it",
+                tensor=name,
+                file=source.path,
+                got=f"no {' and no '.join(str(side) for side in froms(outcome.rules[0], matched.is_reversed)[:3])}",
+                want=f"all that the recipe {matched.recipe.name} makes",
+                next_step="check that the checkpoint is whole, and that config.json is this model's",
+            )
+
+
+def _needs(
+    rule: Rule, flags: Mapping[str, bool], begun: set[int], groups: Mapping[int | None, set[str]], layer: int | None
+) -> bool:
+    """Say whether a model must have what a rule makes, in that layer."""
+    if rule.group is not None and groups and rule.group not in groups.get(layer, {rule.group}):
+        return False
+    if rule.unless is not None:
+        return not flags.get(rule.unless, True)
+    return not rule.optional or id(rule) in begun  # of what is optional a model has all or nothing
+
+
+def _new_aliases(source: StoredModel, matched: Match, sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return the source's tied names under their new ones; what is taken apart is compared nowhere."""
+    tied = {*source.aliases, *source.aliases.values()}
+    new_names: dict[str, str] = {}
+    for place, names in matched.used.items():
+        if tied.intersection(names) and len(matched.recipe.rules[place[0]].targets) == 1:
+            for pairing in _pairings(matched, place, sizes):
+                new_names.update((old, new) for old, new, _ in single_tensors(pairing) if old in tied)
+    aliases = source.aliases.items()
+    return {new_names[a]: new_names[b] for a, b in aliases if a in new_names and b in new_names}

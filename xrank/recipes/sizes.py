@@ -1,0 +1,176 @@
+"""What a recipe's sizes are for one model: by its config, the trainer's arguments, names and shapes, which agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from xrank.errors import ContradictionError, LayoutError, UsageError
+from xrank.layout.binding import global_size, names_of_dim, solve_dims
+from xrank.layout.notation import LayoutTree, Size
+from xrank.layout.recipe import Side
+from xrank.recipes.recipe import Recipe
+
+__all__ = ["flags_of", "solve_sizes", "told_sizes"]
+
+_Shape = tuple[int, ...]
+
+
+def told_sizes(
+    recipe: Recipe, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None
+) -> dict[str, tuple[int, str]]:
+    """Return size -> number and who says so: a model's config before the trainer's arguments, which must agree.
+
+    Args:
+        recipe: which keys mean which sizes.
+        config: config.json's content.
+        args: the trainer's arguments.
+
+    Raises:
+        ContradictionError: both say a size, and say it differently.
+    """
+    found = {name: (number, "the recipe") for name, number in recipe.sizes.items()}
+    for values, terms, who in ((config, recipe.config, "config.json"), (args, recipe.args, "the trainer's args")):
+        for name, choices in terms.items():
+            number = _first_known(values or {}, choices)
+            if type(number) is not int or number < 1:
+                continue
+            if name in found and found[name][0] != number:
+                raise ContradictionError(
+                    f"{found[name][1]} and {who} disagree about {choices[0]}",
+                    got=f"{number} in {who}",
+                    want=f"{found[name][0]}, as in {found[name][1]}",
+                    next_step="put the model's own config.json beside the source, or give --base-model",
+                )
+            found.setdefault(name, (number, who))
+    return found
+
+
+def flags_of(recipe: Recipe, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None) -> dict[str, bool]:
+    """Return flag -> what config, else args, says; one that neither says is not there."""
+    found: dict[str, bool] = {}
+    for values, terms in ((config, recipe.config), (args, recipe.args)):
+        for name, choices in terms.items():
+            for term in choices:
+                value = _lookup(values or {}, term.removeprefix("not "))
+                if isinstance(value, bool):
+                    found.setdefault(name, not value if term.startswith("not ") else value)
+                    break
+    return found
+
+
+def _first_known(values: Mapping[str, Any], terms: Iterable[str]) -> object:
+    return next((value for term in terms if (value := _term(values, term)) is not None), None)
+
+
+def _term(values: Mapping[str, Any], term: str) -> object:
+    """Return a key's value, or the quotient or product of two; None where something is not known."""
+    for operator in (" / ", " * "):
+        left, found, right = term.partition(operator)
+        if found:
+            a, b = _lookup(values, left), int(right) if right.isdecimal() else _lookup(values, right)
+            if type(a) is not int or type(b) is not int or b < 1:
+                return None
+            return a * b if operator == " * " else (a // b if a % b == 0 else None)
+    return _lookup(values, term)
+
+
+def _lookup(values: Mapping[str, Any], key: str) -> object:
+    if key in values:
+        return values[key]
+    inner = values.get("text_config")
+    return inner.get(key) if isinstance(inner, Mapping) else None
+
+
+def solve_sizes(
+    recipe: Recipe, told: Mapping[str, tuple[int, str]], tensors: Iterable[tuple[Side, str, _Shape]]
+) -> dict[str, int]:
+    """Return every size of a recipe for a source; what is told must fit the shapes, and the shapes each other.
+
+    Args:
+        recipe: whose sizes they are.
+        told: size -> number and who says so.
+        tensors: for each of the source the recipe's side, its name and global shape.
+
+    Raises:
+        ContradictionError: a shape does not fit the sizes, or an index in a name is beyond them.
+        UsageError: a size is not known, and no shape tells it alone.
+    """
+    bound = {name: number for name, (number, _) in told.items()}
+    waiting = list(tensors)
+    counts: dict[str, int] = {}
+    for side, name, _ in waiting:
+        for dim, index in zip(side.name.dims, side.name.indices(name) or (), strict=True):
+            if isinstance(dim, Size) and isinstance(dim.value, str):
+                counts[dim.value] = max(counts.get(dim.value, 0), index + 1)
+    for size, count in counts.items():
+        bound.setdefault(size, count)
+    _solve_shapes(recipe, bound, waiting)
+    for side, name, shape in waiting:
+        _check_fit(recipe, told, bound, side, name, shape)
+    return bound
+
+
+def _solve_shapes(recipe: Recipe, bound: dict[str, int], tensors: list[tuple[Side, str, _Shape]]) -> None:
+    """Add sizes that shapes tell, until there is no more to be had."""
+    known = -1
+    kinds = {(str(side), shape): side for side, _, shape in tensors}
+    while known < len(bound):
+        known = len(bound)
+        for (_, shape), side in kinds.items():
+            if len(shape) == len(side.dims):
+                dims = {i: n for i, n in enumerate(shape) if not set(names_of_dim(side.dims[i])) & set(recipe.padded)}
+                try:
+                    solve_dims(LayoutTree(side.dims), dims, bound)
+                except LayoutError:
+                    continue  # the check that follows names the tensor
+
+
+def _check_fit(
+    recipe: Recipe,
+    told: Mapping[str, tuple[int, str]],
+    bound: Mapping[str, int],
+    side: Side,
+    name: str,
+    shape: _Shape,
+) -> None:
+    for dim in (*side.name.dims, *side.dims):
+        for size in names_of_dim(dim):
+            if size not in bound:
+                raise _unknown(recipe, size, name, shape)
+    for dim, index in zip(side.name.dims, side.name.indices(name) or (), strict=True):
+        if index >= global_size(dim, bound):
+            raise _misfit(told, side, name, f"the index {index}", f"less than {global_size(dim, bound)}")
+    if len(shape) != len(side.dims):
+        raise _misfit(told, side, name, f"shape {list(shape)}", f"{len(side.dims)} dims")
+    for i, (dim, n) in enumerate(zip(side.dims, shape, strict=True)):
+        expected = global_size(dim, bound)
+        # Padding comes after the last row, so only whole leading dims can have it.
+        is_padded = i == 0 and isinstance(dim, Size) and dim.value in recipe.padded
+        if n != expected and not (is_padded and n > expected):
+            want = [global_size(dim, bound) for dim in side.dims]
+            raise _misfit(told, side, name, f"shape {list(shape)}", f"{want}{' or more rows' if is_padded else ''}")
+
+
+def _unknown(recipe: Recipe, size: str, name: str, shape: _Shape) -> UsageError:
+    keys = ", ".join(f"{term!r}" for term in recipe.config.get(size, ()))
+    padded = size in recipe.padded
+    return UsageError(
+        f"{name}: the recipe {recipe.name} needs the size {size!r}, and nothing says it",
+        tensor=name,
+        got=f"shape {list(shape)}" + (", which may end in rows of padding" if padded else ""),
+        want=f"a config.json with {keys}" if keys else f"a number for {size!r}",
+        next_step="put the model's config.json beside the source, or give --base-model",
+    )
+
+
+def _misfit(told: Mapping[str, tuple[int, str]], side: Side, name: str, got: str, want: str) -> ContradictionError:
+    names = dict.fromkeys(size for dim in side.all_dims for size in names_of_dim(dim))
+    said = ", ".join(f"{size} = {told[size][0]} by {told[size][1]}" for size in names if size in told)
+    return ContradictionError(
+        f"{name} does not fit {side}",
+        tensor=name,
+        got=got,
+        want=want + (f" ({said})" if said else ""),
+        next_step="check that config.json is this model's, and that no rank or file is missing",
+    )
