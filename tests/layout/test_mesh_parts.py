@@ -12,11 +12,11 @@ from test_plain_meaning import made_case
 
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout.companion import companion_mesh_parts, companion_part, parse_companion
 from xrank.layout.flat import flat_mesh_parts, flat_part
 from xrank.layout.local_part import LocalPart, local_part
 from xrank.layout.mesh_parts import MeshParts, mesh_parts
 from xrank.layout.nests import Nest, size
-
 
 MANY = "<" + " | ".join(f"p{i}: 1" for i in range(130)) + ">"
 """A dim of which every rank has 130 nests."""
@@ -189,6 +189,51 @@ def test_flat_buffers_member_by_member() -> None:
                 own_pads = pads if name == "n" else 0
                 got = found[name].get(rank)
                 assert got == ((nests, None, own_pads) if nests or own_pads else None)
+
+
+def test_companions_of_all_ranks_are_those_of_each() -> None:
+    rng = random.Random(11)
+    texts = (
+        "[f/tp, h]",
+        "[f/=tp%4, h/~dp%2]",
+        "[h, f/~tp/~dp]",
+        "[f/tp, h] where dp=1",
+        "[3 f/tp, h]",
+        "[<gate: f/tp | up: f/tp>, h/~dp]",
+        "[<a: 1 | b: 3 | c: 3 | d: f>, h]",
+        "[f/~tp h, 4]",
+        "[f]",
+        "[f] where dp=0, tp=last",
+        "[pad(f, 8)/tp, h]",
+    )
+    outcomes = {True: 0, False: 0}
+    for _ in range(600):
+        mesh = DeviceMesh((2, rng.randint(1, 3)), ("dp", "tp"))
+        text = rng.choice(texts)
+        layout = TensorLayout.parse(text, mesh)
+        names = {"f": 4 * rng.randint(1, 6) * mesh.size, "h": rng.choice((4, 8, 7))}
+        shape = tuple(whole(dim, names) for dim in layout.dims)
+        blocks = "x".join(str(rng.choice((1, 2, 4, 3))) for _ in shape)
+        text = rng.choice(
+            (f"scale([f], {blocks})", f"packed([f], dim={rng.randrange(len(shape))}, {rng.choice((2, 4))})")
+        )
+        companion = parse_companion(text)
+        try:
+            parts = {
+                rank: companion_part(companion, layout, mesh, mesh.coordinate(rank), shape, sizes=names)
+                for rank in mesh.ranks
+            }
+        except LayoutError as error:
+            with pytest.raises(LayoutError) as refused:
+                companion_mesh_parts(companion, layout, mesh, shape, sizes=names)
+            assert (refused.value.next_step, refused.value.want) == (error.next_step, error.want)
+            outcomes[False] += 1
+            continue
+        found = parts_by_rank(companion_mesh_parts(companion, layout, mesh, shape, sizes=names))
+        held = {rank: (part.nests, part.shape) for rank, part in parts.items() if part is not None}
+        assert {rank: kind[:2] for rank, kind in found.items()} == held, (str(layout), shape, text)
+        outcomes[True] += 1
+    assert min(outcomes.values()) > 100, outcomes
 
 
 def test_arrays_of_parts_give_back_what_they_were_made_of() -> None:

@@ -9,6 +9,7 @@ from pytest import MonkeyPatch
 
 from xrank.conversion import check_layouts
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.layout.companion import parse_companion
 from xrank.layout.local_part import local_part
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, addresses
@@ -132,6 +133,25 @@ def test_tensors_named_by_their_dims_are_on_the_ranks_whose_tables_have_them() -
         assert len(one.shares) == 2
 
 
+def test_a_companion_follows_from_the_tensor_whose_shape_or_name_fits() -> None:
+    layouts = LayoutMap(DeviceMesh.parse_grid("tp=2"))
+    layouts["w[0-9]+"] = "[f/tp, h]"
+    layouts["layers.{L}.w"] = "[f/tp, h]"
+    layouts.companions["w[0-9]+_scale"] = parse_companion('scale("w[0-9]+", 4x4)')
+    layouts.companions["layers.{L}.scale"] = parse_companion('scale("layers.{L}.w", 4x4)')
+    layouts.sizes["L"] = 4
+    layouts.companions["free"] = parse_companion("scale([h, f/tp], 4x4)")
+    shapes = {"w0": (16, 8), "w1": (32, 8), "w1_scale": (8, 2), "w0_scale": (4, 2), "free": (4, 6)}
+    # The layers' own: one of another's shape is refused though some layer has that.
+    shapes |= {"layers.0.w": (16, 8), "layers.1.w": (16, 12), "layers.0.scale": (4, 2), "layers.1.scale": (4, 2)}
+    found = {one.name: one for one in survey(layouts, shapes).tensors}
+    assert [share.shape for share in found["w1_scale"].shares] == [(4, 2), (4, 2)]
+    assert [share.shape for share in found["free"].shares] == [(4, 3), (4, 3)]
+    assert [name for name, one in found.items() if one.problem or one.misfit] == ["layers.1.scale"]
+    found = {one.name: one for one in survey(layouts, {"w0": (16, 8), "w1_scale": (8, 2)}).tensors}
+    assert "no single shape of its base follows" in str(found["w1_scale"].problem)
+
+
 def test_a_check_makes_no_object_for_a_shard(monkeypatch: MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("a million of these would be dear")
@@ -141,6 +161,10 @@ def test_a_check_makes_no_object_for_a_shard(monkeypatch: MonkeyPatch) -> None:
     layouts = LayoutMap(DeviceMesh.parse_grid("dp=128 tp=8"))
     layouts["[0-9]+"] = "[(g/tp <q: 6 128 | k: 128 | v: 128>)/~dp, h]"
     layouts["flat"] = "flat(a [f], b [f, h/tp], pad 1024)/dp"
-    report = check_layouts(layouts, {**{str(i): (1024 * 64, 100 + i) for i in range(3)}, "a": (1003,), "b": (1003, 16)})
+    layouts.companions["[0-9]+_scale"] = parse_companion('scale("[0-9]+", 8x1)')
+    shapes: dict[str, tuple[int, ...]] = {"a": (1003,), "b": (1003, 16)}
+    for i in range(3):
+        shapes |= {str(i): (1024 * 64, 100 + i), f"{i}_scale": (1024 * 8, 100 + i)}
+    report = check_layouts(layouts, shapes)
     assert report.ok, report.error
     assert len(report.details["ranks"]) == 1024

@@ -19,7 +19,7 @@ from xrank.layout.nest_rows import joined_rows, product_rows, restricted_rows, r
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.notation import MAX_SIZE, Count, Flat, Node, Pad, Parts, Product, Size, Split
 
-__all__ = ["DimTable", "PlaceArrays", "compile_places", "product_table", "taken"]
+__all__ = ["DimTable", "PlaceArrays", "compile_places", "product_table", "taken", "whole_table"]
 
 PlaceArrays: TypeAlias = Mapping[str, tuple[int, IntArray]]
 """Axis -> its length, and the coordinate along it of each place."""
@@ -51,7 +51,7 @@ def compile_places(dim: Node, sizes: Mapping[str, int], places: PlaceArrays, num
     """
     match dim:
         case Size(value):
-            return _whole(value if isinstance(value, int) else sizes[value], num_places)
+            return whole_table(value if isinstance(value, int) else sizes[value], num_places)
         case Product(factors):
             return product_table((compile_places(each, sizes, places, num_places) for each in factors), num_places)
         case Parts(parts):
@@ -69,7 +69,8 @@ def compile_places(dim: Node, sizes: Mapping[str, int], places: PlaceArrays, num
             return whole if multiple is None else _padded(whole, multiple, sizes)
 
 
-def _whole(size: int, num_places: int) -> DimTable:
+def whole_table(size: int, num_places: int) -> DimTable:
+    """Return a dim of that size that all of so many places hold whole."""
     num_nests = num_places if size else 0
     zeros = np.zeros(num_nests, dtype=np.int64)
     loops = np.empty((num_nests, int(size > 1), 3), dtype=np.int64)
@@ -86,7 +87,7 @@ def taken(table: DimTable, chosen: IntArray) -> DimTable:
 def product_table(tables: Iterable[DimTable], num_places: int) -> DimTable:
     """Combine index spaces of the same places, major first; none of them is one index."""
     found = list(tables)
-    return reduce(_times, found) if found else _whole(1, num_places)
+    return reduce(_times, found) if found else whole_table(1, num_places)
 
 
 def _times(major: DimTable, minor: DimTable) -> DimTable:

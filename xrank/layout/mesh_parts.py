@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xrank.layout.binding import checked_sizes
-from xrank.layout.dim_table import PlaceArrays, compile_places, product_table, taken
+from xrank.layout.dim_table import DimTable, PlaceArrays, compile_places, product_table, taken
 from xrank.layout.local_part import bound_dims, places_of
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nest_rows import rows_of
@@ -19,7 +19,7 @@ from xrank.layout.nests import Nest
 from xrank.layout.notation import Where
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["MeshParts", "mesh_parts"]
+__all__ = ["MeshParts", "PlacedRanks", "combined_dims", "compiled_dims", "mesh_parts"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,24 +97,39 @@ def mesh_parts(
     Raises:
         LayoutError: as `local_part`, for some of the ranks.
     """
+    placed, tables = compiled_dims(layout, mesh, shape, sizes=sizes)
+    return combined_dims(placed, tables)
+
+
+def compiled_dims(
+    layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int], *, sizes: Mapping[str, int] | None = None
+) -> tuple[PlacedRanks, list[DimTable]]:
+    """Return the ranks that have a tensor, and each of its dims for its own distinct places; as `mesh_parts`."""
     lengths, _ = places_of(layout, mesh, mesh.coordinate(mesh.ranks[0]))
     placed = _placed(mesh, layout.view_mesh, layout.tree.where, layout.axes)
+    if not len(placed.ranks):
+        return placed, []
+    bound = bound_dims(layout, shape, lengths, checked_sizes(sizes))
+    return placed, [
+        compile_places(dim, dict(known), places, num_places)
+        for (dim, _, known), (places, num_places, _) in zip(bound, placed.dims, strict=True)
+    ]
+
+
+def combined_dims(placed: PlacedRanks, dims: Sequence[DimTable]) -> MeshParts:
+    """Return what ranks hold of a tensor of these dims, which `compiled_dims` gave, or others of the same places."""
     if not len(placed.ranks):
         none = np.zeros(0, dtype=np.int64)
         return MeshParts(none, none, none, none, NestTable.of(()))
     num_parts = int(placed.part.max()) + 1
-    tables = []
-    for (dim, _, known), (places, num_places, index) in zip(
-        bound_dims(layout, shape, lengths, checked_sizes(sizes)), placed.dims, strict=True
-    ):
-        tables.append(taken(compile_places(dim, dict(known), places, num_places), index))
+    tables = [taken(table, index) for table, (_, _, index) in zip(dims, placed.dims, strict=True)]
     whole = product_table(tables, num_parts)
     shapes = np.stack([table.local_sizes for table in tables], axis=1) if tables else np.zeros((num_parts, 0), np.int64)
     return MeshParts(placed.ranks, placed.part, whole.local_sizes, whole.owner, whole.nests, shapes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Placed:
+class PlacedRanks:
     """The ranks that a layout's "where" names, and their distinct places along the axes that cut."""
 
     ranks: IntArray
@@ -126,7 +141,7 @@ class _Placed:
 @lru_cache(maxsize=256)
 def _placed(
     mesh: DeviceMesh, view: DeviceMesh | None, where: tuple[Where, ...], axes: tuple[tuple[str, ...], ...]
-) -> _Placed:
+) -> PlacedRanks:
     ranks, at = _coordinates(mesh, view)
     is_held = np.ones(len(ranks), dtype=np.bool_)
     for each in where:
@@ -141,7 +156,7 @@ def _placed(
     for own in axes:
         chosen, index = _distinct(_keys(at, own, len(first_of)))
         dims.append(({axis: (at[axis][0], at[axis][1][chosen]) for axis in own}, len(chosen), index))
-    return _Placed(ranks[is_held], part, tuple(dims))
+    return PlacedRanks(ranks[is_held], part, tuple(dims))
 
 
 def _coordinates(mesh: DeviceMesh, view: DeviceMesh | None) -> tuple[IntArray, PlaceArrays]:

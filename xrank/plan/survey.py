@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.binding import checked_shape
-from xrank.layout.companion import companion_part, companion_shape
+from xrank.layout.companion import Companion, companion_mesh_parts, companion_shape
+from xrank.layout.companion_base import base_layout, base_of_shape
 from xrank.layout.flat import flat_mesh_parts, flat_of
 from xrank.layout.mesh_parts import MeshParts
 from xrank.layout.notation import axes_of
@@ -63,6 +64,7 @@ class _Compiler:
         self.rules: dict[str, str] = {}
         """Name -> the rule that decided."""
         self._tables: dict[str, list[tuple[list[int], NameTable | None]]] = {}
+        self._fitting: dict[Companion, dict[tuple[int, ...], dict[str, tuple[int, ...]]]] = {}
         self._flats: dict[str, Mapping[str, MeshParts]] = {}
         self._members: dict[str, list[str]] = {}
         for rule, layout in layouts.items():
@@ -144,44 +146,23 @@ class _Compiler:
 
     def _companion(self, start: Holdings) -> Holdings:
         companion = self.layouts.companions[start.rule or ""]
-        text = str(companion)
-        if companion.of is not None:
-            layout = self.layouts[companion.of]
-            assert layout is not None
-            bases = {
-                shape
-                for name, shape in self.shapes.items()
-                if self.layouts.rule_for(name) == companion.of and _follows(companion_shape, companion, shape, start)
-            }
-        else:
-            assert companion.base is not None
-            layout = TensorLayout.from_tree(companion.base)
-            if self.layouts.device_mesh is not None:
-                layout = layout.with_mesh(self.layouts.device_mesh, self.layouts.views)
-            factors = companion.blocks or tuple(
-                companion.factor if i == companion.dim else 1 for i in range(len(start.shape))
-            )
-            bases = {tuple(n * factor for n, factor in zip(start.shape, factors, strict=True))}
-        if len(bases) != 1:
-            raise LayoutError(
-                f"{start.name}: no single shape of its base follows from {text}",
-                got=f"{list(start.shape)}; bases {sorted(map(list, bases))[:4]}",
-                want="one tensor, or several of one shape, that it belongs to",
-                next_step="give the base's rule for these tensors alone",
-            )
-        mesh, base = self._mesh(layout), bases.pop()
-        parts = {
-            rank: companion_part(companion, layout, mesh, mesh.coordinate(rank), base, sizes=self.layouts.sizes)
-            for rank in mesh.ranks
-        }
-        held = {
-            rank: (part.nests, part.shape, math.prod(part.shape)) for rank, part in parts.items() if part is not None
-        }
-        return held_by_parts(replace(start, mesh=mesh, text=text), MeshParts.of(held), layout.tree.sums)
+        layout = base_layout(companion, self.layouts)
+        bases = self._bases(start, companion)
+        base = base_of_shape(companion, self.layouts, start.name, start.shape, bases)
+        mesh = self._mesh(layout)
+        parts = companion_mesh_parts(companion, layout, mesh, base, sizes=self.layouts.sizes)
+        return held_by_parts(replace(start, mesh=mesh, text=str(companion)), parts, layout.tree.sums)
 
-
-def _follows(shape_of: Callable[..., tuple[int, ...]], companion: object, base: tuple[int, ...], of: Holdings) -> bool:
-    try:
-        return shape_of(companion, base) == of.shape
-    except LayoutError:
-        return False
+    def _bases(self, of: Holdings, companion: Companion) -> Mapping[str, tuple[int, ...]]:
+        """Return the tensors that a companion may follow from: of a thousand, those of a fitting shape."""
+        if companion.of is None:
+            return {}
+        if self.layouts.name_of(of.rule or "") is not None:
+            return self.shapes  # the names say which
+        if companion not in self._fitting:
+            fitting = self._fitting.setdefault(companion, {})
+            for name, shape in self.shapes.items():
+                if self.layouts.rule_for(name) == companion.of:
+                    with suppress(LayoutError):
+                        fitting.setdefault(companion_shape(companion, shape), {})[name] = shape
+        return self._fitting[companion].get(of.shape, {})
