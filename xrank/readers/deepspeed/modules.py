@@ -27,8 +27,8 @@ class Modules:
     """Of rank 0, or the only one."""
     shards: Mapping[str, StoredShard]
     """Buffers, and parameters that are not trained."""
-    is_whole: bool
-    """Whether the state dict holds whole tensors, also of what is trained."""
+    shared: Mapping[str, str]
+    """Alias -> the name that holds the data."""
     notes: tuple[tuple[str, str], ...]
 
     @property
@@ -59,10 +59,25 @@ def whole_modules(path: str, records: Records, agreement: Agreement) -> Modules:
     for name, shape in state.frozen.items():
         if name in shards and shards[name].shape != shape:
             raise _shape_error(name, shards[name].shape, shape, state.origin)
+    shared = _same_storage(state) if state.groups is None else state.shared
+    for alias in shared.keys() - state.shared.keys():
+        del shards[alias]
     notes = []
     if untrained and trained:
         notes.append(("not-trained", f"{untrained} parameters have no fp32 weights; they are taken as they are stored"))
-    return Modules(state, shards, True, (*notes, *_notes(state)))
+    return Modules(state, shards, shared, (*notes, *_notes(state)))
+
+
+def _same_storage(state: ModelState) -> dict[str, str]:
+    """Return the ties among whole parameters: names for the very same elements; stage 0 records no others."""
+    first: dict[ArchivedTensor, str] = {}
+    found: dict[str, str] = {}
+    for name, tensor in state.module.items():
+        if name not in state.buffer_names and 0 not in tensor.shape:
+            owner = first.setdefault(tensor, name)
+            if owner != name:
+                found[name] = owner
+    return found
 
 
 def _check_shape(name: str, tensor: ArchivedTensor, state: ModelState) -> None:
@@ -139,7 +154,7 @@ def rank_modules(paths: Sequence[str], records: Records, agreement: Agreement) -
     flats = rows.table()
     for column, name in enumerate(names):
         shards[name] = interleaved(name, first.frozen[name], flats, [column])
-    return Modules(first, shards, False, tuple(_notes(first)))
+    return Modules(first, shards, first.shared, tuple(_notes(first)))
 
 
 def _is_whole(state: ModelState, name: str, num_ranks: int) -> bool:
@@ -239,11 +254,11 @@ def assembled(
     state = modules.state
     found = {**modules.shards, **trained}
     aliases: dict[str, str] = {}
-    for alias, owner in state.shared.items():
+    for alias, owner in modules.shared.items():
         if alias not in found and owner in found:
             found[alias] = replace(found[owner], name=alias)
             aliases[alias] = owner
-    for name in (*state.module, *state.frozen, *state.shared):
+    for name in (*state.module, *state.frozen, *modules.shared):
         if name not in found:
             raise IncompleteError(
                 state.origin.named(f"names {name}, whose weights lie nowhere in the checkpoint"),

@@ -161,8 +161,8 @@ def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
             want=f"{num_slices}",
             next_step="copy the folder again from where it was made",
         )
-    if modules.shards or modules.state.shared:
-        name = next(iter((*modules.shards, *modules.state.shared)))
+    if modules.shards or modules.shared:
+        name = next(iter((*modules.shards, *modules.shared)))
         raise UsageError(
             f"{name}: universal checkpoints of several slices tell nothing of how buffers, ties and frozen parameters "
             "were sliced",
