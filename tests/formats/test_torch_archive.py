@@ -217,6 +217,24 @@ def test_other_kinds_of_tensor_stay_inert(tmp_path):
         assert caught.value.file == path
 
 
+def test_no_attribute_is_looked_up_but_the_name_of_one_class(tmp_path):
+    """FSDP1's ShardedTensor pickles a class within a class, which protocol 2 names by getattr."""
+    api = b"ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\n"
+
+    def looked_up(owner: bytes, name: bytes) -> bytes:
+        name = b"X" + struct.pack("<I", len(name)) + name
+        return b"\x80\x02c__builtin__\ngetattr\n" + owner + name + b"\x86R)\x81."
+
+    path = tmp_path / "state.pt"
+    path.write_bytes(archive_of(looked_up(api, b"ProcessGroupState")))
+    value = read_archive(path).value
+    assert (value.name, value.args) == ("ShardedTensor.ProcessGroupState", ())
+    for owner, name in ((api, b"__init__"), (b"cos\npath\n", b"ProcessGroupState"), (b"cos\nos\n", b"system")):
+        path.write_bytes(archive_of(looked_up(owner, name)))
+        with pytest.raises(UnsafeError, match="getattr"):
+            read_archive(path)
+
+
 def test_remarks_on_a_tensor_are_dropped(tmp_path):
     tensor, parameter = torch.arange(3.0), torch.nn.Parameter(torch.arange(4.0))
     tensor.ds_id, parameter.tag, parameter.frozen = "0_1", 7, None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from xrank.formats.regular_file import Origin, shown
 
-__all__ = ["MAX_DEPTH", "InertRecord", "check_tree", "refuse_inert"]
+__all__ = ["MAX_DEPTH", "InertRecord", "check_tree", "nested_class", "refuse_inert"]
 
 MAX_DEPTH = 200
 """Containers inside each other that a state may have; callers may therefore walk it by plain recursion."""
@@ -33,6 +33,20 @@ class InertRecord:
     def __repr__(self) -> str:
         # Never the contents: they may be deep, or hold the record itself.
         return f"<inert {self.module}.{self.name}{'' if self.args is None else '(...)'}>"
+
+
+def nested_class(args: tuple[object, ...]) -> object:
+    """Return the record of a class within another one, from the arguments of a ``getattr``; or NotImplemented.
+
+    Protocol 2 can name it in no other way (Lib/pickle.py: save_global). torch saves objects of one such class, and no
+    other name is taken.
+    """
+    match args:
+        case (InertRecord(module=module, name="ShardedTensor" as name, args=None), "ProcessGroupState" as inner) if (
+            module == "torch.distributed._shard.sharded_tensor.api"
+        ):
+            return InertRecord(module, f"{name}.{inner}")
+    return NotImplemented
 
 
 def refuse_inert(value: object, path: str, rank: int | None = None) -> None:

@@ -17,7 +17,7 @@ from isal import isal_zlib
 
 from xrank.dtypes import by_torch_name, dtype
 from xrank.errors import UsageError
-from xrank.formats.inert_record import InertRecord, refuse_inert
+from xrank.formats.inert_record import InertRecord, nested_class, refuse_inert
 from xrank.formats.pickle_reader import MAX_PICKLE_NBYTES, read_pickle
 from xrank.formats.plain_values import PLAIN_BUILDERS, Builder
 from xrank.formats.regular_file import Origin, open_regular, shown
@@ -213,6 +213,8 @@ class _Tree:
             ("torch._utils", "_rebuild_parameter"): _parameter,
             ("torch._utils", "_rebuild_parameter_with_state"): _parameter_with_state,
             ("torch._tensor", "_rebuild_from_type_v2"): self.attributed,
+            ("__builtin__", "getattr"): nested_class,
+            ("builtins", "getattr"): nested_class,
         }
 
     def load_storage(self, saved_id: object) -> object:
