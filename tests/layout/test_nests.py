@@ -83,6 +83,19 @@ def test_fifty_thousand_random_pairs():
     assert met > 15_000
 
 
+def test_fifty_thousand_random_ranges():
+    rng = random.Random(20261122)
+    cut = 0
+    for _ in range(50_000):
+        nest = drawn_nest(rng.randint, 3, 3)
+        low = nest.x + rng.randint(-2, span(nest.loops))
+        high = low + rng.randint(-1, span(nest.loops))
+        expected = sorted((x, y) for x, y in addresses(nest) if low <= x < high)
+        assert pairs(restrict(nest, low, high)) == expected, (nest, low, high)
+        cut += 0 < len(expected) < size(nest)
+    assert cut > 15_000
+
+
 @given(nests())
 def test_canonical_and_swap_keep_the_pairs(nest):
     assert pairs([canonical(Nest(nest.x, nest.y, ((1, 9, 9), *nest.loops)))]) == pairs([nest])
