@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from xrank.testing.rank_pool import RankPool
@@ -81,13 +81,26 @@ def _replicated(block: Block) -> dict[str, Any]:
     }
 
 
-CUTS: Mapping[str, Callable[[Block], Any]] = {
+def _even(block: Block) -> dict[str, Any]:
+    """Pieces of one size on every rank, other ones for each seed."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": distribute_tensor(torch.rand(8, 4), mesh, [Shard(0)])}
+
+
+def _constant(block: Block) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])}
+
+
+CUTS: dict[str, Callable[[Block], Any]] = {
     "fsdp2": _fsdp,
     "tp": _tp,
     "fsdp2 x tp": _fsdp_tp,
     "hsdp": _hsdp,
     "replicated": _replicated,
 }
+"""How the model may be cut."""
+_TINY: dict[str, Callable[[Block], Any]] = {"even": _even, "constant": _constant}
 
 
 def save(folder: str, cut: str, nesting: str, seed: int, writing: Mapping[str, Any]) -> None:
@@ -95,13 +108,13 @@ def save(folder: str, cut: str, nesting: str, seed: int, writing: Mapping[str, A
 
     Args:
         folder: of the checkpoint; accelerate's nesting makes its two folders in it.
-        cut: a key of `CUTS`.
+        cut: a key of `CUTS` or of `_TINY`.
         nesting: ``flat``; ``model``; ``trainer``, with optimizer and counters beside; ``accelerate``.
         seed: of the model.
         writing: more for `FileSystemWriter`.
     """
     warnings.simplefilter("ignore")  # of torch's own deprecations
-    cut_model = CUTS[cut](built(seed))
+    cut_model = (CUTS | _TINY)[cut](built(seed))
     states = get_model_state_dict(cut_model) if isinstance(cut_model, nn.Module) else cut_model
 
     def write(into: str, states: Any) -> None:
@@ -120,7 +133,7 @@ def save(folder: str, cut: str, nesting: str, seed: int, writing: Mapping[str, A
 
 
 def _optimizer_state(model: nn.Module) -> Any:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if isinstance(p, DTensor)])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if isinstance(p, DTensor)], lr=0.0)  # moves nothing
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

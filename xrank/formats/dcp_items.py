@@ -25,7 +25,7 @@ from xrank.formats.torch_archive import ArchivedTensor, read_archive
 from xrank.formats.zip_index import open_item, read_members
 from xrank.layout.nest_table import IntArray
 
-__all__ = ["ItemKind", "ItemReader", "SafetensorsPart", "is_archive", "read_safetensors_part"]
+__all__ = ["ItemKind", "ItemReader", "SafetensorsPart", "is_safetensors", "read_safetensors_part"]
 
 _WHOLE_NBYTES = 1 << 16
 """Items up to this size are read at once, larger ones at both ends."""
@@ -195,9 +195,9 @@ class SafetensorsPart:
     """Name -> the piece's first index in each dimension, as the file itself says."""
 
 
-def is_archive(file: RegularFile, start: int) -> bool:
-    """Say whether the item at that byte begins as an archive does."""
-    return start + 4 > file.nbytes or file.read(start, 4) == b"PK\3\4"
+def is_safetensors(file: RegularFile, start: int) -> bool:
+    """Say whether a safetensors file begins at that byte."""
+    return start + 9 <= file.nbytes and file.read(start + 8, 1) == b"{"
 
 
 def read_safetensors_part(file: RegularFile, start: int) -> SafetensorsPart:
@@ -208,7 +208,11 @@ def read_safetensors_part(file: RegularFile, start: int) -> SafetensorsPart:
     Raises:
         CorruptError: the header is damaged.
     """
-    header = read_header(file.origin.path, start=start)
+    try:
+        header = read_header(file.origin.path, start=start)
+    except XrankError as error:
+        error.rank = file.origin.rank
+        raise
     places = {}
     for tensor in header.tensors:
         strides = tuple(prod(tensor.shape[k + 1 :]) for k in range(len(tensor.shape)))

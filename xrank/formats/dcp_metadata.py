@@ -63,6 +63,8 @@ class DcpMetadata:
     files: tuple[str, ...]
     """Relative paths that its entries name, unchecked."""
     tensors: Mapping[str, DcpTensor]
+    nbytes: int
+    """Of all items, those left out above included."""
     byte_items: Mapping[str, int]
     """What is no tensor, by flat name, with the bytes stored for it."""
     paths: Mapping[str, tuple[str | int, ...]] | None
@@ -122,9 +124,10 @@ class _Metadata:
         state = self.state(value, "Metadata")
         stored = state.get("storage_data")
         listed = state.get("state_dict_metadata")
-        if not isinstance(stored, dict) or not isinstance(listed, dict):
+        if not isinstance(stored, dict) or not isinstance(listed, dict) or "planner_data" not in state:
             raise self.origin.corrupt("the metadata lists no tensors, or not where they are stored")
         self.take_entries(stored)
+        nbytes = sum(self.byte_items.values()) + sum(sum(t.places[2::3]) for t in self.machine.tables.values())
         tensors = {}
         for name, item in listed.items():
             if not isinstance(name, str):
@@ -145,6 +148,7 @@ class _Metadata:
             version if isinstance(version, str) else None,
             tuple(self.machine.files),
             MappingProxyType(tensors),
+            nbytes,
             MappingProxyType(self.byte_items),
             self.paths(state.get("planner_data"), listed),
         )
@@ -293,12 +297,12 @@ class _Metadata:
 
     def paths(self, told: object, listed: Mapping[object, object]) -> Mapping[str, tuple[str | int, ...]] | None:
         # default_planner.py keeps what _flatten_state_dict.py: flatten_state_dict returns; other planners their own.
-        if not isinstance(told, dict) or not told:
+        if not isinstance(told, dict) or 2 * sum(type(path) is tuple for path in told.values()) <= len(told):
             return None
         found: dict[str, tuple[str | int, ...]] = {}
         for name, path in told.items():
             if not isinstance(name, str) or not isinstance(path, tuple):
-                return None
+                raise self.origin.corrupt("the nested state has a key that is no text, or leads nowhere")
             if not all(type(key) in (str, int) for key in path):
                 raise self.corrupt(name, "has a key that is neither a text nor a number")
             if ".".join(map(str, path)) != name:

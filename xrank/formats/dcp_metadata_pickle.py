@@ -120,10 +120,10 @@ class MetadataMachine(PickleMachine):
         self._match_chunk = self._match_entry = None
 
     def replay(self, start: int, end: int) -> None:
-        """Run from that byte on until the memo has the number before `end`, for the sake of the memo alone."""
+        """Run that stretch again, for the sake of what it memoizes."""
         kept = self.at, self.stack, self.marks
         self.at, self.stack, self.marks = start, [], []
-        while len(self.memo) < end:
+        while self.at < end:
             opcode = self.data[self.at]
             self.at += 1
             _STEPS[opcode](self)
@@ -154,7 +154,7 @@ class MetadataMachine(PickleMachine):
             run.sizes += extents
             run.count += 1
             # A tuple that is not empty is memoized itself, too.
-            skip(found.start(), _NUM_FIXED_MEMOS + (offsets != b")") + (sizes != b")"))
+            skip(found.span(), _NUM_FIXED_MEMOS + (offsets != b")") + (sizes != b")"))
             self.at = found.end()
             found = match(data, self.at)
         return True
@@ -191,7 +191,7 @@ class MetadataMachine(PickleMachine):
             table.offsets += low
             table.places.extend((file, _integer(start), _integer(nbytes)))
             run.count += 1
-            skip(found.start(), _NUM_FIXED_MEMOS + (offsets != b")") + (name[0] == 0x8C) + (path[0] == 0x8C))
+            skip(found.span(), _NUM_FIXED_MEMOS + (offsets != b")") + (name[0] == 0x8C) + (path[0] == 0x8C))
             self.at = found.end()
             found = match(data, self.at)
         return True
@@ -333,7 +333,8 @@ class _Memo(dict[int, object]):
         super().__init__()
         self._machine = machine
         self._count = 0
-        self._firsts, self._starts, self._counts = array("q"), array("q"), bytearray()
+        # Of each stretch its first number, how many it has, and where in the pickle it begins and ends.
+        self._firsts, self._counts, self._spans = array("q"), bytearray(), array("q")
 
     def __len__(self) -> int:
         return self._count
@@ -345,11 +346,11 @@ class _Memo(dict[int, object]):
         super().__setitem__(number, value)
         self._count += 1
 
-    def skip(self, start: int, count: int) -> None:
-        """Leave out the numbers of a stretch that begins at that byte."""
+    def skip(self, span: tuple[int, int], count: int) -> None:
+        """Leave out the numbers that a stretch would take."""
         self._firsts.append(self._count)
-        self._starts.append(start)
         self._counts.append(count)
+        self._spans.extend(span)
         self._count += count
 
     def __missing__(self, number: int) -> object:
@@ -357,7 +358,7 @@ class _Memo(dict[int, object]):
         if row < 0 or number >= self._firsts[row] + self._counts[row]:
             raise KeyError(number)
         kept, self._count = self._count, self._firsts[row]
-        self._machine.replay(self._starts[row], self._firsts[row] + self._counts[row])
+        self._machine.replay(self._spans[2 * row], self._spans[2 * row + 1])
         self._count = kept
         return dict.__getitem__(self, number)
 

@@ -18,7 +18,7 @@ from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.dcp_pieces import DcpPieces, locate, rank_of_file
-from xrank.readers.dcp_selection import ModelPart, select_model
+from xrank.readers.dcp_selection import ModelPart, TopPart, select_model
 
 __all__ = ["DcpReader"]
 
@@ -53,7 +53,6 @@ class DcpReader:
         metadata = read_metadata(os.path.join(path, _METADATA))
         part = select_model(metadata)
         pieces = locate(path, metadata, part.tensors)
-        stored_nbytes = sum(int(tensor.nbytes.sum()) for tensor in metadata.tensors.values())
         kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in part.tensors.values())
         ranks = sorted(
             {rank for name in (*metadata.files, *os.listdir(path)) if (rank := rank_of_file(name)) is not None}
@@ -67,7 +66,7 @@ class DcpReader:
             world_size=ranks[-1] + 1 if ranks else None,
             step=_step(path),
             nbytes=int(pieces.records.nbytes.sum()),
-            skipped_nbytes=stored_nbytes - kept_nbytes + sum(metadata.byte_items.values()),
+            skipped_nbytes=metadata.nbytes - kept_nbytes,
             notes=_notes(metadata, part, pieces),
             details=_details(path, metadata, part, ranks),
         )
@@ -131,8 +130,16 @@ def _notes(metadata: DcpMetadata, part: ModelPart, pieces: DcpPieces) -> tuple[t
         shown = ", ".join(ascii(name)[1:-1][:100] for name in names[:_MAX_SHOWN])
         notes.append(("byte-items", f"{len(names):,} values that are no tensors were left out: {shown}{more}"))
     if pieces.unchecked:
-        notes.append(("no-checksums", f"{len(pieces.unchecked)} files hold no checksums, {pieces.unchecked[0]} first"))
+        notes.append(("no-checksums", f"{_files_text(pieces.unchecked)}; damage inside a tensor there can't be seen"))
     return tuple(notes)
+
+
+def _files_text(names: Sequence[str]) -> str:
+    return (
+        f"1 file holds no checksums ({names[0]})"
+        if len(names) == 1
+        else f"{len(names):,} files hold no checksums ({names[0]} is the first)"
+    )
 
 
 def _details(path: str, metadata: DcpMetadata, part: ModelPart, ranks: Sequence[int]) -> dict[str, Any]:
@@ -141,9 +148,7 @@ def _details(path: str, metadata: DcpMetadata, part: ModelPart, ranks: Sequence[
     for name, tensor in part.tensors.items():
         grids.setdefault(re.sub(r"\d+", "#", name), Counter())[_grid(tensor)] += 1
     return {
-        "parts": [
-            {"key": p.key, "num_tensors": p.num_tensors, "nbytes": p.nbytes, "is_model": p.is_model} for p in part.parts
-        ],
+        "parts": {p.key or "(all)": _part_text(p) for p in part.parts},
         "prefix": ".".join(part.prefix),
         "ranks_that_wrote": len(ranks),
         "byte_items": len(metadata.byte_items),
@@ -152,7 +157,12 @@ def _details(path: str, metadata: DcpMetadata, part: ModelPart, ranks: Sequence[
     }
 
 
+def _part_text(part: TopPart) -> str:
+    text = f"{part.num_tensors:,} tensors in {part.nbytes / 1e6:,.3f} MB"
+    return text if part.is_model else f"left out: {text}"
+
+
 def _grid(tensor: DcpTensor) -> str:
     """Return how many cuts there are in each dimension: ``4 x 2``."""
     cuts = [len(set(tensor.offsets[:, k].tolist())) for k in range(len(tensor.shape))]
-    return " x ".join(map(str, cuts)) or "whole"
+    return " x ".join(map(str, cuts)) if max(cuts, default=1) > 1 else "whole"

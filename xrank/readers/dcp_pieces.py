@@ -13,7 +13,7 @@ import xxhash
 
 from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, XrankError
-from xrank.formats.dcp_items import ItemKind, ItemReader, is_archive, read_safetensors_part
+from xrank.formats.dcp_items import ItemKind, ItemReader, is_safetensors, read_safetensors_part
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor
 from xrank.formats.regular_file import RegularFile, open_regular, shown
 from xrank.layout.nest_table import IntArray, NestTable
@@ -168,7 +168,7 @@ class _FileReader:
 
     def read(self, file: RegularFile, owner: IntArray, piece: IntArray, start: IntArray, nbytes: IntArray) -> IntArray:
         """Return kind, offset, bytes and checksum of each item, which are by rising start."""
-        if not is_archive(file, int(start[0])):
+        if is_safetensors(file, int(start[0])):
             return self._safetensors(file, owner, piece, start)
         overlap = np.flatnonzero(start[1:] < start[:-1] + nbytes[:-1])
         if len(overlap):
