@@ -12,7 +12,8 @@ from test_plain_meaning import made_case
 
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
-from xrank.layout.companion import companion_mesh_parts, companion_part, parse_companion
+from xrank.layout.companion import parse_companion
+from xrank.layout.companion_parts import companion_mesh_parts, companion_part
 from xrank.layout.flat import flat_mesh_parts, flat_part
 from xrank.layout.local_part import LocalPart, local_part
 from xrank.layout.mesh_parts import MeshParts, mesh_parts
@@ -205,6 +206,8 @@ def test_companions_of_all_ranks_are_those_of_each() -> None:
         "[f]",
         "[f] where dp=0, tp=last",
         "[pad(f, 8)/tp, h]",
+        "[<a: pad(4, 3) | b: f>, h]",
+        "[3 pad(f, 6), h]",
     )
     outcomes = {True: 0, False: 0}
     for _ in range(600):

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from xrank.errors import LayoutError
-from xrank.layout.companion import companion_part
-from xrank.layout.flat import flat_of
+from xrank.layout.companion_parts import companion_part
 from xrank.layout.local_part import LocalPart, local_part
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
+from xrank.layout.tensor_layout import flat_of
 from xrank.plan.coverage import Fault, contains, range_text
 from xrank.plan.output import TensorPart
 from xrank.plan.planner import divided, ranks_text

@@ -22,7 +22,7 @@ from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.companion import inlined
 from xrank.layout.companion_base import base_of_shape
-from xrank.layout.flat import flat_of
+from xrank.layout.tensor_layout import flat_of
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel, StoredShard

@@ -15,10 +15,10 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.layout.mesh_parts import MeshParts, mesh_parts
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest
-from xrank.layout.notation import Flat, LayoutTree, Split
-from xrank.layout.tensor_layout import TensorLayout, axis_lengths
+from xrank.layout.notation import LayoutTree
+from xrank.layout.tensor_layout import TensorLayout, axis_lengths, flat_of
 
-__all__ = ["FlatPart", "flat_mesh_parts", "flat_of", "flat_part"]
+__all__ = ["FlatPart", "flat_mesh_parts", "flat_part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,6 @@ class FlatPart:
     size: int
     members: Mapping[str, tuple[Nest, ...]]
     sums: tuple[str, ...] = ()
-
-
-def flat_of(layout: TensorLayout) -> Flat | None:
-    """Return the flat that a layout is; None for the layout of one tensor."""
-    node = layout.dims[0] if len(layout.dims) == 1 else None
-    while isinstance(node, Split):
-        node = node.of
-    return node if isinstance(node, Flat) else None
 
 
 def flat_part(

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, MutableMapping
 
 from xrank.errors import LayoutError
 from xrank.layout.companion import Companion, is_companion, parse_companion
-from xrank.layout.flat import flat_of
 from xrank.layout.layout_diff import LayoutDiff, diff_files
 from xrank.layout.layout_file import LayoutFile, in_file, read_layout_file, to_text, write_text
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.soundness import check_sound
-from xrank.layout.tensor_layout import TensorLayout, axis_lengths
+from xrank.layout.tensor_layout import TensorLayout, axis_lengths, flat_of
 from xrank.layout.tensor_name import TensorName, has_groups, parse_name
 
 __all__ = ["LayoutMap"]

@@ -12,7 +12,7 @@ from xrank.layout.notation import Flat, LayoutTree, Node, Pad, Size, Split, axes
 from xrank.layout.parser import parse
 from xrank.layout.soundness import check_sound
 
-__all__ = ["TensorLayout", "axis_lengths", "free_size_names"]
+__all__ = ["TensorLayout", "axis_lengths", "flat_of", "free_size_names"]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -146,6 +146,14 @@ class TensorLayout:
         object.__setattr__(self, "view_mesh", view_mesh)
         object.__setattr__(self, "dims", tree.dims)
         object.__setattr__(self, "axes", tuple(axes_of(dim) for dim in tree.dims))
+
+
+def flat_of(layout: TensorLayout) -> Flat | None:
+    """Return the flat that a layout is; None for the layout of one tensor."""
+    node = layout.dims[0] if len(layout.dims) == 1 else None
+    while isinstance(node, Split):
+        node = node.of
+    return node if isinstance(node, Flat) else None
 
 
 def axis_lengths(mesh: DeviceMesh, view: DeviceMesh | None = None) -> dict[str, int]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.binding import checked_shape
-from xrank.layout.companion import Companion, companion_mesh_parts, companion_shape
+from xrank.layout.companion import Companion, companion_shape
 from xrank.layout.companion_base import base_layout, base_of_shape
-from xrank.layout.flat import flat_mesh_parts, flat_of
+from xrank.layout.companion_parts import companion_mesh_parts
+from xrank.layout.flat import flat_mesh_parts
 from xrank.layout.mesh_parts import MeshParts
 from xrank.layout.notation import axes_of
+from xrank.layout.tensor_layout import flat_of
 from xrank.layout.tensor_name import NameTable, name_table
 from xrank.plan.holdings import Holdings, Survey, held_by_layout, held_by_parts
 
@@ -56,6 +58,18 @@ def survey(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What ranks hold under a name with dims."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks that no axis of the name or of "where" tells apart."""
+    held: Mapping[str, tuple[int, ...]]
+    """Name -> the groups that hold it."""
+    table: NameTable | None
+    """Of some rank that holds any."""
+
+
 class _Compiler:
     """Finds each tensor's rule, and compiles what every rank holds by it."""
 
@@ -63,7 +77,8 @@ class _Compiler:
         self.layouts, self.shapes = layouts, shapes
         self.rules: dict[str, str] = {}
         """Name -> the rule that decided."""
-        self._tables: dict[str, list[tuple[list[int], NameTable | None]]] = {}
+        self._names: dict[str, _Names] = {}
+        self._alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Holdings] = {}
         self._fitting: dict[Companion, dict[tuple[int, ...], dict[str, tuple[int, ...]]]] = {}
         self._flats: dict[str, Mapping[str, MeshParts]] = {}
         self._members: dict[str, list[str]] = {}
@@ -112,19 +127,22 @@ class _Compiler:
     def _named(self, whole: Holdings, layout: TensorLayout) -> Holdings:
         """A tensor whose leading dims stand in its name: only ranks that hold its index have it."""
         rule = whole.rule or ""
-        if rule not in self._tables:
-            self._tables[rule] = self._name_tables(rule, layout)
-        having = [
-            rank
-            for ranks, table in self._tables[rule]
-            if table is not None and table.local_name(whole.name) is not None
-            for rank in ranks
-        ]
-        assert whole.parts is not None
-        return held_by_parts(whole, whole.parts.kept(np.isin(whole.parts.ranks, having)), whole.sums)
+        if rule not in self._names:
+            self._names[rule] = self._names_held(rule, layout)
+        names = self._names[rule]
+        groups = names.held.get(whole.name, ())
+        if not groups and names.table is not None:
+            pass  # refuses an index that there is not
+        # Layers and experts are alike: what was found and proven for one is so for all on the same ranks.
+        key = rule, groups, whole.shape
+        if key not in self._alike:
+            assert whole.parts is not None
+            ranks = [rank for group in groups for rank in names.groups[group]]
+            parts = whole.parts.kept(np.isin(whole.parts.ranks, ranks))
+            self._alike[key] = held_by_parts(whole, parts, whole.sums)
+        return replace(whole, parts=self._alike[key].parts, misfit=self._alike[key].misfit)
 
-    def _name_tables(self, rule: str, layout: TensorLayout) -> list[tuple[list[int], NameTable | None]]:
-        """Return what ranks hold under a name with dims, those together that no axis of name or "where" tells apart."""
+    def _names_held(self, rule: str, layout: TensorLayout) -> _Names:
         mesh, name = self._mesh(layout), self.layouts.name_of(rule)
         assert name is not None
         axes = {axis for dim in name.dims for axis in axes_of(dim)} | {where.axis for where in layout.tree.where}
@@ -132,10 +150,13 @@ class _Compiler:
         for rank in mesh.ranks:
             at = {**mesh.coordinate(rank), **(layout.view_mesh.coordinate(rank) if layout.view_mesh else {})}
             alike.setdefault(tuple((axis, place) for axis, place in at.items() if axis in axes), []).append(rank)
-        return [
-            (ranks, name_table(name, layout, mesh, mesh.coordinate(ranks[0]), sizes=self.layouts.sizes))
-            for ranks in alike.values()
-        ]
+        some, held = None, dict[str, tuple[int, ...]]()
+        for group, ranks in enumerate(alike.values()):
+            table = name_table(name, layout, mesh, mesh.coordinate(ranks[0]), sizes=self.layouts.sizes)
+            for _, own in table or ():
+                held[own] = (*held.get(own, ()), group)
+            some = table or some
+        return _Names(tuple(map(tuple, alike.values())), held, some)
 
     def _flat(self, start: Holdings, layout: TensorLayout) -> Holdings:
         rule, mesh = start.rule or "", self._mesh(layout)
@@ -162,7 +183,6 @@ class _Compiler:
         if companion not in self._fitting:
             fitting = self._fitting.setdefault(companion, {})
             for name, shape in self.shapes.items():
-                if self.layouts.rule_for(name) == companion.of:
-                    with suppress(LayoutError):
-                        fitting.setdefault(companion_shape(companion, shape), {})[name] = shape
+                with suppress(LayoutError):
+                    fitting.setdefault(companion_shape(companion, shape), {})[name] = shape
         return self._fitting[companion].get(of.shape, {})

@@ -9,9 +9,8 @@ from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.binding import global_size, known_names
 from xrank.layout.companion import companion_shape
-from xrank.layout.flat import flat_of
 from xrank.layout.notation import LayoutTree
-from xrank.layout.tensor_layout import axis_lengths
+from xrank.layout.tensor_layout import axis_lengths, flat_of
 from xrank.layout.tensor_name import TensorName, name_table
 
 __all__ = ["told_shapes"]

@@ -9,13 +9,14 @@ from typing import TypeAlias
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.layout.binding import global_size, known_names
-from xrank.layout.companion import companion_part, companion_shape
+from xrank.layout.companion import companion_shape
 from xrank.layout.companion_base import base_shapes
-from xrank.layout.flat import FlatPart, flat_of, flat_part
+from xrank.layout.companion_parts import companion_part
+from xrank.layout.flat import FlatPart, flat_part
 from xrank.layout.local_part import LocalPart, local_part
 from xrank.layout.notation import LayoutTree
 from xrank.layout.shape_inference import infer_shape
-from xrank.layout.tensor_layout import axis_lengths
+from xrank.layout.tensor_layout import axis_lengths, flat_of
 from xrank.plan.planner import ranks_text
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints

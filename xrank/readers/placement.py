@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from xrank.errors import LayoutError, UsageError, XrankError
-from xrank.layout.flat import flat_of
+from xrank.layout.tensor_layout import flat_of
 from xrank.plan.planner import ranks_text
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints

@@ -19,8 +19,8 @@ from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.binding import names_of_dim
 from xrank.layout.companion import inlined
 from xrank.layout.companion_base import base_layout
-from xrank.layout.flat import flat_of
 from xrank.layout.notation import Flat
+from xrank.layout.tensor_layout import flat_of
 from xrank.layout.tensor_name import TensorName, name_table
 
 if TYPE_CHECKING:

@@ -1,0 +1,163 @@
+"""What ranks hold of companions: their bases' parts, counted in blocks; every bound lies between two blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from xrank.errors import LayoutError
+from xrank.layout.binding import checked_sizes
+from xrank.layout.companion import Companion, blocks_of, companion_shape
+from xrank.layout.dim_part import DimPart, product_of
+from xrank.layout.dim_table import DimTable, whole_table
+from xrank.layout.local_part import LocalPart, dim_parts, holds, places_of
+from xrank.layout.mesh import DeviceMesh
+from xrank.layout.mesh_parts import MeshParts, combined_dims, compiled_dims
+from xrank.layout.nest_rows import canonical_rows, joined_rows
+from xrank.layout.nest_table import NestTable
+from xrank.layout.nests import Nest, canonical, size
+from xrank.layout.notation import render_dim
+from xrank.layout.tensor_layout import TensorLayout
+
+__all__ = ["companion_mesh_parts", "companion_part"]
+
+
+def companion_part(
+    companion: Companion,
+    layout: TensorLayout,
+    mesh: DeviceMesh,
+    coordinate: Mapping[str, int],
+    shape: Sequence[int],
+    *,
+    sizes: Mapping[str, int] | None = None,
+) -> LocalPart | None:
+    """Return what the rank at a coordinate holds of a companion; None if it holds nothing of the base.
+
+    Args:
+        companion: how the tensor follows from its base.
+        layout: the base's layout.
+        mesh: the mesh that gives the axes their lengths.
+        coordinate: the rank's place along the mesh's axes.
+        shape: the base's global shape, in elements that are not packed.
+        sizes: sizes by name.
+
+    Raises:
+        LayoutError: as `local_part`, or a rank's part of the base begins or ends within a block; the message has both
+            numbers.
+    """
+    whole = companion_shape(companion, shape)
+    if not holds(layout, mesh, coordinate):
+        return None
+    lengths, places = places_of(layout, mesh, coordinate)
+    compiled = dim_parts(layout, shape, lengths, places, checked_sizes(sizes))
+    parts = [
+        _divided(part, block, _what(companion, layout, i))
+        for i, (part, block) in enumerate(zip(compiled, blocks_of(companion, len(whole)), strict=True))
+    ]
+    return LocalPart(tuple(part.local_size for part in parts), product_of(parts).nests, layout.tree.sums)
+
+
+def companion_mesh_parts(
+    companion: Companion,
+    layout: TensorLayout,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    *,
+    sizes: Mapping[str, int] | None = None,
+) -> MeshParts:
+    """Return what all ranks of a mesh hold of a companion; arguments and errors are `companion_part`'s."""
+    whole = companion_shape(companion, shape)
+    placed, compiled = compiled_dims(layout, mesh, shape, sizes=sizes)
+    dims = [
+        _divided_table(table, block, _what(companion, layout, i))
+        for i, (table, block) in enumerate(zip(compiled, blocks_of(companion, len(whole)), strict=False))
+    ]
+    return combined_dims(placed, dims)
+
+
+def _what(companion: Companion, layout: TensorLayout, i: int) -> str:
+    return f"{companion}: dim {i}, {render_dim(layout.dims[i])}"
+
+
+def _divided(part: DimPart, block: int, what: str) -> DimPart:
+    """Return a dim in blocks; every bound of the rank's part must lie between two blocks, or at the dim's end."""
+    if block == 1:
+        return part
+    if _is_whole(part):  # however its nests cut it: the blocks are those of the dim itself
+        count = -(-part.global_size // block)
+        return DimPart(count, count, (Nest(0, 0, ((count, 1, 1),)),) if count > 1 else (Nest(0, 0),))
+    nests = tuple(_divided_nest(nest, part.global_size, block, what) for nest in part.nests)
+    return DimPart(-(-part.global_size // block), -(-part.local_size // block), nests)
+
+
+def _is_whole(part: DimPart) -> bool:
+    """Say whether a rank holds all of a dim, each element in its own place."""
+    return part.local_size == part.global_size == sum(map(size, part.nests)) > 0 and all(
+        nest.x == nest.y and all(xs == ys for _, xs, ys in nest.loops) for nest in part.nests
+    )
+
+
+def _divided_nest(nest: Nest, global_size: int, block: int, what: str) -> Nest:
+    x, y, loops = nest
+    # Runs of whole elements come last; a nest without one has runs of a single element.
+    *outer, (count, x_stride, y_stride) = loops or ((1, 1, 1),)
+    if (x_stride, y_stride) != (1, 1):
+        outer, count = list(loops), 1
+    last_run = count
+    if not outer and y + count == global_size:
+        last_run = -(-count // block) * block  # the last block of a scale may be a part of one
+    for number, name in (
+        (last_run, "positions in a row"),
+        (y, "the first position"),
+        (x, "the first local position"),
+        *((stride, "positions from one row to the next") for _, *strides in outer for stride in strides),
+    ):
+        if number % block:
+            raise LayoutError(
+                f"{what}: {number} is no multiple of {block}, so ranks would share a block",
+                got=f"{number}, {name} of a rank's part",
+                want=f"a multiple of {block}",
+                next_step=f'cut at multiples only, as "/=axis%{block}" does',
+            )
+    inner = (last_run // block, 1, 1)
+    return canonical(Nest(x // block, y // block, (*((n, xs // block, ys // block) for n, xs, ys in outer), inner)))
+
+
+def _divided_table(table: DimTable, block: int, what: str) -> DimTable:
+    """Return `_divided` of all places at once."""
+    if block == 1:
+        return table
+    table = _with_wholes(table)
+    x, y, loops = table.nests.x, table.nests.y, table.nests.loops
+    rows, num_loops = np.arange(len(x)), (loops[:, :, 0] > 1).sum(axis=1)
+    # A table of single elements has no loop; a run of one, as a row without loops has it, changes nothing.
+    outer = np.concatenate((np.broadcast_to((1, 1, 1), (len(x), 1, 3)), loops), axis=1)
+    has_run = (outer[rows, num_loops, 1:] == 1).all(axis=1)
+    count = np.where(has_run, outer[rows, num_loops, 0], 1)
+    outer[rows[has_run], num_loops[has_run]] = (1, 0, 0)
+    outer[:, 0] = (1, 0, 0)
+    is_last = (outer[:, :, 0] == 1).all(axis=1) & (y + count == table.global_size)
+    run = np.where(is_last, -(-count // block) * block, count)
+    is_even = (run % block == 0) & (y % block == 0) & (x % block == 0) & (outer[:, :, 1:] % block == 0).all(axis=(1, 2))
+    for row in np.flatnonzero(~is_even)[:1]:
+        _divided_nest(table.nests[int(row)], table.global_size, block, what)  # refuses it, with its numbers
+    outer[:, :, 1:] //= block
+    inner = np.stack((run // block, np.ones_like(run), np.ones_like(run)), axis=1)[:, None]
+    nests = NestTable(x // block, y // block, np.concatenate((outer, inner), axis=1))
+    local_sizes = -(-table.local_sizes // block)
+    return DimTable(-(-table.global_size // block), local_sizes, table.owner, canonical_rows(nests))
+
+
+def _with_wholes(table: DimTable) -> DimTable:
+    """Return the table with one nest for each place that holds all of the dim, however its nests cut it."""
+    nests, size = table.nests, table.global_size
+    is_same = (nests.x == nests.y) & (nests.loops[:, :, 1] == nests.loops[:, :, 2]).all(axis=1)
+    held = np.zeros_like(table.local_sizes)
+    np.add.at(held, table.owner, np.where(is_same, nests.sizes, 0))
+    is_whole = (table.local_sizes == size) & (held == size) & (size > 0)
+    rest, whole = np.flatnonzero(~is_whole[table.owner]), np.flatnonzero(is_whole)
+    owner = np.concatenate((table.owner[rest], whole))
+    order = np.argsort(owner, kind="stable")
+    joined = joined_rows([nests.take(rest), whole_table(size, len(whole)).nests])
+    return DimTable(size, table.local_sizes, owner[order], joined.take(order))
