@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from xrank.conversion.checkpoint import open_checkpoint
     from xrank.conversion.gather import gather_checkpoint
     from xrank.conversion.reshard import reshard_checkpoint
     from xrank.conversion.verify import verify_model
@@ -25,6 +26,7 @@ __all__ = [
     "gather_checkpoint",
     "get_configs_parallel",
     "get_tensors_parallel",
+    "open_checkpoint",
     "reshard_checkpoint",
     "verify_model",
 ]
@@ -35,6 +37,7 @@ _HOMES = {
     "gather_checkpoint": "xrank.conversion.gather",
     "get_configs_parallel": "xrank.gather.parallel",
     "get_tensors_parallel": "xrank.gather.parallel",
+    "open_checkpoint": "xrank.conversion.checkpoint",
     "reshard_checkpoint": "xrank.conversion.reshard",
     "verify_model": "xrank.conversion.verify",
 }

@@ -1,0 +1,166 @@
+"""A checkpoint as a lazy mapping of whole tensors: proven when it is opened, each tensor read when it is asked for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from xrank.conversion.gather_plan import Gather, plan_gather
+from xrank.conversion.layout_sources import layouts_at
+from xrank.conversion.options import DTypeChoice, GatherOptions
+from xrank.dtypes import dtype as dtype_of
+from xrank.layout import LayoutMap
+from xrank.plan.buffers import FileSource, MemoryTarget
+from xrank.plan.executor import Budget, execute
+from xrank.plan.output import OutputFile
+from xrank.plan.planner import FilePlan, Plan, TensorPlan
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Checkpoint", "CheckpointTensor", "open_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """What is known of a tensor before it is read."""
+
+    dtype: str
+    """Safetensors name of the element type."""
+    shape: tuple[int, ...]
+    nbytes: int
+    num_pieces: int
+    """Pieces that it is made of."""
+    num_replicas: int
+    """Pieces that are compared with those."""
+
+
+class Checkpoint(Mapping[str, "torch.Tensor"]):
+    """Whole tensors by name, under the names that a gather would write; made by `open_checkpoint`.
+
+    A look-up reads the tensor's bytes, compares checksums and replicas, and returns a new tensor on the CPU, the
+    caller's own; nothing is kept. Any thread may look up; threads take turns.
+
+    Raises (from look-ups):
+        KeyError: there is no such tensor.
+        CorruptError, ContradictionError: the source is not what its metadata promised.
+    """
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather = gather
+        self._plans = {tensor.output.name: tensor for tensor in gather.plan.tensors}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        import torch
+
+        plan = self._plans[name]
+        output = plan.output
+        memory = torch.empty(output.nbytes, dtype=torch.uint8)
+        if output.nbytes:
+            with self._lock:
+                self._read(plan, memory.numpy().data)
+        element = getattr(torch, dtype_of(output.dtype).torch_name)
+        return memory.view(element).view(output.shape) if output.nbytes else torch.empty(output.shape, dtype=element)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plans)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._plans
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path}: {self.format}, {len(self)} tensors>"
+
+    @property
+    def path(self) -> str:
+        """Where the source was found."""
+        return self._gather.source.path
+
+    @property
+    def format(self) -> str:
+        """The source's format, as reports name it."""
+        return self._gather.source.format
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks that wrote the source, where it says so."""
+        return self._gather.source.world_size
+
+    @property
+    def step(self) -> int | None:
+        """The training step, where the source says it."""
+        return self._gather.source.step
+
+    @cached_property
+    def layouts(self) -> LayoutMap:
+        """How the source's tensors lie on its ranks, under the source's own names.
+
+        Raises:
+            LayoutError: the pieces follow no layout that the notation says.
+        """
+        return layouts_at(self.path)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, CheckpointTensor]:
+        """What is known of each tensor from metadata alone."""
+        return {
+            name: CheckpointTensor(
+                plan.output.dtype, plan.output.shape, plan.output.nbytes, len(plan.copies), len(plan.replicas)
+            )
+            for name, plan in self._plans.items()
+        }
+
+    @property
+    def problems(self) -> tuple[tuple[str, str], ...]:
+        """What a gather would note, as (code, message): assumptions, missing checksums, what is left out."""
+        return self._gather.notes
+
+    def _read(self, plan: TensorPlan, into: memoryview) -> None:
+        output = replace(plan.output, offset=0)
+        file = OutputFile(output.name, b"", (output,), output.nbytes)
+        one = Plan(self._gather.source, (FilePlan(file, (replace(plan, output=output),)),))
+        options = self._gather.options
+        source = FileSource(self._gather.source)
+        try:
+            execute(
+                one, source, MemoryTarget([into]), budget=Budget.within(options.max_memory_nbytes, options.num_workers)
+            )
+        finally:
+            source.close()
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    recipe: str | os.PathLike[str] | None = None,
+    layouts: str | os.PathLike[str] | LayoutMap | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+    dtype: DTypeChoice | None = None,
+    max_memory: str | int = "64MB",
+) -> Checkpoint:
+    """Open any source that `gather_checkpoint` takes, as a mapping of whole tensors; nothing is written or removed.
+
+    The plan is proven from metadata before this returns: every element of every tensor exactly once. No tensor's byte
+    is read.
+
+    Args:
+        path: the folder, or file.
+        recipe: as `gather_checkpoint`.
+        layouts: layouts for a source that records none: a layout file, or its content.
+        base_model: names and shapes that the source must have.
+        dtype: ``keep``, ``base``, ``bf16``, ``fp16`` or ``fp32``, for floating-point tensors; None keeps, too.
+        max_memory: bytes of buffers, beside the tensor that a look-up returns.
+
+    Raises:
+        UsageError, LayoutError, IncompleteError, ContradictionError, CorruptError, UnsafeError: as `gather_checkpoint`.
+    """
+    options = GatherOptions(dtype=dtype or "keep", max_memory=max_memory, max_shard_size=1 << 62)
+    return Checkpoint(plan_gather(os.fspath(path), options, base_model=base_model, layout=layouts, recipe=recipe))
