@@ -116,9 +116,12 @@ def test_tensors_named_by_their_dims_are_on_the_ranks_whose_tables_have_them() -
     layouts["layers.{2 2/pp 1}.experts.{4/ep}.w"] = "[f/etp, h] in ep"
     layouts["layers.{4/~pp}.up"] = "[f/tp, h] where dp=last"
     shapes = {f"layers.{i}.experts.{e}.w": (4, 2) for i in range(4) for e in range(4)}
-    shapes |= {f"layers.{i}.up": (4, 2) for i in range(4)}
+    layouts["layers.{4/~pp}.down"] = "[h, f/tp] where dp=0..1"
+    shapes |= {f"layers.{i}.{name}": (4, 2) for i in range(4) for name in ("up", "down")}
+    beyond = survey(layouts, {"layers.4.up": (4, 2)}).tensors[0]
+    assert "the index 4 is beyond" in str(beyond.problem)
     found = survey(layouts, shapes)
-    assert len(found.tensors) == 20
+    assert len(found.tensors) == 24
     for one in found.tensors:
         assert one.problem is None and one.misfit is None and one.mesh is not None and one.layout is not None
         name = layouts.name_of(one.rule or "")

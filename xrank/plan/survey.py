@@ -132,7 +132,7 @@ class _Compiler:
         names = self._names[rule]
         groups = names.held.get(whole.name, ())
         if not groups and names.table is not None:
-            pass  # refuses an index that there is not
+            names.table.local_name(whole.name)  # refuses an index that there is not
         # Layers and experts are alike: what was found and proven for one is so for all on the same ranks.
         key = rule, groups, whole.shape
         if key not in self._alike:
