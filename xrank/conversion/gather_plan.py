@@ -21,6 +21,7 @@ from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader
+from xrank.recipes.shape_proof import prove_shapes
 from xrank.writers.companions import Companion, source_companions
 from xrank.writers.hf_folder import lay_out
 
@@ -67,13 +68,15 @@ def plan_gather(
     place, reader = (source, WorkspaceReader()) if workspace else find_source(source, format_name=format_name)
     beside = companions_beside(place)
     config_path = next((c.path for c in (*beside, *(base.companions if base else ())) if c.name == "config.json"), None)
+    config = read_config(config_path) if config_path is not None else None
     hints = Hints(
         layouts=layouts,
         shapes={name: shape for name, (_, shape) in base.tensors.items()} if base else {},
         needs_config=config_path is None,
+        prove_shapes=lambda shapes: prove_shapes(shapes, config),
     )
     stored = reader.read(place, hints)
-    config = read_config(config_path) if config_path is not None else stored.config
+    config = config if config_path is not None else stored.config
     matched = choose_recipe(stored, config, recipe)
     if matched is not None:
         stored = follow_recipe(stored, matched, config)

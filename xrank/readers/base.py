@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,9 @@ class Hints:
     """Global shapes by name, of the base model; they may decide how a tensor without a layout was cut."""
     needs_config: bool = True
     """Whether the source's own config will be used; where not, ranks may disagree about it."""
+    prove_shapes: Callable[[Mapping[str, tuple[int, ...]]], str | None] | None = None
+    """Proves global shapes by name that a reader had to infer: the recipe that they fit, or None where none knows the
+    names; raises where they contradict each other or the config (`xrank.recipes.shape_proof.prove_shapes`)."""
 
 
 class Reader(Protocol):
