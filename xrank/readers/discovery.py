@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError
 from xrank.readers.base import Reader
 from xrank.readers.dcp import DcpReader
 from xrank.readers.deepspeed import DeepSpeedReader
 from xrank.readers.hf_folder import HfFolderReader
+from xrank.readers.plugins import plugin_readers
 from xrank.readers.workspace import WorkspaceReader
 
 __all__ = ["READERS", "find_source"]
 
 READERS: tuple[Reader, ...] = (WorkspaceReader(), HfFolderReader(), DcpReader(), DeepSpeedReader())
-"""Every reader, in the order in which they are asked."""
+"""xrank's own readers, in the order in which they are asked; where none of them fits, other packages' are."""
 
 _SEARCHED_LEVELS = 2
 
@@ -37,10 +38,24 @@ def find_source(path: str, *, format_name: str | None = None) -> tuple[str, Read
     """
     if not os.path.exists(path):
         raise IncompleteError(f"{path} does not exist", file=path, next_step="check the path")
-    readers = [reader for reader in READERS if format_name in (None, reader.name)]
+    readers = _named(READERS, format_name)
+    try:
+        return _found(path, readers, format_name)
+    except UnknownFormatError:
+        more = _named(plugin_readers(), format_name)
+        if not more:
+            raise
+    return _found(path, [*readers, *more], format_name)
+
+
+def _named(readers: Iterable[Reader], format_name: str | None) -> list[Reader]:
+    return [reader for reader in readers if format_name in (None, reader.name)]
+
+
+def _found(path: str, readers: Sequence[Reader], format_name: str | None) -> tuple[str, Reader]:
     if not readers:
-        known = ", ".join(reader.name for reader in READERS)
-        raise UsageError(
+        known = ", ".join(reader.name for reader in (*READERS, *plugin_readers()))
+        raise UnknownFormatError(
             f"no format is called {format_name}",
             got=str(format_name),
             want=known,

@@ -1,0 +1,68 @@
+"""Readers of other packages, installed as a real distribution's metadata."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from xrank.errors import UnknownFormatError
+from xrank.readers import plugins
+from xrank.readers.discovery import find_source
+
+CODE = """
+class Reader:
+    name = "nuts"
+    def recognise(self, path):
+        import os
+        return None if os.path.exists(os.path.join(path, "nuts")) else "no nuts in it"
+    def read(self, path, hints):
+        raise NotImplementedError
+object_reader = Reader()
+no_reader = 3
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package whose metadata names readers; the caller writes entry_points.txt."""
+    (tmp_path / "nutshell.py").write_text(CODE)
+    info = tmp_path / "nutshell-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nutshell\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugins.plugin_readers.cache_clear()
+    yield info / "entry_points.txt"
+    plugins.plugin_readers.cache_clear()
+    sys.modules.pop("nutshell", None)
+
+
+@pytest.mark.parametrize("what", ["Reader", "object_reader"])
+def test_a_reader_of_another_package(installed: Path, tmp_path: Path, what: str) -> None:
+    installed.write_text(f"[xrank.readers]\nnuts = nutshell:{what}\n")
+    source = tmp_path / "source"
+    source.mkdir()
+    with pytest.raises(UnknownFormatError) as caught:
+        find_source(str(source))
+    assert caught.value.got is not None and "nuts: no nuts in it" in caught.value.got
+    (source / "nuts").touch()
+    assert find_source(str(source))[1].name == "nuts"
+    assert find_source(str(source), format_name="nuts")[0] == str(source)
+
+
+def test_one_that_does_not_load_is_a_warning(installed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    installed.write_text("[xrank.readers]\na = nutshell:missing\nb = nutshell:no_reader\nnuts = nutshell:Reader\n")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "nuts").touch()
+    assert find_source(str(source))[1].name == "nuts"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and all("of the package nutshell does not load" in text for text in said)
+    assert "has no 'name'" in said[1]
+
+
+def test_a_format_that_nobody_reads(tmp_path: Path) -> None:
+    with pytest.raises(UnknownFormatError, match="no format is called walnuts"):
+        find_source(str(tmp_path), format_name="walnuts")
