@@ -9,13 +9,21 @@ from xrank.errors import IncompleteError, UnknownFormatError, UsageError
 from xrank.readers.base import Reader
 from xrank.readers.dcp import DcpReader
 from xrank.readers.deepspeed import DeepSpeedReader
+from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
 from xrank.readers.hf_folder import HfFolderReader
 from xrank.readers.plugins import plugin_readers
 from xrank.readers.workspace import WorkspaceReader
 
 __all__ = ["READERS", "find_source"]
 
-READERS: tuple[Reader, ...] = (WorkspaceReader(), HfFolderReader(), DcpReader(), DeepSpeedReader())
+READERS: tuple[Reader, ...] = (
+    WorkspaceReader(),
+    HfFolderReader(),
+    DcpReader(),
+    DeepSpeedReader(),
+    VerlReader(),
+    AccelerateRanksReader(),
+)
 """xrank's own readers, in the order in which they are asked; where none of them fits, other packages' are."""
 
 _SEARCHED_LEVELS = 2

@@ -1,0 +1,176 @@
+"""DTensors as a pickle describes them: the local tensor, and the layout that the placements say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from xrank.dialects.placements import from_placements
+from xrank.errors import LayoutError
+from xrank.formats.inert_record import InertRecord
+from xrank.formats.regular_file import Origin, shown
+from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
+from xrank.layout import DeviceMesh
+from xrank.readers.fsdp.meshes import Meshes
+from xrank.readers.fsdp.pickled import Wrapper, attributes, is_object, local_tensor, sizes_of
+
+__all__ = ["DTensorPart", "DTensors", "replicated"]
+
+_MAX_EXTENT = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorPart:
+    """What a rank holds of a DTensor."""
+
+    local: ArchivedTensor
+    layout: str
+    """The notation of its placements."""
+    mesh: DeviceMesh
+    shape: tuple[int, ...]
+    """Global shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Answers as torch's placements do (torch/distributed/tensor/placement_types.py)."""
+
+    def is_shard(self) -> bool:
+        return False
+
+    def is_replicate(self) -> bool:
+        return False
+
+    def is_partial(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate(_Placement):
+    def is_replicate(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(_Placement):
+    dim: int
+
+    def is_shard(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _StridedShard(_Placement):
+    dim: int
+    split_factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partial(_Placement):
+    reduce_op: str
+
+    def is_partial(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _OrderEntry:
+    tensor_dim: int
+    mesh_dims: tuple[int, ...]
+
+
+def replicated(ndim: int, mesh: DeviceMesh) -> str:
+    """Return the notation of a tensor that every rank of a mesh holds whole."""
+    return str(from_placements(mesh, [Replicate()] * len(mesh.shape), ndim))
+
+
+class DTensors:
+    """Reads the DTensors of one rank's file.
+
+    Args:
+        archive: the file.
+        rank: the rank that wrote it, by the file's name.
+    """
+
+    def __init__(self, archive: TorchArchive, rank: int) -> None:
+        self._origin = Origin(archive.path, rank)
+        self._meshes = Meshes(archive, rank)
+        self._layouts: dict[object, str] = {}
+
+    def part(self, name: str, wrapper: Wrapper) -> DTensorPart | None:
+        """Return what the rank holds of a DTensor; None where it is not on the tensor's mesh.
+
+        Raises:
+            ContradictionError: the file is another rank's.
+            CorruptError, UnsafeError: it is no DTensor that torch writes.
+            LayoutError: its placements are none that a layout can say.
+        """
+        state = attributes(wrapper.state)
+        spec = state.get("_spec")
+        if not is_object(spec, "DTensorSpec"):
+            raise self._origin.corrupt(f"{shown(name)}: the DTensor has no spec", got=type(spec).__name__)
+        told = attributes(spec)
+        meta = told.get("tensor_meta")
+        if is_object(meta, "TensorMeta"):
+            assert isinstance(meta, InertRecord) and meta.args is not None
+            shape = sizes_of(meta.args[0], self._origin) if meta.args else None
+            if shape != wrapper.shape:
+                raise self._origin.corrupt(
+                    f"{shown(name)}: the DTensor says two shapes", got=f"{shape} in its spec", want=f"{wrapper.shape}"
+                )
+        mesh = self._meshes.of(told.get("mesh"))
+        if mesh is None:
+            return None
+        local = local_tensor(state.get("_local_tensor"), shown(name), wrapper.dtype, self._origin)
+        placements = tuple(self._placement(name, value) for value in _members(told.get("placements")))
+        order = tuple(self._order_entry(name, value) for value in _members(told.get("shard_order")))
+        key = (mesh, placements, order, len(wrapper.shape))
+        if key not in self._layouts:
+            try:
+                self._layouts[key] = str(from_placements(mesh, placements, len(wrapper.shape), order))
+            except LayoutError as error:
+                error.message = f"{name}: {error.message}"
+                error.tensor, error.rank, error.file = name, self._origin.rank, self._origin.path
+                raise
+            except (LookupError, ValueError) as error:
+                raise self._origin.corrupt(
+                    f"{shown(name)}: the DTensor's placements are damaged", got=str(error)
+                ) from None
+        return DTensorPart(local, self._layouts[key], mesh, wrapper.shape)
+
+    def _placement(self, name: str, value: object) -> _Placement:
+        told = attributes(value)
+        kind = value.name if isinstance(value, InertRecord) and is_object(value, value.name) else None
+        dim, factor = told.get("dim"), told.get("split_factor")
+        match kind:
+            case "Replicate":
+                return Replicate()
+            case "Shard" if _is_small(dim):
+                return Shard(dim)
+            case "_StridedShard" if _is_small(dim) and _is_small(factor) and factor > 0:
+                return _StridedShard(dim, factor)
+            case "Partial" | "_Partial" if isinstance(told.get("reduce_op"), str):
+                return Partial(told["reduce_op"])
+        raise LayoutError(
+            f"{name}: one of its placements is none that a layout can say",
+            tensor=name,
+            rank=self._origin.rank,
+            file=self._origin.path,
+            got=shown(kind or type(value).__name__),
+            want="Shard, Replicate or _StridedShard",
+            next_step="redistribute the tensor to Shard or Replicate before it is saved",
+        )
+
+    def _order_entry(self, name: str, value: object) -> _OrderEntry:
+        match value:
+            case InertRecord(name="ShardOrderEntry", args=(int(dim), tuple() as axes)) if all(map(_is_small, axes)):
+                return _OrderEntry(dim, axes)
+        raise self._origin.corrupt(f"{shown(name)}: the DTensor's order of cuts is damaged", got=type(value).__name__)
+
+
+def _members(value: object) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else ()
+
+
+def _is_small(value: object) -> TypeGuard[int]:
+    return type(value) is int and -_MAX_EXTENT < value < _MAX_EXTENT

@@ -1,0 +1,227 @@
+"""FSDP1's flat parameters: all of a module's parameters end to end in one buffer, cut evenly, wherever that falls.
+
+What ``LOCAL_STATE_DICT`` saves (torch/distributed/fsdp/_state_dict_utils.py: _local_post_state_dict_hook) is the rank's
+range of every buffer, a one-dimensional ShardedTensor ``…_flat_param``. With ``use_orig_params=True`` each parameter's
+name is there besides, as a view on the same storage: where it stands in the buffer is then known, its shape is not.
+Without, names and shapes are nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+from xrank.dtypes import dtype
+from xrank.errors import ContradictionError, IncompleteError, LayoutError
+from xrank.layout.nests import Nest
+from xrank.plan.planner import ranks_text
+from xrank.plan.source import StoredShard
+from xrank.readers.fsdp.rank_files import RankFile
+from xrank.readers.held_tensor import HeldTensor, pieces_of
+
+__all__ = ["FlatPieces", "find_flat_pieces", "flat_shards", "is_flat", "refuse_nameless"]
+
+_NAME = "_flat_param"
+_ALIGNMENT_NBYTES = 16
+"""Parameters begin at multiples of it (torch/distributed/fsdp/_flat_param.py: _get_aligned_numel)."""
+
+Index: TypeAlias = Callable[[str], int]
+"""Record's key in a rank's file -> its number in the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A rank's elements of one parameter."""
+
+    held: HeldTensor
+    buffer: str
+    start: int
+    """In the whole buffer."""
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPieces:
+    """The pieces of parameters whose names were kept, and the buffers of those whose names were not."""
+
+    by_name: Mapping[str, tuple[_Piece, ...]]
+    nameless: tuple[str, ...]
+
+
+def is_flat(name: str) -> bool:
+    """Say whether a ShardedTensor of that name is a flat parameter."""
+    return name.rpartition(".")[2] == _NAME
+
+
+def find_flat_pieces(files: Sequence[RankFile], indexes: Mapping[int, Index]) -> FlatPieces:
+    """Return where every named parameter lies in its flat parameter.
+
+    Args:
+        files: of all ranks.
+        indexes: for each rank what numbers its records.
+
+    Raises:
+        ContradictionError: a tensor is a piece on one rank and something else on another.
+        IncompleteError: elements of a buffer belong to no name.
+    """
+    found: dict[str, list[_Piece]] = {}
+    buffers: dict[str, None] = {}
+    for file in files:
+        at = {}
+        for name, part in file.sharded.items():
+            if is_flat(name):
+                buffers[name] = None
+                at.update({tensor.key: (name, box, tensor) for box, tensor in part.shards if len(box) == 1})
+        for name, tensor in file.plain.items():
+            if tensor.key not in at or len(tensor.shape) != 1 or not tensor.shape[0]:
+                continue
+            buffer, ((low, high),), whole = at[tensor.key]
+            start = low + tensor.storage_offset - whole.storage_offset
+            stop = start + tensor.shape[0]
+            if not low <= start < stop <= high or tensor.strides != (1,):
+                raise file.origin.corrupt(
+                    f"{name} reaches past the rank's range of {buffer}", got=f"{start}:{stop}", want=f"in {low}:{high}"
+                )
+            held = HeldTensor(
+                rank=file.rank,
+                file=file.archive.path,
+                record=indexes[file.rank](tensor.key),
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                strides=tensor.strides,
+                storage_offset=tensor.storage_offset,
+            )
+            found.setdefault(name, []).append(_Piece(held, buffer, start, stop))
+    for file in files:
+        for name in found:
+            held_by = {piece.held.rank for piece in found[name]}
+            if file.rank not in held_by and name in file.plain and 0 not in file.plain[name].shape:
+                raise ContradictionError(
+                    f"{name}: it is a piece of a flat parameter on ranks {ranks_text(sorted(held_by))}, and a tensor "
+                    f"of its own on rank {file.rank}",
+                    tensor=name,
+                    rank=file.rank,
+                    file=file.archive.path,
+                    got=f"shape {list(file.plain[name].shape)}",
+                    next_step="all ranks must come from one run; save again",
+                )
+    named = {piece.buffer for pieces in found.values() for piece in pieces}
+    for buffer in named:
+        _check_gaps(buffer, files, [piece for pieces in found.values() for piece in pieces if piece.buffer == buffer])
+    return FlatPieces(
+        {name: tuple(pieces) for name, pieces in found.items()}, tuple(name for name in buffers if name not in named)
+    )
+
+
+def _check_gaps(buffer: str, files: Sequence[RankFile], pieces: Iterable[_Piece]) -> None:
+    """Check that between the parameters there is no more than padding."""
+    parts = [file.sharded[buffer] for file in files if buffer in file.sharded]
+    size = parts[0].shape[0]
+    padding = _ALIGNMENT_NBYTES // dtype(parts[0].dtype).nbytes
+    stand = 0
+    for start, stop in [*sorted({(piece.start, piece.stop) for piece in pieces}), (size, size)]:
+        # The end is padded to a multiple of the number of ranks, too.
+        room = padding if start < size else padding + len(parts)
+        if start - stand > room:
+            raise IncompleteError(
+                f"{buffer}: elements {stand} to {start - 1} belong to no parameter of a name",
+                tensor=buffer,
+                file=files[0].archive.path,
+                got=f"{start - stand} elements",
+                want=f"at most {room} of padding",
+                next_step="save the whole state dict, with all its names",
+            )
+        stand = max(stand, stop)
+
+
+def flat_shards(pieces: FlatPieces, shapes: Mapping[str, tuple[int, ...]]) -> list[StoredShard]:
+    """Return every named parameter with its pieces.
+
+    Args:
+        pieces: as found.
+        shapes: global shapes by name, from outside: the format has none.
+
+    Raises:
+        IncompleteError: pieces of a parameter are missing.
+        ContradictionError: its ranks disagree about its type.
+        LayoutError: shapes are not known; all such parameters are named at once.
+    """
+    unknown = {name: _extent(name, own) for name, own in pieces.by_name.items() if name not in shapes}
+    if unknown:
+        name, (start, stop) = next(iter(unknown.items()))
+        others = [other for other in unknown if other != name]
+        more = f"; likewise {', '.join(others[:5])}" + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+        raise LayoutError(
+            f"{name}: a flat parameter has its elements and does not tell its shape{more if others else ''}",
+            tensor=name,
+            file=pieces.by_name[name][0].held.file,
+            got=f"{stop - start} elements",
+            want="the tensor's whole shape in a base model",
+            next_step="run again with --base-model DIR, or save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+        )
+    return [_shard(name, own, shapes[name]) for name, own in pieces.by_name.items()]
+
+
+def _extent(name: str, pieces: Sequence[_Piece]) -> tuple[int, int]:
+    """Return a parameter's range of its buffer, in which its pieces leave no hole."""
+    ranges = sorted({(piece.start, piece.stop) for piece in pieces})
+    if len({piece.buffer for piece in pieces}) > 1 or len({piece.held.dtype for piece in pieces}) > 1:
+        first, other = pieces[0], next(p for p in pieces if (p.buffer, p.held.dtype) != _kind(pieces[0]))
+        raise other.held.contradiction(
+            name,
+            f"ranks {first.held.rank} and {other.held.rank} disagree about its flat parameter or its type",
+            got=str((other.buffer, other.held.dtype)),
+            want=str(_kind(first)),
+            next_step="all ranks must come from one run; save again",
+        )
+    stand = ranges[0][0]
+    for start, stop in ranges:
+        if start != stand:
+            raise IncompleteError(
+                f"{name}: elements {stand} to {start - 1} of {pieces[0].buffer} are on no rank",
+                tensor=name,
+                file=pieces[0].held.file,
+                got=f"ranks {ranks_text([piece.held.rank for piece in pieces])}",
+                want="a piece on every rank in between",
+                next_step="save the state dict of all ranks again",
+            )
+        stand = stop
+    return ranges[0][0], stand
+
+
+def _kind(piece: _Piece) -> tuple[str, str]:
+    return piece.buffer, piece.held.dtype
+
+
+def _shard(name: str, pieces: Sequence[_Piece], shape: tuple[int, ...]) -> StoredShard:
+    first, stop = _extent(name, pieces)
+    if prod(shape) != stop - first:
+        raise LayoutError(
+            f"{name}: the base model's shape is not that of the flat parameter's elements",
+            tensor=name,
+            file=pieces[0].held.file,
+            got=f"{stop - first} elements",
+            want=f"{prod(shape)}, for the shape {list(shape)}",
+            next_step="give the base model that was trained",
+        )
+    nests = []
+    for piece in pieces:
+        count = piece.stop - piece.start
+        nests.append((Nest(0, piece.start - first, ((count, 1, 1),) if count > 1 else ()),))
+    return pieces_of(name, [piece.held for piece in pieces], shape, nests)
+
+
+def refuse_nameless(buffer: str, file: RankFile) -> LayoutError:
+    """Return the error for a buffer of which nobody kept names and shapes."""
+    return LayoutError(
+        f"{buffer}: a flat parameter that keeps neither names nor shapes of what lies in it",
+        tensor=buffer,
+        file=file.archive.path,
+        rank=file.rank,
+        got=f"{file.sharded[buffer].shape[0]} elements",
+        want="parameters by name",
+        next_step="save with SHARDED_STATE_DICT or FULL_STATE_DICT (load it into the same model first), or give a rule "
+        f'like "{buffer}" = "flat(a [7, 10], b [7])/~fsdp" by --layout FILE',
+    )

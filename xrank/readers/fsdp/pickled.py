@@ -1,0 +1,131 @@
+"""Objects of torch.distributed as a pickle describes them: what kind each is, and its attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xrank.dtypes import by_torch_name
+from xrank.errors import UsageError
+from xrank.formats.inert_record import InertRecord
+from xrank.formats.regular_file import Origin, shown
+from xrank.formats.torch_archive import ArchivedTensor
+
+__all__ = ["Wrapper", "attributes", "is_object", "local_tensor", "sizes_of", "unwrapped", "wrapper_of"]
+
+_PACKAGE = "torch.distributed."
+_MAX_DIMENSIONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A tensor of a class of its own around local ones (torch/_utils.py: _rebuild_wrapper_subclass)."""
+
+    kind: str
+    """Name of the class."""
+    dtype: str
+    """Safetensors name of the element type."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    state: object
+    """What the class kept of itself."""
+
+
+def is_object(value: object, *names: str) -> bool:
+    """Say whether a value would have been an object of one of these classes of torch.distributed.
+
+    Modules have moved between releases (``torch.distributed._tensor``, ``torch.distributed.tensor``); names have not.
+    """
+    return (
+        isinstance(value, InertRecord)
+        and value.args is not None
+        and value.name in names
+        and value.module.startswith(_PACKAGE)
+    )
+
+
+def attributes(value: object) -> Mapping[str, Any]:
+    """Return an object's attributes, from a ``__dict__``, from slots (the pair of both), or from neither."""
+    state = value.state if isinstance(value, InertRecord) else value
+    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    found: dict[str, Any] = {}
+    for part in parts:
+        if isinstance(part, dict):
+            found.update((key, value) for key, value in part.items() if isinstance(key, str))
+    return found
+
+
+def unwrapped(value: object) -> object:
+    """Return what a parameter is a parameter of; anything else as it is."""
+    # torch/_utils.py: _rebuild_parameter(data, requires_grad, hooks); plain tensors' is gone by now.
+    match value:
+        case InertRecord(module="torch._utils", name="_rebuild_parameter", args=(data, bool(), hooks)) if not hooks:
+            return data
+    return value
+
+
+def wrapper_of(value: object, origin: Origin) -> Wrapper | None:
+    """Return a DTensor or a ShardedTensor as its class and state; None for anything else.
+
+    Raises:
+        CorruptError: its element type or shape is none.
+    """
+    # torch/_tensor.py: _rebuild_from_type_v2(func, new_type, args, state), of _rebuild_wrapper_subclass(cls, dtype,
+    # size, stride, storage_offset, layout, device, requires_grad).
+    match value:
+        case InertRecord(
+            module="torch._tensor",
+            name="_rebuild_from_type_v2",
+            args=(
+                InertRecord(module="torch._utils", name="_rebuild_wrapper_subclass", args=None),
+                InertRecord(args=None) as kind,
+                tuple() as parts,
+                state,
+            ),
+        ) if kind.module.startswith(_PACKAGE) and len(parts) >= 3:
+            return Wrapper(kind.name, _element_type(parts[1], origin), sizes_of(parts[2], origin), state)
+    return None
+
+
+def _element_type(value: object, origin: Origin) -> str:
+    if not isinstance(value, str):
+        raise origin.corrupt("a tensor's element type is none", got=type(value).__name__)
+    try:
+        return by_torch_name(value.removeprefix("torch.")).name
+    except UsageError as error:
+        error.file, error.rank = origin.path, origin.rank
+        error.message = origin.named(error.message)
+        raise
+
+
+def sizes_of(value: object, origin: Origin) -> tuple[int, ...]:
+    """Return sizes or offsets, one for each dim.
+
+    Raises:
+        CorruptError: they are no counts.
+    """
+    if (
+        not isinstance(value, (tuple, list))
+        or len(value) > _MAX_DIMENSIONS
+        or not all(type(part) is int and 0 <= part < 1 << 63 for part in value)
+    ):
+        got = shown(tuple(value)) if isinstance(value, (tuple, list)) else type(value).__name__
+        raise origin.corrupt("a tensor's sizes are no counts", got=got)
+    return tuple(value)
+
+
+def local_tensor(value: object, name: str, dtype: str, origin: Origin) -> ArchivedTensor:
+    """Return the plain tensor that a rank holds within another one.
+
+    Raises:
+        CorruptError: it is of another type than the tensor around it.
+        UnsafeError: it is no plain tensor.
+    """
+    value = unwrapped(value)
+    if not isinstance(value, ArchivedTensor):
+        got = f"{value.module}.{value.name}" if isinstance(value, InertRecord) else type(value).__name__
+        raise origin.unsafe(f"{name}: what the rank holds of it is no plain tensor", got=shown(got))
+    if value.dtype != dtype:
+        raise origin.corrupt(f"{name}: the rank's part is of another type than the tensor", got=value.dtype, want=dtype)
+    return value

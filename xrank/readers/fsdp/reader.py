@@ -1,0 +1,154 @@
+"""The readers of checkpoints that are one ``torch.save`` of a state dict for each rank: verl's, SkyRL's, accelerate's.
+
+What a rank's tensor is a part of, torch wrote with it: DTensors say mesh and placements, FSDP1's ShardedTensors their
+boxes. Plain tensors among them are replicas (buffers, parameters that FSDP ignores), and are compared as such.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from xrank.errors import ContradictionError
+from xrank.formats.regular_file import shown
+from xrank.plan.source import StoredModel, StoredShard
+from xrank.readers.base import Hints
+from xrank.readers.deepspeed.records import Records
+from xrank.readers.fsdp.file_names import ACCELERATE, VERL, RankFiles, list_accelerate, list_verl
+from xrank.readers.fsdp.flat_parameters import find_flat_pieces, flat_shards, is_flat
+from xrank.readers.fsdp.held_parts import boxed_shards, check_kinds, held_parts
+from xrank.readers.fsdp.rank_files import RankFile, read_rank_file
+from xrank.readers.placement import Placement, place_all
+
+__all__ = ["AccelerateRanksReader", "VerlReader"]
+
+_STEP = re.compile(r"(?:.*[^a-z])?(?:global_step|checkpoint|step|epoch)[-_]?0*(\d{1,18})")
+_MAX_SHOWN = 8
+
+
+class VerlReader:
+    """The reader of verl's and SkyRL's FSDP checkpoints (`xrank.readers.base.Reader`)."""
+
+    name = VERL.format
+
+    def recognise(self, path: str) -> str | None:
+        """Return None if the folder holds files named by rank and world size."""
+        return VERL.why_not(path)
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every tensor lies; errors as `Reader.read` lists them."""
+        return _read(self.name, path, list_verl(path), hints)
+
+
+class AccelerateRanksReader:
+    """The reader of what accelerate saves rank by rank, without DCP (`xrank.readers.base.Reader`)."""
+
+    name = ACCELERATE.format
+
+    def recognise(self, path: str) -> str | None:
+        """Return None if the folder holds files named by rank, or it is such a file where there are several models."""
+        if os.path.isfile(path) and ACCELERATE.pattern.fullmatch(os.path.basename(path)):
+            folder = os.path.dirname(os.path.abspath(path))
+            models = {match[1] for entry in os.listdir(folder) if (match := ACCELERATE.pattern.fullmatch(entry))}
+            return None if len(models) > 1 else "one rank's file; its folder is the checkpoint"
+        return ACCELERATE.why_not(path)
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every tensor lies; errors as `Reader.read` lists them."""
+        return _read(self.name, path, list_accelerate(path), hints)
+
+
+def _read(name: str, path: str, listed: RankFiles, hints: Hints) -> StoredModel:
+    files = [read_rank_file(file, rank) for rank, file in listed.by_rank.items()]
+    world_size = _world_size(files, listed)
+    records = Records()
+    indexes = {file.rank: records.file(file.archive) for file in files}
+    check_kinds(files)
+    pieces = find_flat_pieces(files, indexes)
+    placement = place_all(held_parts(files, indexes, pieces, world_size, hints), hints, world_size=world_size)
+    shards: dict[str, StoredShard] = {}
+    for shard in (*placement.shards, *flat_shards(pieces, hints.shapes), *boxed_shards(files, indexes)):
+        shards[shard.name] = shard
+    ordered = [tensor for file in files for tensor in (*file.dtensors, *file.sharded, *file.plain) if tensor in shards]
+    ordered += list(shards)
+    return StoredModel(
+        format=name,
+        path=path,
+        files=tuple(records.files),
+        records=records.table(),
+        shards=tuple(shards[tensor] for tensor in dict.fromkeys(ordered)),
+        absent=placement.absent,
+        world_size=world_size,
+        step=_step(listed.folder),
+        nbytes=records.nbytes,
+        skipped_nbytes=_nbytes_of(listed.skipped),
+        notes=_notes(files, records, placement),
+        details=_details(listed, files),
+    )
+
+
+def _world_size(files: Sequence[RankFile], listed: RankFiles) -> int:
+    """Return the world size that everything in the files agrees on; all its ranks are there."""
+    told = [(file, part.world_size) for file in files for part in file.sharded.values()]
+    least = [(file, max(part.mesh.ranks) + 1) for file in files for part in file.dtensors.values()]
+    expected = listed.world_size or (told[0][1] if told else max((size for _, size in least), default=0))
+    for file, size in (*((f, n) for f, n in told if n != expected), *((f, n) for f, n in least if n > expected)):
+        raise ContradictionError(
+            f"{file.archive.path} is of a run of another size",
+            rank=file.rank,
+            file=file.archive.path,
+            got=f"{size} ranks, as its tensors say",
+            want=f"{expected} ranks",
+            next_step="all files must come from one save of one run; copy them again",
+        )
+    world_size = max(expected, len(files))
+    listed.check(world_size)
+    return world_size
+
+
+def _step(folder: str) -> int | None:
+    """Return the step that the folder's name or its parent's tells."""
+    folder = os.path.abspath(folder)
+    for name in (os.path.basename(folder), os.path.basename(os.path.dirname(folder))):
+        found = _STEP.fullmatch(name)
+        if found is not None:
+            return int(found[1])
+    return None
+
+
+def _nbytes_of(paths: Sequence[str]) -> int:
+    total = 0
+    for path in paths:
+        # What no gather needs may be a link to nothing, or gone by now.
+        with suppress(OSError):
+            total += os.stat(path).st_size
+    return total
+
+
+def _notes(files: Sequence[RankFile], records: Records, placement: Placement) -> tuple[tuple[str, str], ...]:
+    notes = [("assumed-layout", text) for text in placement.assumptions]
+    if records.bare:
+        notes.append(("no-checksums", f"{len(records.bare)} files hold no checksums, {records.bare[0]} first"))
+    others = list(dict.fromkeys(name for file in files for name in file.others))
+    if others:
+        more = f" and {len(others) - _MAX_SHOWN} more" if len(others) > _MAX_SHOWN else ""
+        shown_names = ", ".join(shown(name)[1:-1] for name in others[:_MAX_SHOWN])
+        notes.append(("left-out", f"{len(others)} values that are no tensors were left out: {shown_names}{more}"))
+    return tuple(notes)
+
+
+def _details(listed: RankFiles, files: Sequence[RankFile]) -> dict[str, Any]:
+    names = {name for file in files for name in (*file.dtensors, *file.sharded, *file.plain)}
+    return {
+        "ranks": len(files),
+        "meshes": sorted({part.mesh.grid for file in files for part in file.dtensors.values()}),
+        "layouts": sorted({part.layout for file in files for part in file.dtensors.values()})[:_MAX_SHOWN],
+        "sharded tensors": len({name for file in files for name in file.sharded if not is_flat(name)}),
+        "flat parameters": len({name for file in files for name in file.sharded if is_flat(name)}),
+        "plain tensors": len({name for file in files for name in file.plain}),
+        "LoRA tensors": sum(".lora_" in name for name in names),
+        "huggingface": os.path.isdir(os.path.join(listed.folder, "huggingface")),
+    }
