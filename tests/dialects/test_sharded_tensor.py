@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from xrank.dialects import ShardedTensorData, from_sharded_tensor, to_sharded_tensors
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout.local_part import local_part
 from xrank.layout.nests import Nest, addresses
+from xrank.layout.notation import LayoutTree, Where
 
 GRID = DeviceMesh((2, 2), ("dp", "tp"))
 
@@ -287,3 +289,59 @@ def test_numbers_of_an_uneven_grid():
 def test_what_no_sharded_tensor_says_is_refused(text, shape, count, message):
     with pytest.raises(LayoutError, match=message):
         to_sharded_tensors(TensorLayout.parse(text), GRID, shape, prepend_axis_num=count)
+
+
+@settings(deadline=None)
+@given(cases(kinds=("/", "/~"), pieces=(1, 2)), st.integers(0, 2), st.data())
+def test_tensors_of_some_ranks_there_and_back(case, count, data):
+    cut, mesh, shape = case
+    free = [axis for axis in mesh.axis_names if not any(axis in axes for axes in cut.axes)]
+    where = []
+    for axis in free:
+        first = data.draw(st.integers(0, mesh.axis_length(axis) - 1))
+        where.append(Where(axis, first, data.draw(st.integers(first, mesh.axis_length(axis) - 1))))
+    layout = TensorLayout.from_tree(LayoutTree(cut.dims, where=tuple(where)), mesh)
+    told = to_sharded_tensors(layout, mesh, shape, "w", prepend_axis_num=min(count, len(shape)))
+    parts = {rank: local_part(layout, mesh, mesh.coordinate(rank), shape) for rank in mesh.ranks}
+    assert all(not told[rank] for rank, part in parts.items() if part is None)
+    if not any(told.values()):
+        return
+    placed = from_sharded_tensor(told, mesh)
+    theirs = {r: sorted(y for n in p.nests for _, y in addresses(n)) if p else [] for r, p in parts.items()}
+    assert {rank: sorted(ys) for rank, ys in held(placed).items()} == theirs
+    if placed.layout is None:
+        assert any(part is not None and 0 in part.shape for part in parts.values())  # ranks empty for several reasons
+        return
+    back = {rank: local_part(placed.layout, mesh, mesh.coordinate(rank), shape) for rank in mesh.ranks}
+    assert {r: sorted(y for n in p.nests for _, y in addresses(n)) if p else [] for r, p in back.items()} == theirs
+    if count == 0:  # otherwise an empty part and no part look alike
+        assert {rank: part is None for rank, part in back.items()} == {r: part is None for r, part in parts.items()}
+
+
+def test_where_is_said_and_read():
+    mesh = DeviceMesh((3, 2, 2), ("pp", "dp", "tp"))
+    layout = TensorLayout.parse("[f/tp, h] where pp=1..2", mesh)
+    told = to_sharded_tensors(layout, mesh, (4, 3), "w")
+    assert [len(told[rank]) for rank in mesh.ranks] == [0] * 4 + [1] * 8
+    # The main replicas are the first of those that hold the tensor.
+    assert [rank for rank, shards in told.items() if shards and shards[0].is_main] == [4, 5]
+    assert [told[rank][0].replica_id for rank in (4, 6, 8, 10)] == [0, 1, 2, 3]
+    placed = from_sharded_tensor(told, mesh)
+    assert str(placed.layout) == "[d0/tp, d1] where pp=1..2"
+    # Ranks that are no range of any axis are no layout's.
+    assert from_sharded_tensor({**told, 5: ()} | {9: (replace(told[9][0], replica_id=0),)}, mesh).layout is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[f/tp, h] sum(dp)", r"cannot say 'sum\(dp\)'"),
+        ("[f/tp{1,3}, h]", "have no such split"),
+        ("[f/=tp, h]", "have no such split"),
+        ("[(2 f/tp)/dp, h]", "is not one size"),
+    ],
+)
+def test_what_sharded_tensors_cannot_say_is_refused_by_name(text, message):
+    with pytest.raises(LayoutError, match=message) as info:
+        to_sharded_tensors(TensorLayout.parse(text), GRID, (4, 2))
+    assert text in info.value.message

@@ -13,12 +13,12 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from xrank.dialects.boxes import Box, box_nests, box_text, boxes_overlap, layout_of_boxes, range_of, volume
+from xrank.dialects.boxes import Box, box_nests, box_text, boxes_overlap, range_of, volume
 from xrank.dialects.cuts import Cuts, checked_mesh, cuts_of, split_evenly
+from xrank.dialects.shard_layout import layout_of_shards, place_bounds
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
-from xrank.layout.local_part import LocalPart, local_part
+from xrank.layout.local_part import LocalPart, holds, local_part
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.notation import Product, Size
 from xrank.layout.tensor_layout import TensorLayout
 
 __all__ = ["PlacedTensor", "ShardedTensorData", "from_sharded_tensor", "to_sharded_tensors"]
@@ -76,8 +76,10 @@ def from_sharded_tensor(shards: Mapping[int, Any], mesh: DeviceMesh | None = Non
     """Return where the parts of one tensor lie, from the ShardedTensors of one key that all ranks have.
 
     Args:
-        shards: rank -> its ShardedTensor, or a sequence of them, as of several layers along a prepended axis.
-        mesh: the mesh on whose axes a layout is sought; without one the result has parts alone.
+        shards: rank -> its ShardedTensor, or a sequence of them, as of several layers along a prepended axis; an empty
+            one for a rank that has none of this key.
+        mesh: the mesh on whose axes a layout is sought, if all of its ranks are given; without one the result has parts
+            alone.
 
     Raises:
         LayoutError: a shard that contradicts itself, is of flattened data, or is no ShardedTensor.
@@ -92,7 +94,8 @@ def from_sharded_tensor(shards: Mapping[int, Any], mesh: DeviceMesh | None = Non
     _check_agreement(every, [shard for of_rank in shards.values() for shard in _listed(of_rank)])
     _check_cover(every)
     parts = {rank: tuple(_part(shard) for shard in of_rank) for rank, of_rank in read.items()}
-    layout = None if mesh is None else _layout(read, mesh, first.global_shape)
+    boxes = {rank: tuple(shard.box for shard in of_rank) for rank, of_rank in read.items()}
+    layout = None if mesh is None else layout_of_shards(boxes, mesh, first.global_shape, first.prepend_axis_num)
     return PlacedTensor(first.key, first.global_shape, parts, layout, first.allow_shape_mismatch)
 
 
@@ -106,7 +109,8 @@ def to_sharded_tensors(
 ) -> dict[int, tuple[ShardedTensorData, ...]]:
     """Return what the ShardedTensors of each rank say of a tensor.
 
-    Ranks that differ along axes which cut nothing hold replicas, numbered in the mesh's order. A grid with uneven
+    Ranks that differ along axes which cut nothing hold replicas, numbered in the mesh's order; those that a "where"
+    leaves out have none. A grid with uneven
     parts is an irregular one, without ``axis_fragmentations``. A dim of several pieces gives a rank a shard of each, as
     Megatron has it of gate and up (transformer/mlp.py:apply_swiglu_sharded_factory).
 
@@ -122,7 +126,7 @@ def to_sharded_tensors(
         LayoutError: a part that no ShardedTensor says, which the message names; a shape that does not fit.
     """
     checked_mesh(layout, mesh)
-    every = cuts_of(layout, "ShardedTensors", packed=True)
+    every = cuts_of(layout, "ShardedTensors", packed=True, where=True)
     sizes = tuple(shape)
     if not 0 <= prepend_axis_num <= len(sizes):
         raise LayoutError(f"{prepend_axis_num} axes cannot be prepended", got=f"shape {sizes}", want="a number of dims")
@@ -131,12 +135,18 @@ def to_sharded_tensors(
     is_regular = all(split_evenly(cuts, size, mesh) for cuts, size in zip(every, sizes, strict=True))
     fragments = tuple(cuts.pieces * prod(mesh.axis_length(axis) for axis in cuts.axes) for cuts in every)
     replicated = [name for name in mesh.axis_names if not any(name in cuts.axes for cuts in every)]
+    held = [rank for rank in mesh.ranks if holds(layout, mesh, mesh.coordinate(rank))]
     told: dict[int, tuple[ShardedTensorData, ...]] = {}
+    bounds = place_bounds(held, mesh)
     for rank in mesh.ranks:
+        if rank not in held:
+            told[rank] = ()
+            continue
         at = mesh.coordinate(rank)
         replica = 0
         for axis in replicated:
-            replica = replica * mesh.axis_length(axis) + at[axis]
+            first, last = bounds[axis]
+            replica = replica * (last - first + 1) + at[axis] - first
         ranges = [_ranges_of(cuts, size, mesh, at) for cuts, size in zip(every, sizes, strict=True)]
         stacked = [
             [(i, i + 1) for low, high in of_dim for i in range(low, high)] for of_dim in ranges[:prepend_axis_num]
@@ -291,55 +301,3 @@ def _check_cover(every: Sequence[tuple[int, ShardedTensorData]]) -> None:
 
 def _part(shard: ShardedTensorData) -> LocalPart:
     return LocalPart(shard.local_shape, box_nests(shard.box, shard.global_shape))
-
-
-def _layout(
-    read: Mapping[int, Sequence[ShardedTensorData]], mesh: DeviceMesh, shape: tuple[int, ...]
-) -> TensorLayout | None:
-    """Return the layout under which every rank of the mesh holds its shards, if there is one."""
-    if set(read) != set(mesh.ranks):
-        return None
-    packed = _packed_dim(next(shards for shards in read.values() if shards))
-    if packed is not None:
-        dim, pieces = packed
-        step = shape[dim] // pieces
-        first = {rank: tuple(one for one in shards if one.box[dim][0] < step) for rank, shards in read.items()}
-        for rank, shards in read.items():
-            moved = {_moved(one.box, dim, i * step) for one in first[rank] for i in range(pieces)}
-            if moved != {one.box for one in shards} or any(one.box[dim][1] > step for one in first[rank]):
-                return None
-        piece = _layout(first, mesh, (*shape[:dim], step, *shape[dim + 1 :]))
-        if piece is None:
-            return None
-        dims = [Product((Size(pieces), node)) if i == dim else node for i, node in enumerate(piece.dims)]
-        return TensorLayout.from_dims(dims, mesh)
-    boxes: dict[int, Box | None] = {}
-    for rank, shards in read.items():
-        boxes[rank] = _stacked(shards) if shards else None
-        if shards and boxes[rank] is None:
-            return None
-    return layout_of_boxes(boxes, mesh, shape)
-
-
-def _packed_dim(shards: Sequence[ShardedTensorData]) -> tuple[int, int] | None:
-    """Return the first dim of which a rank has parts of several equal pieces, and how many; None if it has one box."""
-    for dim in range(shards[0].prepend_axis_num, len(shards[0].global_shape)):
-        pieces = len({one.box[dim] for one in shards})
-        if pieces > 1 and shards[0].global_shape[dim] % pieces == 0:
-            return dim, pieces
-    return None
-
-
-def _moved(box: Box, dim: int, by: int) -> Box:
-    low, high = box[dim]
-    return (*box[:dim], (low + by, high + by), *box[dim + 1 :])
-
-
-def _stacked(shards: Sequence[ShardedTensorData]) -> Box | None:
-    """Return the box that a rank's shards make, stacked by their prepended axes; None if they make none."""
-    boxes = [shard.box for shard in shards]
-    hull = tuple((min(low for low, _ in dim), max(high for _, high in dim)) for dim in zip(*boxes, strict=True))
-    count = shards[0].prepend_axis_num
-    if {box[count:] for box in boxes} != {hull[count:]} or len(set(boxes)) != len(boxes):
-        return None
-    return hull if prod(high - low for low, high in hull[:count]) == len(boxes) else None
