@@ -5,6 +5,7 @@ import collections
 import os
 import pickle
 import random
+import shutil
 import struct
 import subprocess
 import sys
@@ -246,6 +247,15 @@ def test_remarks_on_a_tensor_are_dropped(tmp_path):
         repr(read_archive(saved(tmp_path, parameter)).value)
         == "<inert torch._utils._rebuild_parameter_with_state(...)>"
     )
+
+
+def test_the_name_it_was_saved_under_stays(tmp_path):
+    path = saved(tmp_path, [1])
+    shutil.copy(path, tmp_path / "other.pt")
+    assert read_archive(str(tmp_path / "other.pt")).name == "state"
+    with open(tmp_path / "stream.pt", "wb") as stream:
+        torch.save([1], stream)
+    assert read_archive(str(tmp_path / "stream.pt")).name == "archive"
 
 
 def test_big_endian_is_refused(tmp_path):

@@ -42,7 +42,7 @@ class MadeModel:
 
 
 def made_model(seed: int = 0) -> MadeModel:
-    """Two groups, sizes that no number of ranks divides, one smaller than the ranks, a scalar, and all else there is."""
+    """Two groups, sizes that no number of ranks divides, one below the number of ranks, a scalar, and all else."""
     random = torch.Generator().manual_seed(seed)
 
     def rand(*shape: int) -> torch.Tensor:
@@ -237,20 +237,11 @@ def _optimizer_state(groups: Sequence[Tensors], how: Zero, rank: int) -> dict[st
         flats.append(part if has_padding else part[: size - padding])
         paddings.append(padding)
         starts = [start for start, _ in cut.values()]
+        ends = [*starts[1:], end]
         alignments.append(
-            [b - a - t.numel() for a, b, t in zip(starts, [*starts[1:], end], group.values(), strict=True)]
+            [after - start - tensor.numel() for start, after, tensor in zip(starts, ends, group.values(), strict=True)]
         )
-        slices.append(
-            OrderedDict(
-                {
-                    name: fragment_address(
-                        min(stop, (rank + 1) * size) - max(start, rank * size), max(start - rank * size, 0)
-                    )
-                    for name, (start, stop) in cut.items()
-                    if start < (rank + 1) * size and stop > rank * size
-                }
-            )
-        )
+        slices.append(OrderedDict(_addresses(cut, rank * size, (rank + 1) * size)))
     state = {
         "clip_grad": 1.0,
         "base_optimizer_state": _adam(flats, how),
@@ -263,6 +254,14 @@ def _optimizer_state(groups: Sequence[Tensors], how: Zero, rank: int) -> dict[st
         if not how.is_old:
             state["param_alignment_paddings"] = alignments
     return state if how.is_old else {**state, "group_paddings": paddings, "param_slice_mappings": slices}
+
+
+def _addresses(cut: Mapping[str, tuple[int, int]], low: int, high: int) -> dict[str, fragment_address]:
+    return {
+        name: fragment_address(min(stop, high) - max(start, low), max(start - low, 0))
+        for name, (start, stop) in cut.items()
+        if start < high and stop > low
+    }
 
 
 def _flattened(group: Tensors, how: Zero) -> tuple[torch.Tensor, dict[str, tuple[int, int]]]:

@@ -17,7 +17,7 @@ def small_model() -> MadeModel:
     random = torch.Generator().manual_seed(0)
     return MadeModel(
         [{"embed.weight": torch.rand(5, 3, generator=random)}, {"bias": torch.rand(3, generator=random)}],
-        frozen={"frozen.weight": torch.rand(4, 3, generator=random).bfloat16()},
+        frozen={"frozen.weight": torch.rand(5, 4, generator=random).bfloat16()},
         buffers={"mean": torch.rand(3, generator=random)},
         shared={"head.weight": "embed.weight"},
     )

@@ -100,6 +100,9 @@ class TorchArchive:
     A bare element type is the text ``"torch.bfloat16"``, a ``torch.Size`` a tuple, a parameter its tensor; a storage
     outside a tensor is an inert record. No container is inside itself.
     """
+    name: str
+    """Stem of the file's name when it was saved, which stays when the file is renamed or copied over another one;
+    ``archive`` where torch was given a stream."""
     has_checksums: bool
     """False: every CRC is 0 (``torch.serialization.set_crc32_options(False)``), nothing vouches for the bytes."""
 
@@ -121,7 +124,7 @@ def read_archive(path: str, *, start: int = 0, nbytes: int | None = None, rank: 
     """
     with open_regular(path, rank) as file:
         item = open_item(file, start, nbytes)
-        members = _named_members(item, read_members(item))
+        stem, members = _named_members(item, read_members(item))
         origin = file.origin
         pickled = members.get("data.pkl")
         if pickled is None:
@@ -147,18 +150,18 @@ def read_archive(path: str, *, start: int = 0, nbytes: int | None = None, rank: 
         load_global=_load_global,
         load_persistent=tree.load_storage,
     )
-    return TorchArchive(path, file.status, MappingProxyType(records), value, has_checksums)
+    return TorchArchive(path, file.status, MappingProxyType(records), value, stem, has_checksums)
 
 
-def _named_members(item: ItemBytes, members: tuple[ZipMember, ...]) -> dict[str, ZipMember]:
-    """Return the members by name, less the folder that torch puts them all in (the file's stem, or ``archive``)."""
+def _named_members(item: ItemBytes, members: tuple[ZipMember, ...]) -> tuple[str, dict[str, ZipMember]]:
+    """Return the folder that torch puts all members in, and the members by their names in it."""
     prefix = members[0].name.partition("/")[0] + "/" if members else ""
     for member in members:
         if not member.name.startswith(prefix):
             raise item.file.origin.corrupt(
                 "the archive has members outside its folder", got=shown(member.name), want=shown(prefix)
             )
-    return {member.name[len(prefix) :]: member for member in members}
+    return prefix[:-1], {member.name[len(prefix) :]: member for member in members}
 
 
 def _read_member(item: ItemBytes, member: ZipMember, has_checksums: bool) -> bytes:

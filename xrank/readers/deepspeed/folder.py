@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
 from xrank.formats.regular_file import open_regular, shown
 
-__all__ = ["CheckpointFiles", "checkpoint_folder", "list_files", "why_not"]
+__all__ = ["CheckpointFiles", "checkpoint_folder", "list_files", "owner_of", "why_not"]
 
 # deepspeed/runtime/engine.py: _get_ckpt_name, _get_rank_zero_ckpt_name; older versions lack the "_" before "optim".
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,7})_)?mp_rank_([0-9]{2,7})_model_states\.pt")
@@ -41,6 +41,15 @@ class CheckpointFiles:
     def tag(self) -> str:
         """Return the checkpoint's name."""
         return os.path.basename(os.path.abspath(self.folder))
+
+
+def owner_of(name: str) -> tuple[str, int | None, int] | None:
+    """Return (kind, rank, slice) that a file's name says; None for a name that says nothing. No rank: all share it."""
+    if model := _MODEL.fullmatch(name):
+        return "model states", None if model[1] is None else int(model[1]), int(model[2])
+    if partition := _PARTITION.fullmatch(name):
+        return "optimizer states", int(partition[1]), int(partition[2])
+    return None
 
 
 def why_not(path: str) -> str | None:
@@ -148,19 +157,17 @@ def list_files(folder: str) -> CheckpointFiles:
             raise _not_read(folder, entry, "experts that are spread over ranks", "each expert's shards put together")
         if _LAYER.fullmatch(entry):
             raise _not_read(folder, entry, "a pipeline's layers", "the names that its stages give to layers")
-        if model := _MODEL.fullmatch(entry):
-            rank, slice_ = model.groups()
-            place, key = (models, int(slice_)) if rank is None else (rank_models, int(rank))
-            if int(slice_) and not (is_universal and rank is None):
-                sliced.append(entry)
-        elif partition := _PARTITION.fullmatch(entry):
-            place, key = partitions, int(partition[1])
-            if int(partition[2]):
-                sliced.append(entry)
+        owner = owner_of(entry)
+        if owner is None:
+            continue
+        kind, rank, slice_ = owner
+        if slice_ and not (is_universal and rank is None):
+            sliced.append(entry)
+            continue
+        if rank is None:
+            place, key = models, slice_
         else:
-            continue
-        if entry in sliced:
-            continue
+            place, key = partitions if kind == "optimizer states" else rank_models, rank
         if key in place:
             raise ContradictionError(
                 f"{os.path.join(folder, entry)} and {os.path.basename(place[key])} are both of rank {key}",

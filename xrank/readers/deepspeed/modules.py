@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from xrank.dtypes import dtype
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor
@@ -147,7 +148,9 @@ def rank_modules(paths: Sequence[str], records: Records, agreement: Agreement) -
             if name in state.frozen and name not in known:
                 wholes.setdefault(name, []).append(_held(fragment, rank, state.origin, index(fragment.key)))
         pieces = [_piece(state, name, len(paths)) for name in names]
-        copies.add(state.archive, pieces, state.origin)
+        real = [piece for name, piece in zip(names, pieces, strict=True) if _numel_of(state, name, rank, len(paths))]
+        count = sum(_numel_of(state, name, rank, len(paths)) for name in names)
+        copies.add(state.archive, real, count, state.origin)
         rows.add(rank, pieces, index, state.origin)
     assert first is not None
     shards = {name: _held_shard(name, held) for name, held in {**wholes, **buffers}.items()}
@@ -155,6 +158,13 @@ def rank_modules(paths: Sequence[str], records: Records, agreement: Agreement) -
     for column, name in enumerate(names):
         shards[name] = interleaved(name, first.frozen[name], flats, [column])
     return Modules(first, shards, first.shared, tuple(_notes(first)))
+
+
+def _numel_of(state: ModelState, name: str, rank: int, num_ranks: int) -> int:
+    """Return how many of a frozen parameter's elements are in a rank's piece; the rest is padding."""
+    numel = prod(state.frozen[name])
+    size = piece_numel(numel, num_ranks)
+    return max(0, min(numel - rank * size, size))
 
 
 def _is_whole(state: ModelState, name: str, num_ranks: int) -> bool:
@@ -186,7 +196,7 @@ def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
             next_step="all files must come from one save of one run; copy them again",
         )
     placeholder = state.module.get(name)
-    if placeholder is not None and placeholder.dtype != fragment.dtype:
+    if placeholder is not None and dtype(placeholder.dtype).is_float and not dtype(fragment.dtype).is_float:
         raise origin.usage(
             f"stores the frozen parameter {name} quantised",
             got=fragment.dtype,

@@ -5,15 +5,17 @@ The keys are those of ``deepspeed/checkpoint/constants.py``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
-from xrank.errors import UsageError
+from xrank.errors import ContradictionError, UsageError
 from xrank.formats.inert_record import InertRecord
 from xrank.formats.regular_file import Origin, shown
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
+from xrank.readers.deepspeed.folder import owner_of
 
 __all__ = ["ModelState", "Partition", "Shape", "Shapes", "read_model_state", "read_partition"]
 
@@ -88,6 +90,7 @@ def read_model_state(path: str, rank: int | None = None) -> ModelState:
     """
     archive, origin = read_archive(path, rank=rank), Origin(path, rank)
     state = _table(archive.value, "the state", origin)
+    _check_name(archive, origin)
     archive = replace(archive, value=None)  # a thousand ranks' trees would fill memory
     if "module" not in state:
         raise origin.corrupt("is no model state", got="no module", want="a dict with module")
@@ -131,6 +134,20 @@ def read_model_state(path: str, rank: int | None = None) -> ModelState:
         dict(_facts({key: state[key] for key in _SHARED_FACTS if key in state}, archive)),
         stage if type(stage) is int else None,
     )
+
+
+def _check_name(archive: TorchArchive, origin: Origin) -> None:
+    """Check that a file is not another rank's: torch writes the name it was saved under into the archive."""
+    own, saved = owner_of(os.path.basename(origin.path)), owner_of(f"{archive.name}.pt")
+    if own is not None and saved is not None and own != saved:
+        raise ContradictionError(
+            origin.named("is another file, renamed or copied"),
+            rank=origin.rank,
+            file=origin.path,
+            got=f"what was saved as {archive.name}.pt",
+            want=f"what was saved as {os.path.basename(origin.path)}",
+            next_step="copy both files again from where they were saved",
+        )
 
 
 def _is_positive(value: object) -> bool:
@@ -178,6 +195,7 @@ def read_partition(path: str, rank: int) -> Partition:
     """
     archive, origin = read_archive(path, rank=rank), Origin(path, rank)
     state = _table(archive.value, "the state", origin)
+    _check_name(archive, origin)
     archive = replace(archive, value=None)  # a thousand ranks' trees would fill memory
     optimizer = _table(state.get("optimizer_state_dict"), "optimizer_state_dict", origin)
     is_interleaved = "fp32_flat_groups" in optimizer

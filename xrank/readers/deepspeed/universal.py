@@ -66,6 +66,15 @@ def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bo
     tensor = entry.get("param")
     if isinstance(tensor, InertRecord) or isinstance(value, InertRecord):
         raise origin.unsafe("holds an object that only running code can make", got=repr(tensor))
+    if archive.name not in ("fp32", "archive"):
+        raise ContradictionError(
+            origin.named("is another file, renamed or copied"),
+            tensor=name,
+            file=path,
+            got=f"what was saved as {shown(archive.name)}",
+            want="what was saved as fp32.pt",
+            next_step="run ds_to_universal.py again",
+        )
     if not isinstance(tensor, ArchivedTensor):
         raise origin.corrupt("holds no tensor", got=type(tensor).__name__, want="a tensor, or a dict with param")
     is_row = tensor.shape == (prod(shape),) and (tensor.strides == (1,) or prod(shape) <= 1)

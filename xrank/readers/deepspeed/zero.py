@@ -64,7 +64,7 @@ def read_partitions(files: CheckpointFiles, records: Records, agreement: Agreeme
             want=f"{num_ranks} for each group",
             next_step="convert the checkpoint with DeepSpeed's ds_to_universal.py, then gather what that wrote",
         )
-    partitions, copies = [], Copies()
+    partitions = []
     rows = FlatRows([f"fp32 group {number}" for number in range(len(first.flats))], num_ranks)
     for rank in range(num_ranks):
         partition = first if rank == start else read_partition(files.partitions[rank], rank)
@@ -78,7 +78,6 @@ def read_partitions(files: CheckpointFiles, records: Records, agreement: Agreeme
                 next_step="all files must come from one save of one run; copy them again",
             )
         agreement.add(partition.facts, partition.origin)
-        copies.add(partition.archive, partition.flats, partition.origin)
         rows.add(rank, partition.flats, records.file(partition.archive), partition.origin)
         partitions.append(partition)
     return Partitions(tuple(partitions), rows.table())
@@ -139,13 +138,18 @@ def trained_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str
     found: dict[str, StoredShard] = {}
     for number, shapes in enumerate(groups):
         found.update(_group_shards(partitions, number, shapes))
+    copies = Copies()
+    for rank, partition in enumerate(partitions.all):
+        copies.add(partition.archive, partition.flats, int(partitions.flats.length[rank].sum()), partition.origin)
     return found
 
 
 def _interleaved_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
-    flats, num_ranks = partitions.flats, len(partitions.all)
+    flats, num_ranks, copies = partitions.flats, len(partitions.all), Copies()
     shapes = {name: shape for group in groups for name, shape in group.items()}
-    wanted = sum(piece_numel(prod(shape), num_ranks) for shape in shapes.values())
+    numels = np.array([prod(shape) for shape in shapes.values()], dtype=np.int64)
+    sizes = -(-numels // num_ranks)
+    wanted = int(sizes.sum())
     for rank, partition in enumerate(partitions.all):
         if int(flats.length[rank].sum()) != wanted:
             raise _size_error(
@@ -158,6 +162,8 @@ def _interleaved_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dic
                 f"{int(flats.length[rank, group]):,} elements in sub-group {group}",
                 f"{int(flats.length[0, group]):,}, as on rank 0",
             )
+        count = int(np.clip(numels - rank * sizes, 0, sizes).sum())
+        copies.add(partition.archive, partition.flats, count, partition.origin)
     if len(set(flats.dtypes)) > 1:
         raise _size_error(partitions.all[0], "weights of " + " and ".join(sorted(set(flats.dtypes))), "one type")
     ends = np.concatenate(([0], np.cumsum(flats.length[0])))
