@@ -9,8 +9,11 @@ import safetensors.torch
 import torch
 
 from xrank import NFSWorkspace, gather_checkpoint, reshard_checkpoint
+from xrank.conversion.layout_check import check_layouts
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, XrankError
 from xrank.layout import LayoutMap
+from xrank.plan.survey import survey
+from xrank.plan.told_shapes import told_shapes
 
 PAGE = """
 [mesh]
@@ -141,6 +144,16 @@ def test_what_does_not_fit_the_page_is_refused_by_name(tmp_path: Path, page: Pat
         gather_checkpoint(tmp_path / "ws", tmp_path / "out", layout=page)
     assert isinstance(caught.value, XrankError) and caught.value.tensor is not None
     assert not (tmp_path / "out").exists()
+
+
+def test_the_page_is_proven_without_any_state(page: Path) -> None:
+    page.write_text(page.read_text().replace("[sizes]", "[sizes]\nh = 5"))
+    found = survey(LayoutMap.read(page), told_shapes(LayoutMap.read(page))[0])
+    ranks = {one.name: {rank for share in one.shares for rank in share.ranks} for one in found.tensors}
+    assert ranks["layers.8.experts.3.w13"] == ranks["layers.8.experts.3.scale"] == {5}
+    assert ranks["layers.9.qkv"] == {6, 7} and ranks["embed"] == {0, 1} and ranks["final.norm"] == {6}
+    report = check_layouts(page, told_shapes(LayoutMap.read(page))[0])
+    assert report.ok and report.num_tensors == len(whole()) + 1 and not report.notes
 
 
 def test_what_is_left_out_by_name_may_be_missing(tmp_path: Path, page: Path) -> None:

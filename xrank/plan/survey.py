@@ -172,7 +172,8 @@ class _Compiler:
         base = base_of_shape(companion, self.layouts, start.name, start.shape, bases)
         mesh = self._mesh(layout)
         parts = companion_mesh_parts(companion, layout, mesh, base, sizes=self.layouts.sizes)
-        return held_by_parts(replace(start, mesh=mesh, text=str(companion)), parts, layout.tree.sums)
+        found = held_by_parts(replace(start, mesh=mesh, text=str(companion)), parts, layout.tree.sums)
+        return found if self.layouts.name_of(start.rule or "") is None else self._named(found, layout)
 
     def _bases(self, of: Holdings, companion: Companion) -> Mapping[str, tuple[int, ...]]:
         """Return the tensors that a companion may follow from: of a thousand, those of a fitting shape."""

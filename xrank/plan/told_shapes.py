@@ -8,7 +8,8 @@ from itertools import product
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.binding import global_size, known_names
-from xrank.layout.companion import companion_shape
+from xrank.layout.companion import Companion, companion_shape
+from xrank.layout.companion_base import base_layout, base_shapes
 from xrank.layout.notation import LayoutTree
 from xrank.layout.tensor_layout import axis_lengths, flat_of
 from xrank.layout.tensor_name import TensorName, name_table
@@ -32,13 +33,9 @@ def told_shapes(layouts: LayoutMap) -> tuple[dict[str, tuple[int, ...]], dict[st
         except LayoutError as error:
             untold[rule] = error.message
     for rule, companion in layouts.companions.items():
-        base = shapes.get(companion.of or "")
         try:
-            if companion.base is not None:
-                base = _shape_of(companion.base, layouts, layouts.device_mesh)
-            if base is None:
-                raise LayoutError(f"the shape of {companion.of!r} is not known")
-            shapes[rule] = companion_shape(companion, base)
+            for name in _companion_names(rule, companion, layouts):
+                shapes[name] = companion_shape(companion, _base_shape(name, companion, layouts, shapes))
         except KeyError as error:
             untold[rule] = f"the size {error.args[0]!r} is not known"
         except LayoutError as error:
@@ -56,6 +53,23 @@ def _shapes_of(rule: str, layout: TensorLayout, layouts: LayoutMap) -> Mapping[s
     if name is None or mesh is None:
         return {rule: shape}
     return dict.fromkeys(_names(name, layout, mesh, layouts), shape)
+
+
+def _companion_names(rule: str, companion: Companion, layouts: LayoutMap) -> list[str]:
+    name, layout = layouts.name_of(rule), base_layout(companion, layouts)
+    mesh = layout.device_mesh or layouts.device_mesh
+    return [rule] if name is None or mesh is None else _names(name, layout, mesh, layouts)
+
+
+def _base_shape(
+    name: str, companion: Companion, layouts: LayoutMap, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    if companion.base is not None:
+        return _shape_of(companion.base, layouts, layouts.device_mesh)
+    found = base_shapes(companion, layouts, name, shapes)
+    if len(found) != 1:
+        raise LayoutError(f"the shape of {companion.of!r} is not known")
+    return found.pop()
 
 
 def _names(name: TensorName, layout: TensorLayout, mesh: DeviceMesh, layouts: LayoutMap) -> list[str]:
