@@ -11,13 +11,19 @@ gave them: the one that a reference asks for is read once more, opcode by opcode
 
 from __future__ import annotations
 
-import re
-import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
+from xrank.formats.dcp_metadata_templates import (
+    NUM_FIXED_MEMOS,
+    Matcher,
+    chunk_matcher,
+    count_of,
+    entry_matcher,
+    packed_tuple,
+)
 from xrank.formats.inert_record import InertRecord
 from xrank.formats.pickle_reader import STEPS, STOP, PickleMachine
 from xrank.formats.plain_values import PLAIN_BUILDERS
@@ -25,17 +31,10 @@ from xrank.formats.regular_file import Origin
 
 __all__ = ["ChunkRun", "EntryRun", "EntryTable", "MetadataMachine"]
 
-_METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _MAX_PACKED = 1 << 16
-_MAX_TEMPLATE_TRIES = 16
+_MAX_LEARNED = 16
 
 _GETS = (0x68, 0x6A)  # BINGET, LONG_BINGET: how every entry but the first of its kind begins
-_COUNT = rb"(?:K.|M..|J....|\x8a(?:\x05.....|\x06......|\x07.......|\x08........))"
-_SIZE = rb"(\)|\(?" + _COUNT + rb"+[\x85\x86\x87t]\x94)\x85\x94R\x94"
-_TEXT = rb"(h.|j....|\x8c.[^\x94]*\x94)"
-_PLACE = rb"(" + _COUNT + rb")"
-_MADE = rb"\)\x81\x94\}\x94\("  # an empty instance, and its state begun
-_NUM_FIXED_MEMOS = 6  # two instances and their states and one Size, or one instance and its state and two Sizes
 
 
 class ChunkRun:
@@ -86,9 +85,9 @@ class MetadataMachine(PickleMachine):
         self.tables: dict[str, EntryTable] = {}
         """By the tensor's flat name."""
         self.num_matched_entries = 0
-        self._match_chunk: Callable[..., re.Match[bytes] | None] | None = None
-        self._match_entry: Callable[..., re.Match[bytes] | None] | None = None
-        self._tries = 0
+        self._match_chunk: Matcher | None = None
+        self._match_entry: Matcher | None = None
+        self._num_learned = 0
         self._packed: dict[bytes, bytes] = {}
         self._names: dict[bytes, EntryTable] = {}
         self._paths: dict[bytes, int] = {}
@@ -154,7 +153,7 @@ class MetadataMachine(PickleMachine):
             run.sizes += extents
             run.count += 1
             # A tuple that is not empty is memoized itself, too.
-            skip(found.span(), _NUM_FIXED_MEMOS + (offsets != b")") + (sizes != b")"))
+            skip(found.span(), NUM_FIXED_MEMOS + (offsets != b")") + (sizes != b")"))
             self.at = found.end()
             found = match(data, self.at)
         return True
@@ -189,9 +188,9 @@ class MetadataMachine(PickleMachine):
             if file is None:
                 file = self._file(path)
             table.offsets += low
-            table.places.extend((file, _integer(start), _integer(nbytes)))
+            table.places.extend((file, count_of(start), count_of(nbytes)))
             run.count += 1
-            skip(found.span(), _NUM_FIXED_MEMOS + (offsets != b")") + (name[0] == 0x8C) + (path[0] == 0x8C))
+            skip(found.span(), NUM_FIXED_MEMOS + (offsets != b")") + (name[0] == 0x8C) + (path[0] == 0x8C))
             self.at = found.end()
             found = match(data, self.at)
         return True
@@ -254,72 +253,21 @@ class MetadataMachine(PickleMachine):
         """Set a state, and learn from the first of each kind how the others look."""
         super().build()
         target = self.stack[-1]
-        if type(target) is InertRecord and self._tries < _MAX_TEMPLATE_TRIES:
+        if type(target) is InertRecord and self._num_learned < _MAX_LEARNED:
             if target.name == "ChunkStorageMetadata" and self._match_chunk is None:
-                self._tries += 1
-                self._match_chunk = self._template(
-                    (_METADATA, "ChunkStorageMetadata"), _MADE, "offsets", ("torch", "Size"), _SIZE,
-                    "sizes", ("torch", "Size"), _SIZE, rb"ub",
-                )  # fmt: skip
+                self._num_learned += 1
+                self._match_chunk = chunk_matcher(self.memo)
             elif target.name == "_StorageInfo" and self._match_entry is None:
-                self._tries += 1
-                self._match_entry = self._template(
-                    (_METADATA, "MetadataIndex"), _MADE, "fqn", _TEXT, "index", rb"(?:N|K.|M..|J....)",
-                    "offset", ("torch", "Size"), _SIZE, rb"ub", (_FILESYSTEM, "_StorageInfo"), _MADE,
-                    "relative_path", _TEXT, "offset", _PLACE, "length", _PLACE, rb"ub",
-                )  # fmt: skip
-
-    def _template(self, *parts: bytes | str | tuple[str, str]) -> Callable[..., re.Match[bytes] | None] | None:
-        """Return what matches these parts: a text or a class as the reference to where the memo has it."""
-        numbers: dict[object, int] = {}
-        for number, value in self.memo.items():
-            if isinstance(value, str):
-                numbers.setdefault(value, number)
-            elif type(value) is InertRecord and value.args is None:
-                numbers.setdefault((value.module, value.name), number)
-        pattern = b""
-        for part in parts:
-            if isinstance(part, bytes):
-                pattern += part
-            elif part not in numbers:
-                return None
-            else:
-                number = numbers[part]
-                get = b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number)
-                pattern += re.escape(get)
-        return re.compile(pattern, re.DOTALL).match
+                self._num_learned += 1
+                self._match_entry = entry_matcher(self.memo)
 
     def _pack(self, raw: bytes) -> bytes:
         """Return the integers of a tuple as int64, one after the other."""
-        values: list[int] = []
-        marked = raw[0] == 0x28
-        at, end = int(marked), len(raw) - 2  # the opcode of the tuple and that of its memo
-        while at < end:
-            nbytes = 2 + raw[at + 1] if raw[at] == 0x8A else _NBYTES[raw[at]]
-            values.append(_integer(raw[at : at + nbytes]))
-            at += nbytes
-        if _ARITIES.get(raw[end]) != (None if marked else len(values)) and raw != b")":
-            raise ValueError("a tuple takes more or fewer values than there are")
-        packed = struct.pack(f"<{len(values)}q", *values)
+        packed = packed_tuple(raw)
         if len(self._packed) >= _MAX_PACKED:
             self._packed.clear()
         self._packed[raw] = packed
         return packed
-
-
-_NBYTES = {0x4B: 2, 0x4D: 3, 0x4A: 5}  # BININT1, BININT2, BININT, with their opcodes
-_ARITIES = {0x85: 1, 0x86: 2, 0x87: 3}  # TUPLE1 to 3; TUPLE takes all down to its mark
-
-
-def _integer(raw: bytes) -> int:
-    opcode = raw[0]
-    if opcode == 0x8A:  # LONG1, a length before it
-        value = int.from_bytes(raw[2:], "little", signed=True)
-    else:
-        value = int.from_bytes(raw[1:], "little", signed=opcode == 0x4A)
-    if value < 0:
-        raise ValueError("a count below 0")
-    return value
 
 
 def _size(args: tuple[object, ...]) -> object:
