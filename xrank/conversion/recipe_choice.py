@@ -9,27 +9,23 @@ from typing import Any
 from xrank.errors import UsageError
 from xrank.plan.source import StoredModel
 from xrank.recipes.matching import Match, froms, match
-from xrank.recipes.recipe import Recipe, read_recipe, shipped_recipes
+from xrank.recipes.recipe import Recipe
+from xrank.recipes.recipe_file import read_recipe, shipped_recipes
 from xrank.recipes.rewriting import rewritten
-from xrank.recipes.sizes import flags_of, solve_sizes, told_sizes
+from xrank.recipes.sizes import check_arguments, flags_of, solve_sizes, told_sizes
 
-__all__ = ["choose_recipe", "follow_recipe"]
+__all__ = ["asked_recipe", "choose_recipe", "follow_recipe"]
 
 
 def choose_recipe(
-    source: StoredModel,
-    config: Mapping[str, Any] | None,
-    asked: str | os.PathLike[str] | None,
-    *,
-    is_reversed: bool = False,
+    source: StoredModel, config: Mapping[str, Any] | None, asked: str | os.PathLike[str] | None
 ) -> Match | None:
-    """Return how the source's recipe fits its names; None where the names are to stay.
+    """Return how the recipe of a source under training names fits them; None where the names are to stay.
 
     Args:
         source: what the reader found.
         config: the model's config.json, if it is known.
         asked: a shipped recipe's name, a file, ``"none"``, or None: the one that fits.
-        is_reversed: from Hugging Face's names to a training framework's.
 
     Raises:
         UsageError: the recipe asked for does not fit, several do, or one fits but for some names.
@@ -39,18 +35,18 @@ def choose_recipe(
     if asked == "none" or not names:
         return None
     if asked is not None:
-        found = match(_named(os.fspath(asked)), names, is_reversed=is_reversed)
+        found = match(_named(os.fspath(asked)), names)
         if not found.fits:
             raise _misfit(source, found, "the recipe does not fit")
         return found
-    if is_reversed:
-        return None
     matches = [match(recipe, names) for recipe in shipped_recipes()]
     fitting = [found for found in matches if found.fits]
     model_type = _model_type(config)
     chosen = [found for found in fitting if model_type is None or model_type in found.recipe.model_types]
-    if len(chosen) == 1:
-        return chosen[0]
+    # Recipes that do the same with these names, such as Llama's and Mistral's, are one.
+    different = list({_outcome(found): found for found in reversed(chosen)}.values())
+    if len(different) == 1:
+        return different[0]
     if fitting:
         says = f", and config.json says model_type {model_type!r}" if model_type is not None else ""
         raise UsageError(
@@ -60,10 +56,35 @@ def choose_recipe(
             want="one recipe",
             next_step="choose with --recipe NAME, or keep the names with --recipe none",
         )
-    nearest = max(matches, key=lambda found: found.num_known, default=None)
+    nearest = max(matches, key=lambda found: (found.num_known, -len(found.missing)), default=None)
     if nearest is not None and (2 * nearest.num_known >= len(names) or source.format.startswith("megatron")):
         raise _misfit(source, nearest, "no recipe fits its names")
     return None
+
+
+def asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None) -> Match | None:
+    """Return how a recipe fits a source's names in one direction or the other; None where the names are to stay.
+
+    Args:
+        source: under training names, which become Hugging Face's, or under these, which become training names.
+        asked: a shipped recipe's name, a file, ``"none"`` or None: the names stay.
+
+    Raises:
+        UsageError: the recipe fits in neither direction.
+        LayoutError: the file is no recipe.
+    """
+    if asked is None or asked == "none":
+        return None
+    recipe, names = _named(os.fspath(asked)), [shard.name for shard in source.shards]
+    matches = [match(recipe, names, is_reversed=is_reversed) for is_reversed in (False, True)]
+    found = next((found for found in matches if found.fits), None)
+    if found is None:
+        raise _misfit(source, max(matches, key=lambda found: found.num_known), "the recipe does not fit")
+    return found
+
+
+def _outcome(found: Match) -> frozenset[object]:
+    return frozenset((form, found.recipe.rules[number].outcome) for number, form in found.used)
 
 
 def _named(asked: str) -> Recipe:
@@ -115,7 +136,7 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
     """Return the source under the names that a recipe gives it, every size proven by config, arguments and shapes.
 
     Raises:
-        ContradictionError, IncompleteError, LayoutError, UsageError: as `solve_sizes` and `rewritten`.
+        ContradictionError, IncompleteError, LayoutError, UsageError: as `check_arguments`, `solve_sizes`, `rewritten`.
     """
     shapes = {shard.name: shard.shape for shard in source.shards}
     tensors = [
@@ -123,6 +144,8 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
         for (number, form), names in found.used.items()
         for name in names
     ]
+    if not found.is_reversed:
+        check_arguments(found.recipe, source.args)
     told = told_sizes(found.recipe, config, source.args)
-    sizes = solve_sizes(found.recipe, told, tensors)
+    sizes = solve_sizes(found.recipe, told, tensors, is_reversed=found.is_reversed)
     return rewritten(source, found, sizes, flags_of(found.recipe, config, source.args))

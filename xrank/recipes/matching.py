@@ -54,7 +54,7 @@ def ends(rule: Rule, is_reversed: bool) -> tuple[Side, ...]:
 
 def is_required(rule: Rule) -> bool:
     """Say whether a model has a rule's tensors whatever its configuration says."""
-    return not rule.optional and rule.unless is None
+    return not rule.optional and rule.unless is None and rule.when is None
 
 
 @lru_cache(maxsize=64)
@@ -115,9 +115,11 @@ def _missing(recipe: Recipe, used: set[int], is_reversed: bool) -> list[str]:
     made = {str(side) for number in used for side in ends(recipe.rules[number], is_reversed)}
     groups = {rule.group for rule in recipe.rules if rule.group is not None}
     present = {recipe.rules[number].group for number in used}
+    raised = {recipe.rules[number].when for number in used} - {None}
     wanted: list[str] = []
     for number in active_rules(recipe, is_reversed):
         rule = recipe.rules[number]
-        if is_required(rule) and (rule.group is None or rule.group in present or not groups & present):
+        is_due = is_required(rule) or rule.when in raised
+        if is_due and (rule.group is None or rule.group in present or not groups & present):
             wanted += map(str, ends(rule, is_reversed))
     return [text for text in dict.fromkeys(wanted) if text not in made]

@@ -1,49 +1,13 @@
-r"""Recipe files: a training framework's tensors on one side, Hugging Face's on the other, as data.
-
-model_types = ["llama"]                 config.json's, for which the target side holds
-framework = "Megatron-core"             whose names the source side has, for people
-padded = ["v"]                          sizes whose rows may be followed by padding in the source, and are cut
-ignored = ['.*rotary_emb\.inv_freq']    patterns of source names that are no part of the model
-keep_fp32 = ['.*\.expert_bias']        target names that a cast to a smaller type leaves alone
-
-[config]                                sizes and flags by config.json's keys
-L = "num_hidden_layers"
-d = ["head_dim", "hidden_size / num_attention_heads"]     the first that is known
-
-[args]                                  the same by the trainer's arguments
-L = "num_layers"
-
-[sizes]                                 numbers
-two = 2
-
-[tensors]                               source = target, or targets by the source's parts
-"decoder.final_layernorm.weight [h]" = "model.norm.weight [h]"
-"output_layer.weight [v, h]" = { to = "lm_head.weight [v, h]", unless = "tied" }
-"decoder.layers.{L}.self_attention.linear_qkv.weight [g <q: r d | k: d | v: d>, h]".to.q = "..."
-
-A source whose name has dims is also recognised with those dims in front of the tensor's own, as Megatron-core's
-``torch_dist`` stacks the layers (megatron/core/transformer/transformer_block.py: sharded_state_dict).
-"""
+"""Recipes as data: rules from a training framework's tensors to Hugging Face's, and what says the sizes in them."""
 
 from __future__ import annotations
 
-import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from importlib import resources
-from itertools import combinations
-from typing import Any
 
-from xrank.errors import LayoutError, UsageError
-from xrank.layout.recipe import Side, parse_side
-from xrank.layout.tensor_name import TensorName
+from xrank.layout.recipe import Side
 
-__all__ = ["Recipe", "Rule", "read_recipe", "shipped_recipes"]
-
-_TABLES = {"config", "args", "sizes", "tensors"}
-_LISTS = {"model_types", "padded", "ignored", "keep_fp32"}
+__all__ = ["Recipe", "Rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +18,7 @@ class Rule:
         sources: the source as the file has it, then its stacked forms.
         targets: part of the source -> the tensor that it becomes; one entry for a source without parts.
         unless: a flag under which the source may lack the tensor.
+        when: a flag under which a model has the tensor, and otherwise has not; all tensors of one flag go together.
         group: tensors of which a layer has one group or another, such as a dense and a sparse block.
         optional: whether a model may lack it.
     """
@@ -61,8 +26,14 @@ class Rule:
     sources: tuple[Side, ...]
     targets: Mapping[str, Side]
     unless: str | None = None
+    when: str | None = None
     group: str | None = None
     optional: bool = False
+
+    @property
+    def outcome(self) -> tuple[str, tuple[tuple[str, str], ...]]:
+        """What it does, as texts: rules of two recipes that do the same have the same."""
+        return str(self.sources[0]), tuple((part, str(side)) for part, side in sorted(self.targets.items()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,135 +51,5 @@ class Recipe:
     """Size or flag -> terms over config.json's keys, the first that is known counts."""
     args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
-
-
-def read_recipe(path: str) -> Recipe:
-    """Return the recipe of a file.
-
-    Raises:
-        UsageError: the file cannot be read.
-        LayoutError: it is no recipe; the place is named.
-    """
-    try:
-        with open(path, "rb") as file:
-            text = file.read().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"the recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}", file=path
-        ) from error
-    return _parsed(path, path, text)
-
-
-@lru_cache(maxsize=1)
-def shipped_recipes() -> tuple[Recipe, ...]:
-    """Return the recipes that come with xrank, by name."""
-    files = [entry for entry in resources.files("xrank.recipes").iterdir() if entry.name.endswith(".toml")]
-    return tuple(
-        _parsed(file.name.removesuffix(".toml"), file.name, file.read_text(encoding="utf-8"))
-        for file in sorted(files, key=lambda file: file.name)
-    )
-
-
-def _parsed(name: str, file: str, text: str) -> Recipe:
-    try:
-        tables = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise LayoutError(f"the recipe {file} is not TOML: {error}", file=file, want="TOML") from error
-    _refuse_unknown(tables, _TABLES | _LISTS | {"framework"}, file)
-    for key in _TABLES:
-        if not isinstance(tables.get(key, {}), dict):
-            raise _wrong(file, key, tables[key], f"a table [{key}]")
-    lists = {key: _texts(tables.get(key, []), key, file) for key in _LISTS}
-    for pattern in (*lists["ignored"], *lists["keep_fp32"]):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise _wrong(file, "pattern", pattern, f"a regular expression ({error})") from error
-    sizes = tables.get("sizes", {})
-    for size, number in sizes.items():
-        if type(number) is not int or number < 1:
-            raise _wrong(file, f"sizes.{size}", number, "a number of 1 or more")
-    rules = tuple(_rule(source, value, file) for source, value in tables.get("tensors", {}).items())
-    if not rules:
-        raise _wrong(file, "tensors", "no rule", "a table [tensors]")
-    return Recipe(
-        name,
-        str(tables.get("framework", "")),
-        rules,
-        lists["model_types"],
-        lists["padded"],
-        lists["ignored"],
-        lists["keep_fp32"],
-        config={key: _texts(terms, key, file) for key, terms in tables.get("config", {}).items()},
-        args={key: _texts(terms, key, file) for key, terms in tables.get("args", {}).items()},
-        sizes=sizes,
-    )
-
-
-def _rule(source: str, value: Any, file: str) -> Rule:
-    where = f"tensors.{source!r}"
-    if not isinstance(value, dict):
-        value = {"to": value}
-    _refuse_unknown(value, {"to", "unless", "group", "optional"}, file)
-    to, unless, group, optional = (value.get(key) for key in ("to", "unless", "group", "optional"))
-    targets = to if isinstance(to, dict) else {"": to}
-    if not targets or not all(isinstance(text, str) for text in targets.values()):
-        raise _wrong(file, where, to, "a target's text, or one for each part")
-    for key, flag in (("unless", unless), ("group", group)):
-        if flag is not None and not isinstance(flag, str):
-            raise _wrong(file, f"{where}.{key}", flag, "a name")
-    if optional not in (None, True, False):
-        raise _wrong(file, f"{where}.optional", optional, "true or false")
-    try:
-        side = parse_side(source)
-        sides = {part: parse_side(text) for part, text in targets.items()}
-    except LayoutError as error:
-        error.message = f"{file}: {where}: {error.message}"
-        error.file = file
-        raise
-    return Rule((side, *_stacked(side)), sides, unless, group, bool(optional))
-
-
-def _stacked(side: Side) -> list[Side]:
-    """Return the forms of a source in which some dims of its name come in front of the tensor's own instead.
-
-    A dim leaves the name with the dot before it, so only a dim that is a component of its own can.
-    """
-    texts, dims = side.name.texts, side.name.dims
-    movable = [i for i in range(len(dims)) if texts[i].endswith(".") and texts[i + 1][:1] in ("", ".")]
-    found = []
-    for count in range(1, len(movable) + 1):
-        for moved in combinations(movable, count):
-            kept_texts, kept_dims = [texts[0]], []
-            for i, dim in enumerate(dims):
-                if i in moved:
-                    kept_texts[-1] = kept_texts[-1].removesuffix(".") + texts[i + 1]
-                else:
-                    kept_dims.append(dim)
-                    kept_texts.append(texts[i + 1])
-            name = TensorName(tuple(kept_texts), tuple(kept_dims))
-            found.append(Side(name, (*(dims[i] for i in moved), *side.dims)))
-    return found
-
-
-def _texts(value: Any, where: str, file: str) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise _wrong(file, where, value, "a text, or a list of texts")
-    return tuple(texts)
-
-
-def _refuse_unknown(table: Mapping[str, Any], known: set[str], file: str) -> None:
-    for key in table:
-        if key not in known:
-            raise _wrong(file, "key", key, f"one of {sorted(known)}")
-
-
-def _wrong(file: str, where: str, got: object, want: str) -> LayoutError:
-    return LayoutError(
-        f"the recipe {file} is wrong at {where}",
-        file=file,
-        got=repr(got)[:200],
-        want=want,
-        next_step="correct the recipe; those that come with xrank show how it is written",
-    )
+    must: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Key of the trainer's arguments -> the values it may have, where it is there."""

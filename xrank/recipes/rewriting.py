@@ -165,8 +165,20 @@ def _check_whole(
                 want="one kind of block in each layer",
                 next_step="check that the files are those of one model",
             )
-    used = {number for number, _ in matched.used}
-    begun = {id(matched.recipe.rules[number]) for number in used}
+    used = [matched.recipe.rules[number] for number, _ in matched.used]
+    for (number, _), names in matched.used.items():
+        flag = matched.recipe.rules[number].when
+        if flag is not None and flags.get(flag) is False:
+            raise ContradictionError(
+                f"{names[0]} is of models with {flag}, and this is none",
+                tensor=names[0],
+                file=source.path,
+                got=f"{len(names)} such tensors",
+                want=f"none, as config.json or the trainer's args say {flag} false",
+                next_step="check that config.json is this model's",
+            )
+    begun = {id(rule) for rule in used}
+    flags = {**{rule.when: True for rule in used if rule.when is not None}, **flags}
     for name, outcome in outcomes.items():
         if name in there:
             continue
@@ -189,6 +201,8 @@ def _needs(
         return False
     if rule.unless is not None:
         return not flags.get(rule.unless, True)
+    if rule.when is not None:
+        return flags.get(rule.when, False)
     return not rule.optional or id(rule) in begun  # of what is optional a model has all or nothing
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from xrank.errors import ContradictionError, LayoutError, UsageError
@@ -11,7 +11,7 @@ from xrank.layout.notation import LayoutTree, Size
 from xrank.layout.recipe import Side
 from xrank.recipes.recipe import Recipe
 
-__all__ = ["flags_of", "solve_sizes", "told_sizes"]
+__all__ = ["check_arguments", "flags_of", "solve_sizes", "told_sizes"]
 
 _Shape = tuple[int, ...]
 
@@ -31,8 +31,10 @@ def told_sizes(
     """
     found = {name: (number, "the recipe") for name, number in recipe.sizes.items()}
     for values, terms, who in ((config, recipe.config, "config.json"), (args, recipe.args, "the trainer's args")):
+        if values is None:
+            continue
         for name, choices in terms.items():
-            number = _first_known(values or {}, choices)
+            number = _first_known(values, choices)
             if type(number) is not int or number < 1:
                 continue
             if name in found and found[name][0] != number:
@@ -50,13 +52,29 @@ def flags_of(recipe: Recipe, config: Mapping[str, Any] | None, args: Mapping[str
     """Return flag -> what config, else args, says; one that neither says is not there."""
     found: dict[str, bool] = {}
     for values, terms in ((config, recipe.config), (args, recipe.args)):
+        if values is None:
+            continue
         for name, choices in terms.items():
-            for term in choices:
-                value = _lookup(values or {}, term.removeprefix("not "))
-                if isinstance(value, bool):
-                    found.setdefault(name, not value if term.startswith("not ") else value)
-                    break
+            value = _first_known(values, choices)
+            if isinstance(value, bool):
+                found.setdefault(name, value)
     return found
+
+
+def check_arguments(recipe: Recipe, args: Mapping[str, Any] | None) -> None:
+    """Refuse weights of a model that is another one, though its names and shapes are the same.
+
+    Raises:
+        UsageError: the trainer's arguments say something that the recipe rules out.
+    """
+    for key, allowed in recipe.must.items():
+        if args is not None and key in args and args[key] not in allowed:
+            raise UsageError(
+                f"the recipe {recipe.name} is not for a model of {key} {args[key]!r}",
+                got=f"{key} = {args[key]!r} in the trainer's args",
+                want=" or ".join(map(repr, allowed)),
+                next_step="give a recipe of your own with --recipe FILE, or keep the names with --recipe none",
+            )
 
 
 def _first_known(values: Mapping[str, Any], terms: Iterable[str]) -> object:
@@ -64,7 +82,28 @@ def _first_known(values: Mapping[str, Any], terms: Iterable[str]) -> object:
 
 
 def _term(values: Mapping[str, Any], term: str) -> object:
-    """Return a key's value, or the quotient or product of two; None where something is not known."""
+    """Return what a term comes to; None where something is not known, or its condition does not hold.
+
+    A term is a key, ``not KEY``, ``A / B`` or ``A * B``, where B may be a number; then ``if KEY``, ``unless KEY``,
+    ``if KEY = TEXT`` or ``unless KEY = TEXT``. A condition on a key that is not there never holds. A term may also be a
+    number, ``true`` or ``false``: what it means that a whole config.json, one with a model_type, lacks the key.
+    """
+    counts_constants = "model_type" in values
+    for word in (" if ", " unless "):
+        term, found, condition = term.partition(word)
+        if found:
+            key, has_text, text = condition.partition(" = ")
+            value = _lookup(values, key)
+            holds = str(value) == text if has_text else value is True
+            if value is None or holds != (word == " if "):
+                return None
+            counts_constants = True
+    if term.isdecimal() or term in ("true", "false"):
+        constant = int(term) if term.isdecimal() else term == "true"
+        return constant if counts_constants else None
+    if term.startswith("not "):
+        value = _lookup(values, term.removeprefix("not "))
+        return not value if isinstance(value, bool) else None
     for operator in (" / ", " * "):
         left, found, right = term.partition(operator)
         if found:
@@ -83,7 +122,11 @@ def _lookup(values: Mapping[str, Any], key: str) -> object:
 
 
 def solve_sizes(
-    recipe: Recipe, told: Mapping[str, tuple[int, str]], tensors: Iterable[tuple[Side, str, _Shape]]
+    recipe: Recipe,
+    told: Mapping[str, tuple[int, str]],
+    tensors: Iterable[tuple[Side, str, _Shape]],
+    *,
+    is_reversed: bool = False,
 ) -> dict[str, int]:
     """Return every size of a recipe for a source; what is told must fit the shapes, and the shapes each other.
 
@@ -91,6 +134,7 @@ def solve_sizes(
         recipe: whose sizes they are.
         told: size -> number and who says so.
         tensors: for each of the source the recipe's side, its name and global shape.
+        is_reversed: whether they are Hugging Face's, which have no padding.
 
     Raises:
         ContradictionError: a shape does not fit the sizes, or an index in a name is beyond them.
@@ -105,13 +149,14 @@ def solve_sizes(
                 counts[dim.value] = max(counts.get(dim.value, 0), index + 1)
     for size, count in counts.items():
         bound.setdefault(size, count)
-    _solve_shapes(recipe, bound, waiting)
+    padded = () if is_reversed else recipe.padded
+    _solve_shapes(padded, bound, waiting)
     for side, name, shape in waiting:
-        _check_fit(recipe, told, bound, side, name, shape)
+        _check_fit(recipe, padded, told, bound, side, name, shape)
     return bound
 
 
-def _solve_shapes(recipe: Recipe, bound: dict[str, int], tensors: list[tuple[Side, str, _Shape]]) -> None:
+def _solve_shapes(padded: Sequence[str], bound: dict[str, int], tensors: list[tuple[Side, str, _Shape]]) -> None:
     """Add sizes that shapes tell, until there is no more to be had."""
     known = -1
     kinds = {(str(side), shape): side for side, _, shape in tensors}
@@ -119,7 +164,7 @@ def _solve_shapes(recipe: Recipe, bound: dict[str, int], tensors: list[tuple[Sid
         known = len(bound)
         for (_, shape), side in kinds.items():
             if len(shape) == len(side.dims):
-                dims = {i: n for i, n in enumerate(shape) if not set(names_of_dim(side.dims[i])) & set(recipe.padded)}
+                dims = {i: n for i, n in enumerate(shape) if not set(names_of_dim(side.dims[i])) & set(padded)}
                 try:
                     solve_dims(LayoutTree(side.dims), dims, bound)
                 except LayoutError:
@@ -128,6 +173,7 @@ def _solve_shapes(recipe: Recipe, bound: dict[str, int], tensors: list[tuple[Sid
 
 def _check_fit(
     recipe: Recipe,
+    padded: Sequence[str],
     told: Mapping[str, tuple[int, str]],
     bound: Mapping[str, int],
     side: Side,
@@ -146,7 +192,7 @@ def _check_fit(
     for i, (dim, n) in enumerate(zip(side.dims, shape, strict=True)):
         expected = global_size(dim, bound)
         # Padding comes after the last row, so only whole leading dims can have it.
-        is_padded = i == 0 and isinstance(dim, Size) and dim.value in recipe.padded
+        is_padded = i == 0 and isinstance(dim, Size) and dim.value in padded
         if n != expected and not (is_padded and n > expected):
             want = [global_size(dim, bound) for dim in side.dims]
             raise _misfit(told, side, name, f"shape {list(shape)}", f"{want}{' or more rows' if is_padded else ''}")
