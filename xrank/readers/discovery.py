@@ -11,6 +11,7 @@ from xrank.readers.dcp import DcpReader
 from xrank.readers.deepspeed import DeepSpeedReader
 from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
 from xrank.readers.hf_folder import HfFolderReader
+from xrank.readers.hf_shards import HfShardsReader
 from xrank.readers.plugins import plugin_readers
 from xrank.readers.workspace import WorkspaceReader
 
@@ -19,6 +20,7 @@ __all__ = ["READERS", "find_source"]
 READERS: tuple[Reader, ...] = (
     WorkspaceReader(),
     HfFolderReader(),
+    HfShardsReader(),
     DcpReader(),
     DeepSpeedReader(),
     VerlReader(),

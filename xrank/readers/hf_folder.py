@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -19,8 +20,9 @@ from xrank.layout.nests import Nest
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
+from xrank.readers.shard_grid import is_shard_name
 
-__all__ = ["HfFolderReader", "describe_files", "output_file_of", "read_headers"]
+__all__ = ["HfFolderReader", "check_placeholders", "describe_files", "output_file_of", "read_headers"]
 
 _INDEX_NAME = "model.safetensors.index.json"
 
@@ -33,14 +35,56 @@ class HfFolderReader:
     def recognise(self, path: str) -> str | None:
         """Return None if it is a safetensors file, or a folder with one."""
         if path.endswith(".safetensors") and os.path.isfile(path):
+            return "one rank's pieces of tensors" if is_shard_name(os.path.basename(path)) else None
+        if os.path.isdir(path) and any(map(_is_model_file, os.listdir(path))):
             return None
-        if os.path.isdir(path) and any(entry.endswith(".safetensors") for entry in os.listdir(path)):
-            return None
-        return "no *.safetensors in it"
+        return "no *.safetensors of whole tensors in it"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as `Reader.read` lists them."""
-        return describe_files(path, read_headers(path))
+        headers = read_headers(path)
+        model = describe_files(path, headers)
+        files = {tensor.name: header.path for header in headers for tensor in header.tensors}
+        check_placeholders({shard.name: shard.shape for shard in model.shards}, files, hints.shapes)
+        return replace(model, notes=(*model.notes, *_size_notes(path, model.nbytes)))
+
+
+def _is_model_file(name: str) -> bool:
+    return name.endswith(".safetensors") and not is_shard_name(name)
+
+
+def _size_notes(path: str, nbytes: int) -> tuple[tuple[str, str], ...]:
+    """Return what is to be said of an index whose total is not that of the tensors."""
+    index = _read_index(path) if os.path.isdir(path) else None
+    if index is None or index[1] in (None, nbytes):
+        return ()
+    return (("wrong-total-size", f"{_INDEX_NAME} says total_size {index[1]:,}, and the tensors have {nbytes:,} bytes"),)
+
+
+def check_placeholders(
+    shapes: Mapping[str, tuple[int, ...]], files: Mapping[str, str], known: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse tensors of shape [0], which ZeRO-3 leaves where a rank saves a model that it does not hold.
+
+    Args:
+        shapes: of the tensors, by name.
+        files: the file of each, by name.
+        known: shapes of the base model, which may have such a tensor.
+
+    Raises:
+        IncompleteError: there are such tensors.
+    """
+    empty = [name for name, shape in shapes.items() if shape == (0,) and known.get(name) != (0,)]
+    if empty:
+        more = f"; likewise {', '.join(empty[1:6])}" + (f" and {len(empty) - 6} more" if len(empty) > 6 else "")
+        raise IncompleteError(
+            f"{empty[0]}: a placeholder of shape [0], as DeepSpeed leaves them (ZeRO-3){more if empty[1:] else ''}",
+            tensor=empty[0],
+            file=files[empty[0]],
+            got=f"{len(empty)} of {len(shapes)} tensors without an element",
+            want="the weights, which are in the ZeRO checkpoint",
+            next_step="gather the ZeRO checkpoint itself (the folder with latest and zero_pp_rank_* files)",
+        )
 
 
 def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
@@ -53,8 +97,9 @@ def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
     """
     if not os.path.isdir(path):
         return (read_header(path),)
-    names = sorted(entry for entry in os.listdir(path) if entry.endswith(".safetensors"))
-    weight_map = _read_index(path)
+    names = sorted(filter(_is_model_file, os.listdir(path)))
+    index = _read_index(path)
+    weight_map = None if index is None else index[0]
     if weight_map is not None:
         absent = sorted(set(weight_map.values()) - set(names))
         if absent:
@@ -71,7 +116,8 @@ def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
     return headers
 
 
-def _read_index(path: str) -> dict[str, str] | None:
+def _read_index(path: str) -> tuple[dict[str, str], int | None] | None:
+    """Return where the index sends each tensor, and how many bytes it says that all have."""
     file = os.path.join(path, _INDEX_NAME)
     if not os.path.isfile(file):
         return None
@@ -94,7 +140,9 @@ def _read_index(path: str) -> dict[str, str] | None:
                 want="plain file names",
                 next_step="do not use this folder: its index was tampered with",
             )
-    return dict(weight_map)
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return dict(weight_map), int(total) if isinstance(total, (int, float)) and total == total // 1 else None
 
 
 def _check_names(path: str, headers: Sequence[SafetensorsHeader], weight_map: dict[str, str] | None) -> None:

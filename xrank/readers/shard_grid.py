@@ -1,0 +1,96 @@
+"""Which rank left which file of torch's Hugging Face shards: a grid by rank and file, which may have holes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from xrank.errors import ContradictionError, IncompleteError
+from xrank.plan.planner import ranks_text
+
+__all__ = ["ShardGrid", "is_shard_name", "shard_grid"]
+
+_NAME = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors")
+_MAX_SHOWN = 20
+
+
+def is_shard_name(name: str) -> bool:
+    """Say whether a file of that name holds pieces, not whole tensors."""
+    return _NAME.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGrid:
+    """The files that there are."""
+
+    folder: str
+    files: Mapping[tuple[int, int], str]
+    """(rank, file), both from 1 -> path."""
+    num_files: int
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that left a file, from 1."""
+        return sorted({rank for rank, _ in self.files})
+
+    def holes(self) -> list[str]:
+        """Return the files that others let expect; a rank that has no piece for a file writes none."""
+        # A name may claim any rank and any number of files: no more is listed than can be shown.
+        absent = (
+            self._name(rank, number)
+            for rank in range(1, max(self.ranks) + 1)
+            for number in range(1, self.num_files + 1)
+            if (rank, number) not in self.files
+        )
+        return list(islice(absent, _MAX_SHOWN))
+
+    def _name(self, rank: int, number: int) -> str:
+        return os.path.join(self.folder, f"shard-{rank:05d}-model-{number:05d}-of-{self.num_files:05d}.safetensors")
+
+    def text(self) -> str:
+        """Say which ranks left files, in few words."""
+        holes = [os.path.basename(file) for file in self.holes()]
+        told = f"files of ranks {ranks_text(self.ranks)} (from 1)"
+        return told + (f", without {', '.join(holes[:3])}{' and more' if len(holes) > 3 else ''}" if holes else "")
+
+
+def shard_grid(folder: str) -> ShardGrid:
+    """Return the shards in a folder.
+
+    Raises:
+        IncompleteError: there are none.
+        ContradictionError: they are of several saves.
+    """
+    worlds: dict[int, dict[tuple[int, int], str]] = {}
+    for entry in sorted(os.listdir(folder) if os.path.isdir(folder) else []):
+        match = _NAME.fullmatch(entry)
+        if match is not None:
+            rank, number, count = map(int, match.groups())
+            if rank < 1 or not 1 <= number <= count:
+                raise ContradictionError(
+                    f"{entry}: no rank or file has such a number",
+                    file=os.path.join(folder, entry),
+                    got=f"rank {rank}, file {number} of {count}",
+                    want="numbers from 1",
+                    next_step="remove the file, if it is of another run",
+                )
+            worlds.setdefault(count, {})[rank, number] = os.path.join(folder, entry)
+    if not worlds:
+        raise IncompleteError(
+            f"{folder} holds no shards", file=folder, want="shard-*.safetensors", next_step="check the path"
+        )
+    if len(worlds) > 1:
+        few = min(worlds.values(), key=len)
+        file = next(iter(few.values()))
+        raise ContradictionError(
+            f"{os.path.basename(file)} is of another save than the files beside it in {folder}",
+            file=file,
+            got="; ".join(f"{len(files)} files of -of-{count:05d}" for count, files in sorted(worlds.items())),
+            want="one save's",
+            next_step="remove the shards that another run left, then run the same command",
+        )
+    ((count, files),) = worlds.items()
+    return ShardGrid(folder, files, count)
