@@ -1,0 +1,127 @@
+"""The arguments of the run, as Megatron's checkpoints hold them: an ``argparse.Namespace``, taken as plain values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xrank.errors import ContradictionError
+from xrank.formats.inert_record import InertRecord
+from xrank.formats.regular_file import Origin, shown
+
+__all__ = ["ParallelSizes", "check_agreement", "parallel_sizes", "plain_args"]
+
+_MAX_DEPTH = 8
+# What ranks of one run may differ in: who they are, and where and when they ran.
+_OWN = re.compile(r"(?:.*_)?(?:rank|host|hostname|device|pid|port|addr|time|start_time|timestamp)(?:_.*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSizes:
+    """How many ways the run cut its model; 1 where its arguments do not say."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    """Chunks of layers on each pipeline stage."""
+    expert: int = 1
+    expert_tensor: int = 1
+    context: int = 1
+    world: int | None = None
+
+    def __str__(self) -> str:
+        named = {
+            "TP": self.tensor, "PP": self.pipeline, "VPP": self.virtual, "EP": self.expert, "ETP": self.expert_tensor
+        }  # fmt: skip
+        if self.expert == 1 and self.expert_tensor in (1, self.tensor):
+            del named["ETP"]
+        return ", ".join(f"{key} {size}" for key, size in named.items())
+
+
+def plain_args(value: object, origin: Origin) -> dict[str, Any] | None:
+    """Return the arguments as plain values; None where there are none. Classes and enum members become texts.
+
+    Raises:
+        UnsafeError: they are an object of another class.
+    """
+    if value is None:
+        return None
+    if isinstance(value, InertRecord):
+        if (value.module, value.name) not in (("argparse", "Namespace"), ("types", "SimpleNamespace")):
+            raise origin.unsafe(
+                "its args are no argparse.Namespace", got=shown(f"{value.module}.{value.name}")
+            )  # fmt: skip
+        value = value.state if isinstance(value.state, dict) else value.kwargs
+    if not isinstance(value, dict):
+        raise origin.corrupt("its args are no table", got=type(value).__name__, want="argparse.Namespace")
+    return {key: _plain(part, 0) for key, part in value.items() if isinstance(key, str)}
+
+
+def _plain(value: object, depth: int) -> Any:
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple() if depth < _MAX_DEPTH:
+            return [_plain(part, depth + 1) for part in value]
+        case dict() if depth < _MAX_DEPTH:
+            return {str(key): _plain(part, depth + 1) for key, part in value.items()}
+        case InertRecord(args=None):
+            return f"{value.module}.{value.name}"
+        case InertRecord(args=(bool() | int() | str() as member,)):
+            return f"{value.module}.{value.name}({member!r})"
+        case InertRecord():
+            return f"{value.module}.{value.name}"
+    return f"<{type(value).__name__}>"
+
+
+def parallel_sizes(args: Mapping[str, Any], origin: Origin) -> ParallelSizes:
+    """Return how many ways the arguments say that the model was cut.
+
+    Raises:
+        CorruptError: a size is no count.
+    """
+
+    def size(*keys: str) -> int:
+        for key in keys:
+            number = args.get(key)
+            if number is not None:
+                if type(number) is not int or not 1 <= number <= 1 << 20:
+                    raise origin.corrupt(f"its args have no count as {key}", got=shown(str(number)), want="1 or more")
+                return number
+        return 1
+
+    tensor = size("tensor_model_parallel_size")
+    world = args.get("world_size")
+    return ParallelSizes(
+        tensor=tensor,
+        pipeline=size("pipeline_model_parallel_size"),
+        virtual=size("virtual_pipeline_model_parallel_size"),
+        expert=size("expert_model_parallel_size"),
+        # megatron/training/arguments.py: left out, it is the dense layers' size.
+        expert_tensor=size("expert_tensor_parallel_size", "tensor_model_parallel_size"),
+        context=size("context_parallel_size"),
+        world=world if type(world) is int and world > 0 else None,
+    )
+
+
+def check_agreement(first: Mapping[str, Any], first_file: str, args: Mapping[str, Any], file: str) -> None:
+    """Check that two ranks' arguments are those of one run.
+
+    Raises:
+        ContradictionError: they differ in more than who and where the rank is.
+    """
+    for key in sorted({*first, *args}):
+        if _OWN.fullmatch(key):
+            continue
+        ours, theirs = (values.get(key, "<not there>") for values in (args, first))
+        # Types count, and a NaN equals itself.
+        if repr(ours) != repr(theirs):
+            raise ContradictionError(
+                f"{file} is of another run than {first_file}: args.{shown(key)[1:-1]} differs",
+                file=file,
+                got=ascii(ours)[:200],
+                want=f"{ascii(theirs)[:200]}, as in {first_file}",
+                next_step="all files must come from one save of one run; copy them again",
+            )
