@@ -3,73 +3,201 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import safetensors.torch
 import torch
 
 from xrank import NFSWorkspace
 
+_SIZES = {
+    "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 37, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_GPT2 = {
+    "n_embd": 24,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 19,
+    "vocab_size": 37,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _SIZES,
+    "mistral": {**_SIZES, "head_dim": 4},  # as hidden_size / num_attention_heads
+    "qwen2": {key: size for key, size in _SIZES.items() if key != "head_dim"},
+    "qwen3": _SIZES,
+    "qwen3_moe": {
+        **_SIZES,
+        "num_experts": 4,
+        "moe_intermediate_size": 12,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {**_SIZES, "num_local_experts": 4},
+    "gpt2": _GPT2,
+}
 
-def tiny_llama(**changes: object) -> torch.nn.Module:
-    """Return a Llama small enough for a test, of a seed of its own; heads, groups and widths all differ."""
+
+def tiny(family: str, **changes: Any) -> torch.nn.Module:
+    """Return a model small enough for a test, of a seed of its own; heads, groups and widths all differ."""
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **{
-            "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 6,
-            "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 37, "tie_word_embeddings": False, **changes,
-        }
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    options = {**FAMILIES[family], **changes}
+    options = {key: [*value] if isinstance(value, tuple) else value for key, value in options.items()}
+    config = transformers.AutoConfig.for_model(family, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape))  # norms are ones otherwise, and equal to each other
     return model.eval()
 
 
-def as_megatron(model: torch.nn.Module, *, vocab: int | None = None, te: bool = False) -> dict[str, torch.Tensor]:
-    """Return a Llama's tensors as Megatron-core's GPTModel has them; the vocabulary padded to `vocab` rows."""
-    config, state = model.config, dict(model.state_dict())
-    groups, size = config.num_key_value_heads, config.head_dim
-    made = {}
-    for name, theirs in (("embed_tokens", "embedding.word_embeddings"), ("lm_head", "output_layer")):
-        key = f"model.{name}.weight" if name == "embed_tokens" else f"{name}.weight"
-        if name == "lm_head" and config.tie_word_embeddings:
-            continue
-        rows = state[key]
-        padding = torch.full(((vocab or len(rows)) - len(rows), rows.shape[1]), 7.0)
-        made[f"{theirs}.weight"] = torch.cat((rows, padding))
+def tiny_llama(**changes: Any) -> torch.nn.Module:
+    """Return a tiny Llama."""
+    return tiny("llama", **changes)
+
+
+def saved(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's tensors as transformers saves them: those of the Hub's files."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return safetensors.torch.load_file(Path(folder) / "model.safetensors")
+
+
+def as_megatron(
+    model: torch.nn.Module,
+    *,
+    vocab: int | None = None,
+    te: bool = False,
+    experts: str = "local_experts.{}.linear_fc{}.weight",
+) -> dict[str, torch.Tensor]:
+    """Return a model's tensors as Megatron-core's GPTModel has them.
+
+    Args:
+        model: of any family but GPT-2.
+        vocab: rows of the padded vocabulary.
+        te: Transformer Engine's names of norms, which belong to the linear layers after them.
+        experts: the name of an expert's layer, by its number and 1 or 2.
+    """
+    config, state = model.config, saved(model)
+    groups = config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    made = {"embedding.word_embeddings.weight": _padded(state["model.embed_tokens.weight"], vocab)}
+    if "lm_head.weight" in state:
+        made["output_layer.weight"] = _padded(state["lm_head.weight"], vocab)
+    made["decoder.final_layernorm.weight"] = state["model.norm.weight"]
     for i in range(config.num_hidden_layers):
         ours, its = f"model.layers.{i}", f"decoder.layers.{i}"
-        q, k, v = (
-            state[f"{ours}.self_attn.{n}_proj.weight"].reshape(groups, -1, size, config.hidden_size) for n in "qkv"
-        )
-        fused = torch.cat((q, k, v), dim=1).reshape(-1, config.hidden_size)
-        gate, up = (state[f"{ours}.mlp.{n}_proj.weight"] for n in ("gate", "up"))
-        norms = ("self_attention.linear_qkv", "mlp.linear_fc1") if te else ("input_layernorm", "pre_mlp_layernorm")
-        suffix = "layer_norm_weight" if te else "weight"
-        made |= {
-            f"{its}.{norms[0]}.{suffix}": state[f"{ours}.input_layernorm.weight"],
-            f"{its}.{norms[1]}.{suffix}": state[f"{ours}.post_attention_layernorm.weight"],
-            f"{its}.self_attention.linear_qkv.weight": fused,
-            f"{its}.self_attention.linear_proj.weight": state[f"{ours}.self_attn.o_proj.weight"],
-            f"{its}.mlp.linear_fc1.weight": torch.cat((gate, up)),
-            f"{its}.mlp.linear_fc2.weight": state[f"{ours}.mlp.down_proj.weight"],
-        }
-    return {**made, "decoder.final_layernorm.weight": state["model.norm.weight"]}
+        attention, theirs = f"{ours}.self_attn", f"{its}.self_attention"
+        for kind in ("weight", "bias"):
+            if f"{attention}.q_proj.{kind}" in state:
+                heads = [state[f"{attention}.{n}_proj.{kind}"].unflatten(0, (groups, -1, size)) for n in "qkv"]
+                made[f"{theirs}.linear_qkv.{kind}"] = torch.cat(heads, dim=1).flatten(0, 2)
+            if f"{attention}.o_proj.{kind}" in state:
+                made[f"{theirs}.linear_proj.{kind}"] = state[f"{attention}.o_proj.{kind}"]
+            if f"{ours}.mlp.gate_proj.{kind}" in state:
+                both = [state[f"{ours}.mlp.{n}_proj.{kind}"] for n in ("gate", "up")]
+                made[f"{its}.mlp.linear_fc1.{kind}"] = torch.cat(both)
+                made[f"{its}.mlp.linear_fc2.{kind}"] = state[f"{ours}.mlp.down_proj.{kind}"]
+        for n in "qk":
+            if f"{attention}.{n}_norm.weight" in state:
+                made[f"{theirs}.{n}_layernorm.weight"] = state[f"{attention}.{n}_norm.weight"]
+        is_dense = f"{ours}.mlp.gate_proj.weight" in state
+        first = "self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"
+        second = "mlp.linear_fc1.layer_norm_weight" if te and is_dense else "pre_mlp_layernorm.weight"
+        made[f"{its}.{first}"] = state[f"{ours}.input_layernorm.weight"]
+        made[f"{its}.{second}"] = state[f"{ours}.post_attention_layernorm.weight"]
+        if not is_dense:
+            made |= _experts(state, ours, its, experts)
+    return made
 
 
-def stacked(tensors: dict[str, torch.Tensor], prefix: str = "decoder.layers.") -> dict[str, torch.Tensor]:
-    """Return the same with all layers of a kind in one tensor, as Megatron-core's torch_dist has them."""
+def _experts(state: dict[str, torch.Tensor], ours: str, its: str, experts: str) -> dict[str, torch.Tensor]:
+    is_mixtral = f"{ours}.block_sparse_moe.gate.weight" in state
+    block = f"{ours}.block_sparse_moe" if is_mixtral else f"{ours}.mlp"
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    made = {f"{its}.mlp.router.weight": state[f"{block}.gate.weight"]}
+    for e in range(len(state[f"{block}.gate.weight"])):
+        both = [state[f"{block}.experts.{e}.{n}.weight"] for n in (gate, up)]
+        made[f"{its}.mlp.experts." + experts.format(e, 1)] = torch.cat(both)
+        made[f"{its}.mlp.experts." + experts.format(e, 2)] = state[f"{block}.experts.{e}.{down}.weight"]
+    return made
+
+
+def as_megatron_gpt2(model: torch.nn.Module, *, vocab: int | None = None, te: bool = False) -> dict[str, torch.Tensor]:
+    """Return a GPT-2's tensors as Megatron-core's GPTModel has them: Conv1D turned, heads one after the other."""
+    config, state = model.config, saved(model)
+    made = {
+        "embedding.word_embeddings.weight": _padded(state["transformer.wte.weight"], vocab),
+        "embedding.position_embeddings.weight": state["transformer.wpe.weight"],
+        "decoder.final_layernorm.weight": state["transformer.ln_f.weight"],
+        "decoder.final_layernorm.bias": state["transformer.ln_f.bias"],
+    }
+    for i in range(config.n_layer):
+        ours, its = f"transformer.h.{i}", f"decoder.layers.{i}"
+        for kind in ("weight", "bias"):
+            norms = ("self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_")
+            first, second = norms if te else ("input_layernorm.", "pre_mlp_layernorm.")
+            made[f"{its}.{first}{kind}"] = state[f"{ours}.ln_1.{kind}"]
+            made[f"{its}.{second}{kind}"] = state[f"{ours}.ln_2.{kind}"]
+            q, k, v = _turned(state[f"{ours}.attn.c_attn.{kind}"]).unflatten(0, (3, config.n_head, -1))
+            heads = [part for n in range(config.n_head) for part in (q[n], k[n], v[n])]
+            made[f"{its}.self_attention.linear_qkv.{kind}"] = torch.cat(heads)
+            made[f"{its}.self_attention.linear_proj.{kind}"] = _turned(state[f"{ours}.attn.c_proj.{kind}"])
+            made[f"{its}.mlp.linear_fc1.{kind}"] = _turned(state[f"{ours}.mlp.c_fc.{kind}"])
+            made[f"{its}.mlp.linear_fc2.{kind}"] = _turned(state[f"{ours}.mlp.c_proj.{kind}"])
+    return made
+
+
+def _turned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.T if tensor.ndim == 2 else tensor
+
+
+def _padded(rows: torch.Tensor, vocab: int | None) -> torch.Tensor:
+    return torch.cat((rows, torch.full(((vocab or len(rows)) - len(rows), rows.shape[1]), 7.0)))
+
+
+def stacked(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Return the same with those tensors in one whose names differ by the number after a prefix, as in torch_dist."""
     found: dict[str, dict[int, torch.Tensor]] = {}
     made = {}
     for name, tensor in tensors.items():
-        if name.startswith(prefix):
-            number, _, kind = name.removeprefix(prefix).partition(".")
-            found.setdefault(prefix + kind, {})[int(number)] = tensor
+        before, has, after = name.partition(prefix)
+        number, _, kind = after.partition(".")
+        if has:
+            found.setdefault(before + prefix + kind, {})[int(number)] = tensor
         else:
             made[name] = tensor
-    return made | {name: torch.stack([layers[i] for i in sorted(layers)]) for name, layers in found.items()}
+    return made | {name: torch.stack([parts[i] for i in sorted(parts)]) for name, parts in found.items()}
+
+
+def as_grouped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return stacked experts as GroupedMLP has them, each matrix the other way round; in the shape it views them in."""
+    names = {
+        "experts.experts.linear_fc1.weight": "experts.weight1",
+        "experts.experts.linear_fc2.weight": "experts.weight2",
+    }
+    made = {}
+    for name, tensor in tensors.items():
+        ours = next((theirs for theirs in names if theirs in name), None)
+        made[name.replace(ours, names[ours]) if ours else name] = tensor.transpose(-1, -2) if ours else tensor
+    return made
+
+
+def as_singletons(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return gate and up in tensors of their own, as `singleton_local_shards` leaves them."""
+    made = {}
+    for name, tensor in tensors.items():
+        if name.endswith("linear_fc1.weight"):
+            made[f"{name}_w"], made[f"{name}_v"] = tensor.chunk(2)
+        else:
+            made[name] = tensor
+    return made
 
 
 def as_torchtitan(model: torch.nn.Module) -> dict[str, torch.Tensor]:

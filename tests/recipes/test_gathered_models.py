@@ -50,7 +50,7 @@ def test_a_folder_that_transformers_loads(tmp_path: Path, llama: torch.nn.Module
     "made",
     [
         lambda model: as_megatron(model, te=True),
-        lambda model: stacked(as_megatron(model, vocab=40)),
+        lambda model: stacked(as_megatron(model, vocab=40), "decoder.layers."),
         lambda model: {**as_megatron(model), "decoder.layers.0.mlp.linear_fc1._extra_state": torch.zeros(2)},
         as_torchtitan,
     ],

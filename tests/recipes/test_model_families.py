@@ -1,0 +1,268 @@
+"""Every family of models, from Megatron-core's names to a folder that transformers loads: tensors and logits equal."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from made_checkpoints import (
+    as_grouped,
+    as_megatron,
+    as_megatron_gpt2,
+    as_singletons,
+    leave,
+    saved,
+    stacked,
+    tiny,
+)
+
+from xrank import gather_checkpoint
+from xrank.errors import ContradictionError, IncompleteError, UsageError
+
+pytestmark = pytest.mark.timeout(120)
+
+RECIPES = {
+    "llama": "megatron-llama",
+    "mistral": "megatron-mistral",
+    "qwen2": "megatron-qwen2",
+    "qwen3": "megatron-qwen3",
+    "qwen3_moe": "megatron-qwen3-moe",
+    "mixtral": "megatron-mixtral",
+    "gpt2": "megatron-gpt2",
+}
+
+
+@cache
+def model_of(family: str, **changes: Any) -> torch.nn.Module:
+    return tiny(family, **changes)
+
+
+@cache
+def saved_of(family: str, **changes: Any) -> dict[str, torch.Tensor]:
+    return saved(model_of(family, **changes))
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    return json.loads(model_of(family, **changes).config.to_json_string(use_diff=False))
+
+
+def megatron(family: str, *, changes: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+    model = model_of(family, **(changes or {}))
+    return as_megatron_gpt2(model, **options) if family == "gpt2" else as_megatron(model, **options)
+
+
+def gathered(
+    folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] | None, **options: Any
+) -> dict[str, torch.Tensor]:
+    gather_checkpoint(leave(folder / "ws", tensors, config), folder / "out", **options)
+    return safetensors.torch.load_file(folder / "out" / "model.safetensors")
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_a_folder_that_transformers_loads(tmp_path: Path, family: str) -> None:
+    import transformers
+
+    model, tensors = model_of(family), megatron(family, vocab=48)
+    report = gather_checkpoint(leave(tmp_path / "ws", tensors, config_of(family)), tmp_path / "out")
+    assert report.source["recipe"] == RECIPES[family]
+    assert_equal(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"), saved_of(family))
+    loaded, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_transformer_engines_names_and_layers_in_one_tensor(tmp_path: Path, family: str) -> None:
+    if family == "qwen3_moe":  # of layers that differ there is no one tensor
+        tensors = megatron(family, te=True)
+    else:
+        tensors = stacked(megatron(family, te=True), "decoder.layers.")
+    assert_equal(gathered(tmp_path, tensors, config_of(family)), saved_of(family))
+
+
+_DIST = "experts.{}.linear_fc{}.weight"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda family: megatron(family, experts="linear_fc{1}.weight{0}"),
+        lambda family: megatron(family, experts=_DIST),
+        lambda family: stacked(megatron(family, experts=_DIST), "mlp.experts.experts."),
+        lambda family: as_singletons(megatron(family, experts=_DIST)),
+        lambda family: as_grouped(stacked(megatron(family, experts=_DIST), "mlp.experts.experts.")),
+    ],
+    ids=["te-grouped", "named", "stacked", "singletons", "grouped"],
+)
+def test_the_forms_of_experts(tmp_path: Path, family: str, made: Any) -> None:
+    assert_equal(gathered(tmp_path, made(family), config_of(family)), saved_of(family))
+
+
+def test_experts_behind_layers_in_one_tensor(tmp_path: Path) -> None:
+    tensors = stacked(stacked(megatron("mixtral", experts=_DIST), "mlp.experts.experts."), "decoder.layers.")
+    assert tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape == (3, 4, 40, 24)
+    assert_equal(gathered(tmp_path, tensors, config_of("mixtral")), saved_of("mixtral"))
+
+
+def test_experts_in_every_layer(tmp_path: Path) -> None:
+    whole = {"mlp_only_layers": ()}
+    tensors = stacked(megatron("qwen3_moe", changes=whole, te=True), "decoder.layers.")
+    assert_equal(gathered(tmp_path, tensors, config_of("qwen3_moe", **whole)), saved_of("qwen3_moe", **whole))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention_bias": True}),
+        ("llama", {"mlp_bias": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"num_key_value_heads": 6}),
+        ("llama", {"num_key_value_heads": 1}),
+        ("qwen3", {"attention_bias": True}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("gpt2", {"n_inner": 44}),
+        ("gpt2", {"tie_word_embeddings": False}),
+    ],
+)
+def test_variants(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    tensors = megatron(family, changes=changes, vocab=40)
+    if changes == {"tie_word_embeddings": False}:
+        tensors["output_layer.weight"] = saved_of(family, **changes)["lm_head.weight"]
+    assert_equal(gathered(tmp_path, tensors, config_of(family, **changes)), saved_of(family, **changes))
+
+
+def without(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
+    found = {name: tensor for name, tensor in tensors.items() if part not in name}
+    assert len(found) < len(tensors)
+    return found
+
+
+_ALL_BIASES = {"attention_bias": True, "mlp_bias": True}
+_TWO_DENSE = {"mlp_only_layers": (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("made", "config", "kind", "says"),
+    [
+        # Biases that transformers would drop without a word, or miss.
+        (
+            lambda: megatron("llama", changes=_ALL_BIASES),
+            lambda: config_of("llama"),
+            ContradictionError,
+            "bias is of models with (attention|mlp)_bias, and this is none",
+        ),
+        (
+            lambda: megatron("llama"),
+            lambda: config_of("llama", attention_bias=True),
+            IncompleteError,
+            "model.layers.0.self_attn.q_proj.bias: nothing in the source becomes it",
+        ),
+        (
+            lambda: megatron("llama", changes=_ALL_BIASES),
+            lambda: config_of("mistral"),
+            UsageError,
+            "which recipe its names are of is not clear",
+        ),
+        (lambda: megatron("qwen2"), lambda: config_of("llama"), UsageError, "not clear"),
+        (lambda: megatron("llama"), lambda: config_of("qwen2"), UsageError, "not clear"),
+        (lambda: megatron("qwen3"), lambda: config_of("qwen2"), UsageError, "not clear"),
+        (
+            lambda: without(megatron("qwen2"), "1.self_attention.linear_qkv.bias"),
+            lambda: config_of("qwen2"),
+            IncompleteError,
+            "model.layers.1.self_attn.q_proj.bias: nothing",
+        ),
+        (
+            lambda: without(megatron("qwen3"), "k_layernorm"),
+            lambda: config_of("qwen3"),
+            UsageError,
+            "no recipe fits its names",
+        ),
+        (
+            lambda: without(megatron("mixtral"), "2.mlp.experts.local_experts.3.linear_fc2"),
+            lambda: config_of("mixtral"),
+            IncompleteError,
+            "model.layers.2.block_sparse_moe.experts.3.w2.weight: nothing",
+        ),
+        (
+            lambda: without(megatron("mixtral"), "experts.local_experts.3."),
+            lambda: config_of("mixtral"),
+            (ContradictionError, IncompleteError),
+            "experts.3.w1.weight: nothing|router.weight does not fit",
+        ),
+        (
+            lambda: without(megatron("qwen3_moe", changes=_TWO_DENSE), "layers.1.mlp.linear_fc1"),
+            lambda: config_of("qwen3_moe", **_TWO_DENSE),
+            IncompleteError,
+            "model.layers.1.mlp.gate_proj.weight: nothing",
+        ),
+        (
+            lambda: {
+                **megatron("qwen3_moe"),
+                "decoder.layers.0.mlp.linear_fc2.weight": torch.ones(24, 20),
+            },
+            lambda: config_of("qwen3_moe"),
+            ContradictionError,
+            "layer 0 has tensors of dense and experts blocks",
+        ),
+        (
+            lambda: {**megatron("mixtral"), "decoder.layers.0.mlp.router.expert_bias": torch.ones(4)},
+            lambda: config_of("mixtral"),
+            UsageError,
+            "no recipe fits its names",
+        ),
+        (
+            lambda: without(megatron("gpt2"), "position_embeddings"),
+            lambda: config_of("gpt2"),
+            UsageError,
+            "no recipe fits its names",
+        ),
+        (
+            lambda: without(megatron("gpt2"), "layers.2.mlp.linear_fc1.bias"),
+            lambda: config_of("gpt2"),
+            IncompleteError,
+            "transformer.h.2.mlp.c_fc.bias: nothing",
+        ),
+        (
+            lambda: megatron("gpt2"),
+            lambda: {**config_of("gpt2"), "n_head": 5},
+            (ContradictionError, UsageError),
+            "does not fit|needs the size",
+        ),
+    ],
+    ids=[
+        "biases-that-config-denies",
+        "biases-missing",
+        "biases-of-no-mistral",
+        "qwen2-as-llama",
+        "llama-as-qwen2",
+        "qwen3-as-qwen2",
+        "one-bias-missing",
+        "no-k-norm",
+        "one-expert-matrix-missing",
+        "an-expert-missing",
+        "dense-block-cut",
+        "two-kinds-of-blocks",
+        "router-bias",
+        "no-positions",
+        "one-gpt2-bias-missing",
+        "heads-of-another-model",
+    ],
+)
+def test_wrong_variants_are_refused(tmp_path: Path, made: Any, config: Any, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        gathered(tmp_path, made(), config())
+    assert not (tmp_path / "out").exists()
