@@ -187,6 +187,7 @@ def test_replicas_drop_alike(rank):
         every = [torch.empty(64, 4) for _ in range(4)]
         dist.all_gather(every, output.detach())
         assert every[0].equal(every[1]) and every[2].equal(every[3])
+        assert not every[0].equal(every[2])  # of equal parts of the batch other elements are dropped
         assert not model(torch.ones(64, 8)).equal(output)
         torch.manual_seed(rank)
         model(torch.ones(64, 8)).square().mean().backward()
@@ -198,6 +199,54 @@ def test_replicas_drop_alike(rank):
     torch.testing.assert_close(gradients[0], gradients[1])  # what was computed twice dropped the same
     model.eval()
     assert model(torch.ones(4, 8)).equal(model(torch.ones(4, 8)))
+
+
+@pytest.mark.ranks(4)
+def test_parts_of_one_tensor_drop_other_elements(rank):
+    """On CPUs too, where DTensor draws for each rank's part with the rank's own generator; uneven parts among them."""
+    distribution = model_parallel((2, 2), {"0.weight": "[f/~model, h]", "0.bias": "[f/~model]"})
+    model = distribution.distribute_module(nn.Sequential(nn.Linear(8, 101), nn.Dropout()))
+    masks = {}
+    model[1].register_forward_hook(lambda module, args, output: masks.update(found=output))
+    model(torch.ones(16, 8))
+    placements = masks["found"].placements
+    assert placements == (Shard(0), Shard(1))
+    whole = masks["found"].full_tensor() != 0
+    parts = [columns for rows in whole.chunk(2) for columns in (rows[:, :50], rows[:, 51:])]
+    for i, part in enumerate(parts):
+        assert 0.4 < part.float().mean() < 0.6
+        for other in parts[:i]:
+            assert 0.35 < (part == other).float().mean() < 0.65
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_scoped", [True, False])
+def test_copies_made_in_a_scope_are_laid_out(is_scoped):
+    distribution = model_parallel((1, 2), PERCEPTRON_RULES)
+    torch.manual_seed(0)
+    with distribution.scope() if is_scoped else nullcontext():
+        if not is_scoped:
+            set_distribution(distribution)
+        model = Perceptron()
+        twin = copy.deepcopy(model)
+        third = copy.deepcopy(twin)
+        optimizer = sgd(twin)
+        if not is_scoped:
+            set_distribution(None)
+    ((x, y),) = perceptron_batches(1)
+    for one in (model, twin, third):
+        assert all(isinstance(parameter, DTensor) for parameter in one.parameters())
+        assert one.dense[0].weight.placements == (Replicate(), Shard(0))
+        assert not any("FirstUse" in type(hook).__name__ for hook in one._forward_pre_hooks.values())
+        torch.testing.assert_close(one(x), model(x))
+    train(twin, optimizer, [(x, y)], functional.mse_loss)
+    assert not torch.equal(twin(x), model(x)) and torch.equal(third(x), model(x))
+    # A layer that a model copies for itself is part of it.
+    with model_parallel((1, 2), {"layers..*linear1.weight": ("model", None)}).scope():
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        del layer
+    assert encoder.layers[1].linear1.weight.to_local().shape == (8, 8)
 
 
 @pytest.mark.ranks(1)

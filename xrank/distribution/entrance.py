@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from xrank.distribution.losses import whole_mean
-from xrank.distribution.randomness import Stream, drawn_seed, dropout
+from xrank.distribution.randomness import Stream, drawn_seed, dropout, let_parts_differ
 from xrank.errors import ContradictionError
 
 __all__ = ["Entrance", "entrance_of"]
@@ -63,6 +63,7 @@ class Entrance:
         self._mesh = mesh
         self._axis = (mesh.mesh_dim_names or ()).index(batch_axis)
         self._num_parts = mesh.size(self._axis)
+        let_parts_differ(mesh.device_type)
         self._whole = (Replicate(),) * mesh.ndim
         self._cut = tuple(Shard(0) if axis == self._axis else Replicate() for axis in range(mesh.ndim))
 

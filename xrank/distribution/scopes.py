@@ -43,16 +43,19 @@ class Construction:
         self.is_scoped = is_scoped
         self._distribution = distribution
         self._modules: dict[int, nn.Module] = {}
-        self._hooks: list[Any] = []
         self._used: set[str] = set()
         self._is_unchecked = False
 
     def add(self, module: nn.Module) -> None:
         """Take a module that registers something."""
         if id(module) not in self._modules:
-            self._modules[id(module)] = module
-            self._hooks.append(module.register_forward_pre_hook(_first_use, prepend=True, with_kwargs=True))
-            _PENDING[id(module)] = self
+            module.register_forward_pre_hook(_FirstUse(id(module)), prepend=True, with_kwargs=True)
+            self.hold(module)
+
+    def hold(self, module: nn.Module) -> None:
+        """Hold a module that has its hook, as a copy of a held one has."""
+        self._modules[id(module)] = module
+        _PENDING[id(module)] = self
 
     def finish(self, *, is_last: bool) -> None:
         """Lay out what was collected; the last time also check that every rule decided for something."""
@@ -73,11 +76,12 @@ class Construction:
 
     def forget(self) -> None:
         """Leave the collected modules as they are."""
-        for hook in self._hooks:
-            hook.remove()
-        for key in self._modules:
+        for key, module in self._modules.items():
             _PENDING.pop(key, None)
-        self._hooks.clear()
+            for number, hook in list(module._forward_pre_hooks.items()):
+                if isinstance(hook, _FirstUse):
+                    del module._forward_pre_hooks[number]
+                    module._forward_pre_hooks_with_kwargs.pop(number, None)
         self._modules.clear()
 
 
@@ -85,14 +89,29 @@ _PENDING: dict[int, Construction] = {}
 """Which construction holds a module, by its id; of all threads, since a model may be used by another one."""
 
 
-def _first_use(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Lay out a module before it is used. It is a function, so that copies of a module share it."""
-    construction = _PENDING.get(id(module))
-    if construction is not None:
-        construction.finish(is_last=not construction.is_scoped)
-    # torch listed the hooks of this call before: one that was added by now is not run.
-    entrance = entrance_of(module)
-    return None if construction is None or entrance is None else entrance.enter(module, args, kwargs)
+class _FirstUse:
+    """The hook that lays out a module before it is used.
+
+    A copied module registers nothing, but its hooks are copied, and by then the copy is known (copy.py:_reconstruct).
+    """
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        construction = _PENDING.get(id(module))
+        if construction is not None:
+            construction.finish(is_last=not construction.is_scoped)
+        # torch listed the hooks of this call before: one that was added by now is not run.
+        entrance = entrance_of(module)
+        return None if construction is None or entrance is None else entrance.enter(module, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> _FirstUse:
+        construction, module = _PENDING.get(self._key), memo.get(self._key)
+        if construction is not None and isinstance(module, nn.Module):
+            construction.hold(module)
+            return _FirstUse(id(module))
+        return self
 
 
 @dataclass(frozen=True, slots=True)
