@@ -23,7 +23,11 @@ def digest_of_plan(plan: Plan, *options: str) -> str:
         state.update(repr((os.path.basename(file.path), file.nbytes, file.inode, file.mtime_ns)).encode())
     for tensor in plan.tensors:
         state.update(repr((tensor.output, tensor.source_dtype)).encode())
-        for copies in (tensor.copies, tensor.replicas):
+        if tensor.update is not None:
+            a, b = tensor.update.a, tensor.update.b
+            what = (a.output, b.output, tensor.update.scale, tensor.update.is_transposed)
+            state.update(repr(what).encode())
+        for copies in tensor.read:
             for array in (copies.rank, copies.record, copies.nests.x, copies.nests.y, copies.nests.loops):
                 state.update(array.tobytes())
     for made in plan.files:

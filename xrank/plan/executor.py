@@ -16,6 +16,7 @@ from xrank.plan.buffers import Source, Target
 from xrank.plan.checksums import RecordChecksums
 from xrank.plan.digests import digest_of_file
 from xrank.plan.faults import checksum_error
+from xrank.plan.merging import MergedTensors
 from xrank.plan.planner import Plan
 from xrank.plan.windows import WINDOW_NBYTES, FileWindows
 from xrank.plan.worker import Worker
@@ -157,6 +158,7 @@ class _Execution:
         self.outcome = Outcome()
         self.failure: BaseException | None = None
         self.checksums = RecordChecksums(plan.source.records, self._mismatch)
+        self.merging = MergedTensors()
         self._lock = threading.Lock()
 
     def _mismatch(self, record: int, crc: int) -> None:

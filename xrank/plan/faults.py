@@ -29,7 +29,7 @@ def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
     path, offset = _file_of(plan, record), int(plan.source.records.offset[record])
     got = f"crc32 {crc:08x} over {int(plan.source.records.nbytes[record]):,} bytes at byte {offset:,}"
     want = f"crc32 {int(plan.source.records.crc32[record]):08x}, as recorded when they were written"
-    used = any((c.record == record).any() for tensor in plan.tensors for c in (tensor.copies, tensor.replicas))
+    used = any((c.record == record).any() for tensor in plan.tensors for c in tensor.read)
     for shard in plan.source.shards if used else ():
         rows = np.flatnonzero(shard.record == record)
         if len(rows):

@@ -18,10 +18,11 @@ from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, swap
 from xrank.plan.composition import composed
 from xrank.plan.coverage import Fault, contains, destination_keys, find_fault, first_of_equal, range_text
+from xrank.plan.low_rank import LowRank
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 
-__all__ = ["Copies", "FilePlan", "Plan", "TensorPlan", "divide_replicas", "divided", "make_plan"]
+__all__ = ["Copies", "FilePlan", "Plan", "TensorPlan", "UpdatePlan", "divide_replicas", "divided", "make_plan"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +50,25 @@ class TensorPlan:
     """Hold what `copies` already bring; compared with them, never written."""
     tied: Mapping[int, str] = field(default_factory=dict)
     """Record -> the name of the tied tensor it belongs to, for those replicas that are another tensor's."""
+    update: UpdatePlan | None = None
+    """What is added to the tensor before it is cast and written."""
+
+    @property
+    def read(self) -> Iterable[Copies]:
+        """All that is read for the tensor."""
+        yield from (self.copies, self.replicas)
+        if self.update is not None:
+            yield from (*self.update.a.read, *self.update.b.read)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdatePlan:
+    """How the two tensors of a `LowRank` are made; each is read whole, and checked as any other."""
+
+    a: TensorPlan
+    b: TensorPlan
+    scale: float
+    is_transposed: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +98,11 @@ class Plan:
 
 
 def make_plan(
-    source: StoredModel, files: Sequence[OutputFile], *, tied: Mapping[str, Sequence[str]] | None = None
+    source: StoredModel,
+    files: Sequence[OutputFile],
+    *,
+    tied: Mapping[str, Sequence[str]] | None = None,
+    updates: Mapping[str, LowRank] | None = None,
 ) -> Plan:
     """Plan how the output files are made of the source's shards, and prove each tensor covered exactly once.
 
@@ -87,6 +111,7 @@ def make_plan(
         files: the output, decided from names, dtypes and shapes alone.
         tied: for an output tensor, names of further tensors of the source that must hold the same values and are
             compared with it in place of being written.
+        updates: for an output tensor that is written whole, what is added to it.
 
     Raises:
         IncompleteError: elements of a tensor are held by no rank.
@@ -104,7 +129,12 @@ def make_plan(
         if output.part is not None:
             copies, replicas = _part_of(copies, output.part.nests), _part_of(replicas, output.part.compared)
             _check_part(output, copies)
-        return TensorPlan(output, shard.dtype, copies, replicas, others)
+        update = (updates or {}).get(output.name)
+        return TensorPlan(output, shard.dtype, copies, replicas, others, None if update is None else added(update))
+
+    def added(update: LowRank) -> UpdatePlan:
+        a, b = (planned(OutputTensor(name, shards[name].dtype, shards[name].shape)) for name in (update.a, update.b))
+        return UpdatePlan(a, b, update.scale, update.is_transposed)
 
     return Plan(source, tuple(FilePlan(file, tuple(map(planned, file.tensors))) for file in files))
 

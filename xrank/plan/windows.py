@@ -137,12 +137,12 @@ class FileWindows:
 
     @property
     def records(self) -> list[int]:
-        """Every source record that the file's tensors are made of or compared with."""
+        """Every source record that is read for the file's tensors."""
         return sorted(
             {
                 record
                 for tensor in self.plan.tensors
-                for copies in (tensor.copies, tensor.replicas)
+                for copies in tensor.read
                 for record in copies.record.tolist()
             }
         )

@@ -13,9 +13,11 @@ from xrank.plan.buffers import Source, Target
 from xrank.plan.casts import CastOverflowError, copy_cast, copy_same, count_cast_different, count_different
 from xrank.plan.checksums import RecordChecksums
 from xrank.plan.faults import difference_error, overflow_error
+from xrank.plan.low_rank import add_low_rank
+from xrank.plan.merging import MergedTensor, MergedTensors
 from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.tiles import Tile, tiles
-from xrank.plan.windows import WINDOW_NBYTES, FileWindows, PreparedTensor
+from xrank.plan.windows import WINDOW_NBYTES, FileWindows, Portion, PreparedTensor
 
 __all__ = ["Worker"]
 
@@ -28,6 +30,7 @@ class _Shared(Protocol):
     target: Target
     replicas: Literal["verify", "pick"]
     checksums: RecordChecksums
+    merging: MergedTensors
 
     def next_window(self) -> tuple[FileWindows, int] | None: ...
     def window_done(self, file: FileWindows, nbytes: int) -> bool: ...
@@ -45,6 +48,9 @@ class Worker:
         # Anonymous maps are page-aligned and go back to the system at once when the worker is done.
         self._window = memoryview(mmap.mmap(-1, WINDOW_NBYTES))
         self._staging = memoryview(mmap.mmap(-1, staging_nbytes))
+        self._stored: memoryview | None = None
+        """A window of what is merged, as the source holds it."""
+        self._merged: MergedTensor | None = None
 
     def work(self) -> None:
         """Run until no window is left or some worker failed."""
@@ -68,9 +74,10 @@ class Worker:
             part = self._window[portion.start : portion.stop]
             self._clear(done, portion.stop if tensor.plan.output.is_padded else portion.start)
             done = portion.stop
-            self._fill(tensor, portion.low, portion.high, part)
-            if len(tensor.plan.replicas):
-                self._compare(tensor, portion.low, portion.high, part)
+            if tensor.plan.update is not None:
+                self._merge(self._shared.merging.of(file.index, portion.tensor, tensor.plan), portion, part)
+            else:
+                self._bring(tensor, portion.low, portion.high, part)
             width = dtypes.dtype(tensor.plan.output.dtype).nbytes
             file.add(portion.tensor, portion.low * width, part)
         self._clear(done, nbytes)
@@ -85,6 +92,37 @@ class Worker:
         """Take away what an earlier window left where this one has nothing."""
         if start < stop:
             self._window[start:stop] = bytes(stop - start)
+
+    def _bring(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> None:
+        """Bring elements [low, high) of a tensor into `part`, and compare them with every replica of them."""
+        self._fill(tensor, low, high, part)
+        if len(tensor.plan.replicas):
+            self._compare(tensor, low, high, part)
+
+    def _merge(self, tensor: MergedTensor, portion: Portion, part: memoryview) -> None:
+        """Bring a portion of a tensor into `part`, with its update added; replicas are of what is stored."""
+        self._merged = tensor  # its factors stay in memory as long
+        plan = tensor.plan
+        factors = tensor.factors(self._whole)
+        if self._stored is None:
+            self._stored = memoryview(mmap.mmap(-1, WINDOW_NBYTES))
+        width, target_width = (dtypes.dtype(name).nbytes for name in (plan.source_dtype, plan.output.dtype))
+        step = WINDOW_NBYTES // width
+        for low in range(portion.low, portion.high, step):
+            high = min(low + step, portion.high)
+            stored = self._stored[: (high - low) * width]
+            self._bring(tensor.stored, low, high, stored)
+            target = part[(low - portion.low) * target_width : (high - portion.low) * target_width]
+            try:
+                add_low_rank(stored, plan.source_dtype, factors, low, target, plan.output.dtype)
+            except CastOverflowError as overflow:
+                raise overflow_error(plan, int(plan.copies.rank[0]), overflow.value) from None
+
+    def _whole(self, tensor: PreparedTensor) -> memoryview:
+        """Return all of a small tensor, checked and compared as what is written is."""
+        memory = memoryview(bytearray(tensor.plan.output.nbytes))
+        self._bring(tensor, 0, tensor.plan.output.num_elements, memory)
+        return memory
 
     def _fill(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> None:
         """Bring elements [low, high) of a tensor into `part`."""

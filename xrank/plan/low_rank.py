@@ -1,0 +1,115 @@
+"""Low-rank updates: whole tensors of which a product of two small ones is added, W + scale * (B @ A).
+
+This is the one element operation that is no copy. It is computed a few thousand elements at a time, in float32 (float64
+where W is), in one order: products for k = 0, 1, … are added up one after the other, then scaled, then added to W, and
+only that is rounded to the output's type. A matrix library would be free to choose the order by its version, its
+threads and where a window happens to begin; so the same input gives the same bytes everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from xrank import dtypes
+from xrank.plan.casts import copy_cast
+
+__all__ = ["Factors", "LowRank", "add_low_rank", "factors_of"]
+
+_Array: TypeAlias = npt.NDArray[Any]
+
+_BLOCK = 1 << 15
+"""Elements computed at a time: sum and product of float32 stay in a core's own cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What is to be added to a tensor: two other tensors of the source, A [r, n] and B [m, r]."""
+
+    a: str
+    """Name of the source's tensor A."""
+    b: str
+    scale: float
+    is_transposed: bool = False
+    """Whether what is added is the transpose of B @ A: to an embedding, or a weight stored [in, out]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factors:
+    """A and B as they are multiplied: `left` [rows, r] @ `right` [r, columns]."""
+
+    left: _Array
+    right: _Array
+    scale: float
+
+
+def factors_of(
+    a: memoryview, a_dtype: str, b: memoryview, b_dtype: str, rank: int, scale: float, *, is_transposed: bool, kind: str
+) -> Factors:
+    """Return the factors that are in these bytes, of element type `kind`."""
+    wide = dtypes.numpy_dtype(kind)
+    found_a = np.frombuffer(a, dtypes.numpy_dtype(a_dtype)).reshape(rank, -1).astype(wide)
+    found_b = np.frombuffer(b, dtypes.numpy_dtype(b_dtype)).reshape(-1, rank).astype(wide)
+    left, right = (found_a.T, found_b.T) if is_transposed else (found_b, found_a)
+    return Factors(np.ascontiguousarray(left), np.ascontiguousarray(right), scale)
+
+
+def add_low_rank(
+    stored: memoryview, dtype: str, factors: Factors, low: int, target: memoryview, target_dtype: str
+) -> None:
+    """Put elements of a tensor, with the product of the factors added, where they belong.
+
+    Args:
+        stored: the tensor's elements from address `low` on, as the source holds them.
+        dtype: their type.
+        factors: of the whole tensor.
+        low: row-major address of the first element.
+        target: where the results go, as many elements.
+        target_dtype: their type.
+
+    Raises:
+        CastOverflowError: a finite sum has no finite counterpart in the target type.
+    """
+    kind = factors.left.dtype
+    values = np.frombuffer(stored, dtypes.numpy_dtype(dtype))
+    width = dtypes.dtype(target_dtype).nbytes
+    sums, products = np.empty((2, _BLOCK), kind)
+    for start, row, num_rows, column, num_columns in _blocks(low, len(values), factors.right.shape[1]):
+        count = num_rows * num_columns
+        total, product = (room[:count].reshape(num_rows, num_columns) for room in (sums, products))
+        left = factors.left[row : row + num_rows]
+        right = factors.right[:, column : column + num_columns]
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.multiply(left[:, :1], right[0], out=total)
+            for k in range(1, len(right)):
+                np.multiply(left[:, k : k + 1], right[k], out=product)
+                np.add(total, product, out=total)
+            np.multiply(total, kind.type(factors.scale), out=total)
+            flat = sums[:count]
+            np.add(flat, values[start : start + count].astype(kind), out=flat)
+        copy_cast(
+            memoryview(flat).cast("B"),
+            "F64" if kind == np.float64 else "F32",
+            target[start * width : (start + count) * width],
+            target_dtype,
+            0,
+            ((count, 1, 1),),
+        )
+
+
+def _blocks(low: int, num_elements: int, num_columns: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield (first element here, row, rows, column, columns) of rectangles that follow one another in a matrix."""
+    start = 0
+    while start < num_elements:
+        row, column = divmod(low + start, num_columns)
+        left = num_elements - start
+        if column or left < num_columns or num_columns >= _BLOCK:
+            rows, columns = 1, min(num_columns - column, left, _BLOCK)
+        else:
+            rows, columns = min(left // num_columns, _BLOCK // num_columns), num_columns
+        yield start, row, rows, column, columns
+        start += rows * columns
