@@ -1,6 +1,6 @@
 """Makes the checkpoints the benchmarks merge: a Llama-like model in bf16 over 8 real ranks, saved by torch itself.
 
-``zero3`` is laid out as DeepSpeed lays it out (deepspeed/utils/zero_to_fp32.py reads it), with fp32 masters and no Adam.
+``zero3`` is laid out as DeepSpeed does (deepspeed/utils/zero_to_fp32.py reads it), with fp32 masters and no Adam.
 """
 
 from __future__ import annotations

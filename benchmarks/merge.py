@@ -1,7 +1,7 @@
 """Times merges of sharded checkpoints against ``cp -r`` and the frameworks' own scripts, and prints the README's table.
 
 Same bytes, whole processes in shuffled rounds: start, imports, metadata, data. Beside each process's time stands the
-time of the function alone, without its imports. Runs in the environment of ``make oracle``, which has the peers. On disk
+time of the function alone, without its imports. Runs in ``make oracle``'s environment, which has the peers. On disk
 xrank's own syncs are on and ``cp -r`` is followed by ``sync -f``; the peers do not sync. Quote the ratios.
 """
 
