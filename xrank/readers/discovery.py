@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError
 from xrank.readers.base import Reader
+from xrank.readers.bin_folder import BinFolderReader
 from xrank.readers.dcp import DcpReader
 from xrank.readers.deepspeed import DeepSpeedReader
 from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
 from xrank.readers.hf_folder import HfFolderReader
 from xrank.readers.hf_shards import HfShardsReader
+from xrank.readers.megatron_dist import MegatronDistReader
 from xrank.readers.plugins import plugin_readers
 from xrank.readers.workspace import WorkspaceReader
 
@@ -21,7 +23,9 @@ READERS: tuple[Reader, ...] = (
     WorkspaceReader(),
     HfFolderReader(),
     HfShardsReader(),
+    BinFolderReader(),
     DcpReader(),
+    MegatronDistReader(),
     DeepSpeedReader(),
     VerlReader(),
     AccelerateRanksReader(),

@@ -1,19 +1,15 @@
 """Reads a Hugging Face folder: whole tensors in safetensors files, with or without an index.
 
-The format: https://huggingface.co/docs/safetensors (metadata parsing); the index ``model.safetensors.index.json`` as
-``huggingface_hub/serialization/_base.py: StateDictSplit`` describes it.
+The format: https://huggingface.co/docs/safetensors (metadata parsing).
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
 
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError
 from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader, read_header
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
@@ -21,8 +17,9 @@ from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.shard_grid import is_shard_name
+from xrank.readers.weight_files import check_index, check_placeholders, is_one_of_several, list_files, read_index
 
-__all__ = ["HfFolderReader", "check_placeholders", "describe_files", "output_file_of", "read_headers"]
+__all__ = ["HfFolderReader", "describe_files", "output_file_of", "read_headers"]
 
 _INDEX_NAME = "model.safetensors.index.json"
 
@@ -35,7 +32,10 @@ class HfFolderReader:
     def recognise(self, path: str) -> str | None:
         """Return None if it is a safetensors file, or a folder with one."""
         if path.endswith(".safetensors") and os.path.isfile(path):
-            return "one rank's pieces of tensors" if is_shard_name(os.path.basename(path)) else None
+            name = os.path.basename(path)
+            if is_shard_name(name):
+                return "one rank's pieces of tensors"
+            return "one of several files; its folder is the model" if is_one_of_several(name) else None
         if os.path.isdir(path) and any(map(_is_model_file, os.listdir(path))):
             return None
         return "no *.safetensors of whole tensors in it"
@@ -46,45 +46,12 @@ class HfFolderReader:
         model = describe_files(path, headers)
         files = {tensor.name: header.path for header in headers for tensor in header.tensors}
         check_placeholders({shard.name: shard.shape for shard in model.shards}, files, hints.shapes)
-        return replace(model, notes=(*model.notes, *_size_notes(path, model.nbytes)))
+        index = read_index(path, _INDEX_NAME) if os.path.isdir(path) else None
+        return replace(model, notes=(*model.notes, *(() if index is None else index.notes(model.nbytes))))
 
 
 def _is_model_file(name: str) -> bool:
     return name.endswith(".safetensors") and not is_shard_name(name)
-
-
-def _size_notes(path: str, nbytes: int) -> tuple[tuple[str, str], ...]:
-    """Return what is to be said of an index whose total is not that of the tensors."""
-    index = _read_index(path) if os.path.isdir(path) else None
-    if index is None or index[1] in (None, nbytes):
-        return ()
-    return (("wrong-total-size", f"{_INDEX_NAME} says total_size {index[1]:,}, and the tensors have {nbytes:,} bytes"),)
-
-
-def check_placeholders(
-    shapes: Mapping[str, tuple[int, ...]], files: Mapping[str, str], known: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Refuse tensors of shape [0], which ZeRO-3 leaves where a rank saves a model that it does not hold.
-
-    Args:
-        shapes: of the tensors, by name.
-        files: the file of each, by name.
-        known: shapes of the base model, which may have such a tensor.
-
-    Raises:
-        IncompleteError: there are such tensors.
-    """
-    empty = [name for name, shape in shapes.items() if shape == (0,) and known.get(name) != (0,)]
-    if empty:
-        more = f"; likewise {', '.join(empty[1:6])}" + (f" and {len(empty) - 6} more" if len(empty) > 6 else "")
-        raise IncompleteError(
-            f"{empty[0]}: a placeholder of shape [0], as DeepSpeed leaves them (ZeRO-3){more if empty[1:] else ''}",
-            tensor=empty[0],
-            file=files[empty[0]],
-            got=f"{len(empty)} of {len(shapes)} tensors without an element",
-            want="the weights, which are in the ZeRO checkpoint",
-            next_step="gather the ZeRO checkpoint itself (the folder with latest and zero_pp_rank_* files)",
-        )
 
 
 def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
@@ -97,81 +64,10 @@ def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
     """
     if not os.path.isdir(path):
         return (read_header(path),)
-    names = sorted(filter(_is_model_file, os.listdir(path)))
-    index = _read_index(path)
-    weight_map = None if index is None else index[0]
-    if weight_map is not None:
-        absent = sorted(set(weight_map.values()) - set(names))
-        if absent:
-            raise IncompleteError(
-                f"{_INDEX_NAME} names {absent[0]}, which is not in {path}",
-                file=os.path.join(path, absent[0]),
-                got=f"{len(names)} files",
-                want=f"{len(set(weight_map.values()))} files",
-                next_step="copy the missing file into the folder",
-            )
-        names = sorted(set(weight_map.values()))
-    headers = tuple(read_header(os.path.join(path, name)) for name in names)
-    _check_names(path, headers, weight_map)
+    index = read_index(path, _INDEX_NAME)
+    headers = tuple(read_header(os.path.join(path, name)) for name in list_files(path, _is_model_file, index))
+    check_index(path, ((tensor.name, os.path.basename(h.path)) for h in headers for tensor in h.tensors), index)
     return headers
-
-
-def _read_index(path: str) -> tuple[dict[str, str], int | None] | None:
-    """Return where the index sends each tensor, and how many bytes it says that all have."""
-    file = os.path.join(path, _INDEX_NAME)
-    if not os.path.isfile(file):
-        return None
-    try:
-        with open(file, encoding="utf-8") as stream:
-            index: Any = json.load(stream)
-        weight_map = index["weight_map"]
-        if not all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items()):
-            raise TypeError("weight_map is no map of names")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(
-            f"{file} is not an index", file=file, got=str(error)[:200], next_step="copy the file again"
-        ) from None
-    for name in weight_map.values():
-        if os.path.basename(name) != name or "\0" in name or name in (".", ".."):
-            raise UnsafeError(
-                f"{file} names a file outside its folder",
-                file=file,
-                got=repr(name),
-                want="plain file names",
-                next_step="do not use this folder: its index was tampered with",
-            )
-    metadata = index.get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return dict(weight_map), int(total) if isinstance(total, (int, float)) and total == total // 1 else None
-
-
-def _check_names(path: str, headers: Sequence[SafetensorsHeader], weight_map: dict[str, str] | None) -> None:
-    seen: dict[str, str] = {}
-    for header in headers:
-        file = os.path.basename(header.path)
-        for tensor in header.tensors:
-            if tensor.name in seen:
-                raise ContradictionError(
-                    f"{tensor.name} lies in two files of {path}",
-                    tensor=tensor.name,
-                    file=header.path,
-                    got=f"{seen[tensor.name]} and {file}",
-                    want="each tensor once",
-                    next_step="remove the file that does not belong to this model",
-                )
-            seen[tensor.name] = file
-    if weight_map is None or seen == weight_map:
-        return
-    name = sorted(set(seen.items()) ^ set(weight_map.items()))[0][0]
-    kind = IncompleteError if name not in seen else ContradictionError
-    raise kind(
-        f"{name}: the index and the files of {path} disagree",
-        tensor=name,
-        file=os.path.join(path, _INDEX_NAME),
-        got=f"the tensor in {seen.get(name, 'no file')}",
-        want=f"in {weight_map.get(name, 'no file')}, as the index says",
-        next_step="copy the folder again from where it was made",
-    )
 
 
 def describe_files(path: str, headers: Sequence[SafetensorsHeader], *, as_bytes: bool = False) -> StoredModel:

@@ -81,6 +81,23 @@ class Scheme:
     pattern: re.Pattern[str]
     example: str
 
+    def check_name(self, path: str, saved_as: str, rank: int) -> None:
+        """Check that a file stands under the name that it was saved under, where it tells one of this scheme.
+
+        Raises:
+            ContradictionError: it is another rank's or run's, copied or renamed.
+        """
+        stem, suffix = os.path.splitext(os.path.basename(path))
+        if saved_as != stem and self.pattern.fullmatch(saved_as + suffix):
+            raise ContradictionError(
+                f"rank {rank}: {path} was saved under another name",
+                rank=rank,
+                file=path,
+                got=saved_as + suffix,
+                want=stem + suffix,
+                next_step=f"copy the file of rank {rank} again, or let all ranks write again",
+            )
+
     def why_not(self, path: str) -> str | None:
         """Return None if the folder holds such files, otherwise why it is none."""
         if not os.path.isdir(path):

@@ -17,7 +17,7 @@ from xrank.formats.regular_file import shown
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.deepspeed.records import Records
-from xrank.readers.fsdp.file_names import ACCELERATE, VERL, RankFiles, list_accelerate, list_verl
+from xrank.readers.fsdp.file_names import ACCELERATE, VERL, RankFiles, Scheme, list_accelerate, list_verl
 from xrank.readers.fsdp.flat_parameters import find_flat_pieces, flat_shards, is_flat
 from xrank.readers.fsdp.held_parts import boxed_shards, check_kinds, held_parts
 from xrank.readers.fsdp.rank_files import RankFile, read_rank_file
@@ -40,7 +40,7 @@ class VerlReader:
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as `Reader.read` lists them."""
-        return _read(self.name, path, list_verl(path), hints)
+        return _read(VERL, path, list_verl(path), hints)
 
 
 class AccelerateRanksReader:
@@ -58,11 +58,14 @@ class AccelerateRanksReader:
 
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor lies; errors as `Reader.read` lists them."""
-        return _read(self.name, path, list_accelerate(path), hints)
+        return _read(ACCELERATE, path, list_accelerate(path), hints)
 
 
-def _read(name: str, path: str, listed: RankFiles, hints: Hints) -> StoredModel:
-    files = [read_rank_file(file, rank) for rank, file in listed.by_rank.items()]
+def _read(scheme: Scheme, path: str, listed: RankFiles, hints: Hints) -> StoredModel:
+    files = []
+    for rank, file in listed.by_rank.items():
+        files.append(read_rank_file(file, rank))
+        scheme.check_name(file, files[-1].archive.name, rank)
     world_size = _world_size(files, listed)
     records = Records()
     indexes = {file.rank: records.file(file.archive) for file in files}
@@ -75,7 +78,7 @@ def _read(name: str, path: str, listed: RankFiles, hints: Hints) -> StoredModel:
     ordered = [tensor for file in files for tensor in (*file.dtensors, *file.sharded, *file.plain) if tensor in shards]
     ordered += list(shards)
     return StoredModel(
-        format=name,
+        format=scheme.format,
         path=path,
         files=tuple(records.files),
         records=records.table(),
