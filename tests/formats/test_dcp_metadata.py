@@ -263,7 +263,43 @@ def test_what_is_no_dense_tensor_is_refused(tmp_path: Path) -> None:
         read(tmp_path, changed(lambda m, listed, s: setattr(listed["a"].properties, "layout", torch.sparse_coo)))
 
 
+def test_two_pieces_at_one_place(tmp_path: Path) -> None:
+    # No dict of Python's holds a key twice, but a pickle may.
+    metadata = made({"a": [(3, 4)], "A": [(2, 4)]}, 1)
+    metadata.state_dict_metadata["a"].chunks += metadata.state_dict_metadata.pop("A").chunks
+    data = pickle.dumps(metadata)
+    assert data.count(b"\x8c\x01A\x94") == 1
+    with pytest.raises(CorruptError, match="two pieces at one place"):
+        read(tmp_path, data.replace(b"\x8c\x01A\x94", b"\x8c\x01a\x94"))
+
+
 # ---- hostile and damaged
+
+
+def test_stretches_taken_whole_are_held_to_the_rules_of_pickle(tmp_path: Path) -> None:
+    data = pickle.dumps(made({"first": [(3, 4)] * 4, "other": [(3, 4)] * 4}, 4))
+    assert read(tmp_path, data)
+    # Four pieces where the opcode takes one; without a mark for the opcode that takes all down to it.
+    at = data.rindex(b"e", 0, data.index(b"storage_data"))
+    mark = data.rindex(b"]\x94(", 0, at) + 2
+    # A text that claims another length than it has.
+    text = data.rindex(b"\x8c\x05other")
+    for broken in (
+        data[:mark] + data[mark + 1 : at] + b"a" + data[at + 1 :],
+        data[:at] + b"a" + data[at + 1 :],
+        data[:mark] + data[mark + 1 :],
+        data[: text + 1] + b"\x04" + data[text + 2 :],
+        data[: text + 1] + b"\x06" + data[text + 2 :],
+    ):
+        with pytest.raises(CorruptError):
+            read(tmp_path, broken)
+
+
+def test_memo_numbers_out_of_order(tmp_path: Path) -> None:
+    # As no pickler writes them: the look of entries would not be what the first one's was.
+    with pytest.raises(CorruptError, match="damaged near") as caught:
+        read(tmp_path, b"\x80\x02Nq\x05.")
+    assert "memo number 5 after 0" in (caught.value.got or "")
 
 
 class Call:

@@ -287,6 +287,17 @@ def test_an_item_of_another_tensor(checkpoint: Path) -> None:
     assert caught.value.tensor in ("mask", "steps")
 
 
+@pytest.mark.parametrize("shape", [(9, 6), (10, 5)], ids=["rows", "columns"])
+def test_a_piece_that_reaches_out_of_its_tensor(checkpoint: Path, shape: tuple[int, int]) -> None:
+    def shrink(metadata: Any) -> None:
+        metadata.state_dict_metadata["model.embed.weight"].size = torch.Size(shape)
+
+    edit(checkpoint, shrink)
+    with pytest.raises(CorruptError, match="reaches out of it") as caught:
+        read(checkpoint)
+    assert caught.value.tensor == "embed.weight" and caught.value.want == f"within {list(shape)}"
+
+
 def test_two_tensors_in_one_item(checkpoint: Path) -> None:
     def share(metadata: Any) -> None:
         mine = [i for i in metadata.storage_data if i.fqn in ("model.up.weight", "model.down.weight")]
@@ -311,7 +322,9 @@ def test_pieces_through_a_transform_are_refused(checkpoint: Path) -> None:
     assert "stream.zstd" in caught.value.got
 
 
-@pytest.mark.parametrize("path", ["../__1_0.distcp", "/etc/hostname", "a/__1_0.distcp", "..", "__1_0.distcp\0", ""])
+@pytest.mark.parametrize(
+    "path", ["../__1_0.distcp", "/etc/hostname", "a/__1_0.distcp", "..", "__1_0.distcp\0", ""], ids=ascii
+)
 def test_paths_out_of_the_folder(checkpoint: Path, path: str) -> None:
     shutil.copy(checkpoint / "__1_0.distcp", checkpoint.parent / "__1_0.distcp")
 

@@ -16,7 +16,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from isal import isal_zlib
 
 from xrank.errors import XrankError
 from xrank.formats.regular_file import RegularFile, shown
@@ -62,10 +61,8 @@ class _Pattern:
     """Where in the tail `fixed` comes from."""
     crc_at: tuple[int, int]
     """Where in the tail the record's checksum stands: behind the record, and in the directory."""
-    id_at: int
-    """Where in the tail the archive's id (a hash of its checksums) begins."""
-    id_nbytes: int
     id_crc_at: tuple[int, int]
+    """Where in the tail the checksum of the archive's id stands; the id is a hash of all checksums."""
 
 
 class ItemReader:
@@ -126,11 +123,10 @@ class ItemReader:
                 continue
             crc = tail[pattern.crc_at[0] : pattern.crc_at[0] + 4]
             id_crc = tail[pattern.id_crc_at[0] : pattern.id_crc_at[0] + 4]
-            told = isal_zlib.crc32(tail[pattern.id_at : pattern.id_at + pattern.id_nbytes])
+            # The id itself may be any: nothing is read by it.
             if (
                 crc == tail[pattern.crc_at[1] : pattern.crc_at[1] + 4]
                 and id_crc == tail[pattern.id_crc_at[1] : pattern.id_crc_at[1] + 4]
-                and int.from_bytes(id_crc, "little") == told
             ):
                 return pattern.kind, start + head_nbytes, pattern.nbytes, int.from_bytes(crc, "little")
         return None
@@ -171,7 +167,7 @@ def _pattern_of(file: RegularFile, start: int, length: int, kind: int, payload: 
         return None
     spans = tuple(slice(edges[k], edges[k + 1]) for k in range(0, len(edges), 2))
     fixed = b"".join(tail[span] for span in spans)
-    return _Pattern(kind, head, nbytes, len(tail), fixed, spans, crc_at, id_at, marks[0].nbytes, id_crc_at)
+    return _Pattern(kind, head, nbytes, len(tail), fixed, spans, crc_at, id_crc_at)
 
 
 def _places(tail: bytes, crc32: int) -> tuple[int, int] | None:
