@@ -33,6 +33,11 @@ class Output:
         self.quiet = quiet
         self.verbose = verbose
 
+    def follow(self) -> None:
+        """Be the output of a rank that helps: nothing but its own failure is printed, on stderr."""
+        self.as_json, self.quiet = False, True
+        logging.getLogger("xrank").setLevel(logging.DEBUG if self.verbose else logging.WARNING)
+
     @property
     def shows_progress(self) -> bool:
         """Whether a bar may be drawn."""

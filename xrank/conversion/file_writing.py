@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from xrank.conversion.options import ReplicaChoice
@@ -17,7 +17,7 @@ from xrank.plan.planner import Plan
 from xrank.writers.disk import in_memory
 from xrank.writers.stage import Stage
 
-__all__ = ["WrittenFiles", "write_files"]
+__all__ = ["WrittenFiles", "digests_of", "num_compared", "resumed_files", "verify_stage", "write_files"]
 
 _logger = logging.getLogger(__name__)
 
@@ -37,10 +37,11 @@ class WrittenFiles:
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:
         """What the report says of replicas that were picked among."""
+        # Sorted: which thread, or which rank, found one first must not decide what the manifest says.
         return tuple(
             ("replicas-differ", f"{name}: rank {rank} differs in {count:,} elements; the lowest rank's were taken")
-            for name, ranks in self.outcome.differences.items()
-            for rank, count in ranks.items()
+            for name, ranks in sorted(self.outcome.differences.items())
+            for rank, count in sorted(ranks.items())
         )
 
 
@@ -67,7 +68,7 @@ def write_files(
         CorruptError, ContradictionError: the source is not what its metadata promised.
         NoSpaceError, XrankError: it could not be written.
     """
-    resumed = _resumed(plan, stage, budget)
+    resumed = resumed_files(plan, stage, budget)
     resumed_nbytes = sum(plan.files[index].output.nbytes for index in resumed)
     work = _Writing(plan, stage, progress, resumed_nbytes)
     source = FileSource(plan.source)
@@ -87,18 +88,10 @@ def write_files(
     finally:
         work.close()
         source.close()
-    digests = {**resumed, **{index: _digests_of(plan, done) for index, done in outcome.files.items()}}
+    digests = {**resumed, **{index: digests_of(plan, done) for index, done in outcome.files.items()}}
     if verify:
-        _verify_stage(plan, stage, digests, budget)
-    # A record may be compared part by part, with several files.
-    compared = {
-        (tensor.output.name, record)
-        for index, file in enumerate(plan.files)
-        if index not in resumed
-        for tensor in file.tensors
-        for record in tensor.replicas.record.tolist()
-    }
-    return WrittenFiles(digests, resumed_nbytes, outcome, len(compared))
+        verify_stage(plan, stage, digests, budget)
+    return WrittenFiles(digests, resumed_nbytes, outcome, num_compared(plan, resumed))
 
 
 class _Writing:
@@ -132,7 +125,21 @@ class _Writing:
         self.target.descriptors.clear()
 
 
-def _resumed(plan: Plan, stage: Stage, budget: Budget) -> dict[int, FileDigests]:
+def num_compared(plan: Plan, resumed: Container[int]) -> int:
+    """Return how many replicas are compared with what is written: of all files but those."""
+    # A record may be compared part by part, with several files.
+    return len(
+        {
+            (tensor.output.name, record)
+            for index, file in enumerate(plan.files)
+            if index not in resumed
+            for tensor in file.tensors
+            for record in tensor.replicas.record.tolist()
+        }
+    )
+
+
+def resumed_files(plan: Plan, stage: Stage, budget: Budget) -> dict[int, FileDigests]:
     """Return the files that an interrupted run finished and that are still what it wrote; discard the others."""
     resumed = {}
     for index, file in enumerate(plan.files):
@@ -151,14 +158,15 @@ def _resumed(plan: Plan, stage: Stage, budget: Budget) -> dict[int, FileDigests]
     return resumed
 
 
-def _digests_of(plan: Plan, done: FinishedFile) -> FileDigests:
+def digests_of(plan: Plan, done: FinishedFile) -> FileDigests:
+    """Return a finished file's digests by name."""
     output = plan.files[done.index].output
     names = [tensor.name for tensor in output.tensors]
     tensors = dict(zip(names, done.tensor_digests, strict=True))
     return FileDigests(output.name, output.nbytes, done.digest, tensors)
 
 
-def _verify_stage(plan: Plan, stage: Stage, digests: dict[int, FileDigests], budget: Budget) -> None:
+def verify_stage(plan: Plan, stage: Stage, digests: dict[int, FileDigests], budget: Budget) -> None:
     """Read every file of the stage back, from the disk where the system lets go of its cache."""
     for index, expected in digests.items():
         path = os.path.join(stage.path, expected.name)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from xrank import environment
 from xrank.conversion.gather_plan import Gather, plan_gather
 from xrank.conversion.options import GatherOptions
 from xrank.conversion.process import peak_rss_nbytes
-from xrank.conversion.stage_filling import fill_stage
+from xrank.conversion.stage_filling import Made, fill_stage, help_to_fill_stage
+from xrank.conversion.team import Team, find_launch
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.plan.report import Report
@@ -30,6 +33,8 @@ def gather_checkpoint(
     recipe: str | os.PathLike[str] | None = None,
     format: str | None = None,  # noqa: A002  the option's name
     progress: Callable[[int, int], None] | None = None,
+    distributed: bool = False,
+    timeout_seconds: float = 1800.0,
     **options: Any,
 ) -> Report:
     """Make a Hugging Face folder of a workspace or a sharded checkpoint.
@@ -46,7 +51,11 @@ def gather_checkpoint(
         recipe: the name of a recipe that comes with xrank, a file, or ``"none"``: training names become Hugging Face's.
             None: the one that knows all of the source's names, if there is one.
         format: the source's format, where two readers accept it.
-        progress: called with (bytes written so far, bytes in all).
+        progress: called with (bytes written so far, bytes in all), on rank 0 alone.
+        distributed: share the work with all other ranks that torchrun, srun or mpirun started, or that RANK and
+            WORLD_SIZE name; each makes this call. Rank 0 alone checks and reports all: the reports of the others
+            lack digests and counts. A dry run is everybody's own.
+        timeout_seconds: how long ranks that live may take to come; a death is noticed in seconds.
         **options: the other options of ``xrank gather``, by name (`xrank.conversion.options.GatherOptions`).
 
     Raises:
@@ -54,37 +63,66 @@ def gather_checkpoint(
         IncompleteError: something is missing and may still come.
         ContradictionError, CorruptError, UnsafeError: the source is not to be trusted.
         NoSpaceError, XrankError: the output could not be written; what is finished is kept for the next run.
+        RankFailedError, RankTimeoutError: another rank failed, died or did not come; what is finished is kept.
     """
     started = time.monotonic()
     checked = _checked_options(options)
-    if not checked.dry_run:
-        check_apart(os.fspath(source), os.fspath(out))
-        check_output(out, overwrite=checked.overwrite)
-    gather = plan_gather(
-        os.fspath(source),
-        checked,
-        base_model=base_model,
-        layout=layout,
-        format_name=format,
-        workspace=workspace,
-        recipe=recipe,
-    )
+    path = os.fspath(out)
+
+    launch = find_launch(environment.environ(), distributed=True)[0] if distributed and not checked.dry_run else None
+    team = Team(launch, path, timeout_seconds=timeout_seconds) if launch is not None else None
+
+    def plan() -> Gather:
+        if not checked.dry_run:
+            check_apart(os.fspath(source), path)
+            if team is None or team.is_first:  # others may still see what was there a moment ago
+                check_output(out, overwrite=checked.overwrite)
+        gather = plan_gather(
+            os.fspath(source),
+            checked,
+            base_model=base_model,
+            layout=layout,
+            format_name=format,
+            workspace=workspace,
+            recipe=recipe,
+        )
+        if not checked.dry_run:
+            check_apart(gather.source.path, path)  # again: the source may have been found further down
+        return gather
+
     if checked.dry_run:
-        return _planned_report(gather, os.fspath(out), time.monotonic() - started)
-    check_apart(gather.source.path, os.fspath(out))  # again: the source may have been found further down
-    with open_stage(out, plan_digest=gather.digest, overwrite=checked.overwrite, resume=checked.resume) as stage:
-        made = fill_stage(gather, stage, progress or (lambda done, total: None))
-        stage.commit()
+        return _planned_report(plan(), path, time.monotonic() - started)
+    show = progress or (lambda done, total: None)
+    if team is None:
+        gather = plan()
+        made = _make(gather, path, show, None)
+    else:
+        with team.together():
+            gather = team.agree(plan, lambda gather: gather.digest)
+            made = _make(gather, path, show, team) if team.is_first else help_to_fill_stage(gather, path, team)
     return Report(
         command="gather",
-        path=os.fspath(out),
+        path=path,
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
         source=source_facts(gather.source),
         proof={**_proof_facts(gather), **made.proof},
-        output={"path": os.fspath(out), **_output_facts(gather), **made.output},
-        notes=(*gather.notes, *made.notes, *(("stage", note) for note in stage.notes)),
+        output={"path": path, **_output_facts(gather), **made.output},
+        notes=(*gather.notes, *made.notes),
     )
+
+
+def _make(gather: Gather, out: str, progress: Callable[[int, int], None], team: Team | None) -> Made:
+    """Fill a stage and make it the output."""
+    options = gather.options
+    with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
+        made = fill_stage(gather, stage, progress, team)
+        if team is not None:
+            team.check()
+        stage.commit()
+        if team is not None:
+            team.committed()
+    return replace(made, notes=(*made.notes, *(("stage", note) for note in stage.notes)))
 
 
 def check_apart(source: str, out: str) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from xrank.conversion.file_writing import write_files
 from xrank.conversion.gather_plan import Gather
 from xrank.conversion.rereading import FileDigests
+from xrank.conversion.shared_writing import help_to_write_files, write_files_together
+from xrank.conversion.team import Team
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Budget
 from xrank.plan.planner import Plan, TensorPlan
@@ -25,7 +28,7 @@ from xrank.writers.manifest import (
 )
 from xrank.writers.stage import Stage
 
-__all__ = ["Made", "fill_stage"]
+__all__ = ["Made", "fill_stage", "help_to_fill_stage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +40,26 @@ class Made:
     notes: tuple[tuple[str, str], ...]
 
 
-def fill_stage(gather: Gather, stage: Stage, progress: Callable[[int, int], None]) -> Made:
+def fill_stage(gather: Gather, stage: Stage, progress: Callable[[int, int], None], team: Team | None = None) -> Made:
     """Write everything of a gather into its stage; only the commit is left.
+
+    Args:
+        gather: what to write.
+        stage: where.
+        progress: called with (bytes written so far, bytes in all).
+        team: the ranks that help, of which this is the first; None: it is alone.
 
     Raises:
         CorruptError, ContradictionError: the source is not what its metadata promised.
         NoSpaceError, XrankError: it could not be written.
+        RankFailedError: another rank of the team failed.
     """
     options = gather.options
-    written = write_files(
+    write = write_files if team is None else partial(write_files_together, team)
+    written = write(
         gather.plan,
         stage,
-        Budget.within(options.max_memory_nbytes, options.num_workers),
+        _budget(gather),
         progress,
         replicas=options.replicas,
         verify=options.overwrite if options.verify is None else options.verify,
@@ -62,6 +73,17 @@ def fill_stage(gather: Gather, stage: Stage, progress: Callable[[int, int], None
         output={"files": files, "resumed_nbytes": written.resumed_nbytes},
         notes=written.notes,
     )
+
+
+def help_to_fill_stage(gather: Gather, out: str, team: Team) -> Made:
+    """Do the part of any rank but the first in `fill_stage`; errors are its. Returns what this rank knows of it."""
+    help_to_write_files(team, gather.plan, out, gather.digest, _budget(gather), replicas=gather.options.replicas)
+    files = [{"name": file.output.name, "nbytes": file.output.nbytes} for file in gather.plan.files]
+    return Made({}, {"files": files, "resumed_nbytes": 0}, ())
+
+
+def _budget(gather: Gather) -> Budget:
+    return Budget.within(gather.options.max_memory_nbytes, gather.options.num_workers)
 
 
 def _write_small_files(

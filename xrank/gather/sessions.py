@@ -25,7 +25,7 @@ from xrank.ranks.store_rendezvous import meet_across_hosts
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.workspace.memory_messages import MemoryMessages
 
-__all__ = ["gathered"]
+__all__ = ["failure_check", "forget", "gathered"]
 
 
 class _Session:
@@ -79,6 +79,24 @@ def _check_open_gathers() -> None:
         exchange.check(call)
 
 
+def failure_check() -> Callable[[], None]:
+    """Return `_check_open_gathers` of this thread, for others to call, one at a time, while this one waits for them."""
+    open_gathers = tuple(_open.gathers)
+
+    def check() -> None:
+        for exchange, call in open_gathers:
+            exchange.check(call)
+
+    return check
+
+
+def forget(group: Any) -> None:
+    """Leave the circles of a group that is not gathered over any more."""
+    for session in _sessions.pop(group, {}).values():
+        for exchange in session.exchanges.values():
+            exchange.close()
+
+
 class _NoGroup:
     """Stands for the world where torch.distributed is not initialised."""
 
@@ -98,10 +116,12 @@ def gathered(
     early_exit: bool,
     key: str | None,
     check: Callable[[object], None] = lambda value: None,
+    place: str | None = None,
 ) -> Iterator[list[Any]]:
     """Yield the values of all ranks, in their order, on the first of them; an empty list elsewhere.
 
-    Arguments and errors as `xrank.gather.parallel`; `check` raises for a value that the function does not take.
+    Arguments and errors as `xrank.gather.parallel`; `check` raises for a value that the function does not take, and
+    `place` stands in errors for the file and line of the user's call.
     """
     ranks = _checked_ranks(ranks)
     world = _world()
@@ -117,7 +137,7 @@ def gathered(
     session = _session(world if group is None else group, ranks)
     path = None if workspace_path is None else os.path.abspath(os.fspath(workspace_path))
     exchange = session.exchange(ranks, rank, group, path, deadline)
-    call = exchange.begin(function, key, _place(), deadline)
+    call = exchange.begin(function, key, place or _place(), deadline)
     exchange.circle.check_around = _check_open_gathers
     _open.gathers.append((exchange, call))
     try:

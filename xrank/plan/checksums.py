@@ -7,13 +7,19 @@ neighbours appear, and a record whose pieces have become one is compared with wh
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
+import numpy as np
 from isal import isal_zlib
 
+from xrank.plan.buffers import Source
 from xrank.plan.source import NO_CHECKSUM, RecordTable
 
-__all__ = ["JoinedCrc32", "RecordChecksums"]
+__all__ = ["BoolArray", "JoinedCrc32", "RecordChecksums", "read_rest"]
+
+BoolArray: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class JoinedCrc32:
@@ -21,50 +27,65 @@ class JoinedCrc32:
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
-        self._starts: dict[int, tuple[int, int]] = {} if nbytes else {0: (0, 0)}  # start -> (end, crc)
-        self._ends: dict[int, int] = {}  # end -> start
+        self._starts: list[int] = [] if nbytes else [0]  # rising; no two parts touch
+        self._parts: dict[int, tuple[int, int]] = {} if nbytes else {0: (0, 0)}  # start -> (end, crc)
 
     def add(self, start: int, end: int, crc: int) -> None:
         """Take in the CRC of bytes [start, end); bytes that overlap what is known are left out."""
-        starts, ends = self._starts, self._ends
-        if any(a < end and start < b for a, (b, _) in starts.items()):
+        starts, parts = self._starts, self._parts
+        after = bisect_right(starts, start)
+        before_end = parts[starts[after - 1]][0] if after else -1
+        if start == end or before_end > start or (after < len(starts) and starts[after] < end):
             return
-        if start in ends:
-            before = ends.pop(start)
-            _, before_crc = starts.pop(before)
-            crc = isal_zlib.crc32_combine(before_crc, crc, end - start)
-            start = before
-        if end in starts:
-            after_end, after_crc = starts.pop(end)
-            ends.pop(after_end)
+        if after < len(starts) and starts[after] == end:
+            after_end, after_crc = parts.pop(starts.pop(after))
             crc = isal_zlib.crc32_combine(crc, after_crc, after_end - end)
             end = after_end
-        starts[start] = (end, crc)
-        ends[end] = start
+        if before_end == start:
+            start = starts[after - 1]
+            crc = isal_zlib.crc32_combine(parts[start][1], crc, end - before_end)
+        else:
+            starts.insert(after, start)
+        parts[start] = (end, crc)
 
     @property
     def value(self) -> int | None:
         """The CRC of all bytes; None while some are missing."""
-        end, crc = self._starts.get(0, (-1, 0))
+        end, crc = self._parts.get(0, (-1, 0))
         return crc if end == self._nbytes else None
+
+    @property
+    def parts(self) -> list[tuple[int, int, int]]:
+        """(start, end, CRC) of all that is known, joined as far as it can be, by rising start."""
+        return [(start, *self._parts[start]) for start in self._starts]
 
     def gaps(self) -> list[tuple[int, int]]:
         """Return (start, end) of what is missing."""
         found, position = [], 0
-        for start, (end, _) in sorted(self._starts.items()):
+        for start in self._starts:
             if start > position:
                 found.append((position, start))
-            position = end
+            position = self._parts[start][0]
         return [*found, (position, self._nbytes)] if position < self._nbytes else found
 
 
 class RecordChecksums:
-    """Knows for each record which bytes have been checked; `mismatch` is called with (record, computed CRC)."""
+    """Knows for each record which bytes have been checked.
 
-    def __init__(self, records: RecordTable, mismatch: Callable[[int, int], None]) -> None:
+    Args:
+        records: the source's.
+        mismatch: called with (record, computed CRC) where they disagree.
+        left_open: marks records of which others read parts too: what is read here is kept for `take_parts`, and
+            nothing is compared. None: no record is.
+    """
+
+    def __init__(
+        self, records: RecordTable, mismatch: Callable[[int, int], None], *, left_open: BoolArray | None = None
+    ) -> None:
         self._nbytes = records.nbytes
         self._expected = records.crc32
         self._mismatch = mismatch
+        self._left_open = left_open
         self._parts: dict[int, JoinedCrc32] = {}
         self._checked: set[int] = set()
         self._lock = threading.Lock()
@@ -82,19 +103,27 @@ class RecordChecksums:
         """Take in bytes of a record that were read at `start`; bytes seen before count once."""
         if not self.wants(record):
             return
-        crc = isal_zlib.crc32(data)
+        self.join(record, start, start + len(data), isal_zlib.crc32(data))
+
+    def join(self, record: int, start: int, end: int, crc: int) -> None:
+        """Take in the CRC of a record's bytes [start, end); errors and the rest as `add`."""
+        if not self.wants(record):
+            return
         with self._lock:
             if record in self._checked:
                 return
             part = self._part(record)
-            part.add(start, start + len(data), crc)  # what it leaves out is left to `missing`
-            value = part.value
+            part.add(start, end, crc)  # what it leaves out is left to `missing`
+            value = None if self._is_open(record) else part.value
             if value is None:
                 return
             del self._parts[record]
             self._checked.add(record)
             if value != self._expected[record]:
                 self._mismatch(record, value)
+
+    def _is_open(self, record: int) -> bool:
+        return self._left_open is not None and bool(self._left_open[record])
 
     def _part(self, record: int) -> JoinedCrc32:
         part = self._parts.get(record)
@@ -103,6 +132,25 @@ class RecordChecksums:
         return part
 
     def missing(self, records: Iterable[int]) -> list[tuple[int, int, int]]:
-        """Return (record, start, end) of all bytes of these records that have not been added yet."""
+        """Return (record, start, end) of all bytes of these records that have not been added yet, but of open ones."""
         with self._lock:
-            return [(record, *gap) for record in records if self.wants(record) for gap in self._part(record).gaps()]
+            wanted = [record for record in records if self.wants(record) and not self._is_open(record)]
+            return [(record, *gap) for record in wanted for gap in self._part(record).gaps()]
+
+    def take_parts(self, records: Iterable[int]) -> list[tuple[int, int, int, int]]:
+        """Return (record, start, end, CRC) of what was added of these records and not compared, and forget it."""
+        with self._lock:
+            known = [(record, self._parts.pop(record)) for record in records if record in self._parts]
+        return [(record, *part) for record, parts in known for part in parts.parts]
+
+
+def read_rest(checksums: RecordChecksums, source: Source, records: Iterable[int], staging: memoryview) -> None:
+    """Read what nobody has read of these records (padding, left-out parts), for their checksums alone.
+
+    Raises:
+        CorruptError: as the source, or as the checksums' `mismatch`.
+    """
+    for record, start, stop in checksums.missing(records):
+        for position in range(start, stop, len(staging)):
+            nbytes = min(len(staging), stop - position)
+            checksums.add(record, position, source.fetch(record, position, nbytes, staging))

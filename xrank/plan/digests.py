@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import xxhash
 
-__all__ = ["BLOCK_NBYTES", "TensorDigest", "digest_of_file", "digest_text"]
+__all__ = ["BLOCK_NBYTES", "DigestPart", "TensorDigest", "digest_of_file", "digest_text"]
 
 BLOCK_NBYTES = 1 << 16
+
+
+class DigestPart(NamedTuple):
+    """What is known of a tensor's digest where only a stretch of its bytes was seen."""
+
+    first_block: int
+    blocks: bytes
+    """Digests of blocks that lie whole in the stretch, in order."""
+    edges: tuple[tuple[int, bytes], ...]
+    """(start, bytes) of the blocks that the stretch begins and ends in."""
 
 
 class TensorDigest:
@@ -23,7 +34,8 @@ class TensorDigest:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._num_blocks = self._missing = -(-nbytes // BLOCK_NBYTES)
-        self._blocks = bytearray(self._num_blocks * 16)
+        self._first, self._last = self._num_blocks, 0  # of those that are known
+        self._blocks = bytearray()  # 16 bytes for each; made when the first is known
         self._edges: dict[int, list[tuple[int, bytes]]] = {}
         self._lock = threading.Lock()
 
@@ -64,8 +76,27 @@ class TensorDigest:
 
     def _finish(self, block: int, digests: bytes) -> None:
         """Put the digests of one block or more in their place; the lock is held."""
+        if not self._blocks:
+            self._blocks = bytearray(self._num_blocks * 16)
         self._blocks[block * 16 : block * 16 + len(digests)] = digests
-        self._missing -= len(digests) // 16
+        num_blocks = len(digests) // 16
+        self._missing -= num_blocks
+        self._first, self._last = min(self._first, block), max(self._last, block + num_blocks)
+
+    def part(self) -> DigestPart:
+        """Return what is known; the bytes that were added must be one stretch."""
+        known = self._num_blocks - self._missing
+        assert known == max(0, self._last - self._first), "blocks between those that are known are missing"
+        edges = tuple(edge for _, parts in sorted(self._edges.items()) for edge in parts)
+        return DigestPart(self._first, bytes(self._blocks[self._first * 16 : self._last * 16]), edges)
+
+    def join(self, part: DigestPart) -> None:
+        """Take in what another digest of the same tensor knows, of bytes that are new here."""
+        if part.blocks:
+            with self._lock:
+                self._finish(part.first_block, part.blocks)
+        for start, data in part.edges:
+            self._add_edge(start, memoryview(data))
 
     def digest(self) -> bytes:
         """Return the digest; every byte must have been added."""

@@ -7,15 +7,15 @@ read while it is in cache, and writes it. Memory is the workers' buffers, whatev
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from xrank.errors import UsageError
 from xrank.plan.buffers import Source, Target
 from xrank.plan.checksums import RecordChecksums
-from xrank.plan.digests import digest_of_file
 from xrank.plan.faults import checksum_error
+from xrank.plan.file_parts import FilePart, FinishedFile, finished_file
 from xrank.plan.merging import MergedTensors
 from xrank.plan.planner import Plan
 from xrank.plan.windows import WINDOW_NBYTES, FileWindows
@@ -58,21 +58,13 @@ class Budget:
         return cls(workers, min(_STAGING_NBYTES, room // 4096 * 4096))
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedFile:
-    """An output file whose every byte is written and whose sources are checked."""
-
-    index: int
-    digest: bytes
-    tensor_digests: tuple[bytes, ...]
-    """In the file's order."""
-
-
 @dataclass(slots=True)
 class Outcome:
     """What an execution found."""
 
     files: dict[int, FinishedFile] = field(default_factory=dict)
+    parts: dict[int, FilePart] = field(default_factory=dict)
+    """Of files of which a share was made."""
     num_checksums: int = 0
     """Records whose every byte agreed with its recorded checksum."""
     differences: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -86,9 +78,12 @@ def execute(
     *,
     budget: Budget,
     files: Sequence[int] | None = None,
+    shares: Mapping[int, range] | None = None,
+    checksums: RecordChecksums | None = None,
     replicas: Literal["verify", "pick"] = "verify",
     begin: Callable[[int], None] = lambda index: None,
     finish: Callable[[FinishedFile], None] = lambda finished: None,
+    finish_share: Callable[[FilePart], None] = lambda part: None,
     cancelled: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Outcome:
@@ -100,10 +95,14 @@ def execute(
         target: where the output is written.
         budget: threads and buffers.
         files: indices of the output files to make, in this order; all if None.
+        shares: in place of `files`, which windows to make of which files. Of those files no ending is written, and
+            their records are checked as far as they are read; what others read too is theirs to join.
+        checksums: knows what other executions have read of the records; None: nothing was read.
         replicas: whether pieces that must be equal and are not end the execution, or are counted.
         begin: called once for each file before its first byte is written, by one thread at a time.
         finish: called for each file after its last byte was written and its sources were checked, by any thread.
-        cancelled: asked before each window.
+        finish_share: called for each share after its last byte was written, by any thread.
+        cancelled: asked before each window, by one thread at a time; it may raise, too.
         progress: told the bytes of each finished window, by one thread at a time.
 
     Raises:
@@ -112,8 +111,11 @@ def execute(
         UsageError: a cast would turn a finite value into an infinite one.
         CancelledError: `cancelled` said so.
     """
-    state = _Execution(plan, source, target, replicas, begin, finish, cancelled, progress)
-    state.queue = state.windows(range(len(plan.files)) if files is None else files)
+    state = _Execution(plan, source, target, replicas, begin, finish, finish_share, cancelled, progress)
+    if checksums is not None:
+        state.checksums = checksums
+    whole = range(len(plan.files)) if files is None else files
+    state.queue = state.windows([(index, None) for index in whole] if shares is None else shares.items())
     workers = [Worker(state, budget.staging_nbytes) for _ in range(budget.workers)]
     threads = [threading.Thread(target=worker.work, name=f"xrank-worker-{i}") for i, worker in enumerate(workers)]
     try:
@@ -149,11 +151,13 @@ class _Execution:
         replicas: Literal["verify", "pick"],
         begin: Callable[[int], None],
         finish: Callable[[FinishedFile], None],
+        finish_share: Callable[[FilePart], None],
         cancelled: Callable[[], bool],
         progress: Callable[[int], None],
     ) -> None:
         self.plan, self.source, self.target, self.replicas = plan, source, target, replicas
-        self._begin, self._finish, self._cancelled, self._progress = begin, finish, cancelled, progress
+        self._begin, self._finish, self._finish_share = begin, finish, finish_share
+        self._cancelled, self._progress = cancelled, progress
         self.queue: Iterator[tuple[FileWindows, int]] = iter(())
         self.outcome = Outcome()
         self.failure: BaseException | None = None
@@ -164,12 +168,12 @@ class _Execution:
     def _mismatch(self, record: int, crc: int) -> None:
         raise checksum_error(self.plan, record, crc)
 
-    def windows(self, files: Sequence[int]) -> Iterator[tuple[FileWindows, int]]:
-        """Yield all windows of these files in order, each file begun before its first."""
-        for index in files:
+    def windows(self, files: Iterable[tuple[int, range | None]]) -> Iterator[tuple[FileWindows, int]]:
+        """Yield all windows of these files, or their shares of them, in order, each file begun before its first."""
+        for index, share in files:
             self._begin(index)
-            file = FileWindows(self.plan.files[index], index)
-            for window in range(file.count):
+            file = FileWindows(self.plan.files[index], index, share)
+            for window in file.share:
                 yield file, window
 
     def next_window(self) -> tuple[FileWindows, int] | None:
@@ -189,14 +193,18 @@ class _Execution:
             return file.remaining == 0
 
     def file_done(self, file: FileWindows) -> None:
-        """Report a file whose windows are all written and whose records are checked."""
-        output = file.plan.output
+        """Report a file whose windows are all written and whose records are checked; or a share of one."""
+        if not file.is_whole:
+            part = file.part()
+            self._finish_share(part)
+            with self._lock:
+                self.outcome.parts[file.index] = part
+            return
         ending = file.ending()
         for offset, data in ending:
             self.target.write(file.index, offset, memoryview(data))
-        digests = tuple(digest.digest() for digest in file.digests)
-        around = b"".join((output.header, *(data for _, data in (*output.fragments, *ending))))
-        finished = FinishedFile(file.index, digest_of_file(around, digests), digests)
+        digests = [digest.digest() for digest in file.digests]
+        finished = finished_file(file.plan.output, file.index, digests, ending)
         self._finish(finished)
         with self._lock:
             self.outcome.files[file.index] = finished

@@ -18,6 +18,7 @@ from xrank import dtypes
 from xrank.layout.nests import Nest, restrict, swap
 from xrank.plan.checksums import JoinedCrc32
 from xrank.plan.digests import TensorDigest
+from xrank.plan.file_parts import FilePart
 from xrank.plan.planner import Copies, FilePlan, TensorPlan
 
 __all__ = ["WINDOW_NBYTES", "FileWindows", "Portion", "PreparedCopies", "PreparedTensor"]
@@ -71,12 +72,21 @@ class PreparedTensor:
 
 
 class FileWindows:
-    """The windows of one output file, its tensors' digests, and how many windows are still to be written."""
+    """The windows of one output file, its tensors' digests, and how many windows are still to be written.
 
-    def __init__(self, plan: FilePlan, index: int) -> None:
+    Args:
+        plan: the file's.
+        index: its number in the whole plan.
+        share: those of its windows that are made here; all if None.
+    """
+
+    def __init__(self, plan: FilePlan, index: int, share: range | None = None) -> None:
         self.plan = plan
         self.index = index
-        self.count = self.remaining = -(-plan.output.nbytes // WINDOW_NBYTES)
+        self.count = -(-plan.output.nbytes // WINDOW_NBYTES)
+        self.is_whole = share is None
+        self.share = range(self.count) if share is None else share
+        self.remaining = len(self.share)
         self.digests = [TensorDigest(tensor.output.nbytes) for tensor in plan.tensors]
         self._crcs = [JoinedCrc32(tensor.output.nbytes) for tensor in plan.tensors] if plan.output.ending else []
         self._lock = threading.Lock()
@@ -124,6 +134,15 @@ class FileWindows:
             return []
         crcs = [crc.value for crc in self._crcs]
         return list(self.plan.output.ending([crc for crc in crcs if crc is not None]))
+
+    def part(self) -> FilePart:
+        """Return what the share's windows, which must all be done, add to what is said of the whole file."""
+        digests = ((tensor, digest.part()) for tensor, digest in enumerate(self.digests))
+        return FilePart(
+            self.index,
+            tuple((tensor, part) for tensor, part in digests if part.blocks or part.edges),
+            tuple((tensor, *part) for tensor, crc in enumerate(self._crcs) for part in crc.parts if part[0] < part[1]),
+        )
 
     def prepared(self, tensor: int) -> PreparedTensor:
         """Return a tensor's copies made ready for cutting; the last few are kept, as windows come in order."""

@@ -11,7 +11,7 @@ from xrank import dtypes
 from xrank.layout.nests import Nest
 from xrank.plan.buffers import Source, Target
 from xrank.plan.casts import CastOverflowError, copy_cast, copy_same, count_cast_different, count_different
-from xrank.plan.checksums import RecordChecksums
+from xrank.plan.checksums import RecordChecksums, read_rest
 from xrank.plan.faults import difference_error, overflow_error
 from xrank.plan.low_rank import add_low_rank
 from xrank.plan.merging import MergedTensor, MergedTensors
@@ -85,7 +85,8 @@ class Worker:
             self._window[start : start + len(data)] = data
         self._shared.target.write(file.index, first, self._window[:nbytes])
         if self._shared.window_done(file, nbytes):
-            self._check_rest(file)
+            if file.is_whole:
+                read_rest(self._shared.checksums, self._shared.source, file.records, self._staging)
             self._shared.file_done(file)
 
     def _clear(self, start: int, stop: int) -> None:
@@ -164,14 +165,6 @@ class Worker:
             if tile.is_dense:
                 self._shared.checksums.add(record, tile.start * width, data)
             yield tile, data
-
-    def _check_rest(self, file: FileWindows) -> None:
-        """Read what no window of a file read of its records (padding, left-out parts), for their checksums alone."""
-        for record, start, stop in self._shared.checksums.missing(file.records):
-            for position in range(start, stop, len(self._staging)):
-                nbytes = min(len(self._staging), stop - position)
-                data = self._shared.source.fetch(record, position, nbytes, self._staging)
-                self._shared.checksums.add(record, position, data)
 
 
 def _count(plan: TensorPlan, tile: Tile, data: memoryview, part: memoryview) -> int:

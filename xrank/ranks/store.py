@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import count
 from typing import Any, Protocol
 
-from xrank.errors import RankFailedError, UsageError
+from xrank.environment import Launch
+from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 
-__all__ = ["GroupStore", "LocalStore", "Store", "find_store"]
+__all__ = ["GroupStore", "LaunchedRanks", "LocalStore", "Store", "find_store", "launched_ranks"]
 
 _PREFIX = "xrank/"
+_groups = count(1)
 
 
 class Store(Protocol):
@@ -86,6 +90,19 @@ class LocalStore:
         return self
 
 
+class LaunchedRanks:
+    """Stands for a process group where there is none: all ranks that a launcher started, and their store.
+
+    Args:
+        store: seen by all of them.
+        is_own: whether rank 0's process keeps it, so that it ends with that.
+    """
+
+    def __init__(self, store: GroupStore, *, is_own: bool) -> None:
+        self.store = store
+        self.is_own = is_own
+
+
 def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:
     """Return the store of a process group; of the world where the group is None.
 
@@ -95,24 +112,88 @@ def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:
     Raises:
         UsageError: there is no store that these ranks share.
     """
+    if isinstance(group, LaunchedRanks):
+        return group.store
     import torch.distributed
 
     distributed: Any = torch.distributed  # its stubs leave the stores out
     if distributed.is_available() and distributed.is_initialized():
         owner: Any = distributed.group.WORLD if group is None else group
         return GroupStore(owner.get_group_store())
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_ADDR" in environ:
-        store = distributed.TCPStore(
-            environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
-        )
-        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return GroupStore(distributed.PrefixStore(f"xrank/attempt_{attempt}", store))
+    if _has_agent_store(environ):
+        return _agent_store(environ)
     raise UsageError(
         "the ranks have no store to find each other by",
         got="torch.distributed is not initialised",
         want="an initialised process group, or torchrun",
         next_step="call torch.distributed.init_process_group first",
     )
+
+
+def launched_ranks(launch: Launch, environ: Mapping[str, str], *, timeout_seconds: float) -> LaunchedRanks:
+    """Return the ranks of a launcher as a new group: with torchrun's store, or with one that rank 0 keeps.
+
+    Every rank must make as many of them.
+
+    Raises:
+        UsageError: nothing says where a store is or could be.
+        RankTimeoutError: rank 0 opened none in time.
+    """
+    name = f"group_{next(_groups)}"  # a name in a store is not used twice
+    if _has_agent_store(environ):
+        return LaunchedRanks(_agent_store(environ, name), is_own=False)
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise UsageError(
+            f"the ranks that {launch.launcher} started have no place to meet at",
+            got=f"MASTER_ADDR={address or ''} MASTER_PORT={port}",
+            want="MASTER_ADDR, rank 0's host, and MASTER_PORT, a free port there, in the environment of every rank",
+            next_step="set both, or start the ranks by torchrun, which does",
+        )
+    import torch.distributed
+
+    distributed: Any = torch.distributed
+    is_first = launch.rank == 0
+    try:
+        store = distributed.TCPStore(
+            address,
+            int(port),
+            launch.world_size,
+            is_first,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:  # torch.distributed.DistError
+        cause = str(error).splitlines()[0][:200]
+        if is_first:
+            raise UsageError(
+                f"rank 0 cannot open a store at {address}:{port}, where MASTER_ADDR and MASTER_PORT are: {cause}",
+                rank=0,
+                got=cause,
+                next_step="give MASTER_PORT a port that is free on rank 0's host",
+            ) from error
+        raise RankTimeoutError(
+            f"rank 0 opened no store at {address}:{port} within {timeout_seconds:g} s: {cause}",
+            rank=0,
+            waiting_for=(0,),
+            next_step="look at rank 0's own error first; MASTER_ADDR must be rank 0's host, seen from all others",
+        ) from error
+    return LaunchedRanks(GroupStore(distributed.PrefixStore(name, store)), is_own=True)
+
+
+def _has_agent_store(environ: Mapping[str, str]) -> bool:
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_ADDR" in environ
+
+
+def _agent_store(environ: Mapping[str, str], *names: str) -> GroupStore:
+    import torch.distributed
+
+    distributed: Any = torch.distributed
+    store = distributed.TCPStore(
+        environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
+    )
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return GroupStore(distributed.PrefixStore("/".join(("xrank", f"attempt_{attempt}", *names)), store))
 
 
 @contextmanager
