@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,7 +29,7 @@ class Match:
     """Names that no rule has, and that are not ignored."""
     ignored: tuple[str, ...]
     missing: tuple[str, ...]
-    """Tensors, as the recipe has them, that none of the names becomes."""
+    """Hugging Face's tensors, as the recipe has them, that none of the names becomes, or is."""
 
     @property
     def fits(self) -> bool:
@@ -74,13 +74,13 @@ def active_rules(recipe: Recipe, is_reversed: bool) -> tuple[int, ...]:
 
 def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) -> Match:
     """Return how a recipe fits these names: the training framework's, or, reversed, Hugging Face's."""
-    plain, expressions = _index(recipe, is_reversed)
+    kinds = _index(recipe, is_reversed)
     ignored = [re.compile(pattern) for pattern in recipe.ignored]
     used: dict[_Place, list[str]] = {}
     unknown: list[str] = []
     left_out: list[str] = []
     for name in names:
-        places = plain.get(name) or [at for at, expression in expressions if expression.fullmatch(name)]
+        places = [at for at, expression in kinds.get(_kind(name), ()) if expression.fullmatch(name)]
         for place in places:
             used.setdefault(place, []).append(name)
         if not places:
@@ -91,35 +91,39 @@ def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) ->
         {place: tuple(used[place]) for place in sorted(used)},
         tuple(unknown),
         tuple(left_out),
-        tuple(_missing(recipe, {rule for rule, _ in used}, is_reversed)),
+        tuple(_missing(recipe, used, is_reversed)),
     )
 
 
 @lru_cache(maxsize=64)
-def _index(
-    recipe: Recipe, is_reversed: bool
-) -> tuple[dict[str, list[_Place]], Sequence[tuple[_Place, re.Pattern[str]]]]:
-    plain: dict[str, list[_Place]] = {}
-    expressions = []
+def _index(recipe: Recipe, is_reversed: bool) -> dict[str, list[tuple[_Place, re.Pattern[str]]]]:
+    """Return kind of name -> the places it may have: a model has thousands of names of some dozen kinds."""
+    found: dict[str, list[tuple[_Place, re.Pattern[str]]]] = {}
     for number in active_rules(recipe, is_reversed):
         for form, side in enumerate(froms(recipe.rules[number], is_reversed)):
-            if side.name.dims:
-                expressions.append(((number, form), re.compile(side.name.expression)))
-            else:
-                plain.setdefault(str(side.name), []).append((number, form))
-    return plain, expressions
+            kind = _kind(side.name.at(*(0 for _ in side.name.dims)))
+            found.setdefault(kind, []).append(((number, form), re.compile(side.name.expression)))
+    return found
 
 
-def _missing(recipe: Recipe, used: set[int], is_reversed: bool) -> list[str]:
-    """Return the ends of rules that a model must have, and that none of the used rules makes."""
-    made = {str(side) for number in used for side in ends(recipe.rules[number], is_reversed)}
+@lru_cache(maxsize=1 << 17)
+def _kind(name: str) -> str:
+    return re.sub(r"[0-9]+", "0", name)
+
+
+def _missing(recipe: Recipe, used: Iterable[_Place], is_reversed: bool) -> list[str]:
+    """Return the targets of rules that a model must have, and that none of the used rules makes, or has."""
+    made: set[str] = set()
+    for number, form in used:
+        sides = froms(recipe.rules[number], True)
+        made.update(map(str, sides[form : form + 1] if is_reversed else sides))
     groups = {rule.group for rule in recipe.rules if rule.group is not None}
-    present = {recipe.rules[number].group for number in used}
-    raised = {recipe.rules[number].when for number in used} - {None}
+    present = {recipe.rules[number].group for number, _ in used}
+    raised = {recipe.rules[number].when for number, _ in used} - {None}
     wanted: list[str] = []
     for number in active_rules(recipe, is_reversed):
         rule = recipe.rules[number]
         is_due = is_required(rule) or rule.when in raised
         if is_due and (rule.group is None or rule.group in present or not groups & present):
-            wanted += map(str, ends(rule, is_reversed))
+            wanted += map(str, rule.targets.values())
     return [text for text in dict.fromkeys(wanted) if text not in made]

@@ -1,0 +1,186 @@
+"""Symbolic shapes as equations: sums of products of sizes, each the length of a dim, solved together.
+
+`[g <q: r d | k: d | v: d>]` of length n is  g r d + 2 g d = n. A product of sizes that are not known is an unknown of
+its own, so the equations are linear; a size that gets known is put in, until no more do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from xrank.layout.notation import Node, Parts, Product, Size
+
+__all__ = ["Conflict", "DimLength", "SolvedSizes", "solve_lengths"]
+
+_Monomial = tuple[str, ...]
+"""A product of sizes, by their names, sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class DimLength:
+    """A dim of a tensor, and how long it is."""
+
+    tensor: str
+    dim: int
+    node: Node
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A dim whose length is not what others make it."""
+
+    at: DimLength
+    want: Fraction
+    """The length that the others make it; for a quotient that is no whole number, the quotient."""
+    others: tuple[DimLength, ...]
+    """Where the sizes are from; empty if they were told."""
+    is_quotient: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedSizes:
+    """Sizes that lengths tell, and where each is from."""
+
+    sizes: Mapping[str, int]
+    """The told ones, too."""
+    origins: Mapping[str, tuple[DimLength, ...]]
+    """Without those of told sizes."""
+
+
+def solve_lengths(lengths: Sequence[DimLength], told: Mapping[str, int]) -> SolvedSizes | Conflict:
+    """Return the sizes that solve all lengths, or the first conflict.
+
+    Args:
+        lengths: dims whose nodes hold sizes, products and parts.
+        told: sizes known beforehand.
+    """
+    sizes, origins = dict(told), dict[str, tuple[DimLength, ...]]()
+    while True:
+        rows = _Rows(sizes, origins)
+        for at in lengths:
+            conflict = rows.take(at)
+            if conflict is not None:
+                return conflict
+        known = len(sizes)
+        for monomial, (value, row_origins) in rows.solved().items():
+            if value.denominator != 1 or value < 1:
+                return Conflict(row_origins[-1], value, row_origins[:-1], is_quotient=True)
+            if len(monomial) == 1:
+                sizes[monomial[0]] = int(value)
+                origins[monomial[0]] = row_origins
+        if len(sizes) == known:
+            return rows.indivisible() or SolvedSizes(sizes, origins)
+
+
+@dataclass(slots=True)
+class _Row:
+    """pivot + rest = value."""
+
+    rest: dict[_Monomial, Fraction]
+    value: Fraction
+    origins: tuple[DimLength, ...]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Linear equations in echelon form: a row holds only unknowns smaller than its pivot."""
+
+    sizes: Mapping[str, int]
+    origins: Mapping[str, tuple[DimLength, ...]]
+    by_pivot: dict[_Monomial, _Row] = field(default_factory=dict)
+
+    def take(self, at: DimLength) -> Conflict | None:
+        """Add an equation; return the conflict with those before it, if there is one."""
+        row = {monomial: Fraction(n) for monomial, n in _polynomial(at.node, self.sizes).items()}
+        value = Fraction(at.length) - row.pop((), Fraction(0))
+        others = [origin for name in _names(at.node) for origin in self.origins.get(name, ())]
+        while pivots := [monomial for monomial in row if monomial in self.by_pivot]:
+            pivot = max(pivots, key=_order)
+            factor, other = row.pop(pivot), self.by_pivot[pivot]
+            value -= factor * other.value
+            for monomial, n in other.rest.items():
+                row[monomial] = row.get(monomial, Fraction(0)) - factor * n
+            row = {monomial: n for monomial, n in row.items() if n}
+            others += other.origins
+        unique = tuple(dict.fromkeys(others))
+        if not row:
+            return Conflict(at, at.length - value, unique) if value else None
+        pivot = max(row, key=_order)
+        factor = row.pop(pivot)
+        self.by_pivot[pivot] = _Row(
+            {monomial: n / factor for monomial, n in row.items()}, value / factor, (*unique, at)
+        )
+        return None
+
+    def solved(self) -> dict[_Monomial, tuple[Fraction, tuple[DimLength, ...]]]:
+        """Return the unknowns that have one value."""
+        found: dict[_Monomial, tuple[Fraction, tuple[DimLength, ...]]] = {}
+        for pivot in sorted(self.by_pivot, key=_order):
+            row = self.by_pivot[pivot]
+            if all(monomial in found for monomial in row.rest):
+                value = row.value - sum((n * found[monomial][0] for monomial, n in row.rest.items()), Fraction(0))
+                others = [origin for monomial in row.rest for origin in found[monomial][1]]
+                found[pivot] = value, tuple(dict.fromkeys((*others, *row.origins)))
+        return found
+
+    def indivisible(self) -> Conflict | None:
+        """Return two products of which one holds the other's sizes, and whose quotient is no whole number."""
+        solved = self.solved()
+        for larger, (value, origins) in solved.items():
+            for smaller, (divisor, others) in solved.items():
+                if _holds(larger, smaller) and (value / divisor).denominator != 1:
+                    return Conflict(origins[-1], value / divisor, (others[-1],), is_quotient=True)
+        return None
+
+
+def _order(monomial: _Monomial) -> tuple[int, _Monomial]:
+    return len(monomial), monomial
+
+
+def _holds(larger: _Monomial, smaller: _Monomial) -> bool:
+    left = list(larger)
+    for name in smaller:
+        if name not in left:
+            return False
+        left.remove(name)
+    return bool(left)
+
+
+def _names(node: Node) -> list[str]:
+    match node:
+        case Size(str() as name):
+            return [name]
+        case Product(factors):
+            return [name for factor in factors for name in _names(factor)]
+        case Parts(parts):
+            return [name for part in parts for name in _names(part.of)]
+    return []
+
+
+def _polynomial(node: Node, sizes: Mapping[str, int]) -> dict[_Monomial, int]:
+    match node:
+        case Size(str() as name):
+            return {(): sizes[name]} if name in sizes else {(name,): 1}
+        case Size(int() as number):
+            return {(): number}
+        case Product(factors):
+            found: dict[_Monomial, int] = {(): 1}
+            for factor in factors:
+                terms = _polynomial(factor, sizes)
+                product: dict[_Monomial, int] = {}
+                for a, n in found.items():
+                    for b, m in terms.items():
+                        key = tuple(sorted((*a, *b)))
+                        product[key] = product.get(key, 0) + n * m
+                found = product
+            return found
+        case Parts(parts):
+            total: dict[_Monomial, int] = {}
+            for part in parts:
+                for key, n in _polynomial(part.of, sizes).items():
+                    total[key] = total.get(key, 0) + n
+            return total
+    raise AssertionError(node)  # parse_side lets nothing else through
