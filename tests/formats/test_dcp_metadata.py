@@ -280,8 +280,9 @@ def test_stretches_taken_whole_are_held_to_the_rules_of_pickle(tmp_path: Path) -
     data = pickle.dumps(made({"first": [(3, 4)] * 4, "other": [(3, 4)] * 4}, 4))
     assert read(tmp_path, data)
     # Four pieces where the opcode takes one; without a mark for the opcode that takes all down to it.
-    at = data.rindex(b"e", 0, data.index(b"storage_data"))
+    at = data.rindex(b"e", 0, data.index(b"planner_data"))
     mark = data.rindex(b"]\x94(", 0, at) + 2
+    assert data[at + 1 : at + 3] == b"ub"
     # A text that claims another length than it has.
     text = data.rindex(b"\x8c\x05other")
     for broken in (
