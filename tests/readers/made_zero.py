@@ -121,6 +121,8 @@ class Zero:
     """Stages 1 and 2: every parameter but the last begins at a multiple of it (``parameter_alignment``)."""
     is_old: bool = False
     """Stages 1 and 2: with the padding, without paddings and slices (before 0.4)."""
+    multiple: int = 2
+    """Stages 1 and 2: a group is padded to this multiple of the ranks (1 before version 0.3.16)."""
     is_bf16_optimizer: bool = False
     """Stage 1 with bf16 and gradients summed in fp32."""
     changed_state: Mapping[str, Any] = field(default_factory=dict)
@@ -276,7 +278,7 @@ def _flattened(group: Tensors, how: Zero) -> tuple[torch.Tensor, dict[str, tuple
         cut[name] = (position, position + tensor.numel())
         pieces.append(tensor.flatten())
         position += tensor.numel()
-    pieces.append(torch.zeros(-position % (2 * how.num_ranks)))
+    pieces.append(torch.zeros(-position % (how.multiple * how.num_ranks)))
     return torch.cat(pieces), cut
 
 

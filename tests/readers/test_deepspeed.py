@@ -64,6 +64,7 @@ WAYS = {
     "zero2 of more ranks than a group has elements": Zero(stage=2, num_ranks=9),
     "zero2 with aligned parameters": Zero(stage=2, alignment=8),
     "zero2 of old": Zero(stage=2, is_old=True, prefix="", suffix="optim_states.pt"),
+    "zero2 of very old": Zero(stage=2, is_old=True, prefix="", multiple=1),
     "zero1": Zero(stage=1, prefix=""),
     "zero1 by BF16_Optimizer": Zero(stage=1, is_bf16_optimizer=True),
 }
@@ -101,6 +102,7 @@ def test_random_models_ranks_and_stages(tmp_path, soak):
             ends=sorted(draw.sample(range(1, stream), min(2, stream - 1))) if draw.random() < 0.3 else None,
             alignment=draw.choice((1, 1, 4, 8)),
             is_old=draw.random() < 0.2,
+            multiple=draw.choice((1, 2, 2)),
         )
         if how.is_old:
             how.alignment = 1
@@ -120,6 +122,16 @@ def test_without_zero_the_modules_are_whole(tmp_path):
     rounded = {name: tensor.bfloat16() for name, tensor in model.trained.items()}
     got = gathered(tmp_path / "run", tmp_path / "out")
     assert_same(got, {**model.expected, **rounded})  # the tie is written once: one storage under two names
+
+
+def test_buffers_of_one_storage_are_no_tie(tmp_path):
+    """Modules keep a buffer under each of their names; a model without one of them does not load."""
+    model = made_model()
+    model.buffers = {"layers.0.table": torch.rand(3), **model.buffers}
+    model.buffers["layers.1.table"] = model.buffers["layers.0.table"]
+    for stage in (0, 2):
+        write_zero(tmp_path / str(stage), model, Zero(stage=stage))
+        assert set(model.buffers) <= set(gathered(tmp_path / str(stage), tmp_path / f"out{stage}"))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -478,6 +490,8 @@ def test_model_states_that_do_not_fit(tmp_path, stage, changes, kind, words):
     (2, {"single_partition_of_fp32_groups": None}, UsageError, ("no fp32 weights",)),
     (3, {"fp32_flat_groups": [1, 2]}, CorruptError, ("no tensors",)),
     (2, {"param_alignment_paddings": [[1], [2]]}, ContradictionError, ("paddings",)),
+    (2, {"param_alignment_paddings": [[0, 0, 0, 0]]}, ContradictionError, ("0 paddings in group 1",)),
+    (3, {"fp32_flat_groups": []}, ContradictionError, ("do not fit the model states",)),
     (2, {"param_alignment_paddings": [[0, 0, 0, -1]]}, CorruptError, ("param_alignment_paddings",)),
     (2, {"group_paddings": [1, 1], "param_slice_mappings": None}, ContradictionError, ("padding",)),
     (2, {"param_slice_mappings": [{"a": 1}]}, CorruptError, ("address",)),

@@ -164,7 +164,7 @@ def _interleaved_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dic
             )
         count = int(np.clip(numels - rank * sizes, 0, sizes).sum())
         copies.add(partition.archive, partition.flats, count, partition.origin)
-    if len(set(flats.dtypes)) > 1:
+    if len(set(flats.dtypes)) > 1 or (shapes and not flats.dtypes):
         raise _size_error(partitions.all[0], "weights of " + " and ".join(sorted(set(flats.dtypes))), "one type")
     ends = np.concatenate(([0], np.cumsum(flats.length[0])))
     found, position = {}, 0
@@ -181,7 +181,7 @@ def _interleaved_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dic
 
 def _group_shards(partitions: Partitions, number: int, shapes: Shapes) -> dict[str, StoredShard]:
     first = partitions.all[0]
-    paddings = None if first.alignments is None else first.alignments[number]
+    paddings = None if first.alignments is None else (*first.alignments, *[()] * len(first.flats))[number]
     if paddings is not None and len(paddings) != len(shapes):
         raise _size_error(first, f"{len(paddings)} paddings in group {number}", f"{len(shapes)}, one a parameter")
     places = stretches(list(shapes.values()), paddings)
@@ -203,9 +203,7 @@ def _length_error(partitions: Partitions, number: int, total: int, lengths: Sequ
     num_ranks = len(lengths)
     size = 2 * -(-total // (2 * num_ranks))
     lean = [max(0, min(size, total - rank * size)) for rank in range(num_ranks)]
-    rank = next(
-        rank for rank in range(num_ranks) if lengths[rank] not in (lean[rank], size) or lengths[rank] != lean[rank]
-    )
+    rank = next(rank for rank in range(num_ranks) if lengths[rank] != lean[rank])
     return _size_error(
         partitions.all[rank],
         f"{lengths[rank]:,} elements in group {number}",
