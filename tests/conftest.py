@@ -1,6 +1,13 @@
 """Activates the rank pool for all tests, and reads how long they may take."""
 
+import hypothesis
 import pytest
+
+# A busy machine makes any example slow, and a slow one is no failure: the time limit of the whole test is.
+hypothesis.settings.register_profile(
+    "xrank", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+)
+hypothesis.settings.load_profile("xrank")
 
 pytest_plugins = ["xrank.testing.plugin"]
 
