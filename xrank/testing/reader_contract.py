@@ -67,6 +67,14 @@ class Made:
     """What the user gives; it lies in the folder that `make` was given, and so does all it refers to."""
     expected: Mapping[str, WholeTensor]
     """Every tensor of the output, by name."""
+    base_model: Path | None = None
+    """A folder with weights of these names and shapes, where a gather needs one; `make` puts it elsewhere."""
+
+    @property
+    def hints(self) -> Hints:
+        """What a gather tells the reader of the base model."""
+        shapes = {name: tensor.shape for name, tensor in self.expected.items()}
+        return Hints() if self.base_model is None else Hints(shapes=shapes)
 
 
 def whole(tensor: Any) -> WholeTensor:
@@ -131,7 +139,7 @@ class ReaderContract:
         with _room() as folder:
             # Its own parent, so that a path may lead out of it and still stay in the room.
             shutil.copytree(made.path.parent, folder / "room", symlinks=True)
-            yield Made(folder / "room" / made.path.name, made.expected)
+            yield Made(folder / "room" / made.path.name, made.expected, made.base_model)
 
     # ---- what is sound
 
@@ -148,11 +156,11 @@ class ReaderContract:
 
     def test_every_tensor_comes_bit_for_bit(self, made: Made) -> None:
         with _room() as folder:
-            gather_checkpoint(made.path, folder / "out", format=self.reader.name)
+            gather_checkpoint(made.path, folder / "out", format=self.reader.name, base_model=made.base_model)
             _assert_same(read_model(folder / "out"), made.expected)
 
     def test_reading_twice_gives_the_same_plan(self, made: Made) -> None:
-        one, other = (self.reader.read(str(made.path), Hints()) for _ in range(2))
+        one, other = (self.reader.read(str(made.path), made.hints) for _ in range(2))
         assert [(s.name, s.dtype, s.shape, s.record.tolist()) for s in one.shards] == [
             (s.name, s.dtype, s.shape, s.record.tolist()) for s in other.shards
         ]
@@ -168,6 +176,7 @@ class ReaderContract:
     def test_no_framework_is_imported(self, made: Made) -> None:
         with _room() as folder:
             command = [sys.executable, "-c", _CHILD, str(made.path), str(folder / "out"), self.reader.name]
+            command.append(str(made.base_model or ""))
             ended = subprocess.run([*command, *self.frameworks], capture_output=True, text=True, timeout=50)  # noqa: S603
             assert ended.returncode == 0, ended.stderr
             _assert_same(read_model(folder / "out"), made.expected)
@@ -175,7 +184,7 @@ class ReaderContract:
     def test_nothing_is_written_into_the_source(self, source: Made) -> None:
         before = _state_of(source.path.parent)
         with _room() as folder:
-            gather_checkpoint(source.path, folder / "out", format=self.reader.name)
+            gather_checkpoint(source.path, folder / "out", format=self.reader.name, base_model=source.base_model)
         assert _state_of(source.path.parent) == before
 
     # ---- what is damaged
@@ -227,7 +236,7 @@ class ReaderContract:
 
     def _payload_ranges(self, source: Made) -> dict[str, list[tuple[int, int]]]:
         """Return real path -> (first byte, end) of what holds tensors; all other bytes are metadata."""
-        model = self.reader.read(str(source.path), Hints())
+        model = self.reader.read(str(source.path), source.hints)
         found: dict[str, list[tuple[int, int]]] = {}
         used = {record for shard in model.shards for record in shard.record.tolist()}
         for record in sorted(used):
@@ -242,7 +251,7 @@ class ReaderContract:
         """Return the error of a gather after the change, and whether it gave the right bytes; undo the change."""
         with _room() as folder, change.made():
             try:
-                gather_checkpoint(source.path, folder / "out", format=self.reader.name)
+                gather_checkpoint(source.path, folder / "out", format=self.reader.name, base_model=source.base_model)
             except XrankError as error:
                 assert not os.path.exists(folder / "out"), f"{change.what}: a refused gather left an output"
                 return error, False
@@ -255,14 +264,14 @@ class ReaderContract:
 _CHILD = """
 import sys
 from importlib.abc import MetaPathFinder
-source, out, name, *frameworks = sys.argv[1:]
+source, out, name, base_model, *frameworks = sys.argv[1:]
 class Absent(MetaPathFinder):
     def find_spec(self, full, path=None, target=None):
         if full.partition(".")[0] in frameworks:
             raise ImportError(f"{full} must not be needed")
 sys.meta_path.insert(0, Absent())
 from xrank.conversion.gather import gather_checkpoint
-gather_checkpoint(source, out, format=name)
+gather_checkpoint(source, out, format=name, base_model=base_model or None)
 assert not set(frameworks) & set(sys.modules)
 """
 
