@@ -109,6 +109,8 @@ class ReaderContract:
     reader: ClassVar[Reader]
     frameworks: ClassVar[tuple[str, ...]] = ("torch",)
     """Modules that reading must not import."""
+    recipe: ClassVar[str | None] = None
+    """As ``--recipe``; ``"none"`` where `Made.expected` has a training framework's own names."""
     unseen: ClassVar[Mapping[str, str]] = {}
     """Fault (a name in `xrank.testing.source_faults.FAULTS`) -> why the format cannot show it."""
     exit_codes: ClassVar[Mapping[str, frozenset[int]]] = {}
@@ -156,7 +158,7 @@ class ReaderContract:
 
     def test_every_tensor_comes_bit_for_bit(self, made: Made) -> None:
         with _room() as folder:
-            gather_checkpoint(made.path, folder / "out", format=self.reader.name, base_model=made.base_model)
+            self._gather(made, folder / "out")
             _assert_same(read_model(folder / "out"), made.expected)
 
     def test_reading_twice_gives_the_same_plan(self, made: Made) -> None:
@@ -176,7 +178,7 @@ class ReaderContract:
     def test_no_framework_is_imported(self, made: Made) -> None:
         with _room() as folder:
             command = [sys.executable, "-c", _CHILD, str(made.path), str(folder / "out"), self.reader.name]
-            command.append(str(made.base_model or ""))
+            command += [str(made.base_model or ""), self.recipe or ""]
             ended = subprocess.run([*command, *self.frameworks], capture_output=True, text=True, timeout=50)  # noqa: S603
             assert ended.returncode == 0, ended.stderr
             _assert_same(read_model(folder / "out"), made.expected)
@@ -184,7 +186,7 @@ class ReaderContract:
     def test_nothing_is_written_into_the_source(self, source: Made) -> None:
         before = _state_of(source.path.parent)
         with _room() as folder:
-            gather_checkpoint(source.path, folder / "out", format=self.reader.name, base_model=source.base_model)
+            self._gather(source, folder / "out")
         assert _state_of(source.path.parent) == before
 
     # ---- what is damaged
@@ -234,6 +236,9 @@ class ReaderContract:
 
     # ---- how it is judged
 
+    def _gather(self, made: Made, out: Path) -> None:
+        gather_checkpoint(made.path, out, format=self.reader.name, base_model=made.base_model, recipe=self.recipe)
+
     def _payload_ranges(self, source: Made) -> dict[str, list[tuple[int, int]]]:
         """Return real path -> (first byte, end) of what holds tensors; all other bytes are metadata."""
         model = self.reader.read(str(source.path), source.hints)
@@ -251,7 +256,7 @@ class ReaderContract:
         """Return the error of a gather after the change, and whether it gave the right bytes; undo the change."""
         with _room() as folder, change.made():
             try:
-                gather_checkpoint(source.path, folder / "out", format=self.reader.name, base_model=source.base_model)
+                self._gather(source, folder / "out")
             except XrankError as error:
                 assert not os.path.exists(folder / "out"), f"{change.what}: a refused gather left an output"
                 return error, False
@@ -264,14 +269,14 @@ class ReaderContract:
 _CHILD = """
 import sys
 from importlib.abc import MetaPathFinder
-source, out, name, base_model, *frameworks = sys.argv[1:]
+source, out, name, base_model, recipe, *frameworks = sys.argv[1:]
 class Absent(MetaPathFinder):
     def find_spec(self, full, path=None, target=None):
         if full.partition(".")[0] in frameworks:
             raise ImportError(f"{full} must not be needed")
 sys.meta_path.insert(0, Absent())
 from xrank.conversion.gather import gather_checkpoint
-gather_checkpoint(source, out, format=name, base_model=base_model or None)
+gather_checkpoint(source, out, format=name, base_model=base_model or None, recipe=recipe or None)
 assert not set(frameworks) & set(sys.modules)
 """
 
