@@ -14,6 +14,7 @@ from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
 from xrank.readers.hf_folder import HfFolderReader
 from xrank.readers.hf_shards import HfShardsReader
 from xrank.readers.megatron_dist import MegatronDistReader
+from xrank.readers.megatron_legacy import MegatronLegacyReader
 from xrank.readers.plugins import plugin_readers
 from xrank.readers.workspace import WorkspaceReader
 
@@ -26,6 +27,7 @@ READERS: tuple[Reader, ...] = (
     BinFolderReader(),
     DcpReader(),
     MegatronDistReader(),
+    MegatronLegacyReader(),
     DeepSpeedReader(),
     VerlReader(),
     AccelerateRanksReader(),
