@@ -22,11 +22,11 @@ import resource, sys, time
 start = time.perf_counter()
 from xrank.formats.dcp_metadata import read_metadata
 metadata = read_metadata(sys.argv[1])
-seconds = time.perf_counter() - start
+seconds, cpu_seconds = time.perf_counter() - start, time.process_time()
 pieces = sum(len(tensor.start) for tensor in metadata.tensors.values())
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 assert "torch" not in sys.modules
-print(f"{len(metadata.tensors):,} tensors, {pieces:,} pieces: {seconds:.2f} s, peak memory {peak:.0f} MB")
+print(f"{len(metadata.tensors):,} tensors, {pieces:,} pieces: {seconds:.2f} s ({cpu_seconds:.2f} s of CPU), peak memory {peak:.0f} MB")
 """
 
 
