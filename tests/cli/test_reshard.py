@@ -96,9 +96,9 @@ def refused(bench: Bench, kind: str, layout: Path, *options: object, **parts: ob
 def test_its_exit_codes(bench: Bench, layout: Path) -> None:
     leave(bench.workspace)
     refused(bench, "UsageError", bench.folder / "none.toml")
-    refused(bench, "UsageError", layout, "--dtype", "base", says=["reshard takes none"])
+    refused(bench, "UsageError", layout, "--dtype", "base", says=["not for states"])
     refused(bench, "UsageError", layout, "--max-memory", "0", says=["--max-memory is no size"])
-    refused(bench, "UsageError", layout, "--recipe", "llama", says=["No such option"])
+    refused(bench, "UsageError", layout, "--recipe", "llama", says=["no recipe is called llama"])
     bad = bench.folder / "bad.toml"
     bad.write_text(LAYOUT.replace('"r=2"', '"r=5"').replace("n/~r, m", "n/r, m"))
     refused(bench, "LayoutError", bad, says=["does not divide by 5"], tensor="embed.weight")

@@ -24,6 +24,12 @@ __all__ = ["reshard"]
     "--out", required=True, type=click.Path(), metavar="DIR", help="The workspace to make; it appears by one rename."
 )
 @click.option(
+    "--recipe",
+    metavar="NAME|FILE",
+    help="Between training names and Hugging Face's, whichever SRC has not.  [default: the names stay]",
+)
+@click.option("--base-model", metavar="DIR|ID", help="Model whose companions, and config.json, the states get.")
+@click.option(
     "--dtype",
     default="keep",
     metavar="keep|bf16|fp16|fp32",

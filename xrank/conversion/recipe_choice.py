@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xrank.errors import UsageError
 from xrank.plan.source import StoredModel
-from xrank.recipes.matching import Match, froms, match
+from xrank.recipes.matching import Match, ends, froms, match
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.recipe_file import read_recipe, shipped_recipes
 from xrank.recipes.rewriting import rewritten
 from xrank.recipes.sizes import check_arguments, flags_of, solve_sizes, told_sizes
 
-__all__ = ["asked_recipe", "choose_recipe", "follow_recipe"]
+__all__ = ["asked_recipe", "choose_recipe", "follow_recipe", "names_in_fp32"]
 
 
 def choose_recipe(
@@ -81,6 +82,19 @@ def asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None) -> M
     if found is None:
         raise _misfit(source, max(matches, key=lambda found: found.num_known), "the recipe does not fit")
     return found
+
+
+def names_in_fp32(found: Match, model: StoredModel) -> tuple[str, ...]:
+    """Return regular expressions for the names of a model that followed its recipe which a cast leaves alone."""
+    names = [shard.name for shard in model.shards]
+    patterns = found.recipe.keep_fp32
+    if found.is_reversed:
+        patterns = tuple(
+            ends(found.recipe.rules[number], True)[0].name.expression
+            for (number, _), old in found.used.items()
+            if any(re.fullmatch(pattern, name) for pattern in patterns for name in old)
+        )
+    return tuple(pattern for pattern in patterns if any(re.fullmatch(pattern, name) for name in names))
 
 
 def _outcome(found: Match) -> frozenset[object]:

@@ -29,6 +29,8 @@ def reshard_checkpoint(
     layouts: str | os.PathLike[str] | LayoutMap,
     out: str | os.PathLike[str],
     *,
+    recipe: str | os.PathLike[str] | None = None,
+    base_model: str | os.PathLike[str] | None = None,
     dtype: str | None = None,
     max_memory: str | int = "64MB",
     workers: int | None = None,
@@ -48,6 +50,11 @@ def reshard_checkpoint(
         layouts: the new layout: a layout file, or its content. Every tensor needs a rule; names in its ``[alias]``
             are compared with the tensors they stand for, and share their bytes in every state.
         out: the workspace to make.
+        recipe: the name of a recipe that comes with xrank, or a file: training names become Hugging Face's, or these
+            training names, whichever the source does not have. None, and ``"none"``, keep the names. The layout's
+            rules are for the new names.
+        base_model: a model folder, or the ID of one in the local Hugging Face cache: its companions, and its
+            config.json where none is beside the source.
         dtype: ``keep``, ``bf16``, ``fp16`` or ``fp32``, for floating-point tensors; None keeps, too.
         max_memory: bytes of all buffers, such as ``"64MB"``.
         workers: threads; ``min(4, cores)`` if None.
@@ -70,7 +77,7 @@ def reshard_checkpoint(
     if not dry_run:
         check_apart(os.fspath(source), path)
         check_output(out, overwrite=overwrite)
-    reshard = plan_reshard(os.fspath(source), layouts, options)
+    reshard = plan_reshard(os.fspath(source), layouts, options, recipe=recipe, base_model=base_model)
     if dry_run:
         return _report(reshard, path, started, None, ())
     check_apart(reshard.source.path, path)  # again: the source may have been found further down
@@ -85,7 +92,7 @@ def reshard_checkpoint(
 def _checked_dtype(dtype: str | None) -> DTypeChoice:
     if dtype == "base":
         raise UsageError(
-            "--dtype base asks for a base model, and reshard takes none",
+            "--dtype base is not for states: a gather of them casts to what the base model stores",
             got="base",
             want="keep, bf16, fp16 or fp32",
             next_step="choose a dtype",

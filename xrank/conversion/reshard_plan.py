@@ -11,11 +11,13 @@ from typing import Any
 
 import xxhash
 
-from xrank.conversion.base_model import read_config
-from xrank.conversion.gather_plan import companions_beside, config_text_of, layout_notes, read_layouts
+from xrank.conversion.base_model import open_base_model
+from xrank.conversion.gather_plan import config_text_of, layout_notes, read_layouts
+from xrank.conversion.named_source import read_source
 from xrank.conversion.new_parts import new_claim, new_parts
 from xrank.conversion.options import GatherOptions
 from xrank.conversion.plan_digest import digest_of_plan
+from xrank.conversion.recipe_choice import asked_recipe, follow_recipe, names_in_fp32
 from xrank.conversion.selection import Selection, select
 from xrank.errors import LayoutError
 from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
@@ -26,9 +28,7 @@ from xrank.layout.tensor_layout import flat_of
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel, StoredShard
-from xrank.readers.base import Hints
 from xrank.readers.claims import Claim, Claims, own_name
-from xrank.readers.discovery import find_source
 from xrank.workspace.state_content import plain_config
 from xrank.writers.companions import Companion
 from xrank.writers.rank_states import lay_out_state
@@ -64,19 +64,28 @@ class Reshard:
         return digest_of_plan(self.plan)
 
 
-def plan_reshard(source: str, layouts: str | os.PathLike[str] | LayoutMap, options: GatherOptions) -> Reshard:
+def plan_reshard(
+    source: str,
+    layouts: str | os.PathLike[str] | LayoutMap,
+    options: GatherOptions,
+    *,
+    recipe: str | os.PathLike[str] | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+) -> Reshard:
     """Return the proven plan of a reshard; reads metadata alone. Arguments and errors as `reshard_checkpoint`."""
+    base = open_base_model(base_model) if base_model is not None else None
     new = layouts if isinstance(layouts, LayoutMap) else read_layouts(layouts)
-    place, reader = find_source(source)
-    beside = companions_beside(place)
-    config_path = next((companion.path for companion in beside if companion.name == "config.json"), None)
     try:
-        stored = reader.read(place, Hints(needs_config=config_path is None))
+        found = read_source(source, base=base)
     except LayoutError as error:
         # --layout is the new one here.
         error.next_step = "gather it with --layout or --base-model, then reshard the model that this makes"
         raise
-    config = read_config(config_path) if config_path is not None else stored.config
+    stored, config, config_path = found.model, found.config, found.config_path
+    matched = asked_recipe(stored, recipe)
+    if matched is not None:
+        stored = follow_recipe(stored, matched, config)
+        options = options.with_keep_fp32(names_in_fp32(matched, stored))
     selection = select(stored, options, None, None, new.aliases)
     claims = Claims(new)
     names = _standing_for(stored, selection, claims)
@@ -110,7 +119,7 @@ def plan_reshard(source: str, layouts: str | os.PathLike[str] | LayoutMap, optio
         make_plan(stored, files, tied=compared),
         run_id,
         "; ".join(dict.fromkeys(mesh.grid for mesh in states.meshes)),
-        beside,
+        tuple({c.name: c for c in (*(base.companions if base else ()), *found.companions)}.values()),
         made if config_path is not None else None,
         tuple(notes),
     )
