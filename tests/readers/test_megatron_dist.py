@@ -1,0 +1,192 @@
+"""Megatron-core's distributed checkpoints, synthesised: what is model, what is left out, what must be refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests.readers.made_megatron import Run, whole_model, write_dist
+from xrank.conversion.gather import gather_checkpoint
+from xrank.conversion.inspect import inspect_source
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
+from xrank.plan.report import Report
+from xrank.readers.base import Hints
+from xrank.readers.dcp import DcpReader
+from xrank.readers.discovery import find_source
+from xrank.readers.megatron_dist import MegatronDistReader
+from xrank.testing.reader_contract import Made, ReaderContract, read_model, whole
+
+RUN = Run(tp=2, pp=2, chunks=((1, 1),), args={"vocab_size": 13})
+
+
+def gathered(source: Path, out: Path) -> Report:
+    """Gather under Megatron's own names."""
+    return gather_checkpoint(source, out, recipe="none")
+
+
+def stacked(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the model with layers as a dim, and their experts as the next one."""
+    found: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
+    for name, tensor in model.items():
+        parts = name.split(".")
+        numbers = tuple(int(part) for part in parts if part.isdecimal())
+        plain = ".".join(part for part in parts if not part.isdecimal()).replace("local_experts", "experts")
+        found.setdefault(plain, {})[numbers] = tensor
+    return {name: _stack(tensors) for name, tensors in found.items()}
+
+
+def _stack(tensors: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor:
+    if () in tensors:
+        return tensors[()]
+    firsts = sorted({key[0] for key in tensors})
+    return torch.stack([_stack({key[1:]: t for key, t in tensors.items() if key[0] == first}) for first in firsts])
+
+
+FORMS: dict[str, tuple[Run, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]]] = {
+    "numbered": (RUN, dict),
+    "stacked": (RUN, stacked),
+    "experts": (replace(RUN, has_experts=True), dict),
+    "stacked experts": (replace(RUN, has_experts=True), stacked),
+    "grouped experts": (replace(RUN, has_experts=True, grouped=True), dict),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("at", ["run", "run/iter_0000010"])
+def test_forms(tmp_path: Path, form: str, at: str) -> None:
+    run, shaped = FORMS[form]
+    model = shaped(whole_model(run))
+    write_dist(tmp_path / "run", run, model)
+    report = gathered(tmp_path / at, tmp_path / "out")
+    assert read_model(tmp_path / "out") == {name: whole(tensor) for name, tensor in model.items()}
+    assert (report.source["format"], report.source["step"], report.source["world_size"]) == ("megatron-dist", 10, 4)
+    assert report.source["skipped_nbytes"] > 0
+    assert {"left-out", "extra-state"} <= {code for code, _ in report.notes}
+
+
+class TestContract(ReaderContract):
+    reader = MegatronDistReader()
+    frameworks = ("torch", "megatron")
+    recipe = "none"
+    # A marker cut short names another iteration, which may be on its way.
+    exit_codes: ClassVar = {"a file cut short": frozenset({3, 4})}
+    unseen: ClassVar = {
+        "a bit of the metadata flipped": "nothing vouches for the names in .metadata but the recipe, which knows them all"
+    }
+
+    def make(self, folder: Path) -> Made:
+        run = Run(tp=2, chunks=((1,),))
+        model = stacked(whole_model(run))
+        write_dist(folder / "checkpoint", run, model)
+        return Made(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.items()})
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return write_dist(tmp_path / "run", RUN, whole_model(RUN))
+
+
+def refused(place: Path, kind: type[Exception], match: str) -> None:
+    with pytest.raises(kind, match=match):
+        gather_checkpoint(place, place.parent.parent / "out", recipe="none", format="megatron-dist")
+    assert not (place.parent.parent / "out").exists()
+
+
+def change_common(place: Path, **changes: Any) -> None:
+    state = torch.load(place / "common.pt", weights_only=False)
+    state.update(changes)
+    torch.save(state, place / "common.pt")
+
+
+def test_no_other_reader_takes_it(place: Path) -> None:
+    assert find_source(str(place))[1].name == find_source(str(place.parent))[1].name == "megatron-dist"
+    assert DcpReader().recognise(str(place)) is not None
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "common.pt", ".metadata", "__0_0.distcp", "__1_0.distcp"])
+def test_a_missing_file_is_named(place: Path, name: str) -> None:
+    (place / name).unlink()
+    refused(place, IncompleteError, name)
+
+
+def test_wrapped_modules_lose_their_prefix(tmp_path: Path) -> None:
+    model = whole_model(RUN)
+    place = write_dist(tmp_path / "run", RUN, model, prefix="module.")
+    gathered(place, tmp_path / "out")
+    assert read_model(tmp_path / "out") == {name: whole(tensor) for name, tensor in model.items()}
+
+
+def test_arguments_and_details(place: Path) -> None:
+    model = MegatronDistReader().read(str(place), Hints())
+    assert model.args is not None and (model.args["num_layers"], model.args["params_dtype"]) == (2, "torch.bfloat16")
+    shown = inspect_source(place).details["format"]
+    assert (shown["iterations"], shown["parallel"]) == (["iter_0000010"], "TP 2, PP 2, VPP 1, EP 1")
+    assert (shown["layers"], shown["vocabulary"]) == ("numbered in names", "16 rows stored, 13 true")
+    assert shown["optimizer"].startswith("2 tensors left out")
+
+
+def test_several_iterations_and_no_marker(place: Path) -> None:
+    shutil.copytree(place, place.parent / "iter_0000020")
+    assert find_source(str(place.parent))[0] == str(place.parent)
+    (place.parent / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(UsageError, match="several sources"):
+        find_source(str(place.parent))
+
+
+def test_a_layer_that_nobody_saved(tmp_path: Path) -> None:
+    model = {name: tensor for name, tensor in whole_model(RUN).items() if ".layers.1." not in name}
+    refused(write_dist(tmp_path / "run", RUN, model), IncompleteError, r"decoder\.layers\.1")
+
+
+def test_layers_of_another_model(tmp_path: Path) -> None:
+    run = replace(RUN, args={"num_layers": 1})
+    refused(write_dist(tmp_path / "run", run, whole_model(RUN)), ContradictionError, r"decoder\.layers\.1")
+    place = write_dist(tmp_path / "stacked", run, stacked(whole_model(RUN)))
+    refused(place, ContradictionError, r"decoder\.layers\.")
+
+
+def test_another_iterations_folder(place: Path) -> None:
+    change_common(place, iteration=20)
+    refused(place, ContradictionError, "another iteration")
+
+
+@pytest.mark.parametrize("told", [{"sharded_backend": "zarr"}, {"sharded_backend_version": 2}, {"common_backend": "x"}])
+def test_other_backends_are_refused(place: Path, told: dict[str, Any]) -> None:
+    config = json.loads((place / "metadata.json").read_text())
+    (place / "metadata.json").write_text(json.dumps({**config, **told}))
+    refused(place, UsageError, "no format that is known|not read")
+
+
+def test_a_config_of_nothing(place: Path) -> None:
+    (place / "metadata.json").write_text("{}")
+    refused(place, CorruptError, r"metadata\.json")
+
+
+def test_arguments_of_another_class_are_refused(place: Path) -> None:
+    change_common(place, args=Path("x"))
+    refused(place, UnsafeError, "Namespace")
+
+
+def test_no_arguments(place: Path, tmp_path: Path) -> None:
+    change_common(place, args=None)
+    assert "no-args" in {code for code, _ in gathered(place, tmp_path / "out").notes}
+    assert MegatronDistReader().read(str(place), Hints()).args is None
+
+
+def test_a_flipped_name_is_seen_by_the_recipe(place: Path, tmp_path: Path) -> None:
+    content = (place / ".metadata").read_bytes()
+    assert content.count(b"linear_proj") > 0
+    (place / ".metadata").write_bytes(content.replace(b"linear_proj", b"linear_prok"))
+    with pytest.raises(UsageError, match="no recipe fits"):
+        gather_checkpoint(place, tmp_path / "out")
+
+
+def test_an_optimizer_alone(tmp_path: Path) -> None:
+    refused(write_dist(tmp_path / "run", RUN, {"optimizer.step": torch.zeros(8)}), UsageError, "no model")
