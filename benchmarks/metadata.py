@@ -26,7 +26,8 @@ seconds, cpu_seconds = time.perf_counter() - start, time.process_time()
 pieces = sum(len(tensor.start) for tensor in metadata.tensors.values())
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 assert "torch" not in sys.modules
-print(f"{len(metadata.tensors):,} tensors, {pieces:,} pieces: {seconds:.2f} s ({cpu_seconds:.2f} s of CPU), peak memory {peak:.0f} MB")
+times = f"{seconds:.2f} s ({cpu_seconds:.2f} s of CPU)"
+print(f"{len(metadata.tensors):,} tensors, {pieces:,} pieces: {times}, peak memory {peak:.0f} MB")
 """
 
 
