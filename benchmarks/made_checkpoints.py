@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -37,7 +38,24 @@ def shapes(nbytes: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}mlp.up_proj.weight", (_INTERMEDIATE, _HIDDEN)
         yield f"{prefix}mlp.down_proj.weight", (_HIDDEN, _INTERMEDIATE)
         yield f"{prefix}input_layernorm.weight", (_HIDDEN,)
+        yield f"{prefix}post_attention_layernorm.weight", (_HIDDEN,)
+    yield "model.norm.weight", (_HIDDEN,)
     yield "lm_head.weight", (_VOCABULARY, _HIDDEN)
+
+
+def config(nbytes: int) -> dict[str, object]:
+    """Return the model's config.json, which proves the shapes where a format records none."""
+    return {
+        "model_type": "llama",
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INTERMEDIATE,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_hidden_layers": sum(name.endswith("q_proj.weight") for name, _ in shapes(nbytes)),
+        "vocab_size": _VOCABULARY,
+        "tie_word_embeddings": False,
+    }
 
 
 def _bits(count: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -69,6 +87,9 @@ def _rank(rank: int, store: str, path: str, kind: str, nbytes: int) -> None:
     elif kind == "hf-shards":
         mapping = {name: 1 + 4 * i // len(state) for i, name in enumerate(state)}
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(path, mapping, save_distributed=True))
+        if rank == 0:
+            with open(os.path.join(path, "config.json"), "w", encoding="ascii") as file:
+                json.dump(config(nbytes), file)
     else:
         dcp.save(state, checkpoint_id=path)
     dist.barrier()
