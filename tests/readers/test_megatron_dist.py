@@ -78,7 +78,7 @@ class TestContract(ReaderContract):
     # A marker cut short names another iteration, which may be on its way.
     exit_codes: ClassVar = {"a file cut short": frozenset({3, 4})}
     unseen: ClassVar = {
-        "a bit of the metadata flipped": "nothing vouches for the names in .metadata but the recipe, which knows them all"
+        "a bit of the metadata flipped": "nothing but the recipe vouches for the names in .metadata"
     }
 
     def make(self, folder: Path) -> Made:
