@@ -69,6 +69,12 @@ __all__ = ["gather", "made_rows", "proof_row", "source_row"]
     help="Refuse replicas that differ, or take the lowest rank's.",
 )
 @click.option(
+    "--adapter", metavar="separate|merge", help="LoRA adapters: a PEFT folder beside the model, or merged into it."
+)
+@click.option(
+    "--adapter-config", type=click.Path(), metavar="FILE", help="PEFT's adapter_config.json, if SRC holds none."
+)
+@click.option(
     "--overwrite", is_flag=True, help="Replace a model that is there; old or new is visible, never a mixture."
 )
 @click.option(
@@ -171,6 +177,8 @@ def made_rows(made: Mapping[str, Any], tied_are: str) -> list[tuple[str, str]]:
 def _rows(report: Report) -> list[tuple[str, str]]:
     made = report.output or report.plan or {}
     rows = [source_row(report), proof_row(report), *made_rows(made, "which is written once")]
+    if made.get("merged"):
+        rows.append(("adapter", f"merged into {plural(len(made['merged']), 'tensor')}"))
     if made["excluded"]:
         rows.append(("left out", f"{plural(len(made['excluded']), 'tensor')}: {', '.join(made['excluded'][:5])}"))
     files = plural(len(made["files"]), "file")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from xrank import environment
+from xrank.conversion.adapters import merged_texts
 from xrank.conversion.gather_plan import Gather, plan_gather
 from xrank.conversion.options import GatherOptions
 from xrank.conversion.process import peak_rss_nbytes
@@ -16,8 +17,10 @@ from xrank.conversion.stage_filling import Made, fill_stage, help_to_fill_stage
 from xrank.conversion.team import Team, find_launch
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
+from xrank.plan.merging import factors_nbytes
 from xrank.plan.report import Report
 from xrank.plan.source import StoredModel
+from xrank.plan.windows import WINDOW_NBYTES
 from xrank.writers.staging import check_output, open_stage
 
 __all__ = ["check_apart", "gather_checkpoint", "source_facts"]
@@ -175,7 +178,12 @@ def _output_facts(gather: Gather) -> dict[str, Any]:
         "padding_dropped": {},
         "excluded": list(gather.selection.excluded),
         "cast": dict(gather.selection.cast),
-        "companions": [c.name for c in gather.companions] + (["config.json"] if gather.config_text else []),
+        **({"merged": list(merged)} if (merged := merged_texts(gather.plan)) else {}),
+        "companions": [
+            *(c.name for c in gather.companions),
+            *(["config.json"] if gather.config_text else []),
+            *(gather.adapted.texts if gather.adapted is not None else ()),
+        ],
     }
 
 
@@ -197,7 +205,9 @@ def _planned_report(gather: Gather, out: str, seconds: float) -> Report:
             "path": out,
             **_output_facts(gather),
             "files": files,
-            "peak_buffer_nbytes": min(options.max_memory_nbytes, options.num_workers * (5 << 20)),
+            # Each worker holds the factors of what it merges, and a window of it as it is stored.
+            "peak_buffer_nbytes": min(options.max_memory_nbytes, options.num_workers * (5 << 20))
+            + (options.num_workers * (factors + WINDOW_NBYTES) if (factors := factors_nbytes(gather.plan)) else 0),
         },
         notes=gather.notes,
     )

@@ -6,9 +6,10 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from xrank.conversion.adapters import Adapted, adapt, adapter_beside, check_ties
 from xrank.conversion.base_model import BaseModel, check_against, open_base_model, read_config
 from xrank.conversion.options import GatherOptions
 from xrank.conversion.plan_digest import digest_of_plan
@@ -16,6 +17,7 @@ from xrank.conversion.recipe_choice import choose_recipe, follow_recipe
 from xrank.conversion.selection import Selection, select
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import LayoutMap
+from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
@@ -23,7 +25,7 @@ from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader
 from xrank.recipes.shape_proof import prove_shapes
 from xrank.writers.companions import Companion, source_companions
-from xrank.writers.hf_folder import lay_out
+from xrank.writers.hf_folder import lay_out, lay_out_file
 
 __all__ = ["Gather", "companions_beside", "config_text_of", "layout_notes", "plan_gather", "read_layouts"]
 
@@ -45,6 +47,8 @@ class Gather:
     """A config.json made here: of the states' config, or with the dtype of a cast."""
     checked_against_base: str | None
     notes: tuple[tuple[str, str], ...]
+    adapted: Adapted | None = None
+    """What became of an adapter, where the source has one."""
 
     @property
     def digest(self) -> str:
@@ -77,23 +81,46 @@ def plan_gather(
     )
     stored = reader.read(place, hints)
     config = config if config_path is not None else stored.config
+    adapted = adapt(stored, options, place, base.tensors if base else {})
+    if adapted is not None:
+        stored = adapted.source
     matched = choose_recipe(stored, config, recipe)
+    if matched is not None and adapted is not None:
+        raise UsageError(
+            f"{stored.path} holds an adapter of tensors that the recipe {matched.recipe.name} would rename",
+            file=stored.path,
+            got=f"an adapter, and names of {matched.recipe.name}",
+            want="an adapter of a model under Hugging Face's names",
+            next_step="keep the names with --recipe none",
+        )
     if matched is not None:
         stored = follow_recipe(stored, matched, config)
         names = [shard.name for shard in stored.shards]
         kept = (p for p in matched.recipe.keep_fp32 if any(re.fullmatch(p, name) for name in names))
         options = options.with_keep_fp32(kept)
     aliases = layouts.aliases if layouts is not None else {}
-    selection = select(stored, options, base, config, aliases)
+    if adapted is not None:
+        aliases = {adapted.new_name(name): adapted.new_name(target) for name, target in aliases.items()}
+        base = None if adapted.is_alone else base
+    selection = select(stored, options, base, config, aliases, adapted.own if adapted is not None else ())
+    outputs = list(selection.outputs)
+    if adapted is None:
+        files = lay_out(outputs, options.max_shard_nbytes)
+        plan = make_plan(stored, files, tied=selection.tied)
+    else:
+        outputs = [output for output in outputs if output.name not in adapted.own]
+        plan = _plan_with_adapter(adapted, selection, outputs, options)
     dropped = {name for names in selection.tied.values() for name in names}
-    checked = check_against(base, list(selection.outputs), set(selection.excluded), dropped) if base else None
-    files = lay_out(selection.outputs, options.max_shard_nbytes)
-    plan = make_plan(stored, files, tied=selection.tied)
-    config_text, config_notes = config_text_of(config_path, config, options)
+    checked = check_against(base, outputs, set(selection.excluded), dropped) if base else None
     companions = {c.name: c for c in (*(base.companions if base else ()), *beside)}
-    if config_text is not None:
-        companions.pop("config.json", None)
+    config_text, config_notes = config_text_of(config_path, config, options)
+    is_model = adapted is None or not adapted.is_alone
+    if not is_model:
+        config_text, config_notes = None, []
+    if config_text is not None or not is_model:
+        companions.pop("config.json", None)  # made anew, or not an adapter's
     notes = [*stored.notes, *selection.notes, *config_notes, *layout_notes(layouts, stored)]
+    notes += adapter_beside(place) if adapted is None else adapted.notes
     return Gather(
         options,
         stored,
@@ -104,7 +131,21 @@ def plan_gather(
         config_text,
         checked,
         tuple(notes),
+        adapted,
     )
+
+
+def _plan_with_adapter(
+    adapted: Adapted, selection: Selection, outputs: Sequence[OutputTensor], options: GatherOptions
+) -> Plan:
+    """Return the plan of the model's files, with what is merged into them, or of them and the adapter's own."""
+    check_ties(adapted, selection.tied)
+    own = [output for output in selection.outputs if output.name in adapted.own]
+    files = [] if adapted.is_alone else list(lay_out(outputs, options.max_shard_nbytes))
+    if own:
+        files.append(lay_out_file(adapted.weights_file, own))
+    whole = replace(adapted.source, shards=(*adapted.source.shards, *adapted.factors))
+    return make_plan(whole, files, tied=selection.tied, updates=adapted.updates)
 
 
 def read_layouts(path: str | os.PathLike[str]) -> LayoutMap:

@@ -10,10 +10,11 @@ from typing import Literal, TypeAlias, get_args
 
 from xrank.errors import UsageError
 
-__all__ = ["DTypeChoice", "GatherOptions", "ReplicaChoice", "default_workers", "parse_size"]
+__all__ = ["AdapterChoice", "DTypeChoice", "GatherOptions", "ReplicaChoice", "default_workers", "parse_size"]
 
 DTypeChoice: TypeAlias = Literal["keep", "base", "bf16", "fp16", "fp32"]
 ReplicaChoice: TypeAlias = Literal["verify", "pick"]
+AdapterChoice: TypeAlias = Literal["separate", "merge"]
 
 _UNITS = {
     "": 1, "B": 1,
@@ -56,6 +57,10 @@ class GatherOptions:
     max_memory: str | int = "64MB"
     workers: int | None = None
     replicas: ReplicaChoice = "verify"
+    adapter: AdapterChoice | None = None
+    """What becomes of LoRA adapters; None: a source that has them is refused."""
+    adapter_config: str | os.PathLike[str] | None = None
+    """PEFT's ``adapter_config.json``, or a JSON object with r and lora_alpha; None: what the source holds."""
     overwrite: bool = False
     resume: bool = True
     verify: bool | None = None
@@ -66,10 +71,14 @@ class GatherOptions:
         for name, value, allowed in (
             ("--dtype", self.dtype, get_args(DTypeChoice)),
             ("--replicas", self.replicas, get_args(ReplicaChoice)),
+            ("--adapter", self.adapter, (None, *get_args(AdapterChoice))),
         ):
             if value not in allowed:
                 raise UsageError(
-                    f"{name} takes no {value!r}", got=repr(value), want=", ".join(allowed), next_step=_NEXT_STEP
+                    f"{name} takes no {value!r}",
+                    got=repr(value),
+                    want=", ".join(filter(None, allowed)),
+                    next_step=_NEXT_STEP,
                 )
         for name in ("keep_fp32", "include", "exclude"):
             patterns = getattr(self, name)
@@ -84,6 +93,13 @@ class GatherOptions:
                         want="a regular expression for whole names, as Python's re takes them",
                         next_step=_NEXT_STEP,
                     ) from None
+        if self.adapter_config is not None and self.adapter is None:
+            raise UsageError(
+                "--adapter-config was given and --adapter was not",
+                got=f"--adapter-config {os.fspath(self.adapter_config)}",
+                want="--adapter separate or --adapter merge",
+                next_step="say what is to become of the adapter",
+            )
         _ = self.max_shard_nbytes, self.max_memory_nbytes
         if self.workers is not None and self.workers < 1:
             raise UsageError(

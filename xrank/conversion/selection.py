@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ def select(
     base: BaseModel | None,
     config: Mapping[str, Any] | None,
     aliases: Mapping[str, str],
+    apart: Collection[str] = (),
 ) -> Selection:
     """Return what of a source is written and how.
 
@@ -49,6 +50,7 @@ def select(
         base: the base model, if any.
         config: the config.json that the output will have, if any; says whether the head is tied.
         aliases: tied name -> name it is written under, from a layout file.
+        apart: names that are no part of the model, such as an adapter's: neither tied, nor as the base model has them.
 
     Raises:
         IncompleteError: a tensor that the source counts is on no rank, and is not left out.
@@ -58,7 +60,7 @@ def select(
     for shard in source.shards:
         _check_name(shard.name, source.path)
     kept, excluded = _filtered(source, options, base)
-    tied, tie_notes = _ties(kept, config, aliases, source.aliases)
+    tied, tie_notes = _ties([s for s in kept if s.name not in apart], config, aliases, source.aliases)
     dropped = {name for names in tied.values() for name in names}
     outputs, cast, untouched = [], {}, []
     for shard in kept:
@@ -71,7 +73,8 @@ def select(
                 file=source.path,
                 next_step="leave it out with --exclude, or let the ranks write it under another name",
             )
-        dtype = _target_dtype(shard, options, base)
+        is_apart = options.dtype == "base" and shard.name in apart
+        dtype = shard.dtype if is_apart else _target_dtype(shard, options, base)
         if dtype != shard.dtype:
             cast[shard.name] = f"{shard.dtype} -> {dtype}"
         elif options.dtype in _TARGETS and shard.dtype.startswith("F8"):

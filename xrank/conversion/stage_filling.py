@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from xrank.conversion.adapters import merged_texts
 from xrank.conversion.file_writing import write_files
 from xrank.conversion.gather_plan import Gather
 from xrank.conversion.rereading import FileDigests
@@ -93,13 +94,17 @@ def _write_small_files(
     plan = gather.plan
     weights = [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(digests.items())]
     files = list(weights)
-    index = index_text(file.output for file in plan.files)
+    texts = gather.adapted.texts if gather.adapted is not None else {}
+    own = gather.adapted.weights_file if gather.adapted is not None else None
+    model = [file.output for file in plan.files if file.output.name != own]
+    index = index_text(model) if model else None
     if index is not None:
         line = stage.write_file(INDEX_NAME, index.encode())
         files.append(_plain(line))
     lines = [stage.copy_file(companion.name, companion.path) for companion in gather.companions]
     if gather.config_text is not None:
         lines.append(stage.write_file("config.json", gather.config_text.encode()))
+    lines += [stage.write_file(name, text.encode()) for name, text in texts.items()]
     source = gather.source
     text = manifest_text(
         ManifestSource(source.format, source.world_size, source.run_id, source.step),
@@ -113,6 +118,7 @@ def _write_small_files(
         tied={name: target for target, names in gather.selection.tied.items() for name in names},
         excluded=gather.selection.excluded,
         cast=gather.selection.cast,
+        merged=merged_texts(plan),
         notes=[list(note) for note in (*gather.notes, *notes)],
     )
     stage.write_file(MANIFEST_NAME, text.encode())
@@ -127,9 +133,11 @@ def _plain(line: JournalLine) -> ManifestFile:
 def _manifest_tensor(plan: Plan, tensor: TensorPlan, digests: FileDigests) -> ManifestTensor:
     records, files = plan.source.records, plan.source.files
     seen: dict[int, TensorSource] = {}
-    for rank, record in zip(tensor.copies.rank.tolist(), tensor.copies.record.tolist(), strict=True):
-        name = os.path.basename(files[int(records.file[record])].path)
-        seen.setdefault(record, TensorSource(name, rank, int(records.offset[record]), int(records.nbytes[record])))
+    made_of = [tensor, *((tensor.update.a, tensor.update.b) if tensor.update is not None else ())]
+    for part in made_of:
+        for rank, record in zip(part.copies.rank.tolist(), part.copies.record.tolist(), strict=True):
+            name = os.path.basename(files[int(records.file[record])].path)
+            seen.setdefault(record, TensorSource(name, rank, int(records.offset[record]), int(records.nbytes[record])))
     output = tensor.output
     return ManifestTensor(
         output.dtype,
@@ -137,5 +145,5 @@ def _manifest_tensor(plan: Plan, tensor: TensorPlan, digests: FileDigests) -> Ma
         digests.name,
         digest_text(digests.tensors[output.name]),
         tuple(seen.values()),
-        len(tensor.replicas),
+        sum(len(part.replicas) for part in made_of),
     )

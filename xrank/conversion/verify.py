@@ -14,6 +14,7 @@ from xrank.conversion.options import default_workers, parse_size
 from xrank.conversion.process import peak_rss_nbytes
 from xrank.conversion.rereading import read_through, reread_headers
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
+from xrank.formats.safetensors_header import read_header
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Budget, Outcome
 from xrank.plan.output import OutputTensor
@@ -107,10 +108,13 @@ def _check_manifest(path: str, budget: Budget) -> dict[str, Any]:
             want=f"only {', '.join(sorted(listed))}",
             next_step="remove the file, or gather the model again",
         )
-    headers = read_headers(path)
-    found = {os.path.basename(header.path): header for header in headers}
+    # What lies in a folder within, as an adapter does, is in the manifest alone.
+    apart = [name for name in listed if name.endswith(".safetensors") and "/" in name]
+    headers = [*read_headers(path), *(read_header(os.path.join(path, *name.split("/"))) for name in apart)]
+    found = [os.path.relpath(header.path, path).replace(os.sep, "/") for header in headers]
     _check_plain_files(path, [*manifest["companions"], *(f for f in listed.values() if f["name"] not in found)])
-    for digests in reread_headers(headers, budget):
+    for name, read in zip(found, reread_headers(headers, budget), strict=True):
+        digests = replace(read, name=name)
         names = {name for name, tensor in manifest["tensors"].items() if tensor["file"] == digests.name}
         if names != set(digests.tensors):
             name = sorted(names ^ set(digests.tensors))[0]

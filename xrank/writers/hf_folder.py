@@ -11,7 +11,7 @@ from xrank.errors import UsageError
 from xrank.formats.safetensors_header import HeaderTensor, build_header
 from xrank.plan.output import OutputFile, OutputTensor
 
-__all__ = ["INDEX_NAME", "index_text", "lay_out"]
+__all__ = ["INDEX_NAME", "index_text", "lay_out", "lay_out_file"]
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -50,6 +50,11 @@ def lay_out(tensors: Sequence[OutputTensor], max_shard_nbytes: int) -> tuple[Out
     groups = _split(tensors, max_shard_nbytes)
     count = len(groups)
     return tuple(_place(_file_name(i, count), group) for i, group in enumerate(groups, start=1))
+
+
+def lay_out_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
+    """Return one safetensors file with all these tensors, each at its place."""
+    return _place(name, tensors)
 
 
 def index_text(files: Iterable[OutputFile]) -> str | None:

@@ -94,6 +94,7 @@ def manifest_text(
     tied: Mapping[str, str] | None = None,
     excluded: Iterable[str] = (),
     cast: Mapping[str, Any] | None = None,
+    merged: Mapping[str, str] | None = None,
     padding_dropped: Mapping[str, Any] | None = None,
     notes: Iterable[Any] = (),
 ) -> str:
@@ -107,6 +108,7 @@ def manifest_text(
         tied: names that were not written, and the tensor each is the same as.
         excluded: names left out as asked.
         cast: names of which the element type changed, and what it was.
+        merged: names to which an adapter's tensors were added, and which; without any, the manifest says nothing of it.
         padding_dropped: names that lost padding rows, and how many.
         notes: what the report said besides.
     """
@@ -120,6 +122,7 @@ def manifest_text(
         "tied": _named(tied or {}),
         "excluded": _rows(_line(name) for name in sorted(excluded)),
         "cast": _named(cast or {}),
+        **({"merged": _named(merged)} if merged else {}),
         "padding_dropped": _named(padding_dropped or {}),
         "notes": _rows(_line(note) for note in notes),
     }
@@ -199,7 +202,7 @@ def _refuse_constant(text: str) -> None:
 def _check(manifest: Any) -> None:
     if not isinstance(manifest, dict) or manifest.get("schema") is not _SCHEMA:
         raise _FlawError(f"schema {_SCHEMA} was wanted")
-    _keys("the manifest", manifest, _KEYS)
+    _keys("the manifest", {key: value for key, value in manifest.items() if key != "merged"}, _KEYS)
     if manifest["digest"] != DIGEST_ALGORITHM:
         raise _FlawError(f"its digests are {manifest['digest']!r}, not {DIGEST_ALGORITHM}")
     source = manifest["source"]
@@ -219,6 +222,10 @@ def _check(manifest: Any) -> None:
         _check_tensor(f"tensor {name!r}", tensor, files)
     for key in ("tied", "cast", "padding_dropped"):
         _is(key, manifest[key], dict)
+    for name, text in _is("merged", manifest.get("merged", {}), dict).items():
+        _is("merged", text, str)
+        if name not in manifest["tensors"]:
+            raise _FlawError(f"{name!r} was merged, and is no tensor")
     for name, target in manifest["tied"].items():
         if not isinstance(target, str) or target not in manifest["tensors"]:
             raise _FlawError(f"{name!r} is tied to {target!r}, which is no tensor")
@@ -277,9 +284,10 @@ def _keys(what: str, value: Any, keys: Sequence[str]) -> None:
         raise _FlawError(f"{what} must have {', '.join(keys)}; it has {', '.join(sorted(value)) or 'nothing'}")
 
 
-def _is(what: str, value: Any, kind: type) -> None:
+def _is(what: str, value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
         raise _FlawError(f"{what}: {type(value).__name__} in place of {kind.__name__}")
+    return value
 
 
 def _count(what: str, value: Any) -> None:

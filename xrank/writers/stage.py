@@ -71,6 +71,7 @@ class Stage:
         """
         part = self.part_path(name)
         with self._explaining(part, nbytes):
+            self._make_folders(name)
             fd = self._open_new(part)
             try:
                 give_room(fd, part, nbytes)
