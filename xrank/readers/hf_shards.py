@@ -61,7 +61,7 @@ class HfShardsReader:
             nbytes=sum(pieces.nbytes),
             notes=tuple(notes),
             details={
-                "ranks": len(grid.ranks),
+                "rank files": len(grid.ranks),
                 "files of a rank": grid.num_files,
                 "holes": [os.path.basename(file) for file in grid.holes()],
                 "shapes": "inferred",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError
+from xrank.formats.regular_file import open_regular
 
 __all__ = ["WeightIndex", "check_index", "check_placeholders", "is_one_of_several", "list_files", "read_index"]
 
@@ -49,8 +50,8 @@ def read_index(folder: str, name: str) -> WeightIndex | None:
     if not os.path.isfile(file):
         return None
     try:
-        with open(file, encoding="utf-8") as stream:
-            index: Any = json.load(stream)
+        with open_regular(file) as content:
+            index: Any = json.loads(content.read(0, content.nbytes))
         weight_map = index["weight_map"]
         if not all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items()):
             raise TypeError("weight_map is no map of names")

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
+from xrank.formats.regular_file import open_regular
 from xrank.plan.planner import ranks_text
 
 __all__ = ["RankFiles", "Scheme", "list_accelerate", "list_verl"]
@@ -155,9 +156,9 @@ def _config(folder: str) -> str:
 def _told_world_size(folder: str) -> int | None:
     """Return the world size in ``fsdp_config.json``; None where there is none that can be read, as in older verl."""
     try:
-        with open(_config(folder), encoding="utf-8") as stream:
-            told = json.loads(stream.read(_MAX_CONFIG_NBYTES))
-    except (OSError, ValueError, RecursionError):
+        with open_regular(_config(folder)) as file:
+            told = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
+    except (XrankError, ValueError, RecursionError):
         return None
     size = told.get("world_size") if isinstance(told, dict) else None
     return size if type(size) is int else None

@@ -56,7 +56,7 @@ class Meshes:
     def _read(self, told: Mapping[str, Any]) -> DeviceMesh | None:
         if told.get("_rank", self._rank) != self._rank:
             raise self._another_rank(f"rank {told['_rank']}")
-        if isinstance(told.get("mesh"), ArchivedTensor):  # before torch 2.9: the ranks themselves
+        if isinstance(told.get("mesh"), ArchivedTensor):  # up to torch 2.9: the ranks themselves
             shape: tuple[int, ...] = told["mesh"].shape
             ranks = self._integers(told["mesh"])
         else:
@@ -123,7 +123,7 @@ class Meshes:
         if "axes" in told:  # torch 2.13: a flat layout for each axis
             parts = [attributes(axis) for axis in told["axes"]] if isinstance(told["axes"], (list, tuple)) else []
             pairs = [(part.get("shape"), part.get("stride")) for part in parts]
-        else:  # torch 2.9 to 2.12: one layout, an entry for each axis
+        else:  # before it (2.11): one layout, an entry for each axis
             shape, stride = _tuple(told.get("shape")), _tuple(told.get("stride"))
             pairs = list(zip(shape, stride, strict=False)) if len(shape) == len(stride) else []
         axes = [(_flat(shape), _flat(stride)) for shape, stride in pairs]

@@ -44,6 +44,8 @@ def read_rank_file(path: str, rank: int) -> RankFile:
     archive = read_archive(path, rank=rank)
     origin = Origin(path, rank)
     state = archive.value
+    if not isinstance(state, dict):
+        refuse_inert(state, path, rank)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise origin.corrupt("holds no state dict", got=type(state).__name__, want="a dict of tensors by name")
     reader = DTensors(archive, rank)

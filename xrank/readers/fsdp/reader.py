@@ -146,7 +146,7 @@ def _notes(files: Sequence[RankFile], records: Records, placement: Placement) ->
 def _details(listed: RankFiles, files: Sequence[RankFile]) -> dict[str, Any]:
     names = {name for file in files for name in (*file.dtensors, *file.sharded, *file.plain)}
     return {
-        "ranks": len(files),
+        "rank files": len(files),
         "meshes": sorted({part.mesh.grid for file in files for part in file.dtensors.values()}),
         "layouts": sorted({part.layout for file in files for part in file.dtensors.values()})[:_MAX_SHOWN],
         "sharded tensors": len({name for file in files for name in file.sharded if not is_flat(name)}),

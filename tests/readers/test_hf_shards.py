@@ -1,0 +1,212 @@
+"""torch's Hugging Face shards, written by torch on real ranks: shapes proven or refused, missing and stale files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from tests.readers.dcp_checkpoints import CUTS, built, expected
+from tests.readers.rank_checkpoints import base_model
+from xrank.conversion.gather import gather_checkpoint
+from xrank.conversion.inspect import inspect_source
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError
+from xrank.readers.base import Hints
+from xrank.readers.discovery import find_source
+from xrank.readers.hf_shards import HfShardsReader
+from xrank.testing.rank_pool import RankPool
+from xrank.testing.reader_contract import Made, ReaderContract, WholeTensor, read_model
+
+FILES = {"embed.weight": 1, "up.weight": 2, "up.bias": 2, "down.weight": 2, "down.bias": 2}
+"""The other tensors lie in file 3."""
+
+
+def save(folder: str, cut: str, num_files: int, seed: int) -> None:
+    """Save the model on every rank of a world, into one file or three."""
+    warnings.simplefilter("ignore")  # of torch's own deprecations
+    cut_model = CUTS[cut](built(seed))
+    state = get_model_state_dict(cut_model) if isinstance(cut_model, nn.Module) else cut_model
+    mapping = {name: min(FILES.get(name, 3), num_files) for name in state}
+    writer = HuggingFaceStorageWriter(folder, mapping, save_distributed=True)
+    dcp.save(state, storage_writer=writer)
+
+
+def saved(
+    pool: RankPool, folder: Path, cut: str = "fsdp2", *, num_ranks: int = 4, num_files: int = 3, seed: int = 0
+) -> Path:
+    """Let real ranks save the model; return the folder."""
+    pool.run(num_ranks, save, str(folder), cut, num_files, seed)
+    return folder
+
+
+class TestHfShards(ReaderContract):
+    reader = HfShardsReader()
+    unseen: ClassVar = {
+        "a bit of a tensor flipped": "safetensors files hold no checksums",
+        "zeros to the end": "safetensors files hold no checksums",
+    }
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def made(cls, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+        folder = saved(rank_pool, tmp_path_factory.mktemp("shards") / "sharded", num_ranks=2, num_files=1)
+        yield Made(folder, expected(), base_model(tmp_path_factory.mktemp("base") / "base"))
+
+    def test_inspect_finds_no_problem(self, made: Made) -> None:
+        """It has no base model; that the shapes are inferred is the one thing it says."""
+        (problem,) = inspect_source(made.path).details["problems"]
+        assert (problem["type"], problem["exit_code"]) == ("LayoutError", 2)
+
+
+def gathered(folder: Path, **options: object) -> Mapping[str, WholeTensor]:
+    """Gather into a folder beside it; return the tensors."""
+    out = folder.parent / f"{folder.name}.out"
+    shutil.rmtree(out, ignore_errors=True)
+    gather_checkpoint(folder, out, **options)  # type: ignore[arg-type]
+    return read_model(out)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return base_model(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def whole_grid(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four ranks and three files, changed by no test."""
+    return saved(rank_pool, tmp_path_factory.mktemp("shared") / "step-5")
+
+
+@pytest.fixture
+def shards(whole_grid: Path, tmp_path: Path) -> Path:
+    """A copy of them, to be changed."""
+    return Path(shutil.copytree(whole_grid, tmp_path / "step-5"))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_cut(rank_pool: RankPool, tmp_path: Path, base: Path, cut: str) -> None:
+    """Integers, bools, a tensor without dims, uneven rows, columns, ranks without a row."""
+    assert gathered(saved(rank_pool, tmp_path / "shards", cut), base_model=base) == expected()
+
+
+def test_shapes_that_nothing_proves_are_refused(shards: Path) -> None:
+    with pytest.raises(LayoutError, match="records no global shapes") as caught:
+        gathered(shards)
+    assert caught.value.exit_code == 2
+    assert "--base-model" in str(caught.value.next_step) and "recipe" in str(caught.value.next_step)
+    assert "files of ranks 1-4" in str(caught.value.got)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_a_missing_rank(shards: Path, base: Path, rank: int) -> None:
+    """Also the last one: torch's own consolidation writes shorter tensors then."""
+    for file in shards.glob(f"shard-{rank:05d}-*"):
+        file.unlink()
+    with pytest.raises(IncompleteError, match=r"embed\.weight") as caught:
+        gathered(shards, base_model=base)
+    left = {1: "2-4", 2: "1, 3-4", 4: "1-3"}[rank]
+    assert f"files of ranks {left} (from 1)" in str(caught.value.got)
+    if rank < 4:  # nothing outside is needed to see a hole
+        with pytest.raises(IncompleteError, match=r"embed\.weight") as caught:
+            gathered(shards)
+        assert f"shard-{rank:05d}-model-00001-of-00003" in str(caught.value.file)
+
+
+def test_a_missing_file(shards: Path, base: Path) -> None:
+    gone = shards / "shard-00004-model-00001-of-00003.safetensors"
+    gone.unlink()
+    with pytest.raises(IncompleteError, match=r"embed\.weight: its pieces end before") as caught:
+        gathered(shards, base_model=base)
+    assert caught.value.file == str(gone)
+
+
+def test_shards_of_a_larger_world(rank_pool: RankPool, tmp_path: Path, base: Path) -> None:
+    folder = saved(rank_pool, tmp_path / "shards", num_ranks=4)
+    saved(rank_pool, folder, num_ranks=2, seed=1)
+    with pytest.raises(ContradictionError, match="hold the same elements") as caught:
+        gathered(folder, base_model=base)
+    assert caught.value.tensor is not None and "shard-0000" in str(caught.value.file)
+
+
+def test_shards_of_another_number_of_files(shards: Path, base: Path) -> None:
+    stale = shards / "shard-00002-model-00001-of-00001.safetensors"
+    shutil.copy(shards / "shard-00002-model-00001-of-00003.safetensors", stale)
+    with pytest.raises(ContradictionError, match="is of another save") as caught:
+        gathered(shards, base_model=base)
+    assert caught.value.file == str(stale)
+
+
+def test_a_base_model_of_other_sizes(shards: Path, base: Path, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    state = load_file(base / "model.safetensors")
+    save_file({**state, "up.weight": state["up.weight"][:7].clone()}, tmp_path / "small" / "model.safetensors")
+    with pytest.raises(ContradictionError, match=r"up\.weight: its pieces reach past"):
+        gathered(shards, base_model=tmp_path / "small")
+
+
+def test_a_recipe_proves(shards: Path) -> None:
+    """It is asked about all shapes at once; without a config, only where no file may be missing."""
+    asked = []
+
+    def prove(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        asked.append(shapes)
+        return "some-recipe"
+
+    read = HfShardsReader().read
+    model = read(str(shards), Hints(prove_shapes=prove, needs_config=False))
+    assert dict(model.notes)["inferred-shapes"].endswith("solve the sizes of some-recipe")
+    assert asked == [{name: tensor.shape for name, tensor in expected().items()}]
+    with pytest.raises(LayoutError):
+        read(str(shards), Hints(prove_shapes=lambda shapes: None, needs_config=False))
+    # The last rank has no row of some tensors, and so not each file: a hole that a lost file would leave, too.
+    (shards / "shard-00004-model-00001-of-00003.safetensors").unlink()
+    with pytest.raises(LayoutError, match="whether all ranks' pieces are there"):
+        read(str(shards), Hints(prove_shapes=prove))
+
+    def refuse(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        raise IncompleteError("embed.weight is short", tensor="embed.weight", got="9 rows")
+
+    with pytest.raises(IncompleteError) as caught:
+        read(str(shards), Hints(prove_shapes=refuse, needs_config=False))
+    assert "without shard-00004-model-00001-of-00003" in str(caught.value.got)
+
+
+@pytest.mark.parametrize(
+    "text", [None, "{", "[]", '{"embed.weight": {}}', '{"embed.weight": {"saved_offsets": [-1, 0]}}']
+)
+def test_a_header_that_does_not_say_where(shards: Path, base: Path, text: str | None) -> None:
+    file = shards / "shard-00002-model-00001-of-00003.safetensors"
+    save_file(load_file(file), file, metadata={} if text is None else {"DCP_SHARDING_INFO": text})
+    with pytest.raises(CorruptError, match=file.name):
+        gathered(shards, base_model=base)
+
+
+def test_pieces_that_overlap_in_part(shards: Path, base: Path) -> None:
+    file = shards / "shard-00002-model-00001-of-00003.safetensors"
+    told = {"embed.weight": {"saved_offsets": [2, 0]}}
+    save_file(load_file(file), file, metadata={"DCP_SHARDING_INFO": json.dumps(told)})
+    with pytest.raises((IncompleteError, ContradictionError), match=r"embed\.weight"):
+        gathered(shards, base_model=base)
+
+
+def test_the_folder_above_and_what_torch_made_of_it(shards: Path, base: Path, tmp_path: Path) -> None:
+    """Shards are found in ``sharded``; a consolidated model beside them is another candidate, and none is chosen."""
+    shutil.move(shards, tmp_path / "run" / "sharded")
+    assert gathered(tmp_path / "run", base_model=base) == expected()
+    assert find_source(str(tmp_path / "run"))[1].name == "hf-shards"
+    shutil.copy(base / "model.safetensors", tmp_path / "run")
+    with pytest.raises(UsageError, match="can be read in several ways"):
+        gathered(tmp_path / "run", base_model=base)
+    assert gathered(tmp_path / "run", base_model=base, format="hf-shards") == expected()
+    one = tmp_path / "run" / "sharded" / "shard-00001-model-00001-of-00003.safetensors"
+    assert find_source(str(one))[0] == str(one.parent)
