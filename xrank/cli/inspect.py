@@ -43,6 +43,8 @@ def _rows(report: Report, *, tensors: bool, ranks: bool) -> list[tuple[str, str]
         counts = f"{plural(source['num_tensors'], 'tensor')} ({kinds}), {source['num_parameters']:,} parameters"
         rows.append(("model", f"{counts}, {size_text(source['nbytes'])} in the source"))
         rows.append(("config", "in the states" if source["has_config"] else "none in the states"))
+        if source["recipe"]:
+            rows.append(("recipe", f"{source['recipe']}: a gather gives Hugging Face's names"))
     rows += [(key, _fact_text(value)) for key, value in details["format"].items() if value not in (None, {}, [])]
     if details["companions"]:
         rows.append(("companions", ", ".join(details["companions"])))

@@ -8,6 +8,7 @@ from collections import Counter
 from math import prod
 from typing import Any
 
+from xrank.conversion.named_source import read_found
 from xrank.conversion.process import peak_rss_nbytes
 from xrank.conversion.stage_inspection import inspect_stage
 from xrank.errors import XrankError
@@ -15,7 +16,6 @@ from xrank.layout import LayoutMap
 from xrank.plan.planner import divide_replicas
 from xrank.plan.report import Report
 from xrank.plan.source import StoredModel
-from xrank.readers.base import Hints
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
 from xrank.writers.companions import source_companions
@@ -38,10 +38,13 @@ def inspect_source(path: str | os.PathLike[str], *, layout: str | os.PathLike[st
     problems: list[XrankError] = []
     model = None
     tensors: list[dict[str, Any]] = []
+    recipe = None
     try:
         layouts = LayoutMap.read(layout) if layout is not None else None
-        model = reader.read(text, Hints(layouts=layouts))
+        found = read_found(text, reader, layouts=layouts)
+        model = found.model
         tensors = [_tensor_row(model, index, problems) for index in range(len(model.shards))]
+        recipe = found.renamed().recipe
     except XrankError as error:
         problems.append(error)
     details: dict[str, Any] = {
@@ -57,7 +60,7 @@ def inspect_source(path: str | os.PathLike[str], *, layout: str | os.PathLike[st
         path=text,
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
-        source={"path": text, "format": reader.name, **({} if model is None else _facts(model))},
+        source={"path": text, "format": reader.name, **({} if model is None else _facts(model) | {"recipe": recipe})},
         notes=() if model is None else model.notes,
         details=details,
     )

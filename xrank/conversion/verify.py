@@ -10,6 +10,7 @@ from typing import Any
 
 import xxhash
 
+from xrank.conversion.named_source import read_source
 from xrank.conversion.options import default_workers, parse_size
 from xrank.conversion.process import peak_rss_nbytes
 from xrank.conversion.rereading import read_through, reread_headers
@@ -21,8 +22,6 @@ from xrank.plan.output import OutputTensor
 from xrank.plan.planner import make_plan
 from xrank.plan.report import Report
 from xrank.plan.source import StoredModel, merged
-from xrank.readers.base import Hints
-from xrank.readers.discovery import find_source
 from xrank.readers.hf_folder import read_headers
 from xrank.readers.workspace import WorkspaceReader
 from xrank.writers.hf_folder import lay_out
@@ -167,11 +166,6 @@ def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
             raise _damaged(path, file["name"], None, digest.hexdigest(), file["digest"])
 
 
-def _read(path: str) -> StoredModel:
-    place, reader = find_source(path)
-    return reader.read(place, Hints(needs_config=False))
-
-
 def _with_tied(model: StoredModel) -> StoredModel:
     """Return a gathered model with the names that its manifest says were tied and not written."""
     manifest = os.path.join(model.path, MANIFEST_NAME)
@@ -185,7 +179,7 @@ def _with_tied(model: StoredModel) -> StoredModel:
 
 def _prove(path: str, budget: Budget) -> dict[str, Any]:
     """Prove a checkpoint as a gather would, and let go of the bytes."""
-    model = _read(path)
+    model = read_source(path).renamed_if_clear()
     if model.format == "safetensors":
         raise UsageError(
             f"{path} has no {MANIFEST_NAME} to verify it by",
@@ -195,7 +189,13 @@ def _prove(path: str, budget: Budget) -> dict[str, Any]:
     outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in model.shards]
     outcome, num_replicas = _run(model, outputs, {}, budget)
     return {
-        "source": {"path": path, "format": model.format, "world_size": model.world_size, "step": model.step},
+        "source": {
+            "path": path,
+            "format": model.format,
+            "recipe": model.recipe,
+            "world_size": model.world_size,
+            "step": model.step,
+        },
         "proof": {
             "coverage": "proven",
             "num_checksums": outcome.num_checksums,
@@ -207,7 +207,13 @@ def _prove(path: str, budget: Budget) -> dict[str, Any]:
 
 def _compare(path: str, other_path: str, budget: Budget) -> dict[str, Any]:
     """Compare the tensors of two models or checkpoints value by value: the other's pieces count as replicas."""
-    ours, theirs = (_with_tied(_read(p)) for p in (path, other_path))
+    found, other = read_source(path), read_source(other_path)
+    if {shard.name for shard in found.model.shards} == {shard.name for shard in other.model.shards}:
+        ours, theirs = found.model, other.model
+    else:
+        # Whichever is under training names gets Hugging Face's; a config that one has does for both.
+        ours, theirs = found.renamed(other.config), other.renamed(found.config)
+    ours, theirs = _with_tied(ours), _with_tied(theirs)
     mine, others = ({shard.name: shard for shard in model.shards} for model in (ours, theirs))
     for name in sorted(set(mine) ^ set(others)):
         raise ContradictionError(

@@ -37,9 +37,11 @@ def told_sizes(
             number = _first_known(values, choices)
             if type(number) is not int or number < 1:
                 continue
+            if name in found and name in recipe.padded:
+                continue  # a config says what is to be left of them; a trainer, what it trained
             if name in found and found[name][0] != number:
                 raise ContradictionError(
-                    f"{found[name][1]} and {who} disagree about {choices[0]}",
+                    f"{found[name][1]} and {who} disagree about {choices[0].partition(' ')[0]}",
                     got=f"{number} in {who}",
                     want=f"{found[name][0]}, as in {found[name][1]}",
                     next_step="put the model's own config.json beside the source, or give --base-model",
@@ -85,8 +87,9 @@ def _term(values: Mapping[str, Any], term: str) -> object:
     """Return what a term comes to; None where something is not known, or its condition does not hold.
 
     A term is a key, ``not KEY``, ``A / B`` or ``A * B``, where B may be a number; then ``if KEY``, ``unless KEY``,
-    ``if KEY = TEXT`` or ``unless KEY = TEXT``. A condition on a key that is not there never holds. A term may also be a
-    number, ``true`` or ``false``: what it means that a whole config.json, one with a model_type, lacks the key.
+    ``if KEY = TEXT`` or ``unless KEY = TEXT``, where TEXT may be another key, whose value is meant. A condition on a
+    key that is not there never holds. A term may also be a number, ``true`` or ``false``: what it means that a whole
+    config.json, one with a model_type, lacks the key.
     """
     counts_constants = "model_type" in values
     for word in (" if ", " unless "):
@@ -94,7 +97,7 @@ def _term(values: Mapping[str, Any], term: str) -> object:
         if found:
             key, has_text, text = condition.partition(" = ")
             value = _lookup(values, key)
-            holds = str(value) == text if has_text else value is True
+            holds = value == _lookup(values, text) or str(value) == text if has_text else value is True
             if value is None or holds != (word == " if "):
                 return None
             counts_constants = True

@@ -1,0 +1,177 @@
+"""The recipe that a source's names are of, and the sizes that args, config and shapes tell: agreed, or refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_checkpoints import as_megatron, as_megatron_gpt2, leave, saved, tiny
+
+from xrank.conversion.recipe_choice import choose_recipe, follow_recipe
+from xrank.errors import ContradictionError, LayoutError, UsageError
+from xrank.plan.source import StoredModel
+from xrank.readers.base import Hints
+from xrank.readers.workspace import WorkspaceReader
+from xrank.recipes.matching import match
+from xrank.recipes.recipe_file import read_recipe, shipped_recipes
+
+pytestmark = pytest.mark.timeout(120)
+
+# As Megatron-LM's training/arguments.py leaves them in a checkpoint.
+ARGS = {
+    "num_layers": 3, "hidden_size": 24, "ffn_hidden_size": 20, "num_attention_heads": 6, "kv_channels": 8,
+    "group_query_attention": True, "num_query_groups": 2, "vocab_size": 37, "padded_vocab_size": 37,
+    "swiglu": True,
+    "normalization": "RMSNorm", "position_embedding_type": "rope", "rotary_interleaved": False,
+    "apply_layernorm_1p": False, "untie_embeddings_and_output_weights": True, "add_bias_linear": False,
+}  # fmt: skip
+
+
+@cache
+def theirs(family: str, vocab: int = 37, **changes: Any) -> dict[str, torch.Tensor]:
+    return (as_megatron_gpt2 if family == "gpt2" else as_megatron)(tiny(family, **changes), vocab=vocab)
+
+
+def stored(folder: Path, tensors: dict[str, torch.Tensor], args: dict[str, Any] | None) -> StoredModel:
+    model = WorkspaceReader().read(str(leave(folder / "ws", tensors)), Hints(needs_config=False))
+    return replace(model, args=args, config=None)
+
+
+def named(model: StoredModel, config: dict[str, Any] | None = None) -> StoredModel:
+    found = choose_recipe(model, config, None)
+    assert found is not None
+    return follow_recipe(model, found, config)
+
+
+def shapes_of(model: StoredModel) -> dict[str, tuple[int, ...]]:
+    return {shard.name: shard.shape for shard in model.shards}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "args", "recipe"),
+    [
+        ("llama", {}, {}, "megatron-llama"),
+        ("qwen3", {}, {}, "megatron-qwen3"),
+        ("qwen2", {}, {"kv_channels": 4}, "megatron-qwen2"),
+        ("mixtral", {}, {"num_experts": 4, "moe_ffn_hidden_size": 20}, "megatron-mixtral"),
+        (
+            "llama",
+            {"num_key_value_heads": 6},
+            {"group_query_attention": False, "num_query_groups": 1},
+            "megatron-llama",
+        ),
+        (
+            "gpt2",
+            {},
+            {
+                "num_attention_heads": 4, "kv_channels": 6, "ffn_hidden_size": 96, "max_position_embeddings": 19,
+                "group_query_attention": False, "num_query_groups": 1, "swiglu": False, "normalization": "LayerNorm",
+                "position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False,
+                "add_bias_linear": True,
+            },
+            "megatron-gpt2",
+        ),
+    ],
+    ids=["llama", "qwen3", "qwen2", "mixtral", "no-groups", "gpt2"],
+)  # fmt: skip
+def test_args_alone_tell_all_sizes(
+    tmp_path: Path, family: str, changes: dict[str, Any], args: dict[str, Any], recipe: str
+) -> None:
+    model = named(stored(tmp_path, theirs(family, **changes), {**ARGS, **args}))
+    assert model.recipe == recipe
+    assert shapes_of(model) == {name: tuple(t.shape) for name, t in saved(tiny(family, **changes)).items()}
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {key: value for key, value in ARGS.items() if key != "vocab_size"},
+        {**ARGS, "vocab_size": None, "padded_vocab_size": 48},
+        # Before the tokenizer's own tokens, such as NullTokenizer's end of a document, or before padding: who knows.
+        {**ARGS, "padded_vocab_size": 48},
+    ],
+    ids=["not-said", "none", "padded"],
+)
+def test_a_vocabulary_that_may_not_be_the_true_one_is_not_believed(tmp_path: Path, args: dict[str, Any]) -> None:
+    model = stored(tmp_path, theirs("llama", 48), args)
+    with pytest.raises(UsageError, match="needs the size 'v', and nothing says it") as caught:
+        named(model)
+    assert "--base-model" in str(caught.value.next_step)
+    assert shapes_of(named(model, {"vocab_size": 37}))["lm_head.weight"] == (37, 24)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"rotary_interleaved": True}, "rotary_interleaved True"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p True"),
+        ({"normalization": "LayerNorm"}, "normalization 'LayerNorm'"),
+        ({"position_embedding_type": "none"}, "position_embedding_type 'none'"),
+        ({"swiglu": False}, "swiglu False"),
+    ],
+)
+def test_other_models_of_the_same_names_are_refused(tmp_path: Path, args: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=f"the recipe megatron-llama is not for a model of {says}"):
+        named(stored(tmp_path, theirs("llama"), {**ARGS, **args}))
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "says"),
+    [
+        ("ffn_hidden_size", 24, r"config\.json and the trainer's args disagree about ffn_hidden_size"),
+        ("num_layers", 4, "disagree about num_layers"),
+        ("kv_channels", 4, "disagree about kv_channels"),
+    ],
+)
+def test_args_and_config_must_agree(tmp_path: Path, key: str, number: int, says: str) -> None:
+    config = json.loads(tiny("llama").config.to_json_string(use_diff=False))
+    model = stored(tmp_path, theirs("llama"), {**ARGS, key: number})
+    with pytest.raises(ContradictionError, match=says):
+        named(model, config)
+    with pytest.raises(ContradictionError, match="does not fit"):
+        named(replace(model, args=ARGS), {**config, "vocab_size": 38})
+
+
+def test_families_of_the_same_outcome_are_one(tmp_path: Path) -> None:
+    model = stored(tmp_path, theirs("llama"), ARGS)
+    fitting = [recipe.name for recipe in shipped_recipes() if match(recipe, theirs("llama")).fits]
+    assert fitting == ["megatron-llama", "megatron-mistral"]
+    assert choose_recipe(model, None, None).recipe.name == "megatron-llama"
+    assert choose_recipe(model, {"model_type": "mistral"}, None).recipe.name == "megatron-mistral"
+
+
+def test_two_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text(
+        'extends = "megatron-llama"\n[tensors]\n"decoder.final_layernorm.weight [h]" = "model.other.weight [h]"\n'
+    )
+    both = (*shipped_recipes(), read_recipe(str(own)))
+    monkeypatch.setattr("xrank.conversion.recipe_choice.shipped_recipes", lambda: both)
+    with pytest.raises(UsageError, match="is not clear") as caught:
+        choose_recipe(stored(tmp_path, theirs("llama"), ARGS), None, None)
+    assert "megatron-llama" in str(caught.value.got) and "own.toml" in str(caught.value.got)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('extends = "nothing"\n', "wrong at extends"),
+        ('extends = "megatron-llama"\n[tensors]\n"no.such [h]" = false\n', "wrong at tensors"),
+        ('[tensors]\n"a [h]" = { to = "b [h]", ifso = "c" }\n', "wrong at key"),
+        ('[tensors]\n"a [h]" = { to = "b [h]", when = 3 }\n', "when"),
+        ('[tensors]\n"a [h" = "b [h]"\n', "a \\[h"),
+        ('must = 3\n[tensors]\n"a [h]" = "b [h]"\n', "wrong at must"),
+        ("[tensors]\n", "wrong at tensors"),
+        ("[tensors", "is not TOML"),
+    ],
+)
+def test_what_is_no_recipe(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(text)
+    with pytest.raises(LayoutError, match=says):
+        read_recipe(str(file))
