@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["Run", "whole_model", "write_dist", "write_legacy"]
+__all__ = ["Run", "whole_model", "write_config", "write_dist", "write_legacy"]
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD, VOCAB, EXPERTS = 8, 12, 4, 2, 2, 16, 4
 
@@ -82,6 +82,22 @@ class Run:
             "num_experts": EXPERTS if self.has_experts else None,
         }
         return Namespace(**{**told, **self.args})
+
+
+def write_config(folder: Path, run: Run) -> None:
+    """Write the config.json of a Llama of these sizes."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "head_dim": HEAD,
+        "num_hidden_layers": run.num_layers,
+        "tie_word_embeddings": run.tied,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def whole_model(run: Run) -> dict[str, torch.Tensor]:

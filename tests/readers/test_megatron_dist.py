@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.readers.made_megatron import Run, whole_model, write_dist
+from tests.readers.made_megatron import Run, whole_model, write_config, write_dist
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
@@ -77,14 +77,13 @@ class TestContract(ReaderContract):
     recipe = "none"
     # A marker cut short names another iteration, which may be on its way.
     exit_codes: ClassVar = {"a file cut short": frozenset({3, 4})}
-    unseen: ClassVar = {
-        "a bit of the metadata flipped": "nothing but the recipe vouches for the names in .metadata"
-    }
+    unseen: ClassVar = {"a bit of the metadata flipped": "nothing but the recipe vouches for the names in .metadata"}
 
     def make(self, folder: Path) -> Made:
         run = Run(tp=2, chunks=((1,),))
         model = stacked(whole_model(run))
         write_dist(folder / "checkpoint", run, model)
+        write_config(folder / "checkpoint", run)
         return Made(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.items()})
 
 

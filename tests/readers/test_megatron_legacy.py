@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.readers.made_megatron import Run, whole_model, write_legacy
+from tests.readers.made_megatron import Run, whole_model, write_config, write_legacy
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UnsafeError, UsageError
@@ -69,6 +69,7 @@ class TestContract(ReaderContract):
     def make(self, folder: Path) -> Made:
         run = Run(tp=2, chunks=((1,),))
         write_legacy(folder / "checkpoint", run)
+        write_config(folder / "checkpoint", run)
         return Made(folder / "checkpoint", expected(run))
 
 
