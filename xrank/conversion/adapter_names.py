@@ -186,6 +186,7 @@ class _Sorting:
                         f"{name}: what was trained in its place is missing",
                         tensor=name,
                         file=self._path,
+                        got=f"no {original[1]}.modules_to_save",
                         want=f"{original[1]}.modules_to_save.<adapter>.{original[2]}",
                         next_step="check that the checkpoint is whole",
                     )

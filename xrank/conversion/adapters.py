@@ -164,6 +164,7 @@ def _check_bases(source: StoredModel, names: AdapterNames) -> None:
                 f"{pair.module}: has an adapter, and nothing of the module itself is here",
                 tensor=pair.a,
                 file=source.path,
+                got=f"{pair.a}, and no tensor of {pair.module}",
                 want=f"{pair.module}.weight, as other adapted modules have it",
                 next_step="check that the checkpoint is whole",
             )
@@ -252,8 +253,8 @@ def _updates(
         fits[pair.module] = ((not pair.is_embedding and weight.shape == straight), weight.shape == turned)
         if not any(fits[pair.module]):
             raise ContradictionError(
-                f"{weight.name}: its adapter is of another shape",
-                tensor=weight.name,
+                f"{pair.module}.weight: its adapter is of another shape",
+                tensor=f"{pair.module}.weight",
                 file=config.path,
                 got=f"lora_A {list(a)} and lora_B {list(b)} for a weight {list(weight.shape)}",
                 want=f"a weight {list(turned if pair.is_embedding else straight)}",

@@ -108,7 +108,7 @@ class Worker:
         if self._stored is None:
             self._stored = memoryview(mmap.mmap(-1, WINDOW_NBYTES))
         width, target_width = (dtypes.dtype(name).nbytes for name in (plan.source_dtype, plan.output.dtype))
-        step = WINDOW_NBYTES // width
+        step = len(self._stored) // width
         for low in range(portion.low, portion.high, step):
             high = min(low + step, portion.high)
             stored = self._stored[: (high - low) * width]

@@ -1,0 +1,656 @@
+"""LoRA adapters: merged bit for bit as the formula says, kept apart as PEFT's folder, or refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.cli.bench import Bench, run
+from tests.conversion.adapted_models import (
+    ALPHA,
+    ATTENTION,
+    DOWN,
+    RANK,
+    P,
+    adapter,
+    added,
+    base_model,
+    leave_adapted,
+    merged,
+    saved_names,
+    wrapped,
+    write_json,
+)
+from tests.conversion.made_workspaces import assert_holds, flip, leave, model_in, raw, state_of
+from xrank.conversion.checkpoint import open_checkpoint
+from xrank.conversion.gather import gather_checkpoint
+from xrank.conversion.gather_plan import plan_gather
+from xrank.conversion.options import GatherOptions
+from xrank.conversion.verify import verify_model
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
+
+SCALE = ALPHA / RANK
+MERGE: dict[str, Any] = {"adapter": "merge"}
+SEPARATE: dict[str, Any] = {"adapter": "separate"}
+LORA_A, LORA_B = (f"{ATTENTION}.lora_{half}.default.weight" for half in "AB")
+
+
+def notes_of(report: Any) -> dict[str, str]:
+    return dict(report.notes)
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "xrank_manifest.json").read_text())
+    return found
+
+
+def refusal(bench: Bench, kind: type[XrankError], match: str, **options: Any) -> XrankError:
+    """Gather the bench's workspace and see it refused, with nothing left behind; return the error."""
+    before = bench.names()
+    with pytest.raises(kind, match=match) as caught:
+        gather_checkpoint(bench.workspace, bench.out, **options)
+    assert type(caught.value) is kind and bench.names() == before
+    assert caught.value.next_step and caught.value.got
+    return caught.value
+
+
+class TestChoice:
+    def test_without_one_the_command_ends_with_2_and_names_both(self, bench: Bench) -> None:
+        leave_adapted(bench.workspace)
+        for options in ((), ("--dry-run",)):
+            error = bench.refused(
+                "UsageError", *options, says=["--adapter separate", "--adapter merge", "2 LoRA pairs"]
+            )
+            assert error["tensor"] == P + LORA_A
+
+    def test_open_checkpoint_takes_none(self, bench: Bench) -> None:
+        leave_adapted(bench.workspace)
+        with pytest.raises(UsageError, match="holds an adapter") as caught:
+            open_checkpoint(bench.workspace)
+        assert "open_checkpoint opens what that writes" in (caught.value.next_step or "")
+
+    @pytest.mark.parametrize("options", [{"adapter": "merge"}, {"adapter": "separate", "adapter_config": "file"}])
+    def test_where_there_is_no_adapter(self, bench: Bench, options: dict[str, Any]) -> None:
+        leave(bench.workspace)
+        refusal(bench, UsageError, "holds no adapter", **options)
+
+    def test_words_that_are_none(self, bench: Bench) -> None:
+        leave_adapted(bench.workspace)
+        bench.refused("UsageError", "--adapter", "keep", says=["separate, merge"])
+        bench.refused("UsageError", "--adapter-config", "file", says=["--adapter was not"])
+
+    def test_names_of_the_base_model_are_no_adapter(self, bench: Bench) -> None:
+        """Such as Phi-4-multimodal's, whose own layers are named as PEFT's."""
+        model = {"x.base_layer.weight": torch.rand(4, 4), "x.lora_A.vision.weight": torch.rand(2, 4)}
+        model["x.lora_B.vision.weight"] = torch.rand(4, 2)
+        layouts = dict.fromkeys(model, "[m/tp, n]")
+        leave(bench.workspace, model, layouts=layouts)
+        (bench.folder / "base").mkdir()
+        save_file(model, bench.folder / "base/model.safetensors")
+        gather_checkpoint(bench.workspace, bench.out, base_model=bench.folder / "base")
+        assert_holds(bench.out, model)
+
+    def test_one_that_lies_beside_the_model_is_told(self, bench: Bench) -> None:
+        model = leave(bench.workspace)
+        (bench.workspace / "lora_adapter").mkdir()
+        save_file(saved_names(adapter()), bench.workspace / "lora_adapter/adapter_model.safetensors")
+        report = gather_checkpoint(bench.workspace, bench.out)
+        assert "lora_adapter/adapter_model.safetensors" in notes_of(report)["adapter-beside"]
+        assert_holds(bench.out, model)
+
+
+class TestMerge:
+    @pytest.mark.parametrize("lora", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+    def test_every_bit(self, bench: Bench, base: torch.dtype, lora: torch.dtype) -> None:
+        model, pairs = leave_adapted(bench.workspace, base_model(base), adapter(lora))
+        report = gather_checkpoint(bench.workspace, bench.out, **MERGE)
+        assert_holds(bench.out, merged(model, pairs))
+        assert raw(model_in(bench.out)[f"{DOWN}.weight"]) != raw(model[f"{DOWN}.weight"])
+        assert report.output is not None
+        assert report.output["merged"] == [f"{ATTENTION}.weight", f"{DOWN}.weight"]
+        assert report.output["num_tensors"] == len(model)
+        assert "W + 2.5 * B @ A" in notes_of(report)["adapter"]
+
+    def test_it_is_the_formula_in_float32(self, bench: Bench) -> None:
+        """Whatever order a library takes the sums in: these are exact."""
+        pairs = {name: (tensor * 4).round() / 4 for name, tensor in adapter().items()}
+        model, pairs = leave_adapted(bench.workspace, None, pairs)
+        gather_checkpoint(bench.workspace, bench.out, **MERGE)
+        found = model_in(bench.out)
+        for module in (ATTENTION, DOWN):
+            a, b = (pairs[f"{module}.lora_{half}.default.weight"] for half in "AB")
+            formula = (model[f"{module}.weight"].float() + SCALE * (b @ a)).bfloat16()
+            assert torch.equal(found[f"{module}.weight"], formula)
+
+    def test_one_rounding_where_a_cast_is_asked_for(self, bench: Bench) -> None:
+        model, pairs = leave_adapted(bench.workspace, base_model(torch.float32))
+        report = gather_checkpoint(bench.workspace, bench.out, dtype="bf16", **MERGE)
+        expected = merged(model, pairs, dtype=torch.bfloat16)
+        assert_holds(bench.out, expected)
+        twice = {name: tensor.bfloat16() for name, tensor in model.items()}
+        assert raw(merged(twice, pairs)[f"{DOWN}.weight"]) != raw(expected[f"{DOWN}.weight"])
+        assert report.output is not None and report.output["cast"][f"{DOWN}.weight"] == "F32 -> BF16"
+
+    def test_many_windows_by_many_workers_in_any_split_of_files(self, bench: Bench) -> None:
+        made = torch.Generator().manual_seed(2)
+        names = [f"layers.{i}.up" for i in range(3)]
+        base = {f"{name}.weight": torch.randn(1101, 700, generator=made).bfloat16() for name in names}
+        lora = {}
+        for name in names:
+            lora[f"{name}.lora_A.default.weight"] = torch.randn(3, 700, generator=made)
+            lora[f"{name}.lora_B.default.weight"] = torch.randn(1101, 3, generator=made)
+        layouts = {**dict.fromkeys(base, "[f/~tp/~dp, h]"), **dict.fromkeys(lora, "[...]")}
+        layouts = {name: "[r, n]" if "lora" in name else layout for name, layout in layouts.items()}
+        leave_adapted(bench.workspace, base, lora, layouts=layouts, meta={"r": 3, "lora_alpha": 1})
+        for index, options in enumerate(({"workers": 3}, {"workers": 1, "max_shard_size": "2MB", "max_memory": "2MB"})):
+            out = bench.folder / f"out{index}"
+            gather_checkpoint(bench.workspace, out, **MERGE, **options)
+            assert_holds(out, merged(base, lora, 1 / 3))
+
+    def test_an_embedding(self, bench: Bench) -> None:
+        module, made = "model.embed_tokens", torch.Generator().manual_seed(4)
+        lora = {
+            f"{module}.lora_embedding_A.default": torch.randn(RANK, 16, generator=made),
+            f"{module}.lora_embedding_B.default": torch.randn(8, RANK, generator=made),
+        }
+        layouts = {f"{module}.lora_embedding_A.default": "[r, v/tp]", f"{module}.lora_embedding_B.default": "[h, r]"}
+        model, _ = leave_adapted(bench.workspace, None, lora, layouts=layouts)
+        gather_checkpoint(bench.workspace, bench.out, **MERGE)
+        a, b = lora.values()
+        weight = added(model[f"{module}.weight"], b.T, a.T, SCALE).bfloat16()
+        assert_holds(bench.out, {**model, f"{module}.weight": weight})
+
+    @pytest.mark.parametrize("says", [True, None])
+    def test_weights_that_lie_the_other_way(self, bench: Bench, says: bool | None) -> None:
+        """As GPT-2's Conv1D: the one that is not square says it, or the configuration does."""
+        made = torch.Generator().manual_seed(4)
+        base = {
+            "h.c_attn.weight": torch.randn(8, 24, generator=made),
+            "h.c_proj.weight": torch.randn(8, 8, generator=made),
+        }
+        lora = {}
+        for name, width in (("h.c_attn", 24), ("h.c_proj", 8)):
+            lora[f"{name}.lora_A.default.weight"] = torch.randn(2, 8, generator=made)
+            lora[f"{name}.lora_B.default.weight"] = torch.randn(width, 2, generator=made)
+        meta = {"r": 2, "lora_alpha": 4, **({} if says is None else {"peft_type": "LORA", "fan_in_fan_out": says})}
+        layouts = dict.fromkeys((*base, *lora), "[m, n]")
+        leave_adapted(bench.workspace, base, lora, layouts=layouts, meta=meta)
+        gather_checkpoint(bench.workspace, bench.out, **MERGE)
+        a, b = (lora[f"h.c_proj.lora_{half}.default.weight"] for half in "AB")
+        found = model_in(bench.out)
+        assert torch.equal(found["h.c_proj.weight"], added(base["h.c_proj.weight"].T, a, b, 2.0).T)
+        a, b = (lora[f"h.c_attn.lora_{half}.default.weight"] for half in "AB")
+        assert torch.equal(found["h.c_attn.weight"], added(base["h.c_attn.weight"].T, a, b, 2.0).T)
+
+    @pytest.mark.parametrize(
+        ("more", "scale"),
+        [({"use_rslora": True}, ALPHA / RANK**0.5), ({"alpha_pattern": {"q_proj|down_proj": 3}}, 3 / RANK)],
+    )
+    def test_scales(self, bench: Bench, more: dict[str, Any], scale: float) -> None:
+        model, pairs = leave_adapted(bench.workspace, meta={})
+        config = write_json(bench.folder / "c.json", {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, **more})
+        gather_checkpoint(bench.workspace, bench.out, adapter_config=config, **MERGE)
+        assert_holds(bench.out, merged(model, pairs, scale))
+
+    def test_a_pair_of_another_rank(self, bench: Bench) -> None:
+        pairs = adapter()
+        pairs[LORA_A], pairs[LORA_B] = torch.rand(2, 8), torch.rand(12, 2)
+        model, _ = leave_adapted(bench.workspace, None, pairs)
+        refusal(bench, ContradictionError, f"{ATTENTION}: its adapter has another rank", **MERGE)
+        patterns = {"rank_pattern": {r"layers\.0\.self_attn\.q_proj": 2}, "alpha_pattern": {"q_proj": 5}}
+        write_json(bench.workspace / "lora_train_meta.json", {"r": RANK, "lora_alpha": ALPHA, **patterns})
+        gather_checkpoint(bench.workspace, bench.out, **MERGE)
+        assert_holds(bench.out, merged(model, pairs))
+
+    def test_what_was_trained_whole_is_written_in_place_of_the_original(self, bench: Bench) -> None:
+        head, pairs = torch.rand(16, 8), adapter()
+        state = wrapped(base_model(), pairs)
+        state[P + "lm_head.original_module.weight"] = torch.rand(16, 8)
+        state[P + "lm_head.modules_to_save.default.weight"] = head
+        leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
+        write_json(bench.workspace / "lora_train_meta.json", {"r": RANK, "lora_alpha": ALPHA})
+        report = gather_checkpoint(bench.workspace, bench.out, **MERGE)
+        assert_holds(bench.out, {**merged(base_model(), pairs), "lm_head.weight": head})
+        assert "lm_head.original_module.weight" in notes_of(report)["adapter-trained"]
+
+    def test_what_is_left_out_needs_no_update(self, bench: Bench) -> None:
+        model, pairs = leave_adapted(bench.workspace)
+        report = gather_checkpoint(bench.workspace, bench.out, exclude=r".*q_proj\.weight", **MERGE)
+        expected = merged(model, pairs)
+        del expected[f"{ATTENTION}.weight"]
+        assert_holds(bench.out, expected)
+        assert report.output is not None and report.output["merged"] == [f"{DOWN}.weight"]
+
+    def test_the_base_models_names_and_companions(self, bench: Bench) -> None:
+        model, pairs = leave_adapted(bench.workspace)
+        (bench.folder / "base").mkdir()
+        save_file(model, bench.folder / "base/model.safetensors")
+        report = gather_checkpoint(bench.workspace, bench.out, base_model=bench.folder / "base", dtype="base", **MERGE)
+        assert report.proof["base_model"] == "names and shapes"
+        assert_holds(bench.out, merged(model, pairs))
+
+    def test_the_manifest_says_of_what(self, bench: Bench) -> None:
+        leave_adapted(bench.workspace)
+        gather_checkpoint(bench.workspace, bench.out, **MERGE)
+        manifest = manifest_of(bench.out)
+        assert manifest["merged"][f"{ATTENTION}.weight"] == f"W + 2.5 * ({P}{LORA_B} @ {P}{LORA_A})"
+        tensors = manifest["tensors"]
+        # Twice cut: four pieces of W; A is whole on each rank, B in halves: one and two pieces, the others replicas.
+        assert len(tensors[f"{ATTENTION}.weight"]["sources"]) == 4 + 1 + 2
+        assert tensors[f"{ATTENTION}.weight"]["replicas"] == 3 + 2
+        assert tensors["model.norm.weight"]["replicas"] == 3
+        assert verify_model(bench.out).ok
+
+    def test_the_plan_says_the_memory(self, bench: Bench) -> None:
+        leave_adapted(bench.workspace)
+        plain = bench.folder / "plain"
+        leave(plain)
+        options: dict[str, Any] = {"dry_run": True, "workers": 2}
+        merge = gather_checkpoint(bench.workspace, bench.out, **MERGE, **options).plan
+        without = gather_checkpoint(plain, bench.out, **options).plan
+        assert merge is not None and without is not None
+        # Each worker: a window as stored, and the larger pair as stored (float32) and twice as float32.
+        assert merge["peak_buffer_nbytes"] - without["peak_buffer_nbytes"] == 2 * ((1 << 20) + 3 * 4 * RANK * (20 + 8))
+
+
+class TestInterrupted:
+    def stopped(self, bench: Bench, **options: Any) -> None:
+        """Gather until the first file is finished."""
+
+        def stop(done: int, total: int) -> None:
+            if 0 < done < total and (bench.names() and list(bench.folder.glob(".model.xrank-*/model-00001*ors"))):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            gather_checkpoint(
+                bench.workspace, bench.out, max_shard_size=300, workers=1, progress=stop, **MERGE, **options
+            )
+
+    def test_the_next_run_goes_on(self, bench: Bench) -> None:
+        model, pairs = leave_adapted(bench.workspace)
+        self.stopped(bench)
+        report = gather_checkpoint(bench.workspace, bench.out, max_shard_size=300, **MERGE)
+        assert report.output is not None and report.output["resumed_nbytes"] > 0
+        assert_holds(bench.out, merged(model, pairs))
+
+    def test_another_alpha_is_another_plan(self, bench: Bench) -> None:
+        model, pairs = leave_adapted(bench.workspace)
+        self.stopped(bench)
+        other = write_json(bench.folder / "other.json", {"r": RANK, "lora_alpha": 2 * ALPHA})
+        report = gather_checkpoint(bench.workspace, bench.out, max_shard_size=300, adapter_config=other, **MERGE)
+        assert report.output is not None and report.output["resumed_nbytes"] == 0
+        assert_holds(bench.out, merged(model, pairs, 2 * SCALE))
+
+    def test_the_digest_of_the_plan(self, bench: Bench) -> None:
+        """It tells plans apart by what is added and by how much, over one and the same source."""
+        leave_adapted(bench.workspace)
+        write_json(bench.folder / "rs.json", {"r": RANK, "lora_alpha": ALPHA, "use_rslora": True})
+        merge = GatherOptions(adapter="merge")
+        plans = [plan_gather(str(bench.workspace), options) for options in (merge, merge)]
+        plans.append(plan_gather(str(bench.workspace), replace(merge, adapter_config=bench.folder / "rs.json")))
+        assert plans[0].digest == plans[1].digest != plans[2].digest
+
+
+class TestSeparate:
+    def test_base_and_folder(self, bench: Bench) -> None:
+        model, pairs = leave_adapted(bench.workspace)
+        report = gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
+        assert_holds(bench.out, model)
+        assert_holds(bench.out / "adapter", saved_names(pairs))
+        assert sorted(path.name for path in bench.out.iterdir()) == [
+            "adapter",
+            "config.json",
+            "model.safetensors",
+            "xrank_manifest.json",
+        ]
+        config = json.loads((bench.out / "adapter/adapter_config.json").read_text())
+        assert config["peft_type"] == "LORA" and (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
+        assert config["target_modules"] == ["down_proj", "q_proj"] and config["modules_to_save"] is None
+        assert "lora_train_meta.json says r 4 and lora_alpha 10" in notes_of(report)["adapter-config"]
+        assert verify_model(bench.out).ok
+
+    def test_modules_that_only_whole_paths_tell_apart(self, bench: Bench) -> None:
+        base = {**base_model(), "model.layers.1.mlp.down_proj.weight": torch.rand(8, 20)}
+        leave_adapted(bench.workspace, base, layouts={"model.layers.1.mlp.down_proj.weight": "[h, f/tp]"})
+        gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
+        config = json.loads((bench.out / "adapter/adapter_config.json").read_text())
+        assert config["target_modules"] == [DOWN, ATTENTION]
+
+    def test_the_configuration_is_kept_as_it_is(self, bench: Bench) -> None:
+        _, pairs = leave_adapted(bench.workspace)
+        wanted = {
+            "peft_type": "LORA",
+            "r": RANK,
+            "lora_alpha": ALPHA,
+            "lora_dropout": 0.05,
+            "target_modules": "all-linear",
+        }
+        write_json(bench.workspace / "adapter_config.json", wanted)
+        gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
+        assert json.loads((bench.out / "adapter/adapter_config.json").read_text()) == wanted
+        given = write_json(bench.folder / "given.json", {**wanted, "init_lora_weights": "pissa_niter_16"})
+        report = gather_checkpoint(bench.workspace, bench.folder / "b", adapter_config=given, **SEPARATE)
+        written = json.loads((bench.folder / "b/adapter/adapter_config.json").read_text())
+        assert written == {**wanted, "init_lora_weights": True}  # the base is written as it was changed
+        assert "pissa_niter_16 changed the base model" in notes_of(report)["adapter-config"]
+        assert_holds(bench.folder / "b/adapter", saved_names(pairs))
+
+    def test_dora_and_what_was_trained_whole(self, bench: Bench) -> None:
+        pairs = adapter()
+        state = wrapped(base_model(), pairs)
+        state[f"{P}{DOWN}.lora_magnitude_vector.default.weight"] = torch.rand(8)
+        state[P + "score.original_module.weight"] = torch.rand(2, 8)
+        state[P + "score.modules_to_save.default.weight"] = torch.rand(2, 8)
+        leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
+        write_json(bench.workspace / "lora_train_meta.json", {"r": RANK, "lora_alpha": ALPHA})
+        refusal(bench, UsageError, "is not merged", **MERGE)
+        gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
+        assert_holds(bench.out, {**base_model(), "score.weight": state[P + "score.original_module.weight"]})
+        trained = {
+            **saved_names(pairs),
+            f"{P}{DOWN}.lora_magnitude_vector": state[f"{P}{DOWN}.lora_magnitude_vector.default.weight"],
+            P + "score.weight": state[P + "score.modules_to_save.default.weight"],
+        }
+        assert_holds(bench.out / "adapter", trained)
+        config = json.loads((bench.out / "adapter/adapter_config.json").read_text())
+        assert config["use_dora"] is True and config["modules_to_save"] == ["score"]
+
+    def test_an_adapter_alone_is_the_output(self, bench: Bench) -> None:
+        pairs = adapter()
+        state = {P + name: tensor for name, tensor in pairs.items()}
+        leave(bench.workspace, state, layouts=dict.fromkeys(state, "[m, n]"))
+        write_json(bench.workspace / "lora_train_meta.json", {"r": RANK, "lora_alpha": ALPHA})
+        refusal(bench, UsageError, "an adapter alone", **MERGE)
+        gather_checkpoint(bench.workspace, bench.out, dtype="bf16", **SEPARATE)
+        assert sorted(path.name for path in bench.out.iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "xrank_manifest.json",
+        ]
+        assert_holds(bench.out, saved_names({name: tensor.bfloat16() for name, tensor in pairs.items()}))
+        assert verify_model(bench.out).ok
+        # What PEFT itself saves is read like it: names without the adapter's.
+        gather_checkpoint(bench.out, bench.folder / "again", **SEPARATE)
+        assert_holds(bench.folder / "again", load_file(bench.out / "adapter_model.safetensors"))
+
+    def test_types(self, bench: Bench) -> None:
+        """What the base model does not say, --dtype base leaves alone."""
+        model, pairs = leave_adapted(bench.workspace, base_model(torch.float32))
+        half = {name: tensor.bfloat16() for name, tensor in model.items()}
+        (bench.folder / "base").mkdir()
+        save_file(half, bench.folder / "base/model.safetensors")
+        gather_checkpoint(bench.workspace, bench.out, base_model=bench.folder / "base", dtype="base", **SEPARATE)
+        assert_holds(bench.out, half)
+        assert_holds(bench.out / "adapter", saved_names(pairs))
+
+    def test_verify_sees_damage_in_the_folder(self, bench: Bench) -> None:
+        leave_adapted(bench.workspace)
+        gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
+        path = bench.out / "adapter/adapter_model.safetensors"
+        flip(path, path.stat().st_size - 1)
+        report = verify_model(bench.out)
+        assert not report.ok and report.error is not None
+        assert report.error["type"] == "CorruptError" and report.error["tensor"].startswith(P)
+        path.unlink()
+        assert verify_model(bench.out).exit_code == 3
+
+    def test_a_run_that_ended_is_gone_on_with(self, bench: Bench) -> None:
+        model, pairs = leave_adapted(bench.workspace)
+
+        def stop(done: int, total: int) -> None:
+            if list(bench.folder.glob(".model.xrank-*/adapter/*.part")):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            gather_checkpoint(bench.workspace, bench.out, progress=stop, workers=1, **SEPARATE)
+        report = gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
+        assert report.output is not None and report.output["resumed_nbytes"] > 0
+        assert_holds(bench.out, model)
+        assert_holds(bench.out / "adapter", saved_names(pairs))
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("half", [LORA_A, LORA_B])
+    @pytest.mark.parametrize("choice", ["merge", "separate"])
+    def test_half_a_pair(self, bench: Bench, half: str, choice: Any) -> None:
+        pairs = adapter()
+        del pairs[half]
+        leave_adapted(bench.workspace, None, pairs)
+        error = refusal(bench, IncompleteError, "the other half of its pair is missing", adapter=choice)
+        assert error.tensor in (P + LORA_A, P + LORA_B)
+
+    def test_no_pair_at_all_of_an_adapted_module(self, bench: Bench) -> None:
+        state = wrapped(base_model(), adapter())
+        del state[P + LORA_A], state[P + LORA_B]
+        leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
+        refusal(bench, IncompleteError, r"q_proj\.base_layer\.weight: its module has an adapter", **MERGE)
+
+    @pytest.mark.parametrize("choice", ["merge", "separate"])
+    def test_no_base_of_an_adapted_module(self, bench: Bench, choice: Any) -> None:
+        base = base_model()
+        del base[f"{DOWN}.weight"]
+        leave_adapted(bench.workspace, base)
+        error = refusal(bench, IncompleteError, "nothing of the module itself", adapter=choice)
+        assert error.tensor == f"{P}{DOWN}.lora_A.default.weight"
+
+    @pytest.mark.parametrize("choice", ["merge", "separate"])
+    def test_several_adapters(self, bench: Bench, choice: Any) -> None:
+        state = {**wrapped(base_model(), adapter()), P + LORA_A.replace("default", "other"): torch.rand(4, 8)}
+        leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
+        error = refusal(bench, UsageError, "several adapters", adapter=choice)
+        assert "default" in (error.got or "") and "other" in (error.got or "")
+
+    @pytest.mark.parametrize("name", ["lora_E.default", "lora_A.one.two.weight", "lora_something"])
+    def test_kinds_that_are_not_known(self, bench: Bench, name: str) -> None:
+        state = {**wrapped(base_model(), adapter()), f"{P}{DOWN}.{name}": torch.rand(4, 8)}
+        leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
+        error = refusal(bench, UsageError, "no kind that is known", **SEPARATE)
+        assert error.tensor == f"{P}{DOWN}.{name}"
+
+    def test_a_quantised_base(self, bench: Bench) -> None:
+        base = {**base_model(), f"{ATTENTION}.weight": torch.ones(12, 8, dtype=torch.int8)}
+        _, pairs = leave_adapted(bench.workspace, base)
+        error = refusal(bench, UsageError, r"q_proj\.weight: is quantised", **MERGE)
+        assert error.got == "I8 [12, 8]"
+        gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
+        assert_holds(bench.out, base)
+        assert_holds(bench.out / "adapter", saved_names(pairs))
+
+    def test_a_base_of_another_shape(self, bench: Bench) -> None:
+        base = {**base_model(), f"{ATTENTION}.weight": torch.rand(12, 6)}
+        leave_adapted(bench.workspace, base)
+        refusal(bench, ContradictionError, r"q_proj\.weight: its adapter is of another shape", **MERGE)
+
+    def test_convolutions(self, bench: Bench) -> None:
+        base = {"conv.weight": torch.rand(4, 3, 2, 2)}
+        lora = {
+            "conv.lora_A.default.weight": torch.rand(RANK, 3, 2, 2),
+            "conv.lora_B.default.weight": torch.rand(4, RANK, 1, 1),
+        }
+        leave_adapted(bench.workspace, base, lora, layouts=dict.fromkeys((*base, *lora), "[a, b, c, d]"))
+        refusal(bench, UsageError, "an adapter of this kind is not merged", **MERGE)
+        gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
+        assert_holds(bench.out / "adapter", saved_names(lora))
+
+    @pytest.mark.parametrize("key", ["use_qalora", "lora_bias", "layer_replication", "target_parameters"])
+    def test_more_than_a_product(self, bench: Bench, key: str) -> None:
+        leave_adapted(bench.workspace)
+        value = True if key.startswith(("use", "lora")) else [[0, 1]]
+        config = write_json(bench.folder / "c.json", {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, key: value})
+        error = refusal(bench, UsageError, "is not merged", adapter_config=config, **MERGE)
+        assert error.got == key
+
+    def test_a_bias_of_the_adapters_own(self, bench: Bench) -> None:
+        lora = {**adapter(), f"{DOWN}.lora_B.default.bias": torch.rand(8)}
+        leave_adapted(bench.workspace, None, lora, layouts={f"{DOWN}.lora_B.default.bias": "[h]"})
+        error = refusal(bench, UsageError, "is not merged", **MERGE)
+        assert error.tensor == f"{P}{DOWN}.lora_B.default.bias"
+        gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
+        assert_holds(bench.out / "adapter", saved_names(lora))
+
+    def test_a_square_weight_among_weights_of_both_kinds(self, bench: Bench) -> None:
+        base = {"a.weight": torch.rand(8, 24), "b.weight": torch.rand(24, 8), "c.weight": torch.rand(8, 8)}
+        lora = {}
+        for name, width in (("a", 24), ("b", 24), ("c", 8)):
+            lora[f"{name}.lora_A.default.weight"] = torch.rand(RANK, 8)
+            lora[f"{name}.lora_B.default.weight"] = torch.rand(width, RANK)
+        leave_adapted(bench.workspace, base, lora, layouts=dict.fromkeys((*base, *lora), "[m, n]"))
+        error = refusal(bench, UsageError, r"c\.weight: whether it is stored", **MERGE)
+        assert error.tensor == "c.weight"
+
+    def test_a_tensor_that_is_tied(self, bench: Bench) -> None:
+        module = "model.embed_tokens"
+        base = base_model()
+        base["lm_head.weight"] = base[f"{module}.weight"].clone()
+        lora = {
+            f"{module}.lora_embedding_A.default": torch.rand(RANK, 16),
+            f"{module}.lora_embedding_B.default": torch.rand(8, RANK),
+        }
+        layouts = {**dict.fromkeys(lora, "[m, n]"), "lm_head.weight": "[v/tp, h]"}
+        config = {"model_type": "toy", "tie_word_embeddings": True}
+        leave_adapted(bench.workspace, base, lora, layouts=layouts, config=config)
+        error = refusal(bench, UsageError, "has an adapter, and is tied to lm_head", **MERGE)
+        assert error.tensor == f"{module}.weight"
+        gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
+        del base["lm_head.weight"]
+        assert_holds(bench.out, base)
+
+    def test_two_names_of_one_tensor(self, bench: Bench) -> None:
+        state = {**wrapped(base_model(), adapter()), f"{ATTENTION}.weight": torch.rand(12, 8)}
+        leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
+        refusal(bench, ContradictionError, "two tensors would have this name", **MERGE)
+
+    def test_a_recipe_that_would_rename_what_is_adapted(self, bench: Bench) -> None:
+        names = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2"]
+        base = {f"layers.0.{name}.weight": torch.rand(8, 8) for name in [*names, "feed_forward.w3"]}
+        base.update({f"layers.0.{name}.weight": torch.rand(8) for name in ("attention_norm", "ffn_norm")})
+        base.update(
+            {
+                "tok_embeddings.weight": torch.rand(16, 8),
+                "norm.weight": torch.rand(8),
+                "output.weight": torch.rand(16, 8),
+            }
+        )
+        lora = {"layers.0.attention.wq.lora_A.default.weight": torch.rand(RANK, 8)}
+        lora["layers.0.attention.wq.lora_B.default.weight"] = torch.rand(8, RANK)
+        layouts = {name: "[n]" if tensor.dim() == 1 else "[m, n]" for name, tensor in {**base, **lora}.items()}
+        config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+        leave_adapted(bench.workspace, base, lora, layouts=layouts, config=config)
+        refusal(bench, UsageError, "that the recipe torchtitan-llama3 would rename", **MERGE)
+        gather_checkpoint(bench.workspace, bench.out, recipe="none", **MERGE)
+        assert_holds(bench.out, merged(base, lora))
+
+
+class TestConfigurations:
+    def test_none(self, bench: Bench) -> None:
+        leave_adapted(bench.workspace)
+        (bench.workspace / "lora_train_meta.json").unlink()
+        for choice in ("merge", "separate"):
+            error = refusal(bench, UsageError, "nothing says the rank and alpha", adapter=choice)
+            assert "adapter_config.json" in (error.got or "") and "--adapter-config" in (error.next_step or "")
+
+    def test_what_verl_leaves_beside_its_states(self, bench: Bench) -> None:
+        model, pairs = leave_adapted(bench.workspace, meta={"r": RANK, "lora_alpha": 99})
+        (bench.workspace / "lora_adapter").mkdir()
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "task_type": "CAUSAL_LM"}
+        write_json(bench.workspace / "lora_adapter/adapter_config.json", config)
+        gather_checkpoint(bench.workspace, bench.out, **MERGE)
+        assert_holds(bench.out, merged(model, pairs))
+
+    @pytest.mark.parametrize(
+        ("content", "kind", "match"),
+        [
+            ({"r": 4}, UsageError, "says no lora_alpha"),
+            ({}, UsageError, "says no r and no lora_alpha"),
+            ({"r": 4, "lora_alpha": 8, "peft_type": "LOHA"}, UsageError, "of no LoRA"),
+            ({"r": "4", "lora_alpha": 8}, CorruptError, "r is not what PEFT writes"),
+            ({"r": True, "lora_alpha": 8}, CorruptError, "r is not what PEFT writes"),
+            ({"r": 4, "lora_alpha": 0}, CorruptError, "lora_alpha is not"),
+            ({"r": 4, "lora_alpha": 8, "rank_pattern": [4]}, CorruptError, "rank_pattern is not"),
+            ({"r": 4, "lora_alpha": 8, "rank_pattern": {"(": 4}}, CorruptError, "rank_pattern is not"),
+            ({"r": 4, "lora_alpha": 8, "use_rslora": "no"}, CorruptError, "use_rslora is not"),
+            ({"r": 5, "lora_alpha": 8}, ContradictionError, "has another rank than c.json says"),
+            ({"r": 4, "lora_alpha": 8, "use_dora": True}, ContradictionError, "disagree about DoRA"),
+        ],
+    )
+    def test_that_are_wrong(self, bench: Bench, content: dict[str, Any], kind: type[XrankError], match: str) -> None:
+        leave_adapted(bench.workspace)
+        config = write_json(bench.folder / "c.json", {"peft_type": "LORA", **content})
+        error = refusal(bench, kind, match, adapter_config=config, **MERGE)
+        assert error.file == str(config)
+
+    def test_that_are_no_json_or_not_there(self, bench: Bench) -> None:
+        leave_adapted(bench.workspace)
+        config = bench.folder / "c.json"
+        with pytest.raises(UsageError, match="cannot be read: No such file"):
+            gather_checkpoint(bench.workspace, bench.out, adapter_config=config, **MERGE)
+        config.write_text("{")
+        refusal(bench, CorruptError, "is no JSON", adapter_config=config, **MERGE)
+
+
+class TestSources:
+    def test_verls_files(self, bench: Bench) -> None:
+        model, pairs = base_model(), adapter(torch.bfloat16)
+        actor = bench.folder / "global_step_7" / "actor"
+        actor.mkdir(parents=True)
+        torch.save(wrapped(model, pairs), actor / "model_world_size_1_rank_0.pt")
+        write_json(actor / "lora_train_meta.json", {"r": RANK, "lora_alpha": ALPHA, "task_type": "CAUSAL_LM"})
+        ended = run("gather", bench.folder / "global_step_7", "--out", bench.out, "--adapter", "merge")
+        assert ended.exit_code == 0, ended.stderr
+        assert "adapter  merged into 2 tensors" in ended.stdout
+        assert_holds(bench.out, merged(model, pairs))
+
+    def test_a_model_folder_with_an_adapter_in_it(self, bench: Bench) -> None:
+        model, pairs = base_model(), adapter()
+        source = bench.folder / "source"
+        source.mkdir()
+        save_file(model, source / "model.safetensors")
+        save_file(saved_names(pairs), source / "adapter_model.safetensors")
+        write_json(source / "adapter_config.json", {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA})
+        gather_checkpoint(source, bench.out, **MERGE)
+        assert_holds(bench.out, merged(model, pairs))
+
+    def test_a_layout_files_aliases_are_in_the_sources_names(self, bench: Bench) -> None:
+        base = base_model()
+        base["lm_head.weight"] = base["model.embed_tokens.weight"].clone()
+        leave_adapted(bench.workspace, base, layouts={"lm_head.weight": "[v/tp, h]"})
+        layout = bench.folder / "layout.toml"
+        layout.write_text(f'[alias]\n"{P}lm_head.weight" = "{P}model.embed_tokens.weight"\n')
+        report = gather_checkpoint(bench.workspace, bench.out, layout=layout, **MERGE)
+        assert report.output is not None
+        assert report.output["tied"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+
+    @pytest.mark.parametrize("half", ["A", "B"])
+    def test_a_bit_that_flipped_in_a_factor(self, bench: Bench, half: str) -> None:
+        _, pairs = leave_adapted(bench.workspace)
+        tensor = pairs[f"{DOWN}.lora_{half}.default.weight"]
+        part = tensor.chunk(2, 1)[0] if half == "A" else tensor.chunk(2, 0)[0]
+        path = state_of(bench.workspace, 0)
+        flip(path, path.read_bytes().index(raw(part)) + 3)
+        with pytest.raises(CorruptError, match=rf"down_proj\.lora_{half}\.default\.weight.*checksum") as caught:
+            gather_checkpoint(bench.workspace, bench.out, **MERGE)
+        assert caught.value.rank == 0 and caught.value.file == str(path)
+
+    def test_ranks_that_disagree_about_a_factor(self, bench: Bench) -> None:
+        _, pairs = leave_adapted(bench.workspace)
+        other = {**pairs, LORA_A: pairs[LORA_A] + 1}
+        leave_adapted(bench.workspace, None, other, ranks=[3])
+        with pytest.raises(ContradictionError, match=r"q_proj\.lora_A\.default\.weight: rank 3 holds another copy"):
+            gather_checkpoint(bench.workspace, bench.out, **MERGE)
+        report = gather_checkpoint(bench.workspace, bench.out, replicas="pick", **MERGE)
+        assert_holds(bench.out, merged(base_model(), pairs))
+        assert "lora_A" in notes_of(report)["replicas-differ"]
+
+    def test_ranks_that_disagree_about_what_is_merged(self, bench: Bench) -> None:
+        base, _ = leave_adapted(bench.workspace)
+        other = {**base, f"{DOWN}.weight": base[f"{DOWN}.weight"] + 1}
+        leave_adapted(bench.workspace, other, ranks=[2])
+        with pytest.raises(ContradictionError, match=r"down_proj\.weight: rank 2 holds another copy"):
+            gather_checkpoint(bench.workspace, bench.out, dtype="fp32", **MERGE)
