@@ -92,7 +92,7 @@ def add_low_rank(
             flat = sums[:count]
             np.add(flat, values[start : start + count].astype(kind), out=flat)
         copy_cast(
-            memoryview(flat).cast("B"),
+            flat.data.cast("B"),
             "F64" if kind == np.float64 else "F32",
             target[start * width : (start + count) * width],
             target_dtype,
