@@ -66,7 +66,7 @@ def save_accelerate(folder: str, kind: str, number: int) -> None:
     chosen = StateDictType.LOCAL_STATE_DICT if kind in ("local", "flat") else StateDictType.SHARDED_STATE_DICT
     with FullyShardedDataParallel.state_dict_type(model, chosen):
         state = model.state_dict()
-    stem = "pytorch_model_fsdp" + (f"_{number}" if number else "")
+    stem = "pytorch_model_fsdp" + (f"_{number}" if number or kind in ("sharded", "dtensor") else "")
     torch.save(state, f"{folder}/{stem}_rank{rank}.bin")
 
 

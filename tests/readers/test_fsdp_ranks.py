@@ -136,9 +136,9 @@ def test_another_ranks_file_is_seen_by_its_tensors(rank_pool: RankPool, tmp_path
         one, other = (folder / f"model_world_size_4_rank_{rank}.pt" for rank in (1, 2))
     else:
         folder = accelerate(rank_pool, tmp_path / "ranks", "sharded")
-        one, other = (folder / f"pytorch_model_fsdp_rank{rank}.bin" for rank in (1, 2))
+        one, other = (folder / f"pytorch_model_fsdp_0_rank{rank}.bin" for rank in (1, 2))
     content = one.read_bytes()
-    other.write_bytes(content.replace(b"pytorch_model_fsdp_rank1/", b"pytorch_model_fsdp_rank2/"))
+    other.write_bytes(content.replace(b"pytorch_model_fsdp_0_rank1/", b"pytorch_model_fsdp_0_rank2/"))
     with pytest.raises(ContradictionError, match=rf"{other.name} is a copy of another rank's file"):
         gathered(folder)
 
@@ -249,7 +249,7 @@ def test_old_releases_of_torch(release: str, tmp_path: Path) -> None:
 def test_accelerate(rank_pool: RankPool, tmp_path: Path, kind: str) -> None:
     folder = accelerate(rank_pool, tmp_path / "checkpoint-40", kind)
     assert gathered(folder) == expected()
-    last = folder / "pytorch_model_fsdp_rank3.bin"
+    last = folder / "pytorch_model_fsdp_0_rank3.bin"
     last.unlink()
     with pytest.raises(IncompleteError, match=rf"rank 3 of 4 left no {last.name}"):
         gathered(folder)

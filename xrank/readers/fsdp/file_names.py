@@ -18,8 +18,8 @@ __all__ = ["RankFiles", "Scheme", "list_accelerate", "list_verl"]
 _VERL = re.compile(r"model_world_size_([1-9]\d{0,8})_rank_(0|[1-9]\d{0,8})\.pt")
 _VERL_OTHERS = re.compile(r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt")
 _VERL_CONFIG = "fsdp_config.json"
-# accelerate/utils/fsdp_utils.py: save_fsdp_model, of LOCAL_STATE_DICT; the number is the model's, 0 left out.
-_ACCELERATE = re.compile(r"pytorch_model_fsdp(?:_([1-9]\d{0,4}))?_rank(0|[1-9]\d{0,8})\.bin")
+# accelerate/utils/fsdp_utils.py: save_fsdp_model. The number is the model's, and LOCAL_STATE_DICT leaves a 0 out.
+_ACCELERATE = re.compile(r"pytorch_model_fsdp(?:_(0|[1-9]\d{0,4}))?_rank(0|[1-9]\d{0,8})\.bin")
 _MAX_CONFIG_NBYTES = 1 << 20
 
 
@@ -172,16 +172,16 @@ def list_accelerate(path: str) -> RankFiles:
         IncompleteError: a rank below the last one is missing.
     """
     folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
-    models: dict[int, dict[int, str]] = {}
+    models: dict[str, dict[int, str]] = {}
     for entry in sorted(os.listdir(folder)):
         match = _ACCELERATE.fullmatch(entry)
         if match is not None:
-            models.setdefault(int(match[1] or 0), {})[int(match[2])] = os.path.join(folder, entry)
+            models.setdefault(match[1] or "", {})[int(match[2])] = os.path.join(folder, entry)
     if not models:
         raise _nothing(folder, ACCELERATE)
     if path != folder:
         named = _ACCELERATE.fullmatch(os.path.basename(path))
-        models = {k: ranks for k, ranks in models.items() if named is not None and k == int(named[1] or 0)} or models
+        models = {k: ranks for k, ranks in models.items() if named is not None and k == (named[1] or "")} or models
     if len(models) > 1:
         files = [next(iter(ranks.values())) for _, ranks in sorted(models.items())]
         raise UsageError(
