@@ -44,6 +44,8 @@ class Run:
     has_experts: bool = False
     grouped: bool = False
     """Experts as Transformer Engine's grouped linear layers name them."""
+    in_one: bool = False
+    """Experts of a rank as one tensor, as GroupedMLP has them."""
     gated: bool = True
     bias: bool = False
     tied: bool = False
@@ -126,7 +128,10 @@ def whole_model(run: Run) -> dict[str, torch.Tensor]:
                 model[f"{at}mlp.linear_fc2.bias"] = some(HIDDEN)
             continue
         model[f"{at}mlp.router.weight"] = some(EXPERTS, HIDDEN)
-        for expert in range(EXPERTS):
+        if run.in_one:
+            model[f"{at}mlp.experts.weight1"] = some(EXPERTS, HIDDEN, halves * FFN)
+            model[f"{at}mlp.experts.weight2"] = some(EXPERTS, FFN, HIDDEN)
+        for expert in range(0 if run.in_one else EXPERTS):
             for fc, shape in (("linear_fc1", (halves * FFN, HIDDEN)), ("linear_fc2", (HIDDEN, FFN))):
                 own = f"{fc}.weight{expert}" if run.grouped else f"local_experts.{expert}.{fc}.weight"
                 model[f"{at}mlp.experts.{own}"] = some(*shape)
@@ -152,6 +157,16 @@ def part_of(name: str, tensor: torch.Tensor, run: Run, tp: int) -> torch.Tensor:
     return tensor.chunk(ways)[tp].contiguous()
 
 
+def _grouped_part(name: str, experts: torch.Tensor, run: Run, tp: int) -> torch.Tensor:
+    """Return a rank's experts as the matrix of GroupedMLP, which it views as these."""
+    ways = run.tp if run.etp is None else run.etp
+    if name.endswith("weight2"):
+        return experts.chunk(ways, dim=1)[tp % ways].reshape(-1, HIDDEN).contiguous()
+    halves = experts.chunk(2, dim=2) if run.gated else [experts]
+    own = torch.cat([half.chunk(ways, dim=2)[tp % ways] for half in halves], dim=2).contiguous()
+    return own.view(HIDDEN, -1).clone()
+
+
 _EXPERT = re.compile(r"(.*(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 
 
@@ -171,6 +186,9 @@ def _chunk_state(run: Run, model: dict[str, torch.Tensor], tp: int, stage: int, 
         if not 0 <= layer < count:
             continue
         local = f"decoder.layers.{layer}.{found[2]}"
+        if "experts.weight" in name:
+            state[local] = _grouped_part(name, tensor.chunk(run.ep)[ep], run, tp)
+            continue
         expert = _EXPERT.fullmatch(local) if ".experts." in name else None
         if expert is not None:
             each = EXPERTS // run.ep

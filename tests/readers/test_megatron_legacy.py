@@ -36,6 +36,8 @@ RUNS = {
     "tp x ep": Run(tp=2, ep=2, has_experts=True, grouped=True),
     "tp x pp x ep": Run(tp=2, pp=2, ep=2, chunks=((1, 1),), has_experts=True),
     "experts whole": Run(tp=2, ep=4, etp=1, has_experts=True, grouped=True),
+    "experts in one": Run(tp=2, ep=2, has_experts=True, in_one=True),
+    "experts in one, plain": Run(tp=2, ep=4, etp=1, has_experts=True, in_one=True, gated=False),
     "dp": Run(tp=2, pp=2, dp=2, chunks=((1, 1),)),
 }
 
@@ -228,10 +230,13 @@ def test_an_unknown_name_needs_a_layout(two_by_two: Path, tmp_path: Path) -> Non
     assert read_model(tmp_path / "out")["extra.weight"] == whole(torch.cat([parts[0], parts[1]], dim=1))
 
 
-def test_experts_of_one_tensor_are_refused(tmp_path: Path) -> None:
+def test_experts_without_a_number_are_refused(tmp_path: Path) -> None:
     place = write_legacy(tmp_path / "run", Run())
     change(place, "00", lambda s: s["model"].update({"decoder.layers.0.mlp.experts.weight1": torch.rand(4, 4)}))
-    refused(place, LayoutError, r"experts\.weight1")
+    refused(place, CorruptError, r"experts\.weight1")
+    place = write_legacy(tmp_path / "other", Run())
+    change(place, "00", lambda s: s["model"].update({"decoder.layers.0.mlp.experts.lora.weight": torch.rand(4, 4)}))
+    refused(place, LayoutError, r"experts\.lora")
 
 
 def test_old_versions_and_modules_are_refused(tmp_path: Path) -> None:

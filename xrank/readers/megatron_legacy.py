@@ -63,7 +63,7 @@ class MegatronLegacyReader:
         starts = first_layers(counts, sizes, first.args, first.origin.path)
         _check_alike(files)
         records = Records()
-        tensors = collected(files, starts, records)
+        tensors = collected(files, sizes, starts, records)
         layouts = layouts_of(tensors, sizes, hints, is_gated=gating(tensors, first))
         check_identities(files, sizes, own_tensors(tensors, layouts))
         shards = tuple(placed(tensors[name], layouts[name], sizes, hints) for name in tensors)

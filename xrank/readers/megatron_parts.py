@@ -6,7 +6,8 @@ alone: by Megatron's own table, or by the caller's layout file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -23,13 +24,14 @@ from xrank.readers.deepspeed.records import Records
 from xrank.readers.held_tensor import HeldTensor, pieces_of
 from xrank.readers.megatron_args import ParallelSizes
 from xrank.readers.megatron_grid import Place
-from xrank.readers.megatron_layouts import expert_in, layout_of
+from xrank.readers.megatron_layouts import expert_in, grouped_shape, layout_of
 from xrank.readers.megatron_stages import LAYER, Chunk
 from xrank.readers.megatron_states import RankFile
 
 __all__ = ["TensorParts", "collected", "gating", "layouts_of", "own_tensors", "placed"]
 
 _GATED = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
+_FC1 = re.compile(r"(linear_fc1)(?=\.weight\d*$)|(?<=experts\.)(weight1)$")
 # Rows of gate and up in turns (megatron/training/arguments.py): another layout than the table's.
 _INTERLEAVED = "moe_mlp_glu_interleave_size"
 
@@ -48,7 +50,9 @@ class TensorParts:
     """Of the files."""
 
 
-def collected(files: Mapping[Place, RankFile], starts: Mapping[Chunk, int], records: Records) -> dict[str, TensorParts]:
+def collected(
+    files: Mapping[Place, RankFile], sizes: ParallelSizes, starts: Mapping[Chunk, int], records: Records
+) -> dict[str, TensorParts]:
     """Return what files hold of each tensor, by its name in the whole model, in the model's order."""
     found: dict[tuple[int, int], dict[str, TensorParts]] = {chunk: {} for chunk in sorted(starts)}
     by_name: dict[str, TensorParts] = {}
@@ -62,7 +66,7 @@ def collected(files: Mapping[Place, RankFile], starts: Mapping[Chunk, int], reco
                 parts = by_name.get(layer)
                 if parts is None:
                     parts = by_name[layer] = found[key][layer] = TensorParts(layer, expert)
-                parts.held.append(_held(file, tensor, index(tensor.key)))
+                parts.held.append(_held(local_name, file, tensor, index(tensor.key), sizes))
                 parts.tensors.append(tensor)
                 parts.places.append(place)
     whole = [item for chunk in found.values() for item in chunk.items()]
@@ -82,7 +86,7 @@ def _num_experts(chunk: Mapping[str, ArchivedTensor], file: RankFile) -> int:
         try:
             found = expert_in(name)
         except ValueError:
-            raise _unknown(name, file, "several experts in one tensor (grouped GEMM of the time before TE's)") from None
+            raise _unknown(name, file, "experts without a number in their name") from None
         if found is not None:
             numbers.setdefault(f"{found[0]}#{found[2]}", set()).add(found[1])
     counts = {max(each) + 1 for each in numbers.values()} | {len(each) for each in numbers.values()}
@@ -114,15 +118,25 @@ def _whole_name(name: str, first_layer: int, first_expert: int, file: RankFile) 
     return f"{expert[0]}{first_expert + expert[1]}{expert[2]}", True
 
 
-def _held(file: RankFile, tensor: ArchivedTensor, record: int) -> HeldTensor:
+def _held(name: str, file: RankFile, tensor: ArchivedTensor, record: int, sizes: ParallelSizes) -> HeldTensor:
     assert file.origin.rank is not None
+    shape, strides = tensor.shape, tensor.strides
+    number = file.args.get("num_experts")
+    try:
+        grouped = grouped_shape(name, shape, number // sizes.expert if type(number) is int else 0)
+    except ValueError as error:
+        raise file.origin.corrupt(f"{name} is not the tensor of the experts that args tell", got=str(error)) from None
+    if grouped is not None:
+        if strides != (shape[1], 1):
+            raise file.origin.corrupt(f"{name} is no plain matrix", got=f"strides {list(strides)}")
+        shape, strides = grouped, (grouped[1] * grouped[2], grouped[2], 1)
     return HeldTensor(
         rank=file.origin.rank,
         file=file.origin.path,
         record=record,
         dtype=tensor.dtype,
-        shape=tensor.shape,
-        strides=tensor.strides,
+        shape=shape,
+        strides=strides,
         storage_offset=tensor.storage_offset,
     )
 
@@ -143,10 +157,14 @@ def gating(tensors: Mapping[str, TensorParts], first: RankFile) -> bool:
     told = [first.args[key] for key in _GATED if isinstance(first.args.get(key), bool)]
     is_gated = any(told)
     for name, parts in tensors.items():
-        if not name.endswith("linear_fc1.weight") or name.replace("fc1", "fc2") not in tensors:
+        pair = _FC1.sub(lambda found: "linear_fc2" if found[1] else "weight2", name)
+        if pair == name or pair not in tensors:
             continue
-        fc2 = tensors[name.replace("fc1", "fc2")].held[0]
-        rows, columns = parts.held[0].shape[0], fc2.shape[-1] if fc2.shape else 0
+        one, other = parts.held[0].shape, tensors[pair].held[0].shape
+        if min(len(one), len(other)) < 2:
+            continue
+        # Of GroupedMLP's the columns are the projections; of all others the rows.
+        rows, columns = (one[0], other[1]) if len(one) == 2 else (one[2], other[1])
         if not told and rows == 2 * columns:
             is_gated, told = True, [True]
         if rows != columns * (2 if is_gated else 1):
@@ -212,7 +230,8 @@ def own_tensors(
     found: dict[Place, list[ArchivedTensor]] = {}
     for name, parts in tensors.items():
         is_cut = any(layouts[name].axes)
-        keys = [place.tensor if is_cut else 0 for place in parts.places]
+        by_expert = any("ep" in axes for axes in layouts[name].axes)
+        keys = [(p.tensor if is_cut else 0, p.expert if by_expert else 0) for p in parts.places]
         for place, key, tensor in zip(parts.places, keys, parts.tensors, strict=True):
             if keys.count(key) == 1:
                 found.setdefault(place, []).append(tensor)
@@ -237,13 +256,13 @@ def placed(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, hints
                 next_step="all files must come from one save of one run; copy them again",
             )
     # Experts are cut by `etp`, whose ranks repeat along tp; all else by `tp`.
-    axis = "etp" if any("etp" in axes for axes in layout.axes) else "tp"
-    length = sizes.expert_tensor if axis == "etp" else sizes.tensor
-    mesh = _mesh(axis, length)
+    lengths = {"tp": sizes.tensor, "ep": sizes.expert, "etp": sizes.expert_tensor}
+    axes = tuple(axis for axis in lengths if any(axis in axes for axes in layout.axes)) or ("tp",)
+    mesh = _mesh(axes, tuple(lengths[axis] for axis in axes))
     try:
-        places = [{axis: place.tensor % length} for place in parts.places]
+        places = [_coordinate(place, sizes, axes) for place in parts.places]
         # One part for each place; all others are copies and must have its shape.
-        shapes = {at[axis]: held.shape for at, held in zip(places, parts.held, strict=True)}
+        shapes = {mesh.rank_at(at): held.shape for at, held in zip(places, parts.held, strict=True)}
         shape = infer_shape(layout, mesh, shapes)
         nests = []
         for at, held in zip(places, parts.held, strict=True):
@@ -273,6 +292,11 @@ def _named(error: LayoutError, parts: TensorParts, *, is_given: bool) -> XrankEr
     )  # fmt: skip
 
 
+def _coordinate(place: Place, sizes: ParallelSizes, axes: Sequence[str]) -> dict[str, int]:
+    at = {"tp": place.tensor, "ep": place.expert, "etp": place.tensor % sizes.expert_tensor}
+    return {axis: at[axis] for axis in axes}
+
+
 @lru_cache(maxsize=16)
-def _mesh(axis: str, length: int) -> DeviceMesh:
-    return DeviceMesh((length,), (axis,))
+def _mesh(axes: tuple[str, ...], lengths: tuple[int, ...]) -> DeviceMesh:
+    return DeviceMesh(lengths, axes)
