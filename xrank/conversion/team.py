@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from xrank import environment
 from xrank.environment import Launch
-from xrank.errors import ContradictionError, RankFailedError, UsageError, XrankError
+from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, UsageError, XrankError
 from xrank.gather.sessions import failure_check, forget, gathered
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.store import launched_ranks
@@ -102,6 +102,8 @@ class Team:
             failures = getattr(error, "failures", ()) or (error,)
             known_dead = {failure.rank for failure in failures if failure.rank is not None}
             if not self._committed:
+                if isinstance(error, RankTimeoutError):
+                    error.next_step = "give all ranks the same command, or --timeout if they are slow; it goes on then"
                 raise
             # The output stands, and every rank's part is in it: whoever is lost now is missed by nobody.
         finally:

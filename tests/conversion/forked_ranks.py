@@ -1,0 +1,216 @@
+"""Ranks of one command, forked from a process that has imported torch: a start of torch for each would take seconds.
+
+Run as a program it takes jobs as JSON, one a line, and answers each with how its ranks ended, as JSON too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How a rank ended."""
+
+    exit_code: int
+    """Negative: the signal that killed it."""
+    stdout: str
+    stderr: str
+
+
+class ForkedRanks:
+    """The process that forks."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def __call__(self, *arguments: object, num_ranks: int = 4, **job: Any) -> list[Rank]:
+        """Run ``xrank`` with these arguments as so many ranks.
+
+        Args:
+            *arguments: of the command.
+            num_ranks: how many.
+            **job: ``launcher``, whose marks they carry: torchrun, srun, or bare; ``far``: each on a host of its own,
+                as far as it can tell; ``window_nbytes``, ``round_nbytes``: of the engine; ``act``: (rank, what
+                befalls it), see `_befall`; ``environ``: further variables; ``more``: (rank, further arguments).
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        told = {"arguments": list(map(str, arguments)), "num_ranks": num_ranks, **job}
+        print(json.dumps(told), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        assert answer, f"the process that forks ended: {self._process.wait()}"
+        return [Rank(*rank) for rank in json.loads(answer)]
+
+
+@contextlib.contextmanager
+def forked_ranks() -> Iterator[ForkedRanks]:
+    """Start the process, and end it with all that it forked."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("XRANK_")}
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", __name__],
+        env={**clean, "OMP_NUM_THREADS": "1", "XRANK_TIMEOUT": "20"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield ForkedRanks(process)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+# ---- what follows runs in that process and in its ranks
+
+
+def _serve_store() -> int:
+    """Fork a process that keeps a store, as torchrun's agent does; return its port."""
+    import torch.distributed as dist
+
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.close(0)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, str(store.port).encode())
+        while True:
+            time.sleep(60)
+    return int(os.read(reading, 10))
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _environ(job: dict[str, Any], rank: int, number: int, port: int) -> dict[str, str]:
+    size, launcher = job["num_ranks"], job.get("launcher", "torchrun")
+    if launcher == "torchrun":
+        marks = {
+            "TORCHELASTIC_RUN_ID": "made", "TORCHELASTIC_RESTART_COUNT": str(number), "RANK": str(rank),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(0 if job.get("far") else rank),
+            "LOCAL_WORLD_SIZE": str(1 if job.get("far") else size),
+        }  # fmt: skip
+    elif launcher == "srun":
+        marks = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size), "SLURM_LOCALID": "0"}
+    else:
+        marks = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    return {**marks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **job.get("environ", {})}
+
+
+def _befall(what: str, moment: int) -> None:
+    """Let something befall this process at its so manieth call that changes a file, or that sends to rank 0.
+
+    ``kill`` and ``stop`` are signals, ``full`` is a disk that takes no more bytes of weights.
+    """
+    from xrank.gather.exchange import Exchange
+
+    calls = 0
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == moment:
+                if what == "full":
+                    raise OSError(28, "No space left on device")
+                os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+            return function(*arguments, **named)
+
+        return call
+
+    names = ("pwrite", "write", "fsync", "rename", "open", "unlink")
+    for name in names if what != "full" else ("pwrite",):
+        setattr(os, name, watched(getattr(os, name)))
+    if what != "full":
+        Exchange.send = watched(Exchange.send)  # type: ignore[method-assign]
+        Exchange.collect = watched(Exchange.collect)  # type: ignore[method-assign]
+
+
+def _be_rank(job: dict[str, Any], rank: int, environ: dict[str, str]) -> None:
+    import xrank.ranks.peer
+    from xrank.cli.main import main
+    from xrank.plan import division, windows, worker
+
+    os.environ.update(environ)
+    if job.get("far"):
+        xrank.ranks.peer.process_space = lambda: f"host {rank}"
+    for module in (windows, worker):
+        module.WINDOW_NBYTES = job.get("window_nbytes", windows.WINDOW_NBYTES)  # type: ignore[attr-defined]
+    division.ROUND_NBYTES = job.get("round_nbytes", division.ROUND_NBYTES)
+    if "act" in job and job["act"][0] == rank:
+        _befall(*job["act"][1:])
+    more = job["more"][1] if "more" in job and job["more"][0] == rank else []
+    sys.argv = ["xrank", *job["arguments"], *more]
+    main()
+
+
+def _fork(job: dict[str, Any], rank: int, environ: dict[str, str], files: Sequence[Any]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 99
+    try:
+        for number, file in enumerate(files, 1):
+            os.dup2(file.fileno(), number)
+        os.setpgid(0, 0)
+        _be_rank(job, rank, environ)
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else 98
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(job: dict[str, Any], number: int, port: int) -> list[tuple[int, str, str]]:
+    place = port if job.get("launcher", "torchrun") == "torchrun" else _free_port()
+    stopped = job["act"][0] if "act" in job and job["act"][1] == "stop" else None
+    with contextlib.ExitStack() as opened:
+        files = [
+            tuple(opened.enter_context(tempfile.TemporaryFile("w+")) for _ in ("stdout", "stderr"))
+            for _ in range(job["num_ranks"])
+        ]
+        pids = [_fork(job, rank, _environ(job, rank, number, place), files[rank]) for rank in range(len(files))]
+        codes = {}
+        for rank in sorted(range(len(pids)), key=lambda rank: rank == stopped):
+            if rank == stopped:  # it goes on when all others have ended
+                os.kill(pids[rank], signal.SIGCONT)
+            codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
+        for file in (file for pair in files for file in pair):
+            file.seek(0)
+        return [(codes[rank], out.read(), err.read()) for rank, (out, err) in enumerate(files)]
+
+
+def _main() -> None:
+    import torch.distributed  # noqa: F401  every rank has it when it is forked
+
+    import xrank.cli.main
+    import xrank.conversion.gather
+    import xrank.conversion.reshard  # noqa: F401
+
+    port = _serve_store()
+    for number, line in enumerate(sys.stdin):
+        print(json.dumps(_run(json.loads(line), number, port)), flush=True)
+
+
+if __name__ == "__main__":
+    _main()
