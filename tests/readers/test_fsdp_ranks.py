@@ -16,7 +16,7 @@ from tests.readers.dcp_checkpoints import CUTS, expected
 from tests.readers.rank_checkpoints import accelerate, base_model, verl
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.errors import ContradictionError, IncompleteError, LayoutError, UnsafeError, UsageError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UnsafeError, UsageError
 from xrank.readers.discovery import find_source
 from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
 from xrank.testing.rank_pool import RankPool
@@ -87,6 +87,27 @@ def test_a_trainers_folders(actor: Path, tmp_path: Path) -> None:
     shown = inspect_source(step).details["format"]
     assert shown["meshes"] == ["dp=2", "dp=2 tp=2"]
     assert (shown["plain tensors"], shown["huggingface"], shown["LoRA tensors"]) == (3, True, 0)
+
+
+def test_the_step_that_a_marker_names(actor: Path, tmp_path: Path) -> None:
+    """Without it no step is chosen; an actor and a critic are two models."""
+    run = tmp_path / "run"
+    for step in (9, 30):
+        shutil.copytree(actor, run / f"global_step_{step}" / "actor")
+    with pytest.raises(UsageError, match="holds several sources"):
+        find_source(str(run))
+    marker = run / "latest_checkpointed_iteration.txt"
+    for text, error, match in [("31", IncompleteError, "global_step_31"), ("9\0", CorruptError, "no marker")]:
+        marker.write_text(text)
+        with pytest.raises(error, match=match):
+            find_source(str(run))
+    marker.write_text("9\n")
+    assert find_source(str(run))[0] == str(run / "global_step_9" / "actor")
+    marker.rename(run / "latest_ckpt_global_step.txt")
+    assert find_source(str(run))[0] == str(run / "global_step_9" / "actor")
+    shutil.copytree(actor, run / "global_step_9" / "critic")
+    with pytest.raises(UsageError, match="holds several sources"):
+        find_source(str(run))
 
 
 @pytest.mark.parametrize("rank", [0, 2, 3])

@@ -16,6 +16,7 @@ from xrank.readers.hf_shards import HfShardsReader
 from xrank.readers.megatron_dist import MegatronDistReader
 from xrank.readers.megatron_legacy import MegatronLegacyReader
 from xrank.readers.plugins import plugin_readers
+from xrank.readers.step_marker import marked_step
 from xrank.readers.workspace import WorkspaceReader
 
 __all__ = ["READERS", "find_source"]
@@ -41,7 +42,7 @@ def find_source(path: str, *, format_name: str | None = None) -> tuple[str, Read
     """Return the source that a path means and the one reader that recognises it.
 
     The path itself comes first; a state's file stands for its folder; a folder of no format is searched two levels
-    down. More than one source is never chosen among.
+    down, or only the step in it that a marker names. More than one source is never chosen among.
 
     Args:
         path: what the user gave.
@@ -83,7 +84,7 @@ def _found(path: str, readers: Sequence[Reader], format_name: str | None) -> tup
         if fitting:
             return place, _only_reader(place, fitting)
     found: list[tuple[str, list[Reader]]] = []
-    for place in _folders_below(path, _SEARCHED_LEVELS):
+    for place in _folders_below(marked_step(path) or path, _SEARCHED_LEVELS):
         # What lies below a source is a part of it, such as the folder that its marker names.
         if found and place.startswith(found[-1][0] + os.sep):
             continue
