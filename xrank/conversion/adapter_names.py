@@ -65,9 +65,18 @@ class AdapterNames:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the source holds no base model: none of the adapted modules has a tensor of it."""
+        """Whether the source holds no base model, but what PEFT saves of one.
+
+        That may be the base of adapted embeddings (peft/utils/save_and_load.py: save_embedding_layers): the other
+        modules say it, if there are any.
+        """
+        if not self.pairs:
+            return not self.base
         modules = self.modules
-        return not any(pair.module in modules for pair in self.pairs) if self.pairs else not self.base
+        matrices = [pair.module for pair in self.pairs if not pair.is_embedding]
+        if not matrices:
+            return modules <= {pair.module for pair in self.pairs}
+        return modules.isdisjoint(matrices)
 
 
 def find_adapter(names: Sequence[str], path: str, own: Collection[str] = ()) -> AdapterNames | None:

@@ -172,7 +172,7 @@ def _check_bases(source: StoredModel, names: AdapterNames) -> None:
 
 def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> Adapted:
     """Return the base model and a PEFT folder in it; of a source without a base model the folder alone."""
-    base = {name: PREFIX + new for name, new in names.base.items()} if names.is_alone else names.base
+    base = {name: PREFIX + name.removeprefix(PREFIX) for name in names.base} if names.is_alone else names.base
     renamed = {**base, **names.saved}
     notes = [
         ("adapter", f"{len(names.pairs)} LoRA pairs are kept apart, as a PEFT folder"),
