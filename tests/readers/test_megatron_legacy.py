@@ -210,6 +210,11 @@ def test_replicas_are_compared(two_by_two: Path) -> None:
     refused(two_by_two, ContradictionError, r"decoder\.layers\.3\.pre_mlp_layernorm")
 
 
+def test_a_copy_that_a_rank_lacks(two_by_two: Path) -> None:
+    change(two_by_two, "01_001", lambda state: state["model"].pop("decoder.layers.1.pre_mlp_layernorm.weight"))
+    refused(two_by_two, ContradictionError, "mp_rank_01_001")
+
+
 def test_plain_halves_are_not_taken_for_gate_and_up(two_by_two: Path) -> None:
     for rank in ("00_000", "01_000", "00_001", "01_001"):
         change(two_by_two, rank, lambda state: setattr(state["args"], "swiglu", False))

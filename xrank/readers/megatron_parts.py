@@ -7,6 +7,7 @@ alone: by Megatron's own table, or by the caller's layout file.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -232,8 +233,9 @@ def own_tensors(
         is_cut = any(layouts[name].axes)
         by_expert = any("ep" in axes for axes in layouts[name].axes)
         keys = [(p.tensor if is_cut else 0, p.expert if by_expert else 0) for p in parts.places]
+        counts = Counter(keys)
         for place, key, tensor in zip(parts.places, keys, parts.tensors, strict=True):
-            if keys.count(key) == 1:
+            if counts[key] == 1:
                 found.setdefault(place, []).append(tensor)
     return found
 
