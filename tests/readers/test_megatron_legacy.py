@@ -36,6 +36,7 @@ RUNS = {
     "tp x ep": Run(tp=2, ep=2, has_experts=True, grouped=True),
     "tp x pp x ep": Run(tp=2, pp=2, ep=2, chunks=((1, 1),), has_experts=True),
     "experts whole": Run(tp=2, ep=4, etp=1, has_experts=True, grouped=True),
+    "more ranks than experts": Run(tp=4, ep=2, etp=1, has_experts=True),
     "experts in one": Run(tp=2, ep=2, has_experts=True, in_one=True),
     "experts in one, plain": Run(tp=2, ep=4, etp=1, has_experts=True, in_one=True, gated=False),
     "dp": Run(tp=2, pp=2, dp=2, chunks=((1, 1),)),
@@ -172,11 +173,16 @@ def test_another_ranks_file(tmp_path: Path, from_: str, to: str, told: bool) -> 
         refused(copy, ContradictionError, rf"mp_rank_{b}|copy|another rank|holds")
 
 
-def test_swapped_stages(tmp_path: Path) -> None:
-    place = write_legacy(tmp_path / "run", Run(pp=4, chunks=((1, 1, 1, 1),)))
-    (place / "mp_rank_00_001").rename(place / "x")
-    (place / "mp_rank_00_002").rename(place / "mp_rank_00_001")
-    (place / "x").rename(place / "mp_rank_00_002")
+@pytest.mark.parametrize(
+    ("run", "one", "other"),
+    [(Run(pp=4, chunks=((1, 1, 1, 1),)), "00_001", "00_002"), (Run(tp=2), "00", "01")],
+    ids=["stages", "parts"],
+)
+def test_swapped_ranks(tmp_path: Path, run: Run, one: str, other: str) -> None:
+    place = write_legacy(tmp_path / "run", run)
+    (place / f"mp_rank_{one}").rename(place / "x")
+    (place / f"mp_rank_{other}").rename(place / f"mp_rank_{one}")
+    (place / "x").rename(place / f"mp_rank_{other}")
     refused(place, ContradictionError, "another rank's file")
 
 
