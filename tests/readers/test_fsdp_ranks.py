@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,6 +20,8 @@ from xrank.conversion.inspect import inspect_source
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UnsafeError, UsageError
 from xrank.readers.discovery import find_source
 from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
+from xrank.readers.fsdp.flat_parameters import find_flat_pieces, flat_shards
+from xrank.readers.fsdp.rank_files import RankFile, read_rank_file
 from xrank.testing.rank_pool import RankPool
 from xrank.testing.reader_contract import Made, ReaderContract, WholeTensor, read_model, whole
 
@@ -263,6 +266,17 @@ def test_old_releases_of_torch(release: str, tmp_path: Path) -> None:
     assert gathered(folder) == {name: whole(tensor) for name, tensor in wanted.items()}
 
 
+@pytest.mark.parametrize("release", ["2.4.1", "2.11.0"])
+def test_another_ranks_file_of_old_releases(release: str, tmp_path: Path) -> None:
+    """2.4 tells a rank by its place in the mesh alone."""
+    folder = Path(shutil.copytree(Path(__file__).parent / "old_torch" / release, tmp_path / release))
+    one, other = (folder / f"model_world_size_4_rank_{rank}.pt" for rank in (1, 2))
+    other.write_bytes(one.read_bytes().replace(b"size_4_rank_1/", b"size_4_rank_2/"))
+    with pytest.raises(ContradictionError, match="is a copy of another rank's file") as caught:
+        gathered(folder)
+    assert caught.value.rank == 2
+
+
 # ---- accelerate
 
 
@@ -312,12 +326,30 @@ class TestFlatParameters:
             gathered(folders["local"], base_model=tmp_path / "base")
 
     def test_a_name_that_is_gone(self, folders: dict[str, Path], tmp_path: Path) -> None:
-        """Its elements are still in the buffer, and are missed there."""
-        folder = Path(shutil.copytree(folders["local"], tmp_path / "local"))
-        for file in folder.iterdir():
-            file.write_bytes(file.read_bytes().replace(b"odd.weight", b"odd_weight"))  # the checksum of data.pkl breaks
-        with pytest.raises(Exception, match="checksum"):
-            gathered(folder)
+        """On all ranks, its elements are missed in the buffer; on one, among its own."""
+        files = [read_rank_file(str(file), rank) for rank, file in enumerate(sorted(folders["local"].iterdir()))]
+        indexes: dict[int, Callable[[str], int]] = {file.rank: lambda key: 0 for file in files}
+        shapes = {name: tensor.shape for name, tensor in expected().items()}
+        assert len(flat_shards(find_flat_pieces(files, indexes), shapes)) == 9
+
+        def without(name: str, ranks: Sequence[int]) -> list[RankFile]:
+            return [
+                replace(f, plain={n: t for n, t in f.plain.items() if n != name or f.rank not in ranks}) for f in files
+            ]
+
+        with pytest.raises(IncompleteError, match=r"_flat_param: elements .* belong to no parameter"):
+            find_flat_pieces(without("odd.weight", range(4)), indexes)
+        holders = [f.rank for f in files if f.plain["up.weight"].shape[0]]
+        assert len(holders) > 1
+        with pytest.raises(IncompleteError, match="belong to no parameter"):
+            find_flat_pieces(without("up.weight", holders[:1]), indexes)
+        # The same hole within a parameter.
+        pieces = find_flat_pieces(files, indexes)
+        name = next(name for name, own in pieces.by_name.items() if len(own) > 1)
+        own = pieces.by_name[name]
+        torn = replace(pieces, by_name={name: (replace(own[0], stop=own[0].stop - 1), *own[1:])})
+        with pytest.raises(IncompleteError, match="are on no rank"):
+            flat_shards(torn, shapes)
 
     def test_nameless_ones_are_refused(self, folders: dict[str, Path]) -> None:
         with pytest.raises(LayoutError, match="_flat_param: a flat parameter that keeps neither names nor") as caught:
