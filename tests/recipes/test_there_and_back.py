@@ -1,0 +1,91 @@
+"""Each recipe backwards and forwards again is the identity, at any sizes, element by element."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xrank.layout.binding import global_size, names_of_dim
+from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nests import Nest, addresses
+from xrank.plan.source import RecordTable, StoredModel, StoredShard
+from xrank.recipes.matching import active_rules, match
+from xrank.recipes.recipe import Recipe
+from xrank.recipes.recipe_file import shipped_recipes
+from xrank.recipes.rewriting import rewritten
+
+RECIPES = {recipe.name: recipe for recipe in shipped_recipes()}
+_FAR = 1 << 32
+Flags = dict[str, bool]
+
+
+def model_of(shapes: dict[str, tuple[int, ...]]) -> StoredModel:
+    """Return tensors that are whole in a record each."""
+    shards = tuple(
+        StoredShard(
+            name, "F32", shape, int_array([0]), int_array([i]), NestTable.of([Nest(0, 0, ((prod(shape), 1, 1),))])
+        )
+        for i, (name, shape) in enumerate(shapes.items())
+    )
+    nothing = int_array([])
+    return StoredModel("test", "nowhere", (), RecordTable(nothing, nothing, nothing, nothing), shards)
+
+
+def elements(shard: StoredShard) -> np.ndarray:
+    """Return for each element of a tensor which record's which element it is; none twice, none left out."""
+    found = np.full(prod(shard.shape), -1, dtype=np.int64)
+    for i in range(len(shard.record)):
+        for x, y in addresses(shard.nests[i]):
+            assert found[y] == -1
+            found[y] = int(shard.record[i]) * _FAR + x
+    assert (found >= 0).all()
+    return found
+
+
+def hugging_face_shapes(
+    recipe: Recipe, sizes: dict[str, int], flags: Flags, layer_groups: list[str]
+) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for number in active_rules(recipe, True):
+        rule = recipe.rules[number]
+        if (rule.unless and flags.get(rule.unless)) or (rule.when and not flags.get(rule.when)):
+            continue
+        for side in rule.targets.values():
+            for at in product(*(range(global_size(dim, sizes)) for dim in side.name.dims)):
+                if rule.group is None or layer_groups[at[0]] == rule.group:
+                    found[side.name.at(*at)] = tuple(global_size(dim, sizes) for dim in side.dims)
+    return found
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_there_and_back(name: str, data: st.DataObject) -> None:
+    recipe = RECIPES[name]
+    names = {size for rule in recipe.rules for dim in rule.sources[0].all_dims for size in names_of_dim(dim)}
+    sizes = {size: recipe.sizes.get(size) or data.draw(st.integers(1, 3), label=size) for size in sorted(names)}
+    flags = {
+        flag: data.draw(st.booleans(), label=flag)
+        for flag in sorted({flag for rule in recipe.rules for flag in (rule.unless, rule.when) if flag})
+    }
+    groups = sorted({rule.group for rule in recipe.rules if rule.group})
+    layer_groups = [data.draw(st.sampled_from(groups or [""])) for _ in range(sizes["L"])]
+    model = model_of(hugging_face_shapes(recipe, sizes, flags, layer_groups))
+    backwards = match(recipe, [shard.name for shard in model.shards], is_reversed=True)
+    assert backwards.fits
+    theirs = rewritten(model, backwards, sizes, flags)
+    forwards = match(recipe, [shard.name for shard in theirs.shards])
+    assert forwards.fits
+    back = rewritten(theirs, forwards, sizes, flags)
+    expected = {shard.name: shard for shard in model.shards}
+    assert {shard.name for shard in back.shards} == expected.keys()
+    for shard in back.shards:
+        assert shard.shape == expected[shard.name].shape
+        assert np.array_equal(elements(shard), elements(expected[shard.name]))
+    for shard in theirs.shards:
+        elements(shard)
