@@ -63,7 +63,7 @@ def collected(
             key = (number, place.pipeline)
             num_experts = _num_experts(chunk, file)
             for local_name, tensor in chunk.items():
-                layer, expert = _whole_name(local_name, starts[key], num_experts * place.expert, file)
+                layer, expert = _whole_name(local_name, starts[key], num_experts * place.expert)
                 parts = by_name.get(layer)
                 if parts is None:
                     parts = by_name[layer] = found[key][layer] = TensorParts(layer, expert)
@@ -108,7 +108,7 @@ def _unknown(name: str, file: RankFile, got: str) -> LayoutError:
     )
 
 
-def _whole_name(name: str, first_layer: int, first_expert: int, file: RankFile) -> tuple[str, bool]:
+def _whole_name(name: str, first_layer: int, first_expert: int) -> tuple[str, bool]:
     """Return a tensor's name in the whole model, and whether it is one expert's."""
     found = LAYER.fullmatch(name)
     if found is not None:
@@ -259,7 +259,7 @@ def placed(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, hints
             )
     # Experts are cut by `etp`, whose ranks repeat along tp; all else by `tp`.
     lengths = {"tp": sizes.tensor, "ep": sizes.expert, "etp": sizes.expert_tensor}
-    axes = tuple(axis for axis in lengths if any(axis in axes for axes in layout.axes)) or ("tp",)
+    axes = tuple(axis for axis in lengths if any(axis in used for used in layout.axes)) or ("tp",)
     mesh = _mesh(axes, tuple(lengths[axis] for axis in axes))
     try:
         places = [_coordinate(place, sizes, axes) for place in parts.places]
