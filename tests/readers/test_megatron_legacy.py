@@ -130,6 +130,13 @@ def refused(folder: Path, kind: type[Exception], match: str) -> Any:
     return caught.value
 
 
+def test_inspect_names_every_hole(two_by_two: Path) -> None:
+    shutil.rmtree(two_by_two / "mp_rank_01_000")
+    shutil.rmtree(two_by_two / "mp_rank_00_001")
+    (problem,) = inspect_source(two_by_two).details["problems"]
+    assert problem["exit_code"] == 3 and problem["got"] == "2 files; not there: mp_rank_01_000, mp_rank_00_001"
+
+
 @pytest.mark.parametrize("lost", ["00_000", "01_000", "00_001", "01_001"])
 def test_a_missing_rank_is_named(two_by_two: Path, lost: str) -> None:
     shutil.rmtree(two_by_two / f"mp_rank_{lost}")

@@ -100,7 +100,9 @@ def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, places: 
             f"{missing[0]}/{FILE}{more}: not in {folder} (TP {place.tensor}, PP {place.pipeline}, EP {place.expert})",
             rank=place.rank(sizes),
             file=os.path.join(folder, missing[0], FILE),
-            got=f"{len(wanted) - len(missing)} files",
+            got=f"{len(wanted) - len(missing)} files; not there: "
+            + ", ".join(missing[:16])
+            + ("..." if missing[16:] else ""),
             want=f"{len(wanted)}, for {sizes}",
             next_step=f"copy {missing[0]} from where it was written, then run the same command; nothing was written",
         )
