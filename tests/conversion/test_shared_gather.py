@@ -19,6 +19,7 @@ import torch
 from tests.cli.bench import Ended, run
 from tests.conversion.forked_ranks import ForkedRanks, Rank, forked_ranks
 from tests.conversion.made_workspaces import LAYOUTS, assert_holds, flip, leave, made_model, state_of
+from xrank.layout import DeviceMesh, LayoutMap
 
 SMALL: dict[str, Any] = {"window_nbytes": 4096, "round_nbytes": 20_000}
 """Of the engine: so that a small model crosses windows, ranks and rounds."""
@@ -319,7 +320,7 @@ def test_a_rank_killed_at_any_moment(ranks: ForkedRanks, source: Path, tmp_path:
     if out.exists():
         assert content(out) == content(want), "half a model is visible"
         shutil.rmtree(out)
-    shared(ranks(*command, **SMALL))
+    shared(ranks(*command, **SMALL, **far))
     assert content(out) == content(want)
     assert not beside(out), (victim, moment)
 
@@ -340,3 +341,21 @@ def test_torchrun(source: Path, tmp_path: Path) -> None:
     assert without_times(json.loads(ended.stdout)) == want
     assert content(out) == content(tmp_path / "alone")
     assert_holds(out, model)
+
+
+@pytest.mark.parametrize("where", [{}, {"far": True}], ids=["one host", "hosts"])
+def test_a_shared_reshard_makes_the_same_states(
+    ranks: ForkedRanks, source: Path, tmp_path: Path, where: dict[str, Any]
+) -> None:
+    """Torch archives: their endings need the checksums of tensors that several ranks wrote."""
+    layout = LayoutMap(DeviceMesh((3,), ("tp",)))
+    for name, tensor in wide_model().items():
+        layout[name] = "[f/~tp, h]" if tensor.dim() == 2 else "[h]"
+    layout.write(tmp_path / "layout.toml")
+    alone_at, out = tmp_path / "alone", tmp_path / "shared"
+    command = ("reshard", source, "--layout", tmp_path / "layout.toml", "--json", "--out")
+    ended = run(*command, alone_at)
+    assert ended.exit_code == 0, ended.stderr
+    assert shared(ranks(*command, out, **SMALL, **where)) == without_times(json.loads(ended.stdout))
+    assert content(out) == content(alone_at)
+    assert not beside(out)

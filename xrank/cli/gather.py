@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from xrank.cli.command import Output, reporting
-from xrank.cli.progress import progress_bar
+from xrank.cli.sharing import report_shared, sharing
 from xrank.cli.text import plural, size_text
-from xrank.environment import environ
 from xrank.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,16 +83,7 @@ __all__ = ["gather", "made_rows", "proof_row", "source_row"]
     "--verify/--no-verify", default=None, help="Read the stage back before the rename.  [default: with --overwrite]"
 )
 @click.option("--dry-run", is_flag=True, help="Prove and plan; write nothing.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=1800.0,
-    metavar="SECONDS",
-    envvar="XRANK_TIMEOUT",
-    show_default="1800",
-    help="How long a live rank may take to come to a gather that ranks share.",
-)
-@click.option("--distributed", is_flag=True, help="Let bare RANK and WORLD_SIZE count as ranks of one gather.")
+@sharing
 @reporting
 def gather(
     output: Output, source: str | None, workspace: str | None, timeout: float, distributed: bool, **options: Any
@@ -103,7 +93,6 @@ def gather(
     Ranks that torchrun, srun or mpirun started share the work; rank 0 reports.
     """
     from xrank.conversion.gather import gather_checkpoint
-    from xrank.conversion.team import find_launch
 
     context = click.get_current_context()
     by_option = context.get_parameter_source("workspace") == click.core.ParameterSource.COMMANDLINE
@@ -121,23 +110,8 @@ def gather(
             want="SRC, --workspace DIR or XRANK_WORKSPACE",
             next_step="name the folder that the ranks wrote to",
         )
-    launch, notes = find_launch(environ(), distributed=distributed)
-    is_reporting = launch is None or launch.rank == 0
-    if not is_reporting:
-        output.follow()
-    with progress_bar(output) as progress:
-        report = gather_checkpoint(
-            path,
-            options.pop("out"),
-            workspace=source is None,
-            progress=progress,
-            distributed=launch is not None,
-            timeout_seconds=timeout,
-            **options,
-        )
-    if is_reporting:
-        report = replace(report, notes=(*report.notes, *notes))
-        output.report(report, _rows(report))
+    convert = partial(gather_checkpoint, path, options.pop("out"), workspace=source is None, **options)
+    report_shared(output, convert, _rows, timeout=timeout, distributed=distributed)
 
 
 def source_row(report: Report) -> tuple[str, str]:

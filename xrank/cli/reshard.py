@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from xrank.cli.command import Output, reporting
 from xrank.cli.gather import made_rows, proof_row, source_row
-from xrank.cli.progress import progress_bar
+from xrank.cli.sharing import report_shared, sharing
 from xrank.cli.text import plural, size_text
 
 if TYPE_CHECKING:
@@ -49,17 +50,18 @@ __all__ = ["reshard"]
     "--overwrite", is_flag=True, help="Replace what xrank made there; old or new is visible, never a mixture."
 )
 @click.option("--dry-run", is_flag=True, help="Prove and plan; write nothing.")
+@sharing
 @reporting
-def reshard(output: Output, source: str, layouts: str, **options: Any) -> None:
+def reshard(output: Output, source: str, layouts: str, timeout: float, distributed: bool, **options: Any) -> None:
     """Write a workspace SRC, or any source of a gather, as the states of ranks in another layout.
 
-    The same command goes on with what an interrupted one finished.
+    The same command goes on with what an interrupted one finished. Ranks that torchrun, srun or mpirun started share
+    the work; rank 0 reports.
     """
     from xrank.conversion.reshard import reshard_checkpoint
 
-    with progress_bar(output) as progress:
-        report = reshard_checkpoint(source, layouts, options.pop("out"), progress=progress, **options)
-    output.report(report, _rows(report))
+    convert = partial(reshard_checkpoint, source, layouts, options.pop("out"), **options)
+    report_shared(output, convert, _rows, timeout=timeout, distributed=distributed)
 
 
 def _rows(report: Report) -> list[tuple[str, str]]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
+from xrank import environment
 from xrank.conversion.file_writing import WrittenFiles, write_files
 from xrank.conversion.gather import check_apart, source_facts
 from xrank.conversion.options import DTypeChoice, GatherOptions
 from xrank.conversion.process import peak_rss_nbytes
 from xrank.conversion.reshard_plan import Reshard, plan_reshard
+from xrank.conversion.shared_writing import help_to_write_files, write_files_together
+from xrank.conversion.team import Team, find_launch
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.plan.digests import digest_text
@@ -37,6 +42,8 @@ def reshard_checkpoint(
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    distributed: bool = False,
+    timeout_seconds: float = 1800.0,
 ) -> Report:
     """Write a workspace, or split a model folder, in another layout: a state for each rank of the new mesh.
 
@@ -60,7 +67,10 @@ def reshard_checkpoint(
         workers: threads; ``min(4, cores)`` if None.
         overwrite: whether a model or workspace of xrank's that is there may be replaced.
         dry_run: prove and plan; write nothing.
-        progress: called with (bytes written so far, bytes in all).
+        progress: called with (bytes written so far, bytes in all), on rank 0 alone.
+        distributed: share the work among a launcher's ranks, as `gather_checkpoint` does; ranks other than 0 return
+            what was planned.
+        timeout_seconds: how long ranks that live may take to come.
 
     Raises:
         UsageError, LayoutError: the call must change: among others, a tensor that no rule cuts, or a size that does
@@ -68,25 +78,63 @@ def reshard_checkpoint(
         IncompleteError: something is missing and may still come.
         ContradictionError, CorruptError, UnsafeError: the source is not to be trusted.
         NoSpaceError, XrankError: the output could not be written; what is finished is kept for the next run.
+        RankFailedError, RankTimeoutError: another rank failed, died or did not come; what is finished is kept.
     """
     started = time.monotonic()
     options = GatherOptions(
         dtype=_checked_dtype(dtype), max_memory=max_memory, workers=workers, overwrite=overwrite, dry_run=dry_run
     )
     path = os.fspath(out)
-    if not dry_run:
-        check_apart(os.fspath(source), path)
-        check_output(out, overwrite=overwrite)
-    reshard = plan_reshard(os.fspath(source), layouts, options, recipe=recipe, base_model=base_model)
+    launch = find_launch(environment.environ(), distributed=True)[0] if distributed and not dry_run else None
+    team = Team(launch, path, timeout_seconds=timeout_seconds) if launch is not None else None
+
+    def plan(host: str | None = None) -> Reshard:
+        if not dry_run:
+            check_apart(os.fspath(source), path)
+            if team is None or team.is_first:
+                check_output(out, overwrite=overwrite)
+        reshard = plan_reshard(os.fspath(source), layouts, options, recipe=recipe, base_model=base_model, host=host)
+        if not dry_run:
+            check_apart(reshard.source.path, path)  # again: the source may have been found further down
+        return reshard
+
     if dry_run:
-        return _report(reshard, path, started, None, ())
-    check_apart(reshard.source.path, path)  # again: the source may have been found further down
+        return _report(plan(), path, started, None, ())
+    show = progress or (lambda done, total: None)
+    if team is None:
+        reshard = plan()
+        return _report(reshard, path, started, *_make(reshard, path, show, None))
+    with team.together():
+        if team.is_first:
+            team.tell("host", socket.gethostname())
+        host = team.hear("host")  # states say one, whichever rank writes them
+        reshard = team.agree(lambda: plan(host), lambda reshard: reshard.digest)
+        if team.is_first:
+            written, notes = _make(reshard, path, show, team)
+        else:
+            help_to_write_files(team, reshard.plan, path, reshard.digest, _budget(reshard))
+    return _report(reshard, path, started, *((written, notes) if team.is_first else (None, ())))
+
+
+def _make(
+    reshard: Reshard, out: str, progress: Callable[[int, int], None], team: Team | None
+) -> tuple[WrittenFiles, tuple[str, ...]]:
+    """Fill a stage and make it the output; return what was found, and what is to be noted of the stage."""
+    write = write_files if team is None else partial(write_files_together, team)
+    overwrite = reshard.options.overwrite
     with open_stage(out, plan_digest=reshard.digest, overwrite=overwrite) as stage:
-        budget = Budget.within(options.max_memory_nbytes, options.num_workers)
-        written = write_files(reshard.plan, stage, budget, progress or (lambda done, total: None), verify=overwrite)
+        written = write(reshard.plan, stage, _budget(reshard), progress, verify=overwrite)
         _write_small_files(reshard, stage, written)
+        if team is not None:
+            team.check()
         stage.commit()
-    return _report(reshard, path, started, written, stage.notes)
+        if team is not None:
+            team.committed()
+    return written, stage.notes
+
+
+def _budget(reshard: Reshard) -> Budget:
+    return Budget.within(reshard.options.max_memory_nbytes, reshard.options.num_workers)
 
 
 def _checked_dtype(dtype: str | None) -> DTypeChoice:

@@ -71,8 +71,12 @@ def plan_reshard(
     *,
     recipe: str | os.PathLike[str] | None = None,
     base_model: str | os.PathLike[str] | None = None,
+    host: str | None = None,
 ) -> Reshard:
-    """Return the proven plan of a reshard; reads metadata alone. Arguments and errors as `reshard_checkpoint`."""
+    """Return the proven plan of a reshard; reads metadata alone. Arguments and errors as `reshard_checkpoint`.
+
+    `host` is the one that the states say they were written on; this one if None.
+    """
     base = open_base_model(base_model) if base_model is not None else None
     new = layouts if isinstance(layouts, LayoutMap) else read_layouts(layouts)
     try:
@@ -96,7 +100,7 @@ def plan_reshard(
     made = config_text_of(config_path, config, options)[0] if config is not None else None
     run_id = stored.run_id or _new_run_id(stored, new)
     shapes = {shard.name: shard.shape for shard in stored.shards}
-    states = _States(stored, new, names, tied, run_id, claims, shapes)
+    states = _States(stored, new, names, tied, run_id, host or socket.gethostname(), claims, shapes)
     outputs = _apart(selection, names)
     for output in outputs:
         states.add(output)
@@ -174,6 +178,7 @@ class _States:
     tied: Mapping[str, Sequence[str]]
     """The same the other way round, without those that stand for themselves."""
     run_id: str
+    host: str
     claims: Claims
     shapes: Mapping[str, tuple[int, ...]]
     """Global shapes of all tensors."""
@@ -279,7 +284,7 @@ class _States:
             step=self.source.step,
             rank=rank,
             world_size=len(self.ranks),
-            host=socket.gethostname(),
+            host=self.host,
             meshes=tuple(_mesh_record(mesh) for mesh in self.meshes),
             tensors={name: held[name] for name in self.names(rank)},
         )

@@ -1,0 +1,56 @@
+"""What the commands have in common whose work the ranks of a launcher share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import click
+
+from xrank.cli.command import Output
+from xrank.cli.progress import progress_bar
+from xrank.environment import environ
+
+if TYPE_CHECKING:
+    from xrank.plan.report import Report
+
+__all__ = ["report_shared", "sharing"]
+
+
+def sharing(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command ``--timeout`` and ``--distributed``."""
+    command = click.option(
+        "--distributed", is_flag=True, help="Let bare RANK and WORLD_SIZE count as ranks that share the work."
+    )(command)
+    return click.option(
+        "--timeout",
+        type=click.FloatRange(min=0, min_open=True),
+        default=1800.0,
+        metavar="SECONDS",
+        envvar="XRANK_TIMEOUT",
+        show_default="1800",
+        help="How long a live rank may take to come, where ranks share the work.",
+    )(command)
+
+
+def report_shared(
+    output: Output,
+    convert: Callable[..., Report],
+    rows: Callable[[Report], list[tuple[str, str]]],
+    *,
+    timeout: float,
+    distributed: bool,
+) -> None:
+    """Convert, alone or with all ranks that a launcher started; print what was done, on rank 0 alone."""
+    from xrank.conversion.team import find_launch
+
+    launch, notes = find_launch(environ(), distributed=distributed)
+    is_reporting = launch is None or launch.rank == 0
+    if not is_reporting:
+        output.follow()
+    with progress_bar(output) as progress:
+        report = convert(progress=progress, distributed=launch is not None, timeout_seconds=timeout)
+    if is_reporting:
+        report = replace(report, notes=(*report.notes, *notes))
+        output.report(report, rows(report))
