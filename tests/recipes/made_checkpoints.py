@@ -193,7 +193,7 @@ def as_singletons(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return gate and up in tensors of their own, as `singleton_local_shards` leaves them."""
     made = {}
     for name, tensor in tensors.items():
-        if name.endswith("linear_fc1.weight"):
+        if name.endswith("linear_fc1.weight") and "local_experts" not in name:
             made[f"{name}_w"], made[f"{name}_v"] = tensor.chunk(2)
         else:
             made[name] = tensor

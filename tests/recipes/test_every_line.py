@@ -1,0 +1,172 @@
+"""Every line of every recipe counts: all are used by some form of a model, and none can be changed unnoticed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made_checkpoints import (
+    as_grouped,
+    as_megatron,
+    as_megatron_gpt2,
+    as_singletons,
+    as_torchtitan,
+    saved,
+    stacked,
+    tiny,
+)
+from test_there_and_back import RECIPES, elements, model_of
+
+from xrank.conversion.recipe_choice import follow_recipe
+from xrank.errors import XrankError
+from xrank.layout.recipe import parse_side
+from xrank.recipes.matching import match
+from xrank.recipes.recipe import Recipe, Rule
+
+pytestmark = pytest.mark.timeout(120)
+
+Tensors = dict[str, torch.Tensor]
+_DIST = "experts.{}.linear_fc{}.weight"
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+_STACK = "mlp.experts.experts."
+
+
+def forms(name: str) -> Iterator[tuple[torch.nn.Module, Tensors]]:
+    """Yield models, and their tensors in a trainer's forms."""
+    family = name.removeprefix("megatron-").replace("-", "_")
+    if name == "torchtitan-llama3":
+        model = tiny("llama")
+        yield model, as_torchtitan(model)
+        return
+    model = tiny(family, **({"tie_word_embeddings": False} if family == "gpt2" else {}))
+    if family == "gpt2":
+        for te in (False, True):
+            made = as_megatron_gpt2(model, vocab=48, te=te)
+            yield model, {**made, "output_layer.weight": saved(model)["lm_head.weight"]}
+        return
+    yield model, as_megatron(model, vocab=48)
+    yield model, as_megatron(model, te=True)
+    yield model, as_singletons(as_megatron(model))
+    if family in ("llama", "qwen3", "qwen3_moe"):
+        biased = tiny(family, **(_BIASES if family == "llama" else {"attention_bias": True}))
+        yield biased, as_megatron(biased)
+    if family in ("mixtral", "qwen3_moe"):
+        yield model, as_megatron(model, experts="linear_fc{1}.weight{0}")
+        yield model, as_local_dist(as_megatron(model, experts=_DIST))
+        yield model, as_singletons(as_megatron(model, experts=_DIST))
+        yield model, stacked(as_megatron(model, experts=_DIST), _STACK)
+        yield model, as_grouped(stacked(as_megatron(model, experts=_DIST), _STACK))
+
+
+def as_local_dist(tensors: Tensors) -> Tensors:
+    """Return norms as torch_dist has those of the local layer specification (gpt_layer_specs.py), also before experts."""
+    names = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
+    made = {}
+    for name, tensor in tensors.items():
+        for ours, its in names.items():
+            name = name.replace(ours, its)
+        made[name] = tensor
+    return made
+
+
+@cache
+def made(name: str) -> list[tuple[dict[str, Any], Tensors, Tensors]]:
+    """Return for each form config.json, the tensors that transformers saves, and the trainer's."""
+    return [
+        (json.loads(model.config.to_json_string(use_diff=False)), saved(model), theirs) for model, theirs in forms(name)
+    ]
+
+
+def is_right(recipe: Recipe, config: dict[str, Any], expected: Tensors, theirs: Tensors) -> bool:
+    """Say whether the recipe makes what transformers saves."""
+    found = match(recipe, theirs)
+    if not found.fits:
+        return False
+    flat = [tensor.numpy().ravel() for tensor in theirs.values()]
+    starts = np.cumsum([0, *map(len, flat)])
+    values = np.concatenate(flat)
+    try:
+        model = follow_recipe(model_of({name: tuple(t.shape) for name, t in theirs.items()}), found, config)
+    except XrankError:
+        return False
+    if {shard.name: shard.shape for shard in model.shards} != {n: tuple(t.shape) for n, t in expected.items()}:
+        return False
+    for shard in model.shards:
+        at = elements(shard)
+        if not np.array_equal(values[starts[at >> 32] + (at & 0xFFFFFFFF)], expected[shard.name].numpy().ravel()):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_line_is_used_and_right(name: str) -> None:
+    recipe, used = RECIPES[name], set[int]()
+    for config, expected, theirs in made(name):
+        used |= {number for number, _ in match(recipe, theirs).used}
+        assert is_right(recipe, config, expected, theirs)
+    unused = [str(rule.sources[0]) for number, rule in enumerate(recipe.rules) if number not in used]
+    assert [text for text in unused if "local_experts" not in text] == []
+
+
+def broken(recipe: Recipe) -> Iterator[tuple[str, set[int], Recipe]]:
+    """Yield recipes in which two targets of one shape stand for each other, or a line is missing; and these lines."""
+    places = [(number, part, side) for number, rule in enumerate(recipe.rules) for part, side in rule.targets.items()]
+    for (a, first, left), (b, second, right) in combinations(places, 2):
+        is_same_kind = left.dims == right.dims and len(left.name.dims) == len(right.name.dims)
+        if str(left) != str(right) and is_same_kind:
+            rules = list(recipe.rules)
+            rules[a] = with_target(rules[a], first, right)
+            rules[b] = with_target(rules[b], second, left)
+            yield f"{left} and {right}", {a, b}, replace(recipe, rules=tuple(rules))
+    for number, rule in enumerate(recipe.rules):
+        others = recipe.rules[:number] + recipe.rules[number + 1 :]
+        yield f"without {rule.sources[0]}", {number}, replace(recipe, rules=others)
+        if len(rule.targets) > 1:
+            parts = [*rule.targets]
+            turned = dict(zip(parts, [rule.targets[part] for part in (*parts[1:], parts[0])], strict=True))
+            if len({str(side) for side in turned.values()}) > 1:
+                rules = [*recipe.rules]
+                rules[number] = replace(rule, targets=turned)
+                yield f"{rule.sources[0]} turned", {number}, replace(recipe, rules=tuple(rules))
+
+
+def with_target(rule: Rule, part: str, side: Any) -> Rule:
+    return replace(rule, targets={**rule.targets, part: side})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_line_can_be_wrong_unnoticed(name: str) -> None:
+    num_broken = 0
+    used = [{number for number, _ in match(RECIPES[name], theirs).used} for _, _, theirs in made(name)]
+    for what, lines, recipe in broken(RECIPES[name]):
+        touched = [form for form, its in zip(made(name), used, strict=True) if its & lines]
+        assert not all(is_right(recipe, *form) for form in touched), what
+        num_broken += 1
+    assert num_broken > len(RECIPES[name].rules)
+
+
+def test_orders_within_a_tensor() -> None:
+    recipe = RECIPES["megatron-llama"]
+    for old, new in (
+        ("[g <q: r d | k: d | v: d>, h]", "[<q: g r d | k: g d | v: g d>, h]"),
+        ("[g <q: r d | k: d | v: d>, h]", "[g <q: r d | v: d | k: d>, h]"),
+        ("[<gate: f | up: f>, h]", "[f <gate: 1 | up: 1>, h]"),
+        ("[<gate: f | up: f>, h]", "[<up: f | gate: f>, h]"),
+    ):
+        rules = tuple(
+            replace(rule, sources=(parse_side(str(rule.sources[0]).replace(old, new)),))
+            if old in str(rule.sources[0])
+            else rule
+            for rule in recipe.rules
+        )
+        assert not is_right(replace(recipe, rules=rules), *made("megatron-llama")[0]), new
