@@ -66,7 +66,7 @@ def forms(name: str) -> Iterator[tuple[torch.nn.Module, Tensors]]:
 
 
 def as_local_dist(tensors: Tensors) -> Tensors:
-    """Return norms as torch_dist has those of the local layer specification (gpt_layer_specs.py), also before experts."""
+    """Return norms as torch_dist has those of the local layer specification (gpt_layer_specs.py)."""
     names = {
         "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
         "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",

@@ -95,13 +95,15 @@ def _lengths(
     found: Match, sides: list[tuple[Side, str]], shapes: Mapping[str, _Shape], told: Mapping[str, int]
 ) -> list[DimLength]:
     """Return each kind of dim once for each of its lengths; rows that may be followed by padding say nothing."""
-    kinds: dict[tuple[Side, int, int], DimLength] = {}
+    kinds: dict[tuple[int, int, int], DimLength] = {}
     for side, name in sides:
         for dim, (node, length) in enumerate(zip(side.dims, shapes[name], strict=True)):
+            if (id(side), dim, length) in kinds:
+                continue
             is_padded = not found.is_reversed and dim == 0 and bool({*names_of_dim(node)} & {*found.recipe.padded})
             if is_padded and isinstance(node, Size) and length >= told.get(str(node.value), 0):
                 continue
-            kinds.setdefault((side, dim, length), DimLength(name, dim, node, length))
+            kinds.setdefault((id(side), dim, length), DimLength(name, dim, node, length))
     return list(kinds.values())
 
 

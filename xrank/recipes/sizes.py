@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from xrank.errors import ContradictionError, LayoutError, UsageError
@@ -144,61 +145,79 @@ def solve_sizes(
         UsageError: a size is not known, and no shape tells it alone.
     """
     bound = {name: number for name, (number, _) in told.items()}
-    waiting = list(tensors)
+    padded = () if is_reversed else recipe.padded
+    kinds = _kinds(tensors)
     counts: dict[str, int] = {}
-    for side, name, _ in waiting:
-        for dim, index in zip(side.name.dims, side.name.indices(name) or (), strict=True):
+    for kind in kinds:
+        for dim, (index, _) in zip(kind.side.name.dims, kind.last, strict=True):
             if isinstance(dim, Size) and isinstance(dim.value, str):
                 counts[dim.value] = max(counts.get(dim.value, 0), index + 1)
     for size, count in counts.items():
         bound.setdefault(size, count)
-    padded = () if is_reversed else recipe.padded
-    _solve_shapes(padded, bound, waiting)
-    for side, name, shape in waiting:
-        _check_fit(recipe, padded, told, bound, side, name, shape)
+    _solve_shapes(padded, bound, kinds)
+    for kind in kinds:
+        _check_fit(recipe, padded, told, bound, kind)
     return bound
 
 
-def _solve_shapes(padded: Sequence[str], bound: dict[str, int], tensors: list[tuple[Side, str, _Shape]]) -> None:
+@dataclass(slots=True)
+class _Kind:
+    """All tensors of one side that have one shape."""
+
+    side: Side
+    name: str
+    """The first one's."""
+    shape: _Shape
+    last: list[tuple[int, str]]
+    """For each dim of the name the largest index, and whose it is."""
+
+
+def _kinds(tensors: Iterable[tuple[Side, str, _Shape]]) -> list[_Kind]:
+    found: dict[tuple[int, _Shape], _Kind] = {}
+    for side, name, shape in tensors:
+        indices = side.name.indices(name) or ()
+        kind = found.setdefault((id(side), shape), _Kind(side, name, shape, [(-1, name)] * len(indices)))
+        for i, index in enumerate(indices):
+            if index > kind.last[i][0]:
+                kind.last[i] = index, name
+    return list(found.values())
+
+
+def _solve_shapes(padded: Sequence[str], bound: dict[str, int], kinds: Sequence[_Kind]) -> None:
     """Add sizes that shapes tell, until there is no more to be had."""
     known = -1
-    kinds = {(str(side), shape): side for side, _, shape in tensors}
     while known < len(bound):
         known = len(bound)
-        for (_, shape), side in kinds.items():
-            if len(shape) == len(side.dims):
-                dims = {i: n for i, n in enumerate(shape) if not set(names_of_dim(side.dims[i])) & set(padded)}
+        for kind in kinds:
+            dims = kind.side.dims
+            if len(kind.shape) == len(dims):
+                told = {i: n for i, n in enumerate(kind.shape) if not set(names_of_dim(dims[i])) & set(padded)}
                 try:
-                    solve_dims(LayoutTree(side.dims), dims, bound)
+                    solve_dims(LayoutTree(dims), told, bound)
                 except LayoutError:
                     continue  # the check that follows names the tensor
 
 
 def _check_fit(
-    recipe: Recipe,
-    padded: Sequence[str],
-    told: Mapping[str, tuple[int, str]],
-    bound: Mapping[str, int],
-    side: Side,
-    name: str,
-    shape: _Shape,
+    recipe: Recipe, padded: Sequence[str], told: Mapping[str, tuple[int, str]], bound: Mapping[str, int], kind: _Kind
 ) -> None:
-    for dim in (*side.name.dims, *side.dims):
+    side, shape = kind.side, kind.shape
+    for dim in side.all_dims:
         for size in names_of_dim(dim):
             if size not in bound:
-                raise _unknown(recipe, size, name, shape)
-    for dim, index in zip(side.name.dims, side.name.indices(name) or (), strict=True):
+                raise _unknown(recipe, size, kind.name, shape)
+    for dim, (index, name) in zip(side.name.dims, kind.last, strict=True):
         if index >= global_size(dim, bound):
             raise _misfit(told, side, name, f"the index {index}", f"less than {global_size(dim, bound)}")
     if len(shape) != len(side.dims):
-        raise _misfit(told, side, name, f"shape {list(shape)}", f"{len(side.dims)} dims")
+        raise _misfit(told, side, kind.name, f"shape {list(shape)}", f"{len(side.dims)} dims")
     for i, (dim, n) in enumerate(zip(side.dims, shape, strict=True)):
         expected = global_size(dim, bound)
         # Padding comes after the last row, so only whole leading dims can have it.
         is_padded = i == 0 and isinstance(dim, Size) and dim.value in padded
         if n != expected and not (is_padded and n > expected):
-            want = [global_size(dim, bound) for dim in side.dims]
-            raise _misfit(told, side, name, f"shape {list(shape)}", f"{want}{' or more rows' if is_padded else ''}")
+            want = f"{[global_size(dim, bound) for dim in side.dims]}{' or more rows' if is_padded else ''}"
+            raise _misfit(told, side, kind.name, f"shape {list(shape)}", want)
 
 
 def _unknown(recipe: Recipe, size: str, name: str, shape: _Shape) -> UsageError:
