@@ -93,6 +93,13 @@ class FileSource:
         return data
 
     @contextmanager
+    def place(self, record: int) -> Iterator[tuple[int, int, int]]:
+        """Give the body a record's file, its descriptor, and the record's first byte in it."""
+        file = self._record_files[record]
+        with self._descriptor(file) as fd:
+            yield file, fd, self._record_offsets[record]
+
+    @contextmanager
     def _descriptor(self, file: int) -> Iterator[int]:
         with self._lock:
             fd = self._open.get(file)

@@ -18,6 +18,7 @@ from xrank.plan.faults import checksum_error
 from xrank.plan.file_parts import FilePart, FinishedFile, finished_file
 from xrank.plan.merging import MergedTensors
 from xrank.plan.planner import Plan
+from xrank.plan.sharing import SharedExtents
 from xrank.plan.windows import WINDOW_NBYTES, FileWindows
 from xrank.plan.worker import Worker
 
@@ -161,6 +162,7 @@ class _Execution:
         self.queue: Iterator[tuple[FileWindows, int]] = iter(())
         self.outcome = Outcome()
         self.failure: BaseException | None = None
+        self.extents = SharedExtents(source, target)
         self.checksums = RecordChecksums(plan.source.records, self._mismatch)
         self.merging = MergedTensors()
         self._lock = threading.Lock()

@@ -16,6 +16,7 @@ from xrank.plan.faults import difference_error, overflow_error
 from xrank.plan.low_rank import add_low_rank
 from xrank.plan.merging import MergedTensor, MergedTensors
 from xrank.plan.planner import Plan, TensorPlan
+from xrank.plan.sharing import Run, SharedExtents
 from xrank.plan.tiles import Tile, tiles
 from xrank.plan.windows import WINDOW_NBYTES, FileWindows, Portion, PreparedTensor
 
@@ -30,6 +31,7 @@ class _Shared(Protocol):
     target: Target
     replicas: Literal["verify", "pick"]
     checksums: RecordChecksums
+    extents: SharedExtents
     merging: MergedTensors
 
     def next_window(self) -> tuple[FileWindows, int] | None: ...
@@ -69,6 +71,7 @@ class Worker:
         header = output.header[first : first + nbytes]
         self._window[: len(header)] = header
         done = len(header)
+        runs: list[Run] = []
         for portion in file.portions(window):
             tensor = file.prepared(portion.tensor)
             part = self._window[portion.start : portion.stop]
@@ -77,13 +80,15 @@ class Worker:
             if tensor.plan.update is not None:
                 self._merge(self._shared.merging.of(file.index, portion.tensor, tensor.plan), portion, part)
             else:
-                self._bring(tensor, portion.low, portion.high, part)
+                straight = self._bring(tensor, portion.low, portion.high, part)
+                runs += (run._replace(start=portion.start + run.start) for run in straight)
             width = dtypes.dtype(tensor.plan.output.dtype).nbytes
             file.add(portion.tensor, portion.low * width, part)
         self._clear(done, nbytes)
         for start, data in file.fragments(window):
             self._window[start : start + len(data)] = data
-        self._shared.target.write(file.index, first, self._window[:nbytes])
+        for start, stop in self._shared.extents.share(file.index, first, nbytes, sorted(runs)):
+            self._shared.target.write(file.index, first + start, self._window[start:stop])
         if self._shared.window_done(file, nbytes):
             if file.is_whole:
                 read_rest(self._shared.checksums, self._shared.source, file.records, self._staging)
@@ -94,11 +99,16 @@ class Worker:
         if start < stop:
             self._window[start:stop] = bytes(stop - start)
 
-    def _bring(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> None:
-        """Bring elements [low, high) of a tensor into `part`, and compare them with every replica of them."""
-        self._fill(tensor, low, high, part)
+    def _bring(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> list[Run]:
+        """Bring elements [low, high) of a tensor into `part`, and compare them with every replica of them.
+
+        Returns:
+            What of `part` stands in the source as it is.
+        """
+        runs = self._fill(tensor, low, high, part)
         if len(tensor.plan.replicas):
             self._compare(tensor, low, high, part)
+        return runs
 
     def _merge(self, tensor: MergedTensor, portion: Portion, part: memoryview) -> None:
         """Bring a portion of a tensor into `part`, with its update added; replicas are of what is stored."""
@@ -125,8 +135,9 @@ class Worker:
         self._bring(tensor, 0, tensor.plan.output.num_elements, memory)
         return memory
 
-    def _fill(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> None:
-        """Bring elements [low, high) of a tensor into `part`."""
+    def _fill(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> list[Run]:
+        """Bring elements [low, high) of a tensor into `part`; return the pieces that came in one run of bytes."""
+        runs = []
         plan = tensor.plan
         width = dtypes.dtype(plan.source_dtype).nbytes
         cast = plan.source_dtype != plan.output.dtype
@@ -136,6 +147,7 @@ class Worker:
                 into = part[nest.y * width : (nest.y + length) * width]
                 self._shared.source.read_into(record, nest.x * width, into)
                 self._shared.checksums.add(record, nest.x * width, into)
+                runs.append(Run(nest.y * width, len(into), record, nest.x * width))
                 continue
             for tile, data in self._tiles(record, nest, width):
                 if not cast:
@@ -145,6 +157,7 @@ class Worker:
                     copy_cast(data, plan.source_dtype, part, plan.output.dtype, tile.target, tile.loops)
                 except CastOverflowError as overflow:
                     raise overflow_error(plan, int(plan.copies.rank[row]), overflow.value) from None
+        return runs
 
     def _compare(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> None:
         """Compare elements [low, high) in `part` with every replica of them."""
