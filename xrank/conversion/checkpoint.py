@@ -15,7 +15,9 @@ from xrank.conversion.options import DTypeChoice, GatherOptions
 from xrank.dtypes import dtype as dtype_of
 from xrank.layout import LayoutMap
 from xrank.plan.buffers import FileSource, MemoryTarget
+from xrank.plan.checksums import RecordChecksums
 from xrank.plan.executor import Budget, execute
+from xrank.plan.faults import checksum_error
 from xrank.plan.output import OutputFile
 from xrank.plan.planner import FilePlan, Plan, TensorPlan
 
@@ -54,6 +56,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         self._gather = gather
         self._plans = {tensor.output.name: tensor for tensor in gather.plan.tensors}
         self._lock = threading.Lock()
+        self._checksums = self._no_checksums()
 
     def __getitem__(self, name: str) -> torch.Tensor:
         import torch
@@ -123,6 +126,14 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         """What a gather would note, as (code, message): assumptions, missing checksums, what is left out."""
         return self._gather.notes
 
+    def _no_checksums(self) -> RecordChecksums:
+        """Return that no record has been read; one that holds many tensors is read whole by the first, once."""
+
+        def mismatch(record: int, crc32: int) -> None:
+            raise checksum_error(self._gather.plan, record, crc32)
+
+        return RecordChecksums(self._gather.source.records, mismatch)
+
     def _read(self, plan: TensorPlan, into: memoryview) -> None:
         output = replace(plan.output, offset=0)
         file = OutputFile(output.name, b"", (output,), output.nbytes)
@@ -131,8 +142,15 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         source = FileSource(self._gather.source)
         try:
             execute(
-                one, source, MemoryTarget([into]), budget=Budget.within(options.max_memory_nbytes, options.num_workers)
+                one,
+                source,
+                MemoryTarget([into]),
+                budget=Budget.within(options.max_memory_nbytes, options.num_workers),
+                checksums=self._checksums,
             )
+        except BaseException:
+            self._checksums = self._no_checksums()  # what was bad, or half read, is read again
+            raise
         finally:
             source.close()
 
