@@ -1,8 +1,8 @@
 """Shared extents: where a file system can, a piece of an output is the source's own bytes on disk, not a copy.
 
 ``FICLONERANGE`` (ioctl_ficlonerange(2)) makes a range of one file share another's blocks until either is written to.
-XFS, btrfs and NFS 4.2 have it. Both ranges must begin at a block and be whole blocks, so a piece whose two places differ
-by a part of a block is copied. The bytes are read all the same, for checksums and digests.
+XFS, btrfs and NFS 4.2 have it. Both ranges must begin at a block and be whole blocks, so a piece whose two places
+differ by a part of a block is copied. The bytes are read all the same, for checksums and digests.
 """
 
 from __future__ import annotations
