@@ -28,12 +28,15 @@ from tests.conversion.adapted_models import (
     write_json,
 )
 from tests.conversion.made_workspaces import assert_holds, flip, leave, model_in, raw, state_of
+from xrank.conversion.adapters import adapt
 from xrank.conversion.checkpoint import open_checkpoint
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.gather_plan import plan_gather
 from xrank.conversion.options import GatherOptions
 from xrank.conversion.verify import verify_model
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
+from xrank.readers.base import Hints
+from xrank.readers.workspace import WorkspaceReader
 
 SCALE = ALPHA / RANK
 MERGE: dict[str, Any] = {"adapter": "merge"}
@@ -138,10 +141,13 @@ class TestMerge:
         assert raw(merged(twice, pairs)[f"{DOWN}.weight"]) != raw(expected[f"{DOWN}.weight"])
         assert report.output is not None and report.output["cast"][f"{DOWN}.weight"] == "F32 -> BF16"
 
-    def test_many_windows_by_many_workers_in_any_split_of_files(self, bench: Bench) -> None:
+    @pytest.mark.parametrize(("stored", "dtype"), [(torch.bfloat16, "keep"), (torch.float32, "bf16")], ids=str)
+    def test_many_windows_by_many_workers_in_any_split_of_files(
+        self, bench: Bench, stored: torch.dtype, dtype: str
+    ) -> None:
         made = torch.Generator().manual_seed(2)
         names = [f"layers.{i}.up" for i in range(3)]
-        base = {f"{name}.weight": torch.randn(1101, 700, generator=made).bfloat16() for name in names}
+        base = {f"{name}.weight": torch.randn(1101, 700, generator=made).to(stored) for name in names}
         lora = {}
         for name in names:
             lora[f"{name}.lora_A.default.weight"] = torch.randn(3, 700, generator=made)
@@ -149,10 +155,11 @@ class TestMerge:
         layouts = {**dict.fromkeys(base, "[f/~tp/~dp, h]"), **dict.fromkeys(lora, "[...]")}
         layouts = {name: "[r, n]" if "lora" in name else layout for name, layout in layouts.items()}
         leave_adapted(bench.workspace, base, lora, layouts=layouts, meta={"r": 3, "lora_alpha": 1})
-        for index, options in enumerate(({"workers": 3}, {"workers": 1, "max_shard_size": "2MB", "max_memory": "2MB"})):
+        few: dict[str, Any] = {"workers": 1, "max_shard_size": "2MB", "max_memory": "2MB"}
+        for index, options in enumerate([{"workers": 3}, few]):
             out = bench.folder / f"out{index}"
-            gather_checkpoint(bench.workspace, out, **MERGE, **options)
-            assert_holds(out, merged(base, lora, 1 / 3))
+            gather_checkpoint(bench.workspace, out, dtype=dtype, **MERGE, **options)
+            assert_holds(out, merged(base, lora, 1 / 3, torch.bfloat16))
 
     def test_an_embedding(self, bench: Bench) -> None:
         module, made = "model.embed_tokens", torch.Generator().manual_seed(4)
@@ -265,7 +272,7 @@ class TestInterrupted:
         """Gather until the first file is finished."""
 
         def stop(done: int, total: int) -> None:
-            if 0 < done < total and (bench.names() and list(bench.folder.glob(".model.xrank-*/model-00001*ors"))):
+            if 0 < done < total and any(bench.folder.glob(".model.xrank-*/model-00001*ors")):
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
@@ -314,6 +321,16 @@ class TestSeparate:
         assert config["peft_type"] == "LORA" and (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
         assert config["target_modules"] == ["down_proj", "q_proj"] and config["modules_to_save"] is None
         assert "lora_train_meta.json says r 4 and lora_alpha 10" in notes_of(report)["adapter-config"]
+        assert verify_model(bench.out).ok
+
+    def test_the_index_is_the_base_models(self, bench: Bench) -> None:
+        model, pairs = leave_adapted(bench.workspace)
+        gather_checkpoint(bench.workspace, bench.out, max_shard_size=300, **SEPARATE)
+        index = json.loads((bench.out / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == model.keys()
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model.values())
+        assert_holds(bench.out, model)
+        assert_holds(bench.out / "adapter", saved_names(pairs))
         assert verify_model(bench.out).ok
 
     def test_modules_that_only_whole_paths_tell_apart(self, bench: Bench) -> None:
@@ -367,6 +384,7 @@ class TestSeparate:
         state = {P + name: tensor for name, tensor in pairs.items()}
         leave(bench.workspace, state, layouts=dict.fromkeys(state, "[m, n]"))
         write_json(bench.workspace / "lora_train_meta.json", {"r": RANK, "lora_alpha": ALPHA})
+        write_json(bench.workspace / "config.json", {"model_type": "toy"})  # a model's, and there will be none
         refusal(bench, UsageError, "an adapter alone", **MERGE)
         gather_checkpoint(bench.workspace, bench.out, dtype="bf16", **SEPARATE)
         assert sorted(path.name for path in bench.out.iterdir()) == [
@@ -379,6 +397,19 @@ class TestSeparate:
         # What PEFT itself saves is read like it: names without the adapter's.
         gather_checkpoint(bench.out, bench.folder / "again", **SEPARATE)
         assert_holds(bench.folder / "again", load_file(bench.out / "adapter_model.safetensors"))
+
+    def test_a_tied_head_of_which_a_trained_one_is_the_adapters(self, bench: Bench) -> None:
+        base, pairs = base_model(), adapter()
+        state = wrapped(base, pairs)
+        state[P + "lm_head.original_module.weight"] = base["model.embed_tokens.weight"].clone()
+        state[P + "lm_head.modules_to_save.default.weight"] = torch.rand(16, 8)
+        layouts = {n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()}
+        leave(bench.workspace, state, layouts=layouts, config={"model_type": "toy", "tie_word_embeddings": True})
+        write_json(bench.workspace / "lora_train_meta.json", {"r": RANK, "lora_alpha": ALPHA})
+        report = gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
+        assert report.output is not None
+        assert report.output["tied"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+        assert_holds(bench.out, base)
 
     def test_types(self, bench: Bench) -> None:
         """What the base model does not say, --dtype base leaves alone."""
@@ -405,7 +436,7 @@ class TestSeparate:
         model, pairs = leave_adapted(bench.workspace)
 
         def stop(done: int, total: int) -> None:
-            if list(bench.folder.glob(".model.xrank-*/adapter/*.part")):
+            if any(bench.folder.glob(".model.xrank-*/adapter/*.part")):
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
@@ -431,6 +462,11 @@ class TestRefusals:
         del state[P + LORA_A], state[P + LORA_B]
         leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
         refusal(bench, IncompleteError, r"q_proj\.base_layer\.weight: its module has an adapter", **MERGE)
+
+    def test_an_original_without_what_was_trained_in_its_place(self, bench: Bench) -> None:
+        state = {**wrapped(base_model(), adapter()), P + "score.original_module.weight": torch.rand(2, 8)}
+        leave(bench.workspace, state, layouts={n: "[n]" if t.dim() == 1 else "[m, n]" for n, t in state.items()})
+        refusal(bench, IncompleteError, r"score\.original_module\.weight: what was trained in its place", **SEPARATE)
 
     @pytest.mark.parametrize("choice", ["merge", "separate"])
     def test_no_base_of_an_adapted_module(self, bench: Bench, choice: Any) -> None:
@@ -626,6 +662,15 @@ class TestSources:
         report = gather_checkpoint(bench.workspace, bench.out, layout=layout, **MERGE)
         assert report.output is not None
         assert report.output["tied"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+
+    def test_ties_that_a_source_records(self, bench: Bench) -> None:
+        """As DeepSpeed's shared parameters are: under its own names."""
+        leave_adapted(bench.workspace)
+        model = WorkspaceReader().read(str(bench.workspace), Hints())
+        aliases = {f"{P}{ATTENTION}.base_layer.bias": P + "model.norm.weight"}
+        options = GatherOptions(adapter="separate")
+        found = adapt(replace(model, aliases=aliases), options, str(bench.workspace), {})
+        assert found is not None and found.source.aliases == {f"{ATTENTION}.bias": "model.norm.weight"}
 
     @pytest.mark.parametrize("half", ["A", "B"])
     def test_a_bit_that_flipped_in_a_factor(self, bench: Bench, half: str) -> None:

@@ -60,8 +60,8 @@ def test_any_stretch_has_the_same_bits_as_the_whole(stored: str, target: str, tu
 
 def test_sums_that_are_exact_are_those_of_a_matrix_product() -> None:
     made = torch.Generator().manual_seed(11)
-    whole = lambda *shape: torch.randint(-8, 9, shape, generator=made) / 8  # noqa: E731
-    weight, a, b = torch.randn(64, 48, generator=made).bfloat16(), whole(16, 48), whole(64, 16)
+    a, b = (torch.randint(-8, 9, shape, generator=made) / 8 for shape in ((16, 48), (64, 16)))
+    weight = torch.randn(64, 48, generator=made).bfloat16()
     found = torch.empty(64, 48, dtype=torch.bfloat16)
     add_low_rank(data(weight), "BF16", factors(a, b, 2.0), 0, data(found), "BF16")
     assert torch.equal(found, (weight.float() + 2.0 * (b @ a)).bfloat16())

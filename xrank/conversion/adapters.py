@@ -300,7 +300,7 @@ def _is_turned(pair: Pair, fits: Mapping[str, tuple[bool, bool]], config: Adapte
     _create_new_module): where a model mixes both kinds, it says nothing of a square one.
     """
     straight, turned = fits[pair.module]
-    if pair.is_embedding or not straight:
+    if not straight:
         return True
     if not turned:
         return False
