@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tests.conversion.adapted_models import (
     wrapped,
     write_json,
 )
+from tests.conversion.forked_ranks import ForkedRanks, forked_ranks
 from tests.conversion.made_workspaces import assert_holds, flip, leave, model_in, raw, state_of
 from xrank.conversion.adapters import adapt
 from xrank.conversion.checkpoint import open_checkpoint
@@ -254,6 +256,15 @@ class TestMerge:
         assert tensors[f"{ATTENTION}.weight"]["replicas"] == 3 + 2
         assert tensors["model.norm.weight"]["replicas"] == 3
         assert verify_model(bench.out).ok
+
+    def test_replicas_of_factors_are_counted(self, bench: Bench) -> None:
+        """Of W's columns 2, of embedding, bias and norm 2, 2 and 3; of each A and B, cut as they are, as the pieces."""
+        leave_adapted(bench.workspace)
+        planned = gather_checkpoint(bench.workspace, bench.out, dry_run=True, **MERGE)
+        done = gather_checkpoint(bench.workspace, bench.out, **MERGE)
+        factors = 3 + 2 + 2 + 2
+        assert planned.proof["num_replicas_to_compare"] == 2 + 2 + 2 + 3 + factors
+        assert done.proof["num_replicas_compared"] == 2 + 2 + 2 + 3 + factors
 
     def test_the_plan_says_the_memory(self, bench: Bench) -> None:
         leave_adapted(bench.workspace)
@@ -699,3 +710,33 @@ class TestSources:
         leave_adapted(bench.workspace, other, ranks=[2])
         with pytest.raises(ContradictionError, match=r"down_proj\.weight: rank 2 holds another copy"):
             gather_checkpoint(bench.workspace, bench.out, dtype="fp32", **MERGE)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ForkedRanks]:
+    with forked_ranks() as forked:
+        yield forked
+
+
+@pytest.mark.parametrize("choice", ["merge", "separate"])
+def test_ranks_that_share_a_gather_write_what_one_does(ranks: ForkedRanks, tmp_path: Path, choice: str) -> None:
+    """Each reads the factors of what it merges; what several read is checked once, and counted so."""
+    made = torch.Generator().manual_seed(5)
+    base = {f"{i}.up.weight": torch.randn(120, 101, generator=made).bfloat16() for i in range(4)}
+    lora = {}
+    for i in range(4):
+        lora[f"{i}.up.lora_A.default.weight"] = torch.randn(RANK, 101, generator=made)
+        lora[f"{i}.up.lora_B.default.weight"] = torch.randn(120, RANK, generator=made)
+    layouts = {name: "[f/tp, h]" if name.endswith("lora_B.default.weight") else "[r, h/~dp]" for name in lora}
+    leave_adapted(tmp_path / "run", base, lora, layouts={**layouts, **dict.fromkeys(base, "[f/tp/~dp, h]")})
+    command = ("gather", tmp_path / "run", "--adapter", choice, "--json", "--max-shard-size", "60KB", "--out")
+    alone = run(*command, tmp_path / "alone")
+    assert alone.exit_code == 0, alone.stderr
+    ended = ranks(*command, tmp_path / "shared", num_ranks=3, window_nbytes=4096, round_nbytes=20_000)
+    assert [rank.exit_code for rank in ended] == [0, 0, 0], ended
+    assert json.loads(ended[0].stdout)["proof"] == json.loads(alone.stdout)["proof"]
+    assert_holds(tmp_path / "shared", merged(base, lora) if choice == "merge" else base)
+    files = [path.relative_to(tmp_path / "alone") for path in sorted((tmp_path / "alone").rglob("*")) if path.is_file()]
+    assert len(files) > 3
+    for file in files:
+        assert (tmp_path / "shared" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes(), file

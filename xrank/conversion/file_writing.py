@@ -134,7 +134,8 @@ def num_compared(plan: Plan, resumed: Container[int]) -> int:
             for index, file in enumerate(plan.files)
             if index not in resumed
             for tensor in file.tensors
-            for record in tensor.replicas.record.tolist()
+            for replicas in tensor.compared
+            for record in replicas.record.tolist()
         }
     )
 

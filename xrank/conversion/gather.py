@@ -193,7 +193,7 @@ def _planned_report(gather: Gather, out: str, seconds: float) -> Report:
         {"name": file.output.name, "nbytes": file.output.nbytes, "num_tensors": len(file.tensors)}
         for file in gather.plan.files
     ]
-    replicas = sum(len(tensor.replicas) for tensor in gather.plan.tensors)
+    replicas = sum(len(replicas) for tensor in gather.plan.tensors for replicas in tensor.compared)
     return Report(
         command="gather",
         path=out,

@@ -145,5 +145,5 @@ def _manifest_tensor(plan: Plan, tensor: TensorPlan, digests: FileDigests) -> Ma
         digests.name,
         digest_text(digests.tensors[output.name]),
         tuple(seen.values()),
-        sum(len(part.replicas) for part in made_of),
+        sum(map(len, tensor.compared)),
     )

@@ -60,6 +60,13 @@ class TensorPlan:
         if self.update is not None:
             yield from (*self.update.a.read, *self.update.b.read)
 
+    @property
+    def compared(self) -> Iterable[Copies]:
+        """Of that, what repeats other pieces."""
+        yield self.replicas
+        if self.update is not None:
+            yield from (self.update.a.replicas, self.update.b.replicas)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdatePlan:

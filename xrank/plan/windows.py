@@ -158,10 +158,5 @@ class FileWindows:
     def records(self) -> list[int]:
         """Every source record that is read for the file's tensors."""
         return sorted(
-            {
-                record
-                for tensor in self.plan.tensors
-                for copies in tensor.read
-                for record in copies.record.tolist()
-            }
+            {record for tensor in self.plan.tensors for copies in tensor.read for record in copies.record.tolist()}
         )
