@@ -359,3 +359,22 @@ def test_a_shared_reshard_makes_the_same_states(
     assert shared(ranks(*command, out, **SMALL, **where)) == without_times(json.loads(ended.stdout))
     assert content(out) == content(alone_at)
     assert not beside(out)
+
+
+def test_a_file_is_finished_only_when_all_it_is_made_of_is_checked(ranks: ForkedRanks, tmp_path: Path) -> None:
+    """A flat buffer is one record under tensors of several files: its end is read, and compared, in a later round."""
+    source, out = tmp_path / "run42", tmp_path / "model"
+    model = {name: torch.rand(10_000) + 0.5 for name in ("a", "b", "c")}
+    flat = {"flat": torch.cat(list(model.values()))}
+    leave(source, flat, layouts={"flat": "[n/dp]"}, mesh=DeviceMesh((2,), ("dp",)), recorded=False)
+    layout = LayoutMap(DeviceMesh((2,), ("dp",)))
+    layout["flat"] = "flat(a [10000], b [10000], c [10000])/dp"
+    layout.write(tmp_path / "layout.toml")
+    command = ("gather", source, "--layout", tmp_path / "layout.toml", "--json", "--max-shard-size", "40KB")
+    alone(source, tmp_path / "alone", *command[2:])
+    assert_holds(tmp_path / "alone", model)
+    flip(state_of(source, 1), state_of(source, 1).read_bytes().index(model["c"].numpy().tobytes()) + 39_000)
+    ended = ranks(*command, "--out", out, **SMALL)
+    assert sorted(rank.exit_code for rank in ended) == [1, 1, 1, 4]
+    assert any("finished model-00001" in rank.stderr for rank in ended), "it needs nothing of the second buffer"
+    assert not any("finished model-00002" in rank.stderr for rank in ended), "half of it is of the damaged one"
