@@ -1,13 +1,15 @@
 """Stores: values by name, as torch.distributed's own stores and the one inside a process hold them."""
 
 import gc
+import socket
 import time
 
 import pytest
 import torch.distributed as dist
 
-from xrank.errors import RankFailedError, UsageError
-from xrank.ranks.store import GroupStore, LocalStore, find_store
+from xrank.environment import Launch
+from xrank.errors import RankFailedError, RankTimeoutError, UsageError
+from xrank.ranks.store import GroupStore, LocalStore, find_store, launched_ranks
 
 
 def tcp_server():
@@ -121,3 +123,37 @@ def test_each_process_group_has_a_store_of_its_own(rank):
     assert [find_store(None, {}).peek(f"of/{r}") for r in range(3)] == ["the world"] * 3
     if rank < 2:
         assert [find_store(pair, {}).peek(f"of/{r}") for r in range(3)] == ["the pair", "the pair", None]
+
+
+def launch_of(rank, launcher="srun"):
+    return Launch(rank, 2, 0, 1, run_id=None, attempt=None, launcher=launcher)
+
+
+def test_launched_ranks_have_torchruns_store_a_new_part_of_it_each_time():
+    server = tcp_server()
+    environ = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    first, second = (launched_ranks(launch_of(0, "torchrun"), environ, timeout_seconds=5) for _ in range(2))
+    assert not first.is_own
+    first.store.put("a", "1")
+    assert find_store(first, {}) is first.store and second.store.peek("a") is None, "no name is used twice"
+
+
+def test_without_torchrun_rank_0_keeps_the_store():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.raises(RankTimeoutError, match="rank 0 opened no store") as raised:
+        launched_ranks(launch_of(1), environ, timeout_seconds=0.2)
+    assert raised.value.waiting_for == (0,)
+    kept = launched_ranks(launch_of(0), environ, timeout_seconds=5)
+    assert kept.is_own
+    with pytest.raises(UsageError, match="rank 0 cannot open a store") as refused:
+        launched_ranks(launch_of(0), environ, timeout_seconds=5)
+    assert "MASTER_PORT" in refused.value.next_step
+
+
+@pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "node1"}, {"MASTER_ADDR": "node1", "MASTER_PORT": "many"}])
+def test_ranks_without_a_place_to_meet_are_told_what_to_set(environ):
+    with pytest.raises(UsageError, match="srun started have no place to meet") as raised:
+        launched_ranks(launch_of(1), environ, timeout_seconds=1)
+    assert "MASTER_ADDR" in raised.value.want and "torchrun" in raised.value.next_step
