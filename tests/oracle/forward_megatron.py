@@ -1,0 +1,77 @@
+"""Forward passes of Megatron-core on CPU: ``forward_megatron.py OUT`` writes each family's shapes and last logits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+from megatron_weights import GPT2_SIZES, SIZES, TOKENS, weights
+
+_LLAMA = {
+    "ffn_hidden_size": SIZES["intermediate_size"], "num_query_groups": SIZES["num_key_value_heads"],
+    "kv_channels": SIZES["head_dim"], "layernorm_epsilon": SIZES["rms_norm_eps"], "normalization": "RMSNorm",
+    "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
+}  # fmt: skip
+_GPT2 = {"ffn_hidden_size": GPT2_SIZES["n_inner"], "activation_func": torch.nn.functional.gelu}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "qwen2": {**_LLAMA, "kv_channels": 4, "add_qkv_bias": True},
+    "qwen3": {**_LLAMA, "qk_layernorm": True},
+    "gpt2": _GPT2,
+}
+
+
+def main(out: str) -> None:
+    """Run every family."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{out}.store", rank=0, world_size=1)
+    # Megatron asks CUDA for the device of its buffers and for a random state, which no dropout of 0 needs.
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+    parallel_state.initialize_model_parallel()
+    Path(out).write_text(json.dumps({name: _run(name, options) for name, options in _FAMILIES.items()}))
+    # The process group's threads need no end of their own.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _run(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    is_gpt2 = name == "gpt2"
+    config = TransformerConfig(
+        num_layers=2, hidden_size=24, num_attention_heads=6, hidden_dropout=0.0, attention_dropout=0.0,
+        use_cpu_initialization=True, perform_initialization=False, masked_softmax_fusion=False,
+        bias_dropout_fusion=False, bias_activation_fusion=False, apply_rope_fusion=False, **options,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(
+        normalization=options.get("normalization"), qk_layernorm=options.get("qk_layernorm", False)
+    )
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=48,
+        max_sequence_length=19,
+        position_embedding_type="learned_absolute" if is_gpt2 else "rope",
+        share_embeddings_and_output_weights=is_gpt2,
+    ).eval()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    model.load_state_dict({key: torch.from_numpy(array) for key, array in weights(shapes).items()}, strict=False)
+    tokens = torch.tensor([TOKENS])
+    later = torch.triu(torch.ones(1, 1, len(TOKENS), len(TOKENS), dtype=torch.bool), 1)
+    with torch.no_grad():
+        logits = model(tokens, torch.arange(len(TOKENS))[None], later)[0, -1]
+    return {"shapes": shapes, "logits": [round(value, 6) for value in logits.tolist()]}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,36 @@
+"""Weights drawn by name, so that two programs have the same without a file; sizes of models that Megatron-core runs."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+LOGITS = Path(__file__).with_name("megatron_logits.json")
+"""By family: the shapes of Megatron-core 0.16.1's tensors, and what its forward pass says after `TOKENS`."""
+TOKENS = (3, 1, 4, 15, 9, 2, 6)
+SIZES = {
+    "num_hidden_layers": 2, "vocab_size": 48, "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT2_SIZES = {
+    "n_layer": 2, "vocab_size": 48, "n_embd": 24, "n_head": 6, "n_inner": 92, "n_positions": 19,
+    "activation_function": "gelu",
+}  # fmt: skip
+
+
+def weights(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Return numbers between -0.8 and 0.8, others for each name."""
+    found = {}
+    for name, shape in shapes.items():
+        drawn = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode()))).random(tuple(shape))
+        found[name] = (drawn * 1.6 - 0.8).astype(np.float32)
+    return found
+
+
+def recorded() -> dict[str, dict[str, object]]:
+    """Return what `LOGITS` holds."""
+    return json.loads(LOGITS.read_text())

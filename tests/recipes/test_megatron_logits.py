@@ -1,0 +1,34 @@
+"""A model of Megatron-core's own names and forward pass says the same after a gather, in transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from made_checkpoints import leave
+from megatron_weights import GPT2_SIZES, SIZES, TOKENS, recorded, weights
+
+from xrank import gather_checkpoint
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize("family", recorded())
+def test_logits_are_megatrons(tmp_path: Path, family: str) -> None:
+    import transformers
+
+    said = recorded()[family]
+    tensors = {name: torch.from_numpy(array) for name, array in weights(said["shapes"]).items()}
+    sizes = GPT2_SIZES if family == "gpt2" else SIZES
+    if family == "qwen2":
+        sizes = {key: size for key, size in sizes.items() if key != "head_dim"}
+    config = transformers.AutoConfig.for_model(family, bos_token_id=1, eos_token_id=2, **sizes)
+    source = leave(tmp_path / "ws", tensors, json.loads(config.to_json_string(use_diff=False)))
+    assert gather_checkpoint(source, tmp_path / "out").source["recipe"] == f"megatron-{family}"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([TOKENS])).logits[0, -1]
+    assert max(map(abs, said["logits"])) > 0.5
+    assert logits.tolist() == pytest.approx(said["logits"], abs=1e-4)
