@@ -41,7 +41,7 @@ test: $(VENV)/.ready
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 soak: $(VENV)/.ready
-	$(VENV)/bin/python -m pytest --soak tests/gather $(ARGS)
+	$(VENV)/bin/python -m pytest --soak tests/gather tests/conversion/test_shared_gather.py $(ARGS)
 
 $(ORACLE_VENV)/.ready: pyproject.toml .ci/oracle-constraints.txt
 	@echo 'setting up $(ORACLE_VENV)'
