@@ -552,6 +552,15 @@ class TestRefusals:
         error = refusal(bench, UsageError, r"c\.weight: whether it is stored", **MERGE)
         assert error.tensor == "c.weight"
 
+    def test_a_square_weight_of_a_name_that_says_neither(self, bench: Bench) -> None:
+        base = {"h.c_proj.weight": torch.rand(8, 8)}
+        lora = {"h.c_proj.lora_A.default.weight": torch.rand(4, 8), "h.c_proj.lora_B.default.weight": torch.rand(8, 4)}
+        leave_adapted(bench.workspace, base, lora, layouts=dict.fromkeys((*base, *lora), "[m, n]"))
+        refusal(bench, UsageError, r"c_proj\.weight: whether it is stored", **MERGE)
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "fan_in_fan_out": False}
+        gather_checkpoint(bench.workspace, bench.out, adapter_config=write_json(bench.folder / "c", config), **MERGE)
+        assert_holds(bench.out, merged(base, lora))
+
     def test_a_tensor_that_is_tied(self, bench: Bench) -> None:
         module = "model.embed_tokens"
         base = base_model()

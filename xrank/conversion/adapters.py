@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,8 @@ _NOT_PLAIN = (
     *("target_parameters", "trainable_token_indices", "arrow_config", "kasa_config", "monteclora_config"),
     *("velora_config", "megatron_config"),
 )
+# Layers that are Conv1D, stored [in, out], in GPT-2 and its kin, and Linear in others (transformers/pytorch_utils.py).
+_CONV1D = ("c_attn", "c_fc", "c_proj", "q_attn")
 _BESIDE = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -260,9 +262,10 @@ def _updates(
                 want=f"a weight {list(turned if pair.is_embedding else straight)}",
                 next_step="check that adapter and base model belong together",
             )
+    kinds = {fits[pair.module] for pair in names.pairs if not pair.is_embedding} - {(True, True)}
     return {
         f"{pair.module}.weight": LowRank(
-            pair.a, pair.b, config.scale_of(pair.module), _is_turned(pair, fits, config, names)
+            pair.a, pair.b, config.scale_of(pair.module), _is_turned(pair.module, fits[pair.module], kinds, config)
         )
         for pair in names.pairs
     }
@@ -293,29 +296,32 @@ def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str,
     return weight
 
 
-def _is_turned(pair: Pair, fits: Mapping[str, tuple[bool, bool]], config: AdapterConfig, names: AdapterNames) -> bool:
-    """Say whether a weight is stored [in, out]: by its shape, or, where it is square, as the others are.
+def _is_turned(
+    module: str, fit: tuple[bool, bool], kinds: Collection[tuple[bool, bool]], config: AdapterConfig
+) -> bool:
+    """Say whether a weight is stored [in, out]: by its shape, or, where it is square, as `kinds`, the others, are.
 
     PEFT goes by the class of the layer, and changes fan_in_fan_out to what the last one was (peft/tuners/lora/model.py:
     _create_new_module): where a model mixes both kinds, it says nothing of a square one.
     """
-    straight, turned = fits[pair.module]
+    straight, turned = fit
     if not straight:
         return True
     if not turned:
         return False
     says = bool(config.values.get("fan_in_fan_out"))
-    others = {fits[other.module] for other in names.pairs if not other.is_embedding} - {(True, True)}
-    if config.is_completed and len(others) == 1:
-        return others == {(False, True)}
-    if others - {(not says, says)}:
+    if config.is_completed and len(kinds) == 1:
+        return (False, True) in kinds
+    is_doubtful = config.is_completed and not says and module.rpartition(".")[2] in _CONV1D
+    if is_doubtful or any(kind != (not says, says) for kind in kinds):
+        other = "names of layers that are either" if is_doubtful else "other weights that lie the other way"
         raise UsageError(
-            f"{pair.module}.weight: whether it is stored [in, out] or [out, in] is not known",
-            tensor=f"{pair.module}.weight",
+            f"{module}.weight: whether it is stored [in, out] or [out, in] is not known",
+            tensor=f"{module}.weight",
             file=config.path,
-            got=f"a square weight, fan_in_fan_out {str(says).lower()}, and other weights that lie the other way",
-            want="weights of one kind",
-            next_step="use --adapter separate, and merge it with peft",
+            got=f"a square weight, fan_in_fan_out {str(says).lower()}, and {other}",
+            want="weights of one kind, or PEFT's own adapter_config.json",
+            next_step="give that as --adapter-config; or use --adapter separate, and merge it with peft",
         )
     return says
 
