@@ -205,7 +205,8 @@ def _main() -> None:
 
     import xrank.cli.main
     import xrank.conversion.gather
-    import xrank.conversion.reshard  # noqa: F401
+    import xrank.conversion.reshard
+    import xrank.conversion.shared_writing  # noqa: F401
 
     port = _serve_store()
     for number, line in enumerate(sys.stdin):

@@ -3,7 +3,8 @@
 import pytest
 
 from xrank.conversion import team as module
-from xrank.conversion.team import Team, find_launch
+from xrank.conversion.launches import find_launch
+from xrank.conversion.team import Team
 from xrank.errors import RankFailedError, UsageError
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4"}

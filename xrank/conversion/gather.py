@@ -6,15 +6,15 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xrank import environment
 from xrank.conversion.adapters import merged_texts
 from xrank.conversion.gather_plan import Gather, plan_gather
+from xrank.conversion.launches import find_launch
 from xrank.conversion.options import GatherOptions
 from xrank.conversion.process import peak_rss_nbytes
 from xrank.conversion.stage_filling import Made, fill_stage, help_to_fill_stage
-from xrank.conversion.team import Team, find_launch
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.plan.merging import factors_nbytes
@@ -22,6 +22,9 @@ from xrank.plan.report import Report
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
 from xrank.writers.staging import check_output, open_stage
+
+if TYPE_CHECKING:
+    from xrank.conversion.team import Team
 
 __all__ = ["check_apart", "gather_checkpoint", "source_facts"]
 
@@ -73,7 +76,11 @@ def gather_checkpoint(
     path = os.fspath(out)
 
     launch = find_launch(environment.environ(), distributed=True)[0] if distributed and not checked.dry_run else None
-    team = Team(launch, path, timeout_seconds=timeout_seconds) if launch is not None else None
+    team = None
+    if launch is not None:
+        from xrank.conversion.team import Team  # one process is done without
+
+        team = Team(launch, path, timeout_seconds=timeout_seconds)
 
     def plan() -> Gather:
         if not checked.dry_run:

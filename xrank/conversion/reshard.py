@@ -7,16 +7,15 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from xrank import environment
 from xrank.conversion.file_writing import WrittenFiles, write_files
 from xrank.conversion.gather import check_apart, source_facts
+from xrank.conversion.launches import find_launch
 from xrank.conversion.options import DTypeChoice, GatherOptions
 from xrank.conversion.process import peak_rss_nbytes
 from xrank.conversion.reshard_plan import Reshard, plan_reshard
-from xrank.conversion.shared_writing import help_to_write_files, write_files_together
-from xrank.conversion.team import Team, find_launch
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.plan.digests import digest_text
@@ -25,6 +24,9 @@ from xrank.plan.report import Report
 from xrank.writers.manifest import MANIFEST_NAME, ManifestFile, ManifestSource, manifest_text
 from xrank.writers.stage import Stage
 from xrank.writers.staging import check_output, open_stage
+
+if TYPE_CHECKING:
+    from xrank.conversion.team import Team
 
 __all__ = ["reshard_checkpoint"]
 
@@ -86,7 +88,11 @@ def reshard_checkpoint(
     )
     path = os.fspath(out)
     launch = find_launch(environment.environ(), distributed=True)[0] if distributed and not dry_run else None
-    team = Team(launch, path, timeout_seconds=timeout_seconds) if launch is not None else None
+    team = None
+    if launch is not None:
+        from xrank.conversion.team import Team  # one process is done without
+
+        team = Team(launch, path, timeout_seconds=timeout_seconds)
 
     def plan(host: str | None = None) -> Reshard:
         if not dry_run:
@@ -112,6 +118,8 @@ def reshard_checkpoint(
         if team.is_first:
             written, notes = _make(reshard, path, show, team)
         else:
+            from xrank.conversion.shared_writing import help_to_write_files
+
             help_to_write_files(team, reshard.plan, path, reshard.digest, _budget(reshard))
     return _report(reshard, path, started, *((written, notes) if team.is_first else (None, ())))
 
@@ -120,7 +128,11 @@ def _make(
     reshard: Reshard, out: str, progress: Callable[[int, int], None], team: Team | None
 ) -> tuple[WrittenFiles, tuple[str, ...]]:
     """Fill a stage and make it the output; return what was found, and what is to be noted of the stage."""
-    write = write_files if team is None else partial(write_files_together, team)
+    write: Callable[..., WrittenFiles] = write_files
+    if team is not None:
+        from xrank.conversion.shared_writing import write_files_together
+
+        write = partial(write_files_together, team)
     overwrite = reshard.options.overwrite
     with open_stage(out, plan_digest=reshard.digest, overwrite=overwrite) as stage:
         written = write(reshard.plan, stage, _budget(reshard), progress, verify=overwrite)

@@ -6,14 +6,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xrank.conversion.adapters import merged_texts
-from xrank.conversion.file_writing import write_files
+from xrank.conversion.file_writing import WrittenFiles, write_files
 from xrank.conversion.gather_plan import Gather
 from xrank.conversion.rereading import FileDigests
-from xrank.conversion.shared_writing import help_to_write_files, write_files_together
-from xrank.conversion.team import Team
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Budget
 from xrank.plan.planner import Plan, TensorPlan
@@ -28,6 +26,9 @@ from xrank.writers.manifest import (
     manifest_text,
 )
 from xrank.writers.stage import Stage
+
+if TYPE_CHECKING:
+    from xrank.conversion.team import Team
 
 __all__ = ["Made", "fill_stage", "help_to_fill_stage"]
 
@@ -56,7 +57,11 @@ def fill_stage(gather: Gather, stage: Stage, progress: Callable[[int, int], None
         RankFailedError: another rank of the team failed.
     """
     options = gather.options
-    write = write_files if team is None else partial(write_files_together, team)
+    write: Callable[..., WrittenFiles] = write_files
+    if team is not None:
+        from xrank.conversion.shared_writing import write_files_together  # one process is done without
+
+        write = partial(write_files_together, team)
     written = write(
         gather.plan,
         stage,
@@ -78,6 +83,8 @@ def fill_stage(gather: Gather, stage: Stage, progress: Callable[[int, int], None
 
 def help_to_fill_stage(gather: Gather, out: str, team: Team) -> Made:
     """Do the part of any rank but the first in `fill_stage`; errors are its. Returns what this rank knows of it."""
+    from xrank.conversion.shared_writing import help_to_write_files
+
     help_to_write_files(team, gather.plan, out, gather.digest, _budget(gather), replicas=gather.options.replicas)
     files = [{"name": file.output.name, "nbytes": file.output.nbytes} for file in gather.plan.files]
     return Made({}, {"files": files, "resumed_nbytes": 0}, ())

@@ -6,20 +6,20 @@ all others; what ranks tell rank 0 are gathers inside that body, and what rank 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
 from xrank import environment
 from xrank.environment import Launch
-from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, UsageError, XrankError
+from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, XrankError
 from xrank.gather.sessions import failure_check, forget, gathered
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.store import launched_ranks
 from xrank.writers.output_place import OutputPlace
 
-__all__ = ["Team", "find_launch"]
+__all__ = ["Team"]
 
 Made = TypeVar("Made")
 
@@ -28,39 +28,6 @@ _LOOK_SECONDS = 0.2
 _PAUSE_SECONDS = 0.02
 _FAREWELL_SECONDS = 5.0
 """How long rank 0 keeps its store for those who have not yet heard how it ended."""
-
-
-def find_launch(environ: Mapping[str, str], *, distributed: bool) -> tuple[Launch | None, tuple[tuple[str, str], ...]]:
-    """Return this process' place among the ranks that share a conversion, None where it is alone; and what to note.
-
-    RANK and WORLD_SIZE alone, which many a lone shell carries, count only if `distributed` says so.
-
-    Raises:
-        UsageError: the launcher's variables are wrong, or `distributed` is asked for where there are none.
-    """
-    try:
-        launch = environment.read_launch(environ)
-    except UsageError:
-        if distributed or not environ.keys().isdisjoint(_MARKS):
-            raise
-        return None, ()
-    if launch is None:
-        if distributed:
-            raise UsageError(
-                "--distributed was given, and nothing says which rank this is",
-                want="RANK and WORLD_SIZE in the environment of every rank",
-                next_step="start the ranks by torchrun, srun or mpirun, or set both",
-            )
-        return None, ()
-    if launch.world_size == 1:
-        return None, ()
-    if launch.launcher == "bare" and not distributed:
-        message = f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} were left alone: one process did all of it"
-        return None, (("one-process", f"{message}; --distributed shares it among such ranks"),)
-    return launch, ()
-
-
-_MARKS = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
 class Team:
