@@ -194,7 +194,9 @@ def _place_claimed(
         return [place_companion(name, claimed, shapes, hints)]
     if flat_of(claim.layout) is not None:
         return place_members(name, claimed, hints)
-    return [place_claimed(name, claimed, hints.shapes.get(name) or first.global_shape)]
+    # What ranks recorded stands by itself; a base model is compared with it afterwards.
+    shape = first.global_shape if claim.is_recorded else hints.shapes.get(name) or first.global_shape
+    return [place_claimed(name, claimed, shape)]
 
 
 def _check_mesh_of_file(name: str, claimed: Sequence[Claimed], world_size: int) -> None:
