@@ -58,7 +58,8 @@ def choose_recipe(
             next_step="choose with --recipe NAME, or keep the names with --recipe none",
         )
     nearest = max(matches, key=lambda found: (found.num_known, -len(found.missing)), default=None)
-    if nearest is not None and (2 * nearest.num_known >= len(names) or source.format.startswith("megatron")):
+    is_near = nearest is not None and nearest.knows_layers and 2 * nearest.num_known >= len(names)
+    if nearest is not None and (is_near or source.format.startswith("megatron")):
         raise _misfit(source, nearest, "no recipe fits its names")
     return None
 

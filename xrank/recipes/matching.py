@@ -41,6 +41,11 @@ class Match:
         """Names that a rule has."""
         return sum(map(len, self.used.values()))
 
+    @property
+    def knows_layers(self) -> bool:
+        """Whether any name is one of many layers': single names, such as ``norm.weight``, are many frameworks'."""
+        return any(self.recipe.rules[number].sources[0].name.dims for number, _ in self.used)
+
 
 def froms(rule: Rule, is_reversed: bool) -> tuple[Side, ...]:
     """Return the sides of a rule whose names a model may have."""
