@@ -1,7 +1,7 @@
 """Times whole gathers against ``cp -r`` of the same bytes, interleaved, and prints the README's table.
 
 Every run is a process of its own, from the shell's view: start, imports, planning, data, commit. On disk both sides are
-durable: xrank syncs what it writes, ``cp -r`` is followed by ``sync -f``. Rounds are shuffled; outputs are removed
+durable: xrank syncs what it writes, ``cp -r`` is followed by ``sync -f``; it copies also where it could share blocks. Rounds are shuffled; outputs are removed
 outside the clock. Quote the ratios: absolute times belong to one machine and its noise.
 """
 
@@ -33,13 +33,17 @@ def main() -> None:
     parser.add_argument("--disk", default=".", help="a folder on the disk to measure")
     parser.add_argument("--nbytes", type=int, default=2_000_000_000, help="size of the model")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", choices=("memory", "disk"), help="only rows of this place, without the small ones")
     arguments = parser.parse_args()
     print(f"{_machine()}, disk {_file_system(arguments.disk)}; {arguments.rounds} rounds")
     print("| case | xrank, s | cp, s | ratio of medians (of bests) | peak memory |\n| --- | --- | --- | --- | --- |")
-    for place, parent in (("tmpfs", arguments.memory), ("disk", arguments.disk)):
+    places = {"memory": ("tmpfs", arguments.memory), "disk": ("disk", arguments.disk)}
+    for place, parent in places.values() if arguments.only is None else [places[arguments.only]]:
         for kind in ("rows", "columns"):
             with tempfile.TemporaryDirectory(dir=parent, prefix="xrank-benchmark-") as folder:
                 _against_cp(f"{kind}, {place}", folder, kind, arguments.nbytes, arguments.rounds, place == "disk")
+    if arguments.only is not None:
+        return
     with tempfile.TemporaryDirectory(dir=arguments.disk, prefix="xrank-benchmark-") as folder:
         larger = 4 * arguments.nbytes
         _against_cp(f"columns, {larger / 1e9:.0f} GB, disk", folder, "columns", larger, min(3, arguments.rounds), True)
@@ -62,7 +66,7 @@ def _against_cp(case: str, folder: str, kind: str, nbytes: int, rounds: int, dur
 
     def copy() -> None:
         sync = f" && sync -f {out}" if durable else ""
-        subprocess.run(f"cp -r {source} {out}{sync}", shell=True, check=True)
+        subprocess.run(f"cp -r --reflink=never {source} {out}{sync}", shell=True, check=True)
 
     times = _interleaved([gather, copy], out, rounds)
     ours, theirs = times

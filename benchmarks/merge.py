@@ -130,7 +130,7 @@ def _run_case(case: str, folder: str, nbytes: int, rounds: int, durable: bool) -
 def _run(tool: str, source: str, out: str, durable: bool) -> tuple[float | None, int]:
     if tool == "cp -r":
         sync = f" && sync -f {out}" if durable else ""
-        subprocess.run(f"cp -r {source} {out}{sync}", shell=True, check=True)
+        subprocess.run(f"cp -r --reflink=never {source} {out}{sync}", shell=True, check=True)
         return None, 0
     imports, call = _TOOLS[tool]
     if "MAPPING" in call:
