@@ -2,8 +2,8 @@
 
 Every run is a process of its own, from the shell's view: start, imports, planning, data, commit. On disk both sides are
 durable: xrank syncs what it writes, ``cp -r`` is followed by ``sync -f``; it copies even where it could share blocks.
-Rounds are shuffled; outputs are removed outside the clock. Quote the ratios: absolute times belong to one machine and its
-noise.
+Rounds are shuffled; outputs are removed outside the clock. Quote the ratios: absolute times belong to one machine and
+its noise.
 """
 
 from __future__ import annotations
