@@ -21,13 +21,13 @@ from collections.abc import Sequence
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TIMED = """
-import json, resource, sys, time
+import json, sys, time
 {imports}
 source, out = sys.argv[1:]
 started = time.perf_counter()
 {call}
 seconds = time.perf_counter() - started
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print("\\n" + json.dumps({{"seconds": seconds, "peak": peak}}))
 """
 _GATHER = "from xrank.conversion.gather import gather_checkpoint", "gather_checkpoint(source, out)"

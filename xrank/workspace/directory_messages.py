@@ -17,9 +17,10 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from xrank.errors import IncompleteError, NoSpaceError, UsageError
+from xrank.errors import IncompleteError, NoSpaceError
 from xrank.ranks.peer import process_space
 from xrank.workspace.message_file import MessageReceipt, read_message, write_message
+from xrank.workspace.shared_directory import make_directory
 
 if TYPE_CHECKING:
     import torch
@@ -80,10 +81,7 @@ class DirectoryMessages:
         self._begin()
         _living.add(self)
         # Every rank makes it: nobody could wait for the one that would.
-        try:
-            os.makedirs(self._path, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise UsageError(f"{self._path} is no directory", file=self._path, got=str(error)) from None
+        make_directory(self._path)
         for name in os.listdir(self._path):
             if name.startswith(f".rank_{rank}.") and MessageName.owner_state(name) == "gone":
                 # It is in nobody's way; it may be another user's, or another rank may be removing it.

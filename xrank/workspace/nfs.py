@@ -19,6 +19,7 @@ from xrank.errors import NoSpaceError, UsageError
 from xrank.formats.rank_state import state_file_name
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.workspace.identity import find_identity
+from xrank.workspace.shared_directory import make_directory
 from xrank.workspace.state_archive import StateArchive, make_state_archive
 from xrank.workspace.state_file import read_run_id, read_state
 
@@ -154,10 +155,7 @@ class NFSWorkspace:
     def _settle(self, path: str) -> None:
         # Every rank makes it: nobody could wait for the one that would, and on a network file system the others may
         # be told for half a minute that it is absent.
-        try:
-            os.makedirs(path, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise UsageError(f"{path} is no directory", file=path, got=str(error), want="a directory") from None
+        make_directory(path)
         state = os.path.join(path, state_file_name(self.rank))
         if self.run_id is None or read_run_id(state) != self.run_id:
             _remove(state)
