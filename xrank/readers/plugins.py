@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from xrank.readers.base import Reader
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["GROUP", "plugin_readers"]
 
@@ -22,6 +25,8 @@ def plugin_readers() -> tuple[Reader, ...]:
     Looking for them reads every installed package's metadata, so it is done once, and only where no reader of xrank's
     own fits.
     """
+    from importlib.metadata import entry_points  # it brings the email package: seldom needed, and slow
+
     found: list[Reader] = []
     for point in entry_points(group=GROUP):
         try:
