@@ -18,8 +18,8 @@ from xrank.formats.regular_file import Origin, open_regular, shown
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.deepspeed.records import Records
 from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
+from xrank.readers.records import Records
 from xrank.readers.weight_files import check_index, check_placeholders, is_one_of_several, list_files, read_index
 
 __all__ = ["BinFolderReader"]

@@ -15,7 +15,6 @@ from xrank.errors import ContradictionError
 from xrank.formats.regular_file import shown
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.deepspeed.records import Records
 from xrank.readers.megatron_args import ParallelSizes, check_agreement, parallel_sizes
 from xrank.readers.megatron_folder import (
     checkpoint_folder,
@@ -28,6 +27,7 @@ from xrank.readers.megatron_grid import FILE, Place, check_grid, grid_text, list
 from xrank.readers.megatron_parts import TensorParts, collected, gating, layouts_of, own_tensors, placed
 from xrank.readers.megatron_stages import Chunk, count_layers, first_layers
 from xrank.readers.megatron_states import RankFile, check_identities, read_rank_file
+from xrank.readers.records import Records
 
 __all__ = ["MegatronLegacyReader"]
 

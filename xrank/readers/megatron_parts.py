@@ -21,13 +21,13 @@ from xrank.layout.local_part import local_part
 from xrank.layout.shape_inference import infer_shape
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.deepspeed.records import Records
 from xrank.readers.held_tensor import HeldTensor, pieces_of
 from xrank.readers.megatron_args import ParallelSizes
 from xrank.readers.megatron_grid import Place
 from xrank.readers.megatron_layouts import expert_in, grouped_shape, layout_of
 from xrank.readers.megatron_stages import LAYER, Chunk
 from xrank.readers.megatron_states import RankFile
+from xrank.readers.records import Records
 
 __all__ = ["TensorParts", "collected", "gating", "layouts_of", "own_tensors", "placed"]
 

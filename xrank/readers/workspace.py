@@ -14,13 +14,13 @@ from xrank.errors import ContradictionError, IncompleteError, LayoutError, Xrank
 from xrank.formats.rank_state import MeshRecord, TensorRecord, rank_of
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
-from xrank.layout.nest_table import int_array
 from xrank.plan.planner import ranks_text
-from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
+from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.held_tensor import HeldTensor
 from xrank.readers.placement import Placement, place_all
 from xrank.readers.rank_states import RankState, check_run, read_rank_state, run_text
+from xrank.readers.records import Records
 
 __all__ = ["WorkspaceReader", "survey_ranks"]
 
@@ -55,15 +55,11 @@ class WorkspaceReader:
 
 
 def _describe(path: str, states: Sequence[RankState], hints: Hints) -> StoredModel:
-    files: list[SourceFile] = []
-    rows: list[tuple[int, int, int, int]] = []
+    records = Records()
     numbers: dict[tuple[int, str], int] = {}
-    for index, state in enumerate(states):
-        files.append(SourceFile.of(state.archive.path, state.archive.status))
-        for key, storage in state.archive.records.items():
-            numbers[state.rank, key] = len(rows)
-            crc = storage.crc32 if state.archive.has_checksums else NO_CHECKSUM
-            rows.append((index, storage.offset, storage.nbytes, crc))
+    for state in states:
+        index = records.file(state.archive)
+        numbers.update(((state.rank, key), index(key)) for key in state.archive.records)
     held: dict[str, list[HeldTensor]] = {}
     for state in states:
         meshes = _meshes(state)
@@ -76,15 +72,15 @@ def _describe(path: str, states: Sequence[RankState], hints: Hints) -> StoredMod
     return StoredModel(
         format="workspace",
         path=path,
-        files=tuple(files),
-        records=RecordTable(*(int_array(row[i] for row in rows) for i in range(4))),
+        files=tuple(records.files),
+        records=records.table(),
         shards=placement.shards,
         absent=placement.absent,
         world_size=len(states),
         step=None if record is None else record.step,
         run_id=None if record is None else record.run_id,
         config=config,
-        nbytes=sum(row[2] for row in rows),
+        nbytes=records.nbytes,
         notes=_notes(states, placement),
         details={"ranks": [_rank_details(state) for state in states]},
     )

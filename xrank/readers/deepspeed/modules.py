@@ -12,10 +12,11 @@ from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.plan.source import StoredShard
 from xrank.readers.deepspeed.agreement import Agreement, Copies
+from xrank.readers.deepspeed.flat_rows import FlatRows
 from xrank.readers.deepspeed.partitions import interleaved, piece_numel
-from xrank.readers.deepspeed.records import FlatRows, Records
 from xrank.readers.deepspeed.states import ModelState, Shape, Shapes, read_model_state
 from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
+from xrank.readers.records import Records
 
 __all__ = ["Modules", "assembled", "rank_modules", "whole_modules"]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.plan.source import StoredShard
-from xrank.readers.deepspeed.records import FlatTensors
+from xrank.readers.deepspeed.flat_rows import FlatTensors
 
 __all__ = ["interleaved", "partition_numel", "piece_numel", "stretches", "successive"]
 

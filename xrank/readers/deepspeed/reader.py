@@ -17,10 +17,10 @@ from xrank.readers.base import Hints
 from xrank.readers.deepspeed.agreement import Agreement
 from xrank.readers.deepspeed.folder import CheckpointFiles, checkpoint_folder, list_files, why_not
 from xrank.readers.deepspeed.modules import Modules, assembled, rank_modules, whole_modules
-from xrank.readers.deepspeed.records import Records
 from xrank.readers.deepspeed.states import Shapes, read_model_state
 from xrank.readers.deepspeed.universal import universal_shards
 from xrank.readers.deepspeed.zero import Partitions, check_ranks, read_partitions, trained_shards
+from xrank.readers.records import Records
 
 __all__ = ["DeepSpeedReader"]
 

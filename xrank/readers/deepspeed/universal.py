@@ -17,9 +17,9 @@ from xrank.formats.regular_file import Origin, shown
 from xrank.formats.torch_archive import ArchivedTensor, read_archive
 from xrank.layout.nests import Nest
 from xrank.plan.source import StoredShard
-from xrank.readers.deepspeed.records import Records
 from xrank.readers.deepspeed.states import Shape, Shapes
 from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
+from xrank.readers.records import Records
 
 __all__ = ["universal_shards"]
 

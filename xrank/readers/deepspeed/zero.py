@@ -13,6 +13,7 @@ from xrank.errors import ContradictionError, IncompleteError
 from xrank.plan.planner import ranks_text
 from xrank.plan.source import StoredShard
 from xrank.readers.deepspeed.agreement import Agreement, Copies
+from xrank.readers.deepspeed.flat_rows import FlatRows, FlatTensors
 from xrank.readers.deepspeed.folder import CheckpointFiles
 from xrank.readers.deepspeed.partitions import (
     interleaved,
@@ -21,8 +22,8 @@ from xrank.readers.deepspeed.partitions import (
     stretches,
     successive,
 )
-from xrank.readers.deepspeed.records import FlatRows, FlatTensors, Records
 from xrank.readers.deepspeed.states import Partition, Shapes, read_partition
+from xrank.readers.records import Records
 
 __all__ = ["Partitions", "check_ranks", "read_partitions", "trained_shards"]
 

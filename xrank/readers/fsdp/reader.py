@@ -16,12 +16,12 @@ from xrank.errors import ContradictionError
 from xrank.formats.regular_file import shown
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.deepspeed.records import Records
 from xrank.readers.fsdp.file_names import ACCELERATE, VERL, RankFiles, Scheme, list_accelerate, list_verl
 from xrank.readers.fsdp.flat_parameters import find_flat_pieces, flat_shards, is_flat
 from xrank.readers.fsdp.held_parts import boxed_shards, check_kinds, held_parts
 from xrank.readers.fsdp.rank_files import RankFile, read_rank_file
 from xrank.readers.placement import Placement, place_all
+from xrank.readers.records import Records
 
 __all__ = ["AccelerateRanksReader", "VerlReader"]
 
