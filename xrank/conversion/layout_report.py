@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import asdict, replace
 from typing import Any
@@ -13,6 +12,7 @@ from xrank.conversion.layout_sources import chosen, file_text, layouts_at, read_
 from xrank.conversion.process import peak_rss_nbytes
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.layout_diff import LayoutDiff
+from xrank.layout.layout_file import write_whole
 from xrank.pictures import survey_html
 from xrank.pictures.text_picture import share_words
 from xrank.plan.holdings import Holdings, Survey
@@ -61,16 +61,8 @@ def write_page(report: Report, found: Survey, file: str) -> Report:
         UsageError: the file cannot be written.
     """
     content = survey_html(found).encode("utf-8")
-    part = f"{file}.{os.getpid()}.part"
     try:
-        try:
-            with open(part, "xb") as stream:
-                stream.write(content)
-            os.replace(part, file)
-        except BaseException:
-            if os.path.exists(part):
-                os.unlink(part)
-            raise
+        write_whole(content, file)
     except OSError as error:
         raise UsageError(
             f"the page {file} cannot be written: {error.strerror}",

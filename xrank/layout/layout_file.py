@@ -29,7 +29,16 @@ from xrank.layout.binding import checked_sizes
 from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name
 from xrank.layout.mesh_views import ordered_mesh
 
-__all__ = ["MAX_FILE_NBYTES", "LayoutFile", "in_file", "parse_tables", "read_layout_file", "to_text", "write_text"]
+__all__ = [
+    "MAX_FILE_NBYTES",
+    "LayoutFile",
+    "in_file",
+    "parse_tables",
+    "read_layout_file",
+    "to_text",
+    "write_text",
+    "write_whole",
+]
 
 MAX_FILE_NBYTES = 64 << 20
 """The largest layout file read."""
@@ -208,17 +217,8 @@ def write_text(text: str, file: str) -> None:
         raise LayoutError(
             "a name in the LayoutMap cannot be written as UTF-8", file=file, got=ascii(error.object[error.start])
         ) from error
-    # A part of a layout file would be read as fewer rules, so the name appears once the file is whole.
-    part = f"{file}.{os.getpid()}.part"
     try:
-        try:
-            with open(part, "xb") as stream:
-                stream.write(content)
-            os.replace(part, file)
-        except BaseException:
-            if os.path.exists(part):
-                os.unlink(part)
-            raise
+        write_whole(content, file)  # a part of a layout file would be read as fewer rules
     except OSError as error:
         raise UsageError(f"the layout file {file} cannot be written: {error.strerror}", file=file) from error
 
@@ -236,3 +236,20 @@ _ESCAPES = {
     "\n": "\\n",
     "\r": "\\r",
 }
+
+
+def write_whole(content: bytes, file: str) -> None:
+    """Write a small file under a name that appears once the file is whole.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    part = f"{file}.{os.getpid()}.part"
+    try:
+        with open(part, "xb") as stream:
+            stream.write(content)
+        os.replace(part, file)
+    except BaseException:
+        if os.path.exists(part):
+            os.unlink(part)
+        raise
