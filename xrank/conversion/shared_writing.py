@@ -35,6 +35,7 @@ from xrank.plan.executor import Budget, Outcome, execute
 from xrank.plan.faults import checksum_error
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
+from xrank.workspace.shared_directory import STALE_SECONDS
 from xrank.writers.disk import explaining, in_memory
 from xrank.writers.output_place import OutputPlace
 from xrank.writers.shared_parts import SharedParts
@@ -46,8 +47,6 @@ Seen = TypeVar("Seen")
 
 _logger = logging.getLogger(__name__)
 
-_PATIENCE_SECONDS = 90.0
-"""After that even a client with acdirmax=60 (nfs(5)) has asked the server for a name again."""
 _PAUSE_SECONDS = 0.05
 
 
@@ -284,7 +283,7 @@ def _await_sight(look: Callable[[], Seen | None], failures: Callable[[], bool], 
         RankFailedError: from `failures`, which may be why it is not there.
         UsageError: it does not become visible.
     """
-    end = monotonic() + _PATIENCE_SECONDS
+    end = monotonic() + STALE_SECONDS
     while (found := look()) is None:
         failures()
         if monotonic() > end:

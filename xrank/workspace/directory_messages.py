@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from xrank.errors import IncompleteError, NoSpaceError
 from xrank.ranks.peer import process_space
 from xrank.workspace.message_file import MessageReceipt, read_message, write_message
-from xrank.workspace.shared_directory import make_directory
+from xrank.workspace.shared_directory import STALE_SECONDS, make_directory
 
 if TYPE_CHECKING:
     import torch
@@ -72,8 +72,7 @@ class DirectoryMessages:
         UsageError: the path is no directory.
     """
 
-    patience_seconds = 90.0
-    """After that even a client with acdirmax=60 (nfs(5)) has asked the server again."""
+    patience_seconds = STALE_SECONDS
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
         self._path = os.path.abspath(os.fspath(path))

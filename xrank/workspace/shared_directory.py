@@ -8,15 +8,15 @@ import time
 
 from xrank.errors import UsageError
 
-__all__ = ["make_directory"]
+__all__ = ["STALE_SECONDS", "make_directory"]
 
-_STALE_SECONDS = 90.0
+STALE_SECONDS = 90.0
 """After that even a client with acdirmax=60 (nfs(5)) has asked the server again."""
 _PAUSE_SECONDS = (0.01, 1.0)
 """Between two looks, at first and at last."""
 
 
-def make_directory(path: str, *, stale_seconds: float = _STALE_SECONDS) -> None:
+def make_directory(path: str, *, stale_seconds: float = STALE_SECONDS) -> None:
     """Make a directory and those above it; one that is there is good.
 
     A client that asked for the name before another one made it may go on to say that it is absent, though making it is
