@@ -11,7 +11,7 @@ run = @echo '$$ $(1)'; PATH="$(abspath $(VENV))/bin:$$PATH" HF_HUB_OFFLINE=1 $(1
 help:
 	@echo 'make demo    4 ranks train and leave shards in demo/workspace; gathers, verifies and compares them'
 	@echo 'make test    the tests; make test ARGS="-k gather -x" passes options to pytest'
-	@echo 'make soak    kills ranks at a hundred moments of a gather, where make test takes twenty'
+	@echo 'make soak    200,000 gathers of ranks that raise and die, and every seeded kill, where make test takes a part'
 	@echo 'make oracle  compares with what other programs do, in $(ORACLE_VENV)'
 	@echo 'make lint    format, style, layers and types'
 	@echo 'make bench   times a gather'
@@ -41,7 +41,9 @@ test: $(VENV)/.ready
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 soak: $(VENV)/.ready
-	$(VENV)/bin/python -m pytest --soak tests/gather tests/conversion/test_shared_gather.py $(ARGS)
+	$(VENV)/bin/python -m pytest --soak -s tests/gather tests/conversion/test_shared_gather.py \
+	  tests/conversion/test_gather_killed.py tests/conversion/test_export_killed.py \
+	  tests/virtual/test_device_failures.py $(ARGS)
 
 $(ORACLE_VENV)/.ready: pyproject.toml .ci/oracle-constraints.txt
 	@echo 'setting up $(ORACLE_VENV)'

@@ -30,10 +30,9 @@ seconds = time.perf_counter() - started
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print("\\n" + json.dumps({{"seconds": seconds, "peak": peak}}))
 """
-_GATHER = "from xrank.conversion.gather import gather_checkpoint", "gather_checkpoint(source, out)"
+_COMMANDS: dict[str, tuple[str, ...]] = {"xrank": (), "xrank to bf16": ("--dtype", "bf16")}
+"""What users type; the command itself says how long the function took."""
 _TOOLS: dict[str, tuple[str, str]] = {
-    "xrank": _GATHER,
-    "xrank to bf16": (_GATHER[0], 'gather_checkpoint(source, out, dtype="bf16")'),
     "dcp_to_torch_save": (
         "import os\nfrom torch.distributed.checkpoint.format_utils import dcp_to_torch_save",
         'os.makedirs(out); dcp_to_torch_save(source, out + "/model.pt")',
@@ -82,20 +81,22 @@ def main() -> None:
     parser.add_argument("--nbytes", type=int, default=2_000_000_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="*", default=list(_CASES), choices=list(_CASES))
+    parser.add_argument("--alone", action="store_true", help="xrank and cp, without the peers")
     arguments = parser.parse_args()
     durable = _file_system(arguments.folder) != "tmpfs"
     print("| case | tool | process, s | function, s | x cp | x xrank, process | function | peak memory |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for case in arguments.cases:
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="xrank-benchmark-") as folder:
-            _run_case(case, folder, arguments.nbytes, arguments.rounds, durable)
+            tools = tuple(tool for tool in _CASES[case] if "xrank" in tool) if arguments.alone else _CASES[case]
+            _run_case(case, tools, folder, arguments.nbytes, arguments.rounds, durable)
 
 
-def _run_case(case: str, folder: str, nbytes: int, rounds: int, durable: bool) -> None:
+def _run_case(case: str, peers: Sequence[str], folder: str, nbytes: int, rounds: int, durable: bool) -> None:
     source, out = os.path.join(folder, "source"), os.path.join(folder, "out")
     made = [sys.executable, os.path.join(_HERE, "made_checkpoints.py"), source, case, str(nbytes)]
     subprocess.run(made, check=True, capture_output=True)
-    tools = ("cp -r", *_CASES[case])
+    tools = ("cp -r", *peers)
     processes: dict[str, list[float]] = {tool: [] for tool in tools}
     functions: dict[str, list[float]] = {tool: [] for tool in tools}
     peaks: dict[str, int] = {}
@@ -132,6 +133,10 @@ def _run(tool: str, source: str, out: str, durable: bool) -> tuple[float | None,
         sync = f" && sync -f {out}" if durable else ""
         subprocess.run(f"cp -r --reflink=never {source} {out}{sync}", shell=True, check=True)
         return None, 0
+    if tool in _COMMANDS:
+        command = [sys.executable, "-m", "xrank", "gather", source, "--out", out, "--json", *_COMMANDS[tool]]
+        report = json.loads(_output_of(tool, command))
+        return report["seconds"], report["peak_rss_nbytes"]
     imports, call = _TOOLS[tool]
     if "MAPPING" in call:
         sys.path.insert(0, _HERE)
@@ -139,15 +144,17 @@ def _run(tool: str, source: str, out: str, durable: bool) -> tuple[float | None,
 
         names = [name for name, _ in shapes(_source_nbytes(source))]
         call = call.replace("MAPPING", repr({name: 1 + 4 * i // len(names) for i, name in enumerate(names)}))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _TIMED.format(imports=imports, call=call), source, out],
-        capture_output=True,
-        text=True,
-    )
+    script = _TIMED.format(imports=imports, call=call)
+    lines = _output_of(tool, [sys.executable, "-W", "ignore", "-c", script, source, out]).strip().splitlines()
+    told = json.loads(lines[-1])
+    return told["seconds"], told["peak"]
+
+
+def _output_of(tool: str, command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{tool} failed:\n{done.stderr[-2000:]}")
-    told = json.loads(done.stdout.strip().splitlines()[-1])
-    return told["seconds"], told["peak"]
+    return done.stdout
 
 
 def _source_nbytes(source: str) -> int:

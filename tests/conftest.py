@@ -1,7 +1,15 @@
 """Activates the rank pool for all tests, and reads how long they may take."""
 
+import gc
+import signal
+from collections.abc import Iterator
+
 import hypothesis
 import pytest
+
+# A shell's background job ignores Ctrl-C, and so would every program that a test starts and then interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine makes any example slow, and a slow one is no failure: the time limit of the whole test is.
 hypothesis.settings.register_profile(
@@ -14,9 +22,30 @@ pytest_plugins = ["xrank.testing.plugin"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="try every seeded moment and repeat thousands of times")
+    parser.addoption("--seed", type=int, help="of the mixed gathers, to repeat what a soak found")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give ranks the time that a busy machine takes; one that hangs is still told before the test's own limit."""
+    for item in items:
+        marker = item.get_closest_marker("ranks")
+        if marker is not None and "timeout_seconds" not in marker.kwargs:
+            item.add_marker(pytest.mark.ranks(*marker.args, timeout_seconds=150), append=False)
 
 
 @pytest.fixture(scope="session")
 def soak(request: pytest.FixtureRequest) -> bool:
     """Whether there is time to try everything."""
     return request.config.getoption("soak")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settled() -> Iterator[None]:
+    """Let no collection look at what was there before a module's tests: torch, transformers, thousands of tests.
+
+    Many tests collect, to see that they leave nothing: half a second each in a process that has imported all that.
+    What was garbage is gone first, and what the tests themselves make is collected as ever.
+    """
+    gc.collect()
+    gc.freeze()
+    yield

@@ -58,9 +58,10 @@ def folder(tmp_path_factory) -> Path:
 
 
 def normal(text: str) -> str:
-    """Return text without what differs from run to run: numbers, sizes, checksums, and the plural they ask for."""
+    """Return text without what differs from run to run: numbers, sizes, checksums, their plural and their room."""
     text = re.sub(r"\b[0-9a-f]{8}\b", "#", text)
     text = re.sub(r"[0-9][0-9,.]*( [KMG]?B)?", "#", text)
+    text = re.sub(r"(?<=\S) +(?=[#\w])", " ", text)
     return re.sub(r"(# [a-z]+?)s\b", r"\1", text).strip()
 
 

@@ -5,12 +5,16 @@ Names are loaded when they are first used: importing the package imports neither
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from xrank.deferred import deferred
 
 if TYPE_CHECKING:
     from xrank.conversion.checkpoint import open_checkpoint
+    from xrank.conversion.export import export_model
     from xrank.conversion.gather import gather_checkpoint
+    from xrank.conversion.iterate import iter_model
+    from xrank.conversion.load import load_model
     from xrank.conversion.reshard import reshard_checkpoint
     from xrank.conversion.verify import verify_model
     from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
@@ -23,31 +27,29 @@ __all__ = [
     "NFSWorkspace",
     "SharedMemoryWorkspace",
     "__version__",
+    "export_model",
     "gather_checkpoint",
     "get_configs_parallel",
     "get_tensors_parallel",
+    "iter_model",
+    "load_model",
     "open_checkpoint",
     "reshard_checkpoint",
     "verify_model",
 ]
 
 _HOMES = {
-    "NFSWorkspace": "xrank.workspace.nfs",
-    "SharedMemoryWorkspace": "xrank.workspace.shared_memory",
-    "gather_checkpoint": "xrank.conversion.gather",
-    "get_configs_parallel": "xrank.gather.parallel",
-    "get_tensors_parallel": "xrank.gather.parallel",
-    "open_checkpoint": "xrank.conversion.checkpoint",
-    "reshard_checkpoint": "xrank.conversion.reshard",
-    "verify_model": "xrank.conversion.verify",
+    "NFSWorkspace": "workspace.nfs",
+    "SharedMemoryWorkspace": "workspace.shared_memory",
+    "export_model": "conversion.export",
+    "gather_checkpoint": "conversion.gather",
+    "get_configs_parallel": "gather.parallel",
+    "get_tensors_parallel": "gather.parallel",
+    "iter_model": "conversion.iterate",
+    "load_model": "conversion.load",
+    "open_checkpoint": "conversion.checkpoint",
+    "reshard_checkpoint": "conversion.reshard",
+    "verify_model": "conversion.verify",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = deferred(__name__, _HOMES)

@@ -88,9 +88,9 @@ def by_torch_name(name: str) -> DType:
 
 
 def unsupported(name: str) -> UsageError:
-    """Return the error for an element type that no safetensors file can hold."""
+    """Return the error for an element type that safetensors does not have, or has in parts of a byte (F4, F6)."""
     return UsageError(
-        f"element type {name} has no place in a safetensors file",
+        f"element type {name} is none that xrank moves",
         got=name,
         want="one of " + ", ".join(sorted(DTYPES)),
         next_step="cast the tensor before it is written, or leave it out",

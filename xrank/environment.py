@@ -1,7 +1,7 @@
 """What the environment says: the launcher's mark on this process, xrank's own settings, Hugging Face's cache.
 
-The only module that reads os.environ. Everything else takes values; everything here takes the mapping, so that a test
-(or a simulation of eight ranks in one process) brings its own.
+The only module that looks at os.environ. Everything else takes values; everything here that reads takes the mapping,
+so that a test (or a simulation of eight ranks in one process) brings its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ __all__ = [
     "KerasJobs",
     "Launch",
     "environ",
+    "forgo_blas_threads",
     "hub_cache",
     "read_keras_jobs",
     "read_launch",
@@ -71,6 +72,15 @@ class KerasJobs:
 def environ() -> Mapping[str, str]:
     """Return the environment of this process."""
     return os.environ
+
+
+def forgo_blas_threads() -> None:
+    """Let numpy load without threads for its matrices, unless this process was told how many; call it before that.
+
+    OpenBLAS starts one for each core, which spins before it sleeps: a quarter of a small run's processor time, on two
+    cores. No command multiplies matrices; programs that import xrank may, so only ``xrank`` itself calls this.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def setting(environ: Mapping[str, str], name: str) -> str | None:

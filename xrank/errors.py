@@ -72,13 +72,24 @@ class XrankError(Exception):
         self.got = got
         self.want = want
         self.next_step = next_step
+        self._added: list[str] = []
+
+    @property
+    def __notes__(self) -> list[str]:  # type: ignore[override]
+        """What Python prints below the message of an error that nobody caught: got, want, try, and what was added."""
+        parts = (("got", self.got), ("want", self.want), ("try", self.next_step))
+        return [*(f"  {label:<5} {part}" for label, part in parts if part), *self._added]
+
+    def add_note(self, note: str) -> None:
+        """Add a line to what is printed below the message."""
+        self._added.append(note)
 
     def __str__(self) -> str:
         # Some built-in bases (OSError) print their arguments in ways of their own.
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, dict(self.__dict__)))
+        return (_rebuild, (type(self), self.message, {**self.__dict__, "_added": [*self._added]}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the error as the JSON face shows it; absent parts are None."""

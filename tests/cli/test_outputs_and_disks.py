@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -12,15 +13,28 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.cli.bench import Bench, refusal, run
-from tests.conversion.made_workspaces import assert_holds, leave, leave_plain, made_model, model_in, record, state_of
+from tests.conversion.made_workspaces import (
+    LAYOUTS,
+    MESH,
+    assert_holds,
+    leave,
+    leave_plain,
+    made_model,
+    model_in,
+    record,
+    state_of,
+)
+from xrank.conversion.reshard import reshard_checkpoint
 from xrank.formats.rank_state import TensorRecord
+from xrank.layout import LayoutMap
 from xrank.plan.buffers import FileSource
-from xrank.writers import disk
+from xrank.writers import disk, output_place
 
 # ---- the output's name is taken
 
@@ -77,9 +91,69 @@ def test_the_output_is_there(bench: Bench, what: str, overwrite: bool) -> None:
 def test_overwrite_replaces_a_model(bench: Bench) -> None:
     bench.succeeds(leave(bench.workspace))
     new = leave(bench.workspace, made_model(seed=1), step=3000)
-    bench.refused("OutputExistsError", says=["exists already", "add --overwrite to replace a model"])
+    bench.refused("OutputExistsError", says=["exists already", "add --overwrite to replace it"])
     bench.succeeds(new, "--overwrite", "--max-shard-size", "600")
     assert not (bench.out / "model.safetensors").exists()
+
+
+def test_what_the_user_added_to_a_replaced_model_is_told(bench: Bench) -> None:
+    model = leave(bench.workspace)
+    bench.succeeds(model, "--max-shard-size", "600")
+    (bench.out / "empty" / "folder").mkdir(parents=True)
+    for name in ("README.md", "config.json.orig"):
+        (bench.out / name).write_text("mine")
+    report = bench.succeeds(model, "--overwrite")  # its shards and their index go, too, and are no loss
+    (told,) = [note["message"] for note in report["notes"] if note["code"] == "stage"]
+    assert "held README.md, config.json.orig, which xrank had not written: removed" in told
+    assert bench.succeeds(model, "--overwrite")["notes"] == []
+    for number in range(7):
+        (bench.out / f"note{number}").touch()
+    (bench.out / "xrank_manifest.json").write_text("{")
+    (note,) = bench.succeeds(model, "--overwrite")["notes"]
+    assert "note0, note1, note2, note3, note4 and 2 more" in note["message"]
+
+
+@pytest.mark.parametrize("how", ["resharded", "config.json", "a model's"])
+def test_states_are_not_replaced_by_a_model(bench: Bench, how: str) -> None:
+    """No model gives them back: how they were cut, their configs, what no rank's model needs."""
+    model = leave(bench.workspace)
+    if how == "resharded":
+        layouts = LayoutMap(MESH)
+        layouts.update(LAYOUTS)
+        reshard_checkpoint(bench.workspace, layouts, bench.out)
+    elif how == "config.json":
+        shutil.copytree(bench.workspace, bench.out)
+        (bench.out / "config.json").write_text("{}")
+    else:
+        bench.succeeds(model)
+        leave(bench.out)
+    before = {path: path.read_bytes() for path in bench.out.rglob("*") if path.is_file()}
+    says = [f"{bench.out}: holds the states of 4 ranks, so --overwrite does not", "choose another --out"]
+    for options in ([], ["--dry-run"], ["--max-shard-size", "600"]):
+        bench.refused("OutputExistsError", "--overwrite", *options, says=says, file="rank_0_state.pth")
+    assert {path: path.read_bytes() for path in bench.out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("is_ours", [True, False], ids=["of xrank", "of save_pretrained"])
+@pytest.mark.parametrize("is_link", [True, False], ids=["link", "folder"])
+def test_folders_beside_a_model_are_not_removed_with_it(bench: Bench, is_ours: bool, is_link: bool) -> None:
+    model = leave(bench.workspace)
+    bench.succeeds(model)
+    if not is_ours:
+        (bench.out / "xrank_manifest.json").unlink()
+    precious = bench.out / "checkpoint-500" / "global_step500" / "optimizer.pt"
+    if is_link:
+        (bench.folder / "elsewhere" / "global_step500").mkdir(parents=True)
+        (bench.out / "checkpoint-500").symlink_to(bench.folder / "elsewhere")
+    else:
+        precious.parent.mkdir(parents=True)
+    precious.write_text("mine")
+    says = ["holds 'checkpoint-500', no part of a model that xrank wrote", "move the folder elsewhere"]
+    bench.refused("OutputExistsError", "--overwrite", says=says, file="checkpoint-500")
+    assert precious.read_text() == "mine"
+    precious.unlink()
+    if not is_link:
+        bench.succeeds(model, "--overwrite")
 
 
 def test_a_refused_overwrite_leaves_the_old_model(bench: Bench) -> None:
@@ -113,7 +187,7 @@ def test_the_output_would_replace_its_source(bench: Bench, what: str, overwrite:
         source, bench.out = bench.folder / "checkpoints", step
     before = everything(bench.folder)
     ended = run("gather", source, "--out", bench.out, "--json", *options)
-    if what == "above what is found" and not overwrite:
+    if what == "above what is found":
         refusal(ended, "OutputExistsError")
     else:
         refusal(ended, "UsageError", says=["would replace its source", "give --out a folder of its own"])
@@ -142,7 +216,76 @@ def test_folders_above_the_output_are_made(bench: Bench) -> None:
     bench.out = state_of(bench.workspace, 0) / "model"
     ended = bench.gather()
     assert ended.exit_code == 2
-    assert "is no folder, so" in ended.stderr
+    assert "is no folder, so" in ended.stderr and "try   choose another --out (exit 2)" in ended.stderr
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_a_dry_run_foretells_that_the_output_is_there(bench: Bench, what: str) -> None:
+    make, said = TAKEN[what]
+    leave(bench.workspace)
+    make(bench)
+    before = everything(bench.folder)
+    bench.refused("OutputExistsError", "--dry-run", says=[said], file="model")
+    if what != "an empty folder":
+        bench.refused("OutputExistsError", "--dry-run", "--overwrite", says=[said], file="model")
+    assert everything(bench.folder) == before
+
+
+def test_a_dry_run_foretells_where_an_output_cannot_be(bench: Bench) -> None:
+    leave(bench.workspace)
+    before = everything(bench.folder)
+    bench.out = state_of(bench.workspace, 0) / "model"
+    bench.refused("UsageError", "--dry-run", says=["is no folder, so", "choose another --out"])
+    bench.out = bench.workspace
+    refusal(bench.gather("--dry-run", "--overwrite"), "UsageError", says=["would replace its source"])
+    assert everything(bench.folder) == before
+
+
+def planned(bench: Bench) -> list[dict[str, Any]]:
+    files: list[dict[str, Any]] = json.loads(bench.gather("--dry-run", "--max-shard-size", "600").stdout)["plan"][
+        "files"
+    ]
+    return files
+
+
+def test_an_output_on_a_read_only_disk(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(bench.workspace)
+    access, statvfs = os.access, os.statvfs
+    flags = os.ST_RDONLY
+
+    def mounted(path: str) -> Any:
+        return mock.Mock(wraps=statvfs(path), f_flag=flags)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: mode & os.W_OK == 0 and access(path, mode))
+    monkeypatch.setattr(os, "statvfs", mounted)
+    for options in ((), ("--dry-run",)):
+        bench.refused("UsageError", *options, says=["its file system is mounted read-only"])
+    flags = 0
+    bench.refused("UsageError", says=["cannot be written to (owner uid"])
+
+
+def test_a_dry_run_foretells_a_full_disk(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file system that shares blocks it is not said, unless one file alone is too large."""
+    leave(bench.workspace)
+    sizes = [file["nbytes"] for file in planned(bench)]
+    needed, largest = sum(sizes), max(sizes)
+    assert largest < needed
+    options = ("--dry-run", "--max-shard-size", "600")
+    monkeypatch.setattr(output_place, "may_share_blocks", lambda path, other: False)
+    monkeypatch.setattr(output_place, "free_nbytes", lambda path: needed - 1)
+    bench.refused("NoSpaceError", *options, says=[f"{needed} bytes needed"])
+    monkeypatch.setattr(output_place, "may_share_blocks", lambda path, other: True)
+    assert bench.gather(*options).exit_code == 0
+    monkeypatch.setattr(output_place, "free_nbytes", lambda path: largest - 1)
+    bench.refused("NoSpaceError", *options, says=[f"{largest} bytes needed"])
+
+
+def test_which_file_systems_may_share_blocks(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "source").touch()
+    assert not disk.may_share_blocks("/dev/shm/out", str(bench.folder))
+    if os.stat(tmp_path).st_dev != os.stat(bench.folder).st_dev:
+        assert not disk.may_share_blocks(str(bench.folder / "out"), str(tmp_path / "source"))
+    assert disk.may_share_blocks(str(tmp_path / "out"), str(tmp_path / "gone"))  # nothing is known
 
 
 # ---- the source's files
@@ -316,7 +459,7 @@ def in_shell(script: str, bench: Bench, *options: str) -> subprocess.CompletedPr
     """Run a gather in a shell, as ``"$@"`` of that script."""
     xrank = os.path.join(os.path.dirname(sys.executable), "xrank")
     command = [xrank, "gather", "--workspace", bench.workspace, "--out", bench.out, *options]
-    return subprocess.run(["bash", "-c", script, "sh", *command], capture_output=True, text=True, timeout=50)
+    return subprocess.run(["bash", "-c", script, "sh", *command], capture_output=True, text=True, timeout=150)
 
 
 def test_a_limit_of_file_sizes(bench: Bench) -> None:
@@ -375,7 +518,7 @@ def in_namespace(script: str, bench: Bench, **environ: object) -> subprocess.Com
     command = [xrank, "gather", "--workspace", bench.workspace, "--out", bench.out]
     script = f"export {words}\n{script}"
     unshared = ["unshare", "-m", "bash", "-c", script, "sh", *command]
-    return subprocess.run(unshared, capture_output=True, text=True, timeout=50)
+    return subprocess.run(unshared, capture_output=True, text=True, timeout=150)
 
 
 def test_a_disk_that_fills_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,18 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import xrank
-from tests.cli.bench import Bench, refusal, run
+from tests.cli.bench import Bench, Ended, refusal, run
 from tests.conversion.made_workspaces import RUN, STEP, assert_holds, leave, leave_plain, state_of
+from xrank.cli.command import Output
 
 XRANK = os.path.join(os.path.dirname(sys.executable), "xrank")
 
@@ -66,6 +69,7 @@ def test_the_report_of_a_failure(bench: Bench) -> None:
     assert (report["schema"], report["command"], report["status"], report["exit_code"]) == (1, "gather", "failed", 3)
     assert set(report["error"]) == ERROR_KEYS
     assert report["output"] is None
+    assert report["seconds"] > 0 and report["peak_rss_nbytes"] > 10**7
 
 
 @pytest.mark.parametrize(
@@ -150,6 +154,7 @@ def test_quiet(bench: Bench) -> None:
     ended = run("gather", "--workspace", bench.workspace, "--out", bench.out, "-q")
     assert ended.stdout == ""
     assert ended.stderr.startswith("xrank: OutputExistsError: ")
+    assert run("clean", bench.folder, "-q") == Ended(0, "", "")  # nothing has a path: no empty line either
 
 
 def test_verbose_shows_the_place(bench: Bench) -> None:
@@ -158,6 +163,7 @@ def test_verbose_shows_the_place(bench: Bench) -> None:
     ended = run("gather", bench.workspace, "--out", bench.out, "-v")
     assert "Traceback" in ended.stderr
     assert "xrank/readers/" in ended.stderr
+    assert ended.stderr.count("\n  got   ") == ended.stderr.count("\n  try   ") == 1
     assert ended.stderr.splitlines()[-1].endswith("(exit 3)")
 
 
@@ -248,7 +254,7 @@ def test_the_launchers_variables_change_nothing(bench: Bench) -> None:
 
 def shell(script: str, bench: Bench, **environ: str) -> subprocess.CompletedProcess[bytes]:
     named = {"GATHER": f"{XRANK} gather --workspace {bench.workspace} --out {bench.out}", **environ}
-    return subprocess.run(["bash", "-c", script], env={**os.environ, **named}, capture_output=True, timeout=30)
+    return subprocess.run(["bash", "-c", script], env={**os.environ, **named}, capture_output=True, timeout=150)
 
 
 STREAMS = ["$GATHER >&-", "$GATHER 2>&-", "$GATHER >&- 2>&- <&-", "$GATHER > /dev/full", "$GATHER --json > /dev/full"]
@@ -293,7 +299,7 @@ with mock.patch.object(main.cli, "main", lambda **options: os.open("{bench.out}"
         os.write(1, b"stray")
         os.write(2, b"stray")
 """
-    subprocess.run(["bash", "-c", '"$0" -c "$1" >&- 2>&-', sys.executable, script], check=True, timeout=30)
+    subprocess.run(["bash", "-c", '"$0" -c "$1" >&- 2>&-', sys.executable, script], check=True, timeout=150)
     assert bench.out.read_bytes() == b""
 
 
@@ -301,13 +307,33 @@ def test_a_path_that_is_no_text(bench: Bench) -> None:
     leave(bench.workspace)
     out = os.fsencode(bench.folder) + b"/m\xff\xe9"
     ended = subprocess.run(
-        [XRANK, "gather", bench.workspace, "--out", out, "-q"], capture_output=True, timeout=30
+        [XRANK, "gather", bench.workspace, "--out", out, "-q"], capture_output=True, timeout=150
     )  # fmt: skip
     assert (ended.returncode, ended.stdout) == (0, out + b"\n"), ended.stderr
     assert os.path.isdir(out)
-    ended = subprocess.run([XRANK, "verify", out], capture_output=True, timeout=30)
+    ended = subprocess.run([XRANK, "verify", out], capture_output=True, timeout=150)
     assert ended.returncode == 0, ended.stderr
     assert b"m\\udcff\\udce9" in ended.stdout
+
+
+def test_a_bar_is_drawn_on_a_terminal(bench: Bench) -> None:
+    leave(bench.workspace)
+    layout = bench.folder / "layout.toml"
+    layout.write_text(run("layout", "show", bench.workspace, "--toml").stdout)
+    for words in (
+        ["gather", bench.workspace, "--out", bench.out],
+        ["verify", bench.out],
+        ["verify", bench.workspace],
+        ["verify", bench.workspace, "--against", bench.out],
+        ["reshard", bench.workspace, "--layout", layout, "--out", bench.folder / "again"],
+    ):
+        with (
+            mock.patch.object(Output, "shows_progress", True),
+            mock.patch("click._termui_impl.isatty", lambda stream: True),
+        ):
+            ended = run(*words)
+        assert ended.exit_code == 0 and "100%" in ended.stderr and "B/s" in ended.stderr, words
+        assert "%" not in ended.stdout
 
 
 def test_a_terminal_of_few_characters(bench: Bench) -> None:
@@ -320,7 +346,7 @@ def test_a_terminal_of_few_characters(bench: Bench) -> None:
 def test_as_a_module(bench: Bench, tmp_path: Path) -> None:
     model = leave(bench.workspace)
     command: list[Any] = [sys.executable, "-m", "xrank", "gather", bench.workspace, "--out", bench.out, "-q"]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=30)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=150)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{bench.out}\n", "")
     assert_holds(bench.out, model)
 
@@ -331,4 +357,40 @@ def test_a_gather_costs_no_torch(bench: Bench) -> None:
         "import sys; from xrank.conversion.gather import gather_checkpoint;"
         f"gather_checkpoint({str(bench.workspace)!r}, {str(bench.out)!r}); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="only Linux shows threads so")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="OpenBLAS has no thread of its own on one core")
+@pytest.mark.parametrize(("told", "num_threads"), [({}, 1), ({"OPENBLAS_NUM_THREADS": "2"}, 2)])
+def test_a_command_has_no_threads_of_openblas_unless_told_so(
+    bench: Bench, told: dict[str, str], num_threads: int
+) -> None:
+    leave(bench.workspace)
+    code = """
+        import atexit, os, sys, time
+        from xrank.cli.main import main
+
+        def count(wanted=int(sys.argv.pop(1)), end=time.monotonic() + 60):
+            # The system may show a worker a moment longer than Python; one of OpenBLAS stays.
+            while len(os.listdir("/proc/self/task")) > wanted and time.monotonic() < end:
+                time.sleep(0.01)
+            print(len(os.listdir("/proc/self/task")))
+
+        atexit.register(count)
+        main()
+    """
+    environ = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"} | told
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(code),
+        str(num_threads),
+        "gather",
+        bench.workspace,
+        "--out",
+        bench.out,
+        "-q",
+    ]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150, check=True)
+    assert ended.stdout.splitlines()[-1] == str(num_threads)

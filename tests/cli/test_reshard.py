@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.cli.bench import Bench, Ended, refusal, run
 from tests.conversion.made_workspaces import RUN, assert_holds, flip, leave, state_of
@@ -115,3 +117,30 @@ def test_its_exit_codes(bench: Bench, layout: Path) -> None:
     bench.out.mkdir()
     (bench.out / "mine").write_text("")
     refusal(reshard(bench, layout, "--json"), "OutputExistsError")
+
+
+def test_a_size_of_another_model_is_named(bench: Bench) -> None:
+    (bench.folder / "whole").mkdir()
+    model = {f"layers.{i}.qkv": torch.rand(12, 4) for i in range(2)}
+    save_file(model, bench.folder / "whole" / "model.safetensors")
+    file = bench.folder / "l.toml"
+    text = (
+        '[mesh]\ngrid = "pp=2 tp=1"\n\n[sizes]\nr = {r}\nd = 2\nL = {L}\nz = 9\n\n[tensors]\n"layers.{{L/pp}}.qkv" = '
+    )
+    text += '"[g/tp <q: r d | k: d | v: d>, h]"\n'
+    file.write_text(text.format(r=4, L=2))
+    arguments = ("reshard", bench.folder / "whole", "--layout", file, "--out", bench.out)
+    ended = run(*arguments, "--json")
+    assert "g = " not in ended.stderr and ended.exit_code == 0, ended.stderr
+    refusal(run(*arguments, "--json"), "OutputExistsError", says=["add --overwrite to replace it"])
+    file.write_text(text.format(r=3, L=2))
+    refusal(
+        run(*arguments, "--overwrite", "--json"),
+        "LayoutError",
+        says=["no size 'g' makes dim 0", "in its [sizes], r = 3, d = 2, L = 2 must be the model's"],
+    )
+    # Half of the stages would get all layers: nothing is lost, and it is hardly what was meant.
+    file.write_text(text.format(r=4, L=8))
+    report = json.loads(run(*arguments, "--overwrite", "--json").stdout)
+    (note,) = [note["message"] for note in report["notes"] if note["code"] == "counts-more"]
+    assert note == "layers.{8/pp}.qkv counts 8 tensors, and the source has 2: is the layout file of this model's size?"

@@ -82,7 +82,7 @@ def start(bench: Bench, *, after: int | None = None, numbers: Sequence[int] = ()
 
 def ended(process: Gather) -> dict[str, Any] | None:
     """Wait for a gather that must succeed; return its report."""
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=150)
     assert process.returncode == 0, stderr
     report: dict[str, Any] = json.loads(stdout)
     return report
@@ -98,7 +98,7 @@ def finished(bench: Bench) -> int:
 def test_at_many_moments(large: tuple[Bench, dict[str, str]], number: signal.Signals, status: int, after: int) -> None:
     bench, digests = large
     process = start(bench, after=after, numbers=[number])
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=150)
     assert process.returncode == status, stderr
     assert f"the same command goes on (exit {status})" in stderr
     assert "Traceback" not in stderr
@@ -125,7 +125,7 @@ def test_twice_quickly(large: tuple[Bench, dict[str, str]], first: signal.Signal
     bench, digests = large
     pause = random.Random(int(first) * 100 + int(second)).random() * 0.01
     process = start(bench, after=1, numbers=[first, second], pause=pause)
-    process.communicate(timeout=30)
+    process.communicate(timeout=150)
     # As a shell sees it: a second signal may meet the process when it has let go of its handlers.
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     assert code in (130, 143)
@@ -141,7 +141,7 @@ def test_twice_quickly(large: tuple[Bench, dict[str, str]], first: signal.Signal
 def test_killed_outright(large: tuple[Bench, dict[str, str]]) -> None:
     bench, digests = large
     process = start(bench, after=3, numbers=[signal.SIGKILL])
-    process.communicate(timeout=30)
+    process.communicate(timeout=150)
     assert process.returncode == -signal.SIGKILL
     assert not os.path.lexists(bench.out)
     report = ended(start(bench))

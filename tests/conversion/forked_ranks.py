@@ -1,21 +1,21 @@
-"""Ranks of one command, forked from a process that has imported torch: a start of torch for each would take seconds.
+"""Ranks of one command, forked from a process that has imported torch.
 
-Run as a program it takes jobs as JSON, one a line, and answers each with how its ranks ended, as JSON too.
+Run as a program it is the process that forks; how its ranks ended is the answer to a job.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from tests.conversion.forker import Forker, answer_jobs, forker
+from tests.free_port import free_port
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Rank:
 class ForkedRanks:
     """The process that forks."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, forking: Forker) -> None:
+        self._forking = forking
 
     def __call__(self, *arguments: object, num_ranks: int = 4, **job: Any) -> list[Rank]:
         """Run ``xrank`` with these arguments as so many ranks.
@@ -42,57 +42,21 @@ class ForkedRanks:
             num_ranks: how many.
             **job: ``launcher``, whose marks they carry: torchrun, srun, or bare; ``far``: each on a host of its own,
                 as far as it can tell; ``window_nbytes``, ``round_nbytes``: of the engine; ``act``: (rank, what
-                befalls it), see `_befall`; ``environ``: further variables; ``more``: (rank, further arguments).
+                befalls it), see `befall`; ``environ``: further variables; ``more``: (rank, further arguments).
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        told = {"arguments": list(map(str, arguments)), "num_ranks": num_ranks, **job}
-        print(json.dumps(told), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        assert answer, f"the process that forks ended: {self._process.wait()}"
-        return [Rank(*rank) for rank in json.loads(answer)]
+        ended = self._forking.ask(arguments=list(map(str, arguments)), num_ranks=num_ranks, **job)
+        return [Rank(*rank) for rank in ended]
 
 
 @contextlib.contextmanager
 def forked_ranks() -> Iterator[ForkedRanks]:
     """Start the process, and end it with all that it forked."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("XRANK_")}
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", __name__],
-        env={**clean, "OMP_NUM_THREADS": "1", "XRANK_TIMEOUT": "20"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield ForkedRanks(process)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    with forker(__name__, {**clean, "OMP_NUM_THREADS": "1", "XRANK_TIMEOUT": "20"}) as forking:
+        yield ForkedRanks(forking)
 
 
 # ---- what follows runs in that process and in its ranks
-
-
-def _serve_store() -> int:
-    """Fork a process that keeps a store, as torchrun's agent does; return its port."""
-    import torch.distributed as dist
-
-    reading, writing = os.pipe()
-    if os.fork() == 0:
-        os.close(0)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writing, str(store.port).encode())
-        while True:
-            time.sleep(60)
-    return int(os.read(reading, 10))
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _environ(job: dict[str, Any], rank: int, number: int, port: int) -> dict[str, str]:
@@ -111,7 +75,7 @@ def _environ(job: dict[str, Any], rank: int, number: int, port: int) -> dict[str
     return {**marks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **job.get("environ", {})}
 
 
-def _befall(what: str, moment: int) -> None:
+def befall(what: str, moment: int) -> None:
     """Let something befall this process at its so manieth call that changes a file, or that sends to rank 0.
 
     ``kill`` and ``stop`` are signals, ``full`` is a disk that takes no more bytes of weights.
@@ -152,7 +116,7 @@ def _be_rank(job: dict[str, Any], rank: int, environ: dict[str, str]) -> None:
         module.WINDOW_NBYTES = job.get("window_nbytes", windows.WINDOW_NBYTES)  # type: ignore[attr-defined]
     division.ROUND_NBYTES = job.get("round_nbytes", division.ROUND_NBYTES)
     if "act" in job and job["act"][0] == rank:
-        _befall(*job["act"][1:])
+        befall(*job["act"][1:])
     more = job["more"][1] if "more" in job and job["more"][0] == rank else []
     sys.argv = ["xrank", *job["arguments"], *more]
     main()
@@ -182,7 +146,7 @@ def _fork(job: dict[str, Any], rank: int, environ: dict[str, str], files: Sequen
 
 
 def _run(job: dict[str, Any], number: int, port: int) -> list[tuple[int, str, str]]:
-    place = port if job.get("launcher", "torchrun") == "torchrun" else _free_port()
+    place = port if job.get("launcher", "torchrun") == "torchrun" else free_port()
     stopped = job["act"][0] if "act" in job and job["act"][1] == "stop" else None
     with contextlib.ExitStack() as opened:
         files = [
@@ -203,14 +167,7 @@ def _run(job: dict[str, Any], number: int, port: int) -> list[tuple[int, str, st
 def _main() -> None:
     import torch.distributed  # noqa: F401  every rank has it when it is forked
 
-    import xrank.cli.main
-    import xrank.conversion.gather
-    import xrank.conversion.reshard
-    import xrank.conversion.shared_writing  # noqa: F401
-
-    port = _serve_store()
-    for number, line in enumerate(sys.stdin):
-        print(json.dumps(_run(json.loads(line), number, port)), flush=True)
+    answer_jobs(_run)
 
 
 if __name__ == "__main__":

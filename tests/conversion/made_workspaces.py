@@ -41,6 +41,24 @@ def made_model(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
+def wide_model(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return a model of 460 KB: rows, columns, twice cut, replicas; tensors of many windows, and many of none."""
+    random = torch.Generator().manual_seed(seed)
+    model = {**made_model(seed), "empty": torch.empty(0, 8)}
+    for i in range(4):
+        model[f"{i}.up"] = torch.rand(120, 101, generator=random)
+        model[f"{i}.down"] = torch.rand(101, 120, generator=random)
+        model[f"{i}.flat"] = torch.rand(96, 80, generator=random).to(torch.bfloat16)
+        model[f"{i}.norm"] = torch.rand(101, generator=random)
+    return model
+
+
+def layout_of(name: str) -> str:
+    """Return how a tensor of the wide model is cut."""
+    plain = {"up": "[f/tp, h]", "down": "[h, f/tp]", "flat": "[f/tp/~dp, h]", "norm": "[h]", "empty": "[f, h]"}
+    return LAYOUTS.get(name) or plain[name.rpartition(".")[2]]
+
+
 def cut(whole: torch.Tensor, layout: str, mesh: DeviceMesh, rank: int) -> torch.Tensor:
     """Return a rank's part of a tensor: each dim cut by `torch.chunk` once for each of its axes, in order."""
     place = mesh.coordinate(rank)

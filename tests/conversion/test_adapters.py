@@ -30,11 +30,12 @@ from tests.conversion.adapted_models import (
 )
 from tests.conversion.forked_ranks import ForkedRanks, forked_ranks
 from tests.conversion.made_workspaces import assert_holds, flip, leave, model_in, raw, state_of
-from xrank.conversion.adapters import adapt
 from xrank.conversion.checkpoint import open_checkpoint
+from xrank.conversion.choices.adapters import adapt
+from xrank.conversion.choices.options import GatherOptions
 from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.gather_plan import plan_gather
-from xrank.conversion.options import GatherOptions
+from xrank.conversion.inspect import inspect_source
+from xrank.conversion.plans.gather_plan import plan_gather
 from xrank.conversion.verify import verify_model
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
 from xrank.readers.base import Hints
@@ -96,6 +97,27 @@ class TestChoice:
         model["x.lora_B.vision.weight"] = torch.rand(4, 2)
         layouts = dict.fromkeys(model, "[m/tp, n]")
         leave(bench.workspace, model, layouts=layouts)
+        (bench.folder / "base").mkdir()
+        save_file(model, bench.folder / "base/model.safetensors")
+        gather_checkpoint(bench.workspace, bench.out, base_model=bench.folder / "base")
+        assert_holds(bench.out, model)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "base_model.model.x.ia3_l.default",
+            "base_model.model.x.base_layer.weight",
+            "prompt_encoder.default.embedding.weight",
+            "prompt_embeddings",
+        ],
+    )
+    def test_one_that_is_no_lora(self, bench: Bench, name: str) -> None:
+        model = {"x.weight": torch.rand(4, 4), name: torch.rand(2, 4)}
+        leave(bench.workspace, model, layouts=dict.fromkeys(model, "[m/tp, n]"))
+        for options in ({}, SEPARATE, MERGE):
+            refusal(bench, UsageError, "is of a PEFT model, or of an adapter, that is no LoRA", **options)
+        (problem,) = inspect_source(bench.workspace).details["problems"]
+        assert name in problem["message"]
         (bench.folder / "base").mkdir()
         save_file(model, bench.folder / "base/model.safetensors")
         gather_checkpoint(bench.workspace, bench.out, base_model=bench.folder / "base")
@@ -599,7 +621,8 @@ class TestRefusals:
         layouts = {name: "[n]" if tensor.dim() == 1 else "[m, n]" for name, tensor in {**base, **lora}.items()}
         config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
         leave_adapted(bench.workspace, base, lora, layouts=layouts, config=config)
-        refusal(bench, UsageError, "that the recipe torchtitan-llama3 would rename", **MERGE)
+        for choice in (MERGE, SEPARATE):
+            refusal(bench, UsageError, "that the recipe torchtitan-llama3 would rename", **choice)
         gather_checkpoint(bench.workspace, bench.out, recipe="none", **MERGE)
         assert_holds(bench.out, merged(base, lora))
 
@@ -618,6 +641,13 @@ class TestConfigurations:
         config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "task_type": "CAUSAL_LM"}
         write_json(bench.workspace / "lora_adapter/adapter_config.json", config)
         gather_checkpoint(bench.workspace, bench.out, **MERGE)
+        assert_holds(bench.out, merged(model, pairs))
+
+    def test_what_lies_in_the_checkpoints_root(self, bench: Bench) -> None:
+        root = bench.workspace / "checkpoint-7"
+        model, pairs = leave_adapted(root / "pytorch_model_fsdp_0")
+        (root / "pytorch_model_fsdp_0/lora_train_meta.json").rename(root / "lora_train_meta.json")
+        gather_checkpoint(root, bench.out, **MERGE)
         assert_holds(bench.out, merged(model, pairs))
 
     @pytest.mark.parametrize(

@@ -6,17 +6,31 @@ import json
 import mmap
 import os
 import socket
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.bench import refusal, run
+from xrank.conversion import clean as clean_module
+from xrank.conversion import stage_inspection
+from xrank.conversion.abandoned_memory import abandoned_segments
 from xrank.conversion.clean import clean
+from xrank.conversion.inspect import inspect_source
+from xrank.errors import IncompleteError
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.writers.journal import JOURNAL_NAME, journal_text
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace
+
+
+@pytest.fixture(autouse=True)
+def machines_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let nothing be looked for, nor removed, in this machine's shared memory: other programs have theirs there."""
+    monkeypatch.setitem(clean_module.clean.__kwdefaults__, "memory", str(tmp_path / "no memory"))
 
 
 def stage(folder: Path, *, pid: int, host: str | None = None, age_seconds: float = 0, name: str = "model") -> Path:
@@ -124,3 +138,113 @@ def test_segments_that_nobody_holds_go_when_they_are_old(tmp_path: Path) -> None
         assert [row["path"] for row in report.details["segments"]] == [str(shm / "rank_1")] and not opened.closed
         mapped.close()
     assert {path.name for path in shm.iterdir()} == {"rank_2", "rank_3", "rank_4", "psm_12345678", "xrank"}
+
+
+# ---- what changes meanwhile
+
+
+def listed_before(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[str], object]) -> None:
+    """Let something happen to a folder each time when it has been listed, and before its entries are looked at."""
+    plain = getattr(os, name)
+
+    def listing(folder: Any) -> Iterator[Any]:
+        found = list(plain(folder))
+        act(os.fspath(folder))
+        return iter(found)
+
+    monkeypatch.setattr(os, name, listing)
+
+
+def test_a_message_that_its_rank_removes_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = DirectoryMessages(tmp_path, 0)
+    read, kept = alive.publish("{}", []), alive.publish("{}", [])
+    with monkeypatch.context() as patch:
+        listed_before(patch, "scandir", lambda folder: alive.retire(read))
+        rows = clean([tmp_path]).details["messages"]
+    assert [os.path.basename(row["path"]) for row in rows] == [json.loads(kept)["name"]]
+    alive.close()
+
+
+def test_what_a_running_gather_finishes_meanwhile_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, place = stage(tmp_path, pid=os.getpid()), OutputPlace.of(tmp_path / "model")
+    gone = stage(tmp_path, pid=dead_pid(), name="other")
+
+    def finish(folder: str) -> None:
+        part = os.path.join(folder, "model.safetensors.part")
+        if folder == str(path) and os.path.exists(part):
+            os.rename(part, part.removesuffix(".part"))
+
+    with monkeypatch.context() as patch, hold_lock(place.lock_path, place.path, owner=str):
+        listed_before(patch, "walk", finish)
+        report = clean([tmp_path])
+    assert (path / "model.safetensors").exists() and not gone.exists()
+    assert [(row["removed"], row["path"]) for row in report.details["stages"]] == [
+        (False, str(path)),
+        (True, str(gone)),
+    ]
+
+
+def test_a_stage_that_becomes_the_output_meanwhile_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage(tmp_path, pid=os.getpid())
+    read = clean_module.read_journal
+
+    def commit(path: str) -> Any:
+        journal = read(path)
+        os.rename(path, tmp_path / "model")
+        return journal
+
+    monkeypatch.setattr(clean_module, "read_journal", commit)
+    assert clean([tmp_path], dry_run=True).details["stages"] == []
+
+
+def test_a_stage_is_inspected_while_its_gather_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = stage(tmp_path, pid=os.getpid())
+    with monkeypatch.context() as patch:
+        part = path / "model.safetensors.part"
+        listed_before(patch, "scandir", lambda _: part.rename(path / "model.safetensors"))
+        assert inspect_source(path).details["stage"]["begun_nbytes"] == 0
+    read = stage_inspection.read_journal
+
+    def commit(path: str) -> Any:
+        journal = read(path)
+        os.rename(path, tmp_path / "model")
+        return journal
+
+    monkeypatch.setattr(stage_inspection, "read_journal", commit)
+    with pytest.raises(IncompleteError, match="does not exist"):
+        inspect_source(path)
+
+
+def test_a_segment_that_goes_meanwhile_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(3):
+        (tmp_path / f"rank_{rank}").touch()
+    first, *others = [entry.path for entry in os.scandir(tmp_path)]
+    listed_before(monkeypatch, "scandir", lambda _: os.unlink(first))
+    found = abandoned_segments(str(tmp_path), older_than=time.time() + 4000)
+    assert [path for path, _ in found] == others
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="only Linux keeps shared memory there")
+def test_a_segment_that_is_only_mapped_is_held_for_whoever_is_not_root_too() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        os.chmod(folder, 0o777)
+        child = os.fork()
+        if child == 0:
+            try:
+                os.chdir(folder)
+                if os.geteuid() == 0:
+                    os.setresuid(65534, 65534, 65534)
+                for rank in range(2):
+                    Path(f"rank_{rank}").write_bytes(bytes(4096))
+                with open("rank_0", "r+b") as file:
+                    kept = mmap.mmap(file.fileno(), 4096)
+                os.closerange(3, 4096)  # the mapping's own descriptor, too
+                found = [path for path, _ in abandoned_segments(".", older_than=time.time() + 4000)]
+                os._exit(0 if len(kept) and found == ["./rank_1"] else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

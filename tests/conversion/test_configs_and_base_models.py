@@ -82,6 +82,16 @@ def test_ranks_disagree_about(bench: Bench, what: str) -> None:
     bench.succeeds(model)
 
 
+@pytest.mark.parametrize("value", [{1, 2}, b"x", torch.ones(1), {1: 0, "a": 0}], ids=["set", "bytes", "tensor", "keys"])
+def test_a_config_that_json_does_not_hold(bench: Bench, value: object) -> None:
+    model = leave(bench.workspace)
+    for rank in range(4):
+        rewrite(bench.workspace, rank, lambda state: state["config"].update(extra=value))
+    says = ["config can't be written as config.json", "give --base-model"]
+    bench.refused("UsageError", says=says, rank=0, file="rank_0_state.pth")
+    bench.succeeds(model, *base_model(bench, model, {"model_type": "base"}))
+
+
 def test_no_config_is_told(bench: Bench) -> None:
     report = bench.succeeds(leave(bench.workspace, config={}))
     assert note_codes(report) == ["no-config"]
@@ -108,6 +118,25 @@ def test_a_config_that_is_none(bench: Bench, text: str) -> None:
 # ---- what a base model adds
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "giant"])
+def test_a_config_that_no_one_should_read(bench: Bench, kind: str) -> None:
+    """Opening a pipe would wait for ever, reading a device or a giant take all memory."""
+    options = base_model(bench, leave(bench.workspace))
+    path = bench.folder / "base" / "config.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.touch()
+        os.truncate(path, 1 << 33)
+    says = "is too large for a config" if kind == "giant" else "is no regular file"
+    bench.refused("CorruptError", *options, says=[says], file="config.json")
+
+
 def test_companions_are_copied_byte_for_byte(bench: Bench) -> None:
     model = leave(bench.workspace)
     report = bench.succeeds(model, *base_model(bench, model, {"b": 1, "a": 2}))
@@ -123,6 +152,32 @@ def test_a_base_model_without_weights_demands_nothing(bench: Bench) -> None:
     report = bench.succeeds(leave(bench.workspace), *base_model(bench, None, {"model_type": "base"}))
     assert report["proof"]["base_model"] is None
     assert config_in(bench) == {"model_type": "base"}
+    (note,) = report["notes"]
+    assert note["code"] == "base-model" and "names and shapes were not compared" in note["message"]
+
+
+@pytest.mark.parametrize(
+    "files", [[], ["tokenizer.json"], [".metadata", "__0_0.distcp"], ["checkpoint-2000/config.json"]]
+)
+def test_a_folder_that_is_no_base_model(bench: Bench, files: list[str]) -> None:
+    leave(bench.workspace)
+    folder = bench.folder / "base"
+    folder.mkdir()
+    for file in files:
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text("{}")
+    says = [
+        f"{folder} is no base model: it holds neither",
+        "got   " + (Path(files[0]).parts[0] if files else "an empty folder"),
+    ]
+    bench.refused("UsageError", "--base-model", folder, says=says)
+
+
+def test_a_file_is_no_base_model(bench: Bench) -> None:
+    model = leave(bench.workspace)
+    _, folder = base_model(bench, model, {"model_type": "toy"})
+    file = folder / "config.json"
+    bench.refused("UsageError", "--base-model", file, says=[f"{file} is a file", f"that holds it: {folder}"])
 
 
 def test_from_the_hugging_face_cache(bench: Bench) -> None:

@@ -34,6 +34,7 @@ class Gathers:
         base = bench.folder / "base"
         base.mkdir()
         (base / "tokenizer.json").write_text("{}")
+        (base / "config.json").write_text("{}")
         self.known: dict[str, dict[str, bytes]] = {}
         for version, seed in (("old", 1), ("new", 0)):
             leave(bench.workspace, made_model(seed), config={**CONFIG, "version": version})
@@ -143,6 +144,18 @@ def _interrupted(gathers: Gathers) -> Path:
     assert gathers.seen() == "absent"
     (stage,) = gathers.bench.folder.glob(".model.xrank-*[0-9a-f]")
     return stage
+
+
+def test_progress_goes_on_from_what_was_finished(bench: Bench) -> None:
+    gathers = Gathers(bench)
+    _interrupted(gathers)
+    told: list[tuple[int, int]] = []
+    gathers.options["progress"] = lambda *counts: told.append(counts)
+    resumed = gathers.finish(0)
+    total = sum(len(data) for name, data in gathers.known["new"].items() if name.endswith(".safetensors"))
+    assert {of for _, of in told} == {total}
+    done = [nbytes for nbytes, _ in told]
+    assert resumed < done[0] and done == sorted(done) and done[-1] == total
 
 
 def test_a_finished_shard_that_was_damaged_is_written_again(bench: Bench) -> None:

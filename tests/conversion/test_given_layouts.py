@@ -68,6 +68,22 @@ def test_unused_rules_are_told(bench: Bench) -> None:
     report = bench.succeeds(model, *layout_file(bench, FILE + '"gone.*" = "[a]"\n'))
     (message,) = [note["message"] for note in report["notes"] if note["code"] == "unused-rule"]
     assert "'gone.*' matches no tensor" in message
+    shutil.rmtree(bench.out)
+    many = "".join(f'"gone{i}.*" = "[a]"\n' for i in range(5))
+    report = bench.succeeds(model, *layout_file(bench, FILE + many))
+    (message,) = [note["message"] for note in report["notes"] if note["code"] == "unused-rule"]
+    assert "'gone0.*', 'gone1.*', 'gone2.*' and 2 more match no tensor" in message
+
+
+def test_one_note_for_what_many_tensors_have_in_common(bench: Bench) -> None:
+    model = {f"norm{i}": torch.rand(4) for i in range(7)}
+    leave(bench.workspace, model, layouts=dict.fromkeys(model, "[n]"), recorded=False)
+    report = bench.succeeds(model, *base_model(bench, model))
+    (message,) = [note["message"] for note in report["notes"] if note["code"] == "assumed-layout"]
+    assert message == "norm0, norm1, norm2 and 4 more: whole on ranks 0-3"
+    shutil.rmtree(bench.out)
+    ended = run("gather", bench.workspace, "--out", bench.out, *base_model(bench, model), "--exclude", "norm[1-6]")
+    assert "left out  6 tensors: norm1, norm2, norm3, norm4, norm5 and 1 more\n" in ended.stdout, ended.stdout
 
 
 BAD_FILES = {
@@ -148,8 +164,7 @@ def test_one_way_is_left(bench: Bench) -> None:
     assert [note["message"] for note in report["notes"] if note["code"] == "assumed-layout"] == [
         "rows: cut along dim 0 over ranks 0-3 in rank order",
         "columns: cut along dim 1 over ranks 0-3 in rank order",
-        "whole: whole on ranks 0-3",
-        "one: whole on ranks 0-3",
+        "whole, one: whole on ranks 0-3",
     ]
     # The assumption is printed, too.
     shutil.rmtree(bench.out)

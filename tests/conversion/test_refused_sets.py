@@ -175,9 +175,9 @@ def test_a_record_that_claims_an_endless_world(bench: Bench) -> None:
     good = copied(bench.workspace)
     for rank in range(4):
         rewrite_record(bench.workspace, rank, world_size=10**15)
-    started = time.monotonic()
+    started = time.process_time()
     bench.refused("IncompleteError", says=["ranks 4-999999999999999 of 1000000000000000 left nothing"], rank=4)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
     mended(bench, good, model)
 
 

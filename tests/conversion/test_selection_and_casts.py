@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tests.cli.bench import Bench
 from tests.conversion.made_workspaces import LAYOUTS, assert_holds, leave, leave_plain, made_model, model_in
+from xrank.conversion.gather import gather_checkpoint
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -65,9 +66,17 @@ def test_keep_changes_nothing(bench: Bench) -> None:
 def test_keep_fp32(bench: Bench) -> None:
     model = leave(bench.workspace)
     kept = ("norm.weight", "embed.weight")
-    bench.succeeds(cast(model, torch.bfloat16, kept), "--dtype", "bf16", "--keep-fp32", "norm.*", "--keep-fp32", "em.+")
+    keep = ("--keep-fp32", "norm.*", "--keep-fp32", "em.+")
+    report = bench.succeeds(cast(model, torch.bfloat16, kept), "--dtype", "bf16", *keep)
+    (told,) = [note["message"] for note in report["notes"] if note["code"] == "kept-fp32"]
+    assert all(name in told for name in kept)
     shutil.rmtree(bench.out)
     bench.refused("UsageError", "--dtype", "bf16", "--keep-fp32", "norm", says=["--keep-fp32 'norm' matches no tensor"])
+    for keep in ([], ["--dtype", "keep"]):
+        bench.refused("UsageError", *keep, "--keep-fp32", "norm.*", says=["--keep-fp32 was given and nothing is cast"])
+    # It is never below fp32: with --dtype fp32 no bf16 stays behind, which config.json would contradict.
+    bench.succeeds(cast(model, torch.float32), "--dtype", "fp32", "--keep-fp32", "up.*")
+    assert config_in(bench)["dtype"] == "float32"
 
 
 def test_the_base_models_dtypes(bench: Bench) -> None:
@@ -111,6 +120,33 @@ def test_float8_payloads_are_not_cast(bench: Bench) -> None:
     leave_plain(bench.workspace, 0, model)
     report = bench.succeeds({**model, "scale": model["scale"].bfloat16()}, "--dtype", "bf16")
     assert "not-cast" in [note["code"] for note in report["notes"]]
+
+
+@pytest.mark.parametrize(
+    ("payload", "scales", "method"),
+    [
+        ({"up.weight": torch.ones(8, 8).to(torch.float8_e4m3fn)}, {"up.weight_scale_inv": torch.rand(1, 1)}, None),
+        (
+            {"up.weight": torch.ones(32, 1, dtype=torch.uint8)},
+            {"up.weight.absmax": torch.rand(2), "up.weight.quant_map": torch.rand(16)},
+            "bitsandbytes",
+        ),
+        ({"up.qweight": torch.ones(4, 8, dtype=torch.int32)}, {"up.scales": torch.rand(1, 8).half()}, "gptq"),
+        ({"up.table": torch.ones(4, 8, dtype=torch.int64)}, {}, None),
+    ],
+)
+def test_what_scales_payloads_is_not_rounded(
+    tmp_path: Path, payload: dict[str, torch.Tensor], scales: dict[str, torch.Tensor], method: str | None
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    rest = {"up.bias": torch.rand(8), "norm.weight": torch.rand(8), **({} if scales else {"up.rows": torch.rand(8)})}
+    save_file({**payload, **scales, **rest}, source / "model.safetensors")
+    if method is not None:
+        (source / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
+    report = gather_checkpoint(source, tmp_path / "out", dtype="bf16")
+    assert_holds(tmp_path / "out", {**payload, **scales, **cast(rest, torch.bfloat16)})
+    assert any(code == "not-cast" and "scaled with" in text for code, text in report.notes) == bool(scales)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "BF16", ""])

@@ -2,9 +2,9 @@
 
 import pytest
 
-from xrank.conversion import team as module
-from xrank.conversion.launches import find_launch
-from xrank.conversion.team import Team
+from xrank.conversion.teams import team as module
+from xrank.conversion.teams.launches import find_launch
+from xrank.conversion.teams.team import Team
 from xrank.errors import RankFailedError, UsageError
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4"}

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cut_layouts import cases, elements
 from hypothesis import given, settings
 
+from tests.dialects.cut_layouts import cases, elements
 from xrank.dialects import describe_keras_mesh, from_keras_axes, to_keras_axes
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout

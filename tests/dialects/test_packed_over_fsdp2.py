@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cut_layouts import elements
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.dialects.cut_layouts import elements
 from xrank.dialects import describe_mesh, from_placements, to_placements
 from xrank.errors import LayoutError
 from xrank.layout import TensorLayout

@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
-from cut_layouts import cases, elements
 from hypothesis import given, settings
 
+from tests.dialects.cut_layouts import cases, elements
 from xrank.dialects import from_partition_spec, to_partition_spec
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout

@@ -22,7 +22,6 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from cut_layouts import cases, elements
 from hypothesis import given, settings
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -33,6 +32,7 @@ from torch.distributed.tensor._utils import (
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.dialects.cut_layouts import cases, elements
 from xrank.dialects import describe_mesh, from_placements, to_placements
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout

@@ -5,10 +5,10 @@ from math import prod
 from types import SimpleNamespace
 
 import pytest
-from cut_layouts import cases, elements
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.dialects.cut_layouts import cases, elements
 from xrank.dialects import ShardedTensorData, from_sharded_tensor, to_sharded_tensors
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.layout import DeviceMesh, TensorLayout

@@ -1,10 +1,10 @@
 """Tensor-parallel plans: layouts of parameters, and back."""
 
 import pytest
-from cut_layouts import elements
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.dialects.cut_layouts import elements
 from xrank.dialects import from_tp_plan, to_tp_plan
 from xrank.dialects.tp_plan import STYLES
 from xrank.errors import LayoutError

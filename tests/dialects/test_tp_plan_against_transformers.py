@@ -6,10 +6,10 @@ The only file that uses transformers' own names for this.
 import pytest
 import torch
 import torch.distributed as dist
-from cut_layouts import elements
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.dialects.cut_layouts import elements
 from xrank.dialects import from_placements, from_tp_plan
 from xrank.dialects.tp_plan import STYLES
 from xrank.layout import DeviceMesh

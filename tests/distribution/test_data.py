@@ -4,8 +4,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from trained_models import Perceptron, assert_same_state, own_part, perceptron_batches, train
 
+from tests.distribution.trained_models import Perceptron, assert_same_state, own_part, perceptron_batches, train
 from xrank.distribution import DataParallel, DeviceMesh, LayoutMap, ModelParallel, list_devices, set_distribution
 from xrank.distribution.datasets import sharded
 

@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from trained_models import PERCEPTRON_RULES, Perceptron
 
 import xrank.distribution as api
+from tests.distribution.trained_models import PERCEPTRON_RULES, Perceptron
 from xrank.distribution import (
     DataParallel,
     DeviceMesh,

@@ -1,9 +1,9 @@
 import json
 import os
-import socket
 import subprocess
 import sys
 
+from tests.free_port import free_port
 from xrank.environment import KerasJobs, read_keras_jobs
 
 RANK = """
@@ -12,13 +12,13 @@ import torch.distributed as dist
 from xrank.distribution import get_device_count, initialize, list_devices
 initialize(*json.loads(input()))
 print(json.dumps([dist.get_rank(), list_devices("CPU"), get_device_count("cpu"), dist.get_backend()]))
+dist.barrier()  # who ends now would break the other's connection while it is made
 dist.destroy_process_group()
 """
 
 
 def test_processes_start_by_keras_variables_and_arguments_beat_them():
-    with socket.create_server(("localhost", 0)) as free:
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     told = {"KERAS_DISTRIBUTION_JOB_ADDRESSES": f"{address},localhost:1", "KERAS_DISTRIBUTION_PROCESS_ID": "1"}
     environ = {**os.environ, **told, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
@@ -32,7 +32,7 @@ def test_processes_start_by_keras_variables_and_arguments_beat_them():
         process.stdin.write(json.dumps(values) + "\n")
         process.stdin.flush()
     try:
-        said = [json.loads(process.communicate(timeout=50)[0]) for process in ranks]
+        said = [json.loads(process.communicate(timeout=150)[0]) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from trained_models import (
+
+from tests.distribution.trained_models import (
     DECODER_RULES,
     PERCEPTRON_RULES,
     Decoder,
@@ -20,7 +21,6 @@ from trained_models import (
     token_loss,
     train,
 )
-
 from xrank.distribution import (
     DeviceMesh,
     LayoutMap,

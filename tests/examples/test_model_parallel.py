@@ -8,7 +8,7 @@ SCRIPT = str(Path(__file__).parents[2] / "examples" / "model_parallel.py")
 
 
 def test_four_ranks_train_as_one_process():
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=55, check=False)
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 10
@@ -17,5 +17,5 @@ def test_four_ranks_train_as_one_process():
 
 
 def test_a_mesh_of_other_ranks_is_refused():
-    done = subprocess.run([sys.executable, SCRIPT, "--shape", "3", "2"], capture_output=True, text=True, timeout=55)
+    done = subprocess.run([sys.executable, SCRIPT, "--shape", "3", "2"], capture_output=True, text=True, timeout=150)
     assert done.returncode == 2 and "a mesh of 3 x 2 has not 4 ranks" in done.stderr

@@ -144,14 +144,15 @@ def test_a_rank_that_raises_is_named_by_all_and_leaves_nothing(tmp_path, num_ran
         for rank in range(num_ranks)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=40) for process in ranks]
+        said = [process.communicate(timeout=150) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    assert time.monotonic() - float(said[failing][0]) < 10
+    assert time.monotonic() - float(said[failing][0]) < 60, "far less than any deadline"
     for rank, (_, errors) in enumerate(said):
         assert ranks[rank].returncode == 1, errors
         wanted = "OSError: no more of this" if rank == failing else f"RankFailedError: rank {failing} failed: "
-        assert wanted in errors.splitlines()[-1]
+        # Below its last line stands what an error got, wanted, and what to do.
+        assert wanted in errors[errors.rindex("Traceback") :]
     # Where rank 0 had begun to write, the folder that it wrote in is gone too.
     assert os.listdir(tmp_path / "models") == [] if where == "writing" else not (tmp_path / "models").exists()

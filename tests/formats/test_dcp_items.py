@@ -39,7 +39,7 @@ def read(
 
 
 def count_parsed(path: Path, starts: Sequence[int], lengths: Sequence[int], reader: ItemReader) -> int:
-    with mock.patch.object(dcp_items, "read_archive", wraps=dcp_items.read_archive) as parse:
+    with mock.patch.object(dcp_items, "read_archive_in", wraps=dcp_items.read_archive_in) as parse:
         read(path, starts, lengths, reader)
     return parse.call_count
 

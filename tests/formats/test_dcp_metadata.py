@@ -175,7 +175,7 @@ def test_byte_items_and_paths(tmp_path: Path) -> None:
     metadata.storage_data[MetadataIndex("optim.0.lr")] = _StorageInfo("__0_0.distcp", 5000, 77)
     found = read(tmp_path, metadata)
     assert_same(found, metadata)
-    assert dict(found.byte_items) == {"optim.0.lr": 77}
+    assert dict(found.byte_items) == {"optim.0.lr": (found.files.index("__0_0.distcp"), 5000, 77)}
     assert dict(found.paths or {}) == {"model.w": ("model", "w"), "optim.0.lr": ("optim", 0, "lr")}
 
 
@@ -240,6 +240,7 @@ CONTRADICTIONS: dict[str, tuple[Any, str]] = {
     "no nesting": (lambda m, listed, stored: m.__dict__.pop("planner_data"), "lists no tensors, or not where"),
     "another name": (lambda m, listed, stored: m.planner_data.update(a=("c",)), "has another name than its keys say"),
     "no keys": (lambda m, listed, stored: m.planner_data.pop("a"), "has no place in the nested state"),
+    "a path of no keys": (lambda m, listed, stored: m.planner_data.update({"": ()}), "leads nowhere"),
     "a number as tensor": (lambda m, listed, stored: listed.update(a=3), "something else than it should"),
     "a number as place": (lambda m, listed, stored: stored.update({4: 5}), "something else than it should"),
     "negative place": (lambda m, listed, s: setattr(s[MetadataIndex("b", [3])], "offset", -1), "below 0|no count"),

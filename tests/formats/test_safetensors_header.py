@@ -125,7 +125,7 @@ REFUSED = {
     "missing key": ({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)),
     "entry is a list": ({"a": [1]}, b""),
     "metadata number": ({"__metadata__": {"a": 1}}, b""),
-    "metadata null": ({"__metadata__": None}, b""),
+    "metadata of null": ({"__metadata__": {"a": None}}, b""),
     "metadata list": ({"__metadata__": ["a"]}, b""),
     "metadata nested": ({"__metadata__": {"a": {}}}, b""),
     "leading space": (b" {}", b""),
@@ -183,6 +183,13 @@ def test_an_element_type_xrank_does_not_move_is_named(tmp_path):
 def test_blanks_at_the_end_and_no_tensors_are_sound(tmp_path):
     assert read_header(write(tmp_path / "a", b"{}" + b" " * 4000)).tensors == ()
     assert read_header(write(tmp_path / "b", b'{"__metadata__":{}}')).metadata == {}
+
+
+def test_metadata_of_null_are_none_as_safetensors_has_it(tmp_path):
+    path = write(tmp_path / "a", {"__metadata__": None, "a": A}, bytes(8))
+    assert read_header(path).metadata == {}
+    with safe_open(path, "np") as file:
+        assert file.metadata() is None and list(file.keys()) == ["a"]
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])

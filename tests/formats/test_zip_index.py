@@ -7,8 +7,8 @@ import zipfile
 import zlib
 
 import pytest
-from crafted_zip import Member, crafted_zip
 
+from tests.formats.crafted_zip import Member, crafted_zip
 from xrank.errors import CorruptError, XrankError
 from xrank.formats.regular_file import open_regular
 from xrank.formats.zip_index import open_item, read_members

@@ -10,7 +10,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from tests.gather.told import is_told, tell, told
+from tests.gather.told import assert_soon, is_told, tell, told
+from tests.named_memory import named_memory
 from xrank.errors import RankFailedError, UsageError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
 from xrank.testing.workspace_contract import same_bytes, tensor_zoo
@@ -132,31 +133,38 @@ def test_a_rank_that_raises_is_named_on_all_others_within_a_second(rank, num_ran
     def gather_and_raise():
         with get_configs_parallel({"w": torch.ones(9)}, ranks, None, workspace_path):
             if rank == raising:
-                tell("raised", str(time.monotonic()))
+                tell(f"raised {turn}", str(time.monotonic()))
                 if where.startswith("before"):
                     raise KeyError("on one rank")
             inner = ranks[::-1] if where == "before a meeting" else ranks
             config = Unsendable() if where == "call" and rank == raising else None
             with get_configs_parallel(config, inner, None, workspace_path):
                 if rank == raising:
-                    assert rank == 0 or is_told("the first's body is over")
-                    tell("raised", str(time.monotonic()))
+                    assert rank == 0 or is_told(f"the first's body is over {turn}")
+                    tell(f"raised {turn}", str(time.monotonic()))
                     raise KeyError("on one rank")
                 if rank == 0:
-                    tell("the first's body is over")
+                    tell(f"the first's body is over {turn}")
 
-    with pytest.raises(RankFailedError if rank != raising else UsageError if where == "call" else KeyError) as raised:
-        gather_and_raise()
-    heard_at = time.monotonic()
-    if rank != raising:
-        error = raised.value
-        assert (error.rank, error.host) == (raising, socket.gethostname())
-        assert error.pid == int(told(f"pid of {raising}"))
-        assert ("Unsendable" if where == "call" else "on one rank") in error.cause
-        assert heard_at - float(told("raised")) < 1
-    # What comes next begins anew.
-    with get_tensors_parallel(torch.tensor(rank), ranks, workspace_path=workspace_path) as parts:
-        assert parts == (ranks if rank == 0 else [])
+    expected = RankFailedError if rank != raising else UsageError if where == "call" else KeyError
+
+    def hear():
+        nonlocal turn
+        turn += 1
+        with pytest.raises(expected) as raised:
+            gather_and_raise()
+        heard_at, error = time.monotonic(), raised.value
+        if rank != raising:
+            assert (error.rank, error.host) == (raising, socket.gethostname())
+            assert error.pid == int(told(f"pid of {raising}"))
+            assert ("Unsendable" if where == "call" else "on one rank") in error.cause
+        # What comes next begins anew.
+        with get_tensors_parallel(torch.tensor(rank), ranks, workspace_path=workspace_path) as parts:
+            assert parts == (ranks if rank == 0 else [])
+        return heard_at - float(told(f"raised {turn}"))
+
+    turn = 0
+    assert_soon(hear)
 
 
 @worlds(2, 3)
@@ -184,6 +192,50 @@ def test_who_may_leave_early_does_so_while_the_first_is_in_its_body(rank, num_ra
         tell(f"{rank} left {number}")
 
 
+@worlds(3)
+def test_who_left_early_hears_of_a_failure_in_the_next_gather_and_none_waits_there(rank, num_ranks, workspace_path):
+    def gather(early_exit=False):
+        return get_tensors_parallel(
+            torch.full((5,), rank), [0, 1, 2], workspace_path=workspace_path, early_exit=early_exit, timeout_seconds=20
+        )
+
+    for last in (1, 2):  # the ranks from `last` on leave early
+        try:
+            with gather(early_exit=rank >= last):
+                if rank == 0:
+                    assert all(is_told(f"{r} left {last}") for r in range(last, 3))
+                    raise KeyError("the first's")
+        except (KeyError, RankFailedError):
+            assert rank < last
+        else:
+            assert rank >= last
+            tell(f"{rank} left {last}")
+        with pytest.raises(RankFailedError, match='rank 0 failed: KeyError: "the first\'s"') as raised, gather():
+            pass
+        assert raised.value.rank == 0
+        with gather() as parts:
+            assert [int(part[0]) for part in parts] == ([0, 1, 2] if rank == 0 else [])
+
+
+@worlds(2)
+@pytest.mark.parametrize("end", [None, SystemExit])
+def test_a_process_forked_in_a_body_does_not_speak_for_its_rank(rank, num_ranks, workspace_path, end):
+    for number in range(2):
+        pid = -1
+        with suppress(SystemExit):
+            with get_tensors_parallel(torch.full((5,), rank), [0, 1], workspace_path=workspace_path) as parts:
+                pid = os.fork() if rank == 1 else -1
+                if pid == 0 and end is not None:
+                    raise end
+                if pid > 0:
+                    assert os.waitpid(pid, 0) == (pid, 0)
+                    assert not is_told(f"0 left {number}", 0.1)
+            tell(f"{rank} left {number}") if pid != 0 else None
+        if pid == 0:
+            os._exit(0)
+        assert [int(part[0]) for part in parts] == ([0, 1] if rank == 0 else [])
+
+
 def left():
     """Return what a process has open or runs, and what ranks have in shared memory."""
     gc.collect()  # of earlier tests' errors, whose frames hold groups and with them their gathers
@@ -194,7 +246,7 @@ def left():
     beats = [thread for thread in threading.enumerate() if thread.name == "xrank heartbeat"]
     # The heartbeat's thread has the file of the ranks' store open every now and then.
     leads_to = [name for name in leads_to if "/store-" not in name]
-    return sorted(leads_to), len(beats), [name for name in os.listdir("/dev/shm") if "rank" in name]
+    return sorted(leads_to), len(beats), named_memory()
 
 
 @pytest.mark.ranks(2)

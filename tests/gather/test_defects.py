@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from multiprocessing import shared_memory
@@ -18,6 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gather.told import assert_soon
+from tests.named_memory import named_memory
 from xrank.errors import NoSpaceError, RankFailedError, UsageError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
 
@@ -45,12 +48,7 @@ class ModelConfig:
     layers: list[LayernormConfig] = field(default_factory=list)
 
 
-def named_memory() -> set[str]:
-    """Return what ranks have in /dev/shm; other programs may have temporary files there."""
-    return {name for name in os.listdir("/dev/shm") if "rank" in name}
-
-
-def counts() -> tuple[int, set[str]]:
+def counts() -> tuple[int, list[str]]:
     return len(os.listdir("/proc/self/fd")), named_memory()
 
 
@@ -58,8 +56,9 @@ def counts() -> tuple[int, set[str]]:
 def test_defect_2_a_foreign_segment_is_never_read(rank):
     foreign = None
     if rank == 0:
-        foreign = shared_memory.SharedMemory("rank_1", create=True, size=4096)
-        foreign.buf[:4] = b"evil"
+        with suppress(FileExistsError):  # somebody else's ModelOpt, perhaps: it is as foreign
+            foreign = shared_memory.SharedMemory("rank_1", create=True, size=4096)
+            foreign.buf[:4] = b"evil"
     try:
         for i in range(3):
             with get_tensors_parallel(torch.tensor([float(rank + i)]), [0, 1]) as parts:
@@ -157,7 +156,7 @@ def start(path: Path, what: str, *before: str) -> subprocess.Popen[str]:
 def test_defects_6_7_8_jobs_beside_and_after_each_other_and_one_killed_whole(tmp_path):
     before = named_memory()
     jobs = [start(tmp_path / "killed", "kill"), start(tmp_path / "a", "live"), start(tmp_path / "b", "live")]
-    said = [(*job.communicate(timeout=40), job.returncode) for job in jobs]
+    said = [(*job.communicate(timeout=150), job.returncode) for job in jobs]
     assert said[0][2] == -signal.SIGKILL
     assert said[1][::2] == said[2][::2] == ("all came\n", 0), said
     assert named_memory() == before, "a killed job leaves nothing, and nobody removes another's"
@@ -201,7 +200,7 @@ def test_defect_9_a_small_dev_shm_is_no_limit(tmp_path):
     if shutil.which("unshare") is None or probe.returncode:
         pytest.skip("mount namespaces need root")
     job = start(tmp_path / "small", "live", "unshare", "-m", "sh", "-c", mount.replace("1m", "64k"), "sh")
-    said = job.communicate(timeout=40)
+    said = job.communicate(timeout=150)
     assert said[0] == "all came\n", said
 
 
@@ -209,13 +208,18 @@ def test_defect_9_a_small_dev_shm_is_no_limit(tmp_path):
 @pytest.mark.parametrize("first_raises", [False, True])
 def test_defects_13_14_a_rank_that_raises_is_heard_at_once(rank, first_raises):
     raising = 0 if first_raises else 2
-    started = time.monotonic()
-    with pytest.raises(KeyError if rank == raising else RankFailedError) as raised:  # noqa: SIM117
-        with get_tensors_parallel(torch.ones(1), [0, 1, 2]):
-            if rank == raising:
-                raise KeyError("the merge went wrong")
-    assert time.monotonic() - started < 1
-    assert rank == raising or (raised.value.rank == raising and "the merge went wrong" in raised.value.cause)
+
+    def gather_and_raise():
+        started = time.monotonic()
+        with pytest.raises(KeyError if rank == raising else RankFailedError) as raised:  # noqa: SIM117
+            with get_tensors_parallel(torch.ones(1), [0, 1, 2]):
+                if rank == raising:
+                    raise KeyError("the merge went wrong")
+        took = time.monotonic() - started
+        assert rank == raising or (raised.value.rank == raising and "the merge went wrong" in raised.value.cause)
+        return took
+
+    assert_soon(gather_and_raise)
 
 
 @pytest.mark.ranks(2)

@@ -7,12 +7,17 @@ touched: a start of torch for each rank would take two seconds.
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from contextlib import suppress
 from typing import Any
 
 import pytest
+
+from tests.named_memory import named_memory
+
+pytestmark = pytest.mark.timeout(400)  # twenty jobs of four ranks, one after another
 
 JOB = """
 import contextlib, functools, gc, json, mmap, os, random, select, signal, sys, time, warnings
@@ -103,22 +108,25 @@ def gather_for_ever(
     rank, n, timeout_seconds=1800.0, until=None, offset=0, rotate=True, stop_at=None, directory=None, far=False
 ):
     # Sizes around the step from inline to arena, early exits, nested ones, and an order of ranks that changes.
-    answer, i = {}, 0
+    answer, i, begun = {}, 0, time.monotonic()
     if far:  # each rank on a host of its own, as far as it can tell
         xrank.ranks.peer.process_space = lambda: f"host {rank}"
     gather = functools.partial(get_tensors_parallel, timeout_seconds=timeout_seconds, workspace_path=directory)
     try:
-        for first in range(n if rotate else 1):
-            # All lists of ranks meet: who dies before has left no trace to be known by.
-            with gather(None, [(first + r) % n for r in range(n)]):
-                pass
-        ready[rank] = 1
+        try:
+            for first in range(n if rotate else 1):
+                # All lists of ranks meet, whatever the deadline: who dies before has left no trace to be known by.
+                with gather(None, [(first + r) % n for r in range(n)], timeout_seconds=1800.0):
+                    pass
+        finally:
+            ready[rank] = 1  # where it failed, too: who waits for it would wait for ever
         while until is None or i < until:
             ranks = [(r + i // 7) % n for r in range(n)] if rotate and i % 14 < 7 else list(range(n))
             if (rank, i) == stop_at:
                 os.kill(os.getpid(), signal.SIGSTOP)
             size = (5, 3000, 40000)[i % 3]
             value = torch.full((size,), offset + 1000 * rank + i % 1000)
+            begun = time.monotonic()
             with gather(value, ranks, early_exit=i % 5 == 4) as parts:
                 if rank == ranks[0]:
                     got = [(len(t), int(t[0]), int(t[-1])) for t in parts]
@@ -131,8 +139,9 @@ def gather_for_ever(
     except (RankFailedError, RankTimeoutError) as error:
         answer = {
             "type": type(error).__name__, "rank": error.rank, "text": f"{error} {error.got}", "when": time.monotonic(),
-            "waiting_for": getattr(error, "waiting_for", None),
+            "waited": time.monotonic() - begun, "waiting_for": getattr(error, "waiting_for", None),
         }
+    parts = None  # the last ones hold the memory that they lie in
     dist.destroy_process_group()
     gc.collect()
     return {**answer, "calls": i, "left": left()}
@@ -177,7 +186,7 @@ struck = time.monotonic()
 for ranks, sign in zip(jobs, signs):
     os.kill(ranks[1][0], sign)
 for _, reading in (jobs[1][0], jobs[1][2]):
-    select.select([reading], [], [], 30)
+    select.select([reading], [], [], 60)
 os.kill(jobs[1][1][0], signal.SIGCONT)
 print(json.dumps({"struck": struck, "jobs": [collect(ranks) for ranks in jobs]}))
 """
@@ -186,8 +195,15 @@ END_ALL = """
 through, num_others = sys.argv[1], int(sys.argv[2])
 ranks = fork_ranks(3, functools.partial(gather_for_ever, directory=through), "the one that is killed")
 wait_for_start(3)
-while len(os.listdir(through)) == num_others:
-    pass
+while True:
+    for pid, _ in ranks:  # all at one moment, so that none clears up after another
+        os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)
+    if len(os.listdir(through)) > num_others:
+        break
+    for pid, _ in ranks:
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(0.001)
 for pid, _ in ranks:
     os.kill(pid, signal.SIGKILL)
 collect(ranks)
@@ -196,6 +212,9 @@ body = functools.partial(gather_for_ever, directory=through, until=20)
 print(json.dumps({"left": num_left, "answers": collect(fork_ranks(3, body, "the next one"))}))
 """
 
+DEADLINE = 4.0
+"""Seconds: on a busy machine a rank that lives takes more than one."""
+
 STOP = """
 def main(through, seed):
     chosen = random.Random(seed)
@@ -203,7 +222,7 @@ def main(through, seed):
     victim = seed % 4
     stop_at = None if victim else (0, 20)
     body = functools.partial(
-        gather_for_ever, timeout_seconds=1.0, rotate=False, stop_at=stop_at, directory=through or None
+        gather_for_ever, timeout_seconds=float(sys.argv[4]), rotate=False, stop_at=stop_at, directory=through or None
     )
     ranks = fork_ranks(4, body, f"job {seed}")
     wait_for_start(4)
@@ -216,7 +235,7 @@ def main(through, seed):
     # It goes on when all others have ended.
     for rank, (pid, reading) in enumerate(ranks):
         if rank != victim:
-            select.select([reading], [], [], 20)
+            select.select([reading], [], [], 60)
     os.kill(ranks[victim][0], signal.SIGCONT)
     return {"victim": victim, "stopped": stopped, "answers": collect(ranks)}
 
@@ -251,7 +270,7 @@ def run(program: str, *arguments: object) -> Any:
         start_new_session=True,
     )
     try:
-        answers, complaints = job.communicate(timeout=55)
+        answers, complaints = job.communicate(timeout=370)
     finally:
         with suppress(ProcessLookupError):  # where all went well, nobody is left
             os.killpg(job.pid, signal.SIGKILL)
@@ -259,25 +278,24 @@ def run(program: str, *arguments: object) -> Any:
     return json.loads(answers.splitlines()[-1])
 
 
-def named_memory() -> set[str]:
-    """Return what lies in /dev/shm, without the temporary files that other programs may have there."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("tmp")}
-
-
 def check_killed(jobs: list[dict[str, Any]]) -> None:
+    slowest = []
     for seed, job in enumerate(jobs):
         survivors = [answer for rank, answer in enumerate(job["answers"]) if rank != job["victim"]]
         assert job["answers"][job["victim"]] is None
         for answer in survivors:
             assert answer.get("type") == "RankFailedError" and answer["rank"] == job["victim"], (seed, job)
-            assert answer["when"] - job["killed"] < 2, (seed, job)
             assert answer["left"] == [], (seed, job)
+        slowest.append(max(answer["when"] - job["killed"] for answer in survivors))
+    # Two seconds are the claim, which a machine that does other things keeps most of the time; a rank that heard of the
+    # death in no other way than by a heartbeat would take more than ten.
+    assert statistics.median(slowest) < 2 and max(slowest) < 10, slowest
 
 
 def test_a_rank_killed_at_any_moment_is_named_by_all_others(seeds):
-    before = named_memory()
+    before = set(named_memory())
     check_killed(run(KILL, "", *seeds))
-    assert named_memory() <= before
+    assert set(named_memory()) <= before
 
 
 def test_a_rank_killed_at_any_moment_of_a_gather_through_a_directory_is_named(tmp_path, seeds):
@@ -308,16 +326,18 @@ def test_a_job_that_is_killed_whole_leaves_a_directory_that_the_next_one_sweeps(
 
 @pytest.mark.parametrize(("way", "count"), [("memory", 4), ("directory", 2)])
 def test_a_rank_that_is_stopped_is_named_at_the_deadline(tmp_path, way, count):
-    for seed, job in enumerate(run(STOP, "" if way == "memory" else tmp_path / "through", 0, count)):
+    for seed, job in enumerate(run(STOP, "" if way == "memory" else tmp_path / "through", 0, count, DEADLINE)):
         victim = job["victim"]
         for rank, answer in enumerate(job["answers"]):
             assert "error" not in answer, (seed, job)  # nothing was corrupted, there and then
             assert answer["left"] == [], (seed, job)
             if rank != victim:
                 assert f"rank {victim} " in answer["text"], (seed, job)
-                assert 0.8 < answer["when"] - job["stopped"] < 3, (seed, job)
+                assert answer["when"] - job["stopped"] < DEADLINE + 10, (seed, job)
         others = [a for rank, a in enumerate(job["answers"]) if rank != victim]
-        assert any(a["type"] == "RankTimeoutError" and a["waiting_for"] == [victim] for a in others), (seed, job)
+        assert any(
+            a["type"] == "RankTimeoutError" and a["waiting_for"] == [victim] and a["waited"] >= DEADLINE for a in others
+        ), (seed, job)
         assert job["answers"][victim]["type"] == "RankFailedError", (seed, job)
 
 

@@ -9,6 +9,8 @@ from contextlib import suppress
 import pytest
 import torch
 
+from tests.gather.told import assert_soon, is_told, tell, told
+from tests.named_memory import named_memory
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
 from xrank.testing.workspace_contract import same_bytes, tensor_zoo
@@ -66,7 +68,7 @@ def test_large_and_many_tensors_grow_and_reuse_the_arena(rank):
 @pytest.mark.ranks(2)
 def test_nothing_is_left_after_many_gathers(rank):
     def left() -> tuple[int, list[str]]:
-        return len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+        return len(os.listdir("/proc/self/fd")), named_memory()
 
     with get_tensors_parallel(torch.ones(4), [0, 1]):
         before = left()
@@ -114,27 +116,83 @@ def test_repeated_ranks_are_refused(rank):
         pass
 
 
+@pytest.mark.parametrize("ranks", [[0, 1.5], ["a"], 3, None], ids=repr)
+def test_ranks_that_are_no_whole_numbers_are_refused(ranks):
+    with pytest.raises(UsageError, match="whole numbers"), get_tensors_parallel(torch.ones(1), ranks):
+        pass
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_there_is_not_is_refused_at_once(rank):
+    refused = pytest.raises(UsageError, match="there is no rank 2 in a world of 2")
+    with refused as raised, get_tensors_parallel(torch.ones(1), [0, 2], timeout_seconds=20):
+        pass
+    assert raised.value.rank == 2 and "from 0 to 1" in raised.value.want
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("raising", [0, 1])
 @pytest.mark.parametrize("where", ["call", "body"])
 def test_a_rank_that_raises_is_named_on_all_others(rank, raising, where):
     with get_tensors_parallel(torch.ones(1), [0, 1, 2]):
         pass
-    started = time.monotonic()
     expected = RankFailedError if rank != raising else UsageError if where == "call" else KeyError
-    with pytest.raises(expected) as raised:
-        mine = "no tensor" if where == "call" and rank == raising else torch.ones(1)
-        with get_tensors_parallel(mine, [0, 1, 2]):
-            if rank == raising:
-                raise KeyError("the body of one rank")
-    assert time.monotonic() - started < 1
-    if rank != raising:
-        assert raised.value.rank == raising and raised.value.host and raised.value.cause
-        assert ("no tensor" if where == "call" else "the body of one rank") in str(raised.value) + str(raised.value.got)
+
+    def gather_and_raise():
+        started = time.monotonic()
+        with pytest.raises(expected) as raised:
+            mine = "no tensor" if where == "call" and rank == raising else torch.ones(1)
+            with get_tensors_parallel(mine, [0, 1, 2]):
+                if rank == raising:
+                    raise KeyError("the body of one rank")
+        took, error = time.monotonic() - started, raised.value
+        if rank != raising:
+            assert error.rank == raising and error.host and error.cause
+            assert ("no tensor" if where == "call" else "the body of one rank") in str(error) + str(error.got)
+        return took
+
+    assert_soon(gather_and_raise)
     # The next gather begins anew.
     with get_tensors_parallel(torch.tensor(rank), [0, 1, 2]) as parts:
         if rank == 0:
             assert [int(t) for t in parts] == [0, 1, 2]
+
+
+@pytest.mark.ranks(3)
+def test_a_wait_inside_a_gather_that_failed_ends_with_its_failure(rank):
+    with pytest.raises(RankFailedError, match="caught") as raised:  # noqa: SIM117
+        with get_tensors_parallel(torch.ones(1), [0, 1, 2]):
+            with suppress(KeyError, RankFailedError), get_tensors_parallel(torch.ones(1), [0, 1, 2]):
+                if rank == 1:
+                    raise KeyError("caught")
+            if rank == 0:  # the others never come to this one
+                with get_tensors_parallel(torch.ones(1), [0, 2]):
+                    pytest.fail("nobody came")
+    assert raised.value.rank == 1
+    with get_tensors_parallel(torch.tensor(rank), [0, 1, 2]) as parts:
+        assert parts == ([0, 1, 2] if rank == 0 else [])
+
+
+@pytest.mark.ranks(2)
+def test_a_state_of_many_small_tensors_comes_in_one_gather_again_and_again(rank):
+    for turn in range(3):
+        mine = {f"layer.{i}": torch.full((i % 5 + 1,), 7 * i + turn + rank) for i in range(2000)}
+        with get_tensors_parallel(mine, [0, 1]) as parts:
+            for r, part in enumerate(parts):
+                assert list(part) == list(mine)
+                assert all(part[f"layer.{i}"].tolist() == [7 * i + turn + r] * (i % 5 + 1) for i in range(2000))
+
+
+@pytest.mark.ranks(2)
+def test_what_is_held_of_many_gathers_stays_as_it_was(rank):
+    # Sizes that are told inline, copied out of an arena, and lent.
+    held = []
+    for number in range(12):
+        size = (100, 9000, 60_000, 200_000)[number % 4]
+        with get_tensors_parallel(torch.full((size,), 10 * number + rank), [0, 1]) as parts:
+            held += parts[1:]
+    assert [int(part[0]) for part in held] == ([10 * number + 1 for number in range(12)] if rank == 0 else [])
+    assert all(bool((part == part[0]).all()) for part in held)
 
 
 @pytest.mark.ranks(2)
@@ -151,32 +209,35 @@ def test_a_rank_that_stays_away_is_named_at_the_deadline(rank):
         pass
     if rank == 2:
         # It comes too late, and hears why the others have given up.
-        time.sleep(1.5)  # the one thing here that is about time
+        assert is_told("0 has given up") and is_told("1 has given up")
         with suppress(RankFailedError), get_tensors_parallel(torch.ones(1), [0, 1, 2], timeout_seconds=0.7):
             pytest.fail("the others had given up")
         return
     with pytest.raises((RankTimeoutError, RankFailedError)) as raised:  # noqa: SIM117
         with get_tensors_parallel(torch.ones(1), [0, 1, 2], timeout_seconds=0.7):
             pass
-    assert "rank 2" in str(raised.value)
+    tell(f"{rank} has given up")
+    # On a busy machine rank 1 may not have come either.
+    assert "rank 2" in str(raised.value) or "ranks [1, 2]" in str(raised.value)
 
 
 def die_in_the_body(rank: int, world_size: int) -> str:
     """Kill rank 1 while the first rank's body runs, which ends when it has seen the death."""
-    started = time.monotonic()
     try:
         with get_tensors_parallel(torch.tensor(os.getpid()), [0, 1, 2]) as pids:
             if rank == 1:
+                tell("dies", str(time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank == 0:
                 select.select([os.pidfd_open(int(pids[1]))], [], [])
-            started = time.monotonic()
     except RankFailedError as error:
-        assert error.rank == 1 and time.monotonic() - started < 2
+        # Far less than any deadline here; that it is two seconds where nothing else runs, test_killing shows.
+        assert error.rank == 1 and time.monotonic() - float(told("dies")) < 20
         return error.message
     return "nothing"
 
 
+@pytest.mark.timeout(180)
 def test_a_rank_that_dies_is_named(tmp_path):
     """In processes of its own: the pool's ranks are to live."""
     import subprocess
@@ -194,6 +255,6 @@ def test_a_rank_that_dies_is_named(tmp_path):
         subprocess.Popen([sys.executable, "-W", "ignore", "-c", program, str(r)], stdout=subprocess.PIPE, text=True)
         for r in range(3)
     ]
-    said = [process.communicate(timeout=50)[0] for process in ranks]
+    said = [process.communicate(timeout=150)[0] for process in ranks]
     assert ranks[1].returncode == -signal.SIGKILL
     assert all("rank 1 failed" in said[r] for r in (0, 2)), said

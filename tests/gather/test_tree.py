@@ -152,6 +152,7 @@ def made_by_a_function() -> object:
         (Bits.LOW | Bits.HIGH, "Bits"),
         (torch.eye(2).to_sparse(), "layout"),
         ([torch.empty(2, device="meta")], "meta"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "NestedTensor"),
         (torch.device("cpu"), "device"),
         (types.SimpleNamespace(), "SimpleNamespace"),
     ],
@@ -161,6 +162,19 @@ def test_what_can_not_be_sent_is_refused_with_its_place(value, said):
     with pytest.raises(UsageError) as raised:
         pack(value)
     assert said in str(raised.value)
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused_before_it_is_read():
+    for tensor in (torch.ones(3), torch.ones(3)[1:], torch.ones(3, 4).t()[1:], torch.nn.Parameter(torch.ones(2))):
+        tensor.untyped_storage().resize_(0)
+        for value in (tensor, {"a": torch.ones(2), "freed": tensor}):
+            with pytest.raises(UsageError, match="has no memory: its storage was freed"):
+                pack(value)
+    short = torch.ones(8)[2:].as_strided((2, 2), (4, 1))
+    pack(short)
+    short.untyped_storage().resize_(7 * 4)  # it reaches to the eighth element
+    with pytest.raises(UsageError, match="freed"):
+        pack(short)
 
 
 def test_values_in_themselves_are_refused():
@@ -280,3 +294,43 @@ def test_a_dataclass_is_made_only_when_all_of_it_can_be():
         with pytest.raises(UnsafeError):
             unpack(tree, [])
     assert Noted.num_ended == before
+
+
+# ---- states of many tensors
+
+
+def states():
+    big = torch.arange(100.0)
+    yield {f"layer.{i}": big[i : i + 3] for i in range(50)}, "m"
+    yield {"a": big[::2], "b": torch.ones(2, 3).t(), "c": torch.tensor(3)}, "m"
+    yield {"a": big, "tied": big}, "d"
+    yield {"a": big, "of one memory": big[:4]}, "d"
+    yield {"empty": torch.empty(0, 3), "b": big}, "d"
+    yield {"parameter": torch.nn.Parameter(big), "b": torch.ones(2)}, "d"
+    yield {"none": None, "b": big}, "d"
+    yield {1: big}, "d"
+    yield {}, "d"
+
+
+@pytest.mark.parametrize(("state", "kind"), list(states()))
+def test_a_state_comes_as_it_was_by_the_short_way_and_by_the_long_one(state, kind):
+    tree, tensors = pack(state)
+    assert tree[0] == kind
+    came = unpack(json.loads(json.dumps(tree)), tensors)
+    assert list(came) == list(state)
+    for name, tensor in state.items():
+        assert came[name] is tensor is None or same_bytes(came[name], tensor.detach())
+        assert tensor is None or not came[name].requires_grad
+    ties = [[a is b for a in came.values()] for b in came.values()]
+    assert ties == [[a is b for a in state.values()] for b in state.values()]
+
+
+def test_a_state_with_what_cannot_be_sent_is_refused_by_its_name():
+    with pytest.raises(UsageError, match=r"\['sparse'\].*layout"):
+        pack({"a": torch.ones(2), "sparse": torch.eye(2).to_sparse()})
+
+
+def test_a_tree_that_names_more_tensors_than_came_is_refused():
+    for tree in (["m", ["a", "b"]], ["m"], ["m", 3]):
+        with pytest.raises((UnsafeError, ValueError)):
+            unpack(tree, [torch.ones(1)])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from plain_meaning import Integer, Made, axes_in
-
+from tests.layout.plain_meaning import Integer, Made, axes_in
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import local_part
 from xrank.layout.nests import size as num_pairs

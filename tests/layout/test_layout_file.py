@@ -1,5 +1,7 @@
 """One file for a model of today: GQA, both orders of gate and up, a padded vocabulary, stages, experts."""
 
+import os
+
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.companion import Companion
 
@@ -67,3 +69,12 @@ def test_an_order_names_the_fastest_axis_first(tmp_path):
     assert layouts.device_mesh == DeviceMesh((2, 2), ("tp", "dp"), [3, 2, 1, 0])
     layouts.write(file)
     assert LayoutMap.read(file) == layouts
+
+
+def test_two_processes_that_have_one_number_write_at_once(tmp_path):
+    """As ranks in containers of their own do, into one folder: neither takes what the other has begun."""
+    file, other = tmp_path / "layout.toml", tmp_path / f"layout.toml.{os.getpid()}.part"
+    other.write_bytes(b"another's")
+    LayoutMap(DeviceMesh((2,), ("tp",))).write(file)
+    assert LayoutMap.read(file).device_mesh == DeviceMesh((2,), ("tp",)) and other.read_bytes() == b"another's"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [file.name, other.name]

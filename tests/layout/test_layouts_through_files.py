@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from shaped_layouts import is_held_once, shaped_case
 
+from tests.layout.shaped_layouts import is_held_once, shaped_case
 from xrank import NFSWorkspace, gather_checkpoint, reshard_checkpoint
 from xrank.layout import LayoutMap
 from xrank.layout.local_part import local_part

@@ -7,9 +7,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_meaning import whole
-from test_plain_meaning import made_case
 
+from tests.layout.plain_meaning import whole
+from tests.layout.test_plain_meaning import made_case
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.companion import parse_companion

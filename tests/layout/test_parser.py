@@ -290,14 +290,14 @@ def test_length_and_depth_have_limits():
      "[f/a%2*", "[] sum(a) ", "[] where a=1,", "[f ", "[(f) ", "[f/a f", "[<a: 1> ", "[pad(f, 2) ", "\t", "9", "\""],
 )  # fmt: skip
 def test_long_texts_end_soon(mark):
-    begun = time.perf_counter()
+    begun = time.process_time()
     with pytest.raises(LayoutError):
         parse((mark[0] + mark[1:] * MAX_CHARACTERS)[:MAX_CHARACTERS])
     with pytest.raises(LayoutError):
         parse((mark * MAX_CHARACTERS)[:MAX_CHARACTERS])
     body = "[" + ("<" + "|".join(f"p{i}:1" for i in range(900)) + ">")
     parse(body + "]")
-    assert time.perf_counter() - begun < 3
+    assert time.process_time() - begun < 3
 
 
 @pytest.mark.parametrize("value", [None, b"[f]", 3])

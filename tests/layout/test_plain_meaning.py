@@ -6,8 +6,8 @@ import random
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_meaning import NOTHING, Made, combined, local_shape, places, whole
 
+from tests.layout.plain_meaning import NOTHING, Made, combined, local_shape, places, whole
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import local_part

@@ -5,8 +5,8 @@ import random
 from itertools import product
 
 import numpy as np
-from plain_meaning import Made, places, whole
 
+from tests.layout.plain_meaning import Made, places, whole
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import local_part
 from xrank.layout.nest_table import NestTable

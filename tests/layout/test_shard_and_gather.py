@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shaped_layouts import shaped_case
 
+from tests.layout.shaped_layouts import shaped_case
 from xrank.layout import TensorLayout
 from xrank.layout.local_part import local_part
 from xrank.layout.nests import intersect, swap

@@ -3,8 +3,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_meaning import NOTHING, Made, places, positions, whole
 
+from tests.layout.plain_meaning import NOTHING, Made, places, positions, whole
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.notation import render_dim

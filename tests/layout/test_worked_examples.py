@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from held_elements import PAD, compiled, elements, held, ranges, rows
 
+from tests.layout.held_elements import PAD, compiled, elements, held, ranges, rows
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.companion import companion_shape, parse_companion

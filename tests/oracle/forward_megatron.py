@@ -16,8 +16,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-from megatron_weights import GPT2_SIZES, SIZES, TOKENS, weights
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.recipes.megatron_weights import GPT2_SIZES, SIZES, TOKENS, weights
 
 _LLAMA = {
     "ffn_hidden_size": SIZES["intermediate_size"], "num_query_groups": SIZES["num_key_value_heads"],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from tests.oracle.write_megatron import CASES, world_size
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.readers.base import Hints
-from xrank.readers.megatron_dist import MegatronDistReader
-from xrank.readers.megatron_legacy import MegatronLegacyReader
+from xrank.readers.megatron.dist import MegatronDistReader
+from xrank.readers.megatron.legacy import MegatronLegacyReader
 from xrank.testing.reader_contract import read_model, whole
 
 # Five processes import Megatron and torch for each case, and each starts one more.
@@ -51,12 +53,15 @@ def run(folder: Path, name: str, num_ranks: int) -> None:
     for rank, log in enumerate(logs):
         with log.open("w") as stream:
             command = [sys.executable, "-W", "ignore", str(_WRITER), str(rank), str(folder), name]
-            ranks.append(subprocess.Popen(command, env=environment, stdout=stream, stderr=stream))
+            ranks.append(
+                subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
+            )
     try:
         codes = [process.wait(timeout=180) for process in ranks]
     finally:
-        for process in ranks:
-            process.kill()
+        for process in ranks:  # and the helpers that outlive it
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert codes == [0] * num_ranks, "\n".join(log.read_text()[-3000:] for log in logs)
 
 
@@ -92,6 +97,15 @@ def test_legacy_checkpoint(written: tuple[str, Path], tmp_path: Path) -> None:
     model = MegatronLegacyReader().read(str(folder / "legacy"), Hints())
     tied = {"output_layer.weight": "embedding.word_embeddings.weight"}
     assert model.aliases == (tied if name == "dense" else {})
+
+
+def test_live_modules(written: tuple[str, Path]) -> None:
+    """What the ranks held in memory, exported while they lived."""
+    name, folder = written
+    expected = torch.load(folder / "named.pt", weights_only=True)
+    assert read_model(folder / "live") == {key: whole(t) for key, t in expected.items()}
+    # The last stage's copy of a tied embedding went out under the embedding's name.
+    assert ("output_layer.weight" in expected) == (name != "dense")
 
 
 @pytest.mark.parametrize("kind", ["dist", "legacy"])

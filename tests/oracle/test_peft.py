@@ -95,6 +95,7 @@ def test_merged_as_peft_merges(tmp_path: Path, kind: str) -> None:
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(logits(loaded(tmp_path / "model")), before, atol=1e-4, rtol=1e-4)
+    assert verify_model(tmp_path / "model", against=tmp_path / "run").ok
 
 
 @pytest.mark.parametrize("kind", PLAIN)
@@ -108,6 +109,8 @@ def test_kept_apart_as_peft_loads(tmp_path: Path, kind: str) -> None:
     theirs, ours = (
         load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "theirs", tmp_path / "model/adapter")
     )
+    assert verify_model(tmp_path / "model", against=tmp_path / "run").ok
+    assert verify_model(tmp_path / "theirs", against=tmp_path / "run").ok
     theirs.pop("base_model.model.model.embed_tokens.base_layer.weight", None)  # it is in our base
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
     assert verify_model(tmp_path / "model").ok
@@ -128,6 +131,7 @@ def test_half_precision_is_rounded_once_where_peft_rounds_twice(tmp_path: Path) 
         ours_off += float((found[name].float() - tensor).abs().sum())
         theirs_off += float((theirs[name].float() - tensor).abs().sum())
     assert 0 < ours_off < theirs_off
+    assert verify_model(tmp_path / "model", against=tmp_path / "run").ok
 
 
 def test_weights_that_lie_the_other_way(tmp_path: Path) -> None:
@@ -138,6 +142,7 @@ def test_weights_that_lie_the_other_way(tmp_path: Path) -> None:
     for choice in ("merge", "separate"):
         source = left(tmp_path / f"run-{choice}", model)
         gather_checkpoint(source, tmp_path / choice, adapter=choice)
+        assert verify_model(tmp_path / choice, against=source).ok
     torch.testing.assert_close(logits(loaded(tmp_path / "merge")), before, atol=1e-4, rtol=1e-4)
     again = PeftModel.from_pretrained(loaded(tmp_path / "separate"), str(tmp_path / "separate/adapter")).eval()
     assert torch.equal(logits(again), before)
@@ -151,6 +156,10 @@ def test_dora(tmp_path: Path) -> None:
     gather_checkpoint(tmp_path / "run", tmp_path / "model", adapter="separate")
     again = PeftModel.from_pretrained(loaded(tmp_path / "model"), str(tmp_path / "model/adapter")).eval()
     assert torch.equal(logits(again), logits(model))
+    assert verify_model(tmp_path / "model", against=tmp_path / "run").ok
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    with pytest.raises(UsageError, match=r"cannot be computed: .* is not merged"):
+        verify_model(tmp_path / "merged", against=tmp_path / "run")
 
 
 @pytest.mark.parametrize("kind", ["linear", "head", "one layer"])
@@ -183,6 +192,7 @@ def test_a_dcp_checkpoint_of_a_peft_model(tmp_path: Path) -> None:
     (tmp_path / "checkpoint/config.json").write_text(model.get_base_model().config.to_json_string())
     gather_checkpoint(tmp_path / "checkpoint", tmp_path / "model", adapter="merge")
     torch.testing.assert_close(logits(loaded(tmp_path / "model")), logits(model), atol=1e-4, rtol=1e-4)
+    assert verify_model(tmp_path / "model", against=tmp_path / "checkpoint").ok
 
 
 @pytest.mark.parametrize("kind", ["head", "embedding"])
@@ -194,3 +204,4 @@ def test_a_folder_that_peft_saved(tmp_path: Path, kind: str) -> None:
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
     again = PeftModel.from_pretrained(llama(), str(tmp_path / "out")).eval()
     assert torch.equal(logits(again), logits(model))
+    assert verify_model(tmp_path / "out", against=tmp_path / "saved").ok

@@ -2,8 +2,8 @@
 
 The single process (CASE ends in ``-single``) makes the model and saves it, by Megatron's `dist_checkpointing` and as
 plain tensors. The ranks of the parallel run then load what it saved, so that Megatron itself cuts the model, and save
-theirs: in ``dist/``, and in ``legacy/`` as megatron/training/checkpointing.py would. Nothing is imported at the top:
-Megatron starts a helper process by importing this file again.
+theirs: in ``dist/``, in ``legacy/`` as megatron/training/checkpointing.py would, and by xrank in ``live/``. Nothing is
+imported at the top: Megatron starts a helper process by importing this file again.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ def main(rank: int, folder: str, name: str) -> None:
         torch.save(_plain(chunks[0].state_dict()), os.path.join(folder, "named.pt"))
         torch.save(_global(state()["model"]), os.path.join(folder, "global.pt"))
     else:
+        import xrank
+
+        # Where its ranks stand, xrank reads from Megatron's own process groups.
+        xrank.export_model(chunks, os.path.join(folder, "live"), recipe="none")
         _save_legacy(os.path.join(folder, "legacy"), case, chunks, common)
         if rank == 0:
             for kind in ("dist", "legacy"):

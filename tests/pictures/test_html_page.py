@@ -100,8 +100,8 @@ def test_a_thousand_ranks_make_a_small_page() -> None:
     layouts["w"] = "[f/~tp/~dp, h]"
     layouts["cyclic"] = "[a b/tp, h]"
     layouts.sizes["b"] = 128
-    started = time.monotonic()
+    started = time.process_time()
     page = layout_html(layouts, {"w": (1_000_003, 8), "cyclic": (1 << 20, 4)})
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
     Page(page)
     assert len(page) < 2_000_000

@@ -200,9 +200,9 @@ def test_a_thousand_ranks_are_drawn_quickly_and_short() -> None:
     layouts = LayoutMap(DeviceMesh.parse_grid("dp=8 tp=128"))
     layouts["rows"] = "[f/~tp/~dp, h]"
     layouts["replicas"] = "[f/tp, h]"
-    started = time.monotonic()
+    started = time.process_time()
     text = layout_text(layouts, {"rows": (1_000_003, 8), "replicas": (1 << 20, 8)})
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
     assert len(text.splitlines()) < 50
     assert ".. 1,009 more parts on " in text
     assert "  ranks 0,128,..,896 (8 ranks) " in text

@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from engine_cases import Integer, by_torch, shuffled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.plan.engine_cases import Integer, by_torch, shuffled
 from xrank import dtypes
 from xrank.layout.nests import Loop
 from xrank.plan.casts import CastOverflowError, copy_cast, copy_same, count_cast_different, count_different

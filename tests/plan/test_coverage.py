@@ -6,10 +6,10 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from engine_cases import Integer, box_nest, cut_boxes, pairs_of, shuffled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.plan.engine_cases import Integer, box_nest, cut_boxes, pairs_of, shuffled
 from xrank.errors import LayoutError
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, canonical, restrict, size

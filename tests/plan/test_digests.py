@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import xxhash
-from engine_cases import plain_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.plan.engine_cases import plain_digest
 from xrank.plan.digests import BLOCK_NBYTES, TensorDigest, digest_of_file, digest_text
 
 

@@ -1,11 +1,12 @@
 """Plans divided among ranks: every window made once, and what the ranks find joined to what one execution finds."""
 
 import random
-from itertools import pairwise
+from itertools import chain, pairwise
 
+import numpy as np
 import pytest
-from engine_cases import MadeModel, add_random, expected_file, lay_out, outputs_of
 
+from tests.plan.engine_cases import MadeModel, add_random, expected_file, lay_out, outputs_of
 from xrank.plan import digests, windows, worker
 from xrank.plan.buffers import MemorySource, MemoryTarget
 from xrank.plan.checksums import RecordChecksums, read_rest
@@ -51,11 +52,18 @@ class Reading(MemorySource):
         return super().fetch(record, start, nbytes, staging)
 
 
-def run_shared(made: MadeModel, plan: Plan, files: list[int], num_ranks: int, round_nbytes: int):
+def random_holder(rng: random.Random, plan: Plan, num_ranks: int) -> np.ndarray | None:
+    """Return who holds each record, or None: files."""
+    if rng.random() < 0.5:
+        return None
+    return np.array([rng.randrange(num_ranks) for _ in range(len(plan.source.records))], np.int64)
+
+
+def run_shared(made: MadeModel, plan: Plan, files: list[int], num_ranks: int, round_nbytes: int, holder):
     """Make files as so many ranks would; return the files' bytes, what is said of them, and who read what."""
     room = [bytearray(file.output.nbytes) for file in plan.files]
     target = MemoryTarget([memoryview(view) for view in room])
-    division = divide(plan, files, num_ranks, round_nbytes=round_nbytes)
+    division = divide(plan, files, num_ranks, round_nbytes=round_nbytes, holder=holder)
     own = [RecordChecksums(plan.source.records, refuse, left_open=division.left_open) for _ in range(num_ranks)]
     sources = [Reading(made.views) for _ in range(num_ranks)]
     whole, staging = RecordChecksums(plan.source.records, refuse), memoryview(bytearray(64))
@@ -88,7 +96,7 @@ def test_ranks_make_what_one_execution_makes(small_windows):
         files = sorted(rng.sample(range(len(plan.files)), rng.randint(0, len(plan.files))))
         num_ranks = rng.randint(1, 5)
         room, finished, num_checksums, division, sources = run_shared(
-            made, plan, files, num_ranks, rng.choice([1, 700, 1 << 30])
+            made, plan, files, num_ranks, rng.choice([1, 700, 1 << 30]), random_holder(rng, plan, num_ranks)
         )
         alone = execute(
             plan, MemorySource(made.views), MemoryTarget([memoryview(bytearray(len(r))) for r in room]),
@@ -113,12 +121,19 @@ def test_each_window_is_of_one_rank_and_all_ranks_have_as_many(small_windows):
     for _ in range(200):
         _, plan = random_plan(rng)
         num_ranks, files = rng.randint(1, 7), list(range(len(plan.files)))
-        for round_ in divide(plan, files, num_ranks, round_nbytes=rng.choice([1, 2000, 1 << 30])).rounds:
-            made = [(i, w) for share in round_.shares for i, share_of in share.items() for w in share_of]
-            assert made == [(i, w) for i in round_.files for w in range(-(-plan.files[i].output.nbytes // 512))]
-            counts = [sum(map(len, share.values())) for share in round_.shares]
-            assert max(counts) - min(counts) <= 1
-            assert all(share_of for share in round_.shares for share_of in share.values())
+        holder = random_holder(rng, plan, num_ranks)
+        for round_ in divide(plan, files, num_ranks, round_nbytes=rng.choice([1, 2000, 1 << 30]), holder=holder).rounds:
+            made = [(i, w) for share in round_.shares for i, stretches in share.items() for w in chain(*stretches)]
+            wanted = [(i, w) for i in round_.files for w in range(-(-plan.files[i].output.nbytes // 512))]
+            assert (made if holder is None else sorted(made)) == wanted
+            counts = [sum(map(len, chain(*share.values()))) for share in round_.shares]
+            if holder is None:
+                assert max(counts) - min(counts) <= 1
+            else:
+                assert max(counts) <= -(-105 * len(wanted) // (100 * num_ranks))
+            for stretches in (stretches for share in round_.shares for stretches in share.values()):
+                assert stretches and all(stretches)
+                assert all(a.stop < b.start for a, b in pairwise(stretches))
 
 
 def test_rounds_have_the_bytes_that_were_asked_for():

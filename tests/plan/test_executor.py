@@ -10,7 +10,8 @@ from copy import copy
 
 import numpy as np
 import pytest
-from engine_cases import (
+
+from tests.plan.engine_cases import (
     MadeModel,
     add_random,
     box_nest,
@@ -20,7 +21,6 @@ from engine_cases import (
     outputs_of,
     plain_digest,
 )
-
 from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, UsageError
 from xrank.layout.nests import Nest
@@ -38,7 +38,7 @@ MIB = 1 << 20
 def no_thread_outlives_a_test():
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.fixture
@@ -358,12 +358,12 @@ def test_ctrl_c_waits_for_the_windows_under_way(small_windows, workers):
 
     class Target:
         def write(self, file, offset, data):
-            entered.wait(10)
-            may_go_on.wait(10)
+            entered.wait(50)
+            may_go_on.wait(50)
             late.append(returned.is_set())
 
     def interrupt():
-        entered.wait(10)  # until all workers write
+        entered.wait(50)  # until all workers write
         os.kill(os.getpid(), signal.SIGINT)
         # Only so long that a call which does not wait would have returned by now.
         returned.wait(0.2)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engine_cases import MadeModel, add_random, box_nest, lay_out, outputs_of
 
+from tests.plan.engine_cases import MadeModel, add_random, box_nest, lay_out, outputs_of
 from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, UsageError
 from xrank.layout.nests import Nest, restrict

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_cases import MadeModel, add_random, box_nest, cut_boxes, pairs_of, plain_digest
 
+from tests.plan.engine_cases import MadeModel, add_random, box_nest, cut_boxes, pairs_of, plain_digest
 from xrank import dtypes
 from xrank.errors import ContradictionError
 from xrank.layout.nest_table import NestTable

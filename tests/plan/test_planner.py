@@ -4,8 +4,8 @@ import random
 
 import numpy as np
 import pytest
-from engine_cases import MadeModel, add_random, box_nest, lay_out, outputs_of, pairs_of
 
+from tests.plan.engine_cases import MadeModel, add_random, box_nest, lay_out, outputs_of, pairs_of
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest

@@ -4,10 +4,10 @@ import math
 import random
 
 import pytest
-from engine_cases import Integer, pairs_of, shuffled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.plan.engine_cases import Integer, pairs_of, shuffled
 from xrank.layout.nests import Nest, canonical
 from xrank.plan.tiles import Tile, tiles
 

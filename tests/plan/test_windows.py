@@ -4,8 +4,8 @@ import random
 import threading
 
 import pytest
-from engine_cases import MadeModel, add_random, lay_out, outputs_of, pairs_of
 
+from tests.plan.engine_cases import MadeModel, add_random, lay_out, outputs_of, pairs_of
 from xrank import dtypes
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest

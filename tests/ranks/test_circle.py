@@ -17,7 +17,7 @@ from xrank.ranks.board import Board
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
-from xrank.ranks.host_wire import HostWire
+from xrank.ranks.host_wire import Bells, HostWire
 from xrank.ranks.link import Link
 from xrank.ranks.peer import Peer
 from xrank.ranks.store import LocalStore
@@ -26,7 +26,7 @@ from xrank.ranks.wire import Message, Word
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-SOON_SECONDS = 5.0
+SOON_SECONDS = 20.0
 """Far less than the minute that these waits may take, and more than a busy machine needs for a moment."""
 CALL = 1
 
@@ -39,7 +39,10 @@ def host_wires(ranks, peers):
     for rank in ranks[1:]:
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         links[ranks[0]][rank], links[rank][ranks[0]] = map(Link, pair)
-    return {rank: HostWire(ranks, rank, boards[rank], links[rank], others(rank, peers)) for rank in ranks}
+    bells = Bells.create()
+    shared = {rank: Bells(map(os.dup, bells.descriptors)) for rank in ranks}
+    bells.close()
+    return {rank: HostWire(ranks, rank, boards[rank], shared[rank], links[rank], others(rank, peers)) for rank in ranks}
 
 
 def store_wires(ranks, peers):
@@ -102,8 +105,8 @@ def meanwhile(act):
     thread.join()
 
 
-def failure(rank, cause="a cause"):
-    return FailureRecord(rank, f"host{rank}", 100 + rank, cause, "a call")
+def failure(rank, cause="a cause", number=0):
+    return FailureRecord(rank, f"host{rank}", 100 + rank, cause, "a call", number)
 
 
 def test_messages_of_each_rank_come_in_their_order(meet):
@@ -243,6 +246,60 @@ def test_those_that_follow_a_failure_add_nothing(meet):
     with pytest.raises(RankFailedError) as raised:
         circles[0].check(CALL)
     assert [error.rank for error in raised.value.failures] == [1]
+
+
+def test_a_failure_in_a_later_call_is_none_of_the_call_that_was_left(meet):
+    # Rank 2 leaves early and fails in the next call, while rank 1 is still in the body of this one.
+    circles = meet(0, 1, 2)
+    ended(circles[2]).leave(CALL)
+    circles[2].begin(2)
+    circles[2].fail(failure(2))
+    circles[0].check(CALL)
+    circles[1].look(CALL)
+    circles[0].end_body()
+
+    def end_late():
+        ended(circles[1]).leave(CALL)
+
+    with soon(), meanwhile(end_late):
+        circles[0].await_bodies(CALL, Deadline(60))
+    circles[0].leave(CALL)
+    for rank in (0, 1):
+        circles[rank].begin(2)
+        with pytest.raises(RankFailedError, match="rank 2"):
+            circles[rank].look(2)
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_who_left_a_call_early_knows_that_it_failed_there(meet, failed):
+    circles = meet(0, 1, 2)
+    ended(circles[2]).leave(CALL)
+    circles[2].begin(2)
+    circles[failed].fail(failure(failed, number=CALL))
+    circles[2].wire.pump(0)
+    assert circles[2].failed_before()
+    assert not circles[1].failed_before() and not circles[0].failed_before()  # they are there still
+
+
+def test_a_failure_in_this_call_or_after_the_first_had_left_is_none_before(meet):
+    circles = meet(0, 1, 2)
+    circles[1].fail(failure(1, number=CALL))
+    circles[2].wire.pump(0)
+    assert not circles[2].failed_before()
+    for rank in (0, 2):  # as all are that could be left
+        ended(circles[rank]).leave(CALL)
+        circles[rank].begin(2)
+    circles[2].wire.pump(0)
+    assert not circles[2].failed_before()  # the first hears of it where this one does
+
+
+def test_who_follows_a_failure_from_elsewhere_fails_its_own_call(meet):
+    # Rank 1 gives this call up because rank 2, which has left it, failed somewhere else.
+    circles = meet(0, 1, 2)
+    ended(circles[2]).leave(CALL)
+    circles[1].fail(failure(2))
+    with pytest.raises(RankFailedError, match="rank 2"):
+        circles[0].look(CALL)
 
 
 def test_what_came_before_a_failure_counts(meet):

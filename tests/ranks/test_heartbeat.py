@@ -202,7 +202,7 @@ print("done")
 def test_it_holds_up_neither_the_end_of_a_process_nor_that_of_a_forked_one(how):
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=50, cwd=os.getcwd()
+        [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=150, cwd=os.getcwd()
     )
     assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40, "it ends; to start it takes most of the time"

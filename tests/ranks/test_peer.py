@@ -41,7 +41,7 @@ def test_the_end_of_a_process_of_this_host_is_seen():
     child.kill()
     poller = select.poll()
     poller.register(life, select.POLLIN)
-    assert poller.poll(10_000), "it is seen before anybody has waited for the child"
+    assert poller.poll(30_000), "it is seen before anybody has waited for the child"
     child.communicate()
     os.close(life)
 

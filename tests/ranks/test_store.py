@@ -1,12 +1,13 @@
 """Stores: values by name, as torch.distributed's own stores and the one inside a process hold them."""
 
 import gc
-import socket
 import time
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
+from tests.free_port import free_port
 from xrank.environment import Launch
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.ranks.store import GroupStore, LocalStore, find_store, launched_ranks
@@ -43,7 +44,7 @@ def test_a_value_is_there_until_it_is_removed_and_nobody_waits_for_one(store):
     store.remove("a")
     store.remove("b")
     assert store.peek("a") is None and store.peek("empty") == ""
-    assert time.monotonic() - started < 5, "torch's own get waits 300 s for a value"
+    assert time.monotonic() - started < 30, "torch's own get waits 300 s for a value"
 
 
 def test_a_clone_sees_the_same_values(store):
@@ -95,7 +96,7 @@ def test_a_store_that_is_gone_is_rank_0s_failure_at_once():
         for _ in range(3):  # what is told may vanish in the connection, but not for long
             store.put("a", "2")
     store.remove("a")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_without_a_process_group_there_is_no_store():
@@ -139,9 +140,7 @@ def test_launched_ranks_have_torchruns_store_a_new_part_of_it_each_time():
 
 
 def test_without_torchrun_rank_0_keeps_the_store():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with pytest.raises(RankTimeoutError, match="rank 0 opened no store") as raised:
         launched_ranks(launch_of(1), environ, timeout_seconds=0.2)
     assert raised.value.waiting_for == (0,)
@@ -157,3 +156,6 @@ def test_ranks_without_a_place_to_meet_are_told_what_to_set(environ):
     with pytest.raises(UsageError, match="srun started have no place to meet") as raised:
         launched_ranks(launch_of(1), environ, timeout_seconds=1)
     assert "MASTER_ADDR" in raised.value.want and "torchrun" in raised.value.next_step
+    bare = replace(launch_of(1), launcher="bare")
+    with pytest.raises(UsageError, match="the ranks of RANK and WORLD_SIZE have no place to meet"):
+        launched_ranks(bare, environ, timeout_seconds=1)

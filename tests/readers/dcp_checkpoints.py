@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -92,6 +92,12 @@ def _constant(block: Block) -> dict[str, Any]:
     return {"w": distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])}
 
 
+def _fsdp1_local(block: Block) -> dict[str, Any]:
+    model = FullyShardedDataParallel(block.float(), use_orig_params=True, device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        return model.state_dict()
+
+
 CUTS: dict[str, Callable[[Block], Any]] = {
     "fsdp2": _fsdp,
     "tp": _tp,
@@ -100,7 +106,7 @@ CUTS: dict[str, Callable[[Block], Any]] = {
     "replicated": _replicated,
 }
 """How the model may be cut."""
-_TINY: dict[str, Callable[[Block], Any]] = {"even": _even, "constant": _constant}
+_OTHERS: dict[str, Callable[[Block], Any]] = {"even": _even, "constant": _constant, "fsdp1 local": _fsdp1_local}
 
 
 def save(folder: str, cut: str, nesting: str, seed: int, writing: Mapping[str, Any]) -> None:
@@ -108,13 +114,13 @@ def save(folder: str, cut: str, nesting: str, seed: int, writing: Mapping[str, A
 
     Args:
         folder: of the checkpoint; accelerate's nesting makes its two folders in it.
-        cut: a key of `CUTS` or of `_TINY`.
+        cut: a key of `CUTS` or of `_OTHERS`.
         nesting: ``flat``; ``model``; ``trainer``, with optimizer and counters beside; ``accelerate``.
         seed: of the model.
         writing: more for `FileSystemWriter`.
     """
     warnings.simplefilter("ignore")  # of torch's own deprecations
-    cut_model = (CUTS | _TINY)[cut](built(seed))
+    cut_model = (CUTS | _OTHERS)[cut](built(seed))
     states = get_model_state_dict(cut_model) if isinstance(cut_model, nn.Module) else cut_model
 
     def write(into: str, states: Any) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["Run", "whole_model", "write_config", "write_dist", "write_legacy"]
+__all__ = ["Run", "chunk_state", "whole_model", "write_config", "write_dist", "write_legacy"]
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD, VOCAB, EXPERTS = 8, 12, 4, 2, 2, 16, 4
 
@@ -170,7 +170,7 @@ def _grouped_part(name: str, experts: torch.Tensor, run: Run, tp: int) -> torch.
 _EXPERT = re.compile(r"(.*(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 
 
-def _chunk_state(run: Run, model: dict[str, torch.Tensor], tp: int, stage: int, ep: int, chunk: int) -> dict[str, Any]:
+def chunk_state(run: Run, model: dict[str, torch.Tensor], tp: int, stage: int, ep: int, chunk: int) -> dict[str, Any]:
     order = [(v, p) for v in range(len(run.chunks)) for p in range(run.pp)]
     first = sum(run.chunks[v][p] for v, p in order[: order.index((chunk, stage))])
     count = run.chunks[chunk][stage]
@@ -212,7 +212,7 @@ def write_legacy(folder: Path, run: Run, model: dict[str, torch.Tensor] | None =
         if (place / name).exists():
             continue  # of the first data-parallel rank
         (place / name).mkdir(parents=True)
-        chunks = [_chunk_state(run, model, tp, stage, ep, chunk) for chunk in range(len(run.chunks))]
+        chunks = [chunk_state(run, model, tp, stage, ep, chunk) for chunk in range(len(run.chunks))]
         state = {"args": run.namespace(rank), "checkpoint_version": 3.0, "iteration": run.iteration}
         state |= {"model": chunks[0]} if len(chunks) == 1 else {f"model{v}": chunk for v, chunk in enumerate(chunks)}
         state |= {"optimizer": {"state": {0: {"exp_avg": torch.rand(5)}}}, "rng_state": [{"random": (3, None)}]}

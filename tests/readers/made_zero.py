@@ -119,6 +119,8 @@ class Zero:
     """Stage 3: where a rank's stream is cut instead, in the midst of parameters."""
     alignment: int = 1
     """Stages 1 and 2: every parameter but the last begins at a multiple of it (``parameter_alignment``)."""
+    is_dealt: bool = False
+    """Stages 1 and 2: parameters are dealt to ranks in turn (``round_robin_gradients``)."""
     is_old: bool = False
     """Stages 1 and 2: with the padding, without paddings and slices (before 0.4)."""
     multiple: int = 2
@@ -138,13 +140,14 @@ def write_zero(folder: Path, model: MadeModel, how: Zero | None = None) -> None:
     place.mkdir(parents=True)
     (folder / "latest").write_text(place.name)
     with deepspeed_classes():
-        groups = _sub_groups(model.groups, how) if how.stage == 3 else model.groups
+        groups = _sub_groups(model.groups, how) if how.stage == 3 else [_dealt(group, how) for group in model.groups]
         for rank in range(how.num_ranks if how.stage == 3 else 1):
             name = f"zero_pp_rank_{rank}_mp_rank_00" if how.stage == 3 else "mp_rank_00"
             state = _changed(_model_state(model, groups, how, rank), how.changed_state)
             torch.save(state, place / f"{name}_model_states.pt")
         for rank in range(how.num_ranks if how.stage else 0):
-            optimizer = _changed(_optimizer_state(groups, how, rank), how.changed_optimizer)
+            whole = groups if how.stage == 3 else model.groups
+            optimizer = _changed(_optimizer_state(whole, how, rank), how.changed_optimizer)
             config = _config(how)
             torch.save(
                 {"optimizer_state_dict": optimizer, "ds_config": config, "ds_version": "0.19.8"},
@@ -157,7 +160,8 @@ def _changed(state: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _config(how: Zero) -> dict[str, Any]:
-    return {"train_batch_size": 8, "zero_optimization": {"stage": how.stage}, "bf16": {"enabled": True}}
+    zero = {"stage": how.stage, "round_robin_gradients": how.is_dealt}
+    return {"train_batch_size": 8, "zero_optimization": zero, "bf16": {"enabled": True}}
 
 
 def _sub_groups(groups: Sequence[Tensors], how: Zero) -> list[dict[str, torch.Tensor]]:
@@ -228,7 +232,7 @@ def _optimizer_state(groups: Sequence[Tensors], how: Zero, rank: int) -> dict[st
         }
     flats, paddings, slices, alignments = [], [], [], []
     for group in groups:
-        flat, cut = _flattened(group, how)
+        flat, cut = _flattened(_dealt(group, how), how)
         size = len(flat) // how.num_ranks
         part = flat[rank * size : (rank + 1) * size].clone()
         end = max(stop for _, stop in cut.values())
@@ -240,10 +244,10 @@ def _optimizer_state(groups: Sequence[Tensors], how: Zero, rank: int) -> dict[st
         paddings.append(padding)
         starts = [start for start, _ in cut.values()]
         ends = [*starts[1:], end]
-        alignments.append(
-            [after - start - tensor.numel() for start, after, tensor in zip(starts, ends, group.values(), strict=True)]
-        )
-        slices.append(OrderedDict(_addresses(cut, rank * size, (rank + 1) * size)))
+        alignments.append([after - stop for (_, stop), after in zip(cut.values(), ends, strict=True)])
+        # DeepSpeed 0.19.8 records where dealt parameters would lie undealt, unless some are aligned.
+        recorded = cut if any(alignments[-1]) else _flattened(group, how)[1]
+        slices.append(OrderedDict(_addresses(recorded, rank * size, (rank + 1) * size)))
     state = {
         "clip_grad": 1.0,
         "base_optimizer_state": _adam(flats, how),
@@ -256,6 +260,16 @@ def _optimizer_state(groups: Sequence[Tensors], how: Zero, rank: int) -> dict[st
         if not how.is_old:
             state["param_alignment_paddings"] = alignments
     return state if how.is_old else {**state, "group_paddings": paddings, "param_slice_mappings": slices}
+
+
+def _dealt(group: Tensors, how: Zero) -> Tensors:
+    """Reorder as ``stage_1_and_2.py: _round_robin_reorder``."""
+    names = list(group)
+    return (
+        {name: group[name] for rank in range(how.num_ranks) for name in names[rank :: how.num_ranks]}
+        if how.is_dealt
+        else group
+    )
 
 
 def _addresses(cut: Mapping[str, tuple[int, int]], low: int, high: int) -> dict[str, fragment_address]:
@@ -297,7 +311,7 @@ def write_universal(folder: Path, model: MadeModel, how: Zero) -> None:
     place = folder / f"global_step{how.step}_universal"
     place.mkdir(parents=True)
     (folder / "latest_universal").write_text(place.name)
-    groups = _sub_groups(model.groups, how) if how.stage == 3 else model.groups
+    groups = _sub_groups(model.groups, how) if how.stage == 3 else [_dealt(group, how) for group in model.groups]
     for rank in range(how.num_ranks if how.stage == 3 else 1):
         name = f"zero_pp_rank_{rank}_mp_rank_00" if how.stage == 3 else "mp_rank_00"
         torch.save(_model_state(model, groups, how, rank), place / f"{name}_model_states.pt")

@@ -18,20 +18,21 @@ from tests.readers.dcp_checkpoints import CUTS, Block, built
 from xrank.testing.rank_pool import RankPool
 
 
-def save_verl(folder: str, cut: str, as_stream: bool) -> None:
+def save_verl(folder: str, cut: str, as_stream: bool, prefix: str = "") -> None:
     """Save the model as verl/utils/checkpoint/fsdp_checkpoint_manager.py does, on every rank of a world.
 
     Args:
         folder: of the checkpoint.
         cut: a key of `CUTS`.
         as_stream: through an open file, whose name torch does not know.
+        prefix: what a wrapper puts before each name.
     """
     warnings.simplefilter("ignore")  # of torch's own deprecations
     rank, world_size = dist.get_rank(), dist.get_world_size()
     cut_model = CUTS[cut](built())
     state = cut_model.state_dict() if isinstance(cut_model, nn.Module) else cut_model
     # A buffer that sorts first, which verl's own merger takes for a model of one rank.
-    state = {"a_buffer": torch.arange(5), **state}
+    state = {f"{prefix}{name}": value for name, value in {"a_buffer": torch.arange(5), **state}.items()}
     _write(state, f"{folder}/model_world_size_{world_size}_rank_{rank}.pt", as_stream)
     if rank == 0:
         Path(folder, "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": world_size}))
@@ -70,10 +71,18 @@ def save_accelerate(folder: str, kind: str, number: int) -> None:
     torch.save(state, f"{folder}/{stem}_rank{rank}.bin")
 
 
-def verl(pool: RankPool, folder: Path, cut: str = "fsdp2", *, num_ranks: int = 4, as_stream: bool = False) -> Path:
+def verl(
+    pool: RankPool,
+    folder: Path,
+    cut: str = "fsdp2",
+    *,
+    num_ranks: int = 4,
+    as_stream: bool = False,
+    prefix: str = "",
+) -> Path:
     """Let real ranks save the model (`save_verl`); return the folder."""
     folder.mkdir(parents=True)
-    pool.run(num_ranks, save_verl, str(folder), cut, as_stream)
+    pool.run(num_ranks, save_verl, str(folder), cut, as_stream, prefix)
     return folder
 
 

@@ -10,21 +10,32 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.readers.dcp_checkpoints import CUTS, expected, saved
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnknownFormatError, UnsafeError, UsageError
+from xrank.conversion.verify import verify_model
+from xrank.errors import (
+    ContradictionError,
+    CorruptError,
+    IncompleteError,
+    LayoutError,
+    UnknownFormatError,
+    UnsafeError,
+    UsageError,
+)
 from xrank.plan.source import NO_CHECKSUM, StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.dcp import DcpReader
+from xrank.readers.dcp import values
+from xrank.readers.dcp.reader import DcpReader
 from xrank.testing.rank_pool import RankPool
 from xrank.testing.reader_contract import Made, ReaderContract, WholeTensor, read_model, whole
 
@@ -58,10 +69,10 @@ class TestSafetensorsPayload(DcpContract):
     }
 
 
-def gathered(folder: Path) -> dict[str, WholeTensor]:
+def gathered(folder: Path, **options: Any) -> dict[str, WholeTensor]:
     """Gather into a folder beside it; return the tensors."""
     out = folder.parent / f"{folder.name}.out"
-    gather_checkpoint(folder, out)
+    gather_checkpoint(folder, out, **options)
     return read_model(out)
 
 
@@ -116,8 +127,57 @@ def test_optimizer_and_values_are_left_out_and_told(fsdp: Path) -> None:
         name.startswith("optim.") and hasattr(item, "chunks") for name, item in metadata.state_dict_metadata.items()
     )
     assert notes["left-out"].endswith(f"optim ({num_optimizer})")
-    assert "epoch" in notes["byte-items"]
-    assert "no-checksums" not in notes
+    assert notes["byte-items"].startswith(f"{len(metadata_bytes(metadata))} values that are no tensors were left out: ")
+    assert notes["byte-items"].endswith(f" and {len(metadata_bytes(metadata)) - 3} more")
+    assert set(notes) == {"left-out", "byte-items"}
+
+
+def metadata_bytes(metadata: Any) -> list[str]:
+    return [name for name, item in metadata.state_dict_metadata.items() if not hasattr(item, "chunks")]
+
+
+def ends_of(metadata: Any, file: str, prefix: str) -> int:
+    """Return where the last item ends that a file holds of these names."""
+    places = metadata.storage_data.items()
+    return max(
+        info.offset + info.length
+        for index, info in places
+        if info.relative_path == file and index.fqn.startswith(prefix)
+    )
+
+
+def test_damage_to_what_is_left_out_is_told(checkpoint: Path) -> None:
+    """Nothing of the model is lost, and it gathers; nobody may train on from it."""
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    file = "__3_0.distcp"
+    end, last = (ends_of(metadata, file, prefix) for prefix in ("model.", ""))
+    assert end < last
+    os.truncate(checkpoint / file, last - 1)
+    told = dict(read(checkpoint).notes)["damage"]
+    assert f"{file} ends at byte {last - 1:,} of {last:,}" in told
+    assert gathered(checkpoint) == expected()
+    os.truncate(checkpoint / file, ends_of(metadata, file, "model.embed.weight") - 1)
+    with pytest.raises(CorruptError, match=file):
+        read(checkpoint)
+
+
+def test_a_file_that_holds_values_alone_is_missed(checkpoint: Path) -> None:
+    def move(metadata: Any) -> None:
+        for index, info in metadata.storage_data.items():
+            if index.fqn == metadata_bytes(metadata)[0]:
+                info.relative_path = "__0_1.distcp"
+
+    edit(checkpoint, move)
+    assert "__0_1.distcp is not there" in dict(read(checkpoint).notes)["damage"]
+
+
+def test_a_file_of_a_larger_world_is_told(checkpoint: Path) -> None:
+    shutil.copy(checkpoint / "__3_0.distcp", checkpoint / "__7_0.distcp")
+    model = read(checkpoint)
+    assert model.world_size == 4 and model.details["unused files"] == ["__7_0.distcp"]
+    assert ".metadata names nothing in __7_0.distcp" in dict(model.notes)["unused-files"]
+    (checkpoint / "__7_0.distcp").write_bytes(b"")  # as a rank leaves it that has nothing to save
+    assert dict(read(checkpoint).notes).keys() == {"left-out", "byte-items"}
 
 
 def test_inspect_tells_parts_ranks_and_cuts(fsdp: Path) -> None:
@@ -262,6 +322,15 @@ def test_the_file_of_another_step_is_not_seen(rank_pool: RankPool, tmp_path: Pat
     assert gathered(one) != right
 
 
+def test_a_save_that_was_interrupted_is_seen_where_it_has_more(tmp_path: Path) -> None:
+    folder = save_here(tmp_path / "checkpoint", {"w": W, "z": B})
+    more = save_here(tmp_path / "more", {"w": W, "y": B, "z": B + 1})  # in z's place lies y
+    shutil.copy(more / "__0_0.distcp", folder / "__0_0.distcp")
+    with pytest.raises(ContradictionError, match="of two saves") as caught:
+        read(folder)
+    assert caught.value.rank == 0
+
+
 def test_the_payload_of_another_rank_is_seen_in_safetensors(rank_pool: RankPool, tmp_path: Path) -> None:
     folder = saved(rank_pool, tmp_path / "checkpoint", "even", serialization_format=SerializationFormat.SAFETENSORS)
     shutil.copy(folder / "__1_0.distcp", folder / "__2_0.distcp")
@@ -341,15 +410,15 @@ def test_paths_out_of_the_folder(checkpoint: Path, path: str) -> None:
 # ---- states as trainers nest them
 
 
-def save_here(folder: Path, state: Any, **options: Any) -> Path:
+def save_here(folder: Path, state: Any, planner: DefaultSavePlanner | None = None, **options: Any) -> Path:
     """Save from this process alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, storage_writer=FileSystemWriter(folder, **options), no_dist=True)
+        dcp.save(state, storage_writer=FileSystemWriter(folder, **options), planner=planner, no_dist=True)
     return folder
 
 
-W, B = torch.rand(3, 4), torch.rand(4)
+W, B, LR = torch.rand(3, 4), torch.rand(4), torch.tensor(0.1)
 
 
 @pytest.mark.parametrize(
@@ -368,6 +437,28 @@ W, B = torch.rand(3, 4), torch.rand(4)
         ({"w": W, "v.w": B, "optimizer": {"b": B}, "dataloader": {"n": 3}}, {"w": W, "v.w": B}),
         ({"encoder": {"w": W}, "decoder": {"w": B}}, {"encoder.w": W, "decoder.w": B}),
         ({"model": {"blocks": [{"w": W}, {"w": B}]}}, {"blocks.0.w": W, "blocks.1.w": B}),
+        # An optimizer's state in the model's own dict, as torch flattens it, or under a key that no list has.
+        ({"w": W, "state.w.exp_avg": B, "state.w.step": B, "state.b": B}, {"w": W, "state.b": B}),
+        ({"model": {"w": W, "state.w.momentum_buffer": B}}, {"w": W}),
+        ({"net": {"w": W}, "adam": {"state": {0: {"exp_avg": B, "step": B}}}}, {"net.w": W}),
+        ({"model": {"w": W}, "opt": {"state": {0: {"exp_avg": W}}}}, {"w": W}),
+        ({"model": {"w": W}, "opt": {"state": {0: {"state1": W}}, "param_groups": [{"lr": 0.1}]}}, {"w": W}),
+        ({"net": {"w": W}, "opt": {"state.w.exp_avg": W, "param_groups.w.lr": LR}}, {"net.w": W}),
+        ({"w": W, "state.w.exp_avg": B, "param_groups.w.lr": LR}, {"w": W}),
+        ({"w": W, "state.w.state1": B, "param_groups.w.lr": 0.1}, {"w": W}),
+        ({"trial": {"model": {"w": W}, "optim": {"state": {0: {"exp_avg": W}}}}}, {"w": W}),
+        ({"model": {"w": W}, "data": {"seen": B}}, {"w": W}),  # no model is without a matrix
+        # However deep an optimizer lies, with rates that are tensors, with tuples of its own.
+        (
+            {"run": {"net": {"w": W}, "opt": {"state": [{"state1": W}], "param_groups": [{"lr": 0.1}]}}},
+            {"run.net.w": W},
+        ),
+        ({"net": {"w": W}, "opt": {"state": [{"state1": W}], "param_groups": [{"lr": LR}]}}, {"net.w": W}),
+        ({"net": {"w": W}, "opt": {"state": [{"pair": (W, W)}, {"step": B}], "param_groups": [{}, LR]}}, {"net.w": W}),
+        ({"model": {"w": W}, "opt": {"adam": {"state": [{"exp_avg": W}]}}}, {"w": W}),
+        # What DistributedDataParallel and torch.compile put into names.
+        ({"model": {"module.a._orig_mod.w": W, "module.b": B}}, {"a.w": W, "b": B}),
+        ({"module.w": W, "b": B}, {"module.w": W, "b": B}),
     ],
 )
 def test_which_part_is_the_model(tmp_path: Path, state: Any, want: dict[str, torch.Tensor]) -> None:
@@ -382,11 +473,64 @@ def test_which_part_is_the_model(tmp_path: Path, state: Any, want: dict[str, tor
         ({"model": {"w": W}, "module": {"w": W}}, "more than one part"),
         ({"optim": {"w": W}}, "no model"),
         ({"epoch": 3}, "no model"),
+        ({"adam": {"state": {0: {"exp_avg": B}}}}, "no model"),
+        ({"state": {0: {"exp_avg": W}}}, "no model"),
+        ({"model": {"opt.state.w.exp_avg": B}, "ema": W}, "no model"),  # and none is looked for beside it
+        ({"state": {0: {"state1": W}}, "param_groups": [{"lr": 0.1}]}, "no model"),
+        ({"model": {"w": W, "pair": (W, {"b": [B]})}}, "pair was pickled whole, with 2 tensors in it"),
+        (
+            {"app": [{"model": {"w": W, "pair": (W,)}, "optim": {"b": B}}]},
+            "pair was pickled whole, with 1 tensor in it",
+        ),
+        ({"run": {"ema": {"state": [{"state1": W}], "param_groups": [{"lr": 0.1}]}}}, "no model"),
     ],
 )
 def test_parts_that_are_not_chosen_among(tmp_path: Path, state: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         read(save_here(tmp_path / "checkpoint", state))
+
+
+def test_what_a_planner_left_nested(tmp_path: Path) -> None:
+    """torch pickles the dicts whole."""
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    state = {"model": {"w": W}, "optim": {"state": {0: {"exp_avg": B}}}}
+    folder = save_here(tmp_path / "nested", state, planner)
+    with pytest.raises(UsageError, match="no model") as caught:
+        read(folder)
+    assert caught.value.got == "model, pickled whole"
+    folder = save_here(tmp_path / "beside", {**state, "scale": B}, planner)
+    with pytest.raises(UsageError, match="model was pickled whole, with 1 tensor in it"):
+        read(folder)
+    assert gathered(folder, exclude=("model",)) == {"scale": whole(B)}
+    assert verify_model(folder, against=f"{folder}.out").ok  # whose manifest says what was left out
+
+
+def test_a_file_of_many_values_is_opened_once(tmp_path: Path) -> None:
+    """A run of thousands of values on a network file system asks the server once for each file."""
+    held = [f"held{k}" for k in range(6)]
+    state = {"model": {"w": W, **dict.fromkeys(held, (W, B)), "pairs": {str(k): (k, k) for k in range(20)}}}
+    folder = save_here(tmp_path / "checkpoint", state, thread_count=2)
+    with mock.patch.object(values, "open_regular", wraps=values.open_regular) as opened:
+        absent = DcpReader().read(str(folder), Hints(is_left_out=held.__contains__)).absent
+    assert sorted(absent) == held
+    assert sorted(call.args[0] for call in opened.call_args_list) == [str(folder / f"__0_{k}.distcp") for k in (0, 1)]
+    for name in held:
+        with pytest.raises(UsageError, match=f"{name} was pickled whole, with 2 tensors in it"):
+            DcpReader().read(str(folder), Hints(is_left_out={*held}.difference([name]).__contains__))
+
+
+def test_names_that_the_base_model_has_are_no_wrappers(tmp_path: Path) -> None:
+    folder = save_here(tmp_path / "checkpoint", {"model": {"module.w": W}})
+    assert dict(read(folder).notes)["wrapper-names"].endswith("module.w is w")
+    kept = DcpReader().read(str(folder), Hints(shapes={"module.w": (3, 4)}))
+    assert [shard.name for shard in kept.shards] == ["module.w"] and "wrapper-names" not in dict(kept.notes)
+
+
+def test_flat_parameters_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Beside them, each name is a range that each rank cut for itself, of which torch keeps one."""
+    folder = saved(rank_pool, tmp_path / "checkpoint", "fsdp1 local", num_ranks=2)
+    with pytest.raises(LayoutError, match="_flat_param: a flat parameter of FSDP1"):
+        read(folder)
 
 
 def test_tensors_of_every_kind(tmp_path: Path) -> None:

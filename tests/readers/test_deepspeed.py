@@ -31,7 +31,6 @@ from xrank.errors import (
     UsageError,
     XrankError,
 )
-from xrank.readers.deepspeed.agreement import repeated_crc32
 
 
 def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -63,6 +62,8 @@ WAYS = {
     "zero2 of one rank": Zero(stage=2, num_ranks=1),
     "zero2 of more ranks than a group has elements": Zero(stage=2, num_ranks=9),
     "zero2 with aligned parameters": Zero(stage=2, alignment=8),
+    "zero2 with parameters dealt to ranks": Zero(stage=2, num_ranks=2, is_dealt=True),
+    "zero2 with aligned parameters dealt to ranks": Zero(stage=2, num_ranks=2, alignment=8, is_dealt=True),
     "zero2 of old": Zero(stage=2, is_old=True, prefix="", suffix="optim_states.pt"),
     "zero2 of very old": Zero(stage=2, is_old=True, prefix="", multiple=1),
     "zero1": Zero(stage=1, prefix=""),
@@ -101,6 +102,7 @@ def test_random_models_ranks_and_stages(tmp_path, soak):
             sub_group_numel=draw.randint(1, 200),
             ends=sorted(draw.sample(range(1, stream), min(2, stream - 1))) if draw.random() < 0.3 else None,
             alignment=draw.choice((1, 1, 4, 8)),
+            is_dealt=draw.random() < 0.3,
             is_old=draw.random() < 0.2,
             multiple=draw.choice((1, 2, 2)),
         )
@@ -124,6 +126,27 @@ def test_without_zero_the_modules_are_whole(tmp_path):
     assert_same(got, {**model.expected, **rounded})  # the tie is written once: one storage under two names
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ties_that_deepspeed_does_not_list(tmp_path, stage):
+    """A module that its parent has under two names: the state dict has one memory for both, the list says nothing."""
+    model = made_model()
+    model.shared = {"head.weight": "embed.weight", "frozen_again.weight": "frozen.weight"}
+    write_zero(tmp_path / "run", model, Zero(stage=stage, changed_state={"shared_params": {}}))
+    want = {**model.expected, **({} if stage else {n: t.bfloat16() for n, t in model.trained.items()})}
+    assert_same(gathered(tmp_path / "run", tmp_path / "out"), want)
+    assert inspect_source(tmp_path / "run").details["format"]["shared"] == model.shared
+
+
+def test_placeholders_of_one_memory_are_no_ties(tmp_path):
+    """Were all parameters of stage 3 left one empty tensor, it would say nothing of who is tied to whom."""
+    model = made_model()
+    empty = torch.empty(0, dtype=torch.bfloat16)
+    module = dict.fromkeys((*model.trained, *model.frozen, "head.weight"), empty) | dict(model.buffers)
+    write_zero(tmp_path / "run", model, Zero(changed_state={"shared_params": {}, "module": module}))
+    with pytest.raises(IncompleteError, match=r"names head\.weight, whose weights lie nowhere"):
+        gathered(tmp_path / "run", tmp_path / "out")
+
+
 def test_buffers_of_one_storage_are_no_tie(tmp_path):
     """Modules keep a buffer under each of their names; a model without one of them does not load."""
     model = made_model()
@@ -139,6 +162,17 @@ def test_universal_checkpoints(tmp_path, stage):
     model = made_model()
     write_universal(tmp_path / "run", model, Zero(stage=stage))
     assert_same(gathered(tmp_path / "run", tmp_path / "out"), model.expected)
+
+
+def test_a_universal_checkpoint_of_dealt_parameters_is_refused(tmp_path):
+    """DeepSpeed's script puts elements of other parameters there (`test_deepspeed` of the oracle)."""
+    model = made_model()
+    write_universal(tmp_path / "run", model, Zero(stage=2, num_ranks=2, is_dealt=True))
+    with pytest.raises(UsageError, match="round_robin_gradients") as caught:
+        gathered(tmp_path / "run", tmp_path / "out")
+    assert caught.value.next_step == "gather the checkpoint that global_step2_universal was made from"
+    write_universal(tmp_path / "unmoved", model, Zero(stage=2, num_ranks=4, is_dealt=True))
+    assert_same(gathered(tmp_path / "unmoved", tmp_path / "out"), model.expected)
 
 
 def test_a_universal_checkpoint_of_two_slices_of_trained_parameters(tmp_path):
@@ -225,6 +259,16 @@ def test_what_no_tensor_is_is_left_out_and_said(tmp_path):
     report = gather_checkpoint(tmp_path / "run", tmp_path / "out")
     assert {code for code, _ in report.notes} >= {"no-tensors", "absent-buffers"}
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), model.expected)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_parameter_of_a_class_of_its_own_is_not_left_out(tmp_path, stage):
+    write_zero(tmp_path / "run", made_model(), Zero(stage=stage))
+    sparse = torch.eye(3).to_sparse()
+    changed(modules(tmp_path / "run"), lambda state: state["module"].update({"own": sparse, "a._extra_state": sparse}))
+    assert refused(tmp_path / "run", UnsafeError, "own is no plain tensor", "_rebuild_sparse_tensor").tensor == "own"
+    changed(modules(tmp_path / "run"), lambda state: state["module"].pop("own"))
+    gathered(tmp_path / "run", tmp_path / "out")
 
 
 def test_found_from_every_folder(tmp_path):
@@ -355,6 +399,34 @@ def test_another_steps_model_states_are_seen(tmp_path):
     refused(tmp_path / "run", ContradictionError, "global_steps differs")
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_all_model_states_of_another_step_are_told(tmp_path, stage):
+    """No field ties them to the optimizer, but both count steps; an optimizer may have been begun anew, never ahead."""
+    run = tmp_path / "run"
+    write_zero(run, made_model(0), Zero(stage=stage))
+    assert "another-step" not in inspected(run)
+    write_zero(tmp_path / "other", made_model(1), Zero(stage=stage, step=3))
+    for file in (tmp_path / "other").glob("*/*model_states.pt"):
+        shutil.copy(file, run / TAG)
+    assert "are of step 3" in inspected(run) and "has not taken the 3 steps" in inspected(run)
+    groups = {"state": {}, "param_groups": [{"lr": 0.1, "step": 4}]}
+    key = "base_optimizer_state" if stage == 2 else "optimizer_state_dict"
+    write_zero(tmp_path / "ahead", made_model(), Zero(stage=stage, changed_optimizer={key: groups}))
+    refused(tmp_path / "ahead", ContradictionError, "an earlier step than the optimizer states", "4 or more")
+
+
+@pytest.mark.parametrize("config", [{"train_batch_size": 16}, {"zero_optimization": {"stage": 1}}])
+def test_model_states_of_another_configuration_are_seen(tmp_path, config):
+    kept = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    write_zero(tmp_path / "run", made_model(), Zero(stage=2, changed_state={"ds_config": {**kept, **config}}))
+    refused(tmp_path / "run", ContradictionError, "not of the same moment", f"ds_config.{next(iter(config))}")
+
+
+def inspected(run: Path) -> str:
+    report = inspect_source(run)
+    return str([report.notes, report.details["problems"]])
+
+
 def test_only_the_step_tells(tmp_path):
     """The step is a tensor: its checksum tells it without a byte of it being read."""
     run = tmp_path / "run"
@@ -461,8 +533,8 @@ def test_pieces_that_do_not_fit(tmp_path):
     (2, {"mp_world_size": 2}, UsageError, ("2 slices", "ds_to_universal")),
     (3, {"dp_world_size": 8}, ContradictionError, ("dp_world_size 8", "MiCS")),
     (2, {"module": None, "x": 1}, CorruptError, ("no module",)),
-    (2, {"num_experts": [8]}, UsageError, ("experts", "ds_to_universal")),
-    (2, {"ds_autoep_layers": [{"a": 1}]}, UsageError, ("experts",)),
+    (2, {"num_experts": [8]}, UsageError, ("experts that are spread over ranks are", "export_model")),
+    (2, {"ds_autoep_layers": [{"a": 1}]}, UsageError, ("experts that are spread over ranks are", "export_model")),
     (2, {"param_shapes": None}, UsageError, ("which shapes",)),
     (2, {"param_shapes": [{"a": "b"}]}, CorruptError, ("no shape",)),
     (2, {"param_shapes": [{"a": torch.Size([2])}, {"a": torch.Size([2])}]}, CorruptError, ("two groups",)),
@@ -473,7 +545,6 @@ def test_pieces_that_do_not_fit(tmp_path):
     (2, {"frozen_param_fragments": {"a": 1}}, CorruptError, ("no tensor",)),
     (3, {"frozen_param_fragments": None}, IncompleteError, ("frozen.weight", "exclude_frozen_parameters")),
     (3, {"frozen_param_fragments": None, "frozen_param_shapes": None}, IncompleteError, ("whose weights lie nowhere",)),
-    (3, {"shared_params": None}, IncompleteError, ("head.weight", "whose weights lie nowhere")),
     (3, {"buffer_names": []}, None, ()),
 ])  # fmt: skip
 def test_model_states_that_do_not_fit(tmp_path, stage, changes, kind, words):
@@ -484,7 +555,7 @@ def test_model_states_that_do_not_fit(tmp_path, stage, changes, kind, words):
 
 
 @pytest.mark.parametrize(("stage", "changes", "kind", "words"), [
-    (2, {"partition_count": [3, 1]}, UsageError, ("experts",)),
+    (2, {"partition_count": [3, 1]}, UsageError, ("experts that are spread over ranks are not read", "(3, 1)")),
     (2, {"partition_count": "three"}, CorruptError, ("partition_count",)),
     (2, {"partition_count": [0]}, CorruptError, ("partition_count",)),
     (2, {"single_partition_of_fp32_groups": None}, UsageError, ("no fp32 weights",)),
@@ -545,17 +616,17 @@ def test_buffers_that_differ_can_be_picked(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("mp_rank_01_model_states.pt", "tensor-parallel"),
-    ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor-parallel"),
-    ("layer_3_expert_2_mp_rank_00_model_states.pt", "experts"),
-    ("expp_rank_0_mp_rank_00_optim_states.pt", "experts"),
-    ("layer_00-model_00-model_states.pt", "pipeline"),
-    ("layer_02-model_states.pt", "pipeline"),
+    ("mp_rank_01_model_states.pt", ("tensor-parallel", "ds_to_universal")),
+    ("zero_pp_rank_0_mp_rank_01_optim_states.pt", ("tensor-parallel", "ds_to_universal")),
+    ("layer_3_expert_2_mp_rank_00_model_states.pt", ("experts that are spread over ranks are", "export_model")),
+    ("expp_rank_0_mp_rank_00_optim_states.pt", ("experts that are spread over ranks are", "export_model")),
+    ("layer_00-model_00-model_states.pt", ("a pipeline's layers are not read", "export_model")),
+    ("layer_02-model_states.pt", ("a pipeline's layers are not read", "export_model")),
 ])  # fmt: skip
 def test_other_kinds_of_parallelism_are_refused_by_name(tmp_path, name, words):
     write_zero(tmp_path / "run", made_model(), Zero(stage=2))
     (tmp_path / "run" / TAG / name).write_bytes(b"")
-    refused(tmp_path / "run", UsageError, words, name, "ds_to_universal")
+    refused(tmp_path / "run", UsageError, name, *words)
 
 
 # ---- markers and names that lead elsewhere
@@ -621,11 +692,3 @@ def test_universal_checkpoints_that_do_not_fit(tmp_path):
     for rank in range(2):
         torch.save({**state, "mp_world_size": 2}, place / f"mp_rank_{rank:02d}_model_states.pt")
     refused(tmp_path / "run", UsageError, "several slices")
-
-
-def test_the_checksum_of_a_repeated_pattern():
-    import zlib
-
-    for pattern in (b"\0\0\0\0", b"\x80\x3f"):
-        for count in (1, 2, 3, 7, 64, 1000):
-            assert repeated_crc32(pattern, count) == zlib.crc32(pattern * count)

@@ -17,7 +17,10 @@ from tests.readers.dcp_checkpoints import CUTS, expected
 from tests.readers.rank_checkpoints import accelerate, base_model, verl
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
+from xrank.conversion.layout_report import check_file, diff_layouts
+from xrank.conversion.layout_sources import file_text, layouts_at
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UnsafeError, UsageError
+from xrank.readers.base import Hints
 from xrank.readers.discovery import find_source
 from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
 from xrank.readers.fsdp.flat_parameters import find_flat_pieces, flat_shards
@@ -90,6 +93,24 @@ def test_a_trainers_folders(actor: Path, tmp_path: Path) -> None:
     shown = inspect_source(step).details["format"]
     assert shown["meshes"] == ["dp=2", "dp=2 tp=2"]
     assert (shown["plain tensors"], shown["huggingface"], shown["LoRA tensors"]) == (3, True, 0)
+
+
+def test_the_layouts_are_those_of_the_dtensors(actor: Path, tmp_path: Path) -> None:
+    found = layouts_at(str(actor))
+    assert found.device_mesh is not None and found.device_mesh.grid == "dp=2 tp=2" and not found.views
+    told = inspect_source(actor).details["format"]["layouts"]
+    assert {str(layout) for name, layout in found.items() if name not in ("a_buffer", "steps", "mask")} == set(told)
+    assert {name: str(found[name]) for name in ("embed.weight", "up.weight", "a_buffer", "steps")} == {
+        "embed.weight": "[d0/~dp, d1]",  # on a mesh of dp alone for each place along tp
+        "up.weight": "[d0/~tp/~dp, d1]",
+        "a_buffer": "[d0]",  # a plain tensor, on every rank
+        "steps": "[]",
+    }
+    file = tmp_path / "l.toml"
+    file.write_text(file_text(found))
+    report, error = check_file(str(file), str(actor))
+    assert error is None and report.num_tensors == len(found) == len(expected() | BUFFER)
+    assert not diff_layouts(str(file), str(actor))[1]
 
 
 def test_the_step_that_a_marker_names(actor: Path, tmp_path: Path) -> None:
@@ -198,6 +219,15 @@ def test_plain_tensors_alone_say_no_cut(tmp_path: Path) -> None:
     assert gathered(folder, base_model=tmp_path / "base") == {"w": whole(w), "b": whole(b)}
     (tmp_path / "layout.toml").write_text('[mesh]\ngrid = "fsdp=2"\n\n[tensors]\n"w" = "[a/fsdp, b]"\n"b" = "[a]"\n')
     assert gathered(folder, layout=tmp_path / "layout.toml") == {"w": whole(w), "b": whole(b)}
+
+
+def test_names_that_wrappers_gave(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Names of a compiled model are the model's own, in the layouts that DTensors tell, too."""
+    folder = verl(rank_pool, tmp_path / "actor", num_ranks=2, prefix="_orig_mod.")
+    model = VerlReader().read(str(folder), Hints(needs_layouts=True))
+    assert {shard.name for shard in model.shards} == {*expected(), *BUFFER}
+    assert model.layouts and not any("_orig_mod" in name for name in model.layouts)
+    assert "wrapper-names" in dict(model.notes)
 
 
 def test_one_rank_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -10,25 +11,50 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.readers.dcp_checkpoints import CUTS, built, expected
 from tests.readers.rank_checkpoints import base_model
+from xrank.conversion.checkpoint import open_checkpoint
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
+from xrank.conversion.verify import verify_model
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError
 from xrank.readers.base import Hints
 from xrank.readers.discovery import find_source
-from xrank.readers.hf_shards import HfShardsReader
+from xrank.readers.hugging_face.shards import HfShardsReader
 from xrank.testing.rank_pool import RankPool
 from xrank.testing.reader_contract import Made, ReaderContract, WholeTensor, read_model
 
 FILES = {"embed.weight": 1, "up.weight": 2, "up.bias": 2, "down.weight": 2, "down.bias": 2}
 """The other tensors lie in file 3."""
+
+LLAMA = {
+    "model.embed_tokens.weight": (32, 16),
+    **{f"model.layers.0.self_attn.{name}_proj.weight": (16, 16) for name in "qkvo"},
+    **{f"model.layers.0.mlp.{name}_proj.weight": (24, 16) for name in ("gate", "up")},
+    "model.layers.0.mlp.down_proj.weight": (16, 24),
+    **{f"model.layers.0.{name}_layernorm.weight": (16,) for name in ("input", "post_attention")},
+    "model.norm.weight": (16,),
+    "lm_head.weight": (32, 16),
+}
+LLAMA_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,  # an old one's: as many heads of keys, of 16 / 4 elements
+    "tie_word_embeddings": False,
+}
 
 
 def save(folder: str, cut: str, num_files: int, seed: int) -> None:
@@ -103,7 +129,7 @@ def test_shapes_that_nothing_proves_are_refused(shards: Path) -> None:
     with pytest.raises(LayoutError, match="records no global shapes") as caught:
         gathered(shards)
     assert caught.value.exit_code == 2
-    assert "--base-model" in str(caught.value.next_step) and "recipe" in str(caught.value.next_step)
+    assert "--base-model" in str(caught.value.next_step)
     assert "files of ranks 1-4" in str(caught.value.got)
 
 
@@ -155,30 +181,76 @@ def test_a_base_model_of_other_sizes(shards: Path, base: Path, tmp_path: Path) -
 
 
 def test_a_recipe_proves(shards: Path) -> None:
-    """It is asked about all shapes at once; without a config, only where no file may be missing."""
+    """It is asked about all shapes at once; where it proves nothing, a file that may be missing is said to be."""
     asked = []
 
     def prove(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         asked.append(shapes)
         return "some-recipe"
 
+    def refuse(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        raise LayoutError("embed.weight: 'v' is not told", tensor="embed.weight", want="config.json with 'vocab_size'")
+
     read = HfShardsReader().read
     model = read(str(shards), Hints(prove_shapes=prove, needs_config=False))
-    assert dict(model.notes)["inferred-shapes"].endswith("solve the sizes of some-recipe")
+    assert dict(model.notes)["inferred-shapes"].endswith("those of some-recipe")
     assert asked == [{name: tensor.shape for name, tensor in expected().items()}]
-    with pytest.raises(LayoutError):
+    with pytest.raises(LayoutError, match="nothing else tells") as loose:
         read(str(shards), Hints(prove_shapes=lambda shapes: None, needs_config=False))
-    # The last rank has no row of some tensors, and so not each file: a hole that a lost file would leave, too.
-    (shards / "shard-00004-model-00001-of-00003.safetensors").unlink()
-    with pytest.raises(LayoutError, match="whether all ranks' pieces are there"):
-        read(str(shards), Hints(prove_shapes=prove))
+    assert "config.json" not in str(loose.value.next_step)  # of names that no recipe knows it says nothing
+    with pytest.raises(LayoutError, match="'v' is not told") as loose:
+        read(str(shards), Hints(prove_shapes=refuse))
+    assert f"config.json into {shards}" in str(loose.value.next_step) and "--base-model" in str(loose.value.next_step)
 
-    def refuse(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    # The last rank has no row of some tensors, and so not each file: a hole that a lost file would leave, too.
+    gone = shards / "shard-00004-model-00001-of-00003.safetensors"
+    gone.unlink()
+    read(str(shards), Hints(prove_shapes=prove))
+    for nothing in (refuse, None):
+        with pytest.raises(IncompleteError, match=f"{gone.name} is not there, and nothing says") as caught:
+            read(str(shards), Hints(prove_shapes=nothing))
+        assert caught.value.file == str(gone) and "--base-model" in str(caught.value.next_step)
+
+    def contradict(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         raise IncompleteError("embed.weight is short", tensor="embed.weight", got="9 rows")
 
     with pytest.raises(IncompleteError) as caught:
-        read(str(shards), Hints(prove_shapes=refuse, needs_config=False))
+        read(str(shards), Hints(prove_shapes=contradict, needs_config=False))
     assert "without shard-00004-model-00001-of-00003" in str(caught.value.got)
+
+
+def save_llama(folder: str) -> None:
+    """Save a Llama of 4 heads by tensor parallelism: each rank has one head, and rows of all that is cut by rows."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {}
+    for name, shape in LLAMA.items():
+        cut = Replicate() if "norm" in name else Shard(1) if re.search("o_proj|down_proj", name) else Shard(0)
+        state[name] = distribute_tensor(torch.rand(shape), mesh, [cut])
+    writer = HuggingFaceStorageWriter(folder, dict.fromkeys(state, 1), save_distributed=True)
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # else the last rank writes a norm, which is missed
+    dcp.save(state, storage_writer=writer, planner=planner)
+
+
+def test_a_missing_last_rank_that_shortens_all_alike(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Three ranks of four make a smaller Llama; only config.json tells it from the whole one."""
+    folder = tmp_path / "shards"
+    rank_pool.run(4, save_llama, str(folder))
+    config = folder / "config.json"
+    config.write_text(json.dumps(LLAMA_CONFIG))
+    assert {name: tensor.shape for name, tensor in gathered(folder).items()} == LLAMA
+    (folder / "shard-00004-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(IncompleteError, match=r"shorter than config\.json says"):
+        gathered(folder)
+    config.unlink()
+    for look in (gathered, open_checkpoint):
+        with pytest.raises(LayoutError, match="pieces that are there alone") as caught:
+            look(folder)
+        assert "config.json into" in str(caught.value.next_step) and "--base-model" in str(caught.value.next_step)
+    report = verify_model(folder)
+    assert not report.ok and report.exit_code == 2
+    (problem,) = inspect_source(folder).details["problems"]
+    assert (problem["type"], problem["exit_code"]) == ("LayoutError", 2)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from xrank.conversion.inspect import inspect_source
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
 from xrank.plan.report import Report
 from xrank.readers.base import Hints
-from xrank.readers.dcp import DcpReader
+from xrank.readers.dcp.reader import DcpReader
 from xrank.readers.discovery import find_source
-from xrank.readers.megatron_dist import MegatronDistReader
+from xrank.readers.megatron.dist import MegatronDistReader
 from xrank.testing.reader_contract import Made, ReaderContract, read_model, whole
 
 RUN = Run(tp=2, pp=2, chunks=((1, 1),), args={"vocab_size": 13})
@@ -160,7 +160,7 @@ def test_another_iterations_folder(place: Path) -> None:
 def test_other_backends_are_refused(place: Path, told: dict[str, Any]) -> None:
     config = json.loads((place / "metadata.json").read_text())
     (place / "metadata.json").write_text(json.dumps({**config, **told}))
-    refused(place, UsageError, "no format that is known|not read")
+    refused(place, UsageError, "not of the format megatron-dist|no format that is known|not read")
 
 
 def test_a_config_of_nothing(place: Path) -> None:

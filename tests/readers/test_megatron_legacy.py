@@ -17,7 +17,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Layo
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.plan.report import Report
 from xrank.readers.base import Hints
-from xrank.readers.megatron_legacy import MegatronLegacyReader
+from xrank.readers.megatron.legacy import MegatronLegacyReader
 from xrank.testing.reader_contract import Made, ReaderContract, read_model, whole
 
 RUNS = {
@@ -182,8 +182,13 @@ def test_another_ranks_file(tmp_path: Path, from_: str, to: str, told: bool) -> 
 
 @pytest.mark.parametrize(
     ("run", "one", "other"),
-    [(Run(pp=4, chunks=((1, 1, 1, 1),)), "00_001", "00_002"), (Run(tp=2), "00", "01")],
-    ids=["stages", "parts"],
+    [
+        (Run(pp=4, chunks=((1, 1, 1, 1),)), "00_001", "00_002"),
+        (Run(pp=4, chunks=((1, 1, 1, 1),), args={"use_tp_pp_dp_mapping": True}), "00_001", "00_002"),
+        (Run(tp=2), "00", "01"),
+        (Run(tp=2, ep=2, chunks=((1,),), has_experts=True), "01_000", "01_001"),
+    ],
+    ids=["stages", "stages before data", "parts", "experts"],
 )
 def test_swapped_ranks(tmp_path: Path, run: Run, one: str, other: str) -> None:
     place = write_legacy(tmp_path / "run", run)
@@ -246,6 +251,83 @@ def test_an_unknown_name_needs_a_layout(two_by_two: Path, tmp_path: Path) -> Non
     layouts["decoder.layers.0.mlp.linear_fc2.weight"] = "[h, f/tp]"
     gathered(two_by_two, tmp_path / "out", layout=layouts)
     assert read_model(tmp_path / "out")["extra.weight"] == whole(torch.cat([parts[0], parts[1]], dim=1))
+
+
+def encoders(state: Any) -> None:
+    """Make a decoder BERT's encoder; its other names are not a decoder's either."""
+    names = {name: name.replace("decoder.", "encoder.") for name in state["model"]}
+    state["model"] = {names[name]: tensor for name, tensor in state["model"].items()}
+
+
+def test_a_model_without_a_decoder(tmp_path: Path) -> None:
+    run = Run(chunks=((3,),))
+    place = write_legacy(tmp_path / "run", run)
+    gathered(place, tmp_path / "decoder")
+    change(place, "00", encoders)
+    gathered(place, tmp_path / "encoder")
+    want = {name.replace("decoder.", "encoder."): tensor for name, tensor in read_model(tmp_path / "decoder").items()}
+    assert read_model(tmp_path / "encoder") == want and "encoder.layers.2.mlp.linear_fc1.weight" in want
+    change(place, "00", lambda state: state["args"].__dict__.update(num_layers=4))
+    refused(place, ContradictionError, r"args\.num_layers")
+
+
+def test_layers_that_predict_further_tokens(tmp_path: Path) -> None:
+    """Names and cuts as Megatron-core 0.16 saved them; its own save of such layers gathered the same."""
+    run = Run(tp=2, pp=2, chunks=((1, 1),))
+    more = {f"mtp.layers.0.{norm}.weight": torch.rand(8) for norm in ("enorm", "hnorm", "final_layernorm")}
+    more["mtp.layers.0.eh_proj.weight"] = torch.rand(8, 16)
+    more["mtp.layers.0.transformer_layer.self_attention.linear_proj.weight"] = torch.rand(8, 8)
+    more["mtp.layers.0.transformer_layer.mlp.linear_fc1.weight"] = torch.rand(24, 8)
+    model = whole_model(run) | more
+    write_legacy(tmp_path / "run", run, model)
+    gathered(tmp_path / "run", tmp_path / "out")
+    assert read_model(tmp_path / "out") == {name: whole(tensor) for name, tensor in model.items()}
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_latent_attention(tmp_path: Path, is_cut: bool) -> None:
+    """As Megatron-core 0.16's own linear layers leave it, and as Transformer Engine's, which repeat what goes down."""
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 6, "qk_pos_emb_head_dim": 2}
+    run = Run(tp=2, args=sizes)
+    at = "decoder.layers.0.self_attention."
+    down = {f"{at}linear_{x}_down_proj.weight": torch.rand(8, 8) for x in ("q", "kv")}
+    more = {f"{at}linear_{x}_up_proj.weight": torch.rand(12, rank) for x, rank in (("q", 8), ("kv", 6))}
+    more |= {f"{at}kv_layernorm.weight": torch.rand(6), f"{at}linear_q_up_proj.layer_norm_weight": torch.rand(8)}
+    model = whole_model(run) | down | more
+    place = write_legacy(tmp_path / "run", run, model)
+    if not is_cut:
+        for file in place.glob("*/*.pt"):
+            state = torch.load(file, weights_only=False)
+            state["model"].update(down)
+            torch.save(state, file)
+    gathered(tmp_path / "run", tmp_path / "out")
+    assert read_model(tmp_path / "out") == {name: whole(tensor) for name, tensor in model.items()}
+    # Without the sizes, neither is told.
+    for file in place.glob("*/*.pt"):
+        state = torch.load(file, weights_only=False)
+        del state["args"].q_lora_rank
+        torch.save(state, file)
+    with pytest.raises(LayoutError, match=r"linear_q_down_proj\.weight: how Megatron cuts"):
+        gathered(tmp_path / "run", tmp_path / "again")
+
+
+def test_an_encoder_over_stages_is_refused(two_by_two: Path) -> None:
+    """Each stage counts from 0, and nothing but the decoder's layers is renumbered."""
+    for rank in ("00_000", "01_000", "00_001", "01_001"):
+        change(two_by_two, rank, encoders)
+    assert refused(two_by_two, UsageError, "an encoder").next_step == "save with --ckpt-format torch_dist"
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_that_arguments_do_not_tell(tmp_path: Path, grouped: bool) -> None:
+    """As --moe-extended-tp of old releases left them: a part of every expert on each expert rank."""
+    write_legacy(tmp_path / "run", Run(ep=2, has_experts=True, grouped=grouped, args={"num_experts": 2}))
+    with pytest.raises(ContradictionError, match="its share of the experts") as caught:
+        gathered(tmp_path / "run", tmp_path / "out")
+    assert (caught.value.got, caught.value.want) == (
+        "2 experts in a layer, on each of 2 expert ranks",
+        "2 in all, as args.num_experts says",
+    )
 
 
 def test_experts_without_a_number_are_refused(tmp_path: Path) -> None:

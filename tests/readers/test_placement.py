@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from placed_parts import held, part_of, whole_of
 
+from tests.readers.placed_parts import held, part_of, whole_of
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.readers.base import Hints
@@ -239,6 +239,16 @@ def test_a_layout_that_is_recorded_and_given():
         with pytest.raises(LayoutError, match="the layout file gives another one") as caught:
             place("w", parts, given, world_size=2)
         assert caught.value.tensor == "w"
+
+
+def test_what_is_recorded_on_a_part_of_the_files_mesh():
+    grid = DeviceMesh.parse_grid("dp=2 tp=2")
+    parts = recorded("[a/dp]", grid.submesh(tp=0), (8,))
+    check(parts, layouts("[a/dp]", grid), shape=(8,), world_size=4)  # as FSDP2 over TP records a norm
+    other_order, other_axes = DeviceMesh.parse_grid("dp=2 tp=2", [0, 2, 1, 3]), DeviceMesh.parse_grid("x=2 y=2")
+    for given in (layouts("[a/dp]", other_order), layouts("[a/tp]", grid), layouts("[a/x]", other_axes)):
+        with pytest.raises(LayoutError, match="the layout file gives another one"):
+            place("w", parts, given, world_size=4)
 
 
 def test_a_rule_for_other_tensors_is_no_rule():

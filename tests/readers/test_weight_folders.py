@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from xrank.conversion.gather import gather_checkpoint
+from xrank.conversion.verify import verify_model
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
 from xrank.plan.report import Report
-from xrank.readers.bin_folder import BinFolderReader
 from xrank.readers.discovery import find_source
+from xrank.readers.hugging_face.bin_folder import BinFolderReader
 from xrank.testing.reader_contract import Made, ReaderContract, WholeTensor, read_model, whole
 
 KINDS = ["bin", "safetensors"]
@@ -135,16 +136,77 @@ def test_placeholders_of_zero_3(tmp_path: Path, kind: str) -> None:
     """What `save_pretrained` leaves of parameters that DeepSpeed holds; a base model may have such a tensor."""
     folder = tmp_path / "model"
     folder.mkdir()
-    state = {"a.weight": torch.empty(0), "b.weight": torch.empty(0), "c": torch.rand(2)}
+    numbers = torch.empty(0, dtype=torch.int32)  # ZeRO-3 partitions parameters, and an export may have written it
+    state = {"a.weight": torch.empty(0), "b.weight": torch.empty(0), "c": torch.rand(2), "numbers": numbers}
     file = folder / {"bin": "pytorch_model.bin", "safetensors": "model.safetensors"}[kind]
     torch.save(state, file) if kind == "bin" else save_file(state, file)
     with pytest.raises(IncompleteError, match=r"a\.weight: a placeholder of shape \[0\].*likewise b\.weight") as caught:
         gathered(folder)
     assert caught.value.file == str(file) and "ZeRO checkpoint" in str(caught.value.next_step)
+    assert "numbers" not in caught.value.message
     (tmp_path / "base").mkdir()
     save_file(state, tmp_path / "base" / "model.safetensors")
     found, _ = gathered(folder, base_model=tmp_path / "base")
     assert found == {name: whole(tensor) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_index_that_an_earlier_save_left(tmp_path: Path, kind: str) -> None:
+    """save_pretrained of one file over one of several removes the files and not their index; loading takes the file."""
+    folder = write(tmp_path / "model", kind)
+    parts = [file.rename(tmp_path / file.name) for file in folder.glob(f"*-of-*.{kind}")]
+    (new,) = write(tmp_path / "new", kind, num_files=1, index=False).iterdir()
+    new.rename(folder / new.name)
+    found, report = gathered(folder)
+    assert found == wanted()
+    assert any(code == "stale-index" and "earlier save" in text for code, text in report.notes)
+    # Which of the two is the model, nothing says.
+    parts[0].rename(folder / parts[0].name)
+    with pytest.raises(UsageError, match="holds more than one model") as caught:
+        gathered(folder, overwrite=True)
+    assert parts[0].name in str(caught.value.got)
+    assert gathered(folder / new.name)[0] == wanted()
+
+
+def test_what_a_desktop_leaves_beside_is_no_file_of_the_model(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", "safetensors", index=False)
+    for file in list(folder.iterdir()):
+        (folder / f"._{file.name}").write_bytes(b"\0\5\x16\7")
+    assert gathered(folder)[0] == wanted()
+
+
+def test_what_an_index_does_not_name_is_told(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", "safetensors")
+    save_file({"mtp.weight": torch.rand(2)}, folder / "mtp.safetensors")
+    found, report = gathered(folder)
+    assert found == wanted()
+    assert any(code == "left-out" and "mtp.safetensors" in text for code, text in report.notes)
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_an_adapter_beside_numbered_files(tmp_path: Path, index: bool) -> None:
+    folder = write(tmp_path / "model", "safetensors", index=index)
+    pair = {f"base_model.model.embed.lora_{side}.weight": torch.rand(2, 2) for side in "AB"}
+    save_file(pair, folder / "adapter_model.safetensors")
+    with pytest.raises(UsageError, match="holds an adapter"):
+        gathered(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_that_wrappers_gave(tmp_path: Path, kind: str) -> None:
+    """As accelerate's save_model leaves them of a compiled model; loading takes such names for none of the model's."""
+    w, b = torch.rand(4, 2), torch.rand(3)
+    state = {"module._orig_mod.a.w": w, "module.b": b}
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / {"bin": "pytorch_model.bin", "safetensors": "model.safetensors"}[kind]
+    torch.save(state, file) if kind == "bin" else save_file(state, file)
+    for path in (file.parent, file):
+        found, report = gathered(path)
+        assert found == {"a.w": whole(w), "b": whole(b)}
+        assert "module._orig_mod.a.w is a.w" in dict(report.notes)["wrapper-names"]
+    (tmp_path / "base").mkdir()
+    save_file({name: torch.zeros_like(tensor) for name, tensor in state.items()}, tmp_path / "base/model.safetensors")
+    assert gathered(file.parent, base_model=tmp_path / "base", overwrite=True)[0].keys() == state.keys()
 
 
 def test_two_candidates_in_a_folder(tmp_path: Path) -> None:
@@ -154,6 +216,17 @@ def test_two_candidates_in_a_folder(tmp_path: Path) -> None:
         gathered(folder)
     assert caught.value.got == "safetensors, bin"
     assert gathered(folder, format="bin")[0] == wanted()
+
+
+@pytest.mark.parametrize("name", ["consolidated", "optimizer", "model_1"])
+def test_what_lies_beside_a_whole_model(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path / "model", "safetensors", num_files=1, index=False)
+    save_file({"more": torch.rand(2)}, folder / f"{name}.safetensors")
+    found, report = gathered(folder)
+    assert found == wanted()
+    assert any(code == "left-out" and name in text for code, text in report.notes)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    assert "more" in gathered(folder, overwrite=True)[0]
 
 
 def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
@@ -167,10 +240,56 @@ def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
     assert "lm_head.weight" in json.dumps(report.to_dict()["output"]["tied"])
 
 
+@pytest.mark.parametrize(
+    "names", [["embed_tokens.weight", "lm_head.weight"], ["lm_head.weight", "embed_tokens.weight"]]
+)
+@pytest.mark.parametrize(
+    ("config", "is_tied"),
+    [
+        ({"model_type": "llama", "tie_word_embeddings": False}, False),
+        ({"model_type": "llama"}, False),  # which is what leaving it out means to a Llama
+        ({"model_type": "gpt2"}, True),
+        ({"model_type": "gpt2", "tie_word_embeddings": False}, False),
+        ({"model_type": "llama", "tie_word_embeddings": True}, True),
+    ],
+)
+def test_a_head_that_config_does_not_tie(
+    tmp_path: Path, names: list[str], config: dict[str, Any], is_tied: bool
+) -> None:
+    """Without its head such a model is loaded with a random one, though in the source the two were one tensor."""
+    both = torch.rand(6, 4)
+    (tmp_path / "model").mkdir()
+    torch.save(dict.fromkeys([*names, "other.weight"], both), tmp_path / "model" / "pytorch_model.bin")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    found, report = gathered(tmp_path / "model")
+    wanted = [*names, "other.weight"][: 1 if is_tied else 3]
+    assert found == dict.fromkeys(wanted, whole(both))
+    assert ("untied" in dict(report.notes)) is not is_tied
+    assert verify_model(tmp_path / "model.out", against=tmp_path / "model").ok
+
+
 def test_accelerates_full_state(tmp_path: Path) -> None:
     torch.save(OrderedDict(model()), tmp_path / "pytorch_model_fsdp.bin")
     torch.save({"state": {}}, tmp_path / "optimizer.bin")
     assert gathered(tmp_path)[0] == wanted()
+
+
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp_1.bin", "pytorch_model-00001-of-00002.bin"])
+def test_a_second_model_is_not_mixed_in(tmp_path: Path, name: str) -> None:
+    torch.save(model(), tmp_path / "pytorch_model_fsdp.bin")
+    torch.save({"critic.weight": torch.rand(2)}, tmp_path / name)
+    torch.save({"more.weight": torch.rand(2)}, tmp_path / name.replace("00001", "00002"))
+    with pytest.raises(UsageError, match="holds more than one model"):
+        gathered(tmp_path)
+    assert gathered(tmp_path / "pytorch_model_fsdp.bin")[0] == wanted()
+
+
+def test_what_accelerate_leaves_beside_is_told(tmp_path: Path) -> None:
+    torch.save(model(), tmp_path / "pytorch_model.bin")
+    torch.save({"critic.weight": torch.rand(2)}, tmp_path / "pytorch_model_1.bin")
+    found, report = gathered(tmp_path)
+    assert found == wanted()
+    assert any(code == "left-out" and "pytorch_model_1.bin" in text for code, text in report.notes)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +304,14 @@ def test_what_is_no_state_dict(tmp_path: Path, state: object) -> None:
 def test_an_object_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.rand(2), "module": torch.nn.Linear(2, 2)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UnsafeError, match="Linear"):
+        gathered(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model_world_size_1_rank_0.pt", "iter_0000001/mp_rank_00/model_optim_rng.pt"])
+def test_the_format_before_zips_in_ranks_files(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    torch.save(model(), tmp_path / name, _use_new_zipfile_serialization=False)
+    with pytest.raises(UsageError, match="old format"):
         gathered(tmp_path)
 
 

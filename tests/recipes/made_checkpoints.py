@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,6 +42,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
 }
 
+EXPERT_FORMS = ("te-grouped", "named", "stacked", "singletons", "grouped")
+"""What Megatron-core writes experts as: grouped layers' own tensors, and torch_dist's."""
+
 
 def tiny(family: str, **changes: Any) -> torch.nn.Module:
     """Return a model small enough for a test, of a seed of its own; heads, groups and widths all differ."""
@@ -62,6 +66,11 @@ def tiny_llama(**changes: Any) -> torch.nn.Module:
     return tiny("llama", **changes)
 
 
+def config_of(model: torch.nn.Module, **changes: Any) -> dict[str, Any]:
+    """Return a model's config.json, in full, with these changes."""
+    return {**json.loads(model.config.to_json_string(use_diff=False)), **changes}
+
+
 def saved(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a model's tensors as transformers saves them: those of the Hub's files."""
     with TemporaryDirectory() as folder:
@@ -79,11 +88,13 @@ def as_megatron(
     """Return a model's tensors as Megatron-core's GPTModel has them.
 
     Args:
-        model: of any family but GPT-2.
+        model: of any family.
         vocab: rows of the padded vocabulary.
         te: Transformer Engine's names of norms, which belong to the linear layers after them.
         experts: the name of an expert's layer, by its number and 1 or 2.
     """
+    if model.config.model_type == "gpt2":
+        return _as_megatron_gpt2(model, vocab, te)
     config, state = model.config, saved(model)
     groups = config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -129,8 +140,8 @@ def _experts(state: dict[str, torch.Tensor], ours: str, its: str, experts: str) 
     return made
 
 
-def as_megatron_gpt2(model: torch.nn.Module, *, vocab: int | None = None, te: bool = False) -> dict[str, torch.Tensor]:
-    """Return a GPT-2's tensors as Megatron-core's GPTModel has them: Conv1D turned, heads one after the other."""
+def _as_megatron_gpt2(model: torch.nn.Module, vocab: int | None, te: bool) -> dict[str, torch.Tensor]:
+    """Return a GPT-2's tensors: Conv1D turned, heads one after the other."""
     config, state = model.config, saved(model)
     made = {
         "embedding.word_embeddings.weight": _padded(state["transformer.wte.weight"], vocab),
@@ -198,6 +209,14 @@ def as_singletons(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         else:
             made[name] = tensor
     return made
+
+
+def expert_forms(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """Return a model's tensors in all forms of experts but the local ones, by the form's name in `EXPERT_FORMS`."""
+    named = as_megatron(model, experts="experts.{}.linear_fc{}.weight")
+    whole = stacked(named, "mlp.experts.experts.")
+    te_grouped = as_megatron(model, experts="linear_fc{1}.weight{0}")
+    return dict(zip(EXPERT_FORMS, (te_grouped, named, whole, as_singletons(named), as_grouped(whole)), strict=True))
 
 
 def as_torchtitan(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from made_checkpoints import as_megatron, as_megatron_gpt2, as_torchtitan, saved, tiny
 
 from tests.cli.bench import run
+from tests.recipes.made_checkpoints import as_megatron, as_torchtitan, saved, tiny
 from xrank import NFSWorkspace, gather_checkpoint, reshard_checkpoint
 from xrank.errors import ContradictionError, IncompleteError, UsageError
 
@@ -129,7 +129,7 @@ def test_virtual_stages(tmp_path: Path) -> None:
         ("qwen3_moe", "megatron-qwen3-moe", as_megatron, {}),
         ("mistral", "megatron-mistral", as_megatron, {}),
         ("llama", "megatron-llama", as_megatron, {"attention_bias": True, "mlp_bias": True}),
-        ("gpt2", "megatron-gpt2", as_megatron_gpt2, {}),
+        ("gpt2", "megatron-gpt2", as_megatron, {}),
         ("llama", "torchtitan-llama3", as_torchtitan, {}),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -12,30 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made_checkpoints import (
-    as_grouped,
+
+from tests.recipes.made_checkpoints import (
     as_megatron,
-    as_megatron_gpt2,
     as_singletons,
     as_torchtitan,
+    config_of,
+    expert_forms,
     saved,
-    stacked,
     tiny,
 )
-from test_there_and_back import RECIPES, elements, model_of
-
-from xrank.conversion.recipe_choice import follow_recipe
+from tests.recipes.test_there_and_back import RECIPES, elements, model_of
+from xrank.conversion.choices.recipe_choice import follow_recipe
 from xrank.errors import XrankError
-from xrank.layout.recipe import parse_side
+from xrank.layout.recipe_side import parse_side
 from xrank.recipes.matching import match
 from xrank.recipes.recipe import Recipe, Rule
 
 pytestmark = pytest.mark.timeout(120)
 
 Tensors = dict[str, torch.Tensor]
-_DIST = "experts.{}.linear_fc{}.weight"
 _BIASES = {"attention_bias": True, "mlp_bias": True}
-_STACK = "mlp.experts.experts."
 
 
 def forms(name: str) -> Iterator[tuple[torch.nn.Module, Tensors]]:
@@ -48,7 +44,7 @@ def forms(name: str) -> Iterator[tuple[torch.nn.Module, Tensors]]:
     model = tiny(family, **({"tie_word_embeddings": False} if family == "gpt2" else {}))
     if family == "gpt2":
         for te in (False, True):
-            made = as_megatron_gpt2(model, vocab=48, te=te)
+            made = as_megatron(model, vocab=48, te=te)
             yield model, {**made, "output_layer.weight": saved(model)["lm_head.weight"]}
         return
     yield model, as_megatron(model, vocab=48)
@@ -58,11 +54,8 @@ def forms(name: str) -> Iterator[tuple[torch.nn.Module, Tensors]]:
         biased = tiny(family, **(_BIASES if family == "llama" else {"attention_bias": True}))
         yield biased, as_megatron(biased)
     if family in ("mixtral", "qwen3_moe"):
-        yield model, as_megatron(model, experts="linear_fc{1}.weight{0}")
-        yield model, as_local_dist(as_megatron(model, experts=_DIST))
-        yield model, as_singletons(as_megatron(model, experts=_DIST))
-        yield model, stacked(as_megatron(model, experts=_DIST), _STACK)
-        yield model, as_grouped(stacked(as_megatron(model, experts=_DIST), _STACK))
+        for form, tensors in expert_forms(model).items():
+            yield model, as_local_dist(tensors) if form == "named" else tensors
 
 
 def as_local_dist(tensors: Tensors) -> Tensors:
@@ -82,9 +75,7 @@ def as_local_dist(tensors: Tensors) -> Tensors:
 @cache
 def made(name: str) -> list[tuple[dict[str, Any], Tensors, Tensors]]:
     """Return for each form config.json, the tensors that transformers saves, and the trainer's."""
-    return [
-        (json.loads(model.config.to_json_string(use_diff=False)), saved(model), theirs) for model, theirs in forms(name)
-    ]
+    return [(config_of(model), saved(model), theirs) for model, theirs in forms(name)]
 
 
 def is_right(recipe: Recipe, config: dict[str, Any], expected: Tensors, theirs: Tensors) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from made_checkpoints import as_megatron, leave, saved, stacked, tiny
 
 from tests.cli.bench import run
+from tests.recipes.made_checkpoints import as_megatron, config_of, leave, saved, stacked, tiny
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,7 +27,7 @@ def theirs() -> dict[str, torch.Tensor]:
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    return {**json.loads(llama().config.to_json_string(use_diff=False)), **changes}
+    return config_of(llama(), **changes)
 
 
 def test_inspect_says_the_recipe(tmp_path: Path) -> None:

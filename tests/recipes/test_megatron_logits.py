@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_checkpoints import leave
-from megatron_weights import GPT2_SIZES, SIZES, TOKENS, recorded, weights
 
+from tests.recipes.made_checkpoints import leave
+from tests.recipes.megatron_weights import GPT2_SIZES, SIZES, TOKENS, recorded, weights
 from xrank import gather_checkpoint
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,31 +10,22 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from made_checkpoints import (
-    as_grouped,
+
+from tests.recipes.made_checkpoints import (
+    EXPERT_FORMS,
+    FAMILIES,
     as_megatron,
-    as_megatron_gpt2,
-    as_singletons,
+    expert_forms,
     leave,
     saved,
     stacked,
     tiny,
 )
-
+from tests.recipes.made_checkpoints import config_of as config_of_model
 from xrank import gather_checkpoint
 from xrank.errors import ContradictionError, IncompleteError, UsageError
 
 pytestmark = pytest.mark.timeout(120)
-
-RECIPES = {
-    "llama": "megatron-llama",
-    "mistral": "megatron-mistral",
-    "qwen2": "megatron-qwen2",
-    "qwen3": "megatron-qwen3",
-    "qwen3_moe": "megatron-qwen3-moe",
-    "mixtral": "megatron-mixtral",
-    "gpt2": "megatron-gpt2",
-}
 
 
 @cache
@@ -48,12 +39,11 @@ def saved_of(family: str, **changes: Any) -> dict[str, torch.Tensor]:
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    return json.loads(model_of(family, **changes).config.to_json_string(use_diff=False))
+    return config_of_model(model_of(family, **changes))
 
 
 def megatron(family: str, *, changes: Any = None, **options: Any) -> dict[str, torch.Tensor]:
-    model = model_of(family, **(changes or {}))
-    return as_megatron_gpt2(model, **options) if family == "gpt2" else as_megatron(model, **options)
+    return as_megatron(model_of(family, **(changes or {})), **options)
 
 
 def gathered(
@@ -68,13 +58,18 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
-@pytest.mark.parametrize("family", RECIPES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_that_transformers_loads(tmp_path: Path, family: str) -> None:
     import transformers
 
     model, tensors = model_of(family), megatron(family, vocab=48)
     report = gather_checkpoint(leave(tmp_path / "ws", tensors, config_of(family)), tmp_path / "out")
-    assert report.source["recipe"] == RECIPES[family]
+    assert report.source["recipe"] == f"megatron-{family.replace('_', '-')}"
+    assert ("padding-cut", "embedding.word_embeddings.weight: 11 rows of padding") in report.notes
+    manifest = json.loads((tmp_path / "out" / "xrank_manifest.json").read_text())
+    (table,) = [name for name in manifest["tensors"] if name.endswith(("embed_tokens.weight", "wte.weight"))]
+    assert report.output is not None
+    assert report.output["padding_dropped"][table] == manifest["padding_dropped"][table] == 11
     assert_equal(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"), saved_of(family))
     loaded, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"]
@@ -83,7 +78,7 @@ def test_a_folder_that_transformers_loads(tmp_path: Path, family: str) -> None:
         assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize("family", RECIPES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_transformer_engines_names_and_layers_in_one_tensor(tmp_path: Path, family: str) -> None:
     if family == "qwen3_moe":  # of layers that differ there is no one tensor
         tensors = megatron(family, te=True)
@@ -92,27 +87,15 @@ def test_transformer_engines_names_and_layers_in_one_tensor(tmp_path: Path, fami
     assert_equal(gathered(tmp_path, tensors, config_of(family)), saved_of(family))
 
 
-_DIST = "experts.{}.linear_fc{}.weight"
-
-
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda family: megatron(family, experts="linear_fc{1}.weight{0}"),
-        lambda family: megatron(family, experts=_DIST),
-        lambda family: stacked(megatron(family, experts=_DIST), "mlp.experts.experts."),
-        lambda family: as_singletons(megatron(family, experts=_DIST)),
-        lambda family: as_grouped(stacked(megatron(family, experts=_DIST), "mlp.experts.experts.")),
-    ],
-    ids=["te-grouped", "named", "stacked", "singletons", "grouped"],
-)
-def test_the_forms_of_experts(tmp_path: Path, family: str, made: Any) -> None:
-    assert_equal(gathered(tmp_path, made(family), config_of(family)), saved_of(family))
+@pytest.mark.parametrize("form", EXPERT_FORMS)
+def test_the_forms_of_experts(tmp_path: Path, family: str, form: str) -> None:
+    tensors = expert_forms(model_of(family))[form]
+    assert_equal(gathered(tmp_path, tensors, config_of(family)), saved_of(family))
 
 
 def test_experts_behind_layers_in_one_tensor(tmp_path: Path) -> None:
-    tensors = stacked(stacked(megatron("mixtral", experts=_DIST), "mlp.experts.experts."), "decoder.layers.")
+    tensors = stacked(expert_forms(model_of("mixtral"))["stacked"], "decoder.layers.")
     assert tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape == (3, 4, 40, 24)
     assert_equal(gathered(tmp_path, tensors, config_of("mixtral")), saved_of("mixtral"))
 

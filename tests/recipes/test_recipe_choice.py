@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from made_checkpoints import as_megatron, as_megatron_gpt2, leave, saved, tiny
 
-from xrank.conversion.recipe_choice import choose_recipe, follow_recipe
+from tests.recipes.made_checkpoints import as_megatron, config_of, leave, saved, tiny
+from xrank.conversion.choices.recipe_choice import choose_recipe, follow_recipe
 from xrank.errors import ContradictionError, LayoutError, UsageError
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.workspace import WorkspaceReader
 from xrank.recipes.matching import match
 from xrank.recipes.recipe_file import read_recipe, shipped_recipes
+from xrank.recipes.sizes import check_arguments
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -34,7 +34,7 @@ ARGS = {
 
 @cache
 def theirs(family: str, vocab: int = 37, **changes: Any) -> dict[str, torch.Tensor]:
-    return (as_megatron_gpt2 if family == "gpt2" else as_megatron)(tiny(family, **changes), vocab=vocab)
+    return as_megatron(tiny(family, **changes), vocab=vocab)
 
 
 def stored(folder: Path, tensors: dict[str, torch.Tensor], args: dict[str, Any] | None) -> StoredModel:
@@ -113,11 +113,39 @@ def test_a_vocabulary_that_may_not_be_the_true_one_is_not_believed(tmp_path: Pat
         ({"normalization": "LayerNorm"}, "normalization 'LayerNorm'"),
         ({"position_embedding_type": "none"}, "position_embedding_type 'none'"),
         ({"swiglu": False}, "swiglu False"),
+        ({"rotary_percent": 0.5}, "rotary_percent 0.5"),
+        ({"no_rope_freq": [0, 1]}, r"no_rope_freq \[0, 1\]"),
+        ({"qk_l2_norm": True}, "qk_l2_norm True"),
+        ({"softmax_type": "off-by-one"}, "softmax_type 'off-by-one'"),
+        ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value 7.0"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset 1.0"),
     ],
 )
 def test_other_models_of_the_same_names_are_refused(tmp_path: Path, args: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=f"the recipe megatron-llama is not for a model of {says}"):
         named(stored(tmp_path, theirs("llama"), {**ARGS, **args}))
+
+
+@pytest.mark.parametrize(
+    ("family", "args"),
+    [
+        ("mixtral", {"moe_router_pre_softmax": True}),
+        ("mixtral", {"moe_router_score_function": "sigmoid"}),
+        ("qwen3_moe", {"moe_router_score_function": "sigmoid"}),
+        ("qwen3_moe", {"moe_router_topk_scaling_factor": 2.5}),
+        ("gpt2", {"squared_relu": True}),
+    ],
+)
+def test_experts_and_activations_of_other_models_are_refused(family: str, args: dict[str, Any]) -> None:
+    (recipe,) = [recipe for recipe in shipped_recipes() if family in recipe.model_types]
+    with pytest.raises(UsageError, match=f"is not for a model of {next(iter(args))}"):
+        check_arguments(recipe, args)
+
+
+def test_options_that_were_not_given(tmp_path: Path) -> None:
+    as_it_is = {"rotary_percent": 1.0, "qk_l2_norm": False, "softmax_type": "vanilla", "glu_linear_offset": 0.0}
+    none = dict.fromkeys(("no_rope_freq", "activation_func_clamp_value", "normalization"))
+    assert shapes_of(named(stored(tmp_path, theirs("llama"), {**ARGS, **as_it_is, **none})))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +157,7 @@ def test_other_models_of_the_same_names_are_refused(tmp_path: Path, args: dict[s
     ],
 )
 def test_args_and_config_must_agree(tmp_path: Path, key: str, number: int, says: str) -> None:
-    config = json.loads(tiny("llama").config.to_json_string(use_diff=False))
+    config = config_of(tiny("llama"))
     model = stored(tmp_path, theirs("llama"), {**ARGS, key: number})
     with pytest.raises(ContradictionError, match=says):
         named(model, config)
@@ -151,7 +179,7 @@ def test_two_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         'extends = "megatron-llama"\n[tensors]\n"decoder.final_layernorm.weight [h]" = "model.other.weight [h]"\n'
     )
     both = (*shipped_recipes(), read_recipe(str(own)))
-    monkeypatch.setattr("xrank.conversion.recipe_choice.shipped_recipes", lambda: both)
+    monkeypatch.setattr("xrank.conversion.choices.recipe_choice.shipped_recipes", lambda: both)
     with pytest.raises(UsageError, match="is not clear") as caught:
         choose_recipe(stored(tmp_path, theirs("llama"), ARGS), None, None)
     assert "megatron-llama" in str(caught.value.got) and "own.toml" in str(caught.value.got)

@@ -1,16 +1,15 @@
-"""Shapes that were inferred: proven by one set of sizes, or refused with both tensors named."""
+"""Shapes that were inferred: proven by config.json's sizes, or refused with both tensors named."""
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
 from typing import Any
 
 import pytest
-from made_checkpoints import FAMILIES, as_megatron, as_megatron_gpt2, as_torchtitan, saved, tiny
 
-from xrank.errors import ContradictionError, IncompleteError
+from tests.recipes.made_checkpoints import FAMILIES, as_megatron, as_torchtitan, config_of, saved, tiny
+from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.recipes.shape_proof import prove_shapes
 
 pytestmark = pytest.mark.timeout(120)
@@ -22,8 +21,7 @@ Shapes = dict[str, tuple[int, ...]]
 def made(family: str) -> tuple[dict[str, Any], Shapes, Shapes]:
     """Return config.json, Hugging Face's shapes and Megatron's."""
     model = tiny(family)
-    theirs = (as_megatron_gpt2 if family == "gpt2" else as_megatron)(model, vocab=48)
-    return json.loads(model.config.to_json_string(use_diff=False)), shapes_of(saved(model)), shapes_of(theirs)
+    return config_of(model), shapes_of(saved(model)), shapes_of(as_megatron(model, vocab=48))
 
 
 def shapes_of(tensors: dict[str, Any]) -> Shapes:
@@ -35,12 +33,19 @@ def test_whole_models_are_proven(family: str) -> None:
     config, shapes, megatron = made(family)
     recipe = f"megatron-{family.replace('_', '-')}"
     assert prove_shapes(shapes, config) == prove_shapes(megatron, config) == recipe
-    assert prove_shapes(shapes) is not None and prove_shapes(megatron) is not None
+    for whole in (shapes, megatron):
+        with pytest.raises(LayoutError, match="by the pieces that are there alone"):
+            prove_shapes(whole)
 
 
 def test_torchtitans_names_too() -> None:
     shapes = shapes_of(as_torchtitan(tiny("llama")))
-    assert prove_shapes(shapes, made("llama")[0]) == prove_shapes(shapes) == "torchtitan-llama3"
+    config = made("llama")[0]
+    assert prove_shapes(shapes, config) == "torchtitan-llama3"
+    small = shapes_of(as_torchtitan(tiny("llama", head_dim=4)))
+    assert prove_shapes(small, {key: value for key, value in config.items() if key != "head_dim"})
+    with pytest.raises(LayoutError, match="by the pieces that are there alone"):
+        prove_shapes(shapes)
     with pytest.raises(IncompleteError, match=r"norm.weight is shorter than"):
         prove_shapes({**shapes, "norm.weight": (21,)})
 
@@ -53,7 +58,7 @@ def test_a_missing_last_rank_is_seen(family: str) -> None:
             for name, (rows, *columns) in shapes.items():
                 left[name] = (min(rows, -(-rows // world_size) * (world_size - 1)), *columns)
             with pytest.raises(IncompleteError, match=r"shorter than|no sizes solve"):
-                prove_shapes(left)
+                prove_shapes(left)  # columns are whole
             with pytest.raises(IncompleteError, match=r"shorter than|no sizes solve"):
                 prove_shapes(left, made(family)[0])
 
@@ -79,14 +84,16 @@ def test_every_dim_of_every_tensor_counts(family: str) -> None:
                 prove_shapes({**shapes, name: (*shape[:dim], length + 1, *shape[dim + 1 :])}, config)
 
 
-def test_without_a_config_all_but_rows_that_nothing_else_says() -> None:
+def test_what_is_seen_without_a_config() -> None:
+    """Contradictions; rows of words that all end alike are not."""
     _, shapes, _ = made("qwen3")
     for name, shape in shapes.items():
         for dim, length in enumerate(shape):
             with pytest.raises(IncompleteError):
                 prove_shapes({**shapes, name: (*shape[:dim], length - 1, *shape[dim + 1 :])})
     vocabulary = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (36, 24))
-    assert prove_shapes({**shapes, **vocabulary}) is not None  # as the promise says
+    with pytest.raises(LayoutError, match="by the pieces that are there alone"):
+        prove_shapes({**shapes, **vocabulary})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,11 +102,8 @@ def test_every_tensor_must_be_there(family: str) -> None:
     for whole in (shapes, megatron):
         for name in whole:
             left = {other: shape for other, shape in whole.items() if other != name}
-            try:
-                recipe = prove_shapes(left, config)
-            except IncompleteError:
-                continue
-            assert recipe is None, name  # a kind of tensor of which there is only one
+            with pytest.raises(IncompleteError, match="no file holds any of it"):
+                prove_shapes(left, config)
 
 
 def test_layers_that_config_counts_must_be_there() -> None:
@@ -122,6 +126,15 @@ def test_an_expert_fewer() -> None:
         with pytest.raises(IncompleteError, match=r"experts.3.\S+ is one of more than e = 3"):
             prove_shapes(rows)
     assert prove_shapes(shapes, config) == "megatron-mixtral"
+
+
+def test_a_layer_with_neither_block() -> None:
+    """Which layers have experts the names say; that each has these or a dense block is what there is to prove."""
+    config, shapes, megatron = made("qwen3_moe")
+    for whole in (shapes, megatron):
+        left = {name: shape for name, shape in whole.items() if not re.search(r"layers\.2\.mlp\.", name)}
+        with pytest.raises(IncompleteError, match="layer 2: no file holds any of dense or experts"):
+            prove_shapes(left, config)
 
 
 def test_names_that_no_recipe_knows_prove_nothing() -> None:

@@ -95,6 +95,8 @@ class StaleClient:
         return fd
 
     def stat(self, path: str) -> os.stat_result:
+        if os.path.isdir(path):
+            return os.stat(path)
         status = self._look(path).status
         if status is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

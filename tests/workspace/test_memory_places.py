@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+from tests.named_memory import named_memory
 from tests.workspace.memory_use import NBYTES, arenas, holds, num_mapped, place_of
 from xrank.errors import CorruptError, IncompleteError, NoSpaceError, UsageError
 from xrank.testing.message_contract import filled
@@ -92,7 +93,7 @@ def test_a_receipt_that_was_changed_gives_no_message(writer, reader, part):
 def test_it_is_its_owners_alone(writer):
     fd = place_of(writer.publish("", [filled(1, 10)]))["fd"]
     assert os.fstat(fd).st_mode & 0o777 == 0o600 and not os.get_inheritable(fd)
-    assert not any("xrank" in name for name in os.listdir("/dev/shm"))
+    assert named_memory() == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EIO])

@@ -10,7 +10,7 @@ import pytest
 
 from xrank.errors import UsageError
 from xrank.workspace import shared_directory
-from xrank.workspace.shared_directory import make_directory
+from xrank.workspace.shared_directory import make_directory, names_in
 
 
 def test_there_or_not(tmp_path: Path) -> None:
@@ -47,3 +47,22 @@ def test_an_old_view_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UsageError, match="is no directory"):
         make_directory(str(path), stale_seconds=-1.0)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("looks", [0, 3])
+def test_a_listing_that_is_refused_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
+    path = tmp_path / "made by two"
+    (path / "rank_0_state.pth").mkdir(parents=True)
+    plain, asked = os.listdir, []
+
+    def stale(name: Any) -> list[str]:
+        asked.append(name)
+        if len(asked) <= looks:
+            raise FileNotFoundError(2, "No such file or directory", name)
+        return plain(name)
+
+    monkeypatch.setattr(shared_directory.os, "listdir", stale)
+    assert names_in(str(path)) == ["rank_0_state.pth"]
+    assert len(asked) == looks + 1
+    with pytest.raises(FileNotFoundError):
+        names_in(str(tmp_path / "absent"), stale_seconds=-1.0)

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from tests.named_memory import named_memory
 from tests.workspace.test_nfs import Hostile, hostile_archive
 from xrank import environment
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, NoSpaceError, UnsafeError, UsageError
@@ -73,7 +74,7 @@ def named_segments():
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
     # pym-: the heap of Python's own multiprocessing, which other tests of this process may have used.
     mine = [link for link in links if link.startswith("/dev/shm") and not link.startswith("/dev/shm/pym-")]
-    return mine + [name for name in os.listdir("/dev/shm") if "xrank" in name]
+    return mine + named_memory()
 
 
 def told(store, rank=0):
@@ -431,4 +432,4 @@ def test_importing_and_constructing_costs_no_torch():
         "import sys; from xrank.workspace.shared_memory import SharedMemoryWorkspace; w = SharedMemoryWorkspace();"
         "assert w.read_configs_and_weights_from_rank(0) == (None, None); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=150)

@@ -11,7 +11,7 @@ import torch
 from tests.workspace.stale_view import Server, StaleClient
 from xrank.errors import IncompleteError
 from xrank.testing.message_contract import filled
-from xrank.workspace import directory_messages, message_file, nfs
+from xrank.workspace import directory_messages, message_file, nfs, shared_directory
 from xrank.workspace.directory_messages import DirectoryMessages, MessageName
 from xrank.workspace.nfs import NFSWorkspace
 
@@ -34,7 +34,7 @@ class Host:
             self.messages = DirectoryMessages(path, rank)
 
     def serving(self):
-        return self.client.serving(directory_messages, message_file)
+        return self.client.serving(directory_messages, message_file, shared_directory)
 
     def publish(self, header, tensors):
         with self.serving():
@@ -240,7 +240,7 @@ def test_a_state_whose_rename_was_answered_to_nobody_is_there(tmp_path, server):
     workspace = NFSWorkspace(tmp_path, rank=0, world_size=1, run_id="run")
     for number in range(3):
         client.loses_next_rename = True
-        with client.serving(nfs):
+        with client.serving(nfs, shared_directory):
             workspace.write_configs_and_weights({"number": number}, {"a": filled(number, 10)})
         assert not client.loses_next_rename
         assert workspace.read_configs_and_weights_from_rank(0)[0] == {"number": number}

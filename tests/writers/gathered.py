@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -13,6 +14,11 @@ from xrank.writers.staging import open_stage
 EXTRA = ((rename, "renameat2"), (disk, "allocate"))
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 NBYTES = 5000
+
+
+def manifest_of(version: str) -> bytes:
+    """Return a manifest that tells two versions apart, and what of the folder is the model's."""
+    return json.dumps({"of": version, "files": [], "companions": [{"name": "code/model.py"}]}).encode()
 
 
 def shard(version: str, name: str) -> bytes:
@@ -39,7 +45,7 @@ def gather(out: Path, version: str = "new", *, overwrite: bool = False, resume: 
             stage.finish_part(name, fd, NBYTES, digest)
         stage.write_file("config.json", version.encode())
         stage.copy_file("code/model.py", str(companion))
-        stage.write_file("xrank_manifest.json", f"manifest of {version}".encode())
+        stage.write_file("xrank_manifest.json", manifest_of(version))
         stage.commit()
     return resumed
 
@@ -49,7 +55,7 @@ def expected(version: str) -> dict[str, bytes]:
         **{name: shard(version, name) for name in SHARDS},
         "config.json": version.encode(),
         "code/model.py": b"print()\n",
-        "xrank_manifest.json": f"manifest of {version}".encode(),
+        "xrank_manifest.json": manifest_of(version),
     }
 
 

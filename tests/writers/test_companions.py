@@ -65,6 +65,12 @@ def test_all_but_weights_and_hidden_files(tmp_path: Path) -> None:
     assert all(Path(c.path).read_text() == c.name for c in base_companions(str(tmp_path)))
 
 
+def test_nothing_of_another_model_or_checkpoint_within(tmp_path: Path) -> None:
+    fill(tmp_path, "config.json", "checkpoint-2000/config.json", "checkpoint-2000/trainer_state.json")
+    fill(tmp_path, "checkpoint-2000/pytorch_model_fsdp_0/__0_0.distcp", "onnx/config.json", "onnx/model.onnx")
+    assert names(tmp_path) == ["config.json"]
+
+
 def test_links_to_files_are_read_links_to_folders_are_not(tmp_path: Path) -> None:
     fill(tmp_path, "blobs/abc", "elsewhere/secret.json")
     model = tmp_path / "model"

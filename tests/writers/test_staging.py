@@ -105,6 +105,24 @@ class TestOutputThatExists:
         assert seen(out) == "new"
         assert beside(out) == []
 
+    @pytest.mark.parametrize("name", ["config.json", "xrank_manifest.json"])
+    def test_states_make_room_for_states_alone(self, out: Path, name: str) -> None:
+        """Nor for a model that was begun before they were there."""
+        said = pytest.raises(OutputExistsError, match="the states of 2 ranks")
+        with said, open_stage(out, plan_digest="p", overwrite=True) as stage:
+            stage.write_file("xrank_manifest.json", b"")
+            out.mkdir()
+            for left in (name, "rank_0_state.pth", "rank_11_state.pth"):
+                (out / left).touch()
+            stage.commit()
+        with said:
+            check_output(out, overwrite=True)
+        assert len(os.listdir(out)) == 3 and beside(out) == []
+        with open_stage(out, plan_digest="p", overwrite=True, replaces_states=True) as stage:
+            stage.write_file("xrank_manifest.json", b"")
+            stage.commit()
+        assert os.listdir(out) == ["xrank_manifest.json"]
+
     def test_that_appears_meanwhile_is_left(self, out: Path) -> None:
         with pytest.raises(OutputExistsError, match="while this gather ran"), open_stage(out, plan_digest="p") as stage:
             stage.write_file("xrank_manifest.json", b"")

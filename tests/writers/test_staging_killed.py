@@ -16,6 +16,8 @@ from tests.writers.kill_points import error_points, in_child, kill_points
 from xrank.errors import NoSpaceError, XrankError
 from xrank.writers import rename
 
+pytestmark = pytest.mark.timeout(180)  # hundreds of processes, which a slow disk makes wait
+
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:

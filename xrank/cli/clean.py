@@ -5,13 +5,14 @@ from __future__ import annotations
 import click
 
 from xrank.cli.command import Output, reporting
+from xrank.cli.paths import PATH
 from xrank.cli.text import plural, size_text
 
 __all__ = ["clean_command"]
 
 
 @click.command("clean", short_help="Remove what dead gathers left.")
-@click.argument("paths", nargs=-1, metavar="[PATH]...", type=click.Path())
+@click.argument("paths", nargs=-1, metavar="[PATH]...", type=PATH)
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @reporting
 def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None:

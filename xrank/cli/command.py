@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["Output", "command_name", "reporting", "say"]
 
 
+_RESUMED = ("gather", "reshard")
+"""Commands that keep what an interrupted one of theirs finished."""
+
+
 class Output:
     """Prints: results on stdout, everything else on stderr."""
 
@@ -32,6 +37,7 @@ class Output:
         self.as_json = as_json
         self.quiet = quiet
         self.verbose = verbose
+        self._started = monotonic()
 
     def follow(self) -> None:
         """Be the output of a rank that helps: nothing but its own failure is printed, on stderr."""
@@ -48,7 +54,8 @@ class Output:
         if self.as_json:
             self._print_json(report)
         elif self.quiet:
-            say(os.fsencode(report.path or ""))
+            if report.path is not None:  # clean has none
+                say(os.fsencode(report.path))
         else:
             notes = [("note", message) for _, message in report.notes]
             say(rows_text([*rows, *notes]))
@@ -64,22 +71,33 @@ class Output:
     def fail(self, error: XrankError, report: Report | None = None) -> NoReturn:
         """Print an error, and in JSON the report that has it, and leave with its exit status."""
         if self.verbose:
-            say(printable("".join(traceback.format_exception(error)).rstrip("\n")), err=True)
+            told = traceback.TracebackException.from_exception(error)
+            told.__notes__ = []  # what follows says the same
+            say(printable("".join(told.format()).rstrip("\n")), err=True)
         self._leave(error_text(error), error.exit_code, error.to_dict(), report)
 
     def stop(self, how: str, exit_code: int) -> NoReturn:
         """Say that a signal ended the command, and leave."""
-        text = f"xrank: {how}; the same command goes on (exit {exit_code})"
-        error = XrankError(how, next_step="run the same command, which goes on from what is finished")
+        goes_on = self.command in _RESUMED
+        text = f"xrank: {how}; the same command {'goes on' if goes_on else 'starts anew'} (exit {exit_code})"
+        what_then = "which goes on from what is finished" if goes_on else "which starts anew"
+        error = XrankError(how, next_step=f"run the same command, {what_then}")
         self._leave(text, exit_code, error.to_dict())
 
     def _leave(self, text: str, exit_code: int, error: dict[str, Any], report: Report | None = None) -> NoReturn:
         say(text, err=True)
         if self.as_json:
-            from xrank.plan.report import Report
-
-            self._print_json(report or Report(self.command, status="failed", exit_code=exit_code, error=error))
+            self._print_json(report or self._failed(exit_code, error))
         sys.exit(exit_code)
+
+    def _failed(self, exit_code: int, error: dict[str, Any]) -> Report:
+        from xrank.conversion.process import peak_rss_nbytes
+        from xrank.plan.report import Report
+
+        seconds, peak = monotonic() - self._started, peak_rss_nbytes()
+        return Report(
+            self.command, status="failed", exit_code=exit_code, seconds=seconds, peak_rss_nbytes=peak, error=error
+        )
 
     def _print_json(self, report: Report) -> None:
         say(json.dumps(report.to_dict(), indent=2, ensure_ascii=True))
@@ -115,25 +133,31 @@ class _StoppedError(KeyboardInterrupt):
 
 
 @contextmanager
-def _stopping_once() -> Iterator[None]:
-    """Raise the first SIGINT or SIGTERM; ignore what follows, so that nothing cuts the way out short."""
+def _stopping_once() -> Iterator[Callable[[], None]]:
+    """Raise the first SIGINT or SIGTERM; ignore what follows, so that nothing cuts the way out short.
+
+    What is yielded is called where the command leaves for another reason: from then on, too, nothing shall.
+    """
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     # Left alone where the parent had it ignored: nohup, and what a shell without job control runs behind its back.
     numbers = [number for number, handler in previous.items() if handler is not signal.SIG_IGN]
 
     stopped = False
 
+    def leave() -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+
     def stop(number: int, frame: object) -> NoReturn:
         nonlocal stopped
         stopped = True
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
+        leave()
         raise _StoppedError(number)
 
     for number in numbers:
         signal.signal(number, stop)
     try:
-        yield
+        yield leave
     finally:
         if not stopped:
             for number in numbers:
@@ -153,14 +177,16 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
     def command(as_json: bool, quiet: bool, verbose: int, **arguments: Any) -> None:
         output = Output(command_name(click.get_current_context()), as_json=as_json, quiet=quiet, verbose=verbose)
         _configure_logging(output)
-        with _stopping_once():
+        with _stopping_once() as leave:
             try:
                 function(output, **arguments)
             except XrankError as error:
+                leave()  # torchrun, having seen another rank fail, ends this one while it tells why
                 output.fail(error)
             except _StoppedError as stop:
                 output.stop("interrupted" if stop.number == signal.SIGINT else "terminated", 128 + stop.number)
             except (OSError, MemoryError) as error:
+                leave()
                 output.fail(_explained(error))
 
     return command

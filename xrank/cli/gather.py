@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xrank.cli.command import Output, reporting
+from xrank.cli.paths import PATH
 from xrank.cli.sharing import report_shared, sharing
 from xrank.cli.text import plural, size_text
 from xrank.errors import UsageError
@@ -21,21 +22,19 @@ __all__ = ["gather", "made_rows", "proof_row", "source_row"]
 
 
 @click.command(short_help="Make the Hugging Face folder.")
-@click.argument("source", metavar="[SRC]", required=False, type=click.Path())
+@click.argument("source", metavar="[SRC]", required=False, type=PATH)
 @click.option(
     "--workspace",
-    type=click.Path(),
+    type=PATH,
     metavar="DIR",
     envvar="XRANK_WORKSPACE",
     help="The source; insists that it is a workspace.",
 )
-@click.option(
-    "--out", required=True, type=click.Path(), metavar="DIR", help="The folder to make; it appears by one rename."
-)
+@click.option("--out", required=True, type=PATH, metavar="DIR", help="The folder to make; it appears by one rename.")
 @click.option(
     "--base-model", metavar="DIR|ID", help="A model folder or cached ID: config, tokenizer, names and shapes."
 )
-@click.option("--layout", type=click.Path(), metavar="FILE", help="Layouts for a source that records none.")
+@click.option("--layout", type=PATH, metavar="FILE", help="Layouts for a source that records none.")
 @click.option(
     "--recipe", metavar="NAME|FILE|none", help="Training names to Hugging Face's.  [default: the one that fits]"
 )
@@ -47,7 +46,7 @@ __all__ = ["gather", "made_rows", "proof_row", "source_row"]
     show_default=True,
     help="Element type of floating-point tensors.",
 )
-@click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Names that a cast leaves as they are.")
+@click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Names that are not cast below fp32.")
 @click.option("--include", multiple=True, metavar="REGEX", help="Only these names.")
 @click.option("--exclude", multiple=True, metavar="REGEX", help="All but these names.")
 @click.option("--max-shard-size", default="5GB", metavar="SIZE", show_default=True, help="Bytes of tensors in a file.")
@@ -70,9 +69,7 @@ __all__ = ["gather", "made_rows", "proof_row", "source_row"]
 @click.option(
     "--adapter", metavar="separate|merge", help="LoRA adapters: a PEFT folder beside the model, or merged into it."
 )
-@click.option(
-    "--adapter-config", type=click.Path(), metavar="FILE", help="PEFT's adapter_config.json, if SRC holds none."
-)
+@click.option("--adapter-config", type=PATH, metavar="FILE", help="PEFT's adapter_config.json, if SRC holds none.")
 @click.option(
     "--overwrite", is_flag=True, help="Replace a model that is there; old or new is visible, never a mixture."
 )
@@ -154,7 +151,9 @@ def _rows(report: Report) -> list[tuple[str, str]]:
     if made.get("merged"):
         rows.append(("adapter", f"merged into {plural(len(made['merged']), 'tensor')}"))
     if made["excluded"]:
-        rows.append(("left out", f"{plural(len(made['excluded']), 'tensor')}: {', '.join(made['excluded'][:5])}"))
+        names = made["excluded"]
+        more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+        rows.append(("left out", f"{plural(len(names), 'tensor')}: {', '.join(names[:5])}{more}"))
     files = plural(len(made["files"]), "file")
     if report.output is None:
         buffers = size_text(made["peak_buffer_nbytes"])

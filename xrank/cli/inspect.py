@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from xrank.cli.command import Output, reporting
+from xrank.cli.paths import PATH
 from xrank.cli.text import plural, size_text
 
 if TYPE_CHECKING:
@@ -16,16 +18,25 @@ __all__ = ["inspect"]
 
 
 @click.command(short_help="Say what lies at a path.")
-@click.argument("path", type=click.Path())
-@click.option("--layout", type=click.Path(), metavar="FILE", help="Layouts for a source that records none.")
+@click.argument("path", type=PATH)
+@click.option("--layout", type=PATH, metavar="FILE", help="Layouts for a source that records none.")
+@click.option(
+    "--base-model",
+    metavar="DIR|ID",
+    help="A model folder or cached ID: names and shapes that PATH must have, and what a source does not record.",
+)
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="List every rank.")
 @reporting
-def inspect(output: Output, path: str, layout: str | None, tensors: bool, ranks: bool) -> None:
-    """Say what lies at PATH: format, run, ranks, tensors, and the problems a gather would meet."""
+def inspect(output: Output, path: str, layout: str | None, base_model: str | None, tensors: bool, ranks: bool) -> None:
+    """Say what lies at PATH: format, run, ranks, tensors, and the problems a gather would meet.
+
+    It ends with exit status 0 where it finds problems, too; each says the status of a gather, in --json under
+    "problems".
+    """
     from xrank.conversion.inspect import inspect_source
 
-    report = inspect_source(path, layout=layout)
+    report = inspect_source(path, layouts=layout, base_model=base_model)
     output.report(report, _rows(report, tensors=tensors, ranks=ranks))
 
 
@@ -42,14 +53,17 @@ def _rows(report: Report, *, tensors: bool, ranks: bool) -> list[tuple[str, str]
         kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in source["dtypes"].items())
         counts = f"{plural(source['num_tensors'], 'tensor')} ({kinds}), {source['num_parameters']:,} parameters"
         rows.append(("model", f"{counts}, {size_text(source['nbytes'])} in the source"))
-        rows.append(("config", "in the states" if source["has_config"] else "none in the states"))
+        rows.append(("config", _config_text(source, details)))
         if source["recipe"]:
             rows.append(("recipe", f"{source['recipe']}: a gather gives Hugging Face's names"))
-    rows += [(key, _fact_text(value)) for key, value in details["format"].items() if value not in (None, {}, [])]
+    facts = [(key, _fact_text(value)) for key, value in details["format"].items() if value is not None]
+    rows += [(key, text) for key, text in facts if text]
     if details["companions"]:
         rows.append(("companions", ", ".join(details["companions"])))
     if ranks:
-        rows += [(f"rank {row['rank']}", _rank_text(row)) for row in details.get("ranks", [])]
+        rows += [(f"rank {row['rank']}", _rank_text(row)) for row in details["ranks"]]
+        if not details["ranks"] and "num_tensors" in source:
+            rows.append(("ranks", "nothing here says which rank left what"))
     if tensors:
         for row in details["tensors"]:
             what = (
@@ -60,18 +74,23 @@ def _rows(report: Report, *, tensors: bool, ranks: bool) -> list[tuple[str, str]
         rows.append(
             ("problem", f"{problem['type']}: {problem['message']} (a gather would exit {problem['exit_code']})")
         )
-        if problem["got"]:
-            rows.append(("", f"got {problem['got']}"))
-        if problem["try"]:
-            rows.append(("", f"try {problem['try']}"))
+        rows += [("", f"{part:<4} {problem[part]}") for part in ("got", "want", "try") if problem[part]]
     if not details["problems"]:
         rows.append(("problems", "none"))
     return rows
 
 
+def _config_text(source: Mapping[str, Any], details: Mapping[str, Any]) -> str:
+    if details["config_path"] is not None:
+        return str(details["config_path"])
+    return "in the states" if source["has_config"] else "none; gather with --base-model, or put a config.json beside it"
+
+
 def _fact_text(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {_fact_text(part)}" for key, part in value.items())
+        return "; ".join(f"{key}: {_fact_text(part)}" for key, part in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_fact_text, value))
     return f"{value:,}" if type(value) is int else str(value)
@@ -80,6 +99,8 @@ def _fact_text(value: Any) -> str:
 def _rank_text(row: dict[str, Any]) -> str:
     if "problem" in row:
         return f"{row['state']}: {row['problem']}"
+    if "state" not in row:
+        return f"{plural(row['num_tensors'], 'tensor')}, {size_text(row['nbytes'])} of the model"
     counts = f"{plural(row['num_tensors'], 'tensor')}, {plural(row['num_layouts'], 'layout')}"
     return f"{row['state']}: {row['run']}, {size_text(row['nbytes'])}, {counts}, host {row['host'] or 'unknown'}"
 

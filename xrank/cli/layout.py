@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from xrank.cli.command import Output, reporting
+from xrank.cli.paths import PATH
 from xrank.cli.text import plural, size_text
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ def layout() -> None:
     """Show, compare and prove which rank holds which part of each tensor."""
 
 
-@layout.command()
-@click.argument("path", metavar="PATH|FILE", type=click.Path())
+@layout.command(short_help="Show which rank holds what.")
+@click.argument("path", metavar="PATH|FILE", type=PATH)
 @click.option("--tensor", metavar="REGEX", help="Only tensors whose whole name matches.")
-@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write one page, which needs no other.")
+@click.option("--html", type=PATH, metavar="FILE", help="Write one page, which needs no other.")
 @click.option("--toml", is_flag=True, help="Print the layout file to start from, in place of the picture.")
 @reporting
 def show(output: Output, path: str, tensor: str | None, html: str | None, toml: bool) -> None:
@@ -39,7 +40,9 @@ def show(output: Output, path: str, tensor: str | None, html: str | None, toml: 
 
     report, found, text = show_layouts(path, tensor=tensor, toml=toml)
     if html is not None:
-        report = write_page(report, found, html)
+        from xrank.pictures import survey_html
+
+        report = write_page(report, survey_html(found), html)
         if not toml:
             rows = [("wrote", f"{report.path}: {plural(len(found.tensors), 'tensor')}")]
             output.report(report, rows)
@@ -51,9 +54,9 @@ def show(output: Output, path: str, tensor: str | None, html: str | None, toml: 
     output.picture(report, text)
 
 
-@layout.command()
-@click.argument("a", metavar="A", type=click.Path())
-@click.argument("b", metavar="B", type=click.Path())
+@layout.command(short_help="Say how two layouts differ.")
+@click.argument("a", metavar="A", type=PATH)
+@click.argument("b", metavar="B", type=PATH)
 @reporting
 def diff(output: Output, a: str, b: str) -> None:
     """Say what the layouts at B say otherwise than those at A: layout files, or sources that record layouts."""
@@ -63,18 +66,19 @@ def diff(output: Output, a: str, b: str) -> None:
     output.report(report, _diff_rows(found) or [("equal", "both say the same")])
 
 
-@layout.command()
-@click.argument("file", metavar="FILE", type=click.Path())
-@click.argument("path", metavar="[PATH]", required=False, type=click.Path())
+@layout.command(short_help="Prove what a layout file says.")
+@click.argument("file", metavar="FILE", type=PATH)
+@click.argument("path", metavar="[PATH]", required=False, type=PATH)
+@click.option("--base-model", metavar="DIR|ID", help="Tells whole shapes where neither PATH nor FILE does.")
 @reporting
-def check(output: Output, file: str, path: str | None) -> None:
+def check(output: Output, file: str, path: str | None, base_model: str | None) -> None:
     """Prove that the layouts in FILE hold every element of every tensor exactly once per replica.
 
     PATH, a workspace or a model folder, gives names and shapes; without it those are proven whose sizes FILE tells.
     """
     from xrank.conversion.layout_report import check_file
 
-    report, error = check_file(file, path, started=time.monotonic())
+    report, error = check_file(file, path, base_model=base_model, started=time.monotonic())
     if error is not None:
         output.fail(error, report)
     output.report(report, _check_rows(report))

@@ -10,12 +10,14 @@ from typing import NoReturn
 import click
 
 import xrank
+from xrank import environment
 from xrank.cli.clean import clean_command
 from xrank.cli.command import Output, command_name, say
 from xrank.cli.gather import gather
 from xrank.cli.inspect import inspect
 from xrank.cli.layout import layout
 from xrank.cli.reshard import reshard
+from xrank.cli.simulate import simulate_command
 from xrank.cli.verify import verify_command
 from xrank.errors import UsageError
 
@@ -28,13 +30,14 @@ def cli() -> None:
     """Gather models that distributed training left on many ranks into one Hugging Face folder, proven exact."""
 
 
-for _command in (gather, inspect, verify_command, reshard, layout, clean_command):
+for _command in (gather, inspect, verify_command, reshard, layout, simulate_command, clean_command):
     cli.add_command(_command)
 
 
 def main() -> NoReturn:
     """Run the command line and leave with its exit status."""
     _occupy_standard_descriptors()
+    environment.forgo_blas_threads()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks
     try:
@@ -44,8 +47,10 @@ def main() -> NoReturn:
         sys.exit(2)
     except click.UsageError as error:
         usage = error.ctx.get_usage() if error.ctx is not None else None
-        output = Output(command_name(error.ctx), as_json="--json" in sys.argv[1:], quiet=False, verbose=0)
-        output.fail(UsageError(error.format_message(), want=usage, next_step="add --help"))
+        name = command_name(error.ctx)
+        output = Output(name, as_json="--json" in sys.argv[1:], quiet=False, verbose=0)
+        next_step = f"xrank {name} --help".replace("  ", " ") + " says what it takes"
+        output.fail(UsageError(error.format_message(), want=usage, next_step=next_step))
     except click.Abort:
         sys.exit(130)
     sys.exit(0)

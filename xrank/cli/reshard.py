@@ -9,6 +9,7 @@ import click
 
 from xrank.cli.command import Output, reporting
 from xrank.cli.gather import made_rows, proof_row, source_row
+from xrank.cli.paths import PATH
 from xrank.cli.sharing import report_shared, sharing
 from xrank.cli.text import plural, size_text
 
@@ -19,11 +20,9 @@ __all__ = ["reshard"]
 
 
 @click.command(short_help="Write a workspace in another layout.")
-@click.argument("source", metavar="SRC", type=click.Path())
-@click.option("--layout", "layouts", required=True, type=click.Path(), metavar="FILE", help="The new layout.")
-@click.option(
-    "--out", required=True, type=click.Path(), metavar="DIR", help="The workspace to make; it appears by one rename."
-)
+@click.argument("source", metavar="SRC", type=PATH)
+@click.option("--layout", "layouts", required=True, type=PATH, metavar="FILE", help="The new layout.")
+@click.option("--out", required=True, type=PATH, metavar="DIR", help="The workspace to make; it appears by one rename.")
 @click.option(
     "--recipe",
     metavar="NAME|FILE",

@@ -25,13 +25,19 @@ def sharing(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
     return click.option(
         "--timeout",
-        type=click.FloatRange(min=0, min_open=True),
+        type=float,
+        callback=_positive,
         default=1800.0,
         metavar="SECONDS",
         envvar="XRANK_TIMEOUT",
-        show_default="1800",
-        help="How long a live rank may take to come, where ranks share the work.",
+        help="How long a live rank may take to come, where ranks share the work.  [default: 1800]",
     )(command)
+
+
+def _positive(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not value > 0:
+        raise click.BadParameter(f"{value:g} is no time to wait; give more than 0 seconds.")
+    return value
 
 
 def report_shared(
@@ -43,7 +49,7 @@ def report_shared(
     distributed: bool,
 ) -> None:
     """Convert, alone or with all ranks that a launcher started; print what was done, on rank 0 alone."""
-    from xrank.conversion.launches import find_launch
+    from xrank.conversion.teams.launches import find_launch
 
     launch, notes = find_launch(environ(), distributed=distributed)
     is_reporting = launch is None or launch.rank == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xrank.amounts import plural, size_text
 from xrank.errors import XrankError
 
 __all__ = ["error_text", "plural", "printable", "rows_text", "size_text"]
@@ -12,20 +13,6 @@ __all__ = ["error_text", "plural", "printable", "rows_text", "size_text"]
 def printable(text: str) -> str:
     """Return text with every control character escaped: a name found in a file must not steer a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
-def size_text(nbytes: float) -> str:
-    """Return bytes in decimal units: ``16.1 GB``."""
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if nbytes < 1000 or unit == "TB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    raise AssertionError
-
-
-def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: ``1 file``, ``1,024 files``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def error_text(error: XrankError) -> str:

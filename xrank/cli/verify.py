@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from xrank.cli.command import Output, reporting
+from xrank.cli.paths import PATH
+from xrank.cli.sharing import report_shared, sharing
 from xrank.cli.text import plural, size_text
+
+if TYPE_CHECKING:
+    from xrank.plan.report import Report
 
 __all__ = ["verify_command"]
 
 
 @click.command("verify", short_help="Read every byte and compare.")
-@click.argument("path", type=click.Path())
+@click.argument("path", type=PATH)
+@click.option("--against", type=PATH, metavar="PATH2", help="Compare with this model or checkpoint, value by value.")
+@click.option("--layout", type=PATH, metavar="FILE", help="Layouts for a checkpoint that records none.")
 @click.option(
-    "--against", type=click.Path(), metavar="PATH2", help="Compare with this model or checkpoint, value by value."
+    "--base-model",
+    metavar="DIR|ID",
+    help="A model folder or cached ID: names and shapes that PATH must have, and what a checkpoint does not record.",
+)
+@click.option(
+    "--adapter-config",
+    type=PATH,
+    metavar="FILE",
+    help="The LoRA adapter's configuration, where the gather was given it.",
 )
 @click.option(
     "--max-memory",
@@ -24,14 +42,33 @@ __all__ = ["verify_command"]
     help="Bytes of all buffers.",
 )
 @click.option("--workers", type=int, metavar="N", envvar="XRANK_WORKERS", help="Threads.  [default: min(4, cores)]")
+@sharing
 @reporting
-def verify_command(output: Output, path: str, against: str | None, max_memory: str, workers: int | None) -> None:
-    """Verify a model against its manifest, or a checkpoint against its checksums and its own proof."""
+def verify_command(
+    output: Output,
+    path: str,
+    against: str | None,
+    layout: str | None,
+    timeout: float,
+    distributed: bool,
+    **options: Any,
+) -> None:
+    """Verify a model against its manifest, or a checkpoint against its checksums and its own proof.
+
+    Ranks that torchrun, srun or mpirun started share the reading; rank 0 reports.
+    """
     from xrank.conversion.verify import verify
 
-    report, error = verify(path, against=against, max_memory=max_memory, workers=workers)
-    if error is not None:
-        output.fail(error, report)
+    def convert(**shared: Any) -> Report:
+        report, error = verify(path, against=against, layouts=layout, **options, **shared)
+        if error is not None:
+            output.fail(error, report)
+        return report
+
+    report_shared(output, convert, partial(_rows, against=against), timeout=timeout, distributed=distributed)
+
+
+def _rows(report: Report, against: str | None) -> list[tuple[str, str]]:
     counts = f"{plural(report.num_tensors, 'tensor')}, {size_text(report.nbytes)}"
     if against is not None:
         fact = f"every value as in {against}"
@@ -41,4 +78,6 @@ def verify_command(output: Output, path: str, against: str | None, max_memory: s
         replicas = report.proof["num_replicas_compared"]
         fact = f"every element exactly once; {plural(report.proof['num_checksums'], 'checksum')} good"
         fact += f"; {plural(replicas, 'replica')} equal" if replicas else ""
-    output.report(report, [("ok", f"{counts}: {fact}")])
+    if report.proof.get("base_model"):
+        fact += f"; {report.proof['base_model']} as in the base model"
+    return [("ok", f"{counts}: {fact}")]

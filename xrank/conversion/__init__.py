@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from xrank.deferred import deferred
 
 if TYPE_CHECKING:
     from xrank.conversion.layout_check import check_layouts
 
 __all__ = ["check_layouts"]
 
-
-def __getattr__(name: str) -> Any:
-    # On first use: a command that needs another module of this package shall not wait for the engine.
-    if name != "check_layouts":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from xrank.conversion.layout_check import check_layouts
-
-    return check_layouts
+# A command that needs another module of this package shall not wait for the engine.
+__getattr__, __dir__ = deferred(__name__, {"check_layouts": "layout_check"})

@@ -27,9 +27,10 @@ def abandoned_segments(folder: str, *, older_than: float, processes: str = "/pro
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(folder):
             if _NAME.fullmatch(entry.name):
-                status = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_mtime < older_than:
-                    found.append((entry.path, status))
+                with contextlib.suppress(FileNotFoundError):  # whoever made it removes it; others are still to come
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_mtime < older_than:
+                        found.append((entry.path, status))
     held = _held_files(processes) if found else set()
     return [(path, status) for path, status in found if (status.st_dev, status.st_ino) not in held]
 
@@ -40,9 +41,21 @@ def _held_files(processes: str) -> set[tuple[int, int]]:
     for pid in filter(str.isdigit, os.listdir(processes)):
         # It may end while it is looked at; those of other users do not hold what only this one may open.
         with contextlib.suppress(OSError):
-            for kind in ("map_files", "fd"):
-                for name in os.listdir(f"{processes}/{pid}/{kind}"):
-                    with contextlib.suppress(OSError):
-                        status = os.stat(f"{processes}/{pid}/{kind}/{name}")
-                        held.add((status.st_dev, status.st_ino))
+            for name in os.listdir(f"{processes}/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    status = os.stat(f"{processes}/{pid}/fd/{name}")
+                    held.add((status.st_dev, status.st_ino))
+        with contextlib.suppress(OSError):
+            held |= _mapped_files(f"{processes}/{pid}/maps")
     return held
+
+
+def _mapped_files(maps: str) -> set[tuple[int, int]]:
+    """Return device and inode of every file that is mapped; the links in map_files are for root alone (proc(5))."""
+    mapped = set()
+    with open(maps, "rb") as lines:
+        for line in lines:
+            device, inode = line.split(maxsplit=5)[3:5]
+            major, minor = device.split(b":")
+            mapped.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+    return mapped

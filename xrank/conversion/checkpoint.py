@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from xrank.conversion.gather_plan import Gather, plan_gather
+from xrank.conversion.choices.options import DTypeChoice, GatherOptions
 from xrank.conversion.layout_sources import layouts_at
-from xrank.conversion.options import DTypeChoice, GatherOptions
+from xrank.conversion.plans.gather_plan import Gather, plan_gather, read_layouts
 from xrank.dtypes import dtype as dtype_of
 from xrank.layout import LayoutMap
 from xrank.plan.buffers import FileSource, MemoryTarget
@@ -52,8 +52,9 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         CorruptError, ContradictionError: the source is not what its metadata promised.
     """
 
-    def __init__(self, gather: Gather) -> None:
+    def __init__(self, gather: Gather, layouts: LayoutMap | None = None) -> None:
         self._gather = gather
+        self._given = layouts
         self._plans = {tensor.output.name: tensor for tensor in gather.plan.tensors}
         self._lock = threading.Lock()
         self._checksums = self._no_checksums()
@@ -109,7 +110,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         Raises:
             LayoutError: the pieces follow no layout that the notation says.
         """
-        return layouts_at(self.path)
+        return layouts_at(self.path, self._given, self._gather.base)
 
     @cached_property
     def tensors(self) -> Mapping[str, CheckpointTensor]:
@@ -181,4 +182,6 @@ def open_checkpoint(
         UsageError, LayoutError, IncompleteError, ContradictionError, CorruptError, UnsafeError: as `gather_checkpoint`.
     """
     options = GatherOptions(dtype=dtype or "keep", max_memory=max_memory, max_shard_size=1 << 62)
-    return Checkpoint(plan_gather(os.fspath(path), options, base_model=base_model, layout=layouts, recipe=recipe))
+    given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
+    gather = plan_gather(os.fspath(path), options, base_model=base_model, layout=given, recipe=recipe)
+    return Checkpoint(gather, given)

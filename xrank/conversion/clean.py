@@ -85,8 +85,10 @@ def _messages(path: str, now: float) -> list[dict[str, Any]]:
     for entry in os.scandir(path):
         state = MessageName.owner_state(entry.name)
         if state is not None:
-            status = entry.stat(follow_symlinks=False)
-            rows.append({"path": entry.path, "nbytes": status.st_size, **_verdict(state, "", now - status.st_mtime)})
+            with contextlib.suppress(FileNotFoundError):  # a rank that lives removes its message once it was read
+                status = entry.stat(follow_symlinks=False)
+                age_seconds = now - status.st_mtime
+                rows.append({"path": entry.path, "nbytes": status.st_size, **_verdict(state, "", age_seconds)})
     return rows
 
 
@@ -108,21 +110,28 @@ def _places(path: str) -> Iterator[OutputPlace]:
 
 def _clean_place(place: OutputPlace, dry_run: bool, now: float) -> list[dict[str, Any]]:
     if dry_run:
-        return [_row(place, identifier, now) for identifier in place.identifiers()]
+        return _rows(place, now)
     try:
         with hold_lock(place.lock_path, place.path, owner=lambda: owner_text(place)):
-            rows = [_row(place, identifier, now) for identifier in place.identifiers()]
+            rows = _rows(place, now)
             roll_forward(place)
             for row in rows:
                 if row["removed"]:
                     clear(place, row["path"])
             return rows
     except OutputExistsError:
-        return [{**_row(place, i, now), "removed": False, "why": "its gather is running"} for i in place.identifiers()]
+        return [{**row, "removed": False, "why": "its gather is running"} for row in _rows(place, now)]
 
 
-def _row(place: OutputPlace, identifier: str, now: float) -> dict[str, Any]:
-    path = place.stage(identifier)
+def _rows(place: OutputPlace, now: float) -> list[dict[str, Any]]:
+    rows = []
+    for identifier in place.identifiers():
+        with contextlib.suppress(FileNotFoundError):  # a gather that is running has made it its output
+            rows.append(_row(place.stage(identifier), now))
+    return rows
+
+
+def _row(path: str, now: float) -> dict[str, Any]:
     journal = read_journal(path)
     nbytes, changed = _size_and_change(path)
     state = "unknown" if journal is None else owner_state(journal)
@@ -146,7 +155,8 @@ def _size_and_change(path: str) -> tuple[int, float]:
     nbytes, changed = 0, os.lstat(path).st_mtime
     for folder, _, names in os.walk(path):
         for name in names:
-            status = os.lstat(os.path.join(folder, name))
-            nbytes += status.st_size
-            changed = max(changed, status.st_mtime)
+            with contextlib.suppress(FileNotFoundError):  # a gather that is running renames what it has finished
+                status = os.lstat(os.path.join(folder, name))
+                nbytes += status.st_size
+                changed = max(changed, status.st_mtime)
     return nbytes, changed

@@ -5,28 +5,31 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from xrank import environment
-from xrank.conversion.adapters import merged_texts
-from xrank.conversion.gather_plan import Gather, plan_gather
-from xrank.conversion.launches import find_launch
-from xrank.conversion.options import GatherOptions
+from xrank.conversion.choices.adapters import merged_texts
+from xrank.conversion.choices.options import GatherOptions
+from xrank.conversion.making.stage_filling import Made, fill_stage, help_to_fill_stage
+from xrank.conversion.plans.gather_plan import Gather, plan_gather
 from xrank.conversion.process import peak_rss_nbytes
-from xrank.conversion.stage_filling import Made, fill_stage, help_to_fill_stage
+from xrank.conversion.teams.launches import find_launch
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
+from xrank.layout.nest_table import IntArray
+from xrank.plan.buffers import FileSource, OpenSource
 from xrank.plan.merging import factors_nbytes
 from xrank.plan.report import Report
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
-from xrank.writers.staging import check_output, open_stage
+from xrank.writers.staging import check_output, check_room, open_stage
 
 if TYPE_CHECKING:
-    from xrank.conversion.team import Team
+    from xrank.conversion.teams.team import Team
 
-__all__ = ["check_apart", "gather_checkpoint", "source_facts"]
+__all__ = ["check_apart", "gather_checkpoint", "make_output", "output_facts", "proof_facts", "source_facts"]
 
 
 def gather_checkpoint(
@@ -62,7 +65,7 @@ def gather_checkpoint(
             WORLD_SIZE name; each makes this call. Rank 0 alone checks and reports all: the reports of the others
             lack digests and counts. A dry run is everybody's own.
         timeout_seconds: how long ranks that live may take to come; a death is noticed in seconds.
-        **options: the other options of ``xrank gather``, by name (`xrank.conversion.options.GatherOptions`).
+        **options: the other options of ``xrank gather``, by name (`xrank.conversion.choices.options.GatherOptions`).
 
     Raises:
         UsageError, LayoutError: the call must change.
@@ -78,15 +81,14 @@ def gather_checkpoint(
     launch = find_launch(environment.environ(), distributed=True)[0] if distributed and not checked.dry_run else None
     team = None
     if launch is not None:
-        from xrank.conversion.team import Team  # one process is done without
+        from xrank.conversion.teams.team import Team  # one process is done without
 
-        team = Team(launch, path, timeout_seconds=timeout_seconds)
+        team = Team.launched(launch, path, timeout_seconds=timeout_seconds)
 
     def plan() -> Gather:
-        if not checked.dry_run:
-            check_apart(os.fspath(source), path)
-            if team is None or team.is_first:  # others may still see what was there a moment ago
-                check_output(out, overwrite=checked.overwrite)
+        check_apart(os.fspath(source), path)
+        if team is None or team.is_first:  # others may still see what was there a moment ago
+            check_output(out, overwrite=checked.overwrite)
         gather = plan_gather(
             os.fspath(source),
             checked,
@@ -96,12 +98,13 @@ def gather_checkpoint(
             workspace=workspace,
             recipe=recipe,
         )
-        if not checked.dry_run:
-            check_apart(gather.source.path, path)  # again: the source may have been found further down
+        check_apart(gather.source.path, path)  # again: the source may have been found further down
         return gather
 
     if checked.dry_run:
-        return _planned_report(plan(), path, time.monotonic() - started)
+        gather = plan()
+        check_room(out, [file.output.nbytes for file in gather.plan.files], gather.source.path)
+        return _planned_report(gather, path, time.monotonic() - started)
     show = progress or (lambda done, total: None)
     if team is None:
         gather = plan()
@@ -109,30 +112,48 @@ def gather_checkpoint(
     else:
         with team.together():
             gather = team.agree(plan, lambda gather: gather.digest)
-            made = _make(gather, path, show, team) if team.is_first else help_to_fill_stage(gather, path, team)
+            made = _make(gather, path, show, team) if team.is_first else _help(gather, path, team)
     return Report(
         command="gather",
         path=path,
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
         source=source_facts(gather.source),
-        proof={**_proof_facts(gather), **made.proof},
-        output={"path": path, **_output_facts(gather), **made.output},
+        proof={**proof_facts(gather), **made.proof},
+        output={"path": path, **output_facts(gather), **made.output},
         notes=(*gather.notes, *made.notes),
     )
 
 
-def _make(gather: Gather, out: str, progress: Callable[[int, int], None], team: Team | None) -> Made:
-    """Fill a stage and make it the output."""
+def make_output(
+    gather: Gather,
+    source: OpenSource,
+    out: str,
+    progress: Callable[[int, int], None],
+    team: Team | None,
+    holder: IntArray | None = None,
+) -> Made:
+    """Fill a stage and make it the output; errors as `fill_stage`, and those of the commit."""
     options = gather.options
     with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
-        made = fill_stage(gather, stage, progress, team)
+        made = fill_stage(gather, source, stage, progress, team, holder)
         if team is not None:
             team.check()
         stage.commit()
         if team is not None:
             team.committed()
     return replace(made, notes=(*made.notes, *(("stage", note) for note in stage.notes)))
+
+
+def _make(gather: Gather, out: str, progress: Callable[[int, int], None], team: Team | None) -> Made:
+    with closing(FileSource(gather.plan.source)) as source:
+        return make_output(gather, source, out, progress, team)
+
+
+def _help(gather: Gather, out: str, team: Team) -> Made:
+    """Do the part of any other rank."""
+    with closing(FileSource(gather.plan.source)) as source:
+        return help_to_fill_stage(gather, source, out, team)
 
 
 def check_apart(source: str, out: str) -> None:
@@ -171,25 +192,27 @@ def source_facts(source: StoredModel) -> dict[str, Any]:
     }
 
 
-def _proof_facts(gather: Gather) -> dict[str, Any]:
+def proof_facts(gather: Gather) -> dict[str, Any]:
+    """Return what a report says of the proof."""
     return {"coverage": "proven", "base_model": gather.checked_against_base}
 
 
-def _output_facts(gather: Gather) -> dict[str, Any]:
+def output_facts(gather: Gather) -> dict[str, Any]:
+    """Return what a report says of the output, before it is written."""
     outputs = gather.selection.outputs
     return {
         "num_tensors": len(outputs),
         "num_parameters": sum(output.num_elements for output in outputs),
         "nbytes": sum(output.nbytes for output in outputs),
         "tied": [[target, *names] for target, names in gather.selection.tied.items()],
-        "padding_dropped": {},
+        "padding_dropped": gather.padding_dropped,
         "excluded": list(gather.selection.excluded),
         "cast": dict(gather.selection.cast),
         **({"merged": list(merged)} if (merged := merged_texts(gather.plan)) else {}),
         "companions": [
             *(c.name for c in gather.companions),
             *(["config.json"] if gather.config_text else []),
-            *(gather.adapted.texts if gather.adapted is not None else ()),
+            *gather.texts,
         ],
     }
 
@@ -207,10 +230,10 @@ def _planned_report(gather: Gather, out: str, seconds: float) -> Report:
         seconds=seconds,
         peak_rss_nbytes=peak_rss_nbytes(),
         source=source_facts(gather.source),
-        proof={**_proof_facts(gather), "num_replicas_to_compare": replicas},
+        proof={**proof_facts(gather), "num_replicas_to_compare": replicas},
         plan={
             "path": out,
-            **_output_facts(gather),
+            **output_facts(gather),
             "files": files,
             # Each worker holds the factors of what it merges, and a window of it as it is stored.
             "peak_buffer_nbytes": min(options.max_memory_nbytes, options.num_workers * (5 << 20))

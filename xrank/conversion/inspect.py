@@ -8,9 +8,16 @@ from collections import Counter
 from math import prod
 from typing import Any
 
-from xrank.conversion.named_source import read_found
+from xrank.conversion.choices.adapters import Adapted, adapt, adapter_beside
+from xrank.conversion.choices.base_check import check_source
+from xrank.conversion.choices.base_model import open_base_model
+from xrank.conversion.choices.named_source import companions_of, read_found
+from xrank.conversion.choices.options import AdapterChoice, GatherOptions
+from xrank.conversion.choices.recipe_choice import choose_recipe
+from xrank.conversion.plans.gather_plan import read_layouts, renames_adapted
 from xrank.conversion.process import peak_rss_nbytes
 from xrank.conversion.stage_inspection import inspect_stage
+from xrank.dtypes import dtype as dtype_of
 from xrank.errors import XrankError
 from xrank.layout import LayoutMap
 from xrank.plan.planner import divide_replicas
@@ -18,15 +25,27 @@ from xrank.plan.report import Report
 from xrank.plan.source import StoredModel
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
-from xrank.writers.companions import source_companions
 
 __all__ = ["inspect_source"]
 
 
-def inspect_source(path: str | os.PathLike[str], *, layout: str | os.PathLike[str] | None = None) -> Report:
+def inspect_source(
+    path: str | os.PathLike[str],
+    *,
+    layouts: str | os.PathLike[str] | LayoutMap | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+) -> Report:
     """Return what lies at a path: format, run, ranks, tensors, and the problems a gather would meet.
 
+    Problems are in ``details["problems"]``, each with the exit code of a gather; the report is `ok` with them, too.
+
+    Args:
+        path: the folder, or file.
+        layouts: layouts for a source that records none: a layout file, or its content.
+        base_model: names and shapes that the source must have, and what it does not record.
+
     Raises:
+        UsageError: there is no such base model.
         IncompleteError: the path does not exist.
         UnknownFormatError: no reader recognises it.
     """
@@ -35,35 +54,64 @@ def inspect_source(path: str | os.PathLike[str], *, layout: str | os.PathLike[st
     if stage is not None:
         return stage
     text, reader = find_source(os.fspath(path))
+    given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
+    base = open_base_model(base_model) if base_model is not None else None
     problems: list[XrankError] = []
     model = None
     tensors: list[dict[str, Any]] = []
-    recipe = None
+    notes: list[tuple[str, str]] = []
+    recipe = config_path = None
     try:
-        layouts = LayoutMap.read(layout) if layout is not None else None
-        found = read_found(text, reader, layouts=layouts)
+        found = read_found(os.fspath(path), text, reader, base=base, layouts=given)
         model = found.model
+        notes += found.notes
+        config_path = found.config_path
         tensors = [_tensor_row(model, index, problems) for index in range(len(model.shards))]
-        recipe = found.renamed().recipe
+        refusals, adapted = _adapter_in(model, text)
+        problems += refusals
+        if not refusals:
+            notes += adapter_beside(text)
+            renamed = found.renamed()
+            recipe = renamed.recipe
+            if base is not None:
+                check_source(base, renamed, found.config)
+        elif adapted is not None and (matched := choose_recipe(adapted.base, found.config, None)) is not None:
+            problems.append(renames_adapted(adapted.source, matched))
     except XrankError as error:
         problems.append(error)
     details: dict[str, Any] = {
         "problems": [{**problem.to_dict(), "exit_code": problem.exit_code} for problem in problems],
         "tensors": tensors,
         "format": {} if model is None else {key: what for key, what in model.details.items() if key != "ranks"},
-        "companions": [c.name for c in source_companions(text)] if os.path.isdir(text) else [],
+        "companions": [c.name for c in companions_of(os.fspath(path), text, reader)[0]],
+        "config_path": config_path,
+        "ranks": survey_ranks(text) if isinstance(reader, WorkspaceReader) else [] if model is None else _ranks(model),
     }
-    if isinstance(reader, WorkspaceReader):
-        details["ranks"] = survey_ranks(text)
     return Report(
         command="inspect",
         path=text,
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
         source={"path": text, "format": reader.name, **({} if model is None else _facts(model) | {"recipe": recipe})},
-        notes=() if model is None else model.notes,
+        notes=() if model is None else (*model.notes, *notes),
         details=details,
     )
+
+
+def _adapter_in(model: StoredModel, place: str) -> tuple[list[XrankError], Adapted | None]:
+    """Return why a gather would refuse the adapter in a source, and it kept apart; nothing where there is none."""
+    refusals: list[XrankError] = []
+    choices: tuple[AdapterChoice | None, ...] = (None, "separate")
+    for choice in choices:
+        # Without a choice a gather says that there is one; what else is in the way it says to who chose.
+        try:
+            adapted = adapt(model, GatherOptions(adapter=choice), place, {})
+        except XrankError as error:
+            if error.message not in [refusal.message for refusal in refusals]:
+                refusals.append(error)
+        else:
+            return refusals, adapted
+    return refusals, None
 
 
 def _facts(model: StoredModel) -> dict[str, Any]:
@@ -80,6 +128,21 @@ def _facts(model: StoredModel) -> dict[str, Any]:
         "skipped_nbytes": model.skipped_nbytes,
         "has_config": model.config is not None,
     }
+
+
+def _ranks(model: StoredModel) -> list[dict[str, Any]]:
+    """Return what each rank left of the model's tensors, in a format whose ranks leave nothing that says more."""
+    if model.world_size is None:
+        return []
+    counts: Counter[int] = Counter()
+    nbytes: Counter[int] = Counter()
+    for shard in model.shards:
+        if shard.name not in model.aliases:
+            counts.update(set(shard.rank.tolist()))
+            width = dtype_of(shard.dtype).nbytes
+            for rank, size in zip(shard.rank.tolist(), shard.nests.sizes.tolist(), strict=True):
+                nbytes[rank] += size * width
+    return [{"rank": rank, "num_tensors": counts[rank], "nbytes": nbytes[rank]} for rank in sorted(counts)]
 
 
 def _tensor_row(model: StoredModel, index: int, problems: list[XrankError]) -> dict[str, Any]:

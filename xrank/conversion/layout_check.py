@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xrank.conversion.gather_plan import read_layouts
+from xrank.conversion.plans.gather_plan import read_layouts
 from xrank.conversion.process import peak_rss_nbytes
 from xrank.dtypes import DTYPES
 from xrank.errors import LayoutError

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from xrank.conversion.gather_plan import read_layouts
+from xrank.conversion.choices.base_model import open_base_model
 from xrank.conversion.layout_check import check_survey, survey_facts
-from xrank.conversion.layout_sources import chosen, file_text, layouts_at, read_source, stored_at
+from xrank.conversion.layout_sources import (
+    chosen,
+    file_text,
+    is_layout_file,
+    layouts_at,
+    read_source,
+    stored_at,
+    with_numbers,
+)
+from xrank.conversion.plans.gather_plan import read_layouts
 from xrank.conversion.process import peak_rss_nbytes
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.layout_diff import LayoutDiff
 from xrank.layout.layout_file import write_whole
-from xrank.pictures import survey_html
 from xrank.pictures.text_picture import share_words
 from xrank.plan.holdings import Holdings, Survey
 from xrank.plan.report import Report
@@ -37,7 +46,7 @@ def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) ->
     started = time.monotonic()
     source = read_source(path)
     found = chosen(source.survey, tensor)
-    text = file_text(layouts_at(path)) if toml else None
+    text = file_text(source.as_map()) if toml else None
     report = Report(
         command="layout show",
         path=source.path,
@@ -54,13 +63,13 @@ def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) ->
     return report, found, text
 
 
-def write_page(report: Report, found: Survey, file: str) -> Report:
-    """Write the page of a survey, whole or not at all, and return the report of it.
+def write_page(report: Report, page: str, file: str) -> Report:
+    """Write the page of a report, whole or not at all, and return the report of it.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    content = survey_html(found).encode("utf-8")
+    content = page.encode("utf-8")
     try:
         write_whole(content, file)
     except OSError as error:
@@ -79,7 +88,11 @@ def diff_layouts(a: str, b: str) -> tuple[Report, LayoutDiff]:
         UsageError, LayoutError, ...: one of them cannot be read, or no layout file could say it.
     """
     started = time.monotonic()
-    found = layouts_at(a).diff(layouts_at(b))
+    old, new = layouts_at(a), layouts_at(b)
+    if is_layout_file(a) != is_layout_file(b):
+        # What ranks record has numbers where a file has names of sizes.
+        old, new = with_numbers(old), with_numbers(new)
+    found = old.diff(new)
     report = Report(
         command="layout diff",
         path=b,
@@ -91,18 +104,32 @@ def diff_layouts(a: str, b: str) -> tuple[Report, LayoutDiff]:
     return report, found
 
 
-def check_file(file: str, path: str | None, *, started: float | None = None) -> tuple[Report, LayoutError | None]:
+def check_file(
+    file: str,
+    path: str | None,
+    *,
+    base_model: str | os.PathLike[str] | None = None,
+    started: float | None = None,
+) -> tuple[Report, LayoutError | None]:
     """Return the report of a layout file's proof, and its first problem.
 
     Args:
         file: the layout file.
         path: a workspace or model folder that says names, shapes and types; None for the sizes that the file tells.
+        base_model: a folder, or a cached ID, that tells whole shapes where neither the source nor the file does.
         started: when the check began, on the monotonic clock.
 
     Raises:
         UsageError, LayoutError, ...: the file or the source cannot be read.
     """
     layouts = read_layouts(file)
+    if path is None and base_model is not None:
+        raise UsageError(
+            "--base-model was given and PATH was not",
+            got=f"--base-model {os.fspath(base_model)}",
+            want="PATH, a source whose shapes it tells",
+            next_step=f"run: xrank layout check {file} {os.fspath(base_model)}, if its tensors are meant",
+        )
     if path is None:
         shapes, untold = told_shapes(layouts)
         if not shapes and len(layouts):
@@ -117,7 +144,11 @@ def check_file(file: str, path: str | None, *, started: float | None = None) -> 
         found = replace(found, unused=tuple(rule for rule in found.unused if rule not in untold))
         notes = [("not-proven", f"the rule {rule!r} is not proven: {reason}") for rule, reason in untold.items()]
         return check_survey(found, path=file, notes=notes, started=started)
-    place, stored = stored_at(path, layouts)
+    try:
+        place, stored = stored_at(path, layouts, open_base_model(base_model) if base_model is not None else None)
+    except LayoutError as error:
+        error.next_step = f"add its rule to {file}, or give a base model that has the tensor by --base-model"
+        raise
     found = survey(
         layouts,
         {shard.name: shard.shape for shard in stored.shards},

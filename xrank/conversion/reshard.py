@@ -6,27 +6,29 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from functools import partial
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, cast
 
 from xrank import environment
-from xrank.conversion.file_writing import WrittenFiles, write_files
+from xrank.conversion.choices.options import DTypeChoice, GatherOptions
 from xrank.conversion.gather import check_apart, source_facts
-from xrank.conversion.launches import find_launch
-from xrank.conversion.options import DTypeChoice, GatherOptions
+from xrank.conversion.making.file_writing import WrittenFiles, write_files
+from xrank.conversion.making.work import Work
+from xrank.conversion.plans.reshard_plan import Reshard, plan_reshard
 from xrank.conversion.process import peak_rss_nbytes
-from xrank.conversion.reshard_plan import Reshard, plan_reshard
+from xrank.conversion.teams.launches import find_launch
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
+from xrank.plan.buffers import FileSource
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Budget
 from xrank.plan.report import Report
 from xrank.writers.manifest import MANIFEST_NAME, ManifestFile, ManifestSource, manifest_text
 from xrank.writers.stage import Stage
-from xrank.writers.staging import check_output, open_stage
+from xrank.writers.staging import check_output, check_room, open_stage
 
 if TYPE_CHECKING:
-    from xrank.conversion.team import Team
+    from xrank.conversion.teams.team import Team
 
 __all__ = ["reshard_checkpoint"]
 
@@ -90,22 +92,22 @@ def reshard_checkpoint(
     launch = find_launch(environment.environ(), distributed=True)[0] if distributed and not dry_run else None
     team = None
     if launch is not None:
-        from xrank.conversion.team import Team  # one process is done without
+        from xrank.conversion.teams.team import Team  # one process is done without
 
-        team = Team(launch, path, timeout_seconds=timeout_seconds)
+        team = Team.launched(launch, path, timeout_seconds=timeout_seconds)
 
     def plan(host: str | None = None) -> Reshard:
-        if not dry_run:
-            check_apart(os.fspath(source), path)
-            if team is None or team.is_first:
-                check_output(out, overwrite=overwrite)
+        check_apart(os.fspath(source), path)
+        if team is None or team.is_first:
+            check_output(out, overwrite=overwrite, replaces_states=True)
         reshard = plan_reshard(os.fspath(source), layouts, options, recipe=recipe, base_model=base_model, host=host)
-        if not dry_run:
-            check_apart(reshard.source.path, path)  # again: the source may have been found further down
+        check_apart(reshard.source.path, path)  # again: the source may have been found further down
         return reshard
 
     if dry_run:
-        return _report(plan(), path, started, None, ())
+        reshard = plan()
+        check_room(out, [file.output.nbytes for file in reshard.plan.files], reshard.source.path)
+        return _report(reshard, path, started, None, ())
     show = progress or (lambda done, total: None)
     if team is None:
         reshard = plan()
@@ -118,9 +120,10 @@ def reshard_checkpoint(
         if team.is_first:
             written, notes = _make(reshard, path, show, team)
         else:
-            from xrank.conversion.shared_writing import help_to_write_files
+            from xrank.conversion.making.shared_writing import help_to_write_files
 
-            help_to_write_files(team, reshard.plan, path, reshard.digest, _budget(reshard))
+            with closing(FileSource(reshard.plan.source)) as files:
+                help_to_write_files(team, _work(reshard, files), path, reshard.digest)
     return _report(reshard, path, started, *((written, notes) if team.is_first else (None, ())))
 
 
@@ -128,14 +131,12 @@ def _make(
     reshard: Reshard, out: str, progress: Callable[[int, int], None], team: Team | None
 ) -> tuple[WrittenFiles, tuple[str, ...]]:
     """Fill a stage and make it the output; return what was found, and what is to be noted of the stage."""
-    write: Callable[..., WrittenFiles] = write_files
-    if team is not None:
-        from xrank.conversion.shared_writing import write_files_together
-
-        write = partial(write_files_together, team)
     overwrite = reshard.options.overwrite
-    with open_stage(out, plan_digest=reshard.digest, overwrite=overwrite) as stage:
-        written = write(reshard.plan, stage, _budget(reshard), progress, verify=overwrite)
+    with (
+        closing(FileSource(reshard.plan.source)) as files,
+        open_stage(out, plan_digest=reshard.digest, overwrite=overwrite, replaces_states=True) as stage,
+    ):
+        written = write_files(_work(reshard, files), stage, progress, team, verify=overwrite)
         _write_small_files(reshard, stage, written)
         if team is not None:
             team.check()
@@ -145,8 +146,9 @@ def _make(
     return written, stage.notes
 
 
-def _budget(reshard: Reshard) -> Budget:
-    return Budget.within(reshard.options.max_memory_nbytes, reshard.options.num_workers)
+def _work(reshard: Reshard, source: FileSource) -> Work:
+    options = reshard.options
+    return Work(reshard.plan, source, Budget.within(options.max_memory_nbytes, options.num_workers))
 
 
 def _checked_dtype(dtype: str | None) -> DTypeChoice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 
 from xrank.plan.report import Report
 from xrank.writers.journal import Journal, read_journal
@@ -17,8 +18,14 @@ def inspect_stage(path: str) -> Report | None:
     if journal is None:
         return None
     done = sum(line.nbytes for line in journal.lines)
-    unfinished = [entry for entry in os.scandir(path) if entry.name.endswith(".part")]
-    total = done + sum(entry.stat(follow_symlinks=False).st_size for entry in unfinished)
+    total = done
+    try:
+        unfinished = [entry for entry in os.scandir(path) if entry.name.endswith(".part")]
+    except FileNotFoundError:  # its gather is running, and has made it its output
+        return None
+    for entry in unfinished:
+        with suppress(FileNotFoundError):  # it is finished by now
+            total += entry.stat(follow_symlinks=False).st_size
     return Report(
         command="inspect",
         path=path,

@@ -4,77 +4,152 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import xxhash
 
-from xrank.conversion.named_source import read_source
-from xrank.conversion.options import default_workers, parse_size
+from xrank import environment
+from xrank.conversion.choices.base_check import check_source
+from xrank.conversion.choices.base_model import BaseModel, check_against, open_base_model
+from xrank.conversion.choices.named_source import read_source
+from xrank.conversion.choices.options import default_workers, parse_size
+from xrank.conversion.making.check import Check, carried_out
+from xrank.conversion.making.rereading import FileDigests, digests_of, plan_of_headers
+from xrank.conversion.plans.gather_plan import read_layouts
+from xrank.conversion.plans.plan_digest import digest_of_plan
 from xrank.conversion.process import peak_rss_nbytes
-from xrank.conversion.rereading import read_through, reread_headers
+from xrank.conversion.teams.launches import find_launch
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
 from xrank.formats.safetensors_header import read_header
+from xrank.layout import LayoutMap
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Budget, Outcome
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import make_plan
 from xrank.plan.report import Report
-from xrank.plan.source import StoredModel, merged
-from xrank.readers.hf_folder import read_headers
+from xrank.readers.hugging_face.folder import read_headers
 from xrank.readers.workspace import WorkspaceReader
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
 __all__ = ["verify", "verify_model"]
 
-_OTHER = "\0other/"  # no tensor that a gather accepts has such a name
-_NOT_COPIES = "find out which of the two is the right one"
-
 
 def verify_model(
     path: str | os.PathLike[str],
     *,
     against: str | os.PathLike[str] | None = None,
+    layouts: str | os.PathLike[str] | LayoutMap | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+    adapter_config: str | os.PathLike[str] | None = None,
     max_memory: str | int = "64MB",
     workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    distributed: bool = False,
+    timeout_seconds: float = 1800.0,
 ) -> Report:
     """Read every byte and say whether all is as it must be.
 
     A model with a manifest is compared with it; a checkpoint is proven as a gather would prove it, all checksums and
-    replicas included; with `against`, the tensors of both are compared value by value.
+    replicas included; with `against`, the tensors of both are compared value by value, an adapter's, too. Where one has
+    an adapter and the other has not, the other must be what `gather_checkpoint` with ``adapter="merge"`` makes of it.
+
+    Args:
+        path: a model or a checkpoint.
+        against: what to compare it with.
+        layouts: layouts for a checkpoint that records none, either of the two: a layout file, or its content.
+        base_model: names and shapes that it must have, and what a checkpoint does not record; with `against`, the
+            latter alone.
+        adapter_config: of an adapter among a checkpoint's tensors, where the gather was given it.
+        max_memory: bytes of all buffers.
+        workers: threads; None: as many as a gather's.
+        progress: called with (bytes compared so far, bytes in all), on rank 0 alone.
+        distributed: share the reading with all other ranks that torchrun, srun or mpirun started, or that RANK and
+            WORLD_SIZE name; each makes this call. Rank 0 alone judges and reports all.
+        timeout_seconds: how long ranks that live may take to come; a death is noticed in seconds.
 
     Returns:
-        A report that is `ok`, or has the first fault as its `error`.
+        A report that is `ok`, or has the first fault as its `error`: of a fault that another rank read, that this one
+        failed, and why.
 
     Raises:
-        UsageError: the path can't be verified: it is of no known format, or a model without a manifest.
+        UsageError: the path can't be verified: it is of no known format, a model without a manifest, or what an adapter
+            makes of it cannot be computed.
     """
-    return verify(path, against=against, max_memory=max_memory, workers=workers)[0]
+    return verify(
+        path,
+        against=against,
+        layouts=layouts,
+        base_model=base_model,
+        adapter_config=adapter_config,
+        max_memory=max_memory,
+        workers=workers,
+        progress=progress,
+        distributed=distributed,
+        timeout_seconds=timeout_seconds,
+    )[0]
 
 
 def verify(
     path: str | os.PathLike[str],
     *,
     against: str | os.PathLike[str] | None,
+    layouts: str | os.PathLike[str] | LayoutMap | None,
+    base_model: str | os.PathLike[str] | None,
+    adapter_config: str | os.PathLike[str] | None,
     max_memory: str | int,
     workers: int | None,
+    progress: Callable[[int, int], None] | None = None,
+    distributed: bool = False,
+    timeout_seconds: float = 1800.0,
 ) -> tuple[Report, XrankError | None]:
     """Do as `verify_model` and return the first fault as it was raised, too."""
     started = time.monotonic()
     budget = Budget.within(parse_size(max_memory, "--max-memory"), workers or default_workers())
+    if adapter_config is not None and against is None:
+        raise UsageError(
+            "--adapter-config was given and --against was not",
+            got=f"--adapter-config {os.fspath(adapter_config)}",
+            want="--against, and an adapter in one of the two",
+            next_step="give both, or neither",
+        )
+    given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
+    base = open_base_model(base_model) if base_model is not None else None
     text = os.fspath(path)
+
+    def plan() -> Check:
+        if against is not None:
+            from xrank.conversion.comparing.comparison import plan_comparison  # one path alone is done without
+
+            return plan_comparison(text, os.fspath(against), budget, adapter_config, base=base, layouts=given)
+        if os.path.exists(os.path.join(text, MANIFEST_NAME)) and WorkspaceReader().recognise(text) is not None:
+            # A workspace that xrank made has a manifest too, but ranks may have written to it since: it proves itself.
+            if given is not None:
+                raise UsageError(
+                    f"--layout was given, and {text} is a model with a manifest, whose tensors are whole",
+                    got="--layout",
+                    want="a checkpoint whose layouts are not recorded, or --against one",
+                    next_step="leave --layout out",
+                )
+            return _plan_manifest_check(text, base)
+        return _plan_proof(text, base, given)
+
     facts: dict[str, Any] = {}
     error: XrankError | None = None
+    launch = find_launch(environment.environ(), distributed=True)[0] if distributed else None
     try:
-        if against is not None:
-            facts = _compare(text, os.fspath(against), budget)
-        elif os.path.exists(os.path.join(text, MANIFEST_NAME)) and WorkspaceReader().recognise(text) is not None:
-            # A workspace that xrank made has a manifest too, but ranks may have written to it since: it proves itself.
-            facts = _check_manifest(text, budget)
+        if launch is None:
+            facts = carried_out(plan(), budget, progress, None)
         else:
-            facts = _prove(text, budget)
+            from xrank.conversion.teams.team import Team  # one process is done without
+
+            team = Team.launched(launch, text, timeout_seconds=timeout_seconds)
+            paths = [os.path.abspath(one) for one in (text, against or "")]
+            with team.together():
+                check = team.agree(plan, lambda check: digest_of_plan(check.plan, *paths))
+                facts = carried_out(check, budget, progress, team)
     except UsageError:
         raise
     except XrankError as found:
@@ -88,14 +163,15 @@ def verify(
         peak_rss_nbytes=peak_rss_nbytes(),
         source=facts.get("source", {"path": text}),
         proof=facts.get("proof", {}),
-        plan=facts.get("checked"),
+        plan=_counts(facts["checked"]) if "checked" in facts else None,
+        notes=tuple(facts.get("notes", ())),
         error=None if error is None else error.to_dict(),
     )
     return report, error
 
 
-def _check_manifest(path: str, budget: Budget) -> dict[str, Any]:
-    """Compare a model folder with its manifest: files, tensors, digests, companions."""
+def _plan_manifest_check(path: str, base: BaseModel | None) -> Check:
+    """Return what compares a model folder with its manifest: files, tensors, digests; companions are read here."""
     manifest = read_manifest(os.path.join(path, MANIFEST_NAME))
     listed = {file["name"]: file for file in manifest["files"]}
     surplus = sorted(name for name in os.listdir(path) if name.endswith(".safetensors") and name not in listed)
@@ -112,29 +188,41 @@ def _check_manifest(path: str, budget: Budget) -> dict[str, Any]:
     headers = [*read_headers(path), *(read_header(os.path.join(path, *name.split("/"))) for name in apart)]
     found = [os.path.relpath(header.path, path).replace(os.sep, "/") for header in headers]
     _check_plain_files(path, [*manifest["companions"], *(f for f in listed.values() if f["name"] not in found)])
-    for name, read in zip(found, reread_headers(headers, budget), strict=True):
-        digests = replace(read, name=name)
-        names = {name for name, tensor in manifest["tensors"].items() if tensor["file"] == digests.name}
-        if names != set(digests.tensors):
-            name = sorted(names ^ set(digests.tensors))[0]
-            raise ContradictionError(
-                f"{name}: {digests.name} and the manifest disagree about where it is",
-                tensor=name,
-                file=os.path.join(path, digests.name),
-                got="in the file alone" if name in digests.tensors else "in the manifest alone",
-                want="in both",
-                next_step="gather the model again, or copy the file again from a good copy",
-            )
-        for name, digest in digests.tensors.items():
-            if digest_text(digest) != manifest["tensors"][name]["digest"]:
-                raise _damaged(path, digests.name, name, digest_text(digest), manifest["tensors"][name]["digest"])
-        if digest_text(digests.digest) != listed[digests.name]["digest"]:
-            raise _damaged(path, digests.name, None, digest_text(digests.digest), listed[digests.name]["digest"])
-    return {
-        "source": {"path": path, "format": "safetensors"},
-        "proof": {"manifest": os.path.join(path, MANIFEST_NAME), "num_digests": len(manifest["tensors"])},
-        "checked": _counts([OutputTensor(t.name, t.dtype, t.shape) for h in headers for t in h.tensors]),
-    }
+    plan = plan_of_headers(headers)
+
+    def judge(outcome: Outcome) -> dict[str, Any]:
+        for name, read in zip(found, digests_of(plan, outcome), strict=True):
+            _check_digests(path, manifest, listed, replace(read, name=name))
+        checked = [OutputTensor(t.name, t.dtype, t.shape) for h in headers for t in h.tensors]
+        told = {"manifest": os.path.join(path, MANIFEST_NAME), "num_digests": len(manifest["tensors"])}
+        if base is not None:
+            own = [output for output in checked if manifest["tensors"][output.name]["file"] not in apart]
+            told["base_model"] = check_against(base, own, set(manifest["excluded"]), set(manifest["tied"]))
+        return {"source": {"path": path, "format": "safetensors"}, "proof": told, "checked": checked}
+
+    return Check(plan, judge)
+
+
+def _check_digests(
+    path: str, manifest: Mapping[str, Any], listed: Mapping[str, Mapping[str, Any]], digests: FileDigests
+) -> None:
+    """Compare a file that was read with the manifest."""
+    names = {name for name, tensor in manifest["tensors"].items() if tensor["file"] == digests.name}
+    if names != set(digests.tensors):
+        name = sorted(names ^ set(digests.tensors))[0]
+        raise ContradictionError(
+            f"{name}: {digests.name} and the manifest disagree about where it is",
+            tensor=name,
+            file=os.path.join(path, digests.name),
+            got="in the file alone" if name in digests.tensors else "in the manifest alone",
+            want="in both",
+            next_step="gather the model again, or copy the file again from a good copy",
+        )
+    for name, digest in digests.tensors.items():
+        if digest_text(digest) != manifest["tensors"][name]["digest"]:
+            raise _damaged(path, digests.name, name, digest_text(digest), manifest["tensors"][name]["digest"])
+    if digest_text(digests.digest) != listed[digests.name]["digest"]:
+        raise _damaged(path, digests.name, None, digest_text(digests.digest), listed[digests.name]["digest"])
 
 
 def _damaged(path: str, file: str, tensor: str | None, got: str, want: str) -> CorruptError:
@@ -166,20 +254,10 @@ def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
             raise _damaged(path, file["name"], None, digest.hexdigest(), file["digest"])
 
 
-def _with_tied(model: StoredModel) -> StoredModel:
-    """Return a gathered model with the names that its manifest says were tied and not written."""
-    manifest = os.path.join(model.path, MANIFEST_NAME)
-    if not os.path.exists(manifest):
-        return model
-    shards = {shard.name: shard for shard in model.shards}
-    tied = read_manifest(manifest)["tied"]
-    aliases = [replace(shards[target], name=name) for name, target in tied.items() if target in shards]
-    return replace(model, shards=(*model.shards, *(alias for alias in aliases if alias.name not in shards)))
-
-
-def _prove(path: str, budget: Budget) -> dict[str, Any]:
-    """Prove a checkpoint as a gather would, and let go of the bytes."""
-    model = read_source(path).renamed_if_clear()
+def _plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None) -> Check:
+    """Return what proves a checkpoint as a gather would, and lets go of the bytes."""
+    found = read_source(path, base=base, layouts=layouts)
+    model = found.renamed_if_clear()
     if model.format == "safetensors":
         raise UsageError(
             f"{path} has no {MANIFEST_NAME} to verify it by",
@@ -187,80 +265,29 @@ def _prove(path: str, budget: Budget) -> dict[str, Any]:
             next_step="give --against a copy to compare with; a gather writes a manifest",
         )
     outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in model.shards]
-    outcome, num_replicas = _run(model, outputs, {}, budget)
-    return {
-        "source": {
-            "path": path,
-            "format": model.format,
-            "recipe": model.recipe,
-            "world_size": model.world_size,
-            "step": model.step,
-        },
-        "proof": {
-            "coverage": "proven",
-            "num_checksums": outcome.num_checksums,
-            "num_replicas_compared": num_replicas,
-        },
-        "checked": _counts(outputs),
-    }
+    checked = check_source(base, model, found.config) if base is not None else None
+    plan = make_plan(model, lay_out(outputs, 1 << 62) if outputs else ())
 
+    def judge(outcome: Outcome) -> dict[str, Any]:
+        return {
+            "source": {
+                "path": path,
+                "format": model.format,
+                "recipe": model.recipe,
+                "world_size": model.world_size,
+                "step": model.step,
+            },
+            "proof": {
+                "coverage": "proven",
+                "num_checksums": outcome.num_checksums,
+                "num_replicas_compared": sum(len(tensor.replicas) for tensor in plan.tensors),
+                **({"base_model": checked} if base is not None else {}),
+            },
+            "notes": [*model.notes] if base is not None or layouts is not None else [],
+            "checked": outputs,
+        }
 
-def _compare(path: str, other_path: str, budget: Budget) -> dict[str, Any]:
-    """Compare the tensors of two models or checkpoints value by value: the other's pieces count as replicas."""
-    found, other = read_source(path), read_source(other_path)
-    if {shard.name for shard in found.model.shards} == {shard.name for shard in other.model.shards}:
-        ours, theirs = found.model, other.model
-    else:
-        # Whichever is under training names gets Hugging Face's; a config that one has does for both.
-        ours, theirs = found.renamed(other.config), other.renamed(found.config)
-    ours, theirs = _with_tied(ours), _with_tied(theirs)
-    mine, others = ({shard.name: shard for shard in model.shards} for model in (ours, theirs))
-    for name in sorted(set(mine) ^ set(others)):
-        raise ContradictionError(
-            f"{name} is in {path if name in mine else other_path} alone",
-            tensor=name,
-            got=f"{len(mine)} tensors against {len(others)}",
-            want="the same names",
-            next_step=_NOT_COPIES,
-        )
-    for name, shard in mine.items():
-        if (shard.dtype, shard.shape) != (others[name].dtype, others[name].shape):
-            raise ContradictionError(
-                f"{name} differs in kind",
-                tensor=name,
-                got=f"{shard.dtype} {list(shard.shape)} in {path}",
-                want=f"{others[name].dtype} {list(others[name].shape)}, as in {other_path}",
-                next_step=_NOT_COPIES,
-            )
-    outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in ours.shards]
-    tied = {name: (_OTHER + name,) for name in mine}
-    try:
-        outcome, _ = _run(merged(ours, theirs, _OTHER), outputs, tied, budget)
-    except ContradictionError as error:
-        if error.index_range is None or error.file not in {file.path for file in theirs.files}:
-            raise  # within one of the two
-        raise ContradictionError(
-            f"{error.tensor} differs between {path} and {other_path}",
-            tensor=error.tensor,
-            file=error.file,
-            index_range=error.index_range,
-            got=error.got,
-            want="equal values",
-            next_step=_NOT_COPIES,
-        ) from error
-    return {
-        "source": {"path": path, "format": ours.format},
-        "proof": {"against": other_path, "num_checksums": outcome.num_checksums},
-        "checked": _counts(outputs),
-    }
-
-
-def _run(
-    model: StoredModel, outputs: Sequence[OutputTensor], tied: Mapping[str, Sequence[str]], budget: Budget
-) -> tuple[Outcome, int]:
-    plan = make_plan(model, lay_out(outputs, 1 << 62) if outputs else (), tied=tied)
-    outcome = read_through(plan, budget)
-    return outcome, sum(len(tensor.replicas) for tensor in plan.tensors)
+    return Check(plan, judge)
 
 
 def _counts(outputs: Sequence[OutputTensor]) -> dict[str, Any]:

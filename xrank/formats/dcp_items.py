@@ -20,7 +20,7 @@ import numpy as np
 from xrank.errors import XrankError
 from xrank.formats.regular_file import RegularFile, shown
 from xrank.formats.safetensors_header import read_header
-from xrank.formats.torch_archive import ArchivedTensor, read_archive
+from xrank.formats.torch_archive import ArchivedTensor, read_archive_in
 from xrank.formats.zip_index import open_item, read_members
 from xrank.layout.nest_table import IntArray
 
@@ -132,7 +132,7 @@ class ItemReader:
         return None
 
     def _parsed(self, file: RegularFile, start: int, length: int) -> tuple[int, int, int, int]:
-        archive = read_archive(file.origin.path, start=start, nbytes=length, rank=file.origin.rank)
+        archive = read_archive_in(file, start=start, nbytes=length)
         tensor = archive.value
         if not isinstance(tensor, ArchivedTensor):
             raise file.origin.unsafe("an item that should be a tensor is something else", got=repr(tensor)[:100])

@@ -62,11 +62,13 @@ class DcpMetadata:
     """Of the format, where it was written (torch 2.7 on)."""
     files: tuple[str, ...]
     """Relative paths that its entries name, unchecked."""
+    ends: IntArray
+    """One past the last byte of each file's last item, those left out included."""
     tensors: Mapping[str, DcpTensor]
     nbytes: int
     """Of all items, those left out above included."""
-    byte_items: Mapping[str, int]
-    """What is no tensor, by flat name, with the bytes stored for it."""
+    byte_items: Mapping[str, tuple[int, int, int]]
+    """What is no tensor, by flat name: index into `files`, first byte and bytes of its item."""
     paths: Mapping[str, tuple[str | int, ...]] | None
     """Flat name -> the keys of the nested dicts that lead to it (``planner_data``); None where they are not told."""
 
@@ -118,7 +120,7 @@ class _Metadata:
     def __init__(self, machine: MetadataMachine, origin: Origin) -> None:
         self.machine = machine
         self.origin = origin
-        self.byte_items: dict[str, int] = {}
+        self.byte_items: dict[str, tuple[int, int, int]] = {}
 
     def read(self, value: object, path: str, status: os.stat_result) -> DcpMetadata:
         state = self.state(value, "Metadata")
@@ -127,7 +129,10 @@ class _Metadata:
         if not isinstance(stored, dict) or not isinstance(listed, dict) or "planner_data" not in state:
             raise self.origin.corrupt("the metadata lists no tensors, or not where they are stored")
         self.take_entries(stored)
-        nbytes = sum(self.byte_items.values()) + sum(sum(t.places[2::3]) for t in self.machine.tables.values())
+        nbytes = sum(item[2] for item in self.byte_items.values()) + sum(
+            sum(t.places[2::3]) for t in self.machine.tables.values()
+        )
+        ends = self.ends()
         tensors = {}
         for name, item in listed.items():
             if not isinstance(name, str):
@@ -147,6 +152,7 @@ class _Metadata:
             status,
             version if isinstance(version, str) else None,
             tuple(self.machine.files),
+            ends,
             MappingProxyType(tensors),
             nbytes,
             MappingProxyType(self.byte_items),
@@ -186,21 +192,31 @@ class _Metadata:
                     want="plain bytes",
                     next_step="save the checkpoint again without extensions",
                 )
-            place_values = [self.count(part, name) for part in (start, nbytes)]
+            first, size = (self.count(part, name) for part in (start, nbytes))
             file = self.machine.files.setdefault(path, len(self.machine.files))
             if offset is None:
                 if name in self.byte_items:
                     raise self.corrupt(name, "is stored twice")
-                self.byte_items[name] = place_values[1]
+                self.byte_items[name] = (file, first, size)
                 continue
             low = self.counts(offset, name)
             table = self.machine.tables.setdefault(name, EntryTable(8 * len(low)))
             if table.width != 8 * len(low):
                 raise self.corrupt(name, "has pieces of different numbers of dimensions")
             table.offsets += np.array(low, dtype=np.int64).tobytes()
-            table.places.extend((file, *place_values))
+            table.places.extend((file, first, size))
         if num_matched != self.machine.num_matched_entries:
             raise self.origin.corrupt("entries of storage stand where none should")
+
+    def ends(self) -> IntArray:
+        """Return how long each file must be to hold its items."""
+        ends = np.zeros(len(self.machine.files), dtype=np.int64)
+        for table in self.machine.tables.values():
+            file, start, nbytes = np.frombuffer(table.places, dtype=np.int64).reshape(-1, 3).T
+            np.maximum.at(ends, file, np.minimum(start, _MAX_EXTENT - nbytes) + nbytes)
+        for number, first, size in self.byte_items.values():
+            ends[number] = max(ends[number], min(first + size, _MAX_EXTENT))
+        return ends
 
     def count(self, value: object, name: str) -> int:
         if type(value) is not int or not 0 <= value <= _MAX_EXTENT:
@@ -301,7 +317,7 @@ class _Metadata:
             return None
         found: dict[str, tuple[str | int, ...]] = {}
         for name, path in told.items():
-            if not isinstance(name, str) or not isinstance(path, tuple):
+            if not isinstance(name, str) or not isinstance(path, tuple) or not path:
                 raise self.origin.corrupt("the nested state has a key that is no text, or leads nowhere")
             if not all(type(key) in (str, int) for key in path):
                 raise self.corrupt(name, "has a key that is neither a text nor a number")

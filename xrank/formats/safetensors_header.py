@@ -182,7 +182,9 @@ def _parse(raw: bytes, data_nbytes: int, origin: Origin) -> tuple[tuple[HeaderTe
     except (ValueError, RecursionError) as error:
         # UnicodeDecodeError and JSONDecodeError are ValueErrors; the latter's text quotes nothing of the file.
         raise origin.corrupt("the safetensors header is damaged", got=f"{type(error).__name__}: {error}") from None
-    metadata = table.pop(_METADATA, {})
+    metadata = table.pop(_METADATA, None)
+    if metadata is None:  # tensor.rs: HashMetadata: an Option, of which null is the none
+        metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise origin.corrupt("the safetensors header's __metadata__ is no table of texts")
     for text in (*table, *metadata, *metadata.values()):

@@ -8,8 +8,8 @@ from math import prod
 from typing import Any
 
 from xrank.dtypes import dtype
+from xrank.formats.archived_tensor import STORAGE_DTYPES, ArchivedTensor
 from xrank.formats.rank_state import CONFIG, RECORD, WEIGHT
-from xrank.formats.torch_archive import STORAGE_DTYPES, ArchivedTensor
 
 __all__ = ["state_pickle"]
 

@@ -8,13 +8,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import index
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from xrank import environment
 from xrank.errors import UsageError
 from xrank.gather.exchange import Call, Exchange
-from xrank.gather.tree import pack, unpack
+from xrank.gather.tree import check_sendable, is_plain, pack, unpack
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
@@ -41,11 +42,7 @@ class _Session:
         """Return the exchange through a directory, or memory; after a meeting, if there is none yet."""
         if (exchange := self.exchanges.get(path)) is not None:
             return exchange
-        self.num_meetings += 1
-        name = f"meeting/{'.'.join(map(str, ranks))}/{self.num_meetings}"
-        way = "memory" if path is None else "a directory"
-        store = find_store(group, environment.environ())
-        meeting = Meeting(ranks, rank, store, name, deadline, way, _check_open_gathers)
+        meeting = self._next_meeting(ranks, rank, group, path, deadline)
         if path is None:
             exchange = Exchange(meet(meeting), MemoryMessages())
         else:
@@ -53,6 +50,27 @@ class _Session:
             exchange = Exchange(circle, _directory_messages(path, circle))
         self.exchanges[path] = exchange
         return exchange
+
+    def refuse(
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        group: Any,
+        path: str | None,
+        deadline: Deadline,
+        error: BaseException,
+    ) -> None:
+        """Let the next meeting fail: the others are at this rank's call there, and would wait for it."""
+        self._next_meeting(ranks, rank, group, path, deadline).refuse(error)
+
+    def _next_meeting(
+        self, ranks: tuple[int, ...], rank: int, group: Any, path: str | None, deadline: Deadline
+    ) -> Meeting:
+        self.num_meetings += 1
+        name = f"meeting/{'.'.join(map(str, ranks))}/{self.num_meetings}"
+        way = "memory" if path is None else "a directory"
+        store = find_store(group, environment.environ())
+        return Meeting(ranks, rank, store, name, deadline, way, _check_open_gathers)
 
 
 _sessions: WeakKeyDictionary[Any, dict[tuple[int, ...], _Session]] = WeakKeyDictionary()
@@ -76,7 +94,13 @@ def _check_open_gathers() -> None:
         RankFailedError: as on all other ranks of that gather.
     """
     for exchange, call in _open.gathers:
-        exchange.check(call)
+        exchange.look(call)
+
+
+def _check_gathers_around() -> None:
+    """Do so but for the innermost, whose own waits look at it themselves."""
+    for exchange, call in _open.gathers[:-1]:
+        exchange.look(call)
 
 
 def failure_check() -> Callable[[], None]:
@@ -85,7 +109,7 @@ def failure_check() -> Callable[[], None]:
 
     def check() -> None:
         for exchange, call in open_gathers:
-            exchange.check(call)
+            exchange.look(call)
 
     return check
 
@@ -125,7 +149,8 @@ def gathered(
     """
     ranks = _checked_ranks(ranks)
     world = _world()
-    rank = _launched_rank() if world is None else world.rank()
+    rank, world_size = _launched_rank() if world is None else (world.rank(), world.size())
+    _check_exist(ranks, world_size)
     if rank not in ranks:
         yield []
         return
@@ -137,9 +162,10 @@ def gathered(
     session = _session(world if group is None else group, ranks)
     path = None if workspace_path is None else os.path.abspath(os.fspath(workspace_path))
     exchange = session.exchange(ranks, rank, group, path, deadline)
-    call = exchange.begin(function, key, place or _place(), deadline)
-    exchange.circle.check_around = _check_open_gathers
+    call = exchange.begin(function, key, (place, 0) if place else _place(), deadline)
+    exchange.circle.check_around = _check_gathers_around
     _open.gathers.append((exchange, call))
+    pid = os.getpid()
     try:
         exchange.check(call)
         check(value)  # here, so that the others hear of what it raises
@@ -149,13 +175,18 @@ def gathered(
         else:
             exchange.send(call, value)
         yield parts
-        exchange.finish(call, early_exit=early_exit)
+        if os.getpid() == pid:  # a process forked in the body is no rank: it must not speak for this one
+            exchange.finish(call, early_exit=early_exit)
     except BaseException as error:
-        exchange.fail(call, error)
+        if os.getpid() != pid:
+            raise
+        is_behind = exchange.fail(call, error)
         # What the others do after a failure is not known: the next gather begins with a new meeting.
         exchange.close()
         if session.exchanges.get(path) is exchange:
             del session.exchanges[path]
+        if is_behind:
+            session.refuse(ranks, rank, group, path, deadline, error)
         raise
     finally:
         _open.gathers.remove((exchange, call))
@@ -171,7 +202,15 @@ def _directory_messages(path: str, circle: Circle) -> DirectoryMessages:
 
 
 def _checked_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
-    checked = tuple(int(rank) for rank in ranks)
+    try:
+        checked = tuple(index(rank) for rank in ranks)
+    except TypeError:
+        raise UsageError(
+            "the ranks of a gather are whole numbers",
+            got=repr(ranks)[:200],
+            want="a list of global ranks, the one that gathers first",
+            next_step="give such a list",
+        ) from None
     if not checked or len(set(checked)) != len(checked) or min(checked) < 0:
         raise UsageError(
             "the ranks of a gather must be different ranks",
@@ -182,21 +221,37 @@ def _checked_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     return checked
 
 
+def _check_exist(ranks: tuple[int, ...], world_size: int | None) -> None:
+    # Waited for, a rank that cannot come would be missed at the deadline alone.
+    if world_size is not None and max(ranks) >= world_size:
+        raise UsageError(
+            f"there is no rank {max(ranks)} in a world of {world_size}",
+            rank=max(ranks),
+            got=str(list(ranks)),
+            want=f"global ranks from 0 to {world_size - 1}",
+            next_step="take ranks that there are",
+        )
+
+
 def _world() -> Any:
     """Return the process group of all ranks, or None where torch.distributed is not initialised."""
     distributed = sys.modules.get("torch.distributed")
     return getattr(getattr(distributed, "group", None), "WORLD", None)
 
 
-def _launched_rank() -> int:
+def _launched_rank() -> tuple[int, int | None]:
+    """Return this rank and the number of all; None where nothing says it."""
     launch = environment.read_launch(environment.environ())
-    return 0 if launch is None else launch.rank
+    return (0, None) if launch is None else (launch.rank, launch.world_size)
 
 
 def _own(value: object) -> Any:
     """Return the first rank's own value as it yields it: new containers, its own memory."""
+    if is_plain(value):
+        check_sendable(value)
+        return value.detach().cpu()
     tree, tensors = pack(value)
-    return unpack(tree, [tensor.cpu() for tensor in tensors])
+    return unpack(tree, [tensor if tensor.is_cpu else tensor.cpu() for tensor in tensors])
 
 
 def _session(group: Any, ranks: tuple[int, ...]) -> _Session:
@@ -218,9 +273,9 @@ def _session(group: Any, ranks: tuple[int, ...]) -> _Session:
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
-def _place() -> str:
+def _place() -> tuple[str, int]:
     """Return file and line of the user's call: the first frame outside this package and contextlib."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return frame.f_code.co_filename, frame.f_lineno

@@ -13,14 +13,16 @@ import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from xrank.errors import UnsafeError, UsageError
+from xrank.gather.garbage import no_search
+from xrank.workspace.plain_memory import has_memory, kind_without_elements
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["pack", "unpack"]
+__all__ = ["check_sendable", "is_plain", "pack", "unpack"]
 
 _MAX_DEPTH = 100
 """Of a value: far more than configs have, far less than the interpreter's stack."""
@@ -32,14 +34,72 @@ _NUMPY_SCALARS = frozenset(
 """Those that a Python number holds exactly."""
 
 
+def is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    """Say whether a value is a tensor and nothing else, so that its tree is that of every other such."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(value) is torch.Tensor
+
+
+def check_sendable(tensor: torch.Tensor, where: str = "the value") -> None:
+    """Refuse a tensor whose elements are not all there.
+
+    Raises:
+        UsageError: it is such a one.
+    """
+    import torch
+
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        name = type(tensor).__qualname__
+        raise UsageError(
+            f"{where} is a {type(tensor).__module__}.{name}", got=name, want="a plain tensor or a Parameter",
+            next_step="gather the plain tensors that it is made of (of a DTensor, tensor.to_local())",
+        )  # fmt: skip
+    kind = kind_without_elements(tensor)
+    if kind is not None:
+        raise UsageError(
+            f"{where} is {kind}", got=kind, want="a dense tensor with data",
+            next_step="gather the dense tensors it is made of",
+        )  # fmt: skip
+    if not has_memory(tensor):  # what was there is another's by now, or not there at all
+        raise UsageError(
+            f"{where} has no memory: its storage was freed",
+            got=f"a storage of {tensor.untyped_storage().nbytes():,} bytes",
+            want=f"memory of all {tensor.numel():,} elements",
+            next_step="gather it where it is in memory: not while FSDP or an offloader keeps it elsewhere",
+        )
+
+
 def pack(value: object, where: str = "the value") -> tuple[Any, list[torch.Tensor]]:
     """Return a JSON-able tree and the tensors it refers to by number.
 
     Raises:
         UsageError: a part is of a kind that can't be sent; its place is named.
     """
+    if type(value) is dict and (packed := _pack_tensors(value)) is not None:
+        return packed
     packer = _Packer(where)
     return packer.pack(value, where), packer.tensors
+
+
+def _pack_tensors(value: dict[Any, Any]) -> tuple[Any, list[torch.Tensor]] | None:
+    """Return what `pack` does of a dict that holds nothing but tensors, no two of one memory; None of any other.
+
+    A state of many small tensors is packed in a tenth of the time.
+    """
+    torch, tensors = sys.modules.get("torch"), list(value.values())
+    if torch is None or set(map(type, tensors)) != {torch.Tensor} or set(map(type, value)) != {str}:
+        return None
+    if not all(map(_is_sendable, tensors)):
+        return None
+    places = {tensor.data_ptr() for tensor in tensors}
+    if len(places) < len(tensors) or 0 in places:
+        return None
+    with no_search():
+        return ["m", list(value)], [tensor.detach() for tensor in tensors]
+
+
+def _is_sendable(tensor: torch.Tensor) -> bool:
+    return kind_without_elements(tensor) is None and has_memory(tensor)
 
 
 def unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -62,6 +122,8 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     match kind:
         case "t":
             return tensors[tree[1]]
+        case "m":
+            return dict(zip(tree[1], tensors, strict=True))
         case "l":
             return [_unpack(item, tensors) for item in tree[1]]
         case "u":
@@ -201,20 +263,7 @@ class _Packer:
         )
 
     def _number(self, tensor: torch.Tensor, where: str) -> int:
-        import torch
-
-        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-            kind = type(tensor).__qualname__
-            raise UsageError(
-                f"{where} is a {type(tensor).__module__}.{kind}", got=kind, want="a plain tensor or a Parameter",
-                next_step="gather the plain tensors that it is made of (of a DTensor, tensor.to_local())",
-            )  # fmt: skip
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-            kind = "a meta tensor" if tensor.is_meta else f"of layout {tensor.layout}"
-            raise UsageError(
-                f"{where} is {kind}", got=kind, want="a dense tensor with data",
-                next_step="gather the dense tensors it is made of",
-            )  # fmt: skip
+        check_sendable(tensor, where)
         # Views of one memory; empty ones have none, and are one only if they are one object.
         place = tensor.data_ptr() or -id(tensor)
         view = (place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())

@@ -19,9 +19,10 @@ d = 128                               names that shapes do not tell
 from __future__ import annotations
 
 import os
+import secrets
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xrank.errors import LayoutError, UsageError
@@ -62,6 +63,19 @@ class LayoutFile:
     rules: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
+    def with_mesh(self, mesh: DeviceMesh, file: str) -> LayoutFile:
+        """Return the same on another mesh, of which its views are then views.
+
+        Raises:
+            LayoutError: a view does not fit the mesh, or a size is called as one of its axes.
+        """
+        try:
+            views = {name: mesh.view(view.grid) for name, view in self.views.items()}
+        except LayoutError as error:
+            raise in_file(error, "a view of [mesh]", file) from error
+        _sizes(dict(self.sizes), [mesh, *views.values()], file)
+        return replace(self, mesh=mesh, views=views)
+
 
 def read_layout_file(file: str) -> LayoutFile:
     """Read a layout file.
@@ -75,7 +89,11 @@ def read_layout_file(file: str) -> LayoutFile:
             content = stream.read(MAX_FILE_NBYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"the layout file {file} cannot be read: {reason}", file=file) from error
+        raise UsageError(
+            f"the layout file {file} cannot be read: {reason}",
+            file=file,
+            next_step="name a layout file that can be read; xrank layout show PATH --toml prints one to start from",
+        ) from error
     if len(content) > MAX_FILE_NBYTES:
         raise LayoutError(f"{file} is too large for a layout file", file=file, want=f"at most {MAX_FILE_NBYTES} bytes")
     try:
@@ -85,7 +103,12 @@ def read_layout_file(file: str) -> LayoutFile:
             f"the layout file {file} is not text", file=file, got=f"{error.reason} at byte {error.start}", want="UTF-8"
         ) from error
     except (ValueError, RecursionError) as error:  # tomllib lets int()'s own ValueError through
-        raise LayoutError(f"the layout file {file} is not TOML: {error}", file=file, want="TOML") from error
+        raise LayoutError(
+            f"the layout file {file} is not TOML: {error}",
+            file=file,
+            want="TOML",
+            next_step="correct the file, then run the same command",
+        ) from error
     return parse_tables(tables, file)
 
 
@@ -244,7 +267,8 @@ def write_whole(content: bytes, file: str) -> None:
     Raises:
         OSError: it cannot be written; what was there stays.
     """
-    part = f"{file}.{os.getpid()}.part"
+    # Ranks in containers of their own may have one number for their processes, and one folder.
+    part = f"{file}.{secrets.token_hex(8)}.part"
     try:
         with open(part, "xb") as stream:
             stream.write(content)

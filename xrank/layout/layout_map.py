@@ -152,15 +152,20 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         return [name for name in names if self.rule_for(name) is None and self.companion_rule_for(name) is None]
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> LayoutMap:
+    def read(cls, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = None) -> LayoutMap:
         """Read a layout file.
+
+        Args:
+            path: of the file.
+            mesh: in place of the file's; the file's views are then views of it.
 
         Raises:
             UsageError: the file cannot be read.
-            LayoutError: it is not TOML, or holds what a layout file has not.
+            LayoutError: it is not TOML, or holds what a layout file has not; or the mesh does not fit the layouts.
         """
         file = os.fspath(path)
-        return _from_file(read_layout_file(file), file)
+        content = read_layout_file(file)
+        return _from_file(content if mesh is None else content.with_mesh(mesh, file), file)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the map as a layout file, whole or not at all; equal maps of equal order give equal bytes.

@@ -10,13 +10,25 @@ it. Every box, split, part, product and permutation, seen from its row-major sid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple, TypeAlias
 
 from xrank.errors import LayoutError
 
-__all__ = ["MAX_UNROLLED", "Loop", "Nest", "addresses", "canonical", "intersect", "restrict", "size", "span", "swap"]
+__all__ = [
+    "MAX_UNROLLED",
+    "Loop",
+    "Nest",
+    "addresses",
+    "canonical",
+    "intersect",
+    "restrict",
+    "row_major",
+    "size",
+    "span",
+    "swap",
+]
 
 Loop: TypeAlias = tuple[int, int, int]
 """(count, x stride, y stride); strides in elements, count >= 1."""
@@ -31,6 +43,16 @@ class Nest(NamedTuple):
     x: int
     y: int
     loops: tuple[Loop, ...] = ()
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides that torch gives a contiguous tensor, in elements; an empty dim counts as one."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.insert(0, step)
+        step *= max(length, 1)
+    return tuple(strides)
 
 
 def size(nest: Nest) -> int:

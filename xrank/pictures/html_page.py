@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 
 from xrank.dtypes import DTYPES
 from xrank.layout import DeviceMesh, LayoutMap
+from xrank.pictures.page import colour, page, page_text
 from xrank.pictures.regions import cut_dims, region_of
 from xrank.pictures.text_picture import alike, misfit_words, share_words
-from xrank.pictures.words import amount_text, one_line, ranks_words, width_of
+from xrank.pictures.words import amount_text, ranks_words, width_of
 from xrank.plan.holdings import Holdings, Share, Survey, held_nbytes
 from xrank.plan.survey import survey
 
@@ -18,14 +18,6 @@ __all__ = ["layout_html", "survey_html"]
 
 _MAX_RANKS = 4096
 """Ranks drawn of a mesh, and bars of bytes."""
-
-_STYLE = """
-body{font:14px/1.45 system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em;color:#222}
-code,td.code{font-family:ui-monospace,monospace} h2{margin:1.6em 0 .4em;font-size:1.1em}
-table{border-collapse:collapse;margin:.4em 0} td,th{border:1px solid #ccc;padding:.15em .5em;text-align:left}
-.bad{color:#b00020;font-weight:bold} .note{color:#666} svg{display:block;margin:.5em 0;background:#f3f3f3}
-.bar{background:#4878a8;height:.8em} .mesh td{text-align:center;min-width:2em}
-"""
 
 
 def layout_html(
@@ -50,29 +42,20 @@ def survey_html(found: Survey, *, max_parts: int = 64) -> str:
     """Return the page of a survey; as `layout_html`."""
     body = ["<h1>Layouts</h1>"]
     for name, mesh in found.meshes.items():
-        body += [f"<h2>{_text(name)} <code>{_text(mesh.grid)}</code></h2>", *_mesh_table(mesh)]
+        body += [f"<h2>{page_text(name)} <code>{page_text(mesh.grid)}</code></h2>", *_mesh_table(mesh)]
     if found.rules:
-        rows = (f'<tr><td class="code">{_text(k)}<td class="code">{_text(v)}' for k, v in found.rules.items())
+        rows = (f'<tr><td class="code">{page_text(k)}<td class="code">{page_text(v)}' for k, v in found.rules.items())
         body += ["<h2>Rules</h2><table><tr><th>tensor or pattern<th>layout", *rows, "</table>"]
     for title, names in (
         ("Tensors that no rule decides for", found.unmatched),
         ("Rules that decide for no tensor", found.unused),
     ):
         if names:
-            body += [f'<h2 class="bad">{title}</h2><ul>', *(f"<li><code>{_text(n)}</code>" for n in names), "</ul>"]
+            body += [f'<h2 class="bad">{title}</h2><ul>', *(f"<li><code>{page_text(n)}</code>" for n in names), "</ul>"]
     for group in alike(found.tensors):
         body += _tensor(group, max_parts)
     body += _bars(found)
-    lines = "\n".join(body)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>Layouts</title><style>{_STYLE}</style></head><body>\n{lines}\n</body></html>\n"
-    )
-
-
-def _text(text: str) -> str:
-    return escape(one_line(text))
+    return page("Layouts", body)
 
 
 def _mesh_table(mesh: DeviceMesh) -> Iterator[str]:
@@ -80,34 +63,34 @@ def _mesh_table(mesh: DeviceMesh) -> Iterator[str]:
     *outer, across = mesh.axis_names
     length = mesh.shape[-1]
     if mesh.size > _MAX_RANKS or length > 64:
-        yield f"<p>{_text(ranks_words(sorted(mesh.ranks)))}</p>"
+        yield f"<p>{page_text(ranks_words(sorted(mesh.ranks)))}</p>"
         return
-    heads = "".join(f"<th>{_text(across)}={i}" for i in range(length))
+    heads = "".join(f"<th>{page_text(across)}={i}" for i in range(length))
     yield f'<table class="mesh"><tr><th>{heads}'
     for row in range(mesh.size // length):
         ranks = mesh.ranks[row * length : (row + 1) * length]
         place = mesh.coordinate(ranks[0])
         name = " ".join(f"{axis}={place[axis]}" for axis in outer)
-        yield f"<tr><th>{_text(name)}" + "".join(f"<td>{rank}" for rank in ranks)
+        yield f"<tr><th>{page_text(name)}" + "".join(f"<td>{rank}" for rank in ranks)
     yield "</table>"
 
 
 def _tensor(group: Sequence[Holdings], max_parts: int) -> Iterator[str]:
     one = group[0]
-    yield f"<h2><code>{_text(one.name)}</code></h2>"
-    yield f"<p>{_text(one.dtype or '')} {list(one.shape)} <code>{_text(one.text or '')}</code>"
+    yield f"<h2><code>{page_text(one.name)}</code></h2>"
+    yield f"<p>{page_text(one.dtype or '')} {list(one.shape)} <code>{page_text(one.text or '')}</code>"
     if one.rule is not None and one.rule != one.name:
-        yield f'<span class="note">by the rule <code>{_text(one.rule)}</code></span>'
+        yield f'<span class="note">by the rule <code>{page_text(one.rule)}</code></span>'
     yield "</p>"
     if len(group) > 1:
-        names = "".join(f"<li><code>{_text(other.name)}</code>" for other in group[1:])
+        names = "".join(f"<li><code>{page_text(other.name)}</code>" for other in group[1:])
         yield f"<details><summary>{len(group) - 1:,} more alike</summary><ul>{names}</ul></details>"
     if one.problem is not None:
-        yield f'<p class="bad">{_text(one.problem.message)}</p>'
+        yield f'<p class="bad">{page_text(one.problem.message)}</p>'
     if one.misfit is not None:
-        yield f'<p class="bad">{_text(misfit_words(one))}</p>'
+        yield f'<p class="bad">{page_text(misfit_words(one))}</p>'
     if one.sums:
-        yield f"<p>addends: the values are sums over {_text(', '.join(one.sums))}</p>"
+        yield f"<p>addends: the values are sums over {page_text(', '.join(one.sums))}</p>"
     if not one.shares:
         return
     shown = one.shares[:max_parts]
@@ -118,20 +101,15 @@ def _tensor(group: Sequence[Holdings], max_parts: int) -> Iterator[str]:
         amount = amount_text((share.num_elements + share.num_pads) * width, is_known)
         pads = f", of it padding {amount_text(share.num_pads * width, is_known)}" if share.num_pads else ""
         yield (
-            f'<tr><td style="background:{_colour(number)}"><td>{_text(ranks_words(share.ranks))}'
-            f"<td>{_text(share_words(one, share))}<td>{'' if share.shape is None else list(share.shape)}"
+            f'<tr><td style="background:{colour(number)}"><td>{page_text(ranks_words(share.ranks))}'
+            f"<td>{page_text(share_words(one, share))}<td>{'' if share.shape is None else list(share.shape)}"
             f"<td>{amount}{pads}"
         )
     yield "</table>"
     if len(one.shares) > max_parts:
         yield f'<p class="note">{len(one.shares) - max_parts:,} more parts are not shown</p>'
     if one.absent:
-        yield f"<p>{_text(ranks_words(one.absent))}: without it</p>"
-
-
-def _colour(number: int) -> str:
-    # Turned by the golden angle, neighbours never look alike.
-    return f"hsl({number * 137.5 % 360:.0f} 55% {62 if number % 2 else 50}%)"
+        yield f"<p>{page_text(ranks_words(one.absent))}: without it</p>"
 
 
 def _drawing(one: Holdings, shares: Sequence[Share], max_boxes: int = 2048) -> Iterator[str]:
@@ -144,7 +122,7 @@ def _drawing(one: Holdings, shares: Sequence[Share], max_boxes: int = 2048) -> I
     width, height = (160, 160) if down_only else (480, 32) if len(lengths) == 1 else (480, 240)
     boxes: list[str] = []
     for number, share in enumerate(shares):
-        title = f"<title>{_text(ranks_words(share.ranks))}: {_text(share_words(one, share))}</title>"
+        title = f"<title>{page_text(ranks_words(share.ranks))}: {page_text(share_words(one, share))}</title>"
         for nest in share.nests:
             region = region_of(nest, one.shape)
             runs = (
@@ -165,7 +143,7 @@ def _drawing(one: Holdings, shares: Sequence[Share], max_boxes: int = 2048) -> I
                         f'<rect x="{left * width / wide:.2f}" y="{top * height / tall:.2f}" '
                         f'width="{(right + 1 - left) * width / wide:.2f}" '
                         f'height="{(bottom + 1 - top) * height / tall:.2f}" '
-                        f'fill="{_colour(number)}" fill-opacity="0.8" stroke="#fff" stroke-width="0.5">{title}</rect>'
+                        f'fill="{colour(number)}" fill-opacity="0.8" stroke="#fff" stroke-width="0.5">{title}</rect>'
                     )
     yield f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">'
     yield from boxes

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from xrank import dtypes
+from xrank.amounts import size_text
 
 __all__ = ["amount_text", "clipped", "one_line", "ranks_words", "runs_text", "width_of"]
 
@@ -50,11 +51,7 @@ def amount_text(nbytes: float, has_width: bool = True) -> str:
     """Return bytes in decimal units, ``16.1 GB``; elements where no element's width is known."""
     if not has_width:
         return f"{nbytes:,.0f} element{'' if nbytes == 1 else 's'}"
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if nbytes < 1000 or unit == "TB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    raise AssertionError
+    return size_text(nbytes)
 
 
 def width_of(all_dtypes: Iterable[str | None]) -> bool:

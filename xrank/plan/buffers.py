@@ -15,7 +15,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Xran
 from xrank.plan.source import SourceFile, StoredModel
 from xrank.plan.writeback import start_writeback
 
-__all__ = ["FileSource", "FileTarget", "MemorySource", "MemoryTarget", "NullTarget", "Source", "Target"]
+__all__ = ["FileSource", "FileTarget", "MemorySource", "MemoryTarget", "NullTarget", "OpenSource", "Source", "Target"]
 
 
 _WRITEBACK_NBYTES = 8 << 20
@@ -33,6 +33,16 @@ class Source(Protocol):
 
     def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
         """Return the record's bytes [start, start + nbytes): in `staging`, or a view of where they already are."""
+
+
+class OpenSource(Source, Protocol):
+    """A source that holds something open."""
+
+    def check_unchanged(self) -> None:
+        """Raise if it is not what its metadata described, as far as that can be seen."""
+
+    def close(self) -> None:
+        """Let go of it; no read may be under way."""
 
 
 class Target(Protocol):

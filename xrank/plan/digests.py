@@ -19,13 +19,12 @@ BLOCK_NBYTES = 1 << 16
 
 
 class DigestPart(NamedTuple):
-    """What is known of a tensor's digest where only a stretch of its bytes was seen."""
+    """What is known of a tensor's digest where only stretches of its bytes were seen."""
 
-    first_block: int
-    blocks: bytes
-    """Digests of blocks that lie whole in the stretch, in order."""
+    blocks: tuple[tuple[int, bytes], ...]
+    """(First block, digests of it and those after it) of blocks that were seen whole, by rising number."""
     edges: tuple[tuple[int, bytes], ...]
-    """(start, bytes) of the blocks that the stretch begins and ends in."""
+    """(start, bytes) of the blocks that stretches begin and end in."""
 
 
 class TensorDigest:
@@ -34,7 +33,7 @@ class TensorDigest:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._num_blocks = self._missing = -(-nbytes // BLOCK_NBYTES)
-        self._first, self._last = self._num_blocks, 0  # of those that are known
+        self._known: list[tuple[int, int]] = []  # (first, one past the last), as they came
         self._blocks = bytearray()  # 16 bytes for each; made when the first is known
         self._edges: dict[int, list[tuple[int, bytes]]] = {}
         self._lock = threading.Lock()
@@ -81,20 +80,27 @@ class TensorDigest:
         self._blocks[block * 16 : block * 16 + len(digests)] = digests
         num_blocks = len(digests) // 16
         self._missing -= num_blocks
-        self._first, self._last = min(self._first, block), max(self._last, block + num_blocks)
+        if self._known and self._known[-1][1] == block:  # as a rule: windows come nearly in order
+            self._known[-1] = self._known[-1][0], block + num_blocks
+        else:
+            self._known.append((block, block + num_blocks))
 
     def part(self) -> DigestPart:
-        """Return what is known; the bytes that were added must be one stretch."""
-        known = self._num_blocks - self._missing
-        assert known == max(0, self._last - self._first), "blocks between those that are known are missing"
-        edges = tuple(edge for _, parts in sorted(self._edges.items()) for edge in parts)
-        return DigestPart(self._first, bytes(self._blocks[self._first * 16 : self._last * 16]), edges)
+        """Return what is known."""
+        stretches: list[tuple[int, int]] = []
+        for first, last in sorted(self._known):
+            if stretches and stretches[-1][1] == first:
+                stretches[-1] = stretches[-1][0], last
+            else:
+                stretches.append((first, last))
+        blocks = tuple((first, bytes(self._blocks[first * 16 : last * 16])) for first, last in stretches)
+        return DigestPart(blocks, tuple(edge for _, parts in sorted(self._edges.items()) for edge in parts))
 
     def join(self, part: DigestPart) -> None:
         """Take in what another digest of the same tensor knows, of bytes that are new here."""
-        if part.blocks:
-            with self._lock:
-                self._finish(part.first_block, part.blocks)
+        with self._lock:
+            for first, digests in part.blocks:
+                self._finish(first, digests)
         for start, data in part.edges:
             self._add_edge(start, memoryview(data))
 

@@ -1,7 +1,8 @@
 """How ranks share a plan: which of them makes which windows, and which source records more than one of them reads.
 
 The work goes in rounds of some files each, so that files become finished, and survive a failure, long before all is
-done. In a round each rank makes one contiguous stretch of the windows, all of nearly as many bytes, inside files too.
+done. In a round all ranks make nearly as many bytes, inside files too: each one contiguous stretch of the windows, or,
+where ranks hold the source in their own memories, as far as that goes what it holds itself.
 Everything here follows from the plan alone: ranks with equal plans divide it equally, without a word.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from xrank import dtypes
 from xrank.layout.nest_table import IntArray
 from xrank.plan import windows
 from xrank.plan.checksums import BoolArray
+from xrank.plan.near_makers import near_makers
 from xrank.plan.planner import Copies, Plan, TensorPlan
 
 __all__ = ["ROUND_NBYTES", "Division", "Round", "divide"]
@@ -30,8 +32,8 @@ class Round:
     """Files that are made together."""
 
     files: tuple[int, ...]
-    shares: tuple[Mapping[int, range], ...]
-    """By rank: file -> the windows that it makes; files without any are left out."""
+    shares: tuple[Mapping[int, tuple[range, ...]], ...]
+    """By rank: file -> the windows that it makes, by rising number; files without any are left out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,13 +63,21 @@ class Division:
         return [int(record) for record in np.flatnonzero(self.left_open & (self.last_round == number))]
 
 
-def divide(plan: Plan, files: Sequence[int], num_ranks: int, *, round_nbytes: int | None = None) -> Division:
+def divide(
+    plan: Plan,
+    files: Sequence[int],
+    num_ranks: int,
+    *,
+    holder: IntArray | None = None,
+    round_nbytes: int | None = None,
+) -> Division:
     """Divide a plan's files among ranks.
 
     Args:
         plan: the whole plan.
         files: indices of the files that are to be made, in order.
         num_ranks: among how many.
+        holder: by record, the rank that holds it; None: files, to which all are as near.
         round_nbytes: bytes of a round for each rank; `ROUND_NBYTES` if None.
     """
     num_records = len(plan.source.records)
@@ -77,24 +87,31 @@ def divide(plan: Plan, files: Sequence[int], num_ranks: int, *, round_nbytes: in
     for number, group in enumerate(_groups(plan, files, least)):
         counts = [-(-plan.files[index].output.nbytes // windows.WINDOW_NBYTES) for index in group]
         starts = [0, *accumulate(counts)]
-        borders = [starts[-1] * rank // num_ranks for rank in range(num_ranks + 1)]
-        shares = tuple(
-            {
-                index: range(low - start, high - start)
-                for index, start, count in zip(group, starts, counts, strict=False)
-                if (low := max(start, borders[rank])) < (high := min(start + count, borders[rank + 1]))
-            }
-            for rank in range(num_ranks)
-        )
-        rounds.append(Round(tuple(group), shares))
+        if holder is None:
+            makers = np.arange(starts[-1]) * num_ranks // max(1, starts[-1])
+        else:
+            makers = near_makers([plan.files[index] for index in group], starts, holder, num_ranks)
+        rounds.append(Round(tuple(group), _shares(group, starts, makers, num_ranks)))
         for index, start in zip(group, starts, strict=False):
             for tensor in plan.files[index].tensors:
                 for copies in tensor.read:
-                    lowest, highest = _readers(tensor, copies, start, borders)
+                    lowest, highest = _readers(tensor, copies, start, makers, is_rising=holder is None)
                     np.minimum.at(first, copies.record, lowest)
                     np.maximum.at(last, copies.record, highest)
                     last_round[copies.record] = number
     return Division(tuple(rounds), first, last, last_round)
+
+
+def _shares(
+    group: Sequence[int], starts: Sequence[int], makers: IntArray, num_ranks: int
+) -> tuple[Mapping[int, tuple[range, ...]], ...]:
+    """Return by rank what it makes of each file; the i-th file of the group has the windows from starts[i] on."""
+    shares: list[dict[int, list[range]]] = [{} for _ in range(num_ranks)]
+    for index, start, stop in zip(group, starts, starts[1:], strict=False):
+        changes = np.flatnonzero(np.diff(makers[start:stop])) + 1
+        for low, high in pairwise((0, *changes.tolist(), stop - start)):
+            shares[int(makers[start + low])].setdefault(index, []).append(range(low, high))
+    return tuple({index: tuple(ranges) for index, ranges in share.items()} for share in shares)
 
 
 def _groups(plan: Plan, files: Sequence[int], least_nbytes: int) -> Iterator[list[int]]:
@@ -111,7 +128,9 @@ def _groups(plan: Plan, files: Sequence[int], least_nbytes: int) -> Iterator[lis
         yield group
 
 
-def _readers(tensor: TensorPlan, copies: Copies, start: int, borders: Sequence[int]) -> tuple[IntArray, IntArray]:
+def _readers(
+    tensor: TensorPlan, copies: Copies, start: int, makers: IntArray, *, is_rising: bool
+) -> tuple[IntArray, IntArray]:
     """Return, for each piece, the lowest and the highest rank that may read of it; `start` is its file's first window.
 
     A piece with holes is taken for one without: a rank too many costs a message, one too few would cost the proof.
@@ -122,9 +141,9 @@ def _readers(tensor: TensorPlan, copies: Copies, start: int, borders: Sequence[i
     if copies is not tensor.copies and copies is not tensor.replicas:  # of an update: all of it, wherever it is needed
         lows, ends = np.zeros_like(lows), np.full_like(ends, output.nbytes)
     low = start + (output.offset + lows) // windows.WINDOW_NBYTES
-    high = start + (output.offset + ends - 1) // windows.WINDOW_NBYTES
-    # A border that several ranks share belongs to the last of them: the others have nothing.
-    return (
-        np.searchsorted(borders, low, side="right") - 1,
-        np.searchsorted(borders, np.maximum(low, high), side="right") - 1,
-    )
+    high = np.maximum(low, start + (output.offset + ends - 1) // windows.WINDOW_NBYTES)
+    if is_rising or not len(low):
+        return makers[low], makers[high]
+    # The least and the greatest of each range; reduceat wants an end that it can look at, too.
+    borders, padded = np.stack((low, high + 1), axis=1).ravel(), np.append(makers, makers[-1])
+    return np.minimum.reduceat(padded, borders)[::2], np.maximum.reduceat(padded, borders)[::2]

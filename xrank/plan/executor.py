@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from xrank.errors import UsageError
@@ -79,7 +80,7 @@ def execute(
     *,
     budget: Budget,
     files: Sequence[int] | None = None,
-    shares: Mapping[int, range] | None = None,
+    shares: Mapping[int, Sequence[range]] | None = None,
     checksums: RecordChecksums | None = None,
     replicas: Literal["verify", "pick"] = "verify",
     begin: Callable[[int], None] = lambda index: None,
@@ -170,12 +171,12 @@ class _Execution:
     def _mismatch(self, record: int, crc: int) -> None:
         raise checksum_error(self.plan, record, crc)
 
-    def windows(self, files: Iterable[tuple[int, range | None]]) -> Iterator[tuple[FileWindows, int]]:
+    def windows(self, files: Iterable[tuple[int, Sequence[range] | None]]) -> Iterator[tuple[FileWindows, int]]:
         """Yield all windows of these files, or their shares of them, in order, each file begun before its first."""
         for index, share in files:
             self._begin(index)
             file = FileWindows(self.plan.files[index], index, share)
-            for window in file.share:
+            for window in chain(*file.share):
                 yield file, window
 
     def next_window(self) -> tuple[FileWindows, int] | None:

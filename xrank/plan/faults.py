@@ -12,6 +12,7 @@ from xrank.layout.nests import restrict, span, swap
 from xrank.plan.buffers import Source
 from xrank.plan.casts import copy_same
 from xrank.plan.coverage import range_text
+from xrank.plan.differences import Differences
 from xrank.plan.planner import Copies, Plan, TensorPlan
 from xrank.plan.tiles import tiles
 
@@ -75,27 +76,25 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
             return corrupt
     width = dtypes.dtype(tensor.source_dtype).nbytes
     step = _CHUNK_NBYTES // width
-    count, first, largest, other_rank, incomparable = 0, -1, 0.0, -1, 0
+    found = Differences(tensor.source_dtype)
     for start in range(low, high, step):
         stop = min(start + step, high)
         ours, theirs = bytearray((stop - start) * width), bytearray((stop - start) * width)
         mask = _gather(tensor.replicas, row, start, stop, width, source, theirs)
         for other in range(len(tensor.copies)):
             _gather(tensor.copies, other, start, stop, width, source, ours)
-        kind = np.dtype(f"u{width}")
-        different = np.flatnonzero((np.frombuffer(ours, kind) != np.frombuffer(theirs, kind)) & mask)
-        if len(different):
-            if first < 0:
-                first = start + int(different[0])
-                other_rank = _rank_holding(tensor.copies, first)
-            count += len(different)
-            dtype = dtypes.numpy_dtype(tensor.source_dtype)
-            a, b = (np.frombuffer(data, dtype)[different].astype(np.complex128) for data in (ours, theirs))
-            with np.errstate(invalid="ignore"):
-                apart = np.abs(a - b)
-            incomparable += int(np.count_nonzero(np.isnan(apart)))
-            largest = max(largest, float(np.nanmax(apart, initial=0.0)))
-    address = tensor.output.global_address(first)
+        found.add(start, ours, theirs, mask)
+    if not found.count:
+        return ContradictionError(
+            f"{tensor.output.name}: changed while it was being read",
+            tensor=tensor.output.name,
+            rank=rank,
+            got="copies that differed, and are equal now",
+            want="the same values until all of it is read",
+            next_step="let nothing write to the source meanwhile, then run the same command",
+        )
+    other_rank = _rank_holding(tensor.copies, found.first)
+    address = tensor.output.global_address(found.first)
     where = range_text(tensor.output.global_shape, address, address)
     record, total = int(tensor.replicas.record[row]), int(tensor.replicas.nests.sizes[row])
     path, tied = _file_of(plan, record), tensor.tied.get(record)
@@ -113,8 +112,7 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
         rank=rank,
         file=path,
         index_range=where,
-        got=f"{count:,} of {total:,} elements differ, the first at {where}, by at most {largest:g}"
-        + (f", {incomparable:,} of them by NaN" if incomparable else ""),
+        got=found.text(total, where),
         want=want,
         next_step=next_step,
     )

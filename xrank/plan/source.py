@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout.companion import Companion
 from xrank.layout.nest_table import IntArray, NestTable
+from xrank.layout.tensor_name import TensorName
 
-__all__ = ["NO_CHECKSUM", "RecordTable", "SourceFile", "StoredModel", "StoredShard", "merged"]
+__all__ = ["NO_CHECKSUM", "RecordTable", "SourceFile", "StatedLayout", "StoredModel", "StoredShard", "merged"]
 
 NO_CHECKSUM = -1
 """In `RecordTable.crc32`: the format holds no evidence for these bytes."""
@@ -68,6 +71,18 @@ class StoredShard:
     nests: NestTable
 
 
+@dataclass(frozen=True, slots=True)
+class StatedLayout:
+    """How ranks, or a layout file, say that a tensor is cut."""
+
+    layout: TensorLayout
+    mesh: DeviceMesh
+    pattern: TensorName | None = None
+    """The tensor's name, where it has dims in it: ranks have names of their own for what it stands for."""
+    companion: Companion | None = None
+    """How it follows from another tensor, whose layout it is then."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredModel:
     """A sharded model as its reader describes it, from metadata alone."""
@@ -95,10 +110,14 @@ class StoredModel:
     """Bytes of the source's files that belong to the model."""
     skipped_nbytes: int = 0
     """Bytes left out on purpose: optimizer states and the like."""
+    padding_dropped: Mapping[str, int] = field(default_factory=dict)
+    """Name -> rows of padding that a recipe cut off its end."""
     notes: tuple[tuple[str, str], ...] = ()
     """(code, message) pairs for the report."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """What `inspect` shows besides, by name."""
+    layouts: Mapping[str, Sequence[StatedLayout]] = field(default_factory=dict)
+    """Name -> what is said of how it is cut, each once; where a reader was asked for it, and under its own names."""
 
 
 def merged(a: StoredModel, b: StoredModel, prefix: str) -> StoredModel:

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from xrank.layout.nests import Loop, Nest
 
-__all__ = ["Tile", "tiles"]
+__all__ = ["SMALLEST_DENSITY", "Tile", "tiles"]
 
-_SMALLEST_DENSITY = 4  # read at most this many times the wanted bytes
+SMALLEST_DENSITY = 4
+"""Read are at most this many times the wanted bytes."""
 
 
 class Tile(NamedTuple):
@@ -42,13 +43,13 @@ def tiles(nest: Nest, max_elements: int) -> Iterator[Tile]:
     while loops:
         n, xs, ys = loops[-1]
         whole = (n - 1) * xs + span
-        if whole <= max_elements and whole <= _SMALLEST_DENSITY * wanted * n:
+        if whole <= max_elements and whole <= SMALLEST_DENSITY * wanted * n:
             inner.insert(0, loops.pop())
             span, wanted = whole, wanted * n
             continue
         # The loop does not fit whole: take as many iterations at a time as do, if they are dense enough.
         step = (max_elements - span) // xs + 1
-        if step > 1 and (step - 1) * xs + span <= _SMALLEST_DENSITY * wanted * step:
+        if step > 1 and (step - 1) * xs + span <= SMALLEST_DENSITY * wanted * step:
             chunked = (step, xs, ys)
         break
     for indices in product(*(range(n) for n, _, _ in (loops[:-1] if chunked else loops))):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,16 +77,16 @@ class FileWindows:
     Args:
         plan: the file's.
         index: its number in the whole plan.
-        share: those of its windows that are made here; all if None.
+        share: those of its windows that are made here, by rising number; all if None.
     """
 
-    def __init__(self, plan: FilePlan, index: int, share: range | None = None) -> None:
+    def __init__(self, plan: FilePlan, index: int, share: Sequence[range] | None = None) -> None:
         self.plan = plan
         self.index = index
         self.count = -(-plan.output.nbytes // WINDOW_NBYTES)
         self.is_whole = share is None
-        self.share = range(self.count) if share is None else share
-        self.remaining = len(self.share)
+        self.share = (range(self.count),) if share is None else tuple(share)
+        self.remaining = sum(map(len, self.share))
         self.digests = [TensorDigest(tensor.output.nbytes) for tensor in plan.tensors]
         self._crcs = [JoinedCrc32(tensor.output.nbytes) for tensor in plan.tensors] if plan.output.ending else []
         self._lock = threading.Lock()

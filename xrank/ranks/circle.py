@@ -15,7 +15,7 @@ from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.peer import Peer
-from xrank.ranks.wire import Message, Wire, Word
+from xrank.ranks.wire import Message, Sleep, Wire, Word
 
 __all__ = ["Circle"]
 
@@ -23,6 +23,15 @@ _TICK_SECONDS = 0.1
 """How long a wait sleeps before it looks whether anyone has failed: so soon is a failure known to all."""
 _FIRST_TICK_SECONDS = 200e-6
 """The first sleep, where no message may announce what is waited for; each further one is twice as long."""
+_NUM_LOOKS = 20
+"""At memory, before a wait lets other processes have the processor between its looks."""
+_LONG_YIELD_SECONDS = 300e-6
+_BUSY_SECONDS = 0.05
+_BUSY_SPIN_SECONDS = 50e-6
+"""Other processes had the processor for so long: they have more to do than ranks that wait, and for a while waits only
+look for a moment, and then sleep. Who sleeps is woken before such a process has had its turn; who yields is not."""
+_LOOKS_PER_PUMP = 8
+"""What comes through a socket, and deaths, are looked for less often: that takes a system call."""
 
 
 class Circle:
@@ -51,6 +60,7 @@ class Circle:
         self.others = tuple(r for r in self.ranks if r != rank)
         self.check_around: Callable[[], None] = lambda: None
         """Raises if a gather failed in whose body those of this circle are; every wait asks it."""
+        self._busy_until = 0.0
         self._last = 0
         self._num_ended = 0
         self._open: set[int] = set()  # calls begun and not left; nested ones end before those around them
@@ -76,13 +86,12 @@ class Circle:
         self._num_ended += 1
         if self.rank != self.first:
             self.wire.say(Word.ENDED, self._num_ended)
-            self.wire.nudge(self.first)
+            self.wire.nudge((self.first,))
 
     def release(self) -> None:
         """Say, as the first rank, that all bodies have ended well, and that all may leave."""
         self.wire.say(Word.ENDED, self._num_ended)
-        for rank in self.others:
-            self.wire.nudge(rank)
+        self.wire.nudge(self.others)
 
     def leave(self, call: int) -> None:
         """Say that nobody needs this rank any more for a call, and for those before it that it has left too."""
@@ -106,18 +115,28 @@ class Circle:
         self.check(call)
 
     def check(self, call: int) -> None:
-        """Raise if any other rank has failed, or died before it left the call.
+        """Raise if any other rank has failed, or died, before it left the call.
 
         Raises:
             RankFailedError: names the first, in rank order; all are in its `failures`.
         """
-        # Those that only follow another repeat its record.
-        records = {record.rank: record for record in self.wire.failures()}
-        if not records:
-            ended = (r for r in self.wire.ended if self.wire.heard(r, Word.LEFT) < call)
+        # Those that only follow another repeat its record. Who has left this call may have failed in a later one.
+        said = self.wire.failures()
+        records = {record.rank: record for rank, record in said.items() if not self._has_left(rank, call)}
+        if not records and self.wire.ended:
+            ended = (r for r in self.wire.ended if not self._has_left(r, call))
             records = {r: self._death(r) for r in sorted(ended, key=self.ranks.index)}
         if records:
             raise self._error(list(records.values()))
+
+    def failed_before(self) -> bool:
+        """Say whether a rank failed in a call that this one had left, and the first had not: it raises there."""
+        first_open = min(self._open, default=self._last + 1)
+        numbers = (record.number for record in self.wire.failures().values() if 0 < record.number < first_open)
+        return self.rank != self.first and any(not self._has_left(self.first, number) for number in numbers)
+
+    def _has_left(self, rank: int, call: int) -> bool:
+        return self.wire.heard(rank, Word.LEFT) >= call
 
     # ---- messages
 
@@ -152,8 +171,19 @@ class Circle:
             RankTimeoutError: the deadline passed; `waiting_for` has the ranks that did not come.
         """
         inboxes = [(source, self.wire.inboxes[source]) for source in sources]
-        self._wait(lambda: any(inbox for _, inbox in inboxes), [s for s, _ in inboxes], call, deadline)
-        return next((source, inbox.popleft()) for source, inbox in inboxes if inbox)
+        for is_last_try in (False, True):
+            for source, inbox in inboxes:
+                if inbox:
+                    return source, inbox.popleft()
+            if not is_last_try:
+                self._wait(
+                    lambda: any(inbox for _, inbox in inboxes),
+                    [s for s, _ in inboxes],
+                    call,
+                    deadline,
+                    sleep=Sleep.UNTIL_ALL if self.rank == self.first else Sleep.LIGHT,
+                )
+        raise AssertionError(inboxes)
 
     def await_bodies(self, call: int, deadline: Deadline) -> None:
         """Wait until all bodies have ended: the first rank for all others, which wait for the first to `release` them.
@@ -165,13 +195,15 @@ class Circle:
             RankTimeoutError: the deadline passed; `waiting_for` has the ranks that are waited for.
         """
         if self.rank == self.first:
-            self._wait(lambda: not self._in_bodies(), self.others, call, deadline, self._in_bodies)
+            have_ended = lambda: not self._in_bodies()  # noqa: E731
+            self._wait(have_ended, self.others, call, deadline, self._in_bodies, sleep=Sleep.UNTIL_ALL)
         else:
-            self._wait(lambda: not self._in_bodies((self.first,)), (self.first,), call, deadline)
+            is_released = lambda: self.wire.heard(self.first, Word.ENDED) >= self._num_ended  # noqa: E731
+            self._wait(is_released, (self.first,), call, deadline)
 
-    def _in_bodies(self, ranks: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Return which of these ranks, of all others as a rule, have ended fewer bodies than this one."""
-        return tuple(r for r in ranks or self.others if self.wire.heard(r, Word.ENDED) < self._num_ended)
+    def _in_bodies(self) -> tuple[int, ...]:
+        """Return which of the other ranks have ended fewer bodies than this one."""
+        return tuple([r for r in self.others if self.wire.heard(r, Word.ENDED) < self._num_ended])
 
     def await_arrival(self, rank: int, call: int, deadline: Deadline) -> None:
         """Wait until a rank has done its part of a call; errors as `receive`."""
@@ -203,38 +235,80 @@ class Circle:
         deadline: Deadline | None,
         late: Callable[[], tuple[int, ...]] | None = None,
         first_tick_seconds: float = _TICK_SECONDS,
+        sleep: Sleep = Sleep.LIGHT,
     ) -> None:
         """Wait; the deadline counts as long as ranks are `late`: as a rule, have not come to the call."""
-        spin_end, next_tick = monotonic() + self._spin_seconds, first_tick_seconds
-        while not is_over():
-            self.wire.pump(0)
-            if monotonic() < spin_end:
-                os.sched_yield()  # the answer may need this very core
-                continue
+        if self._is_soon(is_over):
+            return
+        next_tick = first_tick_seconds
+        while True:
+            # Who says a word from now on knows that a nudge is needed; what was said before is looked for once more.
+            self.wire.say(Word.SLEEPS, sleep)
             try:
-                self.check_around()
-                self.check(call)
-                if silent := [r for r in sources if r in self.wire.silent]:
-                    raise self._error([self._death(r) for r in silent])
+                self.wire.look()  # what has come otherwise ends the sleep at once
+                if is_over():
+                    return
+                self._check_all(sources, call)
+                # Messages and nudges end the sleep; what comes without one is looked for ever less often.
+                tick, next_tick = next_tick, min(_TICK_SECONDS, 2 * next_tick)
+                if deadline is not None and deadline.remaining_seconds < tick:
+                    tick = self._last_tick(tick, call, deadline, late)
+                self.wire.pump(tick)
             except RankFailedError:
                 # What it is waited for may have come before the failure, which was of a later call.
                 self.wire.pump(0)
                 if is_over():
                     return
                 raise
-            # Messages and nudges end the sleep; what comes without one is looked for ever less often.
-            tick, next_tick = next_tick, min(_TICK_SECONDS, 2 * next_tick)
-            if deadline is not None and (waiting_for := late() if late else self.absent(call)):
-                if deadline.has_passed:
-                    raise self._timeout(waiting_for, deadline, "end the body of" if late else "come to")
-                tick = min(tick, deadline.remaining_seconds)
-            self.wire.say(Word.SLEEPS, 1)
-            # Who says a word from now on knows that a nudge is needed; what was said before is looked for once more.
-            self.wire.pump(0)
+            finally:
+                self.wire.say(Word.SLEEPS, Sleep.NOT)
             if is_over():
-                tick = 0.0
-            self.wire.pump(tick)
-            self.wire.say(Word.SLEEPS, 0)
+                return
+
+    def _last_tick(
+        self, tick: float, call: int, deadline: Deadline, late: Callable[[], tuple[int, ...]] | None
+    ) -> float:
+        """Return how long a wait may sleep that the deadline is near for, if it counts for anyone.
+
+        Raises:
+            RankTimeoutError: it has passed, and it does.
+        """
+        if deadline.has_passed:
+            self.look(call)  # who has ended is not late
+        waiting_for = late() if late else self.absent(call)
+        if waiting_for and deadline.has_passed:
+            raise self._timeout(waiting_for, deadline, "end the body of" if late else "come to")
+        return deadline.remaining_seconds if waiting_for else tick
+
+    def _check_all(self, sources: Sequence[int], call: int) -> None:
+        """Raise if any rank has failed, or one that is waited for will send no more, or a gather around failed."""
+        self.check_around()
+        self.check(call)
+        if silent := [r for r in sources if r in self.wire.silent]:
+            raise self._error([self._death(r) for r in silent])
+
+    def _is_soon(self, is_over: Callable[[], bool]) -> bool:
+        """Look for a moment without sleeping, and say whether the wait is over."""
+        self.wire.look()
+        if is_over() or not self._spin_seconds:
+            return is_over()
+        num_looks, now = 0, monotonic()
+        end = now + (self._spin_seconds if now >= self._busy_until else _BUSY_SPIN_SECONDS)
+        while now < end:
+            num_looks += 1
+            if num_looks > _NUM_LOOKS and now >= self._busy_until:
+                os.sched_yield()  # the answer may need this very core
+                before, now = now, monotonic()
+                if now - before > _LONG_YIELD_SECONDS:
+                    self._busy_until = now + _BUSY_SECONDS
+            if num_looks % _LOOKS_PER_PUMP:
+                self.wire.look()
+            else:
+                self.wire.pump(0)
+            if is_over():
+                return True
+            now = monotonic()
+        return False
 
     def _death(self, rank: int) -> FailureRecord:
         peer = self.peers[rank]

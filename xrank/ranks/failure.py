@@ -26,16 +26,18 @@ class FailureRecord:
     """The exception's type and message; or what was seen of the rank's end."""
     call: str
     """The call it failed in, with its place in the user's code."""
+    number: int = 0
+    """Of the call in which whoever left this record heard of it; 0 where calls are not counted."""
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, call: str) -> FailureRecord:
+    def of(cls, error: BaseException, rank: int, call: str, number: int = 0) -> FailureRecord:
         """Return the record of an exception on this rank; of another's failure, if that is all that it says."""
         if isinstance(error, RankFailedError) and error.rank is not None:
-            return cls(error.rank, error.host or "unknown", error.pid or 0, error.cause or str(error), call)
+            return cls(error.rank, error.host or "unknown", error.pid or 0, error.cause or str(error), call, number)
         cause = f"{type(error).__name__}: {error}"
         if isinstance(error, XrankError):
             cause += "".join(f"; {word} {part}" for word, part in (("got", error.got), ("want", error.want)) if part)
-        return cls(rank, socket.gethostname(), os.getpid(), cause, call)
+        return cls(rank, socket.gethostname(), os.getpid(), cause, call, number)
 
     def to_bytes(self) -> bytes:
         """Return the record as JSON of at most `MAX_NBYTES`."""

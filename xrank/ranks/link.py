@@ -11,18 +11,21 @@ import json
 import os
 import select
 import socket
+from contextlib import suppress
 from struct import Struct
 
 from xrank.errors import CorruptError
 from xrank.ranks.wire import Message
 
-__all__ = ["MAX_PAYLOAD_NBYTES", "Link", "is_readable"]
+__all__ = ["MAX_PAYLOAD_NBYTES", "Link", "framed", "is_readable", "parsed"]
 
 MAX_PAYLOAD_NBYTES = 32 << 10
 _MAX_NBYTES = 128 << 10
 """Of a message; half of what Linux lets a Unix socket hold by default (net.core.wmem_default: 212,992)."""
 _MAX_DESCRIPTORS = 16
 _HEAD = Struct("<I")
+_NO_CONTENT = _HEAD.pack(2) + b"{}"
+"""How a message begins that is a payload alone."""
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 # Numbers, not members of enums, which cost more to combine than the call does.
 _SEND, _SEND_AT_ONCE = int(socket.MSG_NOSIGNAL), int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
@@ -56,11 +59,10 @@ class Link:
             BrokenPipeError, ConnectionResetError: the other end is gone.
             BlockingIOError: it is not to `wait`, and the other end has not read enough yet.
         """
-        content = _to_json(message.content).encode()
-        assert _HEAD.size + len(content) + len(message.payload) <= _MAX_NBYTES, len(content)
+        parts = framed(message)
+        assert sum(map(len, parts)) <= _MAX_NBYTES, parts[0]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        head = _HEAD.pack(len(content))
-        self._socket.sendmsg([head, content, message.payload], rights, _SEND if wait else _SEND_AT_ONCE)
+        self._socket.sendmsg(parts, rights, _SEND if wait else _SEND_AT_ONCE)
 
     def receive(self) -> tuple[Message, list[int]] | None:
         """Return the next message and its descriptors, which are the caller's; None when the other end is gone.
@@ -78,12 +80,12 @@ class Link:
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
         if not content and not descriptors:
             return None
-        message = None if flags & _CUT else _parsed(content)
-        if message is None:
+        try:
+            return parsed(b"" if flags & _CUT else content), list(descriptors)
+        except CorruptError:
             for fd in descriptors:
                 os.close(fd)
-            raise CorruptError("a message between two ranks is damaged", got=f"{len(content)} bytes", want="JSON")
-        return message, list(descriptors)
+            raise
 
     def peer_uid(self) -> int:
         """Return the user that the other end belongs to, as the kernel knows it (unix(7): SO_PEERCRED)."""
@@ -96,12 +98,26 @@ class Link:
         self._socket.close()
 
 
-def _parsed(content: bytes) -> Message | None:
-    if len(content) < _HEAD.size:
-        return None
-    end = _HEAD.size + _HEAD.unpack_from(content)[0]
-    try:
-        parsed = json.loads(content[_HEAD.size : end])
-    except ValueError:
-        return None
-    return Message(parsed, content[end:]) if isinstance(parsed, dict) else None
+def framed(message: Message) -> list[bytes]:
+    """Return the bytes of a message, in parts."""
+    if not message.content:
+        return [_NO_CONTENT, message.payload]
+    content = _to_json(message.content).encode()
+    return [_HEAD.pack(len(content)), content, message.payload]
+
+
+def parsed(content: bytes) -> Message:
+    """Return the message of which `framed` gave the bytes.
+
+    Raises:
+        CorruptError: it did not give them.
+    """
+    if content.startswith(_NO_CONTENT):
+        return Message({}, content[len(_NO_CONTENT) :])
+    if len(content) >= _HEAD.size:
+        end = _HEAD.size + _HEAD.unpack_from(content)[0]
+        with suppress(ValueError):
+            told = json.loads(content[_HEAD.size : end])
+            if isinstance(told, dict):
+                return Message(told, content[end:])
+    raise CorruptError("a message between two ranks is damaged", got=f"{len(content)} bytes", want="JSON")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from xrank.errors import CorruptError
@@ -30,7 +31,7 @@ class Peer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the peer as JSON holds it."""
-        return asdict(self)
+        return {"rank": self.rank, "host": self.host, "pid": self.pid, "space": self.space}
 
     @classmethod
     def from_dict(cls, told: dict[str, Any]) -> Peer:
@@ -52,7 +53,12 @@ class Peer:
         return None
 
 
+@cache
 def process_space() -> str:
     """Return what process numbers mean the same in: the running kernel and its namespace (pid_namespaces(7))."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as boot:  # what is imported anyway
         return f"{boot.read().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+# A forked process may be the first of a namespace of its own.
+os.register_at_fork(after_in_child=process_space.cache_clear)

@@ -18,7 +18,7 @@ from xrank.ranks.board import Board
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
-from xrank.ranks.host_wire import HostWire
+from xrank.ranks.host_wire import Bells, HostWire
 from xrank.ranks.link import Link
 from xrank.ranks.meeting import CALL, Meeting
 from xrank.ranks.peer import Peer, process_space
@@ -27,6 +27,8 @@ from xrank.ranks.wire import Message
 __all__ = ["meet"]
 
 _TICK_SECONDS = 0.02
+_PEERS_PER_MESSAGE = 100
+"""The roster of a large circle would not fit in one."""
 _SPIN_SECONDS = 200e-6
 _GRACE_SECONDS = 2.0
 """For the first rank, whose deadline may be a little later, to say which rank did not come."""
@@ -53,6 +55,7 @@ class _Host:
         self.links: dict[int, Link] = {}
         self.guests: list[Link] = []  # connected, and nothing said yet
         self.peers: dict[int, Peer] = {}
+        self.next_look = Deadline(_TICK_SECONDS)
 
     def meet(self) -> Circle:
         meeting = self.meeting
@@ -67,8 +70,8 @@ class _Host:
             undo.push(self._tell_late_ranks)
             while len(self.links) < len(self.others):
                 self._gather_guests(listener)
-            board = self._start()
-            circle = _circle(meeting, board, self.links, self.peers)
+            board, bells = self._start()
+            circle = _circle(meeting, board, bells, self.links, self.peers)
             undo.pop_all()
             listener.close()
             for guest in self.guests:
@@ -78,8 +81,10 @@ class _Host:
 
     def _gather_guests(self, listener: socket.socket) -> None:
         """Take in for a moment who comes; find out who has gone."""
-        self.meeting.check()
-        self.meeting.raise_refusal([rank for rank in self.others if rank not in self.links])
+        if self.next_look.has_passed:  # not for each that comes: the store may be slow
+            self.next_look = Deadline(_TICK_SECONDS)
+            self.meeting.check()
+            self.meeting.raise_refusal([rank for rank in self.others if rank not in self.links])
         poller = select.poll()
         for fd in (listener.fileno(), *(link.fileno() for link in (*self.guests, *self.links.values()))):
             poller.register(fd, select.POLLIN)
@@ -94,24 +99,25 @@ class _Host:
         if self.meeting.deadline.has_passed:
             raise self.meeting.timeout([rank for rank in self.others if rank not in self.links])
 
-    def _start(self) -> Board:
-        """Give everybody the board and each other's names."""
+    def _start(self) -> tuple[Board, Bells]:
+        """Give everybody the board, the bells and each other's names."""
         ranks = self.meeting.ranks
         fd = Board.create(len(ranks))
-        board = Board(fd, len(ranks))
+        board, bells = Board(fd, len(ranks)), Bells.create()
+        peers = [peer.to_dict() for peer in (Peer.of_this_process(ranks[0]), *self.peers.values())]
         try:
             for rank, link in self.links.items():
                 try:
-                    # One message for each rank: the roster of a large circle would not fit in one.
-                    for peer in (Peer.of_this_process(ranks[0]), *self.peers.values()):
-                        link.send(Message(peer.to_dict()))
-                    link.send(Message({"board": len(ranks)}), (fd,))
+                    for start in range(0, len(peers), _PEERS_PER_MESSAGE):
+                        link.send(Message({"peers": peers[start : start + _PEERS_PER_MESSAGE]}))
+                    link.send(Message({"board": len(ranks)}), (fd, *bells.descriptors))
                 except (BrokenPipeError, ConnectionResetError):
                     board.fail(0, self._dead(rank))  # for those that have the board already
+                    bells.close()
                     raise self._dead(rank).to_error() from None
         finally:
             os.close(fd)
-        return board
+        return board, bells
 
     def _close_links(self) -> None:
         for link in (*self.links.values(), *self.guests):
@@ -173,16 +179,16 @@ def _join(meeting: Meeting) -> Circle:
     try:
         with suppress(BrokenPipeError, ConnectionResetError):  # the first has given up: `_roster` says so
             link.send(Message({**me.to_dict(), "nonce": told["nonce"]}))
-        peers, board = _roster(meeting, link, host)
-        return _circle(meeting, board, {host.rank: link}, peers)
+        peers, board, bells = _roster(meeting, link, host)
+        return _circle(meeting, board, bells, {host.rank: link}, peers)
     except BaseException as error:
         meeting.refuse(error)
         link.close()
         raise
 
 
-def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], Board]:
-    """Return the other ranks' processes and the board, as the first rank tells when all have come."""
+def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], Board, Bells]:
+    """Return the other ranks' processes, the board and the bells, as the first rank tells when all have come."""
     peers: dict[int, Peer] = {}
     poller = select.poll()
     poller.register(link.fileno(), select.POLLIN)
@@ -210,18 +216,20 @@ def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], 
             )
         message, descriptors = received
         if descriptors:
+            board, *bells = descriptors
             try:
-                return peers, Board(descriptors[0], len(meeting.ranks))
+                return peers, Board(board, len(meeting.ranks)), Bells(bells)
             finally:
-                for fd in descriptors:
-                    os.close(fd)
-        peer = Peer.from_dict(message.content)
-        if peer.rank != meeting.rank:
-            peers[peer.rank] = peer
+                os.close(board)
+        for peer in map(Peer.from_dict, message.content["peers"]):
+            if peer.rank != meeting.rank:
+                peers[peer.rank] = peer
 
 
-def _circle(meeting: Meeting, board: Board, links: Mapping[int, Link], peers: Mapping[int, Peer]) -> Circle:
-    wire = HostWire(meeting.ranks, meeting.rank, board, links, peers)
+def _circle(
+    meeting: Meeting, board: Board, bells: Bells, links: Mapping[int, Link], peers: Mapping[int, Peer]
+) -> Circle:
+    wire = HostWire(meeting.ranks, meeting.rank, board, bells, links, peers)
     has_own_processor = len(meeting.ranks) <= len(os.sched_getaffinity(0))
     spin_seconds = _SPIN_SECONDS if has_own_processor else 0.0
     return Circle(meeting.ranks, meeting.rank, wire, peers, spin_seconds=spin_seconds)

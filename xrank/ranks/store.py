@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -66,6 +66,13 @@ class GroupStore:
         with _gone_named():
             return GroupStore(self._store.clone())
 
+    def under(self, name: str) -> GroupStore:
+        """Return a store of its own names in this one."""
+        import torch.distributed
+
+        distributed: Any = torch.distributed
+        return GroupStore(distributed.PrefixStore(name, self._store))
+
 
 class LocalStore:
     """A `Store` inside one process: where that is the whole world, and for tests."""
@@ -96,11 +103,18 @@ class LaunchedRanks:
     Args:
         store: seen by all of them.
         is_own: whether rank 0's process keeps it, so that it ends with that.
+        on_end: what the first of them does when their work has ended.
     """
 
-    def __init__(self, store: GroupStore, *, is_own: bool) -> None:
+    def __init__(self, store: GroupStore, *, is_own: bool, on_end: Callable[[], None] = lambda: None) -> None:
         self.store = store
         self.is_own = is_own
+        self._on_end = on_end
+
+    def end(self, *, is_first: bool) -> None:
+        """Say that this rank's part of the work has ended."""
+        if is_first:
+            self._on_end()
 
 
 def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:
@@ -144,8 +158,9 @@ def launched_ranks(launch: Launch, environ: Mapping[str, str], *, timeout_second
         return LaunchedRanks(_agent_store(environ, name), is_own=False)
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
+        of_whom = "of RANK and WORLD_SIZE" if launch.launcher == "bare" else f"that {launch.launcher} started"
         raise UsageError(
-            f"the ranks that {launch.launcher} started have no place to meet at",
+            f"the ranks {of_whom} have no place to meet at",
             got=f"MASTER_ADDR={address or ''} MASTER_PORT={port}",
             want="MASTER_ADDR, rank 0's host, and MASTER_PORT, a free port there, in the environment of every rank",
             next_step="set both, or start the ranks by torchrun, which does",

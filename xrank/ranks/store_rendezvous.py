@@ -92,7 +92,7 @@ def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> 
 def _check(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
     meeting.check()
     if failures := wire.failures():
-        raise failures[0].to_error()
+        raise next(iter(failures.values())).to_error()
     for rank in sorted(wire.ended | wire.silent):
         meeting.raise_end()  # the first says why before it goes
         peer = known.get(rank) or _who_came(meeting, rank)

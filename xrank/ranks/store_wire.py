@@ -27,6 +27,8 @@ _LOOK_SECONDS = 0.1
 """How often failures and ends are asked for."""
 _POLL_SECONDS = (0.0005, 0.02)
 """How long a wait sleeps between two looks at the store, at first and at last."""
+_HEARING_SECONDS = 1.0
+"""How long rank 0, whose process as a rule keeps the store, stays after a failure for the others to hear of it."""
 
 
 class StoreWire:
@@ -63,7 +65,7 @@ class StoreWire:
         self._peers: dict[int, Peer] = {}
         self._failures: dict[int, FailureRecord] = {}
         self._looked = -_LOOK_SECONDS
-        self._is_closed = False
+        self._is_closed = self._has_failed = False
         self._pid = os.getpid()
         position = ranks.index(rank)
 
@@ -93,6 +95,9 @@ class StoreWire:
         assert not message.payload
         self._sent[rank] += 1
         self._put(f"{self._rank}-{rank}/{self._sent[rank]}", json.dumps(message.content, separators=(",", ":")))
+
+    def look(self) -> None:
+        """Take in nothing: what has come is in the store, which `pump` asks."""
 
     def pump(self, seconds: float) -> None:
         """Take in what has come; see `Wire`."""
@@ -136,9 +141,10 @@ class StoreWire:
     def _see_deaths(self) -> None:
         self.ended.update(rank for rank, life in self._lives.items() if is_readable(life))
 
-    def nudge(self, rank: int) -> None:
-        """Wake a rank; see `Wire`."""
-        self.send(rank, NUDGE)
+    def nudge(self, ranks: Sequence[int]) -> None:
+        """Wake ranks; see `Wire`."""
+        for rank in ranks:
+            self.send(rank, NUDGE)
 
     def say(self, word: Word, value: int) -> None:
         """Set one of this rank's own words."""
@@ -154,15 +160,16 @@ class StoreWire:
 
     def fail(self, record: FailureRecord) -> None:
         """Let all others know; the first record stays."""
+        self._has_failed = True
         with suppress(RankFailedError):  # the store is what failed
             if self._peek(f"failed/{self._rank}") is None:
                 self._put(f"failed/{self._rank}", record.to_bytes().decode())
                 self._put("alarm", "1")
 
-    def failures(self) -> list[FailureRecord]:
+    def failures(self) -> dict[int, FailureRecord]:
         """Return the other ranks' failures."""
         self._look()
-        return [self._failures[rank] for rank in self._ranks if rank in self._failures]
+        return {rank: self._failures[rank] for rank in self._ranks if rank in self._failures}
 
     def close(self) -> None:
         """Let go of everything; see `Wire`."""
@@ -170,6 +177,8 @@ class StoreWire:
             return
         self._is_closed = True
         if os.getpid() == self._pid:  # a forked process is not the rank, and shares its connection to the store
+            if self._rank == 0 and self._has_failed:
+                self._await_hearers()
             self._heartbeat.stop()
             with suppress(RankFailedError):
                 self._put(f"closed/{self._rank}", "1")
@@ -177,6 +186,13 @@ class StoreWire:
         for fd in self._lives.values():
             os.close(fd)
         self._lives.clear()
+
+    def _await_hearers(self) -> None:
+        """Wait a moment until all others have closed, failed or ended: with this process what they might hear goes."""
+        end, others = self._clock() + _HEARING_SECONDS, set(self._ranks) - {self._rank}
+        with suppress(RankFailedError):
+            while others - self.ended - self.silent - set(self._failures) and self._clock() < end:
+                self.pump(_POLL_SECONDS[1])
 
     def _put(self, key: str, value: str) -> None:
         self._ask(self._store.put, f"{self._name}/{key}", value)

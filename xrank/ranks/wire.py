@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
 from xrank.ranks.failure import FailureRecord
 
-__all__ = ["NUDGE", "Message", "Wire", "Word"]
+__all__ = ["NUDGE", "Message", "Sleep", "Wire", "Word"]
 
 
 class Word(IntEnum):
@@ -22,7 +23,18 @@ class Word(IntEnum):
     LEFT = 2
     """The call up to which nobody needs it any more."""
     SLEEPS = 3
-    """Whether it may be asleep, so that only a message or a nudge wakes it."""
+    """Whether it may be asleep, so that only a message or a nudge wakes it: a member of `Sleep`."""
+
+
+class Sleep(IntEnum):
+    """What wakes a rank."""
+
+    NOT = 0
+    """It looks by itself."""
+    LIGHT = 1
+    """Any nudge, any message."""
+    UNTIL_ALL = 2
+    """The last of all others that comes to where it is: to wake it for each would cost more than the gather."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +69,17 @@ class Wire(Protocol):
             BlockingIOError: that rank has too much to read already; nothing was sent.
         """
 
+    def look(self) -> None:
+        """Take in what has come, as far as a look at memory tells; who has ended is not seen."""
+
     def pump(self, seconds: float) -> None:
         """Take in what has come, and who has ended; wait up to `seconds` if nothing has."""
 
     def say(self, word: Word, value: int) -> None:
-        """Set one of this rank's own words."""
+        """Set one of this rank's own words; wake the first rank if it sleeps until all have said as much."""
 
-    def nudge(self, rank: int) -> None:
-        """Wake a rank that waits for a word of this one's; one that is gone, or awake, needs it not."""
+    def nudge(self, ranks: Sequence[int]) -> None:
+        """Wake ranks that wait for a word of this one's; those that are gone, or awake, need it not."""
 
     def heard(self, rank: int, word: Word) -> int:
         """Return a word of any rank, as far as it is known here."""
@@ -72,8 +87,8 @@ class Wire(Protocol):
     def fail(self, record: FailureRecord) -> None:
         """Let all others know that this rank failed; the first record stays."""
 
-    def failures(self) -> list[FailureRecord]:
-        """Return what other ranks said of their failing, in the order of ranks."""
+    def failures(self) -> dict[int, FailureRecord]:
+        """Return what other ranks said of their failing, by who says it, in the order of ranks."""
 
     def close(self) -> None:
         """Let go of everything; ranks that still wait hear of it. Calling it again does nothing."""

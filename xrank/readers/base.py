@@ -20,8 +20,14 @@ class Hints:
     """Layouts for tensors that record none."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Global shapes by name, of the base model; they may decide how a tensor without a layout was cut."""
+    tied_to: Callable[[str], str | None] | None = None
+    """Returns the name in `shapes` of the tensor that a name is another one of; the base model need not have both."""
+    is_left_out: Callable[[str], bool] | None = None
+    """Says whether the caller leaves a tensor out: such a one need not be placed."""
     needs_config: bool = True
     """Whether the source's own config will be used; where not, ranks may disagree about it."""
+    needs_layouts: bool = False
+    """Whether the model is to say how its ranks say that each tensor is cut (`StoredModel.layouts`)."""
     prove_shapes: Callable[[Mapping[str, tuple[int, ...]]], str | None] | None = None
     """Proves global shapes by name that a reader had to infer: the recipe that they fit, or None where none knows the
     names; raises where they contradict each other or the config (`xrank.recipes.shape_proof.prove_shapes`)."""

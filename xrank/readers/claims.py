@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -63,7 +63,7 @@ class Claims:
         if held.layout is None:
             return given
         recorded = _recorded(held, name)
-        if given is not None and _meaning(given) != _meaning(recorded):
+        if given is not None and _meaning(_as_seen_by(held.rank, given, recorded.mesh)) != _meaning(recorded):
             raise LayoutError(
                 f"{name}: its ranks recorded a layout, and the layout file gives another one",
                 tensor=name,
@@ -87,6 +87,23 @@ class Claims:
         return self._given[name]
 
 
+def _as_seen_by(rank: int, given: Claim, mesh: DeviceMesh) -> Claim:
+    """Return a file's claim on a rank's own mesh where that is a part of the file's.
+
+    FSDP2 over tensor parallelism records norms on the mesh of its one axis; a file has one mesh for all tensors.
+    """
+    is_part = {*mesh.axis_names} < {*given.mesh.axis_names} and given.layout.view_mesh is None and rank in given.mesh
+    if is_part and _part_with(given.mesh, rank, mesh.axis_names) == mesh:
+        return replace(given, mesh=mesh)
+    return given
+
+
+@lru_cache(maxsize=4096)
+def _part_with(mesh: DeviceMesh, rank: int, axes: tuple[str, ...]) -> DeviceMesh:
+    """Return the part of a mesh that differs from a rank along these axes alone."""
+    return mesh.submesh(**{name: place for name, place in mesh.coordinate(rank).items() if name not in axes})
+
+
 def _meaning(claim: Claim) -> tuple[object, ...]:
     companion = None if claim.companion is None else inlined(claim.companion, claim.layout.tree)
     return str(companion or claim.layout), claim.mesh, claim.layout.view_mesh, claim.pattern
@@ -108,7 +125,8 @@ def _given(name: str, layouts: LayoutMap) -> Claim | None:
         )
     deciding = rule if rule is not None else companion_rule
     if deciding is None:
-        return None
+        target = layouts.aliases.get(name)  # which is no alias itself
+        return None if target is None else _given(target, layouts)
     if companion_rule is not None:
         companion = layouts.companions[companion_rule]
         layout = base_layout(companion, layouts).with_sizes(layouts.sizes)

@@ -3,46 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError
 from xrank.readers.base import Reader
-from xrank.readers.bin_folder import BinFolderReader
-from xrank.readers.dcp import DcpReader
-from xrank.readers.deepspeed import DeepSpeedReader
-from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
-from xrank.readers.hf_folder import HfFolderReader
-from xrank.readers.hf_shards import HfShardsReader
-from xrank.readers.megatron_dist import MegatronDistReader
-from xrank.readers.megatron_legacy import MegatronLegacyReader
+from xrank.readers.own_readers import OWN_READERS
 from xrank.readers.plugins import plugin_readers
 from xrank.readers.step_marker import marked_step
-from xrank.readers.workspace import WorkspaceReader
 
-__all__ = ["READERS", "find_source"]
-
-READERS: tuple[Reader, ...] = (
-    WorkspaceReader(),
-    HfFolderReader(),
-    HfShardsReader(),
-    BinFolderReader(),
-    DcpReader(),
-    MegatronDistReader(),
-    MegatronLegacyReader(),
-    DeepSpeedReader(),
-    VerlReader(),
-    AccelerateRanksReader(),
-)
-"""xrank's own readers, in the order in which they are asked; where none of them fits, other packages' are."""
+__all__ = ["find_source"]
 
 _SEARCHED_LEVELS = 2
+_MANIFEST = "xrank_manifest.json"  # of outputs: writers/output_place.py
 
 
 def find_source(path: str, *, format_name: str | None = None) -> tuple[str, Reader]:
     """Return the source that a path means and the one reader that recognises it.
 
     The path itself comes first; a state's file stands for its folder; a folder of no format is searched two levels
-    down, or only the step in it that a marker names. More than one source is never chosen among.
+    down, or only the step in it that a marker names; what xrank itself made there is no source unless it is named.
+    More than one source is never chosen among.
 
     Args:
         path: what the user gave.
@@ -50,47 +30,68 @@ def find_source(path: str, *, format_name: str | None = None) -> tuple[str, Read
 
     Raises:
         IncompleteError: the path does not exist.
-        UnknownFormatError: no reader recognises anything there; what each said is listed.
-        UsageError: several readers, or several folders, fit.
+        UnknownFormatError: no reader recognises anything there; what those said that saw a sign of theirs is listed.
+        UsageError: several readers, or several folders, fit; or a folder may not be read.
     """
     if not os.path.exists(path):
         raise IncompleteError(f"{path} does not exist", file=path, next_step="check the path")
-    readers = _named(READERS, format_name)
-    try:
-        return _found(path, readers, format_name)
-    except UnknownFormatError:
-        more = _named(plugin_readers(), format_name)
-        if not more:
-            raise
-    return _found(path, [*readers, *more], format_name)
-
-
-def _named(readers: Iterable[Reader], format_name: str | None) -> list[Reader]:
-    return [reader for reader in readers if format_name in (None, reader.name)]
-
-
-def _found(path: str, readers: Sequence[Reader], format_name: str | None) -> tuple[str, Reader]:
+    _check_readable(path)
+    listed = [own for own in OWN_READERS if format_name in (None, own.name)]
+    more: list[Reader] = []
+    found = _found(path, lambda place: [own.load() for own in listed if own.is_hinted_at(place)])
+    if found is None:
+        more = [reader for reader in plugin_readers() if format_name in (None, reader.name)]
+        found = _found(path, lambda place: more) if more else None
+    if found is not None:
+        return found
+    readers: list[Reader] = [*(own.load() for own in listed), *more]
     if not readers:
-        known = ", ".join(reader.name for reader in (*READERS, *plugin_readers()))
+        known = [*(own.name for own in OWN_READERS), *(reader.name for reader in plugin_readers())]
         raise UnknownFormatError(
             f"no format is called {format_name}",
             got=str(format_name),
-            want=known,
+            want=", ".join(known),
             next_step="leave --format out: formats are recognised",
         )
-    answers = {reader.name: reader.recognise(path) for reader in readers}
+    if format_name is not None:
+        raise UnknownFormatError(
+            f"{path} is not of the format {format_name}: {readers[0].recognise(path)}",
+            file=path,
+            next_step="check the path, or leave --format out: formats are recognised",
+        )
+    unseen = [own.name for own in listed if not own.is_hinted_at(path)]
+    said = [f"{reader.name}: {reader.recognise(path)}" for reader in readers if reader.name not in unseen]
+    if unseen:
+        said.append(f"no sign of: {', '.join(unseen)}")
+    made = [place for place in _folders_below(path, _SEARCHED_LEVELS) if _is_made_here(place)]
+    raise UnknownFormatError(
+        f"{path} is of no format that is known",
+        file=path,
+        got="; ".join([*said, *(f"{place}, which xrank made" for place in made[:1])]),
+        want="a checkpoint, a workspace or a model at the path, or up to two folders below",
+        next_step=f"check the path, or name {made[0]} itself" if made else "check the path",
+    )
+
+
+def _found(path: str, asked: Callable[[str], Sequence[Reader]]) -> tuple[str, Reader] | None:
+    """Return the one source that a path means, and its reader; None where none of the readers asked fits."""
     for place in (path, *([os.path.dirname(os.path.abspath(path))] if os.path.isfile(path) else [])):
-        fitting = [reader for reader in readers if reader.recognise(place) is None]
+        fitting = [reader for reader in asked(place) if reader.recognise(place) is None]
         if fitting:
             return place, _only_reader(place, fitting)
     found: list[tuple[str, list[Reader]]] = []
+    passed: str | None = None
     for place in _folders_below(marked_step(path) or path, _SEARCHED_LEVELS):
         # What lies below a source is a part of it, such as the folder that its marker names.
-        if found and place.startswith(found[-1][0] + os.sep):
+        if passed is not None and place.startswith(passed + os.sep):
             continue
-        fitting = [reader for reader in readers if reader.recognise(place) is None]
+        if _is_made_here(place):
+            passed = place
+            continue
+        fitting = [reader for reader in asked(place) if reader.recognise(place) is None]
         if fitting:
             found.append((place, fitting))
+            passed = place
     if len(found) > 1:
         raise UsageError(
             f"{path} holds several sources",
@@ -99,15 +100,12 @@ def _found(path: str, readers: Sequence[Reader], format_name: str | None) -> tup
             want="one",
             next_step="name the one to take",
         )
-    if found:
-        return found[0][0], _only_reader(*found[0])
-    raise UnknownFormatError(
-        f"{path} is of no format that is known",
-        file=path,
-        got="; ".join(f"{name}: {answer}" for name, answer in answers.items()),
-        want="one of " + ", ".join(reader.name for reader in readers),
-        next_step="check the path",
-    )
+    return (found[0][0], _only_reader(*found[0])) if found else None
+
+
+def _is_made_here(place: str) -> bool:
+    """Say whether a folder is the output of a gather or reshard: often it lies in the run's own folder."""
+    return os.path.isfile(os.path.join(place, _MANIFEST))
 
 
 def _only_reader(place: str, fitting: Sequence[Reader]) -> Reader:
@@ -122,10 +120,37 @@ def _only_reader(place: str, fitting: Sequence[Reader]) -> Reader:
 
 
 def _folders_below(path: str, levels: int) -> Iterator[str]:
-    """Yield the folders below one, by name; hidden ones (stages of xrank among them) are passed over."""
+    """Yield the folders below one, by name; hidden ones (stages of xrank among them) are passed over.
+
+    So are those that end meanwhile: a trainer removes old checkpoints while it goes on.
+    """
     if levels == 0 or not os.path.isdir(path):
         return
-    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-        if entry.is_dir() and not entry.name.startswith("."):
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        # DirEntry.is_dir raises where links lead in a circle.
+        if os.path.isdir(entry.path) and not entry.name.startswith(".") and entry.name != "lost+found":
+            try:
+                _check_readable(entry.path)
+            except FileNotFoundError:
+                continue
             yield entry.path
             yield from _folders_below(entry.path, levels - 1)
+
+
+def _check_readable(path: str) -> None:
+    """Refuse to look past a folder that may hold the source, or another one."""
+    if not os.path.isdir(path):
+        return
+    try:  # os.access would ask for the real user, and a network's server has the last word
+        with os.scandir(path):
+            os.stat(os.path.join(path, os.curdir))
+    except PermissionError:
+        raise UsageError(
+            f"{path} may not be read by this user",
+            file=path,
+            next_step="run as its owner, let this user read it, or name the checkpoint's own folder",
+        ) from None

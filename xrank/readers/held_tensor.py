@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xrank.errors import ContradictionError, CorruptError
-from xrank.layout import DeviceMesh
+from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.nest_table import NestTable, int_array
-from xrank.layout.nests import Nest, canonical, intersect
+from xrank.layout.nests import Nest, canonical, intersect, row_major
 from xrank.plan.source import StoredShard
 
-__all__ = ["HeldTensor", "pieces_of", "row_slice", "whole"]
+__all__ = ["HeldTensor", "pieces_of", "replicated", "row_slice", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,11 @@ class HeldTensor:
         )
 
 
+def replicated(held: HeldTensor, mesh: DeviceMesh) -> HeldTensor:
+    """Return a tensor that every rank of a mesh holds whole."""
+    return replace(held, layout=str(TensorLayout((None,) * len(held.shape))), mesh=mesh)
+
+
 def whole(shape: tuple[int, ...]) -> tuple[Nest, ...]:
     """Return the nest of a whole tensor, of the same shape on both sides."""
     return row_slice(shape, 0, 0, shape[0]) if shape else (Nest(0, 0),)
@@ -54,16 +59,9 @@ def row_slice(shape: tuple[int, ...], dim: int, start: int, length: int) -> tupl
     local = tuple(length if d == dim else n for d, n in enumerate(shape))
     if 0 in local:
         return ()
-    strides = _row_major(shape)
-    loops = tuple((n, xs, ys) for n, xs, ys in zip(local, _row_major(local), strides, strict=True))
+    strides = row_major(shape)
+    loops = tuple((n, xs, ys) for n, xs, ys in zip(local, row_major(local), strides, strict=True))
     return (canonical(Nest(0, start * strides[dim], loops)),)
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        strides[d] = strides[d + 1] * shape[d + 1]
-    return tuple(strides)
 
 
 def pieces_of(
@@ -98,7 +96,7 @@ def pieces_of(
 
 def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:
     """Turn local row-major addresses into addresses of the storage the tensor is a view of."""
-    if held.strides == _row_major(held.shape) or 0 in held.shape:
+    if held.strides == row_major(held.shape) or 0 in held.shape:
         return [Nest(local.x + held.storage_offset, local.y, local.loops)]
     if any(stride <= 0 for n, stride in zip(held.shape, held.strides, strict=True) if n > 1):
         raise CorruptError(
@@ -113,8 +111,6 @@ def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:
     storage = Nest(
         held.storage_offset,
         0,
-        tuple(
-            (n, stride, row) for n, stride, row in zip(held.shape, held.strides, _row_major(held.shape), strict=True)
-        ),
+        tuple((n, stride, row) for n, stride, row in zip(held.shape, held.strides, row_major(held.shape), strict=True)),
     )
     return intersect(storage, local)

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from xrank.errors import LayoutError, UsageError, XrankError
 from xrank.layout.tensor_layout import flat_of
 from xrank.plan.planner import ranks_text
-from xrank.plan.source import StoredShard
+from xrank.plan.source import StatedLayout, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.claims import Claim, Claims, claimed_name, counted_names
 from xrank.readers.held_tensor import HeldTensor, pieces_of, row_slice, whole
 from xrank.readers.layout_placement import Claimed, place_claimed, place_companion, place_members
 
 __all__ = ["Placement", "place", "place_all"]
+
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,22 @@ class Placement:
     num_pads: int = 0
     """Parts that stand for padding: an index of a name beyond the model's."""
     absent: tuple[str, ...] = ()
-    """Names that a name with dims counts, and no rank holds."""
+    """Names that a name with dims counts, and no rank holds; and those left out whose place nothing says."""
+    layouts: Mapping[str, Sequence[StatedLayout]] = field(default_factory=dict)
+    """Name -> how it is said to be cut, where the hints ask for it."""
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """What a report says of the assumptions: each once, with the first of the tensors that it is made of."""
+        names: dict[str, list[str]] = {}
+        for assumption in self.assumptions:
+            name, _, how = assumption.rpartition(": ")
+            names.setdefault(how, []).append(name)
+        found = []
+        for how, own in names.items():
+            more = f" and {len(own) - _MAX_NAMED:,} more" if len(own) > _MAX_NAMED else ""
+            found.append(("assumed-layout", f"{', '.join(own[:_MAX_NAMED])}{more}: {how}"))
+        return found
 
 
 @dataclass(slots=True)
@@ -59,6 +76,7 @@ def place_all(held: Mapping[str, Sequence[HeldTensor]], hints: Hints, *, world_s
     parts: dict[str, _Parts] = {}
     num_pads = 0
     unplaced: list[XrankError] = []
+    left_out: list[str] = []
     for local_name, tensors in held.items():
         try:
             for tensor in tensors:
@@ -92,17 +110,43 @@ def place_all(held: Mapping[str, Sequence[HeldTensor]], hints: Hints, *, world_s
         except XrankError as error:
             if isinstance(error, UsageError) or error.exit_code != 2:
                 raise
-            unplaced.append(error)
+            if hints.is_left_out is not None and hints.is_left_out(name):
+                left_out.append(name)
+            else:
+                unplaced.append(error)
             continue
         if assumption:
             assumptions.append(assumption)
     if unplaced:
         raise _joined(unplaced)
-    shards = tuple(shard for name in parts for shard in placed[name])
+    shards = tuple(shard for name in parts for shard in placed.get(name, ()))
     _check_once(shards)
     counting = dict.fromkeys(claim for own in parts.values() for claim in own.claims if claim and claim.pattern)
     absent = dict.fromkeys(name for claim in counting for name in counted_names(claim) if name not in parts)
-    return Placement(shards, tuple(assumptions), num_pads, tuple(absent))
+    absent.update(dict.fromkeys(left_out))
+    layouts = _stated({name: own.claims for name, own in parts.items()}) if hints.needs_layouts else {}
+    return Placement(shards, tuple(assumptions), num_pads, tuple(absent), layouts)
+
+
+def _stated(claims: Mapping[str, Sequence[Claim | None]]) -> dict[str, Sequence[StatedLayout]]:
+    """Return what is said of each tensor that is none of a flat buffer's, each layout once."""
+    # Ranks have the same few objects by the million; to compare two meshes costs as much as they have ranks.
+    known: dict[tuple[int, int], StatedLayout] = {}
+    found: dict[str, dict[StatedLayout, None]] = {}
+    for name, own in claims.items():
+        seen: set[tuple[int, int]] = set()
+        for claim in own:
+            if claim is None or flat_of(claim.layout) is not None:
+                continue
+            key = id(claim.layout), id(claim.mesh)
+            if key in seen:
+                continue
+            seen.add(key)
+            stated = known.get(key)
+            if stated is None or (stated.pattern, stated.companion) != (claim.pattern, claim.companion):
+                stated = known[key] = StatedLayout(claim.layout, claim.mesh, claim.pattern, claim.companion)
+            found.setdefault(name, {})[stated] = None
+    return {name: tuple(stated) for name, stated in found.items()}
 
 
 def _joined(errors: Sequence[XrankError]) -> XrankError:
@@ -169,8 +213,9 @@ def place(
         return _place_claimed(name, claimed, hints, world_size, shapes or {}), None
     if world_size == 1:
         return [pieces_of(name, held, held[0].shape, [whole(held[0].shape)])], None
-    if name in hints.shapes:
-        shard, assumption = _by_base_shape(name, held, hints.shapes[name])
+    shape = _told_shape(name, hints)
+    if shape is not None:
+        shard, assumption = _by_base_shape(name, held, shape)
         return [shard], assumption
     raise LayoutError(
         f"{name}: no layout is recorded, so how ranks {ranks_text([h.rank for h in held])} share it is not known",
@@ -181,6 +226,14 @@ def place(
         want="a recorded layout, a rule of --layout, or the tensor's whole shape in a base model",
         next_step="write DTensors or give layouts= when writing, or run again with --layout FILE or --base-model DIR",
     )
+
+
+def _told_shape(name: str, hints: Hints) -> tuple[int, ...] | None:
+    """Return the whole shape that the base model tells of a tensor, or of the one that it is tied to."""
+    target = hints.layouts.aliases.get(name) if hints.layouts is not None else None
+    if target is None and hints.tied_to is not None:
+        target = hints.tied_to(name)
+    return hints.shapes.get(name) or hints.shapes.get(target or name)
 
 
 def _place_claimed(

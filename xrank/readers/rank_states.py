@@ -6,37 +6,18 @@ Which states belong together is decided by what they record: run id, attempt, st
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
-from xrank.errors import ContradictionError, CorruptError, IncompleteError
-from xrank.formats.rank_state import CONFIG, RECORD, WEIGHT, RankRecord, state_file_name
-from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive, refuse_inert
+from xrank.errors import ContradictionError, IncompleteError
+from xrank.formats.rank_state import state_file_name
+from xrank.formats.saved_state import SavedState, read_saved_state
 from xrank.plan.planner import ranks_text
 
-__all__ = ["RankState", "check_run", "read_rank_state", "run_text"]
+__all__ = ["check_run", "read_rank_state", "run_text"]
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """One rank's state: the archive, and what it records of itself."""
-
-    rank: int
-    archive: TorchArchive
-    config: Mapping[str, Any] | None
-    weights: Mapping[str, ArchivedTensor]
-    record: RankRecord | None
-
-    @property
-    def run(self) -> tuple[str | None, str | None, int | None, int] | None:
-        """What must be equal for states to belong together; None for a state without a record."""
-        record = self.record
-        return None if record is None else (record.run_id, record.attempt, record.step, record.world_size)
-
-
-def read_rank_state(path: str, rank: int) -> RankState:
+def read_rank_state(path: str, rank: int) -> SavedState:
     """Return the state a rank left in a folder, by its metadata alone.
 
     Raises:
@@ -54,46 +35,12 @@ def read_rank_state(path: str, rank: int) -> RankState:
             want="a state",
             next_step=f"let rank {rank} write again, then run the same command; nothing was written",
         )
-    archive = read_archive(file, rank=rank)
-    state = archive.value
-    refuse_inert(state, file, rank)
-    if not isinstance(state, dict) or not {CONFIG, WEIGHT} <= state.keys():
-        raise _malformed(rank, file, f"a {type(state).__name__}", f'a dict with "{CONFIG}" and "{WEIGHT}"')
-    weights, config, text = state[WEIGHT], state[CONFIG], state.get(RECORD)
-    if not isinstance(weights, dict):
-        raise _malformed(rank, file, f"weights in a {type(weights).__name__}", "a dict of tensors")
-    for name, tensor in weights.items():
-        if not isinstance(name, str) or not isinstance(tensor, ArchivedTensor):
-            raise _malformed(rank, file, f"{name!r}: {type(tensor).__name__}", "tensors by name")
-    if not (config is None or isinstance(config, dict)) or not (text is None or isinstance(text, str)):
-        raise _malformed(
-            rank, file, "a config that is no dict or a record that is no text", "both as xrank writes them"
-        )
-    record = None if text is None else RankRecord.from_json(text, file=file)
-    if record is not None and record.rank != rank:
-        raise ContradictionError(
-            f"{file} is a copy of another rank's state",
-            rank=rank,
-            file=file,
-            got=f"the state of rank {record.rank}",
-            want=f"the state of rank {rank}",
-            next_step=f"let rank {rank} write its state again",
-        )
-    return RankState(rank, archive, config, weights, record)
+    state = read_saved_state(file, rank)
+    state.check_rank()
+    return state
 
 
-def _malformed(rank: int, file: str, got: str, want: str) -> CorruptError:
-    return CorruptError(
-        f"{file} is not a rank's state",
-        rank=rank,
-        file=file,
-        got=got,
-        want=want,
-        next_step=f"let rank {rank} write its state again",
-    )
-
-
-def run_text(state: RankState) -> str:
+def run_text(state: SavedState) -> str:
     """Return what a state says of its run, in words."""
     record = state.record
     if record is None:
@@ -103,14 +50,14 @@ def run_text(state: RankState) -> str:
     return f"run {record.run_id or 'without id'}{attempt}{step}, {record.world_size} ranks"
 
 
-def check_run(path: str, states: Sequence[RankState]) -> None:
+def check_run(path: str, states: Sequence[SavedState]) -> None:
     """Check that the states are those of one run: all of it, nothing else.
 
     Raises:
         IncompleteError: ranks are missing, or left only the state of another run.
         ContradictionError: it can't be told which of two runs is meant, or ranks are left of a larger world.
     """
-    runs: dict[tuple[str | None, str | None, int | None, int] | None, list[RankState]] = {}
+    runs: dict[tuple[str | None, str | None, int | None, int] | None, list[SavedState]] = {}
     for state in states:
         runs.setdefault(state.run, []).append(state)
     most = max(map(len, runs.values()))
@@ -156,7 +103,7 @@ def check_run(path: str, states: Sequence[RankState]) -> None:
     )
 
 
-def _ranks(states: Sequence[RankState]) -> str:
+def _ranks(states: Sequence[SavedState]) -> str:
     text = ranks_text([state.rank for state in states])
     return f"rank {text}" if len(states) == 1 else f"ranks {text}"
 

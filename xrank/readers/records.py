@@ -1,14 +1,18 @@
-"""The byte records that a model's pieces lie in, collected file by file, for every reader of torch archives."""
+"""The byte records that a model's pieces lie in, collected file by file, for readers of torch and safetensors files."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xrank.formats.torch_archive import TorchArchive
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile
+
+if TYPE_CHECKING:
+    from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader
+    from xrank.formats.torch_archive import TorchArchive
 
 __all__ = ["Records"]
 
@@ -19,8 +23,8 @@ class Records:
     def __init__(self) -> None:
         self.files: list[SourceFile] = []
         self.bare: list[str] = []
-        """Paths of files written without checksums."""
-        self._columns = tuple(array("q") for _ in range(4))
+        """Paths of torch files written without checksums."""
+        self._file, self._offset, self._nbytes, self._crc32 = (array("q") for _ in range(4))
 
     def file(self, archive: TorchArchive) -> Callable[[str], int]:
         """Take in a file; return what gives the index of the record with a key, taking it in at first use."""
@@ -32,20 +36,39 @@ class Records:
 
         def index(key: str) -> int:
             if key not in known:
-                known[key] = len(self._columns[0])
                 record = archive.records[key]
                 crc32 = record.crc32 if archive.has_checksums else NO_CHECKSUM
-                for column, value in zip(self._columns, (number, record.offset, record.nbytes, crc32), strict=True):
-                    column.append(value)
+                known[key] = self._add(number, record.offset, record.nbytes, crc32)
             return known[key]
 
         return index
 
+    def safetensors_file(self, header: SafetensorsHeader) -> Callable[[HeaderTensor], int]:
+        """Take in a file; return what takes in the record of one of its tensors and gives its index."""
+        number = len(self.files)
+        self.files.append(SourceFile.of(header.path, header.status))
+        return lambda tensor: self._add(
+            number, header.data_start + tensor.start, tensor.end - tensor.start, NO_CHECKSUM
+        )
+
+    def _add(self, file: int, offset: int, nbytes: int, crc32: int) -> int:
+        self._file.append(file)
+        self._offset.append(offset)
+        self._nbytes.append(nbytes)
+        self._crc32.append(crc32)
+        return len(self._file) - 1
+
+    def path(self, record: int) -> str:
+        """Return the file that holds a record."""
+        return self.files[self._file[record]].path
+
     @property
     def nbytes(self) -> int:
         """Bytes of all records taken in."""
-        return sum(self._columns[2])
+        return sum(self._nbytes)
 
     def table(self) -> RecordTable:
         """Return all records."""
-        return RecordTable(*(np.array(column, dtype=np.int64) for column in self._columns))
+        return RecordTable(
+            *(np.array(column, dtype=np.int64) for column in (self._file, self._offset, self._nbytes, self._crc32))
+        )

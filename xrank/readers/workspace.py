@@ -5,13 +5,15 @@ The folder holds one ``rank_<r>_state.pth`` for each rank (`xrank.formats.rank_s
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from xrank.errors import ContradictionError, IncompleteError, LayoutError, XrankError
+from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError, XrankError
 from xrank.formats.rank_state import MeshRecord, TensorRecord, rank_of
+from xrank.formats.saved_state import SavedState
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
 from xrank.plan.planner import ranks_text
@@ -19,7 +21,7 @@ from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.held_tensor import HeldTensor
 from xrank.readers.placement import Placement, place_all
-from xrank.readers.rank_states import RankState, check_run, read_rank_state, run_text
+from xrank.readers.rank_states import check_run, read_rank_state, run_text
 from xrank.readers.records import Records
 
 __all__ = ["WorkspaceReader", "survey_ranks"]
@@ -54,7 +56,7 @@ class WorkspaceReader:
         return _describe(path, states, hints)
 
 
-def _describe(path: str, states: Sequence[RankState], hints: Hints) -> StoredModel:
+def _describe(path: str, states: Sequence[SavedState], hints: Hints) -> StoredModel:
     records = Records()
     numbers: dict[tuple[int, str], int] = {}
     for state in states:
@@ -82,6 +84,7 @@ def _describe(path: str, states: Sequence[RankState], hints: Hints) -> StoredMod
         config=config,
         nbytes=records.nbytes,
         notes=_notes(states, placement),
+        layouts=placement.layouts,
         details={"ranks": [_rank_details(state) for state in states]},
     )
 
@@ -93,7 +96,7 @@ def _mesh(record: MeshRecord) -> DeviceMesh:
     return DeviceMesh(shape, names, ranks)
 
 
-def _meshes(state: RankState) -> list[DeviceMesh]:
+def _meshes(state: SavedState) -> list[DeviceMesh]:
     try:
         return [_mesh(record) for record in (state.record.meshes if state.record else ())]
     except LayoutError as error:
@@ -102,7 +105,9 @@ def _meshes(state: RankState) -> list[DeviceMesh]:
         raise
 
 
-def _held(state: RankState, name: str, tensor: ArchivedTensor, meshes: Sequence[DeviceMesh], record: int) -> HeldTensor:
+def _held(
+    state: SavedState, name: str, tensor: ArchivedTensor, meshes: Sequence[DeviceMesh], record: int
+) -> HeldTensor:
     known = TensorRecord() if state.record is None else state.record.tensors.get(name, TensorRecord())
     return HeldTensor(
         rank=state.rank,
@@ -120,7 +125,7 @@ def _held(state: RankState, name: str, tensor: ArchivedTensor, meshes: Sequence[
     )
 
 
-def _common_config(states: Sequence[RankState]) -> Mapping[str, Any] | None:
+def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:
     """Return the config on which all ranks agree, or None where none of them has one."""
     first = states[0]
     for state in states[1:]:
@@ -134,6 +139,17 @@ def _common_config(states: Sequence[RankState]) -> Mapping[str, Any] | None:
                 want=f"{_at(first.config or {}, key)}, as on rank {first.rank}",
                 next_step="give --base-model, whose config.json wins, or let all ranks write one config",
             )
+    try:
+        json.dumps(first.config, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the ranks' config can't be written as config.json: {error}",
+            rank=first.rank,
+            file=first.archive.path,
+            got=str(error),
+            want="text keys, and values that JSON has",
+            next_step="give --base-model, whose config.json wins, or let all ranks write a config of plain values",
+        ) from None
     return first.config or None
 
 
@@ -160,8 +176,8 @@ def _at(config: Any, path: str) -> str:
     return repr(config)[:200]
 
 
-def _notes(states: Sequence[RankState], placement: Placement) -> tuple[tuple[str, str], ...]:
-    notes = [("assumed-layout", text) for text in placement.assumptions]
+def _notes(states: Sequence[SavedState], placement: Placement) -> tuple[tuple[str, str], ...]:
+    notes = placement.notes
     if placement.num_pads:
         notes.append(("padding", f"{placement.num_pads} parts stand for padding by their names, and are left out"))
     bare = [state.rank for state in states if not state.archive.has_checksums]
@@ -174,7 +190,7 @@ def _notes(states: Sequence[RankState], placement: Placement) -> tuple[tuple[str
     return tuple(notes)
 
 
-def _rank_details(state: RankState) -> dict[str, Any]:
+def _rank_details(state: SavedState) -> dict[str, Any]:
     record = state.record
     return {
         "rank": state.rank,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from xrank.layout.recipe import Side
+from xrank.layout.recipe_side import Side
 from xrank.recipes.recipe import Recipe, Rule
 
 __all__ = ["Match", "active_rules", "ends", "froms", "is_required", "match"]
@@ -85,7 +85,7 @@ def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) ->
     unknown: list[str] = []
     left_out: list[str] = []
     for name in names:
-        places = [at for at, expression in kinds.get(_kind(name), ()) if expression.fullmatch(name)]
+        places = [at for at, expression in kinds.get(_kind(name), ()) if re.fullmatch(expression, name)]
         for place in places:
             used.setdefault(place, []).append(name)
         if not places:
@@ -101,13 +101,16 @@ def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) ->
 
 
 @lru_cache(maxsize=64)
-def _index(recipe: Recipe, is_reversed: bool) -> dict[str, list[tuple[_Place, re.Pattern[str]]]]:
-    """Return kind of name -> the places it may have: a model has thousands of names of some dozen kinds."""
-    found: dict[str, list[tuple[_Place, re.Pattern[str]]]] = {}
+def _index(recipe: Recipe, is_reversed: bool) -> dict[str, list[tuple[_Place, str]]]:
+    """Return kind of name -> the places it may have, and their expressions, of which few are ever compiled.
+
+    A model has thousands of names of some dozen kinds.
+    """
+    found: dict[str, list[tuple[_Place, str]]] = {}
     for number in active_rules(recipe, is_reversed):
         for form, side in enumerate(froms(recipe.rules[number], is_reversed)):
             kind = _kind(side.name.at(*(0 for _ in side.name.dims)))
-            found.setdefault(kind, []).append(((number, form), re.compile(side.name.expression)))
+            found.setdefault(kind, []).append(((number, form), side.name.expression))
     return found
 
 

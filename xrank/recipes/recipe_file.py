@@ -19,6 +19,7 @@ tied = "not untie_embeddings_and_output_weights"
 [must]                                  what the trainer's arguments say, if anything, or the weights mean another model
 rotary_interleaved = false
 normalization = ["RMSNorm", "TENorm"]   any of these
+no_rope_freq = []                       nothing: not given, or None
 
 [sizes]                                 numbers
 two = 2
@@ -39,12 +40,12 @@ import re
 import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib import resources
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from xrank.errors import LayoutError, UsageError
-from xrank.layout.recipe import Side, parse_side
+from xrank.layout.recipe_side import Side, parse_side
 from xrank.layout.tensor_name import TensorName
 from xrank.recipes.recipe import Recipe, Rule
 
@@ -80,15 +81,14 @@ def shipped_recipes() -> tuple[Recipe, ...]:
 
 @lru_cache(maxsize=1)
 def _shipped() -> dict[str, str]:
-    files = [entry for entry in resources.files("xrank.recipes").iterdir() if entry.name.endswith(".toml")]
-    texts = {file.name.removesuffix(".toml"): file.read_text(encoding="utf-8") for file in files}
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*.toml")}
     return dict(sorted(texts.items()))
 
 
 def _tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return a file's content with that of what it extends."""
     try:
-        tables = tomllib.loads(text)
+        tables = dict(_loads(text))
     except (ValueError, RecursionError) as error:
         raise LayoutError(f"the recipe {file} is not TOML: {error}", file=file, want="TOML") from error
     _refuse_unknown(tables, (*_TABLES, *_LISTS, *_TEXTS), file)
@@ -144,6 +144,11 @@ def _parsed(name: str, tables: Mapping[str, Any], file: str) -> Recipe:
     )
 
 
+# Recipes extend each other: most files and sides are those of several.
+_loads = lru_cache(maxsize=32)(tomllib.loads)
+_side = lru_cache(maxsize=1024)(parse_side)
+
+
 def _rule(source: str, value: Any, file: str) -> Rule:
     where = f"tensors.{source!r}"
     if not isinstance(value, dict):
@@ -160,8 +165,8 @@ def _rule(source: str, value: Any, file: str) -> Rule:
     if not isinstance(optional, bool):
         raise _wrong(file, f"{where}.optional", optional, "true or false")
     try:
-        side = parse_side(source)
-        sides = {part: parse_side(text) for part, text in targets.items()}
+        side = _side(source)
+        sides = {part: _side(text) for part, text in targets.items()}
     except LayoutError as error:
         error.message = f"{file}: {where}: {error.message}"
         error.file = file

@@ -38,15 +38,17 @@ def rewritten(source: StoredModel, matched: Match, sizes: Mapping[str, int], fla
     """
     shards = {shard.name: shard for shard in source.shards}
     made: dict[str, list[StoredShard]] = {}
+    dropped: dict[str, int] = {}
     notes = [("recipe", f"tensors are named and taken apart by the recipe {matched.recipe.name}")]
     for place, names in matched.used.items():
         wanted = set(names)
         for pairing in _pairings(matched, place, sizes):
             own = len(pairing.target.name.dims)
+            rows = _padded_rows(pairing, shards[names[0]].shape)
             for old, new, nest in single_tensors(pairing):
                 if old in wanted:
                     made.setdefault(new, []).append(_moved(shards[old], new, pairing.target_shape[own:], nest))
-            rows = _padded_rows(pairing, shards[names[0]].shape)
+                    dropped.update({new: rows} if rows else {})
             if rows:
                 notes.append(("padding-cut", f"{names[0]}: {rows:,} rows of padding"))
     order = _order(matched, sizes)
@@ -59,6 +61,7 @@ def rewritten(source: StoredModel, matched: Match, sizes: Mapping[str, int], fla
         aliases=_new_aliases(source, matched, sizes),
         absent=(),
         recipe=matched.recipe.name,
+        padding_dropped=dropped,
         notes=(*source.notes, *notes),
     )
 

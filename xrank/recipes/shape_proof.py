@@ -1,4 +1,4 @@
-"""Proof of shapes that no format records: they solve a recipe's symbolic shapes to one set of sizes, or are refused."""
+"""Proof of shapes that no format records: they are what config.json's sizes make of a recipe's, or are refused."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from xrank.errors import ContradictionError, IncompleteError, XrankError
+from xrank.errors import ContradictionError, IncompleteError, LayoutError, XrankError
 from xrank.layout.binding import names_of_dim
 from xrank.layout.notation import Size
-from xrank.layout.recipe import Side
+from xrank.layout.recipe_side import Side
 from xrank.recipes.dim_equations import Conflict, DimLength, SolvedSizes, solve_lengths
 from xrank.recipes.matching import Match, active_rules, froms, is_required, match
 from xrank.recipes.recipe import Rule
@@ -24,15 +24,13 @@ _OTHER = "check that config.json is this model's, or give --base-model"
 
 
 def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None = None) -> str | None:
-    """Return the name of a recipe whose symbolic shapes these solve to one set of sizes; None if no recipe knows them.
+    """Return the name of a recipe whose symbolic shapes, by config.json's sizes, are these; None if none knows them.
 
     For formats that record no global shapes, where these are inferred from the pieces that are there: a piece that is
-    missing at the end of a tensor makes it shorter, and then its sizes contradict those of others: a norm of 56 against
-    64 columns. The names may be Hugging Face's or a training framework's. Every layer that there is must be whole.
-
-    Sizes that config says must be met. Without config, a size that nothing but rows say, such as the vocabulary, is
-    believed where all others agree: a missing rank shortens them, too. A caller who can lose a piece of one tensor
-    alone should ask for a config.
+    missing at the end of a tensor makes it shorter. Sizes that shapes alone tell prove nothing: the loss of a last rank
+    may shorten all tensors alike, vocabulary, heads and blocks, and still solve to one set of sizes. So config must say
+    every size, of dims and of indices in names; that some sizes contradict each other is evidence without it. The names
+    may be Hugging Face's or a training framework's. Every layer that config counts must be whole.
 
     Args:
         shapes: name -> inferred global shape, all tensors of the model.
@@ -45,25 +43,40 @@ def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None 
     Raises:
         IncompleteError: a tensor is shorter than others or the config say, or is not there at all; both are named.
         ContradictionError: a tensor is longer than the config says, or has another number of dims.
+        LayoutError: nothing contradicts the shapes, and config does not say all sizes.
     """
-    candidates = [
-        found
-        for recipe in shipped_recipes()
-        for is_reversed in (True, False)
-        if (found := match(recipe, shapes, is_reversed=is_reversed)).fits
-    ]
+    matches = [match(recipe, shapes, is_reversed=back) for recipe in shipped_recipes() for back in (True, False)]
+    candidates = [found for found in matches if found.fits]
     model_type = (config or {}).get("model_type")
+    own = [found for found in matches if model_type in found.recipe.model_types]
+    if not candidates:
+        _refuse_missing(own)
     first: XrankError | None = None
-    for found in [c for c in candidates if model_type in c.recipe.model_types] or candidates:
+    for found in [found for found in own if found.fits] or candidates:
         try:
             _prove(found, shapes, config)
         except (IncompleteError, ContradictionError) as error:
             first = first or error
+        except LayoutError as error:  # what fits one recipe is no evidence of a loss, whatever it is to others
+            first = error if not isinstance(first, LayoutError) else first
         else:
             return found.recipe.name
     if first is not None:
         raise first
     return None
+
+
+def _refuse_missing(own: list[Match]) -> None:
+    """Refuse a model whose names a recipe of its type knows, all of them, and which lacks some."""
+    found = next((found for found in own if found.knows_layers and not found.unknown and found.missing), None)
+    if found is not None:
+        raise IncompleteError(
+            f"{found.missing[0]}: no file holds any of it",
+            tensor=found.missing[0].partition(" ")[0],
+            got=f"{found.num_known} tensors of {found.recipe.name}",
+            want="all of its kinds, for config.json says that it is such a model",
+            next_step=_BRING,
+        )
 
 
 def _prove(found: Match, shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) -> None:
@@ -81,7 +94,9 @@ def _prove(found: Match, shapes: Mapping[str, _Shape], config: Mapping[str, Any]
     solved = solve_lengths(_lengths(found, sides, shapes, told), told)
     if isinstance(solved, Conflict):
         raise _refusal(solved)
-    _check_names(found, sides, solved, told, flags_of(found.recipe, config, None))
+    flags = flags_of(found.recipe, config, None)
+    _check_names(found, sides, solved, flags)
+    _check_told(found, sides, shapes, told, flags)
 
 
 def _sides(found: Match) -> Iterator[tuple[Side, str]]:
@@ -147,7 +162,6 @@ def _check_names(
     found: Match,
     sides: list[tuple[Side, str]],
     solved: SolvedSizes,
-    told: Mapping[str, int],
     flags: Mapping[str, bool],
 ) -> None:
     """Check that the tensors that names count are all there, in every layer of their kind of block."""
@@ -174,6 +188,15 @@ def _check_names(
     sizes = {**counts, **solved.sizes}
     rules = found.recipe.rules
     covered, groups = _covered(found, indices, sizes)
+    blocks = {layer for layers in groups.values() for layer in layers}
+    bare = next((i for i in range(sizes.get("L", 0)) if (i,) not in blocks), None) if groups else None
+    if bare is not None:
+        raise IncompleteError(
+            f"layer {bare}: no file holds any of {' or '.join(sorted(groups))}",
+            got=f"layers with one of them: {len(blocks)} of {sizes['L']}",
+            want=f"all tensors of {found.recipe.name}",
+            next_step=_BRING,
+        )
     raised = {rules[number].when for number, _ in found.used} - {None}
     for number in active_rules(found.recipe, found.is_reversed):
         rule = rules[number]
@@ -195,6 +218,50 @@ def _check_names(
                         want=f"all tensors of {found.recipe.name}",
                         next_step=_BRING,
                     )
+
+
+def _check_told(
+    found: Match,
+    sides: list[tuple[Side, str]],
+    shapes: Mapping[str, _Shape],
+    told: Mapping[str, int],
+    flags: Mapping[str, bool],
+) -> None:
+    """Check that nothing rests on shapes alone: every size was told, and whether tensors that are not there should be.
+
+    Raises:
+        LayoutError: something does.
+    """
+    untold: dict[str, str] = {}  # size or flag -> a tensor that rests on it
+    for side, name in sides:
+        for size in (size for dim in side.all_dims for size in names_of_dim(dim)):
+            if size not in told:
+                untold.setdefault(size, name)
+    used = {number for number, _ in found.used}
+    for number in active_rules(found.recipe, found.is_reversed):
+        rule = found.recipe.rules[number]
+        flag = rule.when if rule.unless is None else rule.unless
+        if number not in used and flag is not None and flag not in flags:
+            untold.setdefault(flag, str(froms(rule, found.is_reversed)[0].name))
+    if untold:
+        size, tensor = next(iter(untold.items()))
+        keys = [repr(found.recipe.config.get(size, (size,))[0]) for size in untold]
+        more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+        raise LayoutError(
+            f"{tensor}: {size!r} is known by the pieces that are there alone, and a lost rank may shorten all alike",
+            tensor=tensor,
+            got=f"shape {list(shapes[tensor])}" if tensor in shapes else "no file with any of it",
+            want=f"config.json with {', '.join(keys[:3])}{more}",
+        )
+    # Names that are ignored stay where names stay.
+    loose = next((name for name in found.ignored if shapes[name]), None) if found.is_reversed else None
+    if loose is not None:
+        raise LayoutError(
+            f"{loose}: {found.recipe.name} does not say its shape",
+            tensor=loose,
+            got=f"shape {list(shapes[loose])}",
+            want="a base model with it",
+        )
 
 
 def _says(rule: Rule, flags: Mapping[str, bool]) -> bool:

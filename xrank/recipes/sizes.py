@@ -9,7 +9,7 @@ from typing import Any
 from xrank.errors import ContradictionError, LayoutError, UsageError
 from xrank.layout.binding import global_size, names_of_dim, solve_dims
 from xrank.layout.notation import LayoutTree, Size
-from xrank.layout.recipe import Side
+from xrank.layout.recipe_side import Side
 from xrank.recipes.recipe import Recipe
 
 __all__ = ["check_arguments", "flags_of", "solve_sizes", "told_sizes"]
@@ -18,7 +18,10 @@ _Shape = tuple[int, ...]
 
 
 def told_sizes(
-    recipe: Recipe, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None
+    recipe: Recipe,
+    config: Mapping[str, Any] | None,
+    args: Mapping[str, Any] | None,
+    folder: str = "the source's folder",
 ) -> dict[str, tuple[int, str]]:
     """Return size -> number and who says so: a model's config before the trainer's arguments, which must agree.
 
@@ -26,6 +29,7 @@ def told_sizes(
         recipe: which keys mean which sizes.
         config: config.json's content.
         args: the trainer's arguments.
+        folder: where a config.json is looked for, for errors.
 
     Raises:
         ContradictionError: both say a size, and say it differently.
@@ -45,7 +49,7 @@ def told_sizes(
                     f"{found[name][1]} and {who} disagree about {choices[0].partition(' ')[0]}",
                     got=f"{number} in {who}",
                     want=f"{found[name][0]}, as in {found[name][1]}",
-                    next_step="put the model's own config.json beside the source, or give --base-model",
+                    next_step=f"put the model's own config.json into {folder}, or give --base-model",
                 )
             found.setdefault(name, (number, who))
     return found
@@ -71,11 +75,12 @@ def check_arguments(recipe: Recipe, args: Mapping[str, Any] | None) -> None:
         UsageError: the trainer's arguments say something that the recipe rules out.
     """
     for key, allowed in recipe.must.items():
-        if args is not None and key in args and args[key] not in allowed:
+        # None is what a trainer leaves an option at that was not given.
+        if args is not None and args.get(key) is not None and args[key] not in allowed:
             raise UsageError(
                 f"the recipe {recipe.name} is not for a model of {key} {args[key]!r}",
                 got=f"{key} = {args[key]!r} in the trainer's args",
-                want=" or ".join(map(repr, allowed)),
+                want=" or ".join(map(repr, allowed)) or "none",
                 next_step="give a recipe of your own with --recipe FILE, or keep the names with --recipe none",
             )
 
@@ -87,10 +92,10 @@ def _first_known(values: Mapping[str, Any], terms: Iterable[str]) -> object:
 def _term(values: Mapping[str, Any], term: str) -> object:
     """Return what a term comes to; None where something is not known, or its condition does not hold.
 
-    A term is a key, ``not KEY``, ``A / B`` or ``A * B``, where B may be a number; then ``if KEY``, ``unless KEY``,
-    ``if KEY = TEXT`` or ``unless KEY = TEXT``, where TEXT may be another key, whose value is meant. A condition on a
-    key that is not there never holds. A term may also be a number, ``true`` or ``false``: what it means that a whole
-    config.json, one with a model_type, lacks the key.
+    A term is a key, ``not KEY``, ``A / B`` or ``A * B``, where A may be such a term and B a number; then ``if KEY``,
+    ``unless KEY``, ``if KEY = TEXT`` or ``unless KEY = TEXT``, where TEXT may be another key, whose value is meant. A
+    condition on a key that is not there never holds. A term may also be a number, ``true`` or ``false``: what it means
+    that a whole config.json, one with a model_type, lacks the key.
     """
     counts_constants = "model_type" in values
     for word in (" if ", " unless "):
@@ -109,9 +114,9 @@ def _term(values: Mapping[str, Any], term: str) -> object:
         value = _lookup(values, term.removeprefix("not "))
         return not value if isinstance(value, bool) else None
     for operator in (" / ", " * "):
-        left, found, right = term.partition(operator)
+        left, found, right = term.rpartition(operator)
         if found:
-            a, b = _lookup(values, left), int(right) if right.isdecimal() else _lookup(values, right)
+            a, b = _term(values, left), int(right) if right.isdecimal() else _lookup(values, right)
             if type(a) is not int or type(b) is not int or b < 1:
                 return None
             return a * b if operator == " * " else (a // b if a % b == 0 else None)
@@ -131,6 +136,7 @@ def solve_sizes(
     tensors: Iterable[tuple[Side, str, _Shape]],
     *,
     is_reversed: bool = False,
+    folder: str = "the source's folder",
 ) -> dict[str, int]:
     """Return every size of a recipe for a source; what is told must fit the shapes, and the shapes each other.
 
@@ -139,6 +145,7 @@ def solve_sizes(
         told: size -> number and who says so.
         tensors: for each of the source the recipe's side, its name and global shape.
         is_reversed: whether they are Hugging Face's, which have no padding.
+        folder: where a config.json is looked for, for errors.
 
     Raises:
         ContradictionError: a shape does not fit the sizes, or an index in a name is beyond them.
@@ -156,7 +163,7 @@ def solve_sizes(
         bound.setdefault(size, count)
     _solve_shapes(padded, bound, kinds)
     for kind in kinds:
-        _check_fit(recipe, padded, told, bound, kind)
+        _check_fit(recipe, padded, told, bound, kind, folder)
     return bound
 
 
@@ -199,13 +206,18 @@ def _solve_shapes(padded: Sequence[str], bound: dict[str, int], kinds: Sequence[
 
 
 def _check_fit(
-    recipe: Recipe, padded: Sequence[str], told: Mapping[str, tuple[int, str]], bound: Mapping[str, int], kind: _Kind
+    recipe: Recipe,
+    padded: Sequence[str],
+    told: Mapping[str, tuple[int, str]],
+    bound: Mapping[str, int],
+    kind: _Kind,
+    folder: str,
 ) -> None:
     side, shape = kind.side, kind.shape
     for dim in side.all_dims:
         for size in names_of_dim(dim):
             if size not in bound:
-                raise _unknown(recipe, size, kind.name, shape)
+                raise _unknown(recipe, size, kind.name, shape, folder)
     for dim, (index, name) in zip(side.name.dims, kind.last, strict=True):
         if index >= global_size(dim, bound):
             raise _misfit(told, side, name, f"the index {index}", f"less than {global_size(dim, bound)}")
@@ -220,7 +232,7 @@ def _check_fit(
             raise _misfit(told, side, kind.name, f"shape {list(shape)}", want)
 
 
-def _unknown(recipe: Recipe, size: str, name: str, shape: _Shape) -> UsageError:
+def _unknown(recipe: Recipe, size: str, name: str, shape: _Shape, folder: str) -> UsageError:
     keys = ", ".join(f"{term!r}" for term in recipe.config.get(size, ()))
     padded = size in recipe.padded
     return UsageError(
@@ -228,7 +240,7 @@ def _unknown(recipe: Recipe, size: str, name: str, shape: _Shape) -> UsageError:
         tensor=name,
         got=f"shape {list(shape)}" + (", which may end in rows of padding" if padded else ""),
         want=f"a config.json with {keys}" if keys else f"a number for {size!r}",
-        next_step="put the model's config.json beside the source, or give --base-model",
+        next_step=f"put the model's config.json into {folder}, or give --base-model",
     )
 
 

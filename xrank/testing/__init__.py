@@ -1,1 +1,25 @@
-"""Shipped helpers for testing code that runs on ranks; never imported by the library."""
+"""Shipped helpers for testing code that runs on ranks; never imported by the library.
+
+Names are loaded when they are first used: the plugin has pytest rewrite the contracts' asserts before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xrank.deferred import deferred
+
+if TYPE_CHECKING:
+    from xrank.testing.message_contract import MessageWorkspaceContract
+    from xrank.testing.reader_contract import ReaderContract
+    from xrank.testing.workspace_contract import WorkspaceContract
+
+__all__ = ["MessageWorkspaceContract", "ReaderContract", "WorkspaceContract"]
+
+_HOMES = {
+    "MessageWorkspaceContract": "message_contract",
+    "ReaderContract": "reader_contract",
+    "WorkspaceContract": "workspace_contract",
+}
+
+__getattr__, __dir__ = deferred(__name__, _HOMES)

@@ -8,6 +8,12 @@
 The body runs in processes of a session-wide `RankPool`, inside an initialised gloo world. It gets its ``rank`` and
 ``world_size`` where it asks for them, parameters, and fixtures whose values can be pickled, one value for all ranks:
 ``tmp_path`` is shared. The marker takes ``timeout_seconds`` too; a hang is an error that says where each rank stands.
+
+The fixture ``virtual_cluster`` makes clusters of virtual devices, on threads of the test's process if nothing else is
+said, so that what a test does on them costs milliseconds:
+
+    def test_mean(virtual_cluster):
+        run = virtual_cluster((2, 4)).run(lambda device, x: device.all_reduce(x, "y", reduction="mean"), np.ones(3))
 """
 
 from __future__ import annotations
@@ -15,15 +21,19 @@ from __future__ import annotations
 import inspect
 import pickle
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from xrank.errors import RankFailedError
 from xrank.testing.rank_pool import MAX_RANKS, RankPool
 
-__all__ = ["rank", "rank_pool", "world_size"]
+if TYPE_CHECKING:
+    from xrank.virtual.cluster import VirtualCluster
+    from xrank.virtual.mesh import MeshLike
+
+__all__ = ["rank", "rank_pool", "virtual_cluster", "world_size"]
 
 for _name in ("workspace_contract", "message_contract", "reader_contract"):
     if f"xrank.testing.{_name}" not in sys.modules:
@@ -53,6 +63,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def rank_pool(request: pytest.FixtureRequest) -> RankPool:
     """Return the session's pool, for tests that run functions of their own on ranks."""
     return request.config.stash[_POOL]
+
+
+@pytest.fixture
+def virtual_cluster() -> Callable[..., VirtualCluster]:
+    """Return what makes a `VirtualCluster` of its arguments; ``engine="in-process"`` and 30 seconds if not told."""
+    from xrank.virtual.cluster import VirtualCluster
+
+    def make(mesh: MeshLike, *, engine: str = "in-process", timeout_seconds: float = 30.0, **options: Any) -> Any:
+        return VirtualCluster(mesh, engine=engine, timeout_seconds=timeout_seconds, **options)
+
+    return make
 
 
 @pytest.fixture

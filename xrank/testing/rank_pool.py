@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any
 from xrank import environment
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.testing.rank_worker import Failure, Task
+from xrank.virtual.engines.stacks import Asked, told_stacks
 
 __all__ = ["MAX_RANKS", "RankPool"]
 
@@ -33,9 +33,8 @@ MAX_RANKS = 8
 """Each rank is a process with torch in it: about 200 MB."""
 
 _START_SECONDS = 120.0
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 15.0
 """How long the other ranks may take to notice that one has failed, before they are ended."""
-_STACK_SECONDS = 2.0
 _LAUNCH_VARIABLES = ("TORCHELASTIC_", "SLURM_", "OMPI_", "XRANK_")
 
 
@@ -295,16 +294,12 @@ class _Rank:
 
     def stack(self) -> str:
         """Return where the rank's threads stand; its handler is C, so it answers from within any Python call."""
+        (stack,) = told_stacks([Asked(self._process.pid, self._stacks, self._ask_for_stack)])
+        return stack or "(it does not react: stopped, or inside the kernel)"
+
+    def _ask_for_stack(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
-        parts: list[bytes] = []
-        deadline = time.monotonic() + _STACK_SECONDS
-        # The dump has no end mark: it is over when nothing more comes.
-        while select.select([self._stacks], [], [], 0.2 if parts else max(0.0, deadline - time.monotonic()))[0]:
-            parts.append(os.read(self._stacks, 65536))
-            if not parts[-1] or time.monotonic() > deadline:
-                break
-        return b"".join(parts).decode(errors="replace") or "(it does not react: stopped, or inside the kernel)"
 
     def end(self) -> None:
         self._process.kill()

@@ -129,6 +129,8 @@ def _serve(task: Task, connection: Connection) -> None:
             timeout=timedelta(seconds=task.timeout_seconds),
         )
         joined = True
+        # One that fails at once would break the connections that a slower one is still making, and so spoil it.
+        distributed.barrier()
         answer, succeeded = pickle.dumps((True, _call(task))), True
     except BaseException as error:  # pytest's outcomes are no Exceptions
         if isinstance(error, SystemExit | KeyboardInterrupt):

@@ -83,7 +83,8 @@ def whole(tensor: Any) -> WholeTensor:
 
     from xrank.dtypes import by_torch_name
 
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().cpu().contiguous()
+    raw = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     return WholeTensor(
         by_torch_name(str(tensor.dtype).removeprefix("torch.")).name, tuple(tensor.shape), bytes(raw.numpy())
     )

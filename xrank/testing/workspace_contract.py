@@ -48,7 +48,8 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     import torch
 
     def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
     return a.dtype == b.dtype and a.shape == b.shape and (a.numel() == 0 or torch.equal(bits(a), bits(b)))
 
@@ -75,6 +76,7 @@ def tensor_zoo() -> dict[str, torch.Tensor]:
         "slice.columns": base[:, 1:3],
         "slice.step": base[::2],
         "element": base[3, 3],
+        "element.step": base[0, :2:2],
         "bf16.slice": base.to(torch.bfloat16)[1:2],
         "conjugated": torch.randn(4, dtype=torch.complex64, generator=generator).conj(),
         "negative": torch.randn(4, dtype=torch.complex64, generator=generator).conj().imag,

@@ -11,11 +11,11 @@ store through a mapping would be killed by SIGBUS; bytes that exist already are 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import weakref
-from struct import Struct
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,16 +26,17 @@ from xrank.workspace.memory_file import MemoryFile, MemoryPlace, open_place
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALIGNMENT", "Arena", "AttachedArena", "Lease", "new_buffer"]
+__all__ = ["ALIGNMENT", "Arena", "AttachedArena", "Lease", "is_as_in_memory", "new_buffer"]
 
 ALIGNMENT = 64
 _HEAD_NBYTES = ALIGNMENT
-_USE = Struct("<q")
+_USE, _NUMBER = range(2)
+"""The words of an arena."""
 _FREE, _TAKEN, _LENT, _ABANDONED = range(4)
-_NUMBER = Struct("<q")
-_NUMBER_OFFSET = _USE.size
 _NO_MESSAGE = 0
-_STEP_NBYTES = 2 << 20
+_MIN_NBYTES = 128 << 10
+_SMALL_NBYTES = 4 << 20
+"""Up to here a plain copy costs less than to make the tensor that torch would copy to, with all its threads."""
 _HUGE_NBYTES = 4 << 20
 """Buffers from this size on get huge pages: fresh small pages cost three times the copy."""
 
@@ -48,7 +49,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int) -> None:
-        total = -(-(nbytes + _HEAD_NBYTES) // _STEP_NBYTES) * _STEP_NBYTES
+        total = max(_MIN_NBYTES, 1 << (nbytes + _HEAD_NBYTES - 1).bit_length())
         self.capacity = total - _HEAD_NBYTES
         self._written = 0
         self._num_messages = 0
@@ -56,7 +57,11 @@ class Arena:
         try:
             os.ftruncate(self._file.fd, total)
             self.place: MemoryPlace = self._file.seal(writable=True)
+            self.told = self.place.to_json()
+            self._whole: torch.Tensor | None = None
             self._memory = mmap.mmap(self._file.fd, total)
+            self._words = _words_of(self._memory)
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
             self._write_fresh(0, memoryview(bytes(_HEAD_NBYTES)))
         except BaseException:
             self._file.close()
@@ -65,18 +70,18 @@ class Arena:
     @property
     def is_free(self) -> bool:
         """Whether nobody reads it any more."""
-        return bool(_USE.unpack_from(self._memory)[0] == _FREE)
+        return self._words[_USE] == _FREE
 
     @property
     def is_abandoned(self) -> bool:
         """Whether nobody will say when it is free."""
-        return bool(_USE.unpack_from(self._memory)[0] == _ABANDONED)
+        return self._words[_USE] == _ABANDONED
 
     def take(self) -> int:
         """Say that it is in use, until its reader says otherwise; return the new message's number."""
         self._num_messages += 1
-        _NUMBER.pack_into(self._memory, _NUMBER_OFFSET, self._num_messages)
-        _USE.pack_into(self._memory, 0, _TAKEN)
+        self._words[_NUMBER] = self._num_messages
+        self._words[_USE] = _TAKEN
         return self._num_messages
 
     def write(self, offset: int, tensor: torch.Tensor) -> None:
@@ -85,22 +90,35 @@ class Arena:
         Raises:
             NoSpaceError: the system has no memory for it.
         """
-        import torch
-
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         if nbytes == 0:
             return
         if offset + nbytes <= self._written:
-            target = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=_HEAD_NBYTES + offset)
-            target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            start = _HEAD_NBYTES + offset
+            if nbytes <= _SMALL_NBYTES and is_as_in_memory(tensor):
+                ctypes.memmove(self._address + start, tensor.data_ptr(), nbytes)
+            else:
+                import torch
+
+                if self._whole is None:
+                    self._whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+                self._whole[start : start + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             return
-        flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
-        self.write_bytes(offset, flat.numpy().data)
+        import torch
+
+        plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        # Not view(-1): one element may have any stride and still count as contiguous.
+        flat = plain.as_strided((plain.numel(),), (1,))
+        self.write_bytes(offset, flat.view(torch.uint8).numpy().data)
 
     def write_bytes(self, offset: int, content: bytes | memoryview) -> None:
         """Put bytes at `offset`; as `write`."""
-        self._write_fresh(_HEAD_NBYTES + offset, memoryview(content))
-        self._written = max(self._written, offset + len(content))
+        start, end = _HEAD_NBYTES + offset, offset + len(content)
+        if end <= self._written:
+            self._memory[start : _HEAD_NBYTES + end] = content
+        else:
+            self._write_fresh(start, memoryview(content))
+            self._written = end
 
     def _write_fresh(self, position: int, data: memoryview) -> None:
         needed = len(data)
@@ -123,43 +141,61 @@ class Arena:
 
     def close(self) -> None:
         """End the message in it, and let go of the memory; what readers have of it, they keep."""
-        _NUMBER.pack_into(self._memory, _NUMBER_OFFSET, _NO_MESSAGE)
+        self._words[_NUMBER] = _NO_MESSAGE
         self.let_go()
 
     def let_go(self) -> None:
         """Let go of the memory in this process, and of nothing in those that share it."""
         self._file.close()
         # A tensor made by `write` may still hold the mapping for a moment; it goes with the last of them.
-        del self._memory
+        del self._memory, self._words, self._whole
+
+
+def _words_of(memory: mmap.mmap) -> memoryview:
+    # Numbers that are loaded and stored whole; all slots of a memoryview keep the mapping, as any part of it does.
+    return memoryview(memory)[:_HEAD_NBYTES].cast("q")
+
+
+def is_as_in_memory(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's elements are what lies at its address, one after another."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class Lease:
-    """The reader's use of an arena, from the lending until the last of what was lent is gone."""
+    """The reader's use of an arena, from the lending until the last of what was lent is gone.
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    Args:
+        words: of the arena.
+        whole: what all that was lent holds, and nobody else; when it goes, the writer has the arena back.
+    """
+
+    def __init__(self, words: memoryview, whole: np.ndarray) -> None:
         self.is_over = False
-        self._memory = memory
+        self._words = words
         self._is_abandoned = False
+        self._end = weakref.ref(whole, self._ended)
         _leases.add(self)
 
-    def end(self) -> None:
-        """Let the writer have the arena."""
+    def _ended(self, whole: object) -> None:
         self.is_over = True
+        if _leases is not None:  # the interpreter may be ending, and its modules before it
+            _leases.discard(self)
         if not self._is_abandoned:
-            _USE.pack_into(self._memory, 0, _FREE)
+            self._words[_USE] = _FREE
 
     def abandon(self) -> None:
         """Let the writer go on without the arena."""
         self._is_abandoned = True
-        _USE.pack_into(self._memory, 0, _ABANDONED)
+        self._words[_USE] = _ABANDONED
 
 
-_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+_leases: set[Lease] = set()
+"""Those that are not over: a reference that nobody holds would not be called."""
 
 
 def _abandon_leases() -> None:
     # Two processes are about to hold the same tensors, and neither will know when the other has dropped them.
-    for lease in [lease for lease in _leases if not lease.is_over]:
+    for lease in list(_leases):
         lease.abandon()
 
 
@@ -170,7 +206,7 @@ class AttachedArena:
     """A reader's side: what the writer put there, until the reader says that it needs it no more."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
+        self._memory, self._words = memory, _words_of(memory)
 
     @classmethod
     def open(cls, place: MemoryPlace) -> AttachedArena | None:
@@ -185,8 +221,7 @@ class AttachedArena:
 
     def holds(self, number: int) -> bool:
         """Whether the message of that number lies here, and was not fetched yet."""
-        is_taken = _USE.unpack_from(self._memory)[0] == _TAKEN
-        return is_taken and bool(_NUMBER.unpack_from(self._memory, _NUMBER_OFFSET)[0] == number)
+        return self._words[_USE] == _TAKEN and self._words[_NUMBER] == number
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return the bytes at `offset`."""
@@ -203,7 +238,7 @@ class AttachedArena:
 
     def drop(self) -> None:
         """Let the writer have the arena."""
-        _USE.pack_into(self._memory, 0, _FREE)
+        self._words[_USE] = _FREE
 
     def lend(self, parts: list[tuple[int, int]]) -> tuple[list[memoryview], Lease]:
         """Return (offset, nbytes) parts as they lie in the arena; the writer has it back when the last of them is gone.
@@ -211,11 +246,10 @@ class AttachedArena:
         What is made of a part (a tensor, a view of it) holds it. When this process forks meanwhile, the writer never
         has it back, and takes another.
         """
-        _USE.pack_into(self._memory, 0, _LENT)
+        self._words[_USE] = _LENT
         # One array that all parts hold, and nobody else: its end is the end of the last of them.
         whole = np.frombuffer(self._memory, np.uint8)
-        lease = Lease(self._memory)
-        weakref.finalize(whole, lease.end).atexit = False
+        lease = Lease(self._words, whole)
         view = whole.data
         starts = [(_HEAD_NBYTES + offset, nbytes) for offset, nbytes in parts]
         return [view[start : start + nbytes] for start, nbytes in starts], lease

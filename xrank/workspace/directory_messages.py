@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from xrank.errors import IncompleteError, NoSpaceError
 from xrank.ranks.peer import process_space
 from xrank.workspace.message_file import MessageReceipt, read_message, write_message
-from xrank.workspace.shared_directory import STALE_SECONDS, make_directory
+from xrank.workspace.shared_directory import STALE_SECONDS, make_directory, names_in
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ class DirectoryMessages:
         _living.add(self)
         # Every rank makes it: nobody could wait for the one that would.
         make_directory(self._path)
-        for name in os.listdir(self._path):
+        for name in names_in(self._path):
             if name.startswith(f".rank_{rank}.") and MessageName.owner_state(name) == "gone":
                 # It is in nobody's way; it may be another user's, or another rank may be removing it.
                 with contextlib.suppress(OSError):
@@ -161,7 +161,9 @@ os.register_at_fork(after_in_child=_begin_anew_in_child)
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     import torch
 
-    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    # Not view(-1): one element may have any stride and still count as contiguous.
+    flat = plain.as_strided((plain.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from xrank import environment
 from xrank.errors import UsageError
 
-__all__ = ["WorkspaceIdentity", "find_identity", "group_place"]
+__all__ = ["IdentifiedWorkspace", "WorkspaceIdentity", "find_identity", "group_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,27 @@ class WorkspaceIdentity:
                 got=str(target_rank),
                 want=f"a rank from 0 to {self.world_size - 1}",
             )
+
+
+class IdentifiedWorkspace:
+    """What every workspace says of who writes through it."""
+
+    _identity: WorkspaceIdentity
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._identity.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._identity.world_size
+
+    @property
+    def run_id(self) -> str | None:
+        """What tells this run from others, where anything does."""
+        return self._identity.run_id
 
 
 def find_identity(rank: int | None, world_size: int | None, run_id: str | None) -> WorkspaceIdentity:

@@ -7,6 +7,7 @@ import os
 import weakref
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from xrank.errors import CorruptError, IncompleteError, XrankError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryMessages"]
 
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 _MIN_LENT_NBYTES = 64 << 10
 """Smaller messages are copied: a lease costs as much."""
 _MAX_LEASES = 2
@@ -42,7 +44,7 @@ class MemoryMessages:
         head = header.encode()
         table = array("q")
         end = 0
-        for nbytes in (*(tensor.numel() * tensor.element_size() for tensor in tensors), len(head)):
+        for nbytes in (*(tensor.nbytes for tensor in tensors), len(head)):
             table.extend((end, nbytes))
             end += -(-nbytes // ALIGNMENT) * ALIGNMENT
         arena = self._free_arena(end + 8 * len(table))
@@ -57,14 +59,8 @@ class MemoryMessages:
             self._arenas.remove(arena)
             arena.close()
             raise
-        return json.dumps(
-            {
-                "place": arena.place.to_json(),
-                "number": number,
-                "kept": [kept.place.nonce for kept in self._arenas],
-                "table": [end, len(table)],
-            }
-        )
+        kept = [kept.place.nonce for kept in self._arenas]
+        return _to_json({"place": arena.told, "number": number, "kept": kept, "table": [end, len(table)]})
 
     def _free_arena(self, nbytes: int) -> Arena:
         free = [arena for arena in self._arenas if arena.is_free]
@@ -85,7 +81,7 @@ class MemoryMessages:
         """
         try:
             told = json.loads(receipt)
-            place, number, kept = MemoryPlace.from_json(told["place"], rank), int(told["number"]), set(told["kept"])
+            place, number, kept = _place(told["place"], rank), int(told["number"]), set(told["kept"])
             at, length = map(int, told["table"])
         except (ValueError, KeyError, TypeError, RecursionError):
             raise _corrupt(rank, ascii(receipt[:200])) from None
@@ -143,6 +139,12 @@ def _let_go_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+@lru_cache(maxsize=256)
+def _place(told: str, rank: int) -> MemoryPlace:
+    """Return what a receipt says of an arena: a writer tells of few."""
+    return MemoryPlace.from_json(told, rank)
 
 
 def _opened(place: MemoryPlace, rank: int) -> AttachedArena:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from xrank.errors import NoSpaceError, UsageError
 from xrank.formats.rank_state import state_file_name
 from xrank.workspace.directory_messages import DirectoryMessages
-from xrank.workspace.identity import find_identity
-from xrank.workspace.shared_directory import make_directory
+from xrank.workspace.identity import IdentifiedWorkspace, find_identity
+from xrank.workspace.shared_directory import make_directory, names_in
 from xrank.workspace.state_archive import StateArchive, make_state_archive
 from xrank.workspace.state_file import read_run_id, read_state
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["NFSWorkspace"]
 
 
-class NFSWorkspace:
+class NFSWorkspace(IdentifiedWorkspace):
     """Keeps each rank's state in ``<workspace_path>/rank_<r>_state.pth``; a `Workspace` and a `MessageWorkspace`.
 
     Construction makes the directory and removes what this rank left there in earlier runs: a state of another run id,
@@ -74,21 +74,6 @@ class NFSWorkspace:
     def path(self) -> str | None:
         """The directory."""
         return self._path
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._identity.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._identity.world_size
-
-    @property
-    def run_id(self) -> str | None:
-        """What tells this run from others, where anything does."""
-        return self._identity.run_id
 
     def write_configs_and_weights(
         self,
@@ -161,7 +146,7 @@ class NFSWorkspace:
             _remove(state)
         # A listing may be old on a network file system; what it misses, a later start removes.
         unfinished = re.compile(rf"\.rank_{self.rank}\..*\.part", re.DOTALL)
-        for name in os.listdir(path):
+        for name in names_in(path):
             if unfinished.fullmatch(name):
                 _remove(os.path.join(path, name))
 

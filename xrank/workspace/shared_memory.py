@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from xrank import environment
 from xrank.errors import IncompleteError, NoSpaceError, UsageError, XrankError
 from xrank.ranks.store import LocalStore, Store, find_store
-from xrank.workspace.identity import find_identity, group_place
+from xrank.workspace.identity import IdentifiedWorkspace, find_identity, group_place
 from xrank.workspace.memory_file import MemoryFile, MemoryPlace, open_place
 from xrank.workspace.memory_messages import MemoryMessages
 from xrank.workspace.state_archive import make_state_archive
@@ -39,7 +39,7 @@ _held: dict[str, MemoryFile] = {}
 """The states of this process, by nonce: as a file outlives the object that wrote it, they outlive their workspaces."""
 
 
-class SharedMemoryWorkspace:
+class SharedMemoryWorkspace(IdentifiedWorkspace):
     """Keeps each rank's state in memory, for ranks of one host; a `Workspace` and a `MessageWorkspace`.
 
     A rank's state lasts until that rank writes again, calls `close`, constructs its workspace for another run, or
@@ -79,21 +79,6 @@ class SharedMemoryWorkspace:
     def is_initialized(self) -> bool:
         """Whether the workspace has a store."""
         return self._store is not None
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._identity.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._identity.world_size
-
-    @property
-    def run_id(self) -> str | None:
-        """What tells this run from others, where anything does."""
-        return self._identity.run_id
 
     def write_configs_and_weights(
         self,

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from isal import isal_zlib
 
 from xrank.dtypes import DTYPES
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, XrankError
-from xrank.formats.rank_state import CONFIG, RECORD, WEIGHT, RankRecord
-from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecord, TorchArchive, read_archive, refuse_inert
+from xrank.errors import CorruptError, IncompleteError, XrankError
+from xrank.formats.saved_state import damaged_state, read_saved_state, record_of
+from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
 
 if TYPE_CHECKING:
     import torch
@@ -58,27 +58,16 @@ def read_state(
     """
 
     def read() -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
-        archive = read_archive(file, rank=rank)
-        refuse_inert(archive.value, file, rank)
-        state = _parts(archive, rank)
-        record = _record(archive, rank)
-        if (None if record is None else record.run_id) != run_id:
+        state = read_saved_state(file, rank)
+        if state.config is None or _holds_tensor(state.config):
+            got = "no config" if state.config is None else "a tensor inside the config"
+            raise damaged_state(file, rank, got, "a config of plain values")
+        if (None if state.record is None else state.record.run_id) != run_id:
             return None
-        if record is not None:
-            if record.world_size != world_size:
-                return None
-            if record.rank != rank:
-                raise ContradictionError(
-                    f"{file} holds the state of rank {record.rank}",
-                    rank=rank,
-                    host=record.host,
-                    file=file,
-                    got=f"rank {record.rank}",
-                    want=f"rank {rank}",
-                    next_step="give each rank's file its own name again",
-                )
-        config, weights = state
-        return config, _tensors(archive, weights, rank)
+        if state.record is not None and state.record.world_size != world_size:
+            return None
+        state.check_rank()
+        return state.config, _tensors(state.archive, state.weights, rank)
 
     return _while_replaced(file, read)
 
@@ -87,7 +76,7 @@ def read_run_id(file: str) -> str | None:
     """Return the run id that a state says, or None where it is absent, says none, or cannot be read."""
 
     def read() -> str | None:
-        record = _record(read_archive(file), None)
+        record = record_of(read_archive(file), None)
         return None if record is None else record.run_id
 
     try:
@@ -118,23 +107,6 @@ def _while_replaced(file: str, read: Callable[[], _T]) -> _T | None:
     )
 
 
-def _parts(archive: TorchArchive, rank: int | None) -> tuple[dict[str, Any], dict[str, ArchivedTensor]]:
-    state = archive.value
-    if not isinstance(state, dict):
-        raise _corrupt(archive.path, rank, f"a {type(state).__name__} instead of a state")
-    config, weights = state.get(CONFIG), state.get(WEIGHT)
-    if not isinstance(config, dict):
-        raise _corrupt(archive.path, rank, "a state without a config")
-    if not isinstance(weights, dict):
-        raise _corrupt(archive.path, rank, "a state without weights")
-    if _holds_tensor(config):
-        raise _corrupt(archive.path, rank, "a tensor inside the config")
-    for name, tensor in weights.items():
-        if not isinstance(name, str) or not isinstance(tensor, ArchivedTensor):
-            raise _corrupt(archive.path, rank, f"a {type(tensor).__name__} under the name {ascii(name)[:100]}")
-    return config, weights
-
-
 def _holds_tensor(value: object) -> bool:
     # Recursion is safe: the reader has bounded the depth (xrank.formats.inert_record.MAX_DEPTH).
     if isinstance(value, dict):
@@ -142,16 +114,6 @@ def _holds_tensor(value: object) -> bool:
     if isinstance(value, list | tuple | set | frozenset):
         return any(map(_holds_tensor, value))
     return isinstance(value, ArchivedTensor)
-
-
-def _record(archive: TorchArchive, rank: int | None) -> RankRecord | None:
-    """Return the state's record; ModelOpt's have none."""
-    text = archive.value.get(RECORD) if isinstance(archive.value, dict) else None
-    if text is None:
-        return None
-    if not isinstance(text, str):
-        raise _corrupt(archive.path, rank, f"a record of type {type(text).__name__}")
-    return RankRecord.from_json(text, file=archive.path)
 
 
 def _tensors(archive: TorchArchive, weights: dict[str, ArchivedTensor], rank: int) -> dict[str, torch.Tensor]:
@@ -187,27 +149,15 @@ def _read_record(fd: int, archive: TorchArchive, record: ArchiveRecord, rank: in
     while done < record.nbytes:
         count = os.preadv(fd, [view[done : done + _WINDOW_NBYTES]], record.offset + done)
         if count == 0:
-            raise _corrupt(archive.path, rank, f"the file ends within data/{record.key}")
+            raise damaged_state(archive.path, rank, f"the file ends within data/{record.key}", "all of it")
         crc32 = isal_zlib.crc32(view[done : done + count], crc32)
         done += count
     if archive.has_checksums and crc32 != record.crc32:
-        raise _corrupt(
-            archive.path, rank, f"data/{record.key} fails its checksum: CRC {crc32:08x} instead of {record.crc32:08x}"
+        raise damaged_state(
+            archive.path, rank, f"data/{record.key} fails its checksum: CRC {crc32:08x}", f"CRC {record.crc32:08x}"
         )
     return content
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _corrupt(file: str, rank: int | None, got: str) -> CorruptError:
-    whose = "" if rank is None else f" of rank {rank}"
-    return CorruptError(
-        f"{file}: the state{whose} is not what was written: {got}",
-        rank=rank,
-        file=file,
-        got=got,
-        want="a state that a workspace wrote",
-        next_step="let the rank write its state again",
-    )

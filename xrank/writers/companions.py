@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import re
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xrank.errors import IncompleteError, UnsafeError, UsageError
 from xrank.writers.disk import explaining
 
-__all__ = ["Companion", "base_companions", "hub_snapshot", "source_companions"]
+__all__ = ["Companion", "base_companions", "companions_in", "hub_snapshot", "source_companions"]
 
 # A list of what is a weight ages better than a list of what is not: new kinds of companions appear every year.
 _WEIGHT_SUFFIXES = (
@@ -45,7 +47,9 @@ class Companion:
 def base_companions(folder: str) -> tuple[Companion, ...]:
     """List every file of a model folder that holds no weights and is not hidden, by name.
 
-    Links to files are followed, links to folders are not; FIFOs, sockets and devices are left out.
+    A folder within counts, as chat templates and code have theirs, unless there are weights in it: that is another
+    model, or a checkpoint. Links to files are followed, links to folders are not; FIFOs, sockets and devices are left
+    out.
 
     Raises:
         UsageError: the folder is none, or may not be read.
@@ -62,13 +66,27 @@ def source_companions(folder: str) -> tuple[Companion, ...]:
     Raises:
         IncompleteError: a companion is a link to nothing.
     """
-    found = {}
-    for place in (os.path.join(folder, "huggingface"), folder):
+    return companions_in((folder, os.path.join(folder, "huggingface")))[0]
+
+
+def companions_in(folders: Iterable[str]) -> tuple[tuple[Companion, ...], tuple[str, ...]]:
+    """List the well-known companions in some folders, each in the first that has it; and say where others differ.
+
+    Raises:
+        IncompleteError: a companion is a link to nothing.
+    """
+    found: dict[str, Companion] = {}
+    others = []
+    for folder in folders:
         for name in _WELL_KNOWN:
-            path = os.path.join(place, name)
-            if os.path.lexists(path) and _is_file(path):
+            path = os.path.join(folder, name)
+            if name in found:
+                first = found[name].path
+                if os.path.isfile(path) and not filecmp.cmp(first, path, shallow=False):
+                    others.append(f"{first} was taken; {path} differs from it")
+            elif os.path.lexists(path) and _is_file(path):
                 found[name] = Companion(name, path)
-    return tuple(found[name] for name in sorted(found))
+    return tuple(found[name] for name in sorted(found)), tuple(others)
 
 
 def hub_snapshot(identifier: str, cache: str) -> str:
@@ -116,10 +134,14 @@ def _walk(folder: str, prefix: str) -> list[Companion]:
             continue
         name = prefix + entry.name
         if entry.is_dir(follow_symlinks=False):
-            found += _walk(entry.path, f"{name}/")
+            found += _walk(entry.path, f"{name}/") if not _holds_weights(entry.path) else []
         elif not _is_weight(entry.name) and _is_file(entry.path):
             found.append(Companion(name, entry.path))
     return found
+
+
+def _holds_weights(folder: str) -> bool:
+    return any(name.lower().endswith(_WEIGHT_SUFFIXES) for _, _, names in os.walk(folder) for name in names)
 
 
 def _is_weight(name: str) -> bool:

@@ -19,11 +19,13 @@ __all__ = [
     "free_nbytes",
     "give_room",
     "in_memory",
+    "may_share_blocks",
     "sync_folder",
     "write_all",
 ]
 
 _MEMORY_FILE_SYSTEMS = {0x01021994, 0x858458F6}  # linux/magic.h: TMPFS_MAGIC, RAMFS_MAGIC
+_CERTAINLY_APART = _MEMORY_FILE_SYSTEMS | {0xEF53}  # EXT4_SUPER_MAGIC: two files never share a block
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -184,9 +186,27 @@ def _nearest(path: str) -> str:
 
 def in_memory(fd: int) -> bool:
     """Say whether a file lies in memory (tmpfs, ramfs)."""
+    return _file_system(fd) in _MEMORY_FILE_SYSTEMS
+
+
+def may_share_blocks(path: str, other: str) -> bool:
+    """Say whether a new file at a path might come to share blocks with another file, and so need no room of its own."""
+    there = _nearest(path)
+    with suppress(OSError):
+        if os.stat(there).st_dev != os.stat(other).st_dev:
+            return False
+        fd = os.open(there, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return _file_system(fd) not in _CERTAINLY_APART
+        finally:
+            os.close(fd)
+    return True
+
+
+def _file_system(fd: int) -> int | None:
     # os.statvfs leaves the file system's kind out; in struct statfs (linux, 64 bit) it is the first long.
     buffer = ctypes.create_string_buffer(256)
     function = getattr(_LIBC, "fstatfs", None)
     if function is None or function(fd, buffer) != 0:
-        return False
-    return (ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF) in _MEMORY_FILE_SYSTEMS
+        return None
+    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF

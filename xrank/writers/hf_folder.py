@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from xrank import dtypes
 from xrank.errors import UsageError
@@ -23,7 +24,9 @@ _HEADER_FRAME_NBYTES = 2 * _ALIGNMENT  # metadata, braces, padding
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
-def lay_out(tensors: Sequence[OutputTensor], max_shard_nbytes: int) -> tuple[OutputFile, ...]:
+def lay_out(
+    tensors: Sequence[OutputTensor], max_shard_nbytes: int, apart: Sequence[Sequence[OutputTensor]] = ()
+) -> tuple[OutputFile, ...]:
     """Split tensors over files in the given order and give each its place.
 
     Inside a file, tensors of whole 4,096-byte blocks come first: safetensors allows no gaps, and so they all start at
@@ -32,22 +35,24 @@ def lay_out(tensors: Sequence[OutputTensor], max_shard_nbytes: int) -> tuple[Out
     Args:
         tensors: with names and global shapes; their offsets do not matter.
         max_shard_nbytes: of tensor data in a file; a larger tensor gets a file of its own.
+        apart: groups of further tensors, which come after those and share no file with them; a group is in one file.
 
     Raises:
         UsageError: there is no tensor, two have one name, or the limit is no size.
     """
-    if not tensors:
+    everything = [*tensors, *chain.from_iterable(apart)]
+    if not everything:
         raise UsageError("no tensor is left to write", next_step="look at --include and --exclude")
     if max_shard_nbytes < 1:
         raise UsageError(
             "a file must be allowed a byte at least", got=str(max_shard_nbytes), want="--max-shard-size 5GB"
         )
     seen: set[str] = set()
-    for tensor in tensors:
+    for tensor in everything:
         if tensor.name in seen:
             raise UsageError(f"{tensor.name}: two tensors have this name", tensor=tensor.name)
         seen.add(tensor.name)
-    groups = _split(tensors, max_shard_nbytes)
+    groups = _split([[tensor] for tensor in tensors], max_shard_nbytes) + _split(apart, max_shard_nbytes)
     count = len(groups)
     return tuple(_place(_file_name(i, count), group) for i, group in enumerate(groups, start=1))
 
@@ -72,18 +77,18 @@ def index_text(files: Iterable[OutputFile]) -> str | None:
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
-def _split(tensors: Iterable[OutputTensor], max_shard_nbytes: int) -> list[list[OutputTensor]]:
+def _split(units: Iterable[Sequence[OutputTensor]], max_shard_nbytes: int) -> list[list[OutputTensor]]:
     groups: list[list[OutputTensor]] = []
     data = header = 0
-    for tensor in tensors:
-        entry = _entry_nbytes(tensor)
-        fits = data + tensor.nbytes <= max_shard_nbytes and header + entry <= _MAX_HEADER_NBYTES - _HEADER_FRAME_NBYTES
+    for unit in units:
+        nbytes, entries = sum(tensor.nbytes for tensor in unit), sum(map(_entry_nbytes, unit))
+        fits = data + nbytes <= max_shard_nbytes and header + entries <= _MAX_HEADER_NBYTES - _HEADER_FRAME_NBYTES
         if not groups or not fits:
             groups.append([])
             data = header = 0
-        groups[-1].append(tensor)
-        data += tensor.nbytes
-        header += entry
+        groups[-1] += unit
+        data += nbytes
+        header += entries
     return groups
 
 

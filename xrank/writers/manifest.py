@@ -95,6 +95,7 @@ def manifest_text(
     excluded: Iterable[str] = (),
     cast: Mapping[str, Any] | None = None,
     merged: Mapping[str, str] | None = None,
+    transformed: Mapping[str, str] | None = None,
     padding_dropped: Mapping[str, Any] | None = None,
     notes: Iterable[Any] = (),
 ) -> str:
@@ -109,6 +110,7 @@ def manifest_text(
         excluded: names left out as asked.
         cast: names of which the element type changed, and what it was.
         merged: names to which an adapter's tensors were added, and which; without any, the manifest says nothing of it.
+        transformed: names of tensors that a caller's function made, and of which tensor; said as `merged` is.
         padding_dropped: names that lost padding rows, and how many.
         notes: what the report said besides.
     """
@@ -123,6 +125,7 @@ def manifest_text(
         "excluded": _rows(_line(name) for name in sorted(excluded)),
         "cast": _named(cast or {}),
         **({"merged": _named(merged)} if merged else {}),
+        **({"transformed": _named(transformed)} if transformed else {}),
         "padding_dropped": _named(padding_dropped or {}),
         "notes": _rows(_line(note) for note in notes),
     }
@@ -202,7 +205,7 @@ def _refuse_constant(text: str) -> None:
 def _check(manifest: Any) -> None:
     if not isinstance(manifest, dict) or manifest.get("schema") is not _SCHEMA:
         raise _FlawError(f"schema {_SCHEMA} was wanted")
-    _keys("the manifest", {key: value for key, value in manifest.items() if key != "merged"}, _KEYS)
+    _keys("the manifest", {key: value for key, value in manifest.items() if key not in _FURTHER_KEYS}, _KEYS)
     if manifest["digest"] != DIGEST_ALGORITHM:
         raise _FlawError(f"its digests are {manifest['digest']!r}, not {DIGEST_ALGORITHM}")
     source = manifest["source"]
@@ -222,10 +225,11 @@ def _check(manifest: Any) -> None:
         _check_tensor(f"tensor {name!r}", tensor, files)
     for key in ("tied", "cast", "padding_dropped"):
         _is(key, manifest[key], dict)
-    for name, text in _is("merged", manifest.get("merged", {}), dict).items():
-        _is("merged", text, str)
-        if name not in manifest["tensors"]:
-            raise _FlawError(f"{name!r} was merged, and is no tensor")
+    for key in _FURTHER_KEYS:
+        for name, text in _is(key, manifest.get(key, {}), dict).items():
+            _is(key, text, str)
+            if name not in manifest["tensors"]:
+                raise _FlawError(f"{name!r} was {key}, and is no tensor")
     for name, target in manifest["tied"].items():
         if not isinstance(target, str) or target not in manifest["tensors"]:
             raise _FlawError(f"{name!r} is tied to {target!r}, which is no tensor")
@@ -239,6 +243,7 @@ _KEYS = (
     *("schema", "digest", "source", "files", "companions", "tensors"),
     *("tied", "excluded", "cast", "padding_dropped", "notes"),
 )
+_FURTHER_KEYS = ("merged", "transformed")
 
 
 def _check_files(what: str, entries: Any) -> list[str]:

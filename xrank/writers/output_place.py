@@ -7,17 +7,23 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
 import secrets
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from xrank.amounts import plural
 from xrank.errors import OutputExistsError, UsageError
-from xrank.writers.disk import describe, explaining, sync_folder
+from xrank.formats.rank_state import rank_of, state_file_name
+from xrank.writers.disk import describe, explain, explaining, free_nbytes, may_share_blocks, sync_folder
 
-__all__ = ["MANIFEST_NAME", "OutputPlace", "check_output", "check_replaceable", "exists", "make_parents"]
+__all__ = ["MANIFEST_NAME", "OutputPlace", "check_output", "check_replaceable", "check_room", "exists"]
+__all__ += ["listed_files", "make_parents"]
 
 MANIFEST_NAME = "xrank_manifest.json"
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -75,8 +81,13 @@ class OutputPlace:
         return sorted(found)
 
 
-def check_output(out: str | os.PathLike[str], *, overwrite: bool) -> None:
+def check_output(out: str | os.PathLike[str], *, overwrite: bool, replaces_states: bool = False) -> None:
     """Refuse an output that exists or cannot be made. Writes nothing.
+
+    Args:
+        out: the folder to be.
+        overwrite: whether what is there may be replaced.
+        replaces_states: whether that may be a workspace, too, as where the output is one.
 
     Raises:
         OutputExistsError: it exists, and ``overwrite`` is not given or would replace what is no model.
@@ -86,24 +97,55 @@ def check_output(out: str | os.PathLike[str], *, overwrite: bool) -> None:
     if os.path.lexists(place.path):
         if not overwrite:
             raise exists(place.path, "")
-        check_replaceable(place.path)
+        check_replaceable(place.path, replaces_states=replaces_states)
     there = place.parent
     while not os.path.lexists(there):
         there = os.path.dirname(there)
     if not os.path.isdir(there):
-        raise UsageError(f"{there}: is no folder, so {place.path} cannot be made", file=there, got=_kind(there))
-    if not os.access(there, os.W_OK | os.X_OK):
         raise UsageError(
-            f"{there}: cannot be written to ({describe(there)})",
+            f"{there}: is no folder, so {place.path} cannot be made",
             file=there,
-            got=describe(there),
+            got=_kind(there),
+            want="a folder",
+            next_step="choose another --out",
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        is_read_only = os.statvfs(there).f_flag & os.ST_RDONLY  # then owner and mode explain nothing
+        why = "its file system is mounted read-only" if is_read_only else describe(there)
+        raise UsageError(
+            f"{there}: cannot be written to ({why})",
+            file=there,
+            got=why,
             want="a folder this user may write to",
             next_step="choose another --out, or change the folder's owner or mode",
         )
 
 
-def check_replaceable(path: str) -> None:
+def check_room(out: str | os.PathLike[str], nbytes: Sequence[int], source: str) -> None:
+    """Refuse an output for which the disk is certainly too small. Writes nothing.
+
+    Args:
+        out: the folder to be.
+        nbytes: of each of its files.
+        source: where the bytes are from, which files on a file system that shares blocks need not hold twice.
+
+    Raises:
+        NoSpaceError: there is less room.
+    """
+    place = OutputPlace.of(out)
+    if os.path.isdir(place.parent) and place.identifiers():
+        return  # what an interrupted run finished is there already
+    free = free_nbytes(place.path)
+    needed = max(nbytes, default=0) if may_share_blocks(place.path, source) else sum(nbytes)
+    if free is not None and free < needed:
+        raise explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), place.path, needed_nbytes=needed)
+
+
+def check_replaceable(path: str, *, replaces_states: bool) -> None:
     """Refuse to replace what is not an empty folder or one that holds a model: ``--overwrite --out ~`` is a slip.
+
+    Nor a model beside which somebody keeps folders, such as a trainer's checkpoints, or ranks' states, unless the
+    output is states itself: they would go with it, and no model gives them back.
 
     Raises:
         OutputExistsError: it is something else; the message says what it holds.
@@ -114,6 +156,9 @@ def check_replaceable(path: str) -> None:
             names = os.listdir(path)
         known = {MANIFEST_NAME, "config.json"}
         if not names or any(name in known or name.endswith(".safetensors") for name in names):
+            _check_folders(path, names)
+            if not replaces_states:
+                _check_states(path, names)
             return
     raise OutputExistsError(
         f"{path}: is {_kind(path)}, no model, so --overwrite does not replace it",
@@ -124,6 +169,51 @@ def check_replaceable(path: str) -> None:
     )
 
 
+def _check_folders(path: str, names: Sequence[str]) -> None:
+    folders = []
+    for name in sorted(names):
+        inner = os.path.join(path, name)
+        if os.path.isdir(inner) and (os.path.islink(inner) or any(files for _, _, files in os.walk(inner))):
+            folders.append(name)
+    if not folders:
+        return
+    own = {name.partition("/")[0] for name in listed_files(path) if "/" in name}
+    others = [name for name in folders if name not in own]
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        told = ", ".join(map(repr, others[:3])) + more
+        raise OutputExistsError(
+            f"{path}: holds {told}, no part of a model that xrank wrote, so --overwrite does not remove it",
+            file=os.path.join(path, others[0]),
+            got=f"the folder {others[0]!r} in it",
+            want="a model, and files beside it at most",
+            next_step="move the folder elsewhere, or choose another --out",
+        )
+
+
+def _check_states(path: str, names: Sequence[str]) -> None:
+    ranks = sorted(rank for name in names if (rank := rank_of(name)) is not None)
+    if ranks:
+        raise OutputExistsError(
+            f"{path}: holds the states of {plural(len(ranks), 'rank')}, so --overwrite does not put a model in their "
+            "place",
+            file=os.path.join(path, state_file_name(ranks[0])),
+            got=_kind(path),
+            want="a folder that holds a model, or nothing",
+            next_step="choose another --out, or remove it yourself",
+        )
+
+
+def listed_files(path: str) -> set[str]:
+    """Return the files that the manifest in a folder lists, itself too; a damaged one lists nothing else."""
+    listed = {MANIFEST_NAME}
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        with open(os.path.join(path, MANIFEST_NAME), encoding="utf-8") as file:
+            manifest = json.load(file)
+        listed |= {entry["name"] for entry in (*manifest["files"], *manifest["companions"])}
+    return listed
+
+
 def exists(path: str, when: str) -> OutputExistsError:
     """Return the error for an output whose name is taken; ``when`` says since when, if not from the start."""
     return OutputExistsError(
@@ -131,7 +221,7 @@ def exists(path: str, when: str) -> OutputExistsError:
         file=path,
         got=_kind(path),
         want="nothing there",
-        next_step="choose another --out, or add --overwrite to replace a model",
+        next_step="choose another --out, or add --overwrite to replace it",
     )
 
 

@@ -10,6 +10,7 @@ from xrank.formats.archive_layout import lay_out_archive
 from xrank.formats.rank_state import RankRecord, state_file_name
 from xrank.formats.state_pickle import state_pickle
 from xrank.formats.torch_archive import ArchivedTensor
+from xrank.layout.nests import row_major
 from xrank.plan.output import OutputFile, OutputTensor
 
 __all__ = ["lay_out_state"]
@@ -28,7 +29,7 @@ def lay_out_state(
     """
     keys = {tensor.name: str(key) for key, tensor in enumerate(tensors)}
     views = {
-        tensor.name: ArchivedTensor(keys[tensor.name], tensor.dtype, tensor.shape, _row_major(tensor.shape), 0)
+        tensor.name: ArchivedTensor(keys[tensor.name], tensor.dtype, tensor.shape, row_major(tensor.shape), 0)
         for tensor in tensors
     }
     pickled = state_pickle(config, {name: views[tensor] for name, tensor in names.items()}, record.to_json())
@@ -36,13 +37,3 @@ def lay_out_state(
     placed = tuple(replace(tensor, offset=at) for tensor, at in zip(tensors, layout.offsets, strict=True))
     name = state_file_name(record.rank)
     return OutputFile(name, layout.front, placed, layout.nbytes, layout.headers, layout.ending)
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides that torch gives a contiguous tensor, in elements; an empty dim counts as one."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return tuple(strides)

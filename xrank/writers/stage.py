@@ -21,11 +21,13 @@ from xrank.writers.output_place import (
     OutputPlace,
     check_replaceable,
     exists,
+    listed_files,
 )
 
 __all__ = ["Stage"]
 
 _COPY_NBYTES = 2**20
+_MAX_SHOWN = 5
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # The permissions are the umask's, not 0600: whoever may read the folder is to read the model.
 _FILE_MODE = 0o666
@@ -41,6 +43,7 @@ class Stage:
         plan_digest: str,
         *,
         overwrite: bool,
+        replaces_states: bool,
         finished: tuple[JournalLine, ...] = (),
         notes: tuple[str, ...] = (),
     ) -> None:
@@ -49,6 +52,7 @@ class Stage:
         self._place = place
         self._plan_digest = plan_digest
         self._overwrite = overwrite
+        self._replaces_states = replaces_states
         self._finished = {line.file: line for line in finished}
         self._identity = rename.identity(path)
         self._journal_lock = threading.Lock()
@@ -176,6 +180,11 @@ class Stage:
         sync_folder(self._place.parent)
         self._read_back(manifest)
         if replaced is not None:
+            gone = _others(replaced, self._place.path)
+            if gone:
+                more = f" and {len(gone) - _MAX_SHOWN} more" if len(gone) > _MAX_SHOWN else ""
+                told = f"{', '.join(gone[:_MAX_SHOWN])}{more}"
+                self.notes += (f"the folder that was replaced held {told}, which xrank had not written: removed",)
             try:
                 clear(self._place, replaced)
             except XrankError as error:
@@ -204,7 +213,7 @@ class Stage:
             except FileExistsError as error:
                 raise exists(place.path, "something took its name while this gather ran") from error
             return None
-        check_replaceable(place.path)
+        check_replaceable(place.path, replaces_states=self._replaces_states)
         if rename.exchange(self.path, place.path):
             return self.path
         # Without an exchange the output is absent for an instant; "-old" tells the next start what was going on.
@@ -324,3 +333,14 @@ def _copy(source: int, source_path: str, fd: int) -> tuple[int, str]:
         write_all(fd, chunk)
         digest.update(chunk)
         nbytes += len(chunk)
+
+
+def _others(replaced: str, path: str) -> list[str]:
+    """Return the files of a replaced folder that are no part of the new one, and that no manifest of its own lists."""
+    listed = listed_files(replaced)
+    found = []
+    for folder, _, names in os.walk(replaced):
+        inner = os.path.relpath(folder, replaced)
+        own = [name if inner == os.curdir else f"{inner}/{name}" for name in names]
+        found += [name for name in own if name not in listed and not os.path.lexists(os.path.join(path, name))]
+    return sorted(found)

@@ -16,15 +16,20 @@ from xrank.errors import XrankError
 from xrank.writers.abandoned import claim, owner_text, roll_forward, taken_over, write_journal
 from xrank.writers.disk import explain, explaining
 from xrank.writers.output_lock import hold_lock
-from xrank.writers.output_place import OutputPlace, check_output, make_parents
+from xrank.writers.output_place import OutputPlace, check_output, check_room, make_parents
 from xrank.writers.stage import Stage
 
-__all__ = ["Stage", "check_output", "open_stage"]
+__all__ = ["Stage", "check_output", "check_room", "open_stage"]
 
 
 @contextmanager
 def open_stage(
-    out: str | os.PathLike[str], *, plan_digest: str, overwrite: bool = False, resume: bool = True
+    out: str | os.PathLike[str],
+    *,
+    plan_digest: str,
+    overwrite: bool = False,
+    replaces_states: bool = False,
+    resume: bool = True,
 ) -> Iterator[Stage]:
     """Give the body a stage for an output; what the body does not commit is kept for the next run, or removed.
 
@@ -32,6 +37,7 @@ def open_stage(
         out: the folder to be.
         plan_digest: says which plan the files belong to; only a stage of the same plan is gone on with.
         overwrite: whether a model that is there may be replaced.
+        replaces_states: whether a workspace may be, too.
         resume: whether to go on with what an interrupted run finished.
 
     Raises:
@@ -39,14 +45,23 @@ def open_stage(
         NoSpaceError: a disk is full; what is finished is kept.
         UsageError: a folder or file may not be written.
     """
-    check_output(out, overwrite=overwrite)
+    check_output(out, overwrite=overwrite, replaces_states=replaces_states)
     place = OutputPlace.of(out)
     make_parents(place)
     with hold_lock(place.lock_path, place.path, owner=lambda: owner_text(place)):
         try:
             roll_forward(place)
-            check_output(out, overwrite=overwrite)  # again: now nobody else is at it
-            stage = _claim_or_make(place, plan_digest, overwrite=overwrite, resume=resume)
+            check_output(out, overwrite=overwrite, replaces_states=replaces_states)  # again: now nobody else is at it
+            claimed = claim(place, plan_digest, resume=resume)
+            stage = Stage(
+                place,
+                claimed.path or _new_stage(place, plan_digest),
+                plan_digest,
+                overwrite=overwrite,
+                replaces_states=replaces_states,
+                finished=claimed.finished,
+                notes=claimed.notes,
+            )
         except XrankError as error:
             if isinstance(error.__cause__, FileNotFoundError):  # no lock held between two hosts, and they met
                 raise taken_over(place) from error
@@ -64,12 +79,9 @@ def open_stage(
         stage.abandon()
 
 
-def _claim_or_make(place: OutputPlace, plan_digest: str, *, overwrite: bool, resume: bool) -> Stage:
-    claimed = claim(place, plan_digest, resume=resume)
-    path = claimed.path
-    if path is None:
-        path = place.new_stage()
-        with explaining(path):
-            os.mkdir(path)
-        write_journal(path, plan_digest)
-    return Stage(place, path, plan_digest, overwrite=overwrite, finished=claimed.finished, notes=claimed.notes)
+def _new_stage(place: OutputPlace, plan_digest: str) -> str:
+    path = place.new_stage()
+    with explaining(path):
+        os.mkdir(path)
+    write_journal(path, plan_digest)
+    return path

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
-from xrank.formats.regular_file import open_regular, shown
+from xrank.formats.regular_file import Origin, open_regular, shown
+from xrank.readers.deepspeed.unread import EXPERTS, SLICES, STAGES
 
 __all__ = ["CheckpointFiles", "checkpoint_folder", "list_files", "owner_of", "why_not"]
 
@@ -154,9 +155,9 @@ def list_files(folder: str) -> CheckpointFiles:
     is_universal = "zero" in entries and os.path.isdir(os.path.join(folder, "zero"))
     for entry in entries:
         if _EXPERT.fullmatch(entry):
-            raise _not_read(folder, entry, "experts that are spread over ranks", "each expert's shards put together")
+            raise EXPERTS.refused(Origin(os.path.join(folder, entry)))
         if _LAYER.fullmatch(entry):
-            raise _not_read(folder, entry, "a pipeline's layers", "the names that its stages give to layers")
+            raise STAGES.refused(Origin(os.path.join(folder, entry)))
         owner = owner_of(entry)
         if owner is None:
             continue
@@ -179,15 +180,5 @@ def list_files(folder: str) -> CheckpointFiles:
             )
         place[key] = os.path.join(folder, entry)
     if sliced:
-        raise _not_read(folder, sliced[0], "slices of tensor-parallel ranks", "a map of how each tensor was sliced")
+        raise SLICES.refused(Origin(os.path.join(folder, sliced[0])))
     return CheckpointFiles(folder, models, rank_models, partitions, is_universal)
-
-
-def _not_read(folder: str, entry: str, what: str, needed: str) -> UsageError:
-    return UsageError(
-        f"{os.path.join(folder, entry)}: ZeRO over {what} is not read",
-        file=os.path.join(folder, entry),
-        got=what,
-        want=f"one slice of every module, mp_rank_00; these files would need {needed}",
-        next_step="convert the checkpoint with DeepSpeed's ds_to_universal.py, then gather what that wrote",
-    )

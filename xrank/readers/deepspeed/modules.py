@@ -11,7 +11,8 @@ from xrank.errors import ContradictionError, IncompleteError
 from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.plan.source import StoredShard
-from xrank.readers.deepspeed.agreement import Agreement, Copies
+from xrank.readers.copies import Copies
+from xrank.readers.deepspeed.agreement import Agreement
 from xrank.readers.deepspeed.flat_rows import FlatRows
 from xrank.readers.deepspeed.partitions import interleaved, piece_numel
 from xrank.readers.deepspeed.states import ModelState, Shape, Shapes, read_model_state
@@ -50,40 +51,50 @@ def whole_modules(path: str, records: Records, agreement: Agreement) -> Modules:
     agreement.add(state.facts, state.origin)
     index = records.file(state.archive)
     trained = {name for group in state.groups or () for name in group}
+    shared = _ties(state, is_cut=False)
     shards, untrained = {}, 0
     for name, tensor in {**state.fragments, **state.module}.items():
         # Tensors of no elements share their (absent) storage and would all be ties.
-        if name in trained or (name in state.shared and 0 not in tensor.shape):
-            _check_shape(name, tensor, state)
+        if name in trained or (name in shared and 0 not in tensor.shape):
+            _check_shape(name, tensor, state, shared)
             continue
         shards[name] = _held_shard(name, [_held(tensor, 0, state.origin, index(tensor.key))])
         untrained += name not in state.buffer_names and name not in state.frozen
     for name, shape in state.frozen.items():
         if name in shards and shards[name].shape != shape:
             raise _shape_error(name, shards[name].shape, shape, state.origin)
-    shared = _same_storage(state) if state.groups is None else state.shared
-    for alias in shared.keys() - state.shared.keys():
-        del shards[alias]
     notes = []
     if untrained and trained:
         notes.append(("not-trained", f"{untrained} parameters have no fp32 weights; they are taken as they are stored"))
     return Modules(state, shards, shared, (*notes, *_notes(state)))
 
 
-def _same_storage(state: ModelState) -> dict[str, str]:
-    """Return the ties among whole parameters: names for the very same elements; stage 0 records no others."""
-    first: dict[ArchivedTensor, str] = {}
-    found: dict[str, str] = {}
+def _ties(state: ModelState, *, is_cut: bool) -> dict[str, str]:
+    """Return the ties among parameters: those listed, and names for the very same memory.
+
+    DeepSpeed lists none in stage 0, and in no stage those of a module that its parent has under two names
+    (engine.py: _get_shared_params).
+
+    Args:
+        state: of rank 0, which alone lists ties.
+        is_cut: as stage 3 cuts, which leaves each parameter an empty tensor of its own.
+    """
+    held = {name for group in state.groups or () for name in group} | state.frozen.keys()
+    names_of: dict[ArchivedTensor, list[str]] = {}
     for name, tensor in state.module.items():
-        if name not in state.buffer_names and 0 not in tensor.shape:
-            owner = first.setdefault(tensor, name)
-            if owner != name:
-                found[name] = owner
+        if name not in state.buffer_names and name not in state.shared and (is_cut or 0 not in tensor.shape):
+            names_of.setdefault(tensor, []).append(name)
+    found = dict(state.shared)
+    for names in names_of.values():
+        owners = [name for name in names if name in held]
+        if len(owners) == 1 or (not owners and not is_cut):
+            owner = (owners or names)[0]
+            found |= {name: owner for name in names if name != owner}
     return found
 
 
-def _check_shape(name: str, tensor: ArchivedTensor, state: ModelState) -> None:
-    owner = state.shared.get(name, name)
+def _check_shape(name: str, tensor: ArchivedTensor, state: ModelState, shared: Mapping[str, str]) -> None:
+    owner = shared.get(name, name)
     shapes = [group[owner] for group in state.groups or () if owner in group]
     if not shapes and owner in state.module:
         shapes = [state.module[owner].shape]
@@ -158,7 +169,7 @@ def rank_modules(paths: Sequence[str], records: Records, agreement: Agreement) -
     flats = rows.table()
     for column, name in enumerate(names):
         shards[name] = interleaved(name, first.frozen[name], flats, [column])
-    return Modules(first, shards, first.shared, tuple(_notes(first)))
+    return Modules(first, shards, _ties(first, is_cut=True), tuple(_notes(first)))
 
 
 def _numel_of(state: ModelState, name: str, rank: int, num_ranks: int) -> int:
@@ -277,8 +288,8 @@ def assembled(
                 file=state.origin.path,
                 got="a place that holds no elements" if name in state.module else "nothing",
                 want="trained weights in a partition, a frozen piece, or a tie to another parameter",
-                next_step="save again with a newer DeepSpeed and without exclude_frozen_parameters: old ones lose "
-                "frozen parameters in stage 3",
+                next_step="save again with a newer DeepSpeed, without exclude_frozen_parameters, and with each "
+                "parameter frozen or given to the optimizer: stage 3 saves no others",
             )
     order = dict.fromkeys((*state.module, *found))
     return tuple(found[name] for name in order if name in found), aliases

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -11,7 +11,10 @@ from xrank.layout.nest_table import IntArray, NestTable
 from xrank.plan.source import StoredShard
 from xrank.readers.deepspeed.flat_rows import FlatTensors
 
-__all__ = ["interleaved", "partition_numel", "piece_numel", "stretches", "successive"]
+__all__ = ["DEALS", "interleaved", "partition_numel", "piece_numel", "stretches", "successive", "undealt"]
+
+DEALS = "round_robin_gradients"
+"""The option of ZeRO 1 and 2 by which parameters are dealt to ranks in turn."""
 
 
 def piece_numel(numel: int, num_ranks: int) -> int:
@@ -76,6 +79,15 @@ def stretches(shapes: Sequence[tuple[int, ...]], paddings: Sequence[int] | None)
         found.append((position, position + prod(shape)))
         position = found[-1][1] + (paddings[number] if paddings is not None else 0)
     return found
+
+
+def undealt(shapes: Mapping[str, tuple[int, ...]], num_ranks: int) -> dict[str, tuple[int, ...]]:
+    """Return a group's shapes in the order that it had before `DEALS` dealt them to ranks in turn.
+
+    (stage_1_and_2.py: _round_robin_reorder.)
+    """
+    dealt = [number for rank in range(num_ranks) for number in range(rank, len(shapes), num_ranks)]
+    return {name: shape for _, (name, shape) in sorted(zip(dealt, shapes.items(), strict=True))}
 
 
 def successive(

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, UsageError
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints
+from xrank.readers.checkpoint_folders import nbytes_below
 from xrank.readers.deepspeed.agreement import Agreement
 from xrank.readers.deepspeed.folder import CheckpointFiles, checkpoint_folder, list_files, why_not
 from xrank.readers.deepspeed.modules import Modules, assembled, rank_modules, whole_modules
+from xrank.readers.deepspeed.moment import moment_notes
+from xrank.readers.deepspeed.partitions import DEALS, undealt
 from xrank.readers.deepspeed.states import Shapes, read_model_state
 from xrank.readers.deepspeed.universal import universal_shards
+from xrank.readers.deepspeed.unread import SLICES
 from xrank.readers.deepspeed.zero import Partitions, check_ranks, read_partitions, trained_shards
 from xrank.readers.records import Records
 
@@ -41,6 +44,7 @@ class DeepSpeedReader:
         partitions: Partitions | None = None
         if files.is_universal:
             modules = _universal_modules(files, records, agreement)
+            _check_undealt(files, modules)
             trained = universal_shards(
                 files.folder, _shapes_of(files, modules), records, is_sliced=len(files.models) > 1
             )
@@ -67,12 +71,7 @@ def _check_world(files: CheckpointFiles, modules: Modules, partitions: Partition
     """Check the sizes of the run that the model states record."""
     origin, num_slices = modules.state.origin, modules.state.facts.get("mp_world_size")
     if not files.is_universal and type(num_slices) is int and num_slices > 1:
-        raise origin.usage(
-            f"is one of {num_slices} slices of tensor-parallel ranks, which are not read",
-            got=f"mp_world_size {num_slices}",
-            want="one slice of every module",
-            next_step="convert the checkpoint with DeepSpeed's ds_to_universal.py, then gather what that wrote",
-        )
+        raise SLICES.refused(origin, f"one of {num_slices} slices (mp_world_size)")
     num_ranks = modules.state.facts.get("dp_world_size")
     if partitions is not None and type(num_ranks) is int and num_ranks != len(partitions.all):
         raise ContradictionError(
@@ -178,6 +177,31 @@ def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
     return shapes
 
 
+def _check_undealt(files: CheckpointFiles, modules: Modules) -> None:
+    """Check that the script that made a universal checkpoint knew where the parameters lie.
+
+    DeepSpeed records where they would lie had `round_robin_gradients` not dealt them to ranks in turn, and
+    ds_to_universal.py follows that record (0.19.8): each fp32.pt holds elements of other parameters.
+
+    Raises:
+        UsageError: dealing moved parameters.
+    """
+    facts, groups = modules.state.facts, modules.state.groups or ()
+    num_ranks, stage = facts.get("dp_world_size"), modules.state.config_stage
+    # BF16_Optimizer, which sums gradients in fp32, deals nothing; nor does stage 3.
+    sums = str(facts.get("ds_config.data_types.grad_accum_dtype"))
+    deals = stage == 2 or (stage == 1 and not (facts.get("ds_config.bf16.enabled") and sums in ("fp32", "float32")))
+    if not deals or not facts.get(f"ds_config.zero_optimization.{DEALS}") or type(num_ranks) is not int:
+        return
+    if any(list(undealt(group, num_ranks)) != list(group) for group in groups):
+        raise modules.state.origin.usage(
+            f"was trained with {DEALS}, of which ds_to_universal.py mixes up the parameters",
+            got=f"parameters dealt to {num_ranks} ranks, of which zero/ holds elements of others",
+            want="a checkpoint that was not made universal",
+            next_step=f"gather the checkpoint that {files.tag} was made from",
+        )
+
+
 def _stored_model(
     path: str,
     files: CheckpointFiles,
@@ -189,7 +213,8 @@ def _stored_model(
 ) -> StoredModel:
     step, world_size = (modules.state.facts.get(key) for key in ("global_steps", "dp_world_size"))
     num_ranks = len(partitions.all) if partitions is not None else world_size if type(world_size) is int else None
-    notes = list(modules.notes)
+    first = partitions.all[0].facts if partitions is not None else None
+    notes = [*modules.notes, *moment_notes(files.tag, modules.state.facts, modules.state.origin, first)]
     if records.bare:
         notes.append(("no-checksums", f"{len(records.bare)} files were written without checksums"))
     return StoredModel(
@@ -202,20 +227,10 @@ def _stored_model(
         world_size=num_ranks,
         step=step if type(step) is int else None,
         nbytes=records.nbytes,
-        skipped_nbytes=_nbytes_below(files.folder) - records.nbytes,
+        skipped_nbytes=nbytes_below(files.folder) - records.nbytes,
         notes=tuple(notes),
         details=_details(files, modules, partitions, aliases),
     )
-
-
-def _nbytes_below(folder: str) -> int:
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            # A file that no gather needs (Adam's moments) may be a link to nothing, or gone by now.
-            with suppress(OSError):
-                total += os.stat(os.path.join(place, name)).st_size
-    return total
 
 
 def _details(

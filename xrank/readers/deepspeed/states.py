@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
-from xrank.errors import ContradictionError, UsageError
+from xrank.errors import ContradictionError, UnsafeError
 from xrank.formats.inert_record import InertRecord
 from xrank.formats.regular_file import Origin, shown
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.readers.deepspeed.folder import owner_of
+from xrank.readers.deepspeed.partitions import DEALS
+from xrank.readers.deepspeed.unread import EXPERTS, STAGES
 
 __all__ = ["ModelState", "Partition", "Shape", "Shapes", "read_model_state", "read_partition"]
 
@@ -95,11 +97,15 @@ def read_model_state(path: str, rank: int | None = None) -> ModelState:
     if "module" not in state:
         raise origin.corrupt("is no model state", got="no module", want="a dict with module")
     if state["module"] is None:
-        raise _needs(origin, "a pipeline's, whose layers lie in files of their own", "stages put together")
+        raise STAGES.refused(origin, "no module: its layers lie in files of their own")
     if state.get("ds_autoep_layers") or state.get("autoep_layers") or _is_positive(state.get("num_experts")):
-        raise _needs(origin, "with experts that are spread over ranks", "each expert's shards put together")
+        raise EXPERTS.refused(origin)
     module = _table(state["module"], "module", origin)
     tensors = {name: value for name, value in module.items() if isinstance(value, ArchivedTensor)}
+    for name, value in module.items():
+        # A parameter of a class of its own (quantised, sparse) would be missing from the model.
+        if isinstance(value, InertRecord) and not name.endswith("_extra_state"):
+            raise _needs_code(name, value, origin)
     fragments = _table(state.get("frozen_param_fragments") or {}, "frozen_param_fragments", origin)
     for name, value in fragments.items():
         if not isinstance(value, ArchivedTensor):
@@ -131,7 +137,10 @@ def read_model_state(path: str, rank: int | None = None) -> ModelState:
         _shapes(state.get("frozen_param_shapes") or {}, "frozen_param_shapes", origin),
         {name: value for name, value in fragments.items() if isinstance(value, ArchivedTensor)},
         {name: str(owner) for name, owner in shared.items()},
-        dict(_facts({key: state[key] for key in _SHARED_FACTS if key in state}, archive)),
+        {
+            **dict(_facts({key: state[key] for key in _SHARED_FACTS if key in state}, archive)),
+            **dict(_config_facts(state, archive)),
+        },
         stage if type(stage) is int else None,
     )
 
@@ -150,19 +159,16 @@ def _check_name(archive: TorchArchive, origin: Origin) -> None:
         )
 
 
+def _needs_code(name: str, value: InertRecord, origin: Origin) -> UnsafeError:
+    error = origin.unsafe(f"{shown(name)[1:-1]} is no plain tensor, but what only code can make", got=repr(value))
+    error.tensor = name
+    return error
+
+
 def _is_positive(value: object) -> bool:
     # engine.py: num_experts is a list, [0] or [1] where there are none.
     values = value if isinstance(value, (list, tuple)) else [value]
     return any(type(each) is int and each > 1 for each in values)
-
-
-def _needs(origin: Origin, what: str, needed: str) -> UsageError:
-    return origin.usage(
-        f"is {what}: not read",
-        got=what,
-        want=f"one slice of every module; this would need {needed}",
-        next_step="convert the checkpoint with DeepSpeed's ds_to_universal.py, then gather what that wrote",
-    )
 
 
 def _table(value: object, what: str, origin: Origin) -> dict[str, object]:
@@ -279,10 +285,7 @@ def _partition_facts(
     state: Mapping[str, object], optimizer: Mapping[str, object], archive: TorchArchive
 ) -> Iterator[tuple[str, object]]:
     yield from _facts({key: optimizer[key] for key in _OPTIMIZER_FACTS if key in optimizer}, archive)
-    config = state.get("ds_config")
-    if isinstance(config, dict):
-        kept = {key: config[key] for key in _CONFIG_FACTS if key in config}
-        yield from _facts(kept, archive, "ds_config")
+    yield from _config_facts(state, archive)
     # Adam's state: under one key in stages 1 and 2, under another in stage 3.
     inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
     per_group: object = inner
@@ -304,6 +307,16 @@ def _partition_facts(
     for number, moments in steps:
         if isinstance(moments, dict) and "step" in moments:
             yield from _facts({"step": moments["step"]}, archive, f"state.{number}")
+
+
+def _config_facts(state: Mapping[str, object], archive: TorchArchive) -> Iterator[tuple[str, object]]:
+    """Yield what of the run's configuration stands in both kinds of files."""
+    config = state.get("ds_config")
+    if isinstance(config, dict):
+        kept = {key: config[key] for key in (*_CONFIG_FACTS, "data_types") if key in config}
+        if isinstance(zero := config.get("zero_optimization"), dict):
+            kept["zero_optimization"] = {key: zero[key] for key in ("stage", DEALS) if key in zero}
+        yield from _facts(kept, archive, "ds_config")
 
 
 def _facts(value: object, archive: TorchArchive, path: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:

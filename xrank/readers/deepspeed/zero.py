@@ -12,7 +12,8 @@ import numpy as np
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.plan.planner import ranks_text
 from xrank.plan.source import StoredShard
-from xrank.readers.deepspeed.agreement import Agreement, Copies
+from xrank.readers.copies import Copies
+from xrank.readers.deepspeed.agreement import Agreement
 from xrank.readers.deepspeed.flat_rows import FlatRows, FlatTensors
 from xrank.readers.deepspeed.folder import CheckpointFiles
 from xrank.readers.deepspeed.partitions import (
@@ -21,8 +22,10 @@ from xrank.readers.deepspeed.partitions import (
     piece_numel,
     stretches,
     successive,
+    undealt,
 )
 from xrank.readers.deepspeed.states import Partition, Shapes, read_partition
+from xrank.readers.deepspeed.unread import EXPERTS
 from xrank.readers.records import Records
 
 __all__ = ["Partitions", "check_ranks", "read_partitions", "trained_shards"]
@@ -59,12 +62,7 @@ def read_partitions(files: CheckpointFiles, records: Records, agreement: Agreeme
     num_ranks = max(first.counts)
     check_ranks(files.folder, files.partitions, num_ranks, "optim_states")
     if any(count != num_ranks for count in first.counts):
-        raise first.origin.usage(
-            "has groups of different numbers of partitions: experts, which are not read",
-            got=ascii(first.counts)[:200],
-            want=f"{num_ranks} for each group",
-            next_step="convert the checkpoint with DeepSpeed's ds_to_universal.py, then gather what that wrote",
-        )
+        raise EXPERTS.refused(first.origin, f"groups of different numbers of partitions, {ascii(first.counts)[:200]}")
     partitions = []
     rows = FlatRows([f"fp32 group {number}" for number in range(len(first.flats))], num_ranks)
     for rank in range(num_ranks):
@@ -193,7 +191,7 @@ def _group_shards(partitions: Partitions, number: int, shapes: Shapes) -> dict[s
         raise _length_error(partitions, number, total, lengths)
     for rank, partition in enumerate(partitions.all):
         _check_paddings(partition, number, lengths[rank], size)
-        _check_slices(partitions, partition, number, shapes, places, size, rank)
+    _check_slices(partitions, number, shapes, places, size)
     return {
         name: successive(name, shape, partitions.flats, number, size, first_element)
         for (name, shape), (first_element, _) in zip(shapes.items(), places, strict=True)
@@ -234,31 +232,36 @@ def _check_paddings(partition: Partition, number: int, length: int, size: int) -
 
 
 def _check_slices(
-    partitions: Partitions,
-    partition: Partition,
-    number: int,
-    shapes: Shapes,
-    places: Sequence[tuple[int, int]],
-    size: int,
-    rank: int,
+    partitions: Partitions, number: int, shapes: Shapes, places: Sequence[tuple[int, int]], size: int
 ) -> None:
-    """Check a partition's own record of what it holds: it names the rank, unless one tensor fills several."""
-    if partition.slices is None or number >= len(partition.slices):
+    """Check the partitions' own records of what they hold: they name the rank, unless one tensor fills several."""
+    recorded = [
+        dict(partition.slices[number]) if partition.slices is not None and number < len(partition.slices) else None
+        for partition in partitions.all
+    ]
+    ranks = range(len(recorded))
+    expected = [_expected_slices(shapes, places, size, rank) for rank in ranks]
+    if all(found in (None, want) for found, want in zip(recorded, expected, strict=True)):
         return
-    recorded = dict(partition.slices[number])
-    if recorded == _expected_slices(shapes, places, size, rank):
+    # Of round_robin_gradients DeepSpeed records where the parameters would lie undealt (stage_1_and_2.py:
+    # _link_all_hp_params).
+    before = undealt(shapes, len(recorded))
+    ends = stretches(list(before.values()), None)
+    if all(found in (None, _expected_slices(before, ends, size, rank)) for rank, found in enumerate(recorded)):
         return
-    others = (r for r in range(len(partitions.all)) if _expected_slices(shapes, places, size, r) == recorded)
-    owner = next(others, None)
-    whose = f"rank {owner}'s partition" if owner is not None else "parameters of no rank's partition"
-    raise ContradictionError(
-        partition.origin.named(f"holds {whose} of group {number}"),
-        rank=rank,
-        file=partition.origin.path,
-        got=ascii(recorded)[:200],
-        want=ascii(_expected_slices(shapes, places, size, rank))[:200],
-        next_step=f"copy rank {rank}'s file again from where it was saved",
-    )
+    for rank, found in enumerate(recorded):
+        if found in (None, expected[rank]):
+            continue
+        owner = next((other for other in ranks if expected[other] == found), None)
+        whose = f"rank {owner}'s partition" if owner is not None else "parameters of no rank's partition"
+        raise ContradictionError(
+            partitions.all[rank].origin.named(f"holds {whose} of group {number}"),
+            rank=rank,
+            file=partitions.all[rank].origin.path,
+            got=ascii(found)[:200],
+            want=ascii(expected[rank])[:200],
+            next_step=f"copy rank {rank}'s file again from where it was saved",
+        )
 
 
 def _expected_slices(

@@ -14,7 +14,7 @@ from xrank.layout import DeviceMesh
 from xrank.readers.fsdp.meshes import Meshes
 from xrank.readers.fsdp.pickled import Wrapper, attributes, is_object, local_tensor, sizes_of
 
-__all__ = ["DTensorPart", "DTensors", "replicated"]
+__all__ = ["DTensorPart", "DTensors"]
 
 _MAX_EXTENT = 1 << 40
 
@@ -79,11 +79,6 @@ class _OrderEntry:
     mesh_dims: tuple[int, ...]
 
 
-def replicated(ndim: int, mesh: DeviceMesh) -> str:
-    """Return the notation of a tensor that every rank of a mesh holds whole."""
-    return str(from_placements(mesh, [Replicate()] * len(mesh.shape), ndim))
-
-
 class DTensors:
     """Reads the DTensors of one rank's file.
 
@@ -131,6 +126,7 @@ class DTensors:
             except LayoutError as error:
                 error.message = f"{name}: {error.message}"
                 error.tensor, error.rank, error.file = name, self._origin.rank, self._origin.path
+                error.next_step = error.next_step or "copy the file again from where it was written"
                 raise
             except (LookupError, ValueError) as error:
                 raise self._origin.corrupt(

@@ -11,11 +11,10 @@ from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.fsdp.dtensors import replicated
 from xrank.readers.fsdp.flat_parameters import FlatPieces, Index, is_flat, refuse_nameless
 from xrank.readers.fsdp.rank_files import RankFile
 from xrank.readers.fsdp.sharded_tensors import ShardedPart
-from xrank.readers.held_tensor import HeldTensor, pieces_of
+from xrank.readers.held_tensor import HeldTensor, pieces_of, replicated
 
 __all__ = ["boxed_shards", "check_kinds", "held_parts"]
 
@@ -72,7 +71,7 @@ def held_parts(
             plain = _held(file, tensor, index)
             # A caller who knows better says so by a rule of the layout file.
             if are_replicas and not _has_rule(hints, name):
-                plain = replace(plain, layout=replicated(len(tensor.shape), world), mesh=world)
+                plain = replicated(plain, world)
             held.setdefault(name, []).append(plain)
         for name in pieces.nameless:
             if name not in file.sharded:

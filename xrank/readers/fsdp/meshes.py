@@ -71,6 +71,7 @@ class Meshes:
             mesh = _mesh(shape, tuple(names), tuple(ranks))
         except LayoutError as error:
             error.message, error.file = self._origin.named(error.message), self._origin.path
+            error.next_step = error.next_step or "copy the file again from where it was written"
             raise
         at = told.get("_coordinate_on_dim")
         if self._rank not in mesh:

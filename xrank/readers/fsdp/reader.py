@@ -22,6 +22,7 @@ from xrank.readers.fsdp.held_parts import boxed_shards, check_kinds, held_parts
 from xrank.readers.fsdp.rank_files import RankFile, read_rank_file
 from xrank.readers.placement import Placement, place_all
 from xrank.readers.records import Records
+from xrank.readers.wrapper_names import under_own_names
 
 __all__ = ["AccelerateRanksReader", "VerlReader"]
 
@@ -77,7 +78,7 @@ def _read(scheme: Scheme, path: str, listed: RankFiles, hints: Hints) -> StoredM
         shards[shard.name] = shard
     ordered = [tensor for file in files for tensor in (*file.dtensors, *file.sharded, *file.plain) if tensor in shards]
     ordered += list(shards)
-    return StoredModel(
+    found = StoredModel(
         format=scheme.format,
         path=path,
         files=tuple(records.files),
@@ -89,8 +90,10 @@ def _read(scheme: Scheme, path: str, listed: RankFiles, hints: Hints) -> StoredM
         nbytes=records.nbytes,
         skipped_nbytes=_nbytes_of(listed.skipped),
         notes=_notes(files, records, placement),
+        layouts=placement.layouts,
         details=_details(listed, files),
     )
+    return under_own_names(found, hints.shapes)
 
 
 def _world_size(files: Sequence[RankFile], listed: RankFiles) -> int:
@@ -132,7 +135,7 @@ def _nbytes_of(paths: Sequence[str]) -> int:
 
 
 def _notes(files: Sequence[RankFile], records: Records, placement: Placement) -> tuple[tuple[str, str], ...]:
-    notes = [("assumed-layout", text) for text in placement.assumptions]
+    notes = placement.notes
     if records.bare:
         notes.append(("no-checksums", f"{len(records.bare)} files hold no checksums, {records.bare[0]} first"))
     others = list(dict.fromkeys(name for file in files for name in file.others))

@@ -1,0 +1,93 @@
+"""A checkpoint's config.json and tokenizer are found where trainers put them, by every command alike."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from tests.cli.bench import run
+from xrank.conversion.gather import gather_checkpoint
+from xrank.conversion.inspect import inspect_source
+from xrank.conversion.reshard import reshard_checkpoint
+from xrank.layout import DeviceMesh, LayoutMap
+
+PART = "pytorch_model_fsdp_0"
+
+
+def checkpoint(folder: Path) -> Path:
+    """Save what a trainer leaves: shards in a folder of their own, config.json above them."""
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"model": {"w": torch.ones(4, 2)}}, checkpoint_id=str(folder / PART), no_dist=True)
+    (folder / "config.json").write_text('{"model_type": "near"}')
+    return folder
+
+
+def notes(found: Any) -> dict[str, str]:
+    return dict(found.notes)
+
+
+@pytest.mark.parametrize("asked", [".", "checkpoint-2000", f"checkpoint-2000/{PART}"])
+def test_by_every_command(tmp_path: Path, asked: str) -> None:
+    checkpoint(tmp_path / "run" / "checkpoint-2000")
+    source, out = tmp_path / "run" / asked, tmp_path / "out"
+    report = gather_checkpoint(source, out)
+    assert "no-config" not in notes(report) and (out / "config.json").read_text() == '{"model_type": "near"}'
+    assert inspect_source(source).details["companions"] == ["config.json"]
+    layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
+    layouts["w"] = "[f/tp, h]"
+    reshard_checkpoint(source, layouts, tmp_path / "states")
+    assert (tmp_path / "states" / "config.json").read_text() == '{"model_type": "near"}'
+
+
+def test_the_nearest_counts_and_others_are_told(tmp_path: Path) -> None:
+    near = checkpoint(tmp_path / "run" / "checkpoint-2000")
+    (tmp_path / "run" / "config.json").write_text('{"model_type": "far"}')
+    (tmp_path / "run" / "tokenizer.json").write_text("{}")
+    report = gather_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_text() == '{"model_type": "near"}'
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    told = f"{near / 'config.json'} was taken; {tmp_path / 'run' / 'config.json'} differs from it"
+    assert notes(report)["companion"] == told == notes(inspect_source(tmp_path / "run"))["companion"]
+    (tmp_path / "run" / "config.json").write_text('{"model_type": "near"}')
+    assert "companion" not in notes(gather_checkpoint(tmp_path / "run", tmp_path / "again"))
+
+
+def test_beside_a_single_file(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    gather_checkpoint(tmp_path / "model.safetensors", tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+
+
+def test_where_to_put_one_is_said(tmp_path: Path) -> None:
+    """The very folder: of the source that was found, not of what the user gave."""
+    folder = checkpoint(tmp_path / "run")
+    (folder / "config.json").unlink()
+    told = notes(gather_checkpoint(tmp_path, tmp_path / "out", format="dcp"))["no-config"]
+    assert f"into {folder / PART}, or give --base-model" in told
+
+
+def test_a_size_that_nothing_says_names_the_folder(tmp_path: Path) -> None:
+    """Megatron's queries, keys and values in one: how they are divided, no shape says."""
+    qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
+    others = {
+        "embedding.word_embeddings.weight": (8, 4),
+        "decoder.layers.0.input_layernorm.weight": (4,),
+        "decoder.layers.0.pre_mlp_layernorm.weight": (4,),
+        "decoder.layers.0.self_attention.linear_proj.weight": (4, 4),
+        "decoder.layers.0.mlp.linear_fc1.weight": (12, 4),
+        "decoder.layers.0.mlp.linear_fc2.weight": (4, 6),
+        "decoder.final_layernorm.weight": (4,),
+        "output_layer.weight": (8, 4),
+    }
+    save_file({name: torch.ones(shape) for name, shape in {qkv: (12, 4), **others}.items()}, tmp_path / "w.safetensors")
+    ended = run("gather", tmp_path, "--out", tmp_path / "out", "--recipe", "megatron-llama", "--json")
+    assert ended.exit_code == 2, ended.stderr
+    assert f"config.json into {tmp_path}, or" in json.loads(ended.stdout)["error"]["try"]

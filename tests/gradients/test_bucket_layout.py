@@ -1,0 +1,93 @@
+from itertools import pairwise
+from math import lcm
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xrank.gradients.config import GradientConfig
+from xrank.gradients.plans.bucket_layout import bucket_size_of, default_bucket_size, lay_out, shard_of
+
+parameters = st.lists(st.tuples(st.integers(0, 700), st.booleans()), max_size=12)
+
+
+@given(parameters, st.none() | st.integers(1, 1500), st.integers(0, 9), st.booleans())
+def test_invariant_11(told, bucket_size, num_shards, is_wide):
+    """Reverse order, disjoint, aligned, equal shards, every parameter whole in one bucket."""
+    numels, is_alone = tuple(numel for numel, _ in told), tuple(alone for _, alone in told)
+    layout = lay_out(numels, is_alone, bucket_size, num_shards, is_wide)
+    assert sorted(index for bucket in layout.buckets for index in bucket.members) == list(range(len(told)))
+    order = [index for bucket in layout.buckets for index in bucket.members]
+    assert order == sorted(order, reverse=True)
+
+    end = 0
+    for bucket in layout.buckets:
+        assert bucket.start == end
+        place = bucket.start
+        for index in bucket.members:
+            assert layout.offsets[index] >= place
+            assert layout.offsets[index] - place < (64 if num_shards else 1)
+            place = layout.offsets[index] + numels[index]
+        assert place == bucket.start + bucket.numel_unpadded <= bucket.stop
+        end = bucket.stop
+    assert layout.numel == end and layout.numel_unpadded == sum(b.numel_unpadded for b in layout.buckets)
+
+    if not num_shards:
+        assert layout.numel == layout.numel_unpadded == sum(numels)
+        return
+    assert all(offset % 64 == 0 for offset in layout.offsets)
+    for bucket in layout.buckets:
+        multiple = lcm(num_shards, 128, 65536 if is_wide else 1)
+        assert bucket.stop % multiple == 0 and bucket.stop - bucket.start - bucket.numel_unpadded < multiple
+        shards = [shard_of(bucket.start, bucket.stop, num_shards, place) for place in range(num_shards)]
+        assert shards[0][0] == bucket.start and shards[-1][1] == bucket.stop
+        assert all(a[1] == b[0] for a, b in pairwise(shards))
+        assert len({stop - start for start, stop in shards}) == 1
+
+
+@given(parameters, st.integers(1, 1500))
+def test_a_bucket_closes_with_the_parameter_that_fills_it(told, bucket_size):
+    numels, is_alone = tuple(numel for numel, _ in told), tuple(alone for _, alone in told)
+    layout = lay_out(numels, is_alone, bucket_size, 0, False)
+    for number, bucket in enumerate(layout.buckets):
+        most = bucket.members[:-1]
+        assert sum(numels[index] for index in most) < bucket_size
+        if any(is_alone[index] for index in bucket.members):
+            assert not most
+        elif number + 1 < len(layout.buckets) and not is_alone[layout.buckets[number + 1].members[0]]:
+            assert sum(numels[index] for index in bucket.members) >= bucket_size
+
+
+def test_megatrons_numbers():
+    # megatron-core 0.16.1's _ParamAndGradBuffer, bucket size 300, 4 ranks, the first parameter a shared embedding:
+    # (0, 32, 0), (64, 320, 0), then a bucket from 384: (384, 1184, 1), ends 384 and 1280.
+    layout = lay_out((800, 256, 32), (True, False, False), 300, 4, False)
+    assert layout.offsets == (384, 64, 0)
+    assert [(bucket.start, bucket.stop, bucket.numel_unpadded) for bucket in layout.buckets] == [
+        (0, 384, 320),
+        (384, 1280, 800),
+    ]
+    # A layer of 4.2M elements with buckets of 1M is a bucket a layer.
+    assert len(lay_out((4_200_000,) * 24, (False,) * 24, 1_000_000, 0, False).buckets) == 24
+    assert len(lay_out((4_200_000,) * 24, (False,) * 24, None, 0, False).buckets) == 1
+
+
+def test_a_bucket_that_is_just_full_is_closed():
+    assert [bucket.members for bucket in lay_out((5, 5, 4), (False,) * 3, 9, 0, False).buckets] == [(2, 1), (0,)]
+
+
+def test_the_same_arguments_give_the_same_layout_and_nothing_none():
+    assert lay_out((5, 7), (False, False), 4, 3, False) == lay_out((5, 7), (False, False), 4, 3, False)
+    assert lay_out((), (), None, 4, False).numel == 0
+
+
+@pytest.mark.parametrize(
+    ("numel", "size"), [(0, 1_000_000), (8_000_000, 1_000_000), (80_000_000, 10_000_000), (10**12, 25_000_000)]
+)
+def test_the_default_follows_the_size_of_the_model(numel, size):
+    assert default_bucket_size(numel) == size
+    overlapped = GradientConfig(overlap_grad_reduce=True)
+    assert bucket_size_of(overlapped, [numel // 2, numel - numel // 2]) == size
+    assert bucket_size_of(GradientConfig(), [numel]) is None
+    assert bucket_size_of(GradientConfig(bucket_size=7), [numel]) is None
+    assert bucket_size_of(GradientConfig(overlap_grad_reduce=True, bucket_size=7), [numel]) == 7

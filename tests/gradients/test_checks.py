@@ -1,0 +1,254 @@
+"""A check says which gradient is wrong, where, and how: of plain dicts, whoever filled them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.gradients.wires import RecordingWire, batch_of, loss_of, made_module, mean_gradients
+from xrank.errors import GradientError
+from xrank.gradients import GradientCheck, GradientConfig, GradientPlan, check_gradients, mark
+from xrank.layout import DeviceMesh
+from xrank.layout.mesh_views import megatron_views
+
+pytestmark = pytest.mark.timeout(90)
+
+
+class Mixed(nn.Module):
+    """A dense weight, a copy along tp, an expert and a table."""
+
+    def __init__(self, *, table: str = "") -> None:
+        super().__init__()
+        self.dense = nn.Parameter(torch.zeros(4, 3))
+        self.norm = nn.Parameter(torch.zeros(5))
+        self.expert = nn.Parameter(torch.zeros(6))
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.norm.sequence_parallel = True
+        self.expert.allreduce = False
+        if table:
+            self.register_parameter(table, nn.Parameter(torch.zeros(3, 2)))
+            mark(self.get_parameter(table), tied="word")
+
+
+def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a gradient for each parameter, the same on every rank."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: torch.randn(one.shape, generator=generator)
+        for name, one in module.named_parameters()
+        if one.requires_grad
+    }
+
+
+def same_everywhere(check: GradientCheck) -> GradientCheck:
+    """Return a check whose findings are the same on all ranks."""
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, check.findings)
+    assert texts == [texts[0]] * len(texts)
+    return check
+
+
+def found(check: GradientCheck) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return what a check found, without words."""
+    return [(one.kind, one.name, one.ranks) for one in same_everywhere(check).findings]
+
+
+@pytest.mark.ranks(4, timeout_seconds=60)
+def test_replicas_that_differ_are_named_with_their_ranks_and_by_how_much(rank: int) -> None:
+    module = Mixed()
+    plan = GradientPlan.from_module(module, megatron_views(4, tp=2, ep=2, etp=1))  # dp 2 x tp 2, edp 2 x ep 2
+    right = gradients_of(module)
+    check = same_everywhere(check_gradients(right, plan, reference=right))
+    assert check.is_right and check and check.num_checked == 3
+    assert str(check) == f"3 gradients of rank {rank} are right"
+    check.raise_if_wrong()
+    own = {name: one.clone() for name, one in right.items()}
+    own["dense"] += rank % 2  # another part along tp: nothing says that it is a copy
+    own["expert"] += rank % 2
+    assert check_gradients(own, plan)
+    assert plan["expert"].ranks in ((0, 2), (1, 3))
+    if rank == 3:
+        own["dense"][2, 1] += 0.5
+        own["expert"][4] -= 0.25
+        own["norm"][0] += 1
+    check = check_gradients(own, plan)
+    assert found(check) == [
+        ("replicas", "dense", (1, 3)),
+        ("replicas", "expert", (1, 3)),
+        ("replicas", "norm", (1, 3)),
+        ("replicas", "norm", (2, 3)),
+    ]
+    first = check.findings[0]
+    assert first.difference == pytest.approx(0.5, rel=1e-6)
+    assert str(first) == (
+        "dense: on ranks 1 and 3 copies along dp are not equal, by up to 0.5 at element 7 of those that are compared: "
+        "each rank has another"
+    )
+    with pytest.raises(GradientError, match="dense: on ranks 1 and 3") as caught:
+        check.raise_if_wrong()
+    assert len(caught.value.__notes__) == 3
+
+
+@pytest.mark.ranks(4, timeout_seconds=60)
+def test_the_odd_one_of_many_replicas_is_told_and_zeros_have_no_sign(rank: int) -> None:
+    module = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    plan = GradientPlan.from_module(module, DeviceMesh((4,), ("dp",)))
+    own: dict[str, Any] = {"module.module.a.weight": torch.zeros(2, 2), "module.a.bias": None}
+    if rank == 1:
+        own["module.module.a.weight"] = -torch.zeros(2, 2)
+    assert found(check_gradients(own, plan)) == []
+    if rank == 2:
+        own["module.module.a.weight"][1, 1] = 2.0
+        own["module.a.bias"] = torch.zeros(2)
+    check = check_gradients(own, plan)
+    assert found(check) == [("replicas", "a.bias", (0, 1, 2, 3)), ("replicas", "a.weight", (0, 1, 2, 3))]
+    assert "0, 1 and 3 have one and the same, 2 another (2 of torch.float32" in str(check.findings[0])
+    assert "at element 3 of those that are compared" in str(check.findings[1])
+    for one in (torch.bfloat16, torch.complex64):
+        plan = GradientPlan.from_module(nn.Linear(2, 2, bias=False, dtype=one), DeviceMesh((4,), ("dp",)))
+        value = torch.arange(4).view(2, 2).to(one)
+        assert check_gradients({"weight": value}, plan)
+        assert check_gradients({"weight": value + (rank == 0)}, plan).findings[0].difference == 1
+
+
+_CASES = [
+    ("dense", 2.0, "2 times", "dp"),
+    ("dense", 0.5, "1/2 of", "dp"),
+    ("dense", 3.0, "3 times", "tp"),
+    ("dense", 6.0, "6 times", "dp x tp"),
+    ("expert", 2.0, "2 times", "ep"),
+    ("dense", 1.7, "1.7 times", "no length of an axis"),
+]
+
+
+def test_a_missing_factor_is_named_by_its_axis() -> None:
+    """Of one rank alone, whose exchanges are those of a recorded wire: 6 ranks as dp 2 x tp 3."""
+    module = Mixed()
+    plan = GradientPlan.from_module(module, megatron_views(6, tp=3, ep=2, etp=1), rank=0)
+    reference = gradients_of(module)
+    for name, factor, times, axes in _CASES:
+        for dtype in (torch.float32, torch.bfloat16):
+            own = {one: value.to(dtype) for one, value in reference.items()}
+            own[name] = (reference[name] * factor).to(dtype)
+            check = check_gradients(own, plan, reference=reference, wire=RecordingWire())
+            (finding,) = check.findings
+            assert (finding.kind, finding.name) == ("scale", name), str(check)
+            assert finding.factor == pytest.approx(factor, rel=1e-2)
+            if dtype == torch.float32:
+                assert f"it is {times} that of one process" in finding.message
+            assert axes in finding.message
+    # Divided by its replicas, too.
+    own = {**reference, "expert": reference["expert"] / 3}
+    (finding,) = check_gradients(own, plan, reference=reference, wire=RecordingWire()).findings
+    assert "as many as ranks along edp or tp: it was divided once too often" in finding.message
+
+
+def test_a_reference_that_is_not_finite_is_told_and_excuses_nothing() -> None:
+    module = Mixed()
+    plan = GradientPlan.from_module(module, megatron_views(1))
+    own = gradients_of(module)
+    for value in (float("nan"), float("inf")):
+        reference = {name: one.clone() for name, one in own.items()}
+        reference["dense"][1, 2] = value
+        reference["expert"] += 1
+        check = check_gradients(own, plan, reference=reference, wire=RecordingWire())
+        assert [(one.kind, one.name) for one in check.findings] == [("nonfinite", "dense"), ("reference", "expert")]
+        assert f"the reference is {value} at element [1, 2]" in str(check)
+
+
+@pytest.mark.ranks(2, timeout_seconds=60)
+def test_replicas_that_agree_and_are_wrong_are_told_by_the_reference(rank: int) -> None:
+    module = made_module()
+    plan = GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)))
+    whole = mean_gradients(made_module(), batch_of())
+    assert check_gradients(whole, plan, reference=whole)
+    half = mean_gradients(made_module(), batch_of().chunk(2)[0])  # rank 1's part was lost, on both
+    check = check_gradients(half, plan, reference=whole)
+    assert {(one.kind, one.ranks) for one in same_everywhere(check).findings} == {("reference", (0, 1))}
+    assert "it differs from that of one process by up to" in str(check)
+    zero = {**whole, "norm.bias": torch.zeros(8)}
+    assert check_gradients(zero, plan, reference=whole).findings[0].message.startswith("it is zero")
+    noisy = {name: one * (1 + 1e-6) for name, one in whole.items()}
+    assert check_gradients(noisy, plan, reference=whole)
+    assert not check_gradients(noisy, plan, reference=whole, tolerance=1e-8)
+    none = {**whole, "extra.weight": None}
+    assert found(check_gradients(none, plan, reference=whole)) == [("reference", "extra.weight", (0, 1))]
+    assert check_gradients(none, plan, reference=none)
+
+
+@pytest.mark.ranks(2, timeout_seconds=60)
+def test_tied_tables_of_stages_are_compared_under_the_name_of_the_first(rank: int) -> None:
+    module = Mixed(table="word" if rank == 0 else "head")
+    plan = GradientPlan.from_module(module, megatron_views(2, pp=2, tp=1, ep=1))
+    own = gradients_of(module)
+    own["dense"] += rank  # stages have weights of their own
+    table = "word" if rank == 0 else "head"
+    assert check_gradients(own, plan)
+    own[table] += rank
+    check = check_gradients(own, plan)
+    assert found(check) == [("tied", "word", (0, 1))]
+    assert "copies along pp are not equal, by up to 1 at" in str(check)
+
+
+@pytest.mark.ranks(2, timeout_seconds=60)
+def test_what_is_missing_strange_or_not_finite_is_told_and_stops_nobody(rank: int) -> None:
+    module = Mixed()
+    plan = GradientPlan.from_module(module, megatron_views(2, tp=1, ep=1))
+    own = gradients_of(module)
+    own["frozen"] = torch.full((2,), float("nan"))
+    if rank == 1:
+        del own["norm"]
+        own["dense"] = torch.zeros(3, 4)
+        own["expert"][2] = float("inf")
+        own["other"] = torch.zeros(1)
+    check = check_gradients(own, plan)
+    assert found(check) == [
+        ("nonfinite", "expert", (1,)),
+        ("missing", "norm", (1,)),
+        ("unknown", "other", (1,)),
+        ("shape", "dense", (1,)),
+        ("replicas", "expert", (0, 1)),
+    ]
+    assert "it is inf at element [2], in bucket" in str(check)
+    reference = gradients_of(module)
+    del reference["expert"]
+    assert found(check_gradients(gradients_of(module), plan, reference=reference)) == [("missing", "expert", (0, 1))]
+
+
+@pytest.mark.ranks(4, timeout_seconds=60)
+def test_with_shards_only_owned_elements_count(rank: int) -> None:
+    module, mesh = made_module(), DeviceMesh((2, 2), ("dp", "tp"))
+    mark(module.layers[0].weight, over_tp="sum")
+    plan = GradientPlan.from_module(module, mesh, GradientConfig(use_distributed_optimizer=True))
+    whole = mean_gradients(made_module(), batch_of())
+    own = {name: torch.full_like(one, 7.0 + rank) for name, one in whole.items()}
+    for name, one in own.items():
+        part = slice(*plan[name].owned)
+        one.view(-1)[part] = whole[name].view(-1)[part]
+    assert check_gradients(own, plan, reference=whole)
+    at = next(name for name in own if plan[name].owned[1] > plan[name].owned[0])
+    own[at].view(-1)[plan[at].owned[0]] += 1
+    assert not check_gradients(own, plan, reference=whole)
+
+
+@pytest.mark.ranks(2, timeout_seconds=60)
+def test_gradients_of_torchs_fsdp_are_compared_with_whole_ones(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    whole = mean_gradients(made_module(), batch_of())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    module = made_module()
+    fully_shard(module, mesh=mesh)
+    loss_of(module(batch_of().chunk(2)[rank])).backward()
+    plan = GradientPlan.from_module(module, mesh)
+    own = {name: one.grad for name, one in module.named_parameters()}
+    assert check_gradients(own, plan, reference=whole)
+    doubled = {name: one * 2 if name == "norm.weight" else one for name, one in own.items()}
+    check = check_gradients(doubled, plan, reference=whole)
+    assert found(check) == [("scale", "norm.weight", (0, 1))]
+    assert "as many as ranks along dp: a division by it is missing" in str(check)

@@ -1,0 +1,50 @@
+"""What a run could leave behind: processes, names in shared memory, descriptors, mappings of a run's memory."""
+
+import contextlib
+import gc
+import os
+
+from tests.named_memory import named_memory
+
+# Torch alone makes half a million objects, which the collections below need not look at each time.
+gc.collect()
+gc.freeze()
+
+
+def remains():
+    """Everything of this process that a run has a part in; alike before and after."""
+    gc.collect()
+    return children(), named_memory(), sorted(_descriptors()), num_mapped()
+
+
+def children():
+    """The processes that this one has started and not reaped, whatever their state."""
+    while True:
+        # A thread that ends between two reads hands its children to another, which may have been read before it.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            return sorted(child for task in os.listdir("/proc/self/task") for child in _children_of(task))
+
+
+def _children_of(task):
+    with open(f"/proc/self/task/{task}/children") as file:
+        return file.read().split()
+
+
+def num_mapped():
+    """How many segments are mapped."""
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:xrank-virtual" in line for line in maps)
+
+
+def resident_nbytes():
+    """The memory of this process, that which it shares included."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _descriptors():
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the listing's own
+            continue

@@ -1,0 +1,178 @@
+"""Courses alone, played with words for arrays: who ends up with what, in which order, after how many messages."""
+
+from collections import deque
+from itertools import product
+from math import prod
+
+import numpy as np
+import pytest
+
+from xrank.errors import UsageError
+from xrank.virtual.array_spec import ArraySpec
+from xrank.virtual.collectives import (
+    ALGORITHMS,
+    ALWAYS_PUSH,
+    COLLECTIVES,
+    ROOTED,
+    Give,
+    check_algorithm,
+    course,
+    output_spec,
+    step_specs,
+)
+
+CASES = [
+    (collective, algorithm, size, root)
+    for collective, algorithm, size in product(COLLECTIVES, ALGORITHMS, [1, 2, 3, 4, 7])
+    for root in (range(size) if collective in ROOTED else [0])
+]
+
+
+def played(collective, algorithm, size, root):
+    """Return what the slots of all members hold at the end; member 2's part 1 is "2.1", folds are written out."""
+    courses = [course(collective, algorithm, size, member, root) for member in range(size)]
+    slots = [
+        {"whole": {m: str(m)}, "nothing": {}}.get(one.start, {part: f"{m}.{part}" for part in range(size)})
+        for m, one in enumerate(courses)
+    ]
+    todo = [deque(one.steps) for one in courses]
+    wires = {pair: deque() for pair in product(range(size), repeat=2)}
+    while any(todo):
+        moved = False
+        for member, steps in enumerate(todo):
+            while steps:
+                step = steps[0]
+                if isinstance(step, Give):
+                    wires[member, step.member].append(slots[member][step.slot])
+                elif wires[step.member, member]:
+                    got = wires[step.member, member].popleft()
+                    slots[member][step.slot] = f"({got}+{slots[member][step.slot]})" if step.fold else got
+                else:
+                    break
+                steps.popleft()
+                moved = True
+        assert moved, "all wait"
+    assert not any(wires.values()), "something was given that nobody gets"
+    return courses, slots
+
+
+def circled(part, size):
+    """Return the sum of everyone's part as a ring makes it: from the member after the part's own on."""
+    terms = [f"{(part + distance) % size}.{part}" for distance in range(1, size + 1)]
+    total = terms[0]
+    for term in terms[1:]:
+        total = f"({total}+{term})"
+    return total
+
+
+@pytest.mark.parametrize(("collective", "algorithm", "size", "root"), CASES)
+def test_everyone_ends_with_what_the_collective_promises(collective, algorithm, size, root):
+    courses, slots = played(collective, algorithm, size, root)
+    ring = algorithm == "ring" and collective not in ALWAYS_PUSH
+    for member in range(size):
+        finish, found = courses[member].finish, slots[member]
+        everyone = {m: str(m) for m in range(size)}
+        parts = {m: f"{m}.{member}" for m in range(size)}
+        wanted = {
+            "all_scatter": ("all", everyone),
+            "all_gather": ("all", everyone),
+            "all_reduce": ("flat", {p: circled(p, size) for p in range(size)}) if ring else ("reduce", everyone),
+            "reduce_scatter": ("one", {member: circled(member, size)}) if ring else ("reduce", parts),
+            "all_to_all": ("all", parts),
+            "broadcast": ("one", {root: str(root)}),
+            "scatter": ("one", {member: f"{root}.{member}"}),
+            "gather": ("all", everyone) if member == root else ("nothing", {}),
+        }[collective]
+        assert finish == wanted[0]
+        assert {slot: found[slot] for slot in wanted[1]} == wanted[1]
+        if finish == "one":
+            assert courses[member].slot in wanted[1]
+
+
+def closed_form(collective, algorithm, g, b):
+    """Return the messages and bytes of a whole group whose members all bring b bytes, which g divides."""
+    if algorithm == "push" or collective in ALWAYS_PUSH:
+        each = {"reduce_scatter": b // g, "all_to_all": b // g, "scatter": b // g}.get(collective, b)
+        messages = (g - 1) if collective in ROOTED else g * (g - 1)
+        return messages, messages * each
+    return {
+        "all_gather": (g * (g - 1), g * (g - 1) * b),
+        "all_reduce": (2 * g * (g - 1), 2 * (g - 1) * b),
+        "reduce_scatter": (g * (g - 1), (g - 1) * b),
+        "broadcast": (g - 1, (g - 1) * b),
+        "gather": (g * (g - 1) // 2, g * (g - 1) // 2 * b),
+        "scatter": (g * (g - 1) // 2, g * (g - 1) // 2 * (b // g)),
+    }[collective]
+
+
+@pytest.mark.parametrize(("collective", "algorithm", "size", "root"), CASES)
+def test_messages_and_bytes_are_the_closed_forms(collective, algorithm, size, root):
+    given = [ArraySpec((size * 3, 2), "F32")] * size
+    messages = nbytes = received = 0
+    for member in range(size):
+        steps = course(collective, algorithm, size, member, root).steps
+        specs = step_specs(collective, algorithm, given, member, dim=0, root=root)
+        assert len(specs) == len(steps)
+        for step, spec in zip(steps, specs, strict=True):
+            messages += isinstance(step, Give)
+            nbytes += spec.nbytes if isinstance(step, Give) else 0
+            received += 0 if isinstance(step, Give) else spec.nbytes
+    assert (messages, nbytes) == closed_form(collective, algorithm, size, given[0].nbytes)
+    assert received == nbytes
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_on_a_ring_everyone_sends_to_the_next_alone(size):
+    for collective in sorted(set(COLLECTIVES) - ALWAYS_PUSH):
+        back = collective == "gather"  # against the ring, towards the root
+        for member in range(size):
+            after, before = (member + 1) % size, (member - 1) % size
+            for step in course(collective, "ring", size, member).steps:
+                assert step.member == (after if isinstance(step, Give) != back else before)
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), list(product(COLLECTIVES, ALGORITHMS)))
+def test_what_uneven_parts_weigh(collective, algorithm):
+    """Each give is as large as the get of its partner, whatever the lengths."""
+    size, root, dim = 3, 1, 1
+    own = collective in ("all_scatter", "all_gather", "gather", "all_to_all")
+    given = [ArraySpec((2, 5 + m * own), "BF16") for m in range(size)]
+    gives, gets = {}, {}
+    for member in range(size):
+        steps = course(collective, algorithm, size, member, root).steps
+        for step, spec in zip(steps, step_specs(collective, algorithm, given, member, dim=dim, root=root), strict=True):
+            if isinstance(step, Give):
+                gives.setdefault((member, step.member), []).append(spec)
+            else:
+                gets.setdefault((step.member, member), []).append(spec)
+    assert gives == gets
+    if collective == "reduce_scatter":
+        assert {spec.shape for specs in gives.values() for spec in specs} == {(2, 2), (2, 1)}
+
+
+def test_output_specs_are_those_of_numpy():
+    arrays = [np.zeros((2, 5 + m)) for m in range(3)]
+    given = [ArraySpec(array.shape, "F64") for array in arrays]
+    for member in range(3):
+        parts = [np.array_split(array, 3, 1)[member] for array in arrays]
+        wanted = {
+            "all_gather": np.concatenate(arrays, 1),
+            "all_scatter": np.concatenate(arrays, 1),
+            "all_to_all": np.concatenate(parts, 1),
+            "all_reduce": arrays[member],
+            "reduce_scatter": parts[member],
+            "broadcast": arrays[2],
+            "scatter": parts[2],
+            "gather": np.concatenate(arrays, 1) if member == 2 else None,
+        }
+        for collective, array in wanted.items():
+            found = output_spec(collective, given, member, dim=1, root=2)
+            assert found == (None if array is None else ArraySpec(array.shape, "F64"))
+            assert array is None or found.nbytes == prod(array.shape) * 8
+
+
+def test_names_that_are_none():
+    with pytest.raises(UsageError, match="'tree'"):
+        check_algorithm("tree")
+    with pytest.raises(UsageError, match="'all_sum'"):
+        course("all_sum", "push", 2, 0)

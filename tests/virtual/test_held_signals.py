@@ -1,0 +1,66 @@
+"""Signals are held whichever thread the kernel gives them to, and are lost never."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from xrank.virtual.engines.held_signals import HeldSignals
+
+
+def interrupt():
+    """Send a signal that another thread gets, and wait until Python has it."""
+    pipe, there = os.pipe()
+    os.set_blocking(there, False)
+    before = signal.set_wakeup_fd(there, warn_on_full_buffer=False)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert os.read(pipe, 1)
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(pipe)
+        os.close(there)
+
+
+def test_an_interrupt_waits_for_the_released_part():
+    done, steps = threading.Event(), []
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    before = signal.getsignal(signal.SIGINT)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # here, so that the other thread gets it
+    try:
+        with pytest.raises(KeyboardInterrupt), HeldSignals() as signals:
+            interrupt()
+            steps.append("held")
+            try:
+                with signals.released():
+                    steps.append("never")
+            finally:
+                interrupt()
+                steps.append("held again")
+    finally:
+        done.set()
+        thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert steps == ["held", "held again"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_handler_that_returns_is_called_as_ever():
+    calls = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: calls.append(number))
+    try:
+        with HeldSignals() as signals:
+            signal.raise_signal(signal.SIGUSR2)
+            assert calls == []
+            with signals.released():
+                assert len(calls) == 1
+                signal.raise_signal(signal.SIGUSR2)
+                signal.raise_signal(signal.SIGUSR2)
+                assert len(calls) == 3
+            signal.raise_signal(signal.SIGUSR2)
+            assert len(calls) == 3
+        assert len(calls) == 4
+    finally:
+        signal.signal(signal.SIGUSR2, before)

@@ -1,0 +1,281 @@
+"""Channels of shared memory: what goes in comes out, whose memory it is, and how much of it there is."""
+
+import errno
+import os
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from tests.virtual.shared_ends import memory_of, shared_ends
+from tests.workspace.failing_os import FailingOs
+from xrank import dtypes
+from xrank.errors import NoSpaceError, UsageError
+from xrank.virtual.array_spec import ArraySpec
+from xrank.virtual.arrays import bytes_of, from_bytes, kind_of, spec_of
+from xrank.virtual.channels import segment as segment_module
+from xrank.virtual.channels.channel import HOST, heading_of
+
+SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (100_003,), (2, 33, 1025)]
+
+
+def filled(shape, dtype, kind):
+    spec = ArraySpec(shape, dtype)
+    content = np.random.default_rng(spec.nbytes).integers(0, 2 if dtype == "BOOL" else 256, spec.nbytes, np.uint8)
+    return from_bytes(content, spec, kind)
+
+
+def same(a, b):
+    return kind_of(a) == kind_of(b) and spec_of(a) == spec_of(b) and np.array_equal(bytes_of(a), bytes_of(b))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_every_element_type_and_shape_comes_as_it_was(kind):
+    with shared_ends() as ((sender, receiver, host), _):
+        for dtype in dtypes.DTYPES:
+            if kind == "torch" and not hasattr(torch, dtypes.dtype(dtype).torch_name):
+                continue
+            for shape in SHAPES:
+                array = filled(shape, dtype, kind)
+                for target, end in ((1, receiver), (HOST, host)):
+                    sender.to_device(target).send(array)
+                    got = end.from_device(0).receive()
+                    assert same(got, array), (dtype, shape, target)
+                    assert got is not array and tuple(got.shape) == shape
+                    if kind == "numpy":
+                        assert got.flags.writeable and got.flags.aligned and got.dtype == array.dtype
+        assert sender.to_device(1).sent == receiver.from_device(0).received
+        assert sender.to_device(1).sent.nbytes > 0
+
+
+def test_views_that_are_not_in_order_come_in_order():
+    base = np.arange(600_000, dtype=np.float32).reshape(600, 1000)
+    tensor = torch.from_numpy(base.copy())
+    numbers = torch.complex(tensor, tensor + 1)
+    arrays = [
+        base.T, base[::2, ::-3], np.asfortranarray(base), np.broadcast_to(base[:1], (50, 1000)), base[3, 4],
+        np.lib.stride_tricks.as_strided(base, (500, 500), (4, 4)),
+        tensor.T, tensor[::2, ::3], tensor[:1].expand(50, 1000), tensor.clone().requires_grad_(), tensor[3, 4],
+        torch.nn.Parameter(tensor), numbers.conj(), numbers.conj().imag, numbers[:2, :2].conj(), base[:0].T,
+    ]  # fmt: skip
+    with shared_ends() as ((sender, receiver, _), _):
+        for _ in range(2):  # into fresh memory, then into used
+            for array in arrays:
+                sender.to_device(1).send(array)
+                got = receiver.from_device(0).receive()
+                wanted = array.detach().resolve_conj().resolve_neg() if isinstance(array, torch.Tensor) else array
+                assert same(got, wanted.contiguous() if isinstance(array, torch.Tensor) else np.array(array))
+                assert not isinstance(got, torch.Tensor) or (not got.requires_grad and got.is_contiguous())
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_what_was_sent_may_be_changed_on_both_sides(size, kind):
+    array = filled((size,), "I32", kind)
+    before = bytes_of(array).tobytes()
+    with shared_ends(3) as ((sender, *receivers, _), _):
+        for target in (1, 2):
+            sender.to_device(target).send(array)
+        array[:] = 7
+        first = receivers[0].from_device(0).receive()
+        assert bytes_of(first).tobytes() == before
+        first[:] = 8
+        assert bytes_of(receivers[1].from_device(0).receive()).tobytes() == before
+        assert (array == 7).all()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_block_is_used_again_only_when_its_last_view_is_gone(kind):
+    with shared_ends() as ((sender, receiver, _), _):
+        out, into = sender.to_device(1), receiver.from_device(0)
+        out.send(filled((1 << 20,), "F32", kind))
+        kept = into.receive()[5:7]
+        wanted = bytes_of(kept).tobytes()
+        for number in range(5):
+            out.send(filled((1 << 20,), "I32", kind) * 0 + number)
+            assert (into.receive() == number).all()
+        assert bytes_of(kept).tobytes() == wanted
+        del kept
+        where = set()
+        for _ in range(5):
+            out.send(filled((1 << 20,), "F32", kind))
+            got = into.receive()
+            where.add(bytes_of(got).ctypes.data)
+            del got
+        assert len(where) == 1
+
+
+def test_memory_is_that_of_what_is_held_at_once():
+    array = filled((1 << 22,), "U8", "numpy")
+    with shared_ends() as ((sender, receiver, host), segment):
+        empty = memory_of(segment)
+        for _ in range(40):
+            sender.to_device(1).send(array)
+            receiver.from_device(0).receive()
+            sender.to_host.send(array)
+            host.from_device(0).receive()
+        assert memory_of(segment) - empty < 1.1 * array.nbytes
+        held = []
+        for _ in range(4):
+            sender.to_device(1).send(array)
+            held.append(receiver.from_device(0).receive())
+        assert 3.9 * array.nbytes < memory_of(segment) - empty < 4.2 * array.nbytes
+        # Pieces of other sizes find room where those lay.
+        held.clear()
+        for size in (3 << 20, 5 << 20, 1 << 20, 7 << 20, 100_000):
+            sender.to_device(1).send(np.zeros(size, np.uint8))
+            held.append(receiver.from_device(0).receive())
+        assert memory_of(segment) - empty < 4.4 * array.nbytes
+
+
+def test_many_messages_wait_in_order_and_leave_no_memory_taken():
+    sizes = np.random.default_rng(5).integers(0, 1000, 10_000)
+    sizes[::1000] = 50_000
+    with shared_ends() as ((sender, receiver, _), segment):
+        empty = memory_of(segment)
+        for round_ in range(2):
+            for number, size in enumerate(sizes):
+                sender.to_device(1).send(np.full(size, number + round_, np.int32))
+                if number % 100 == 0:
+                    sender.to_device(1).send_object((number, round_))
+            full = memory_of(segment)
+            for number, size in enumerate(sizes):
+                got = receiver.from_device(0).receive()
+                assert got.shape == (size,) and (got == number + round_).all()
+            assert [receiver.from_device(0).receive_object() for _ in range(100)] == [
+                (number, round_) for number in range(0, 10_000, 100)
+            ]
+            del got
+            sender.arena.take(1)
+            # The chunk that both are in, and the block just taken.
+            assert sender.arena.num_used == 2 + round_
+            assert full - empty < 1.5 * 4 * sizes.sum()
+        assert memory_of(segment) <= full + (1 << 20)
+
+
+def test_the_hosts_arrays_outlive_the_segment():
+    array = filled((1 << 20,), "BF16", "torch")
+    with shared_ends() as ((sender, _, host), _):
+        sender.to_host.send(array)
+        sender.to_host.send_object({"t": array, "n": [filled((300, 400), "F64", "numpy")]})
+        got, value = host.from_device(0).receive(), host.from_device(0).receive_object()
+        sender.arena.take(1)
+        assert sender.arena.num_used == 2
+    assert same(got, array) and same(value["t"], array)
+    assert same(value["n"][0], filled((300, 400), "F64", "numpy"))
+
+
+def test_objects_bring_their_arrays_and_what_they_share():
+    small, large = filled((3, 4), "F8_E4M3", "torch"), filled((1 << 18,), "F32", "torch")
+    brain = np.arange(9).astype(ml_dtypes.bfloat16)
+    plain = np.arange(100_000.0)
+    value = {
+        "small": small, "large": [large, large], "brain": brain, "plain": plain,
+        "order": np.asfortranarray(plain.reshape(10, -1)), "weight": torch.nn.Parameter(torch.ones(3)),
+        "words": ("a", 1, None), "scalar": np.float32(3), "empty": np.zeros((0, 3)), "function": same,
+        "grad": torch.ones(2, requires_grad=True), "conj": torch.ones(2, dtype=torch.complex64).conj(),
+    }  # fmt: skip
+    with shared_ends() as ((sender, receiver, host), _):
+        for _ in range(2):
+            sender.to_device(1).send_object(value)
+            sender.to_host.send_object(value)
+            for got in (receiver.from_device(0).receive_object(), host.from_device(0).receive_object()):
+                for name in ("small", "brain", "plain", "order", "empty"):
+                    assert same(got[name], value[name]), name
+                assert got["large"][0] is got["large"][1] and same(got["large"][0], large)
+                assert isinstance(got["weight"], torch.nn.Parameter) and got["grad"].requires_grad
+                assert torch.equal(got["conj"].resolve_conj(), torch.ones(2, dtype=torch.complex64))
+                assert (got["words"], got["scalar"], got["function"]) == (("a", 1, None), 3, same)
+                got["plain"][0] = got["small"][0, 0] = 1  # of its own
+        assert plain[0] == 0
+
+
+def test_a_message_of_something_else_is_refused_by_both_names():
+    with shared_ends() as ((sender, receiver, _), _):
+        sender.to_device(1).send(np.zeros(3), heading_of("all_reduce", reduction="sum", group=(0, 1), call=4))
+        with pytest.raises(UsageError, match=r"device 1 is at broadcast .* device 0 sent it all_reduce sum .*call 4"):
+            receiver.from_device(0).receive(heading_of("broadcast", root=0, group=(0, 1), call=4))
+
+
+def test_a_receiver_that_forks_keeps_its_arrays_to_itself():
+    with shared_ends() as ((sender, receiver, _), _):
+        sender.to_device(1).send(filled((1 << 20,), "U8", "numpy"))
+        got = receiver.from_device(0).receive()
+        if (pid := os.fork()) == 0:
+            del got
+            os._exit(0)
+        os.waitpid(pid, 0)
+        del got  # the child might have it still
+        place = None
+        for _ in range(3):
+            sender.to_device(1).send(np.ones(1 << 20, np.uint8))
+            array = receiver.from_device(0).receive()
+            assert place in (None, array.ctypes.data)
+            place = array.ctypes.data
+            del array
+        assert sender.arena.num_used == 3  # the ring's, that of before, and the last
+
+
+def test_a_receiver_that_waits_is_woken_and_seen(monkeypatch):
+    """The receiver sleeps in poll; the board says for what, until the message has come."""
+    with shared_ends() as ((sender, receiver, _), _):
+        got = []
+        heading = heading_of("send", call=9)
+        thread = threading.Thread(target=lambda: got.append(receiver.from_device(0).receive(heading)))
+        thread.start()
+        while (wait := sender.board.read(1)) is None:
+            pass
+        assert (wait.source, wait.num_taken, wait.heading) == (0, 0, heading) and wait.turn == 1
+        sender.to_device(1).send(np.arange(3), heading)
+        thread.join()
+        assert got[0].tolist() == [0, 1, 2] and sender.board.read(1) is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
+def test_memory_that_is_full_is_an_error_and_no_signal(monkeypatch, number):
+    with shared_ends() as ((sender, receiver, _), _):
+        sender.to_device(1).send(np.zeros(5))
+        monkeypatch.setattr(segment_module, "os", FailingOs("pwrite", number))
+        with pytest.raises(NoSpaceError, match="what a device sends") as caught:
+            sender.to_device(1).send(np.zeros(1 << 20))
+        assert caught.value.needed_nbytes == 8 << 20
+        with pytest.raises(NoSpaceError):
+            monkeypatch.setattr(segment_module, "os", FailingOs("pwrite", number))
+            sender.to_device(1).send_object(np.zeros(1 << 20))
+        sender.arena.take(1)
+        assert sender.arena.num_used == 2  # the ring's, and this
+        # The next one goes well, where there is memory again.
+        sender.to_device(1).send(np.ones(1 << 20))
+        assert receiver.from_device(0).receive().shape == (5,)
+        assert (receiver.from_device(0).receive() == 1).all()
+
+
+def test_more_than_all_memory_is_refused_before_a_byte_is_copied(monkeypatch):
+    monkeypatch.setattr(segment_module, "_MAX_NBYTES", 0)  # the smallest arenas: 64 MiB
+    with shared_ends() as ((sender, _, _), segment):
+        before = memory_of(segment)
+        with pytest.raises(NoSpaceError):
+            sender.to_device(1).send(np.broadcast_to(np.zeros(1), (9 << 20,)))
+        assert memory_of(segment) == before
+
+
+def test_a_limit_on_addresses_makes_arenas_smaller(monkeypatch):
+    monkeypatch.setattr(segment_module, "_map", FailingMap(segment_module._map))
+    with shared_ends() as ((sender, receiver, _), segment):
+        assert 64 << 20 <= segment.arena_nbytes <= 128 << 20
+        sender.to_device(1).send(np.ones(1 << 20))
+        assert receiver.from_device(0).receive().sum() == 1 << 20
+
+
+class FailingMap:
+    """Maps no more than half a gigabyte."""
+
+    def __init__(self, works):
+        self._works = works
+
+    def __call__(self, fd, nbytes):
+        if nbytes > 512 << 20:
+            raise OSError(errno.ENOMEM, "no addresses")
+        return self._works(fd, nbytes)

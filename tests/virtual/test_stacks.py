@@ -1,0 +1,121 @@
+"""Where a process stands is told whole, and waited for, however busy the machine is; one that cannot tell is left."""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from xrank.virtual.engines import stacks
+from xrank.virtual.engines.stacks import Asked, state_of, told_stacks
+
+
+@contextmanager
+def process(body):
+    """Fork a process that does this, given where it may write and what says that it is ready; give what asks it."""
+    (reading, writing), (here, there) = os.pipe(), os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            body(writing, lambda: os.write(there, b"x"))
+        finally:
+            os._exit(1)
+    os.close(writing)
+    os.close(there)
+    try:
+        assert os.read(here, 1) == b"x"
+        yield Asked(pid, reading, lambda: os.kill(pid, signal.SIGUSR1))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(here)
+
+
+def stands_here(writing, ready):
+    faulthandler.register(signal.SIGUSR1, file=writing)
+    ready()
+    while True:
+        signal.pause()
+
+
+def halts_in_the_middle(writing, ready):
+    """As on a busy machine, which lets others run between two words."""
+
+    def write(number):
+        os.write(writing, b"one half, ")
+        time.sleep(0.4)
+        os.write(writing, b"the other")
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(write)
+    ctypes.CDLL(None).signal(signal.SIGUSR1, handler)
+    ready()
+    while True:
+        pass
+
+
+def is_slow_to_begin(writing, ready):
+    """It runs, or would: that the signal is held stands for a machine that lets it wait."""
+    faulthandler.register(signal.SIGUSR1, file=writing)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    end = time.monotonic() + 1
+    ready()
+    while time.monotonic() < end:
+        pass
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+    while True:
+        pass
+
+
+def never_hears(writing, ready):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    ready()
+    while True:
+        signal.sigwait([signal.SIGUSR2])
+
+
+def has_a_thread_that_hears_nothing(writing, ready):
+    """What a thread has always blocked is no handler that it is in."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+    stands_here(writing, ready)
+
+
+def ends(writing, ready):
+    ready()
+    os._exit(0)
+
+
+def test_stacks_come_whole_at_once():
+    with process(stands_here) as one, process(has_a_thread_that_hears_nothing) as other:
+        begun = time.monotonic()
+        for _ in range(3):
+            said = told_stacks([one, other])
+            assert all(words.count("in stands_here") == 1 for words in said)
+        assert time.monotonic() - begun < 4, "nobody was waited for: here it takes milliseconds"
+
+
+def test_what_halts_in_the_middle_is_told_whole():
+    with process(halts_in_the_middle) as one, process(stands_here) as other:
+        said = told_stacks([one, other])
+    assert said[0] == "one half, the other" and "in stands_here" in said[1]
+
+
+def test_one_that_runs_may_take_its_time():
+    with process(is_slow_to_begin) as one:
+        assert "in is_slow_to_begin" in told_stacks([one])[0]
+
+
+@pytest.mark.parametrize("body", [never_hears, ends])
+def test_one_that_cannot_tell_is_not_waited_for(body, monkeypatch):
+    monkeypatch.setattr(stacks, "_PATIENCE_SECONDS", (0.1, 50.0))
+    with process(body) as one:
+        while state_of(one.pid) == "R":
+            pass
+        begun = time.monotonic()
+        assert told_stacks([one]) == [""]
+        assert time.monotonic() - begun < 20

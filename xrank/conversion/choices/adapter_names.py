@@ -1,0 +1,250 @@
+"""Which tensors of a source are a LoRA adapter's, by the names that PEFT gives them, and which are the base model's.
+
+base_model.model.<module>.base_layer.weight             the base's (peft/tuners/tuners_utils.py: BaseTunerLayer)
+base_model.model.<module>.lora_A.<adapter>.weight       [r, in]; lora_B [out, r] (peft/tuners/lora/layer.py: Linear)
+base_model.model.<module>.lora_embedding_A.<adapter>    [r, rows]; lora_embedding_B [columns, r]: Embedding
+base_model.model.<module>.lora_magnitude_vector.<adapter>.weight    DoRA's
+base_model.model.<module>.modules_to_save.<adapter>.weight          trained whole, in place of
+base_model.model.<module>.original_module.weight                    (peft/utils/other.py: ModulesToSaveWrapper)
+
+What PEFT saves as a folder has neither the adapter's name nor "modules_to_save" in it
+(peft/utils/save_and_load.py: get_peft_model_state_dict).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from xrank.errors import ContradictionError, IncompleteError, UsageError
+
+__all__ = ["PREFIX", "AdapterNames", "Pair", "find_adapter", "refuse_other_kinds"]
+
+PREFIX = "base_model.model."
+_LORA = re.compile(r"(.+)\.lora_(embedding_A|embedding_B|magnitude_vector|A|B)(?:\.(.+))?")
+_TRAINED = re.compile(r"(.+)\.modules_to_save\.([^.]+)\.(.+)")
+_ORIGINAL = re.compile(r"(.+)\.original_module\.(.+)")
+_MARKS = (".lora_", ".modules_to_save.")
+_BASE = ".base_layer."
+# Of every tuner (peft/tuners); of prompt learning (peft/peft_model.py, peft/utils/save_and_load.py).
+_PEFTS = re.compile(rf"{re.escape(PREFIX)}|prompt_encoder\.|prompt_embeddings$")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A module's adapter; all but `module` are names in the source."""
+
+    module: str
+    """As the base model names it."""
+    a: str
+    b: str
+    is_embedding: bool = False
+    magnitude: str | None = None
+    """DoRA's."""
+    biases: tuple[str, ...] = ()
+    """Of lora_A and lora_B."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterNames:
+    """What the names of a source say of the one adapter in it."""
+
+    adapter: str | None
+    """Its name; None where the names do not say it, as in a folder that PEFT saved."""
+    pairs: tuple[Pair, ...]
+    saved: Mapping[str, str]
+    """Name in the source -> name in a PEFT folder, of everything that is the adapter's."""
+    base: Mapping[str, str]
+    """Name in the source -> name in the base model, of everything else."""
+    trained: Mapping[str, str] = field(default_factory=dict)
+    """Name in the base model -> name in the source, of what was trained whole beside the original (modules_to_save)."""
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """The base model's modules that hold tensors here."""
+        return frozenset(name.rpartition(".")[0] for name in self.base.values())
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the source holds no base model, but what PEFT saves of one.
+
+        That may be the base of adapted embeddings (peft/utils/save_and_load.py: save_embedding_layers): the other
+        modules say it, if there are any.
+        """
+        if not self.pairs:
+            return not self.base
+        modules = self.modules
+        matrices = [pair.module for pair in self.pairs if not pair.is_embedding]
+        if not matrices:
+            return modules <= {pair.module for pair in self.pairs}
+        return modules.isdisjoint(matrices)
+
+
+def find_adapter(names: Sequence[str], path: str, own: Collection[str] = ()) -> AdapterNames | None:
+    """Return what of these names is a LoRA adapter's; None where none is.
+
+    Args:
+        names: of the source's tensors.
+        path: of the source, for errors.
+        own: names that are the model's own, whatever they look like.
+
+    Raises:
+        IncompleteError: half of a pair, or all of it, is missing.
+        ContradictionError: two names mean one tensor of the base model.
+        UsageError: there are several adapters, or an adapter's tensor is of no kind that is known.
+    """
+    marked = [name for name in names if any(mark in name for mark in _MARKS) and name not in own]
+    if not marked:
+        return None
+    return _Sorting(names, marked, path).result()
+
+
+def refuse_other_kinds(names: Iterable[str], path: str, own: Collection[str] = ()) -> None:
+    """Refuse what PEFT made of a model in which `find_adapter` found no LoRA: no model has such names.
+
+    Raises:
+        UsageError: there is a name that only PEFT gives.
+    """
+    found = [name for name in names if _PEFTS.match(name) and name not in own]
+    if found:
+        raise UsageError(
+            f"{path}: {found[0]} is of a PEFT model, or of an adapter, that is no LoRA",
+            tensor=found[0],
+            file=path,
+            got=f"{len(found)} such names, such as {found[-1]}",
+            want="a model's own names, or LoRA's as PEFT gives them",
+            next_step="merge the adapter with what trained it, then gather what it saves",
+        )
+
+
+class _Sorting:
+    """Sorts a source's names into the adapter's and the base model's."""
+
+    def __init__(self, names: Sequence[str], marked: Sequence[str], path: str) -> None:
+        self._path = path
+        self._halves: dict[str, dict[str, str]] = {}
+        self._biases: dict[str, list[str]] = {}
+        self._saved: dict[str, str] = {}
+        self._trained: dict[str, str] = {}
+        self._adapters: dict[str | None, str] = {}
+        for name in marked:
+            self._take(name)
+        if len(self._adapters) > 1:
+            raise UsageError(
+                f"{path} holds several adapters",
+                file=path,
+                got=", ".join(
+                    f"{adapter or 'one without a name'} ({name})" for adapter, name in self._adapters.items()
+                ),
+                want="one adapter",
+                next_step="let the trainer save one, or merge the others with peft",
+            )
+        self._base = self._base_names((name for name in names if name not in self._saved), self._halves)
+
+    def result(self) -> AdapterNames:
+        pairs = tuple(self._pair(module, kinds) for module, kinds in self._halves.items())
+        return AdapterNames(next(iter(self._adapters)), pairs, self._saved, self._base, self._trained)
+
+    def _take(self, name: str) -> None:
+        """Sort a name that is the adapter's."""
+        whole = _TRAINED.fullmatch(name)
+        if whole is not None and ".lora_" not in name:
+            module, adapter, rest = _bare(whole[1]), whole[2], whole[3]
+            self._trained[f"{module}.{rest}"] = name
+            self._saved[name] = f"{PREFIX}{module}.{rest}"
+            self._adapters.setdefault(adapter, name)
+            return
+        match = _LORA.fullmatch(name)
+        found = None if match is None else _adapter_and_leaf(match[2], match[3])
+        if match is None or found is None:
+            raise UsageError(
+                f"{name}: is an adapter's tensor of no kind that is known",
+                tensor=name,
+                file=self._path,
+                got=name,
+                want="LoRA as PEFT names it: <module>.lora_A.<adapter>.weight and lora_B",
+                next_step="merge the adapter with what trained it, then gather what it saves",
+            )
+        module, kind, (adapter, leaf) = _bare(match[1]), match[2], found
+        self._adapters.setdefault(adapter, name)
+        self._saved[name] = f"{PREFIX}{module}.lora_{kind}{leaf}"
+        if leaf == ".bias":
+            self._biases.setdefault(module, []).append(name)
+        else:
+            self._halves.setdefault(module, {})[kind] = name
+
+    def _pair(self, module: str, kinds: Mapping[str, str]) -> Pair:
+        for a, b in (("A", "B"), ("embedding_A", "embedding_B")):
+            if a in kinds and b in kinds:
+                biases = tuple(self._biases.get(module, ()))
+                return Pair(module, kinds[a], kinds[b], a != "A", kinds.get("magnitude_vector"), biases)
+        found = next(iter(kinds.values()))
+        raise IncompleteError(
+            f"{found}: the other half of its pair is missing",
+            tensor=found,
+            file=self._path,
+            got=f"{', '.join(f'lora_{kind}' for kind in kinds)} of {module}",
+            want="lora_A and lora_B",
+            next_step="check that the checkpoint is whole",
+        )
+
+    def _base_names(self, names: Iterable[str], modules: Collection[str]) -> dict[str, str]:
+        """Return the base model's tensors under its own names."""
+        found: dict[str, str] = {}
+        taken: dict[str, str] = {}
+        for name in names:
+            bare = _bare(name)
+            if _BASE in name:
+                module, _, rest = bare.partition(_BASE)
+                if module not in modules:
+                    raise IncompleteError(
+                        f"{name}: its module has an adapter, and nothing of that is here",
+                        tensor=name,
+                        file=self._path,
+                        got=f"no lora_A and lora_B of {module}",
+                        want="both",
+                        next_step="check that the checkpoint is whole",
+                    )
+                bare = f"{module}.{rest}"
+            original = _ORIGINAL.fullmatch(bare)
+            if original is not None:
+                bare = f"{original[1]}.{original[2]}"
+                if bare not in self._trained:
+                    raise IncompleteError(
+                        f"{name}: what was trained in its place is missing",
+                        tensor=name,
+                        file=self._path,
+                        got=f"no {original[1]}.modules_to_save",
+                        want=f"{original[1]}.modules_to_save.<adapter>.{original[2]}",
+                        next_step="check that the checkpoint is whole",
+                    )
+            if bare in taken:
+                raise ContradictionError(
+                    f"{bare}: two tensors would have this name",
+                    tensor=bare,
+                    file=self._path,
+                    got=f"{taken[bare]} and {name}",
+                    want="one",
+                    next_step="check that the files are those of one model",
+                )
+            taken[bare] = name
+            found[name] = bare
+        return found
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix(PREFIX)
+
+
+def _adapter_and_leaf(kind: str, rest: str | None) -> tuple[str | None, str] | None:
+    """Return the adapter's name, if it is said, and how a PEFT folder ends the tensor's name; None if it is none."""
+    pieces = rest.split(".") if rest else []
+    if kind in ("A", "B"):
+        if pieces and pieces[-1] in ("weight", "bias") and len(pieces) <= 2:
+            return (pieces[0] if len(pieces) == 2 else None), f".{pieces[-1]}"
+        return None
+    # PEFT's folders keep the older form of DoRA's names, without "weight" (peft/tuners/lora/model.py).
+    if kind == "magnitude_vector" and pieces[-1:] == ["weight"]:
+        pieces.pop()
+    return (pieces[0] if pieces else None, "") if len(pieces) <= 1 else None

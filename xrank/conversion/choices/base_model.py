@@ -1,0 +1,142 @@
+"""The base model a user names: its companions, its config, and the names and shapes the result must have."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from xrank.environment import environ, hub_cache
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
+from xrank.formats.regular_file import open_regular
+from xrank.plan.output import OutputTensor
+from xrank.readers.hugging_face.folder import HfFolderReader, read_headers
+from xrank.writers.companions import Companion, base_companions, hub_snapshot
+
+__all__ = ["BaseModel", "check_against", "open_base_model", "read_config"]
+
+_MAX_CONFIG_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A model folder that says what the result looks like."""
+
+    path: str
+    companions: tuple[Companion, ...]
+    config: Mapping[str, Any] | None
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Name -> (dtype, global shape); empty where the folder holds no safetensors weights."""
+
+
+def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
+    """Return the base model in a folder, or in the local Hugging Face cache where `name` is an ID.
+
+    Raises:
+        UsageError: neither a folder nor in the cache, where nothing is downloaded to; or no model's folder.
+        CorruptError, ContradictionError, IncompleteError: its files are damaged or disagree.
+    """
+    text = os.fspath(name)
+    if os.path.isfile(text):
+        raise UsageError(
+            f"{text} is a file, no base model",
+            file=text,
+            got="a file",
+            want="a model's folder, as from_pretrained takes it",
+            next_step=f"give --base-model the folder that holds it: {os.path.dirname(text) or os.curdir}",
+        )
+    path = text if os.path.isdir(text) else hub_snapshot(text, hub_cache(environ()))
+    config_path = os.path.join(path, "config.json")
+    tensors = {}
+    if HfFolderReader().recognise(path) is None:
+        tensors = {tensor.name: (tensor.dtype, tensor.shape) for h in read_headers(path) for tensor in h.tensors}
+    config = read_config(config_path) if os.path.exists(config_path) else None
+    if not tensors and config is None:
+        raise UsageError(
+            f"{path} is no base model: it holds neither safetensors weights nor a config.json",
+            file=path,
+            got=_few(path),
+            want="a model's folder, as from_pretrained takes it",
+            next_step="give --base-model the folder of the model itself",
+        )
+    return BaseModel(path, base_companions(path), config, tensors)
+
+
+def read_config(path: str) -> Mapping[str, Any]:
+    """Return the object in a config.json.
+
+    Raises:
+        CorruptError: it is not a JSON object in a regular file, or too large for one of a model.
+        IncompleteError, UsageError: it is not there, or may not be read.
+    """
+    with open_regular(path) as file:
+        if file.nbytes > _MAX_CONFIG_NBYTES:
+            raise file.origin.corrupt(
+                "is too large for a config", got=f"{file.nbytes:,} bytes", want=f"at most {_MAX_CONFIG_NBYTES:,}"
+            )
+        content = file.read(0, file.nbytes)
+    try:
+        config = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path} is no JSON", file=path, got=str(error)[:200], next_step="repair the file") from None
+    if not isinstance(config, dict):
+        raise CorruptError(f"{path} holds no object", file=path, got=type(config).__name__, next_step="repair the file")
+    return config
+
+
+def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[str], tied: set[str]) -> str | None:
+    """Check that a result has the base model's names and shapes; return what was checked, in words.
+
+    Args:
+        base: the base model.
+        outputs: the result's tensors.
+        excluded: names left out on purpose.
+        tied: names that the result holds under another name.
+
+    Raises:
+        IncompleteError: the base model has a tensor that the result lacks.
+        ContradictionError: the result has one that the base model lacks, or a shape differs.
+    """
+    if not base.tensors:
+        return None
+    found = {output.name: output for output in outputs}
+    missing = [name for name in base.tensors if name not in found and name not in excluded and name not in tied]
+    if missing:
+        raise IncompleteError(
+            f"{missing[0]} is in the base model and in no rank's state" + _more(missing),
+            tensor=missing[0],
+            got=f"{len(found)} tensors",
+            want=f"the {len(base.tensors)} tensors of {base.path}",
+            next_step="gather what holds it too, or leave it out by name with --exclude",
+        )
+    surplus = [name for name in found if name not in base.tensors]
+    if surplus:
+        raise ContradictionError(
+            f"{surplus[0]} is not in the base model" + _more(surplus),
+            tensor=surplus[0],
+            got=f"{found[surplus[0]].dtype} {list(found[surplus[0]].shape)}",
+            want=f"only the {len(base.tensors)} names of {base.path}",
+            next_step="name the right base model, or leave the tensor out with --exclude",
+        )
+    for name, output in found.items():
+        shape = base.tensors[name][1]
+        if output.shape != shape:
+            raise ContradictionError(
+                f"{name} has another shape than in the base model",
+                tensor=name,
+                got=str(list(output.shape)),
+                want=f"{list(shape)}, as in {base.path}",
+                next_step="name the right base model, or correct the layout",
+            )
+    return "names and shapes"
+
+
+def _few(path: str) -> str:
+    names = sorted(os.listdir(path))
+    return (", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "an empty folder"
+
+
+def _more(names: list[str]) -> str:
+    return f", and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,0 +1,141 @@
+"""What a caller asks of a conversion, checked before anything is read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
+
+from xrank.errors import UsageError
+
+__all__ = ["AdapterChoice", "DTypeChoice", "GatherOptions", "ReplicaChoice", "default_workers", "parse_size"]
+
+DTypeChoice: TypeAlias = Literal["keep", "base", "bf16", "fp16", "fp32"]
+ReplicaChoice: TypeAlias = Literal["verify", "pick"]
+AdapterChoice: TypeAlias = Literal["separate", "merge"]
+
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+
+_NEXT_STEP = "correct the option; --help says what it takes"
+
+
+def parse_size(text: str | int, name: str) -> int:
+    """Return a number of bytes written as ``5GB`` (decimal), ``1GiB`` (binary) or a plain number.
+
+    Raises:
+        UsageError: it is no size, or not positive.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise UsageError(
+            f"{name} is no size", got=repr(text), want="a size such as 5GB, 512MB or 1GiB", next_step=_NEXT_STEP
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def default_workers() -> int:
+    """Return the number of threads a process uses if none is asked for: NFS servers choke on more than a few."""
+    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GatherOptions:
+    """The options of a gather, as FACE names them; every value is checked when the object is made."""
+
+    dtype: DTypeChoice = "keep"
+    keep_fp32: Sequence[str] = ()
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    max_shard_size: str | int = "5GB"
+    max_memory: str | int = "64MB"
+    workers: int | None = None
+    replicas: ReplicaChoice = "verify"
+    adapter: AdapterChoice | None = None
+    """What becomes of LoRA adapters; None: a source that has them is refused."""
+    adapter_config: str | os.PathLike[str] | None = None
+    """PEFT's ``adapter_config.json``, or a JSON object with r and lora_alpha; None: what the source holds."""
+    overwrite: bool = False
+    resume: bool = True
+    verify: bool | None = None
+    """Whether the stage is read back before the rename; None: if an output is replaced."""
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("--dtype", self.dtype, get_args(DTypeChoice)),
+            ("--replicas", self.replicas, get_args(ReplicaChoice)),
+            ("--adapter", self.adapter, (None, *get_args(AdapterChoice))),
+        ):
+            if value not in allowed:
+                raise UsageError(
+                    f"{name} takes no {value!r}",
+                    got=repr(value),
+                    want=", ".join(filter(None, allowed)),
+                    next_step=_NEXT_STEP,
+                )
+        for name in ("keep_fp32", "include", "exclude"):
+            patterns = getattr(self, name)
+            object.__setattr__(self, name, (patterns,) if isinstance(patterns, str) else tuple(patterns))
+            for pattern in getattr(self, name):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise UsageError(
+                        f"--{name.replace('_', '-')} is no regular expression",
+                        got=f"{pattern!r}: {error}",
+                        want="a regular expression for whole names, as Python's re takes them",
+                        next_step=_NEXT_STEP,
+                    ) from None
+        if self.keep_fp32 and self.dtype == "keep":
+            raise UsageError(
+                "--keep-fp32 was given and nothing is cast",
+                got=f"--keep-fp32 {self.keep_fp32[0]}",
+                want="--dtype base, bf16, fp16 or fp32 with it",
+                next_step="say with --dtype what the other tensors are cast to, or leave --keep-fp32 out",
+            )
+        if self.adapter_config is not None and self.adapter is None:
+            raise UsageError(
+                "--adapter-config was given and --adapter was not",
+                got=f"--adapter-config {os.fspath(self.adapter_config)}",
+                want="--adapter separate or --adapter merge",
+                next_step="say what is to become of the adapter",
+            )
+        _ = self.max_shard_nbytes, self.max_memory_nbytes
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(
+                "--workers takes no number below 1", got=str(self.workers), want="1 or more", next_step=_NEXT_STEP
+            )
+
+    def leaves_out(self, name: str) -> bool:
+        """Say whether a tensor of that name is not to be written."""
+        return bool(self.include and not _matches(self.include, name)) or _matches(self.exclude, name)
+
+    def with_keep_fp32(self, patterns: Iterable[str]) -> GatherOptions:
+        """Return these options with names that a cast leaves alone, where the caller named none."""
+        return self if self.keep_fp32 or self.dtype == "keep" else replace(self, keep_fp32=tuple(patterns))
+
+    @property
+    def max_shard_nbytes(self) -> int:
+        """Bytes of tensors in an output file."""
+        return parse_size(self.max_shard_size, "--max-shard-size")
+
+    @property
+    def max_memory_nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return parse_size(self.max_memory, "--max-memory")
+
+    @property
+    def num_workers(self) -> int:
+        """Threads."""
+        return default_workers() if self.workers is None else self.workers
+
+
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns)

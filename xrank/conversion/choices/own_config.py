@@ -1,0 +1,132 @@
+"""The config of a live module: what `save_pretrained` would write of it beside the weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xrank.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["OwnConfig", "merged_config", "own_config"]
+
+_WRAPPED = ("_orig_mod", "module")
+"""Where wrappers keep what they wrap: torch.compile's OptimizedModule; DistributedDataParallel and its kin."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnConfig:
+    """What a model knows of itself; all of it empty where it is no module of transformers."""
+
+    config: Mapping[str, Any] | None = None
+    """The content of config.json."""
+    generation_text: str | None = None
+    """generation_config.json."""
+    adapter_text: str | None = None
+    """PEFT's adapter_config.json, of the adapter that is active."""
+    unsaved: tuple[str, ...] = ()
+    """Names of tensors that `save_pretrained` leaves out."""
+    is_renamed: bool = False
+    """Whether `save_pretrained` gives tensors other names, or other shapes, than they have in memory."""
+
+
+def own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]) -> OwnConfig:
+    """Return what a module of transformers knows of itself; of anything else, nothing.
+
+    Raises:
+        UsageError: its config holds what JSON does not.
+    """
+    module = _unwrapped(model)
+    adapter_text = None
+    if callable(getattr(module, "get_base_model", None)) and isinstance(getattr(module, "peft_config", None), Mapping):
+        adapter_text = _adapter_text(module)
+        module = module.get_base_model()
+    to_json = getattr(getattr(module, "config", None), "to_json_string", None)
+    if not callable(to_json):
+        return OwnConfig(adapter_text=adapter_text)
+    # As transformers writes it (modeling_utils.py: save_pretrained), on a copy: the module's own stays as it is.
+    config = copy.deepcopy(module.config)
+    config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    dtype = getattr(module, "dtype", None)
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    generation = getattr(module, "generation_config", None)
+    can_generate = getattr(module, "can_generate", lambda: False)()
+    unsaved = getattr(module, "_keys_to_ignore_on_save", None) or ()
+    return OwnConfig(
+        json.loads(_json("its config", config.to_json_string)),
+        _json("its generation_config", lambda: generation.to_json_string(keys_to_pop=["compile_config"]))
+        if generation is not None and can_generate
+        else None,
+        adapter_text,
+        tuple(sorted(map(str, unsaved))),
+        _is_renamed(module),
+    )
+
+
+def _is_renamed(module: Any) -> bool:
+    """Say whether transformers converts the module's tensors when it saves them."""
+    found = getattr(module, "_weight_conversions", None)  # of `from_pretrained`; of a model that was made, None
+    if found is None:
+        mappings = sys.modules.get("transformers.conversion_mapping")  # since 5.0; its modules import it
+        find = getattr(mappings, "get_model_conversion_mapping", None)
+        # No public face: what it does not take is not told.
+        with suppress(AttributeError, TypeError, KeyError, ValueError):
+            found = None if find is None else find(module, add_legacy=False)
+    return bool(found)
+
+
+def _adapter_text(module: Any) -> str:
+    """Return the configuration of a PEFT model's active adapter as PEFT writes it (peft/config.py: save_pretrained)."""
+    name = module.active_adapter
+    values = {
+        key: sorted(value) if isinstance(value, set | frozenset) else value
+        for key, value in module.peft_config[name].to_dict().items()
+    }
+    return _json("its adapter's configuration", lambda: json.dumps({**values, "inference_mode": True}))
+
+
+def merged_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with what overrides say, object within object.
+
+    Raises:
+        UsageError: the overrides hold what JSON does not.
+    """
+    merged: dict[str, Any] = json.loads(_json("config_overrides", lambda: json.dumps(_merged(config, overrides))))
+    return merged
+
+
+def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(config)
+    for key, value in overrides.items():
+        known = merged.get(key)
+        both = isinstance(known, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(known, value) if both and isinstance(known, Mapping) else value
+    return merged
+
+
+def _json(what: str, make: Callable[[], str]) -> str:
+    try:
+        return make()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{what} cannot be written as JSON",
+            got=str(error)[:200],
+            want="objects, lists, texts, numbers, true, false and null",
+            next_step="take out what is none of these",
+        ) from error
+
+
+def _unwrapped(model: Any) -> Any:
+    while (
+        inner := next((getattr(model, n) for n in _WRAPPED if n in getattr(model, "_modules", {})), None)
+    ) is not None:
+        model = inner
+    return model

@@ -1,0 +1,202 @@
+"""Who holds what of a stored model by what its ranks say of it, and the layout map that says the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from xrank.errors import LayoutError
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.layout.companion import Companion
+from xrank.layout.tensor_layout import free_size_names
+from xrank.plan.holdings import Holdings, Survey, held_by_layout, held_by_pieces
+from xrank.plan.source import StatedLayout, StoredModel, StoredShard
+from xrank.plan.survey import survey
+
+__all__ = ["stated_map", "stated_survey"]
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.]+")
+"""Names that are patterns for themselves, and for little else."""
+
+
+def stated_survey(stored: StoredModel) -> Survey:
+    """Return who holds what of a model that was read with `Hints.needs_layouts`."""
+    stated = _stated(stored)
+    drawn = _drawn_by_names(stored.shards, stated)
+    tensors = tuple(drawn.get(shard.name) or _drawn(shard, stated.get(shard.name)) for shard in stored.shards)
+    grids = dict.fromkeys(one.mesh for one in tensors if one.mesh is not None)
+    names = ["mesh"] if len(grids) == 1 else [f"mesh {i}" for i in range(len(grids))]
+    views = {f"view {one.layout.tree.view}": one.layout.view_mesh for one in tensors if one.layout is not None}
+    told = {name: view for name, view in views.items() if view is not None}
+    return Survey({**dict(zip(names, grids, strict=True)), **told}, {}, tensors)
+
+
+def stated_map(stored: StoredModel) -> LayoutMap:
+    """Return what ranks say as a map, for a file; names that differ in numbers alone become one pattern.
+
+    Raises:
+        LayoutError: no single layout file says it.
+    """
+    stated = _stated(stored)
+    meshes = list(dict.fromkeys(one.mesh for one in stated.values())) or [DeviceMesh((1,), ("rank",))]
+    layouts = LayoutMap(meshes[0])
+    views = _views(meshes, stated.values(), layouts)
+    rules: dict[str, TensorLayout | Companion] = {}
+    texts: dict[str, TensorLayout | Companion] = {}
+    for shard in stored.shards:
+        one = stated.get(shard.name)
+        layout = _in_file(shard, one, meshes[0], views)
+        (texts if one is None or one.pattern is None else rules)[_key(shard.name, one)] = layout
+    _fill(layouts, rules | _rules(texts))
+    try:
+        for shard in stored.shards:
+            layouts.rule_for(shard.name), layouts.companion_rule_for(shard.name)
+    except LayoutError:
+        # A name that is a pattern for another as well: escaped, each stands for itself alone.
+        _fill(layouts, rules | {re.escape(name): layout for name, layout in texts.items()})
+    return layouts
+
+
+def _key(name: str, stated: StatedLayout | None) -> str:
+    return name if stated is None or stated.pattern is None else str(stated.pattern)
+
+
+def _fill(layouts: LayoutMap, rules: Mapping[str, TensorLayout | Companion]) -> None:
+    layouts.clear()
+    layouts.companions.clear()
+    for rule, value in rules.items():
+        if isinstance(value, Companion):
+            layouts.companions[rule] = value
+        else:
+            layouts[rule] = value
+
+
+def _stated(stored: StoredModel) -> dict[str, StatedLayout]:
+    """Return name -> what its ranks say, where one layout says it."""
+    meshes = dict.fromkeys(one.mesh for found in stored.layouts.values() for one in found)
+    if not meshes:
+        return {}
+    largest = max(meshes, key=_size)
+    found = {name: _one_of(stated, largest) for name, stated in stored.layouts.items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _size(mesh: DeviceMesh) -> int:
+    return mesh.size
+
+
+def _one_of(stated: Sequence[StatedLayout], largest: DeviceMesh) -> StatedLayout | None:
+    """Return the layout on the largest mesh where parts of it state one layout each, else the only one stated.
+
+    DTensors that some axis does not cut lie on sub-meshes without it: on the whole mesh these are replicas.
+    """
+    first = stated[0]
+    if len(stated) == 1 and _is_whole(first.layout) and set(first.mesh.ranks) == set(largest.ranks):
+        return replace(first, mesh=largest)  # every rank has all of it, whatever the axes are called
+    if first.layout.tree.view is None and all(
+        replace(each, mesh=first.mesh) == first and _is_part(each.mesh, largest) for each in stated
+    ):
+        ranks = {rank for each in stated for rank in each.mesh.ranks}
+        if len(ranks) == largest.size:
+            return replace(first, mesh=largest)
+    return first if len(stated) == 1 else None
+
+
+def _is_whole(layout: TensorLayout) -> bool:
+    return not any(layout.axes) and layout.tree == replace(layout.tree, where=(), sums=(), view=None)
+
+
+@lru_cache(maxsize=4096)
+def _is_part(mesh: DeviceMesh, of: DeviceMesh) -> bool:
+    """Say whether every rank has the same place on a mesh as on another, along all axes of the first, of one length."""
+    lengths = dict(zip(of.axis_names, of.shape, strict=True))
+    return all(lengths.get(axis) == n for axis, n in zip(mesh.axis_names, mesh.shape, strict=True)) and all(
+        rank in of and mesh.coordinate(rank).items() <= of.coordinate(rank).items() for rank in mesh.ranks
+    )
+
+
+def _drawn_by_names(shards: Sequence[StoredShard], stated: Mapping[str, StatedLayout]) -> dict[str, Holdings]:
+    """Return who holds what of the tensors whose names have dims: ranks have the same name for different ones."""
+    groups: dict[DeviceMesh, dict[str, StatedLayout]] = {}
+    for shard in shards:
+        one = stated.get(shard.name)
+        if one is not None and one.pattern is not None and one.companion is None:
+            groups.setdefault(one.mesh, {})[shard.name] = one
+    known = {shard.name: shard for shard in shards}
+    drawn: dict[str, Holdings] = {}
+    for mesh, names in groups.items():
+        layouts = LayoutMap(mesh)
+        layouts.update({str(one.pattern): one.layout for one in names.values()})
+        shapes = {name: known[name].shape for name in names}
+        found = survey(layouts, shapes, dtypes={name: known[name].dtype for name in names})
+        drawn.update((one.name, replace(one, rule=None)) for one in found.tensors)
+    return drawn
+
+
+def _drawn(shard: StoredShard, stated: StatedLayout | None) -> Holdings:
+    start = Holdings(shard.name, shard.shape, shard.dtype)
+    if stated is not None and stated.companion is None:
+        return held_by_layout(start, stated.layout, stated.mesh)
+    held: dict[int, list[int]] = {}
+    for row, rank in enumerate(shard.rank.tolist()):
+        held.setdefault(rank, []).append(row)
+    found = held_by_pieces(start, {rank: tuple(shard.nests[row] for row in rows) for rank, rows in held.items()})
+    return found if stated is None else replace(found, mesh=stated.mesh, text=str(stated.companion))
+
+
+def _views(meshes: Sequence[DeviceMesh], stated: Iterable[StatedLayout], layouts: LayoutMap) -> dict[DeviceMesh, str]:
+    """Put all meshes but the first into the map as views of it, and return their names."""
+    views: dict[DeviceMesh, str] = {}
+    own = [(one.layout.view_mesh, one.layout.tree.view) for one in stated if one.layout.view_mesh is not None]
+    for mesh, name in dict.fromkeys([*own, *((mesh, None) for mesh in meshes[1:])]):
+        if mesh.ranks != meshes[0].ranks:
+            raise LayoutError(
+                "the ranks recorded meshes that no single layout file says",
+                got=f"{meshes[0].grid} and {mesh.grid}, of different ranks or another order",
+                want="meshes of the same ranks in one order",
+                next_step="write the layout file by hand",
+            )
+        if mesh != meshes[0] and mesh not in views:
+            free = (text for text in (name, *(f"view{i}" for i in range(1, len(views) + 2))) if text is not None)
+            views[mesh] = next(text for text in free if text not in layouts.views)
+            layouts.views[views[mesh]] = mesh
+    return views
+
+
+def _in_file(
+    shard: StoredShard, stated: StatedLayout | None, mesh: DeviceMesh, views: Mapping[DeviceMesh, str]
+) -> TensorLayout | Companion:
+    """Return how a tensor is cut, in the words of a file with that mesh and these views."""
+    if stated is not None:
+        own = stated.layout.view_mesh or stated.mesh
+        tree = replace(stated.layout.tree, view=None if own == mesh else views[own])
+        if stated.companion is not None:
+            return replace(stated.companion, base=tree)
+        return TensorLayout.from_tree(tree)
+    if len(set(shard.rank.tolist())) < 2:
+        return TensorLayout.parse("[" + ", ".join(free_size_names(len(shard.shape), mesh.axis_names)) + "]")
+    raise LayoutError(
+        f"{shard.name}: its ranks recorded no layout that a file can say",
+        tensor=shard.name,
+        got=f"{len(set(shard.rank.tolist()))} parts",
+        next_step="write the layout file by hand",
+    )
+
+
+def _rules(texts: Mapping[str, TensorLayout | Companion]) -> dict[str, TensorLayout | Companion]:
+    kinds: dict[str, list[str]] = {}
+    for name in texts:
+        kinds.setdefault(re.sub(r"[0-9]+", "0", name), []).append(name)
+    rules: dict[str, TensorLayout | Companion] = {}
+    for names in kinds.values():
+        pattern = re.sub(r"[0-9]+", "[0-9]+", names[0])
+        # Dots stay as they are, which people can read; whatever else a pattern might mean keeps its names one by one.
+        if len(names) > 1 and len({texts[name] for name in names}) == 1 and _PLAIN.fullmatch(names[0]):
+            alike = re.compile(pattern)
+            if sum(alike.fullmatch(name) is not None for name in texts) == len(names):
+                rules[pattern] = texts[names[0]]
+                continue
+        rules.update((name if _PLAIN.fullmatch(name) else re.escape(name), texts[name]) for name in names)
+    return rules

@@ -1,0 +1,1 @@
+"""Comparison of a made model with what it was made of."""

@@ -1,0 +1,54 @@
+"""What two tensors of one plan differ in, copied or computed: both are made once more, stretch by stretch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from xrank import dtypes
+from xrank.plan.buffers import FileSource
+from xrank.plan.differences import Differences
+from xrank.plan.executor import Budget, execute
+from xrank.plan.output import OutputFile
+from xrank.plan.planner import FilePlan, Plan, TensorPlan
+from xrank.plan.windows import WINDOW_NBYTES
+
+__all__ = ["find_differences"]
+
+_STRETCH = 4
+"""Windows of each copy that are in memory at a time."""
+
+
+class _Stretch:
+    """A target that holds the same part of two files."""
+
+    def __init__(self) -> None:
+        self.start = 0
+        self.rooms = [memoryview(bytearray(_STRETCH * WINDOW_NBYTES)) for _ in range(2)]
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        """Put bytes at `offset` of that file, which is in the part."""
+        at = offset - self.start
+        self.rooms[file][at : at + len(data)] = data
+
+
+def find_differences(plan: Plan, ours: TensorPlan, theirs: TensorPlan, budget: Budget) -> Differences:
+    """Return what two tensors of a plan, of one element type and shape, differ in."""
+    outputs = [replace(tensor.output, offset=0) for tensor in (ours, theirs)]
+    files = tuple(
+        FilePlan(OutputFile(output.name, b"", (output,), output.nbytes), (replace(tensor, output=output),))
+        for tensor, output in zip((ours, theirs), outputs, strict=True)
+    )
+    plan, nbytes = replace(plan, files=files), outputs[0].nbytes
+    target, found = _Stretch(), Differences(outputs[0].dtype)
+    source = FileSource(plan.source)
+    try:
+        for start in range(0, nbytes, _STRETCH * WINDOW_NBYTES):
+            stop = min(start + _STRETCH * WINDOW_NBYTES, nbytes)
+            windows = range(start // WINDOW_NBYTES, -(-stop // WINDOW_NBYTES))
+            target.start = start
+            execute(plan, source, target, budget=budget, shares={0: (windows,), 1: (windows,)})
+            mine, other = (room[: stop - start] for room in target.rooms)
+            found.add(start // dtypes.dtype(outputs[0].dtype).nbytes, mine, other)
+    finally:
+        source.close()
+    return found

@@ -1,0 +1,162 @@
+"""Export: from tensors in ranks' memory to a Hugging Face folder; no rank ever holds more than its part."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, cast
+
+from xrank.conversion.choices.options import AdapterChoice, GatherOptions, default_workers
+from xrank.conversion.gather import make_output, output_facts, proof_facts, source_facts
+from xrank.conversion.live.lent_model import AskedModel, find_team, lend_model
+from xrank.conversion.live.live_arguments import check_said, dtype_choice, in_python
+from xrank.conversion.live.live_layouts import live_layouts
+from xrank.conversion.making.stage_filling import help_to_fill_stage
+from xrank.conversion.plans.transforms import Transform
+from xrank.conversion.process import peak_rss_nbytes
+from xrank.conversion.teams.asked_alike import agreed_call
+from xrank.conversion.teams.team import Team
+from xrank.layout import LayoutMap
+from xrank.plan.report import Report
+from xrank.writers.staging import check_output
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+__all__ = ["export_model"]
+
+
+def export_model(
+    model_or_state_dict: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any],
+    out: str | os.PathLike[str],
+    *,
+    layouts: LayoutMap | None = None,
+    mesh: Any = None,
+    recipe: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+    max_shard_size: str | int = "5GB",
+    transform: Transform | None = None,
+    adapter: str | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+    max_memory: str | int = "64MB",
+    overwrite: bool = False,
+    group: ProcessGroup | None = None,
+    timeout_seconds: float = 1800,
+) -> Report:
+    """Make a Hugging Face folder of a model that lies in the memory of many ranks; every one of them makes this call.
+
+    Which rank holds what is told in one exchange; from that the plan is proven on every rank: each element of each
+    tensor exactly once. What ranks ask for must be the same, and replicas are compared. Each rank writes its share of
+    the files, of what lies near it where that can be, and the first makes the folder visible by one rename. Nobody may
+    change the model meanwhile.
+
+    Names, experts and ties are as `save_pretrained` leaves them where a recipe knows the model; else they are those in
+    memory, which a note tells where transformers would change them.
+
+    Args:
+        model_or_state_dict: a module, Megatron's chunks of one, or tensors by name: DTensors, plain tensors, or both,
+            on any device.
+        out: the folder to make, on a file system that all ranks see; nothing may be there, not even an empty folder,
+            without `overwrite`.
+        layouts: the layouts of plain tensors; one without is taken to be whole on every rank that has it. A layout is
+            believed: of a tensor that a rank holds whole, one that cuts it makes another, larger tensor.
+        mesh: of layouts that have none, xrank's ``DeviceMesh`` or torch's; and of Megatron's modules
+            (`xrank.gather.megatron_mesh`).
+        recipe: the name of a recipe that comes with xrank, a file, or ``"none"``: training names become Hugging Face's.
+            None: the one that knows all names, if there is one.
+        dtype: ``"keep"``, ``"base"`` (what the base model stores), ``"bf16"``, ``"fp16"``, ``"fp32"``, or torch's;
+            integers stay as they are, and so do routers where a recipe says it, which a note tells.
+        base_model: a model folder, or the ID of one in the local Hugging Face cache: companions, names and shapes.
+        max_shard_size: bytes of tensors in a file.
+        transform: called with (name, whole tensor on the CPU) for each tensor under its name in the folder, with the
+            dtype that the ranks hold it in, a tied one once; what it returns, tensors by name, is written in its place,
+            in files apart: quantized values and their scales, say. ``{name: tensor}`` copies it, and to such alone
+            `dtype` applies; ``{}`` leaves it out. It must be the same function on all ranks. It is first called with
+            tensors on the meta device, on every rank, which tell names, shapes and dtypes; then each tensor is one
+            rank's to transform, beside its buffers.
+        adapter: what becomes of LoRA adapters: ``"separate"``, a PEFT folder beside the model, or ``"merge"``; None: a
+            model that has them is refused. A `PeftModel` brings their configuration.
+        config_overrides: what config.json is to say besides, or otherwise.
+        max_memory: bounds the buffers of each rank.
+        overwrite: whether a model that is there may be replaced; folders in it that are no part of it are refused,
+            and so are states of ranks.
+        group: the ranks; None: all of the world. Their store is used, and no collective.
+        timeout_seconds: how long ranks may take to come. Once they have met, a death is noticed in seconds.
+
+    Returns:
+        The same report on every rank.
+
+    Raises:
+        UsageError, LayoutError: the call must change.
+        IncompleteError: ranks do not hold all of a tensor.
+        ContradictionError: ranks disagree: about names, shapes, layouts, or the values of replicas.
+        NoSpaceError, XrankError: the output could not be written; what is finished is kept for the next call.
+        RankFailedError, RankTimeoutError: another rank failed, died or did not come; what is finished is kept.
+    """
+    path = os.fspath(out)
+    with in_python():
+        team = find_team(group, path, timeout_seconds=timeout_seconds)
+
+    def asked() -> AskedModel:
+        check_said(layouts, mesh, config_overrides)
+        return AskedModel(
+            model_or_state_dict,
+            GatherOptions(
+                dtype=dtype_choice(dtype),
+                max_shard_size=max_shard_size,
+                max_memory=max_memory,
+                # Ranks of one host share its processors.
+                workers=None if team is None else max(1, default_workers() // team.num_here),
+                adapter=cast(AdapterChoice | None, adapter),
+                overwrite=overwrite,
+            ),
+            live_layouts(layouts, mesh),
+            mesh,
+            recipe,
+            base_model,
+            config_overrides,
+            transform,
+            timeout_seconds,
+            place=path,
+        )
+
+    # What is lent is so until all ranks have ended.
+    with in_python(), ExitStack() as lent, nullcontext() if team is None else team.together():
+        return _export(agreed_call(team, asked, AskedModel.told), path, team, lent)
+
+
+def _export(asked: AskedModel, out: str, team: Team | None, lent: ExitStack) -> Report:
+    started = time.monotonic()
+    model = lend_model(asked, team, lent, check=lambda: check_output(out, overwrite=asked.options.overwrite))
+    gather = model.gather
+    with closing(model.source):
+        if team is not None and not team.is_first:
+            help_to_fill_stage(gather, model.source, out, team, model.holder)
+            return _report_of(team.hear("report"))
+        made = make_output(gather, model.source, out, lambda done, total: None, team, model.holder)
+    transformed = {} if gather.transforms is None else {"transformed": gather.transforms.made_of}
+    report = Report(
+        command="export",
+        path=out,
+        seconds=time.monotonic() - started,
+        peak_rss_nbytes=peak_rss_nbytes(),
+        source=source_facts(gather.source),
+        proof={**proof_facts(gather), **made.proof},
+        output={"path": out, **output_facts(gather), **transformed, **made.output},
+        notes=(*gather.notes, *made.notes),
+    )
+    text = json.dumps(asdict(report))
+    if team is not None:
+        team.tell("report", text)
+    return _report_of(text)
+
+
+def _report_of(text: str) -> Report:
+    told = json.loads(text)
+    return Report(**{**told, "notes": tuple((code, message) for code, message in told["notes"])})

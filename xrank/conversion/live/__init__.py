@@ -1,0 +1,1 @@
+"""Models that ranks still hold in memory, as sources and destinations."""

@@ -1,0 +1,67 @@
+"""The digests that a model's manifest has of its tensors, compared with what was read of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from xrank.errors import CorruptError
+from xrank.plan.digests import TensorDigest, digest_text
+from xrank.plan.file_parts import FilePart
+from xrank.plan.planner import Plan, TensorPlan
+from xrank.plan.source import StoredModel
+from xrank.writers.manifest import MANIFEST_NAME, read_manifest
+
+__all__ = ["ManifestDigests"]
+
+
+class ManifestDigests:
+    """Compares each tensor that is read whole and left as it is; of other tensors a manifest says nothing.
+
+    Args:
+        source: a model folder under its own names; without a manifest, nothing is compared.
+        plan: whose every file is one tensor.
+
+    Raises:
+        CorruptError: the manifest is none.
+    """
+
+    def __init__(self, source: StoredModel, plan: Plan) -> None:
+        self.num_compared = 0
+        self._plan = plan
+        self._path = os.path.join(source.path, MANIFEST_NAME)
+        is_model = source.format == "safetensors" and source.recipe is None and os.path.exists(self._path)
+        tensors = read_manifest(self._path)["tensors"] if is_model else {}
+        self._digests = {name: str(tensor["digest"]) for name, tensor in tensors.items()}
+        self._lock = threading.Lock()
+
+    def compare(self, part: FilePart) -> None:
+        """Take in what was read of one file, all of its windows; any thread may.
+
+        Raises:
+            CorruptError: the manifest has another digest.
+        """
+        tensor = self._plan.files[part.index].tensors[0]
+        want = self._digests.get(tensor.output.name)
+        if want is None or not _is_as_stored(tensor):
+            return
+        digest = TensorDigest(tensor.output.nbytes)
+        for _, known in part.digests:
+            digest.join(known)
+        got = digest_text(digest.digest())
+        if got != want:
+            raise CorruptError(
+                f"{tensor.output.name}: its bytes are not those that were gathered",
+                tensor=tensor.output.name,
+                file=self._path,
+                got=got,
+                want=f"{want}, as in {MANIFEST_NAME}",
+                next_step="gather the model again, or copy the file again from a good copy",
+            )
+        with self._lock:
+            self.num_compared += 1
+
+
+def _is_as_stored(tensor: TensorPlan) -> bool:
+    output = tensor.output
+    return tensor.source_dtype == output.dtype and output.shape == output.global_shape and not output.is_padded

@@ -1,0 +1,226 @@
+"""Load: from any source into the tensors of a live module, each rank its own part."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xrank.conversion.choices.named_source import read_source
+from xrank.conversion.choices.options import default_workers, parse_size
+from xrank.conversion.choices.recipe_choice import asked_recipe, follow_recipe, padded_names
+from xrank.conversion.gather import source_facts
+from xrank.conversion.live.live_arguments import check_calling, check_said, in_python
+from xrank.conversion.live.live_layouts import live_layouts
+from xrank.conversion.live.manifest_digests import ManifestDigests
+from xrank.conversion.plans.fused_experts import match_apart
+from xrank.conversion.plans.gather_plan import layout_notes
+from xrank.conversion.plans.load_plan import Load, plan_load
+from xrank.conversion.process import peak_rss_nbytes
+from xrank.conversion.teams.asked_alike import agreed_call, nbytes_text, path_text
+from xrank.conversion.teams.load_agreement import agreed_load, check_names
+from xrank.conversion.teams.team import Team
+from xrank.gather.local_model import LocalModel, local_model
+from xrank.gather.module_tensors import FilledModule, check_materialised, count_changes, names_left_out
+from xrank.gather.tensor_target import TensorTarget, check_fillable
+from xrank.plan.buffers import FileSource
+from xrank.plan.executor import Budget, Outcome, execute
+from xrank.plan.report import Report
+from xrank.plan.source import StoredModel
+from xrank.plan.windows import WINDOW_NBYTES
+
+if TYPE_CHECKING:
+    from xrank.layout import LayoutMap
+
+__all__ = ["load_model"]
+
+
+def load_model(
+    module: FilledModule,
+    path: str | os.PathLike[str],
+    *,
+    layouts: LayoutMap | str | os.PathLike[str] | None = None,
+    mesh: Any = None,
+    recipe: str | os.PathLike[str] | None = None,
+    max_memory: str | int = "64MB",
+    group: Any = None,
+    timeout_seconds: float = 1800.0,
+) -> Report:
+    """Fill a module's tensors from a model folder, or from any sharded checkpoint; every rank reads its own part.
+
+    Every rank of the group makes this call. All is proven from metadata on all ranks before any tensor is touched: the
+    names are those of the source, all of them and no others, shapes and layouts fit, each rank sees the same source.
+    Then each rank reads what it holds, straight to where it lies: no parameter is allocated anew, of whatever device
+    and strides it is, and autograd counts the change. After an error beyond that point the tensors' values are
+    undefined; the same call again, or with another source, fills them.
+
+    Of the source is read what a rank holds, and of cuts of inner dims what lies between as long as a quarter is wanted.
+    Checksums are compared where a rank reads all of what one is over; replicas that the source has, by one rank; the
+    digests of ``xrank_manifest.json``, of tensors that a rank holds whole, in the source's type.
+
+    What is no part of a checkpoint is left as it is: buffers that are not persistent (a report's note names them), such
+    as the frequencies of rotary embeddings, which `torch.nn.Module.to_empty` leaves without values.
+
+    Args:
+        module: with DTensors of any mesh (FSDP2, tensor parallelism, both), plain tensors, or both; or its state dict;
+            or Megatron's chunks of one. Names of one tensor are one: the source may have some of them only.
+        path: whatever `xrank.open_checkpoint` takes that records its own layouts.
+        layouts: the layouts of plain tensors that are cut, or a layout file; others are held whole.
+        mesh: the mesh of `layouts`, xrank's or torch's, where they have none; and of Megatron's modules
+            (`xrank.gather.megatron_mesh`).
+        recipe: the name of a recipe that comes with xrank, or a file: training names of the source become Hugging
+            Face's, or these the module's training names, whose padding of the vocabulary becomes zeros. ``"none"``
+            keeps the names; so does None, but for experts that transformers fuses in memory and keeps apart in files.
+        max_memory: bytes of all buffers of a rank, such as ``"64MB"``; the same on all.
+        group: the process group whose ranks take part; None: the world, or this process alone where there is none.
+        timeout_seconds: how long ranks may take to come. Once they have met, a death is noticed in seconds.
+
+    Returns:
+        What this rank loaded.
+
+    Raises:
+        UsageError: a name, shape or element type of the module is not the source's, or it lies on the meta device.
+        LayoutError: a layout does not fit its tensor.
+        IncompleteError: something is missing and may still come.
+        ContradictionError, CorruptError, UnsafeError: the source is not to be trusted, or ranks see different ones.
+        RankFailedError, RankTimeoutError: another rank failed, died or did not come.
+    """
+    started = time.monotonic()
+    place = os.fspath(path)
+
+    def asked() -> int:
+        check_said(None if isinstance(layouts, str | os.PathLike) else layouts, mesh)
+        nbytes = parse_size(max_memory, "max_memory")
+        Budget.within(nbytes, default_workers())
+        return nbytes
+
+    def told(max_memory_nbytes: int) -> dict[str, str | None]:
+        size = nbytes_text(max_memory_nbytes)
+        return {"call": "load_model", "recipe": path_text(recipe), "max_memory": size}
+
+    def plan() -> _Planned:
+        check_materialised(module)
+        on_mesh = live_layouts(layouts, mesh)
+        rank, world_size = _own_rank()
+        local = local_model(module, layouts=on_mesh, mesh=mesh, rank=rank, world_size=world_size)
+        source, may_pad = _named(place, recipe, local)
+        load = plan_load(local, source, on_mesh, may_pad)
+        for view, tensor in zip(load.views, load.plan.tensors, strict=True):
+            check_fillable(tensor.output.name, local.views[view])
+        notes = (*source.notes, *layout_notes(on_mesh, source), *_notes(module, load))
+        return _Planned(local, source, load, ManifestDigests(source, load.plan), notes)
+
+    with in_python():
+        check_calling(group, timeout_seconds)
+        team = Team.appointed(group, place, timeout_seconds=timeout_seconds)
+        with nullcontext() if team is None else team.together():
+            budget = Budget.within(agreed_call(team, asked, told), default_workers())
+            if team is None:
+                planned = plan()
+                check_names(planned.source, planned.load)
+            else:
+                planned = agreed_load(team, plan, lambda planned: (planned.source, planned.load))
+            outcome = _fill(module, planned, budget, team)
+    return _report(planned, outcome, started)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planned:
+    """One rank's load before any tensor is touched."""
+
+    local: LocalModel
+    source: StoredModel
+    """Under the module's names."""
+    load: Load
+    digests: ManifestDigests
+    notes: tuple[tuple[str, str], ...]
+
+
+def _own_rank() -> tuple[int, int]:
+    """Return this process' rank in the world, and the world's size."""
+    import torch.distributed
+
+    distributed: Any = torch.distributed  # its stubs leave much out
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def _named(path: str, recipe: str | os.PathLike[str] | None, local: LocalModel) -> tuple[StoredModel, frozenset[str]]:
+    """Return the source under the names that a recipe gives it, and those that a trainer may pad."""
+    found = read_source(path)
+    matched = (
+        match_apart(found.model, found.config, local.tensors.keys())
+        if recipe is None
+        else asked_recipe(found.model, recipe)
+    )
+    if matched is None:
+        return found.model, frozenset()
+    model = follow_recipe(found.model, matched, found.config)
+    return model, padded_names(matched, model)
+
+
+def _fill(module: FilledModule, planned: _Planned, budget: Budget, team: Team | None) -> Outcome:
+    """Read every byte of the plan to its place."""
+    load = planned.load
+    views = [planned.local.views[view] for view in load.views]
+    plan = load.plan
+    target, source = TensorTarget(views), FileSource(plan.source)
+    try:
+        outcome = execute(
+            plan,
+            source,
+            target,
+            budget=budget,
+            # As shares of files: of a record that others read, too, nobody reads the rest for its checksum alone.
+            shares={index: (range(-(-file.output.nbytes // WINDOW_NBYTES)),) for index, file in enumerate(plan.files)},
+            finish_share=planned.digests.compare,
+            cancelled=team.failures() if team is not None else lambda: False,
+        )
+        source.check_unchanged()
+    finally:
+        source.close()
+        target.finish()
+        count_changes(module, views)
+    return outcome
+
+
+def _notes(module: FilledModule, load: Load) -> Iterator[tuple[str, str]]:
+    """Yield what the report says of tensors that are not as in the source, or not loaded."""
+    if load.cast:
+        kinds = ", ".join(sorted(set(load.cast.values())))
+        yield "cast", f"{len(load.cast)} tensors have the module's element type, not the source's: {kinds}"
+    if load.padded:
+        rows = ", ".join(f"{rows:,} of {name}" for name, rows in load.padded.items())
+        yield "padded", f"rows that the source has not are zeros: {rows}"
+    if names := names_left_out(module):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield "not-loaded", f"buffers that no checkpoint has are left as they are: {', '.join(names[:3])}{more}"
+
+
+def _report(planned: _Planned, outcome: Outcome, started: float) -> Report:
+    plan, source = planned.load.plan, planned.source
+    outputs = [tensor.output for tensor in plan.tensors]
+    return Report(
+        command="load",
+        path=source.path,
+        seconds=time.monotonic() - started,
+        peak_rss_nbytes=peak_rss_nbytes(),
+        source=source_facts(source),
+        proof={
+            "coverage": "proven",
+            "num_replicas_compared": sum(len(tensor.replicas) for tensor in plan.tensors),
+            "num_checksums": outcome.num_checksums,
+            "num_digests": planned.digests.num_compared,
+        },
+        output={
+            "num_tensors": len(outputs),
+            "num_parameters": sum(output.num_elements for output in outputs),
+            "nbytes": sum(output.nbytes for output in outputs),
+            "cast": dict(planned.load.cast),
+        },
+        notes=planned.notes,
+    )

@@ -1,0 +1,1 @@
+"""Tensors and files made by plan, alone or by several ranks together."""

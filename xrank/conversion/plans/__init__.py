@@ -1,0 +1,1 @@
+"""Plans of whole conversions, made from metadata alone."""

@@ -1,0 +1,77 @@
+"""Experts that transformers fuses in memory: two tensors a layer, which become a few small ones for each expert.
+
+What is on the Hub, and what vLLM and others read, has one tensor for each expert's projection; `save_pretrained` takes
+apart what loading put together (transformers/core_model_loading.py: revert_weight_conversion). Recipes say how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from xrank.errors import UsageError
+from xrank.plan.source import StoredModel
+from xrank.recipes import recipe_file
+from xrank.recipes.matching import Match, match
+from xrank.recipes.recipe import Recipe
+
+__all__ = ["match_apart", "match_fused"]
+
+_FUSED = ".experts.gate_up_proj"
+
+
+def match_fused(source: StoredModel, config: Mapping[str, Any] | None) -> Match | None:
+    """Return how the recipe of transformers' own form of a model fits; None where no experts are fused.
+
+    Nothing is said of models whose experts the Hub has fused, too, or of which no recipe is known: names stay.
+
+    Raises:
+        UsageError: there is a recipe for this kind of model, and it does not fit.
+    """
+    recipe = _recipe_of(config) if _are_fused(shard.name for shard in source.shards) else None
+    return None if recipe is None else _fitting(recipe, source, is_reversed=False)
+
+
+def match_apart(source: StoredModel, config: Mapping[str, Any] | None, names: Collection[str]) -> Match | None:
+    """Return how the same recipe, read backwards, fits a model folder; None where its experts need not be fused.
+
+    Args:
+        source: with Hugging Face's names.
+        config: its config.json.
+        names: those of the module that it is for.
+
+    Raises:
+        UsageError: as `match_fused`.
+    """
+    is_needed = _are_fused(names) and not _are_fused(shard.name for shard in source.shards)
+    recipe = _recipe_of(config) if is_needed else None
+    return None if recipe is None else _fitting(recipe, source, is_reversed=True)
+
+
+def _are_fused(names: Iterable[str]) -> bool:
+    return any(name.endswith(_FUSED) for name in names)
+
+
+def _recipe_of(config: Mapping[str, Any] | None) -> Recipe | None:
+    """Return the recipe of transformers' own form of a kind of model, if there is one."""
+    kind = (config or {}).get("model_type")
+    if not isinstance(kind, str) or not kind.isidentifier():
+        return None
+    path = Path(recipe_file.__file__).parent / "transformers" / f"{kind}.toml"
+    return replace(recipe_file.read_recipe(str(path)), name=f"transformers-{kind}") if path.is_file() else None
+
+
+def _fitting(recipe: Recipe, source: StoredModel, *, is_reversed: bool) -> Match:
+    found = match(recipe, [shard.name for shard in source.shards], is_reversed=is_reversed)
+    if not found.fits:
+        raise UsageError(
+            f"the experts of {source.path} cannot be {'fused' if is_reversed else 'taken apart'}: its names are not "
+            f"those of {recipe.name}",
+            tensor=found.unknown[0] if found.unknown else None,
+            got=", ".join(found.unknown[:4]) or f"nothing for {', '.join(found.missing[:4])}",
+            want="the names that transformers gives such a model",
+            next_step='keep the names as they are with recipe="none", or give a recipe of your own',
+        )
+    return found

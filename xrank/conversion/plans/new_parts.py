@@ -1,0 +1,137 @@
+"""What each rank is to hold in a new layout: compiled for every tensor, and proven to leave nothing out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from xrank.errors import LayoutError
+from xrank.layout.companion_parts import companion_part
+from xrank.layout.flat import flat_part
+from xrank.layout.local_part import LocalPart, local_part
+from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nests import Nest
+from xrank.layout.tensor_layout import flat_of
+from xrank.plan.coverage import Fault, contains, range_text
+from xrank.plan.output import TensorPart
+from xrank.plan.planner import divided, ranks_text
+from xrank.readers.claims import Claim, Claims, own_name
+
+__all__ = ["NewPart", "new_claim", "new_parts"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewPart:
+    """What one rank is to hold of a tensor."""
+
+    shape: tuple[int, ...]
+    """Local shape."""
+    part: TensorPart
+
+
+def new_claim(name: str, claims: Claims) -> Claim | None:
+    """Return how a tensor is to be cut; None where no rule decides. A flat buffer of the tensor alone is such a cut.
+
+    Raises:
+        LayoutError: several rules decide, nothing says the mesh, or it is to lie in a flat buffer with others.
+    """
+    claim = claims.given(name)
+    flat = None if claim is None else flat_of(claim.layout)
+    if flat is not None and (flat.multiple is not None or [member.name for member in flat.members] != [name]):
+        raise LayoutError(
+            f"{name}: the new layout is a flat buffer, which is read and not written unless it holds this tensor alone",
+            tensor=name,
+            got=str(claim),
+            want=f"the layout of one tensor, or flat({name} [...])",
+            next_step="give the members layouts of their own",
+        )
+    return claim
+
+
+def new_parts(
+    name: str, claim: Claim, shape: tuple[int, ...], base: tuple[int, ...] | None = None
+) -> Mapping[int, NewPart]:
+    """Return what each rank that holds anything of a tensor is to hold.
+
+    Args:
+        name: the tensor's global name.
+        claim: how it is to be cut.
+        shape: its global shape.
+        base: the global shape of the tensor that it follows from, for a companion.
+
+    Raises:
+        LayoutError: the layout does not fit the shape, leaves elements to no rank, or gives them to several in
+            different cuts.
+    """
+    try:
+        owners = tuple(rank for rank in claim.mesh.ranks if own_name(claim, name, rank) is not None)
+        parts, fault = _proven(claim, owners, shape, base)
+    except LayoutError as error:
+        error.message = f"{name}: {error.message}"
+        error.tensor, error.file = name, None
+        error.next_step = error.next_step or "correct the layout file"
+        raise
+    if fault is not None:
+        raise _not_exact(name, claim, shape, parts, fault)
+    return parts
+
+
+@lru_cache(maxsize=1024)
+def _proven(
+    claim: Claim, owners: tuple[int, ...], shape: tuple[int, ...], base: tuple[int, ...] | None
+) -> tuple[Mapping[int, NewPart], Fault | None]:
+    found = {}
+    for rank in owners:
+        part = _part(claim, rank, shape, base)
+        if part is None:
+            continue
+        if part.sums:
+            raise LayoutError(
+                f"the layout asks for addends over {', '.join(part.sums)}, and a stored tensor is the sum",
+                got=str(claim),
+                want="parts or replicas",
+            )
+        found[rank] = part
+    rows = [(rank, nest) for rank, part in found.items() for nest in part.nests]
+    table = NestTable.of([nest for _, nest in rows])
+    first, _, fault = divided(int_array(rank for rank, _ in rows), table, math.prod(shape))
+    compared: dict[int, list[Nest]] = {}
+    for row in first.tolist():
+        rank, nest = rows[row]
+        compared.setdefault(rank, []).append(nest)
+    parts = {
+        rank: NewPart(part.shape, TensorPart(shape, part.nests, tuple(compared.get(rank, ()))))
+        for rank, part in found.items()
+    }
+    return parts, fault
+
+
+def _part(claim: Claim, rank: int, shape: tuple[int, ...], base: tuple[int, ...] | None) -> LocalPart | None:
+    coordinate, sizes = claim.mesh.coordinate(rank), dict(claim.sizes)
+    flat = flat_of(claim.layout)
+    if flat is not None:
+        (member,) = flat.members
+        found = flat_part(claim.layout, claim.mesh, coordinate, {member.name: shape}, sizes=sizes)
+        return None if found is None else LocalPart((found.size,), found.members[member.name], found.sums)
+    if claim.companion is None:
+        return local_part(claim.layout, claim.mesh, coordinate, shape, sizes=sizes)
+    assert base is not None
+    return companion_part(claim.companion, claim.layout, claim.mesh, coordinate, base, sizes=sizes)
+
+
+def _not_exact(
+    name: str, claim: Claim, shape: tuple[int, ...], parts: Mapping[int, NewPart], fault: Fault
+) -> LayoutError:
+    where = range_text(shape, fault.address, fault.address)
+    ranks = [rank for rank, new in parts.items() if any(contains(nest, fault.address) for nest in new.part.nests)]
+    what = "left to no rank" if fault.kind == "gap" else f"given to ranks {ranks_text(ranks)} in different cuts"
+    return LayoutError(
+        f"{name}, from {where} on: {what} by the new layout",
+        tensor=name,
+        index_range=where,
+        got=f"{claim} of {list(shape)} on {claim.mesh.grid}",
+        want="every element on some rank, and equal parts wherever several have it",
+        next_step="correct the layout file",
+    )

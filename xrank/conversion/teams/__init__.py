@@ -1,0 +1,1 @@
+"""Ranks that convert together: who they are, and what they agree on."""

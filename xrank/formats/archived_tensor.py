@@ -1,0 +1,249 @@
+"""The tensors of a ``torch.save`` archive: views on its records, made of what its pickle asks for, and checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from xrank.dtypes import by_torch_name, dtype
+from xrank.errors import UsageError
+from xrank.formats.inert_record import InertRecord, nested_class
+from xrank.formats.plain_values import Builder
+from xrank.formats.regular_file import Origin, shown
+
+__all__ = ["STORAGE_DTYPES", "ArchiveRecord", "ArchivedTensor", "TensorRebuilder", "load_global"]
+
+_MAX_DIMENSIONS = 64
+_MAX_EXTENT = (1 << 63) - 1
+
+STORAGE_DTYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+    "QInt8Storage": "qint8",
+    "QInt32Storage": "qint32",
+    "QUInt8Storage": "quint8",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
+}
+"""Typed storages and their element types (torch/storage.py: _dtype_to_storage_type_map); others are untyped."""
+
+# Names in torch's namespace that are element types: those xrank moves and those it must refuse by name.
+_DTYPE_NAMES = frozenset(
+    {*STORAGE_DTYPES.values(), "uint16", "uint32", "uint64", "complex32", "float4_e2m1fn_x2"}
+    | {f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
+    | {"bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveRecord:
+    """The bytes of one storage, as they lie in the file."""
+
+    key: str
+    offset: int
+    """First byte of the payload, counted from the start of the *file*."""
+    nbytes: int
+    crc32: int
+    """As the archive's directory has it; it means nothing unless the archive has checksums."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedTensor:
+    """A view on one record; several tensors may share a record."""
+
+    key: str
+    """Of the record in `TorchArchive.records`."""
+    dtype: str
+    """Name of the element type in safetensors."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements; positive wherever the shape is above 1, and the dimensions nest: no two elements share bytes."""
+    storage_offset: int
+    """In elements."""
+
+
+def load_global(module: str, name: str) -> object:
+    """Return what a name in the pickle stands for: an element type's text, or an inert record."""
+    if module == "torch" and name in _DTYPE_NAMES:
+        return f"torch.{name}"
+    return InertRecord(module, name)
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class _Storage(InertRecord):
+    """A storage on its way into a tensor; it stays an inert record if none takes it."""
+
+    key: str = ""
+    dtype: str | None = None
+    """None: bytes, the tensor says of what type."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRebuilder:
+    """What turns persistent ids and rebuild calls into checked tensors."""
+
+    records: Mapping[str, ArchiveRecord]
+    origin: Origin
+
+    def builders(self) -> dict[tuple[str, str], Builder]:
+        """Return what is made of each call that concerns a tensor."""
+        return {
+            ("torch", "Size"): _size,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor_v2,
+            ("torch._utils", "_rebuild_tensor_v3"): self._tensor_v3,
+            ("torch._utils", "_rebuild_parameter"): _parameter,
+            ("torch._utils", "_rebuild_parameter_with_state"): _parameter_with_state,
+            ("torch._tensor", "_rebuild_from_type_v2"): self._attributed,
+            ("__builtin__", "getattr"): nested_class,
+            ("builtins", "getattr"): nested_class,
+        }
+
+    def load_storage(self, saved_id: object) -> object:
+        """Return the storage that a persistent id names."""
+        # ("storage", type, key, location, count): torch/serialization.py: _save.persistent_id.
+        match saved_id:
+            case ("storage", InertRecord(args=None) as kind, str(key), str(), int(count)) if (
+                type(count) is int and count >= 0 and kind.module in ("torch", "torch.storage")
+            ):
+                pass
+            case _:
+                raise self.origin.corrupt("the pickle refers to a storage in no known way", got=type(saved_id).__name__)
+        if kind.name == "UntypedStorage":
+            name, itemsize = None, 1
+        elif kind.name in STORAGE_DTYPES:
+            name = self._element_type(f"torch.{STORAGE_DTYPES[kind.name]}")
+            itemsize = dtype(name).nbytes
+        else:
+            raise self.origin.corrupt("the pickle names an unknown kind of storage", got=shown(kind.name))
+        record = self.records.get(key)
+        if record is None:
+            raise self.origin.corrupt(f"the record data/{shown(key)[1:-1]} is missing")
+        if count * itemsize != record.nbytes:
+            raise self.origin.corrupt(
+                f"the record data/{shown(key)[1:-1]} does not have the size its storage claims",
+                got=f"{record.nbytes} bytes",
+                want=f"{count} elements of {itemsize} bytes",
+            )
+        return _Storage("torch.storage", kind.name, (), key=key, dtype=name)
+
+    def _element_type(self, name: str) -> str:
+        try:
+            return by_torch_name(name.removeprefix("torch.")).name
+        except UsageError as error:
+            error.file, error.rank = self.origin.path, self.origin.rank
+            error.message = self.origin.named(error.message)
+            raise
+
+    def _tensor_v2(self, args: tuple[object, ...]) -> object:
+        # torch/_utils.py: _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, metadata=None).
+        if len(args) not in (6, 7):
+            raise self.origin.corrupt("a tensor has the wrong number of parts", got=str(len(args)), want="6 or 7")
+        storage, offset, shape, strides, _, hooks, metadata = (*args, None)[:7]
+        if not isinstance(storage, _Storage) or storage.dtype is None:
+            raise self.origin.corrupt("a tensor has no storage of its type")
+        return self._tensor(storage.key, storage.dtype, offset, shape, strides, hooks, metadata)
+
+    def _tensor_v3(self, args: tuple[object, ...]) -> object:
+        # torch/_utils.py: _rebuild_tensor_v3(..., hooks, dtype, metadata=None).
+        if len(args) not in (7, 8):
+            raise self.origin.corrupt("a tensor has the wrong number of parts", got=str(len(args)), want="7 or 8")
+        storage, offset, shape, strides, _, hooks, name, metadata = (*args, None)[:8]
+        if not isinstance(storage, _Storage) or not isinstance(name, str):
+            raise self.origin.corrupt("a tensor has no storage, or no element type")
+        element_type = self._element_type(name)
+        if storage.dtype not in (None, element_type):
+            raise self.origin.corrupt("a tensor and its storage differ in type", got=storage.dtype, want=element_type)
+        return self._tensor(storage.key, element_type, offset, shape, strides, hooks, metadata)
+
+    def _attributed(self, args: tuple[object, ...]) -> object:
+        # torch/_tensor.py: _rebuild_from_type_v2(func, new_type, args, state): a tensor with attributes of its own.
+        match args:
+            case (InertRecord(args=None) as rebuild, InertRecord(args=None) as kind, tuple() as parts, state) if (
+                (rebuild.module, rebuild.name) == ("torch._utils", "_rebuild_tensor_v2")
+                and (kind.module, kind.name) == ("torch", "Tensor")
+                and _is_plain_state(state)
+            ):
+                return self._tensor_v2(parts)
+        return NotImplemented
+
+    def _tensor(
+        self, key: str, dtype_name: str, offset: object, shape: object, strides: object, hooks: object, metadata: object
+    ) -> ArchivedTensor:
+        if hooks:
+            raise self.origin.unsafe("a tensor asks for backward hooks", got=type(hooks).__name__)
+        if metadata:
+            # torch/_utils.py: get_tensor_metadata: lazy conjugation and negation, or a backend's own bits.
+            raise self.origin.usage(
+                "a tensor is stored with its conjugation or negation still to be done",
+                next_step="call .resolve_conj() and .resolve_neg() before saving",
+            )
+        match offset, shape, strides:
+            case int(), tuple(), tuple() if len(shape) == len(strides) <= _MAX_DIMENSIONS and all(
+                type(part) is int and 0 <= part <= _MAX_EXTENT for part in (offset, *shape, *strides)
+            ):
+                pass
+            case _:
+                raise self.origin.corrupt("a tensor's offset, shape or strides are no counts")
+        self._check_view(key, dtype_name, offset, shape, strides)
+        return ArchivedTensor(key, dtype_name, shape, strides, offset)
+
+    def _check_view(
+        self, key: str, dtype_name: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> None:
+        capacity = self.records[key].nbytes // dtype(dtype_name).nbytes
+        extent = 1 if math.prod(shape) else 0
+        if extent:
+            for stride, count in sorted(zip(strides, shape, strict=True)):
+                if count == 1:
+                    continue
+                # Each dimension must step over all within it, or elements share bytes (as expand() leaves them).
+                if stride < extent:
+                    raise self.origin.usage(
+                        "a tensor's elements share or interleave their storage",
+                        got=f"shape {shown(shape)}, strides {shown(strides)}",
+                        next_step="call .contiguous() or .clone() before saving",
+                    )
+                extent += (count - 1) * stride
+        if offset + extent > capacity:
+            raise self.origin.corrupt(
+                f"a tensor reaches past its storage data/{shown(key)[1:-1]}",
+                got=f"{capacity} elements",
+                want=f"{offset + extent} elements",
+            )
+
+
+def _size(args: tuple[object, ...]) -> object:
+    return args[0] if len(args) == 1 and isinstance(args[0], tuple) else NotImplemented
+
+
+def _parameter(args: tuple[object, ...]) -> object:
+    # torch/_utils.py: _rebuild_parameter(data, requires_grad, hooks).
+    return args[0] if len(args) == 3 and isinstance(args[0], ArchivedTensor) and not args[2] else NotImplemented
+
+
+def _parameter_with_state(args: tuple[object, ...]) -> object:
+    # torch/_utils.py: _rebuild_parameter_with_state(data, requires_grad, hooks, state).
+    return _parameter(args[:3]) if len(args) == 4 and _is_plain_state(args[3]) else NotImplemented
+
+
+def _is_plain_state(state: object) -> bool:
+    """Say whether a tensor's attributes are mere remarks (DeepSpeed's ``ds_id``): dropped, as a dict's are.
+
+    Others may be the values themselves: an attribute ``data`` or ``real`` that holds a tensor replaces them.
+    """
+    return isinstance(state, dict) and all(
+        isinstance(name, str) and (value is None or isinstance(value, (bool, int, float, str)))
+        for name, value in state.items()
+    )

@@ -1,0 +1,110 @@
+"""The tensors of a module that is to be filled: those that a checkpoint has of it, and those that none has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from xrank.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FilledModule", "check_materialised", "check_model", "count_changes", "is_extra_state", "names_left_out"]
+
+FilledModule: TypeAlias = "torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]"
+"""A module, Megatron's chunks of one, or a state dict."""
+
+
+def check_model(model: object) -> None:
+    """Refuse what is no model.
+
+    Raises:
+        UsageError: it is neither a module, nor a mapping, nor a list of modules.
+    """
+    import torch
+
+    is_chunks = isinstance(model, list | tuple) and all(isinstance(chunk, torch.nn.Module) for chunk in model)
+    if not (isinstance(model, torch.nn.Module | Mapping) or (is_chunks and model)):
+        what = type(model).__name__
+        what = f"an empty {what}" if is_chunks else f"a {what}{_elements(model)}"
+        raise UsageError(
+            f"the model is {what}",
+            got=what,
+            want="a module, tensors by name, or Megatron's chunks of one module",
+            next_step="give the module, or its state dict",
+        )
+
+
+def is_extra_state(name: object) -> bool:
+    """Say whether a name in a state dict is that of what a module keeps beside its tensors; theirs may end alike."""
+    # torch/nn/modules/module.py: _EXTRA_STATE_KEY_SUFFIX, after the module's own name
+    return str(name).rpartition(".")[2] == "_extra_state"
+
+
+def _elements(model: object) -> str:
+    if not isinstance(model, list | tuple):
+        return ""
+    return " of " + " and ".join(f"{name}s" for name in sorted({type(element).__name__ for element in model}))
+
+
+def check_materialised(module: FilledModule) -> None:
+    """Refuse a module without memory to fill.
+
+    Raises:
+        UsageError: a parameter, or a buffer that checkpoints have, is on the meta device; or it is no model.
+    """
+    check_model(module)
+    for name, tensor in _tensors(module):
+        if tensor.device.type == "meta":
+            raise UsageError(
+                f"{name} is on the meta device: there is no memory to fill",
+                tensor=name,
+                got="a tensor without values",
+                want="a tensor in memory, whatever its values",
+                next_step='materialise the module first: module.to_empty(device="cpu"), or where it is to be',
+            )
+
+
+def names_left_out(module: FilledModule) -> list[str]:
+    """Return the names of buffers that are in no state dict."""
+    return [] if isinstance(module, Mapping) else [name for chunk in _chunks(module) for name in _left_out(chunk)]
+
+
+def count_changes(module: FilledModule, views: Sequence[torch.Tensor]) -> None:
+    """Let autograd know that all tensors were changed in place: a DTensor counts for itself, its local one, too.
+
+    Args:
+        module: what was filled.
+        views: the local tensors that were written to.
+    """
+    import torch
+
+    changed = [*(tensor for _, tensor in _tensors(module)), *views]
+    torch.autograd.graph.increment_version([tensor for tensor in changed if not tensor.is_inference()])
+
+
+def _tensors(module: FilledModule) -> list[tuple[str, torch.Tensor]]:
+    import torch
+
+    if isinstance(module, Mapping):
+        return [(name, tensor) for name, tensor in module.items() if isinstance(tensor, torch.Tensor)]
+    found: list[tuple[str, torch.Tensor]] = []
+    for chunk in _chunks(module):
+        left_out = set(_left_out(chunk))
+        found += chunk.named_parameters()
+        found += ((name, buffer) for name, buffer in chunk.named_buffers() if name not in left_out)
+    return found
+
+
+def _chunks(module: torch.nn.Module | Sequence[torch.nn.Module]) -> Sequence[torch.nn.Module]:
+    import torch
+
+    return [module] if isinstance(module, torch.nn.Module) else module
+
+
+def _left_out(module: torch.nn.Module) -> Iterator[str]:
+    for prefix, child in module.named_modules():
+        for name in sorted(child._non_persistent_buffers_set):
+            if child._buffers.get(name) is not None:
+                yield f"{prefix}.{name}" if prefix else name

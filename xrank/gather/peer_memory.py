@@ -1,0 +1,187 @@
+"""Another process's memory, read by the kernel without that process's help (process_vm_readv(2)).
+
+A process number proves nothing: it may be given to another process, and a process that lives may have let go of what
+it lent. So whoever lends memory keeps a sign somewhere in it, 16 random bytes, for as long; and every read takes the
+sign along, after the data. Where the sign is still there, the data were what is lent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import secrets
+import threading
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["LendingEndedError", "LendingSign", "PeerMemory", "UnreadableMemoryError", "address_of", "memory_at"]
+
+_FOR_WRITING = 0x200  # CPython, Include/cpython/object.h: PyBUF_WRITE
+_SET_PTRACER = 0x59616D61  # linux/prctl.h: PR_SET_PTRACER
+_ANY_PTRACER = ctypes.c_ulong(-1)  # linux/prctl.h: PR_SET_PTRACER_ANY
+_YAMA = "/proc/sys/kernel/yama/ptrace_scope"
+_SIGN_NBYTES = 16
+_MAX_NBYTES = 256 << 20
+"""Of one call; the kernel takes a little less than 2 GiB."""
+
+# An array type of ctypes for each length would cost more than a copy does.
+_memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_memory_view.restype = ctypes.py_object
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """Return this process's memory there; whoever asks keeps it alive."""
+    memory: memoryview = _memory_view(address, nbytes, _FOR_WRITING)
+    return memory
+
+
+def address_of(memory: memoryview) -> int:
+    """Return where writable memory of at least one byte lies, for a call that ends before it goes."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class LendingEndedError(Exception):
+    """The process has ended, or has taken its memory back."""
+
+
+class UnreadableMemoryError(Exception):
+    """The kernel does not let this process read there: another user's, another namespace's, or a device's memory."""
+
+
+class LendingSign:
+    """Stands in this process's memory for as long as it lends some of it.
+
+    Yama, a security module of the kernel that Ubuntu and others turn on, lets only a parent read a process's memory.
+    While any sign stands, this process tells Yama to let every process of the same user read it, and trace it, as they
+    may on a kernel without Yama; after the last one that is taken back, and with it what the program itself had told.
+    """
+
+    def __init__(self) -> None:
+        self._sign = (ctypes.c_ubyte * _SIGN_NBYTES).from_buffer_copy(secrets.token_bytes(_SIGN_NBYTES))
+        self.address = ctypes.addressof(self._sign)
+        self.content = bytes(self._sign)
+        self._stands = True
+        _readers.allow()
+
+    def end(self) -> None:
+        """Take the sign away, before the first byte that was lent goes."""
+        if self._stands:
+            self._stands = False
+            ctypes.memset(self.address, 0, _SIGN_NBYTES)
+            _readers.forbid()
+
+
+class _Readers:
+    """Lets other processes of this user read this one's memory while any sign stands."""
+
+    def __init__(self) -> None:
+        self._num_signs = 0
+        self._lock = threading.Lock()
+
+    def allow(self) -> None:
+        with self._lock:
+            self._num_signs += 1
+            if self._num_signs == 1:
+                self._tell(_ANY_PTRACER)
+
+    def forbid(self) -> None:
+        with self._lock:
+            self._num_signs -= 1
+            if self._num_signs == 0:
+                self._tell(ctypes.c_ulong(0))
+
+    def _tell(self, who: ctypes.c_ulong) -> None:
+        with suppress(OSError), open(_YAMA, encoding="ascii") as scope:  # no such file: nothing is forbidden
+            if scope.read().strip() == "1":  # 0 forbids nothing, 2 and 3 cannot be asked
+                zero = ctypes.c_ulong(0)
+                _LIBC.prctl(ctypes.c_int(_SET_PTRACER), who, zero, zero, zero)
+
+
+_readers = _Readers()
+
+
+class _Span(ctypes.Structure):
+    """struct iovec (process_vm_readv(2))."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class PeerMemory:
+    """The memory that another process of this host lends; several threads may read at once.
+
+    Args:
+        pid: its number in this process's namespace.
+        sign_address: where its sign stands.
+        sign: what stands there.
+
+    Raises:
+        LendingEndedError, UnreadableMemoryError: the sign cannot be read there.
+    """
+
+    def __init__(self, pid: int, sign_address: int, sign: bytes) -> None:
+        if len(sign) != _SIGN_NBYTES:
+            raise UnreadableMemoryError
+        self._pid, self._sign_address, self._sign = pid, sign_address, sign
+        self.check_lent()
+
+    def check_lent(self) -> None:
+        """Read the sign alone; errors as of `read_into`."""
+        copy = ctypes.create_string_buffer(_SIGN_NBYTES)
+        if self._read([(self._sign_address, ctypes.addressof(copy), _SIGN_NBYTES)]) < _SIGN_NBYTES:
+            raise UnreadableMemoryError
+        if copy.raw != self._sign:
+            raise LendingEndedError
+
+    def read_into(self, address: int, into: memoryview) -> None:
+        """Fill `into` with what that process has at the address.
+
+        Raises:
+            LendingEndedError: it does not lend it any more.
+            UnreadableMemoryError: it does, but not these bytes can be read this way. Part of `into` may be filled.
+        """
+        for start in range(0, len(into), _MAX_NBYTES):
+            part = into[start : start + _MAX_NBYTES]
+            copy = ctypes.create_string_buffer(_SIGN_NBYTES)
+            # In the order given: the sign was read after the data (process_vm_readv(2)).
+            count = self._read(
+                [
+                    (address + start, address_of(part), len(part)),
+                    (self._sign_address, ctypes.addressof(copy), _SIGN_NBYTES),
+                ]
+            )
+            if count < len(part) + _SIGN_NBYTES:
+                self.check_lent()  # memory that was given back to the system cannot be read, either
+                raise UnreadableMemoryError
+            if copy.raw != self._sign:
+                raise LendingEndedError
+
+    def _read(self, spans: list[tuple[int, int, int]]) -> int:
+        """Copy (there, here, bytes); return how many bytes came."""
+        there, here = (_Span * len(spans))(), (_Span * len(spans))()
+        for i, (there_address, here_address, nbytes) in enumerate(spans):
+            there[i] = _Span(there_address, nbytes)
+            here[i] = _Span(here_address, nbytes)
+        number = ctypes.c_ulong(len(spans))
+        count: int = _process_vm_readv(self._pid, here, number, there, number, 0)
+        if count < 0:
+            if ctypes.get_errno() == errno.ESRCH:
+                raise LendingEndedError
+            return 0
+        return count
+
+
+def _unknown_call(*arguments: object) -> int:
+    ctypes.set_errno(errno.ENOSYS)
+    return -1
+
+
+_process_vm_readv: Any = getattr(_LIBC, "process_vm_readv", _unknown_call)
+if _process_vm_readv is not _unknown_call:
+    _process_vm_readv.argtypes = (
+        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong),
+        *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong),
+    )
+    _process_vm_readv.restype = ctypes.c_ssize_t

@@ -1,0 +1,52 @@
+"""Gradients of data-parallel training: a plan of who adds up what, contiguous buffers, one final synchronisation.
+
+Names are loaded when they are first used, so that importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xrank.deferred import deferred
+
+if TYPE_CHECKING:
+    from xrank.gradients.checking.checks import GradientCheck, check_gradients
+    from xrank.gradients.config import GradientConfig
+    from xrank.gradients.distributed_data_parallel import DistributedDataParallel
+    from xrank.gradients.finalize import Reduction, finalize_model_grads
+    from xrank.gradients.plans.marks import mark
+    from xrank.gradients.plans.plan import GradientPlan
+    from xrank.gradients.sharding.export import export_gradients, export_optimizer_shards, load_optimizer_shards
+    from xrank.gradients.sharding.shards import ParameterShards
+
+__all__ = [
+    "DistributedDataParallel",
+    "GradientCheck",
+    "GradientConfig",
+    "GradientPlan",
+    "ParameterShards",
+    "Reduction",
+    "check_gradients",
+    "export_gradients",
+    "export_optimizer_shards",
+    "finalize_model_grads",
+    "load_optimizer_shards",
+    "mark",
+]
+
+_HOMES = {
+    "DistributedDataParallel": "distributed_data_parallel",
+    "GradientCheck": "checking.checks",
+    "GradientConfig": "config",
+    "GradientPlan": "plans.plan",
+    "ParameterShards": "sharding.shards",
+    "Reduction": "finalize",
+    "check_gradients": "checking.checks",
+    "export_gradients": "sharding.export",
+    "export_optimizer_shards": "sharding.export",
+    "finalize_model_grads": "finalize",
+    "load_optimizer_shards": "sharding.export",
+    "mark": "plans.marks",
+}
+
+__getattr__, __dir__ = deferred(__name__, _HOMES)

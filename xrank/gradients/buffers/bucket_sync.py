@@ -1,0 +1,273 @@
+"""The exchange of one step's gradients: buckets leave in the order of their ids, each once, as soon as they are full.
+
+The order is the plan's, from the first batch on, and the same on all ranks, whatever order their backwards take: a
+bucket that is full waits for those before it. Nothing here raises while collectives are under way: see `faults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from xrank.errors import GradientError
+from xrank.gradients.buffers.buffer import GradientBuffer
+from xrank.gradients.plans.plan import GradientPlan, PlannedBucket
+from xrank.gradients.wires.faults import Fault, FaultFlag
+from xrank.gradients.wires.wire import Handle, Wire
+
+__all__ = ["BucketSync", "Inspection", "Onlooker"]
+
+Inspection = Callable[[PlannedBucket], "Fault | None"]
+"""Looks at a bucket before it leaves, already divided where its `PlannedBuffer.prescale` says so."""
+
+Onlooker = Callable[[int, "torch.Tensor | None", int], None]
+"""Sees each gradient that is added: its parameter's place in the plan, itself (None where a kernel added it), and how
+many of the parameter were added before in this step."""
+
+
+class BucketSync:
+    """One step after another of one rank.
+
+    Call order in a step: `arrived` for each gradient, `start` any number of times, `finish` once, then `reset`.
+
+    Args:
+        plan: of this rank.
+        buffers: one for each of the plan's.
+        wire: what buckets travel on.
+    """
+
+    def __init__(self, plan: GradientPlan, buffers: Sequence[GradientBuffer], wire: Wire) -> None:
+        self.plan = plan
+        self.inspections: list[Inspection] = []
+        """Called in turn for each bucket before it leaves; what they return is raised on all ranks by `finish`."""
+        self.onlookers: list[Onlooker] = []
+        self.faults: list[Fault] = []
+        self._buffers, self._wire = buffers, wire
+        self._ranks = tuple(sorted(plan.views.main.ranks))
+        index_of = {parameter.name: index for index, parameter in enumerate(plan.parameters)}
+        self._members = [[index_of[name] for name in bucket.names] for bucket in plan.buckets]
+        self._prescales = [plan.buffers[parameter.buffer].prescale for parameter in plan.parameters]
+        self._views = [buffers[one.buffer].gradient(one.name) for one in plan.parameters]
+        self._handles: list[Handle] = []
+        self.reset()
+
+    def reset(self, *, lazily: bool = False) -> None:
+        """Begin a step.
+
+        Args:
+            lazily: buffers hold what they held, which the first gradient of each parameter replaces.
+        """
+        num_parameters = len(self.plan.parameters)
+        self.arrivals = [0] * num_parameters
+        """How often each parameter's gradient came in this step, in the order of the plan: once for each micro-batch
+        that used it."""
+        self.next_bucket = 0
+        """The id of the bucket that leaves next; all before it left."""
+        self.is_finished = False
+        self._is_last = [False] * num_parameters
+        self._is_scaled = [False] * num_parameters
+        self._is_stale = [lazily] * num_parameters
+        self._missing = [len(members) for members in self._members]
+        self._late: set[int] = set()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any gradient came, or left, in this step."""
+        return bool(self.next_bucket) or any(self.arrivals)
+
+    def arrived(self, index: int, gradient: torch.Tensor | None, *, is_last: bool) -> None:
+        """Add a gradient to what its parameter has, and send its bucket if that is full and its turn.
+
+        Args:
+            index: the parameter's place in the plan.
+            gradient: of this rank's local tensor; None where a kernel has added it already.
+            is_last: this is the step's last micro-batch.
+        """
+        planned = self.plan.parameters[index]
+        if self.is_finished or planned.bucket < self.next_bucket:
+            self._note_late(index)
+            return
+        for onlooker in self.onlookers:
+            onlooker(index, gradient, self.arrivals[index])
+        is_leaving = is_last and self.plan.config.overlap_grad_reduce
+        if gradient is None:
+            self._check_kernel(index)
+        else:
+            # Divided while it is added: what a pass over the full bucket would do, without that pass.
+            if is_leaving and not self.arrivals[index]:
+                self._is_scaled[index] = True
+            self._add(index, gradient)
+        self.arrivals[index] += 1
+        if not is_leaving or self._is_last[index]:
+            return
+        self._is_last[index] = True
+        self._missing[planned.bucket] -= 1
+        while self.next_bucket < len(self._missing) and not self._missing[self.next_bucket]:
+            self._send_next()
+
+    def start(self) -> None:
+        """Send every bucket that has not left, full or not."""
+        for buffer in self._buffers:
+            buffer.demand()
+        while self.next_bucket < len(self._members):
+            self._send_next()
+
+    def finish(self, more: Sequence[Fault] = ()) -> None:
+        """Send what has not left, wait for all of it, and raise on all ranks what any of them found.
+
+        Args:
+            more: faults that the caller found.
+
+        Raises:
+            GradientError: gradients were exchanged already in this step: raised at once, with nothing sent. Or some
+                rank had a fault; then the gradients are not to be used, and `reset` begins the next step.
+        """
+        if self.is_finished:
+            raise self._twice()
+        self.start()
+        if self.plan.config.unused == "error":
+            self._note_unused()
+        flag = FaultFlag([*self.faults, *more], self._wire, self._ranks)
+        self.is_finished = True
+        self.faults = []
+        for handle in self._handles:
+            handle.wait()
+        self._handles.clear()
+        self._add_instances()
+        flag.raise_if_any()
+
+    def _add(self, index: int, gradient: torch.Tensor) -> None:
+        view, scale = self._views[index], self._prescales[index] if self._is_scaled[index] else 1
+        if not self._is_stale[index]:
+            view.add_(gradient, alpha=scale)
+        elif view.dtype == gradient.dtype:
+            torch.mul(gradient, scale, out=view)
+        else:
+            view.copy_(gradient).mul_(scale)
+        self._is_stale[index] = False
+
+    def _check_kernel(self, index: int) -> None:
+        """Write down a gradient that a kernel added to what the last step left."""
+        if not self._is_stale[index]:
+            return
+        planned, rank = self.plan.parameters[index], self.plan.rank
+        self.faults.append(
+            Fault(
+                f"{planned.name}: on rank {rank} a kernel added its gradient to that of the last step",
+                rank,
+                planned.name,
+                got="grad_added_to_main_grad after zero_grad_buffer(lazily=True)",
+                want="zeros to add to",
+                next_step="call zero_grad_buffer() without lazily",
+            )
+        )
+
+    def _send_next(self) -> None:
+        """Divide the next bucket, look at it, and send it."""
+        bucket = self.plan.buckets[self.next_bucket]
+        self.next_bucket += 1
+        buffer = self._buffers[bucket.buffer]
+        planned, whole = buffer.planned, buffer.bucket(bucket)
+        for index in self._members[bucket.id]:
+            if self._is_stale[index]:
+                self._views[index].zero_()
+        if planned.prescale != 1.0:
+            self._scale(bucket, whole)
+        for inspect in self.inspections:
+            fault = inspect(bucket)
+            if fault is not None:
+                self.faults.append(fault)
+        if self.plan.config.use_distributed_optimizer:
+            start, stop = self.plan.shard(bucket)
+            shard = _real(buffer.data[start:stop])
+            handle = self._wire.reduce_scatter(shard, _real(whole), planned.shard_ranks, planned.operation)
+        else:
+            handle = self._wire.all_reduce(_real(whole), planned.ranks, planned.operation)
+        self._handles.append(handle)
+
+    def _scale(self, bucket: PlannedBucket, whole: torch.Tensor) -> None:
+        members = self._members[bucket.id]
+        left = [index for index in members if not self._is_scaled[index]]
+        if len(left) == len(members):
+            whole.mul_(self.plan.buffers[bucket.buffer].prescale)
+            return
+        for index in left:
+            self._views[index].mul_(self._prescales[index])
+
+    def _add_instances(self) -> None:
+        """Add up the shards of all instances of the distributed optimizer."""
+        handles = []
+        for bucket in self.plan.buckets:
+            buffer = self._buffers[bucket.buffer]
+            if len(buffer.planned.across_ranks) > 1:
+                start, stop = self.plan.shard(bucket)
+                shard = _real(buffer.data[start:stop])
+                handles.append(self._wire.all_reduce(shard, buffer.planned.across_ranks, buffer.planned.operation))
+        for handle in handles:
+            handle.wait()
+
+    def _note_late(self, index: int) -> None:
+        """Write down a gradient that came too late. It is not added: its bucket may be under way."""
+        if index in self._late:
+            return
+        self._late.add(index)
+        planned, rank = self.plan.parameters[index], self.plan.rank
+        if self.is_finished:
+            self.faults.append(
+                Fault(
+                    f"{planned.name}: a gradient came on rank {rank} after the step's gradients were exchanged",
+                    rank,
+                    planned.name,
+                    got="a backward after finish_grad_sync",
+                    want="zero_grad_buffer before it",
+                    next_step="call zero_grad_buffer() before the first backward of every step",
+                )
+            )
+            return
+        self.faults.append(
+            Fault(
+                f"{planned.name}: a gradient came on rank {rank} after its bucket {planned.bucket} had left",
+                rank,
+                planned.name,
+                got=f"gradient {self.arrivals[index] + 1} of the step, when {self.next_bucket} of "
+                f"{len(self._members)} buckets had left",
+                want="one backward outside of no_sync() in a step, the last, which comes to each parameter once",
+                next_step="run all but the last micro-batch inside no_sync(), or set overlap_grad_reduce=False",
+            )
+        )
+
+    def _note_unused(self) -> None:
+        for index, planned in enumerate(self.plan.parameters):
+            if not self.arrivals[index]:
+                self.faults.append(
+                    Fault(
+                        f"{planned.name}: no gradient came on rank {self.plan.rank} in this step",
+                        self.plan.rank,
+                        planned.name,
+                        got="no micro-batch that used it",
+                        want='a gradient, since unused="error"',
+                        next_step='use it, freeze it before the plan is made, or set unused="zero"',
+                    )
+                )
+
+    def _twice(self) -> GradientError:
+        late = min(self._late, default=None)
+        planned = self.plan.parameters[late or 0] if self.plan.parameters else None
+        name = planned.name if planned is not None else "no parameter"
+        why = f"{name}: gradients of this step were exchanged already"
+        if late is not None:
+            why += ", and a backward came after that"
+        return GradientError(
+            why,
+            tensor=planned.name if planned is not None else None,
+            rank=self.plan.rank,
+            got="finish_grad_sync a second time",
+            want="once in a step: a second sum would count every replica twice",
+            next_step="call zero_grad_buffer() at the start of every step, and finish once",
+        )
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as pairs: not every collective takes them."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

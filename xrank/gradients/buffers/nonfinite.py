@@ -1,0 +1,152 @@
+"""NaN and infinity in gradients, found on the rank that made them, before they are added to those of others.
+
+The norm of a bucket says whether anything is wrong in it; only then are its parameters looked at. Which micro-batch
+brought it is known from the norms of single gradients, which stay where gradients are until somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from xrank.gradients.buffers.bucket_sync import BucketSync
+from xrank.gradients.buffers.buffer import GradientBuffer
+from xrank.gradients.plans.plan import GradientPlan, PlannedBucket, PlannedParameter
+from xrank.gradients.wires.faults import Fault
+
+__all__ = ["GradientWatch", "first_nonfinite", "watch"]
+
+_logger = logging.getLogger(__name__)
+
+_NUM_SAMPLES = 100
+"""Steps that say what an ordinary gradient is: megatron/core/rerun_state_machine.py:is_unexpectedly_large."""
+_LARGE = 10.0
+"""Times the largest of those; as megatron/core/distributed/param_and_grad_buffer.py has it."""
+
+
+def first_nonfinite(tensor: torch.Tensor) -> tuple[tuple[int, ...], str] | None:
+    """Return where the first element that is NaN or infinite lies, and what it is; None if there is none."""
+    is_bad = ~tensor.isfinite().flatten()
+    if not bool(is_bad.any()):
+        return None
+    flat = int(is_bad.to(torch.uint8).argmax())
+    place, rest = [], flat
+    for length in reversed(tensor.shape):
+        rest, index = divmod(rest, length)
+        place.append(index)
+    return tuple(reversed(place)), str(tensor.flatten()[flat].item())
+
+
+def watch(sync: BucketSync, buffers: Sequence[GradientBuffer]) -> GradientWatch | None:
+    """Watch the gradients of a `BucketSync` if the config of its plan wants that."""
+    config = sync.plan.config
+    if not (config.check_for_nan_in_grad or config.check_for_large_grads):
+        return None
+    watching = GradientWatch(sync, buffers)
+    sync.inspections.append(watching.inspect)
+    if config.check_for_nan_in_grad:
+        sync.onlookers.append(watching.saw)
+    return watching
+
+
+class GradientWatch:
+    """What one rank knows of the norms of its gradients.
+
+    Args:
+        sync: whose buckets are watched.
+        buffers: one for each of the plan's.
+    """
+
+    def __init__(self, sync: BucketSync, buffers: Sequence[GradientBuffer]) -> None:
+        self._plan: GradientPlan = sync.plan
+        self._sync, self._buffers = sync, buffers
+        self._index_of = {parameter.name: index for index, parameter in enumerate(self._plan.parameters)}
+        self._norms: list[torch.Tensor] = []
+        """Of each micro-batch, the norm of each parameter's gradient; -1 where a kernel added it unseen."""
+        self._largest = [0.0] * len(self._plan.buckets)
+        self._num_samples = [0] * len(self._plan.buckets)
+
+    def saw(self, index: int, gradient: torch.Tensor | None, microbatch: int) -> None:
+        """Take a gradient into account, without waiting for it.
+
+        Args:
+            index: the parameter's place in the plan.
+            gradient: of this micro-batch alone; None where a kernel has added it already.
+            microbatch: its number in the step, from 0, among those that used the parameter.
+        """
+        if microbatch == len(self._norms):
+            device = gradient.device if gradient is not None else None
+            self._norms.append(torch.zeros(len(self._plan.parameters), device=device))
+        if gradient is None:
+            self._norms[microbatch][index] = -1
+        else:
+            self._norms[microbatch][index] = torch.linalg.vector_norm(gradient)
+
+    def inspect(self, bucket: PlannedBucket) -> Fault | None:
+        """Look at a bucket before it leaves, and return what is wrong with it."""
+        norm = float(torch.linalg.vector_norm(self._buffers[bucket.buffer].bucket(bucket)))
+        if norm - norm == 0:  # finite
+            self._warn_if_large(bucket, norm)
+            return None
+        if not self._plan.config.check_for_nan_in_grad:
+            return None
+        # Not one, either, where only the norm was too large for its dtype.
+        bad = [(name, found) for name in bucket.names if (found := self._first_bad(name)) is not None]
+        if not bad:
+            return None
+        (name, (place, value)), *others = bad
+        return self._fault(self._plan[name], place, value, [other for other, _ in others])
+
+    def _first_bad(self, name: str) -> tuple[tuple[int, ...], str] | None:
+        return first_nonfinite(self._buffers[self._plan[name].buffer].gradient(name))
+
+    def _fault(self, planned: PlannedParameter, place: tuple[int, ...], value: str, others: Sequence[str]) -> Fault:
+        what = f"element {list(place)}" if place else "its element"
+        message = (
+            f"{planned.name}: its gradient on rank {self._plan.rank} is {value} at {what}, in bucket {planned.bucket}, "
+            f"{self._origin(planned)}"
+        )
+        got = f"{value} at {what} of the local shape {list(planned.shape)}"
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            got += f", and as much in {others[0]}{more} of the same bucket"
+        return Fault(
+            message,
+            self._plan.rank,
+            planned.name,
+            got=got,
+            want="finite gradients, since check_for_nan_in_grad=True",
+            next_step="look at that rank's data; zero_grad_buffer() on all ranks begins a new step",
+        )
+
+    def _origin(self, planned: PlannedParameter) -> str:
+        index = self._index_of[planned.name]
+        count = self._sync.arrivals[index]
+        norms = [float(self._norms[microbatch][index]) for microbatch in range(min(count, len(self._norms)))]
+        first = next((number for number, norm in enumerate(norms, 1) if norm - norm != 0), None)
+        if first is not None:
+            return f"from micro-batch {first} of the {count} that used it"
+        if any(norm < 0 for norm in norms):
+            return f"from a kernel, in one of {count} micro-batches"
+        return f"from the sum of {count} micro-batches, each of which is finite"
+
+    def _warn_if_large(self, bucket: PlannedBucket, norm: float) -> None:
+        if not self._plan.config.check_for_large_grads:
+            return
+        largest = self._largest[bucket.id]
+        if self._num_samples[bucket.id] < _NUM_SAMPLES:
+            self._num_samples[bucket.id] += 1
+            self._largest[bucket.id] = max(largest, norm)
+        elif norm >= _LARGE * largest:
+            _logger.warning(
+                "rank %d: the gradients of bucket %d (%s ...) have a norm of %.3g, %.0f times the largest of the first "
+                "%d steps",
+                self._plan.rank,
+                bucket.id,
+                bucket.names[0],
+                norm,
+                norm / largest if largest else float("inf"),
+                _NUM_SAMPLES,
+            )

@@ -1,0 +1,57 @@
+"""What is wrong with a step that is begun anew before its gradients were made final."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xrank.errors import GradientError
+from xrank.gradients.plans.plan import GradientPlan
+from xrank.gradients.wires.faults import Fault
+
+__all__ = ["dropped", "never_exchanged", "never_finalized"]
+
+
+def dropped(rank: int) -> Fault:
+    """Return what ranks hear that finish a step which this one drops."""
+    return Fault(
+        f"rank {rank} dropped this step, whose gradients other ranks exchange",
+        rank,
+        got="zero_grad_buffer(discard=True)",
+        want="finish_grad_sync or finalize_model_grads, as on other ranks",
+        next_step="drop a step on all ranks, or on none",
+    )
+
+
+def never_finalized(plan: GradientPlan) -> GradientError:
+    """Return the error of a step whose later reductions were not made."""
+    planned = next(planned for planned in plan.parameters if planned.later)
+    later = planned.later[0]
+    return GradientError(
+        f"{planned.name}: its gradients of this step were added up over replicas, and not along "
+        f"{' and '.join(later.axes)}",
+        tensor=planned.name,
+        rank=plan.rank,
+        got="finish_grad_sync, and no finalize_model_grads",
+        want=f"a {later.operation} over ranks {list(later.ranks)}, too: {later.reason}",
+        next_step="call finalize_model_grads instead of it, or zero_grad_buffer(discard=True) on all ranks to drop "
+        "the step",
+    )
+
+
+def never_exchanged(plan: GradientPlan, arrivals: Sequence[int]) -> GradientError:
+    """Return the error of a step that has gradients of this rank alone.
+
+    Args:
+        plan: of this rank.
+        arrivals: of each of its parameters, how many gradients came.
+    """
+    found = zip(plan.parameters, arrivals, strict=True)
+    name = next((planned.name for planned, count in found if count), plan.parameters[0].name)
+    return GradientError(
+        f"{name}: its gradients of this step were never exchanged",
+        tensor=name,
+        rank=plan.rank,
+        got="backward, and no finish_grad_sync",
+        want="finish_grad_sync or finalize_model_grads after the last backward of every step",
+        next_step="call it, or zero_grad_buffer(discard=True) on all ranks to drop the step",
+    )

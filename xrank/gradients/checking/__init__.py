@@ -1,0 +1,1 @@
+"""Checks of gradients, whoever made them, and what they find."""

@@ -1,0 +1,119 @@
+"""Whether ranks that should hold the same gradient do: by hashes, and by values where those differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from xxhash import xxh128_hexdigest
+
+from xrank.gradients.checking.findings import FindingKind, GradientFinding
+from xrank.gradients.plans.explanation import listed, ranks_text
+from xrank.gradients.plans.plan import GradientPlan
+from xrank.gradients.wires.wire import Wire
+
+__all__ = ["compare_replicas"]
+
+_MAX_COMPARED = 64
+"""Gradients of one set of ranks whose values are compared; of more, that they differ is said."""
+
+
+def compare_replicas(owned: Mapping[str, torch.Tensor | None], plan: GradientPlan, wire: Wire) -> list[GradientFinding]:
+    """Return where gradients differ that should be the same; all ranks of a set find the same.
+
+    Args:
+        owned: by name, the flat elements that this rank owns; None for a gradient that never came.
+        plan: of this rank.
+        wire: between ranks.
+    """
+    digests = {name: _digest(tensor) for name, tensor in owned.items()}
+    findings: list[GradientFinding] = []
+    sets: dict[tuple[tuple[int, ...], FindingKind, tuple[str, ...]], list[str]] = {}
+    for name, ranks, kind, axes in _sets(plan):
+        sets.setdefault((ranks, kind, axes), []).append(name)
+    # One order on all ranks: a rank is in several sets, and each of them waits for all of its ranks.
+    for (ranks, kind, axes), names in sorted(sets.items()):
+        own = [digests.get(name, "missing") for name in names]
+        told = wire.exchange(xxh128_hexdigest("\n".join(own).encode()), ranks)
+        if len(set(told.values())) == 1:
+            continue
+        texts = wire.exchange(json.dumps([names, own]), ranks)
+        names_of_first, _ = json.loads(texts[ranks[0]])  # stages have names of their own for a table
+        known = {rank: json.loads(texts[rank])[1] for rank in ranks}
+        num_compared = 0
+        for place, name in enumerate(names):
+            by_rank = {rank: known[rank][place] for rank in ranks}
+            if len(set(by_rank.values())) == 1 or "missing" in by_rank.values():
+                continue  # what is missing is told by the rank that misses it
+            difference, at = None, None
+            tensor = owned.get(name)
+            is_comparable = len({_header(text) for text in by_rank.values()}) == 1 and tensor is not None
+            if is_comparable and num_compared < _MAX_COMPARED:
+                assert tensor is not None
+                num_compared += 1
+                difference, at = _largest_difference(tensor, ranks, wire)
+                if difference == 0:
+                    continue  # zeros of two signs
+            message = _message(by_rank, axes, difference, at)
+            findings.append(GradientFinding(kind, names_of_first[place], ranks, message, difference))
+    return findings
+
+
+def _sets(plan: GradientPlan) -> Iterator[tuple[str, tuple[int, ...], FindingKind, tuple[str, ...]]]:
+    """Yield each parameter with each set of two or more ranks that should own the same elements of it."""
+    for planned in plan.parameters:
+        buffer = plan.buffers[planned.buffer]
+        same = buffer.across_ranks if plan.config.use_distributed_optimizer else planned.ranks
+        if len(same) > 1:
+            yield planned.name, same, "replicas", planned.axes
+        for later in planned.later:
+            kind: FindingKind = "tied" if later.kind in ("word", "position") else "replicas"
+            yield planned.name, later.ranks, kind, later.axes
+
+
+def _digest(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "none came"
+    data = tensor.detach().contiguous().cpu()
+    # By bytes: numpy has no bfloat16. Not view(-1): one element may have any stride and still count as contiguous.
+    data = data.as_strided((data.numel(),), (1,))
+    return f"{data.numel()} of {data.dtype} {xxh128_hexdigest(data.view(torch.uint8).numpy().data)}"
+
+
+def _header(digest: str) -> str:
+    return digest.rpartition(" ")[0]
+
+
+def _largest_difference(tensor: torch.Tensor, ranks: tuple[int, ...], wire: Wire) -> tuple[float, int]:
+    """Return the largest difference between ranks of an element, and which one it is of."""
+    values = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
+    high = values.to(wire.device, torch.float64)
+    # What is not finite is told apart; here it would hide the rest.
+    high = torch.nan_to_num(high, nan=0.0, posinf=0.0, neginf=0.0)
+    low = -high
+    for handle in [wire.all_reduce(high, ranks, "max"), wire.all_reduce(low, ranks, "max")]:
+        handle.wait()
+    spread = high.add_(low)
+    at = int(spread.argmax())
+    return float(spread[at]), at // 2 if tensor.is_complex() else at
+
+
+def _message(by_rank: Mapping[int, str], axes: Sequence[str], difference: float | None, at: int | None) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, text in by_rank.items():
+        groups.setdefault(text, []).append(rank)
+    if len(groups) == len(by_rank):
+        how = "each rank has another"
+    else:
+        how = "; ".join(
+            f"{ranks_text(tuple(ranks))} have one and the same" for ranks in groups.values() if len(ranks) > 1
+        )
+        alone = [ranks[0] for ranks in groups.values() if len(ranks) == 1]
+        if alone:
+            how += f", {ranks_text(tuple(alone))} another"
+    headers = {_header(text) for text in groups}
+    if len(headers) > 1:
+        return f"copies along {listed(axes)} are not alike: {how} ({' or '.join(sorted(groups))})"
+    by = "" if difference is None else f", by up to {difference:.3g} at element {at} of those that are compared"
+    return f"copies along {listed(axes)} are not equal{by}: {how}"

@@ -1,0 +1,73 @@
+"""What ranks must agree on before they exchange gradients, line by line, so that the first difference has a name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from xrank.errors import GradientError
+
+if TYPE_CHECKING:
+    from xrank.gradients.plans.plan import GradientPlan, PlannedBuffer, PlannedParameter
+
+__all__ = ["agreement_lines", "buffer_lines", "check_lines"]
+
+
+def buffer_lines(plan: GradientPlan, buffer: PlannedBuffer) -> list[str]:
+    """Return what all replicas of a buffer must have alike; first the parameters, so that a difference has a name."""
+    names = [name for bucket_id in buffer.buckets for name in plan.buckets[bucket_id].names]
+    how = f"{buffer.operation}, divided by {buffer.divisor}, among ranks {list(buffer.ranks)}"
+    lines = [f"{name} of shape {plan[name].shape}" for name in names]
+    lines.append(f"a buffer of {buffer.numel} elements of {buffer.grad_dtype} for {buffer.dtype}: {how}")
+    for bucket_id in buffer.buckets:
+        bucket = plan.buckets[bucket_id]
+        lines.append(f"a bucket of elements {bucket.start} to {bucket.stop}, {bucket.numel_unpadded} of them used")
+        lines += (f"{name} at element {plan[name].offset}" for name in bucket.names)
+    return lines
+
+
+def agreement_lines(plan: GradientPlan) -> dict[tuple[int, ...], tuple[str, ...]]:
+    """Return for every set of ranks that this one exchanges gradients with, what must be alike on all of them.
+
+    Beside configs and buffers, these are the owned elements of each parameter that is reduced later: ranks along tp, or
+    the stages that hold a table, then exchange equal parts. Of a table the name is left out: each stage has its own.
+    """
+    lines: dict[tuple[int, ...], list[str]] = {}
+    for buffer in plan.buffers:
+        if len(buffer.ranks) > 1:
+            lines.setdefault(buffer.ranks, [str(plan.config)]).extend(buffer_lines(plan, buffer))
+    for parameter in plan.parameters:
+        for later in parameter.later:
+            name = parameter.name if later.kind == "tensor" else f"a {later.kind} parameter"
+            lines.setdefault(later.ranks, []).append(f"{name}, {later.operation} over {later.axes}: {_held(parameter)}")
+    return {ranks: tuple(found) for ranks, found in lines.items()}
+
+
+def check_lines(lines: Mapping[int, Sequence[str]]) -> None:
+    """Refuse the first line that is not the same on all ranks.
+
+    Args:
+        lines: by rank; of one set of ranks.
+
+    Raises:
+        GradientError: it shows the line of two ranks.
+    """
+    first, *others = sorted(lines)
+    for other in others:
+        mine, theirs = [*lines[first]], [*lines[other]]
+        if mine == theirs:
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
+        at = min(len(mine), len(theirs)) if at is None else at
+        raise GradientError(
+            f"ranks {first} and {other} do not lay out the same gradients",
+            rank=other,
+            got=f"on rank {other}: {theirs[at] if at < len(theirs) else 'nothing more'}",
+            want=f"as on rank {first}: {mine[at] if at < len(mine) else 'nothing more'}",
+            next_step="make the same module with the same marks and GradientConfig on all of them",
+        )
+
+
+def _held(parameter: PlannedParameter) -> str:
+    start, stop = parameter.owned
+    return f"elements {start} to {stop} of shape {parameter.shape} in {parameter.grad_dtype}"

@@ -1,0 +1,294 @@
+"""Makes gradient plans: from a module, a mesh and a rank to who adds up what, and where it lies. Needs no process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from xrank.errors import UsageError
+from xrank.gradients.config import GradientConfig
+from xrank.gradients.plans.bucket_layout import BufferLayout, bucket_size_of, lay_out, shard_of
+from xrank.gradients.plans.later_reductions import later_reductions
+from xrank.gradients.plans.marks import ParameterRole, role_of
+from xrank.gradients.plans.mesh_places import MeshPlace, check_shard_order
+from xrank.gradients.plans.placed_parameters import local_of
+from xrank.gradients.plans.plan import (
+    GradientPlan,
+    Operation,
+    PlannedBucket,
+    PlannedBuffer,
+    PlannedParameter,
+)
+from xrank.layout import MeshViews
+
+__all__ = ["make_plan", "named_parameters"]
+
+_ACROSS_STAGES = ("conditional", "word", "position")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What parameters of one buffer have in common."""
+
+    is_expert: bool
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    divisor: int
+    over_tp: tuple[str, ...]
+    """How its shards are reduced along tp. Such parameters lie apart from others: ranks along tp may hold other numbers
+    of elements of those, and would own other parts of these."""
+
+
+def make_plan(
+    module: torch.nn.Module | Sequence[torch.nn.Module], views: MeshViews, config: GradientConfig, rank: int | None
+) -> GradientPlan:
+    """Return the plan of a rank, as `GradientPlan.from_module` says."""
+    if not isinstance(config, GradientConfig):
+        raise UsageError("the config is none", got=type(config).__name__, want="a GradientConfig")
+    place = MeshPlace(views, _own_rank(views) if rank is None else rank)
+    if config.use_distributed_optimizer:
+        check_shard_order(views)
+    names, frozen = _names_by_parameter(module)
+    kinds: dict[_Kind, list[int]] = {}
+    parameters: list[PlannedParameter] = []
+    for index, (parameter, known) in enumerate(names.items()):
+        role = role_of(known[0], parameter, place, config)
+        planned, kind = _planned(known, parameter, role, place, config)
+        parameters.append(planned)
+        kinds.setdefault(kind, []).append(index)
+    numels: dict[tuple[int, ...], list[int]] = {}
+    for kind, indices in kinds.items():
+        numels.setdefault(kind.ranks, []).extend(parameters[index].numel for index in indices)
+
+    buffers: list[PlannedBuffer] = []
+    layouts: list[BufferLayout] = []
+    for kind, indices in kinds.items():
+        shard_ranks, across_ranks = _instances(kind.ranks, place.rank, config)
+        layout = lay_out(
+            tuple(parameters[index].numel for index in indices),
+            tuple(_is_alone(parameters[index], config) for index in indices),
+            bucket_size_of(config, numels[kind.ranks]),
+            len(shard_ranks) if config.use_distributed_optimizer else 0,
+            config.pad_buckets_for_high_nccl_busbw,
+        )
+        layouts.append(layout)
+        buffers.append(
+            PlannedBuffer(
+                id=len(buffers),
+                is_expert=kind.is_expert,
+                dtype=kind.dtype,
+                grad_dtype=kind.grad_dtype,
+                axes=kind.axes,
+                ranks=kind.ranks,
+                shard_ranks=shard_ranks,
+                rank=place.rank,
+                across_ranks=across_ranks,
+                operation=_operation(config),
+                divisor=kind.divisor,
+                numel=layout.numel,
+                numel_unpadded=layout.numel_unpadded,
+                buckets=(),
+            )
+        )
+    buckets = _number_buckets(parameters, buffers, layouts, list(kinds.values()))
+    return GradientPlan(
+        views=views,
+        rank=place.rank,
+        config=config,
+        parameters=tuple(_placed(parameters, buffers, buckets, layouts, list(kinds.values()), config)),
+        buffers=tuple(
+            replace(buffer, buckets=tuple(bucket.id for bucket in buckets if bucket.buffer == buffer.id))
+            for buffer in buffers
+        ),
+        buckets=tuple(buckets),
+        frozen=frozen,
+    )
+
+
+def named_parameters(
+    module: torch.nn.Module | Sequence[torch.nn.Module],
+) -> Iterable[tuple[str, torch.nn.Parameter]]:
+    """Yield all names and parameters, in the order of registration, a parameter under each of its names.
+
+    Of several chunks, names start with the chunk's number, as in a ``ModuleList``.
+    """
+    if isinstance(module, torch.nn.Module):
+        yield from module.named_parameters(remove_duplicate=False)
+        return
+    for number, chunk in enumerate(module):
+        yield from chunk.named_parameters(prefix=str(number), remove_duplicate=False)
+
+
+def _own_rank(views: MeshViews) -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    if views.main.size == 1:
+        return views.main.ranks[0]
+    raise UsageError(
+        "nothing says whose plan is wanted: there is no process group",
+        got=f"rank=None, on a mesh of {views.main.size} ranks",
+        want="a rank",
+        next_step="give rank=, or call torch.distributed.init_process_group before",
+    )
+
+
+def _names_by_parameter(
+    module: torch.nn.Module | Sequence[torch.nn.Module],
+) -> tuple[dict[torch.nn.Parameter, list[str]], tuple[str, ...]]:
+    """Return the names of each parameter that needs a gradient, and those of all others."""
+    if not isinstance(module, torch.nn.Module) and not all(isinstance(chunk, torch.nn.Module) for chunk in module):
+        raise UsageError("what is to be planned is no module", got=type(module).__name__, want="a module, or chunks")
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    frozen: list[str] = []
+    for name, parameter in named_parameters(module):
+        if not parameter.requires_grad:
+            frozen.append(name)
+        elif isinstance(parameter, torch.nn.UninitializedParameter):
+            raise UsageError(
+                f"{name} has no shape yet",
+                tensor=name,
+                got=type(parameter).__name__,
+                want="a parameter with a shape",
+                next_step="run the module once before it is planned",
+            )
+        else:
+            names.setdefault(parameter, []).append(name)
+    return names, tuple(frozen)
+
+
+def _planned(
+    names: Sequence[str], parameter: torch.nn.Parameter, role: ParameterRole, place: MeshPlace, config: GradientConfig
+) -> tuple[PlannedParameter, _Kind]:
+    """Return a parameter as planned but for its place, and its kind."""
+    name, *aliases = names
+    if role.is_expert and place.expert is None:
+        raise UsageError(
+            f"{name}: it is an expert's, and no mesh has the axis ep",
+            tensor=name,
+            rank=place.rank,
+            got=f"the mesh {place.dense.grid!r}, and {role.reasons.get('expert')}",
+            want="a view with the axes edp, ep, etp",
+            next_step="give both factorings: xrank.layout.mesh_views.megatron_views(world_size, tp=, ep=)",
+        )
+    local = local_of(parameter)
+    grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else local.dtype
+    if local.dtype.is_complex and not grad_dtype.is_complex:
+        raise UsageError(
+            f"{name}: its gradient is complex, and grad_reduce_in_fp32 keeps real numbers",
+            tensor=name,
+            got=str(local.dtype),
+            want="grad_reduce_in_fp32=False",
+        )
+    axes = tuple(axis for axis in place.data_axes(role.is_expert) if axis not in role.sharded)
+    ranks = place.ranks(axes, role.is_expert)
+    divisor = 1 if config.calculate_per_token_loss else _divisor(role, place)
+    later = tuple(later_reductions(name, role, place))
+    planned = PlannedParameter(
+        name=name,
+        aliases=tuple(aliases),
+        shape=tuple(local.shape),
+        dtype=local.dtype,
+        grad_dtype=grad_dtype,
+        axes=axes,
+        ranks=ranks,
+        operation=_operation(config),
+        divisor=divisor,
+        later=later,
+        buffer=0,
+        bucket=0,
+        offset=0,
+        owned=(0, local.numel()),
+        reasons=tuple(why for why in role.reasons.values() if not any(why in one.reason for one in later)),
+    )
+    over_tp = tuple(one.operation for one in later if one.kind == "tensor" and config.use_distributed_optimizer)
+    return planned, _Kind(role.is_expert, local.dtype, grad_dtype, axes, ranks, divisor, over_tp)
+
+
+def _divisor(role: ParameterRole, place: MeshPlace) -> int:
+    """Return the number of ranks with other data, for experts as for dense weights: each saw its part of the batch.
+
+    Axes along which the parameter is cut do not count: whoever cut it there gathers and averages its gradient there.
+    """
+    mesh = place.mesh(role.is_expert)
+    cut = prod(mesh.axis_length(axis) for axis in place.data_axes(role.is_expert) if axis in role.sharded)
+    return len(place.ranks(place.data_axes(False))) // cut
+
+
+def _is_alone(parameter: PlannedParameter, config: GradientConfig) -> bool:
+    """Say whether a parameter has a bucket of its own: then all stages that hold it cut it into the same shards."""
+    return config.use_distributed_optimizer and any(later.kind in _ACROSS_STAGES for later in parameter.later)
+
+
+def _instances(ranks: tuple[int, ...], rank: int, config: GradientConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks of this instance of the distributed optimizer, and those at this place in all instances."""
+    count = config.num_distributed_optimizer_instances
+    if count == 1:
+        return ranks, (rank,)
+    if len(ranks) % count:
+        raise UsageError(
+            f"{len(ranks)} replicas cannot be {count} instances of the distributed optimizer",
+            rank=rank,
+            got=f"ranks {list(ranks)}",
+            want=f"a multiple of {count}",
+            next_step="choose num_distributed_optimizer_instances that divides data parallel ranks of all weights",
+        )
+    size = len(ranks) // count
+    instance, place = divmod(ranks.index(rank), size)
+    return ranks[instance * size : (instance + 1) * size], ranks[place::size]
+
+
+def _number_buckets(
+    parameters: Sequence[PlannedParameter],
+    buffers: Sequence[PlannedBuffer],
+    layouts: Sequence[BufferLayout],
+    members: Sequence[Sequence[int]],
+) -> list[PlannedBucket]:
+    """Return all buckets by id: in the order in which a backward fills them, whatever buffer they are of."""
+    found = []
+    for buffer, layout, indices in zip(buffers, layouts, members, strict=True):
+        for extent in layout.buckets:
+            held = [indices[member] for member in extent.members]
+            names = tuple(parameters[index].name for index in held)
+            # Filled when its first registered parameter is: the backward comes to that last.
+            found.append(
+                (-held[-1], PlannedBucket(0, buffer.id, extent.start, extent.stop, extent.numel_unpadded, names))
+            )
+    found.sort(key=lambda bucket: bucket[0])
+    return [replace(bucket, id=number) for number, (_, bucket) in enumerate(found)]
+
+
+def _placed(
+    parameters: Sequence[PlannedParameter],
+    buffers: Sequence[PlannedBuffer],
+    buckets: Sequence[PlannedBucket],
+    layouts: Sequence[BufferLayout],
+    members: Sequence[Sequence[int]],
+    config: GradientConfig,
+) -> list[PlannedParameter]:
+    """Return the parameters with their places and the elements that this rank owns."""
+    offsets = {
+        index: (buffer, offset)
+        for buffer, layout, indices in zip(buffers, layouts, members, strict=True)
+        for index, offset in zip(indices, layout.offsets, strict=True)
+    }
+    bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
+    placed = []
+    for index, parameter in enumerate(parameters):
+        (buffer, offset), bucket = offsets[index], bucket_of[parameter.name]
+        owned = (0, parameter.numel)
+        if config.use_distributed_optimizer:
+            start, stop = shard_of(bucket.start, bucket.stop, len(buffer.shard_ranks), buffer.place)
+            owned = (max(start - offset, 0), min(stop - offset, parameter.numel))
+            owned = owned if owned[0] < owned[1] else (0, 0)
+        placed.append(replace(parameter, buffer=buffer.id, bucket=bucket.id, offset=offset, owned=owned))
+    return placed
+
+
+def _operation(config: GradientConfig) -> Operation:
+    return "average" if config.average_in_collective else "sum"

@@ -1,0 +1,196 @@
+"""How owned slices lie in the whole model: as layouts that a state records and `xrank gather` reads.
+
+A slice of a parameter is a run of its local tensor's elements: a flat buffer of one tensor, cut at listed places,
+``flat(w [8/tp, 4])/dp{10,6}``. What is whole on a rank is cut as the parameter itself, ``[8/tp, 4]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from xrank.errors import LayoutError
+from xrank.gradients.plans.mesh_places import MeshPlace
+from xrank.gradients.plans.placed_parameters import local_of
+from xrank.gradients.sharding.shards import OwnedSlice
+from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+from xrank.layout.binding import bind
+from xrank.layout.notation import LayoutTree, axes_of, render
+from xrank.layout.shape_inference import infer_shape
+from xrank.layout.tensor_layout import axis_lengths
+
+__all__ = ["SliceLayouts"]
+
+_CROSS_STAGE = ("conditional", "word", "position")
+
+
+class SliceLayouts:
+    """Makes the layout map of a rank's tensors, each named and of a parameter's owned slice.
+
+    Args:
+        own: how parameters themselves are cut, by the names that they have in the whole model; for those of which
+            neither placements nor Megatron's attributes tell it.
+    """
+
+    def __init__(self, own: LayoutMap | None) -> None:
+        self.map: LayoutMap | None = None
+        """None as long as nothing was added."""
+        self._own = own
+
+    def add(self, key: str, name: str, one: OwnedSlice) -> None:
+        """Say how a tensor of a slice's shape lies.
+
+        Args:
+            key: the tensor's name.
+            name: the parameter's, in the whole model.
+            one: the slice.
+
+        Raises:
+            LayoutError: how the parameter is cut is not known, or the ranks along its cut hold parts of other sizes, so
+                that no one layout says where their slices are.
+        """
+        mesh, axis = _mesh_of(one)
+        layout, shape = self._layout_of(name, one, mesh)
+        dims = render(LayoutTree(layout.dims))
+        text = dims
+        if one.is_cut:
+            _check_equal(name, one, layout, shape, mesh)
+            counts = ",".join(map(str, _counts(one)))
+            text = f"flat({key} {dims})/{axis}{{{counts}}}"
+        self._set(key, text, one, mesh, {axis for dim in layout.dims for axis in axes_of(dim)})
+
+    def add_scalar(self, key: str, one: OwnedSlice) -> None:
+        """Say that a tensor without dims is the same on all ranks that hold a slice's parameter."""
+        self._set(key, "[]", one, _mesh_of(one)[0], set())
+
+    def _set(self, key: str, text: str, one: OwnedSlice, mesh: DeviceMesh, cutting: set[str]) -> None:
+        plan, where = one.model.plan, []
+        at = mesh.coordinate(plan.rank)
+        is_expert = plan.buffers[one.planned.buffer].is_expert
+        if at.get("pp") is not None and mesh.axis_length("pp") > 1:
+            if any(later.kind in _CROSS_STAGE for later in one.planned.later):
+                # Stages hold copies, under names that are theirs: each stage speaks for itself.
+                mesh = mesh.submesh(pp=at["pp"])
+            else:
+                where.append(f"pp={at['pp']}")
+        if is_expert and "ep" not in cutting and at.get("ep") is not None and mesh.axis_length("ep") > 1:
+            where.append(f"ep={at['ep']}")
+        clause = f" where {', '.join(where)}" if where else ""
+        if self.map is None:
+            self.map = LayoutMap(mesh)
+        if mesh == self.map.device_mesh:
+            self.map[key] = TensorLayout.parse(text + clause)
+            return
+        view = "expert" if is_expert else "dense"
+        if mesh.ranks == self.map.device_mesh.ranks and self.map.views.setdefault(view, mesh) == mesh:  # type: ignore[union-attr]
+            self.map[key] = TensorLayout.parse(f"{text} in {view}{clause}")
+        else:
+            self.map[key] = TensorLayout.parse(text + clause, mesh)
+
+    def _layout_of(self, name: str, one: OwnedSlice, mesh: DeviceMesh) -> tuple[TensorLayout, tuple[int, ...]]:
+        """Return how the parameter is cut, with numbers for its sizes, and its global shape."""
+        given = None if self._own is None else self._own[name]
+        parameter = one.model.planned_parameters[one.planned.name]
+        local = one.planned.shape
+        if given is not None:
+            assert self._own is not None
+            layout, sizes = TensorLayout.from_dims(given.dims), self._own.sizes
+            shape = infer_shape(layout, mesh, dict.fromkeys(mesh.ranks, local), sizes=sizes)
+            layout = layout.with_sizes({**sizes, **bind(layout.tree, shape, axis_lengths(mesh), sizes)})
+        elif local_of(parameter) is not parameter:
+            layout, shape = _placed(parameter, mesh)
+        else:
+            layout, shape = _by_attributes(name, parameter, local, one, mesh)
+        return layout, shape
+
+
+def _mesh_of(one: OwnedSlice) -> tuple[DeviceMesh, str]:
+    """Return the mesh that a slice lies in, and its axis along which replicas own other slices."""
+    plan = one.model.plan
+    buffer = plan.buffers[one.planned.buffer]
+    mesh = MeshPlace(plan.views, plan.rank).mesh(buffer.is_expert)
+    merged = buffer.axes
+    num_shards = len(buffer.shard_ranks)
+    num_instances = len(buffer.ranks) // num_shards
+    if not one.is_cut or (len(merged) == 1 and num_instances == 1):
+        return mesh, merged[0] if merged else ""
+    # Shards follow each other in the order of ranks, over several axes at once: one axis of their own says that.
+    others = [axis for axis in mesh.axis_names if axis not in merged]
+    first = mesh.axis_names.index(merged[0])
+    before = [axis for axis in others if mesh.axis_names.index(axis) < first]
+    after = others[len(before) :]
+    ranks = mesh.transposed(*before, *merged, *after).ranks
+    axis = "_".join(merged)
+    new = [("instance", num_instances), (axis, num_shards)] if num_instances > 1 else [(axis, num_shards)]
+    if num_instances > 1 and len(merged) == 1:
+        new[1] = (axis := f"{axis}_shard", num_shards)
+    grid = [(a, mesh.axis_length(a)) for a in before] + new + [(a, mesh.axis_length(a)) for a in after]
+    return DeviceMesh([length for _, length in grid], [name for name, _ in grid], ranks), axis
+
+
+def _counts(one: OwnedSlice) -> list[int]:
+    """Return how many of the parameter's elements each rank of a bucket's shards owns, in their order."""
+    plan, planned = one.model.plan, one.planned
+    bucket = plan.buckets[planned.bucket]
+    found = []
+    for rank in plan.buffers[planned.buffer].shard_ranks:
+        start, stop = plan.shard(bucket, rank)
+        found.append(max(0, min(stop, planned.offset + planned.numel) - max(start, planned.offset)))
+    return found
+
+
+def _placed(parameter: Any, mesh: DeviceMesh) -> tuple[TensorLayout, tuple[int, ...]]:
+    """Return the cut of a DTensor; axes along which its values are addends hold what finalize made equal."""
+    from torch.distributed.tensor import Replicate
+
+    from xrank.dialects.placements import describe_mesh, from_placements
+
+    own = describe_mesh(parameter.device_mesh)
+    placements = [
+        Replicate() if placement.is_partial() or length == 1 else placement
+        for placement, length in zip(parameter.placements, own.shape, strict=True)
+    ]
+    shape = tuple(parameter.shape)
+    layout = TensorLayout.from_dims(from_placements(own, placements, len(shape)).dims)
+    return layout.with_sizes(bind(layout.tree, shape, axis_lengths(own), {})), shape
+
+
+def _by_attributes(
+    name: str, parameter: Any, local: tuple[int, ...], one: OwnedSlice, mesh: DeviceMesh
+) -> tuple[TensorLayout, tuple[int, ...]]:
+    """Return the cut that Megatron's attributes tell; a parameter without them is a copy along tp."""
+    plan = one.model.plan
+    axis = MeshPlace(plan.views, plan.rank).tensor_axis(plan.buffers[one.planned.buffer].is_expert)
+    length = mesh.axis_length(axis) if axis in mesh.axis_names else 1
+    shape, dims = list(local), [str(n) for n in local]
+    if getattr(parameter, "tensor_model_parallel", False) and length > 1:
+        dim = getattr(parameter, "partition_dim", -1)
+        stride = getattr(parameter, "partition_stride", 1)
+        if not 0 <= dim < len(local) or local[dim] % stride:
+            raise LayoutError(
+                f"{name}: it is cut along {axis}, and nothing says in which dim",
+                tensor=name,
+                rank=plan.rank,
+                got=f"partition_dim={dim!r}, partition_stride={stride!r}",
+                want=f"one of {len(local)} dims",
+                next_step="give layouts= with a rule for it",
+            )
+        shape[dim] *= length
+        # With a stride each rank holds a part of every one of so many pieces, as of gate and up.
+        dims[dim] = f"{stride} {shape[dim] // stride}/{axis}" if stride > 1 else f"{shape[dim]}/{axis}"
+    return TensorLayout.parse(f"[{', '.join(dims)}]"), tuple(shape)
+
+
+def _check_equal(name: str, one: OwnedSlice, layout: TensorLayout, shape: Sequence[int], mesh: DeviceMesh) -> None:
+    """Refuse parts of several sizes: their owners cut them at other places, and one list of counts cannot say so."""
+    cutting = [axis for dim in layout.dims for axis in axes_of(dim)]
+    if prod(shape) != one.planned.numel * prod(mesh.axis_length(axis) for axis in cutting):
+        raise LayoutError(
+            f"{name}: ranks along {', '.join(cutting)} hold parts of other sizes, so no one layout says their slices",
+            tensor=name,
+            rank=one.model.plan.rank,
+            got=f"{list(one.planned.shape)} of {list(shape)} on this rank",
+            want="equal parts",
+            next_step="pad it to equal parts, or export without use_distributed_optimizer",
+        )

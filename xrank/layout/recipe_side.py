@@ -1,0 +1,177 @@
+"""One side of a recipe: the tensors that a text names, their shape, and the loops that walk each of their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from xrank.errors import LayoutError
+from xrank.layout.binding import global_size
+from xrank.layout.notation import (
+    MAX_SIZE,
+    Flat,
+    LayoutTree,
+    Node,
+    Pad,
+    Parts,
+    Product,
+    Size,
+    Split,
+    render,
+    render_dim,
+    size_names_of,
+)
+from xrank.layout.parser import Reader
+from xrank.layout.tensor_name import TensorName
+
+__all__ = ["Branch", "Side", "SideLoop", "branches_of", "global_shape", "parse_side"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a recipe: a tensor, or many of one kind whose names hold dims.
+
+    Args:
+        name: the tensor's name; a plain one has no dims, and may be empty.
+        dims: the tensor's own dims.
+    """
+
+    name: TensorName
+    dims: tuple[Node, ...]
+
+    def __str__(self) -> str:
+        text = render(LayoutTree(self.dims))
+        return f"{self.name} {text}" if str(self.name) else text
+
+    @property
+    def all_dims(self) -> tuple[Node, ...]:
+        """The dims of the name before those of the tensor: all of these tensors as one."""
+        return (*self.name.dims, *self.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class SideLoop:
+    """A size of a side that is not 1: its name, how often it counts, and its stride in elements."""
+
+    name: str
+    count: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A part of a side: its name ("" without parts), its first address, and its loops by falling stride."""
+
+    key: str
+    start: int
+    loops: tuple[SideLoop, ...]
+
+
+def parse_side(text: str) -> Side:
+    """Read one side of a recipe: a layout's dims, with a name before them or without.
+
+    Raises:
+        LayoutError: the text is none, or holds what belongs to ranks: a cut, a pad, a clause, a flat.
+    """
+    reader = Reader(text, "a side of a recipe")
+    name = TensorName(*reader.naming())
+    tree = reader.layout()
+    reader.end()
+    side = Side(name, tree.dims)
+    for dim in side.all_dims:
+        _refuse_ranks(dim, str(side))
+    if (tree.view, tree.where, tree.sums) != (None, (), ()):
+        raise LayoutError(f"a recipe is of whole tensors, and {text[:200]!r} has a clause", got=render(tree))
+    return side
+
+
+def _refuse_ranks(node: Node, text: str) -> None:
+    match node:
+        case Split() | Pad() | Flat():
+            raise LayoutError(
+                f"a recipe is of whole tensors, and {text} holds {render_dim(node)}",
+                got=render_dim(node),
+                want="sizes, products and parts",
+                next_step="say in the layout how ranks share the tensor, and in the recipe what it is made of",
+            )
+        case Product(factors):
+            for factor in factors:
+                _refuse_ranks(factor, text)
+        case Parts(parts):
+            for part in parts:
+                _refuse_ranks(part.of, text)
+
+
+def global_shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the sizes of all dims of a side, its name's first.
+
+    Raises:
+        LayoutError: a size is not known or 0, or there are more elements than addresses can count.
+    """
+    for dim in side.all_dims:
+        for name in size_names_of(dim):
+            if name not in sizes:
+                raise LayoutError(
+                    f"the size {name!r} of {side} is not known",
+                    got=f"sizes {sorted(sizes)[:16]}",
+                    want=f"the number that {name!r} stands for",
+                )
+    shape = tuple(global_size(dim, sizes) for dim in side.all_dims)
+    if 0 in shape:
+        raise LayoutError(f"{side} has no element", got=f"shape {shape}", want="sizes of 1 or more")
+    if prod(shape) > MAX_SIZE:
+        raise LayoutError(f"{side} has too many elements", got=f"{prod(shape):,}", want=f"at most {MAX_SIZE:,}")
+    return shape
+
+
+def branches_of(side: Side, sizes: Mapping[str, int]) -> list[Branch]:
+    """Return the parts of a side, leaves only; one without a key for a side without parts."""
+    found = _combined(side.all_dims, sizes)
+    keys = [branch.key for branch in found]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise LayoutError(f"two parts of {side} are called {key!r}", got=repr(key), want="each part's name once")
+    return found
+
+
+def _combined(nodes: Sequence[Node], sizes: Mapping[str, int]) -> list[Branch]:
+    """Return the parts of nodes side by side, major first."""
+    found = [Branch("", 0, ())]
+    for node in nodes:
+        size = global_size(node, sizes)
+        minors = _parts_of(node, sizes)
+        if len(found) > 1 and len(minors) > 1:
+            raise LayoutError(
+                f"a side of a recipe has parts in two places, {render_dim(node)} the second",
+                got=render_dim(node),
+                want="parts in one place, or parts in parts",
+                next_step="take them apart by two recipes, one after the other",
+            )
+        found = [
+            Branch(
+                minor.key or major.key,
+                major.start * size + minor.start,
+                (*(SideLoop(loop.name, loop.count, loop.stride * size) for loop in major.loops), *minor.loops),
+            )
+            for major in found
+            for minor in minors
+        ]
+    return found
+
+
+def _parts_of(node: Node, sizes: Mapping[str, int]) -> list[Branch]:
+    match node:
+        case Size(value):
+            return [Branch("", 0, () if value == 1 else (SideLoop(str(value), global_size(node, sizes), 1),))]
+        case Product(factors):
+            return _combined(factors, sizes)
+        case Parts(parts):
+            found: list[Branch] = []
+            start = 0
+            for part in parts:
+                inner = _parts_of(part.of, sizes)
+                found += [Branch(b.key or part.name, b.start + start, b.loops) for b in inner]
+                start += global_size(part.of, sizes)
+            return found
+    raise AssertionError(node)  # parse_side lets nothing else through

@@ -1,0 +1,96 @@
+"""The folders of one checkpoint: where its weights lie, what users name, and its root; a config may be in any."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+
+from xrank.errors import XrankError
+from xrank.formats.regular_file import open_regular
+
+__all__ = ["checkpoint_folders", "nbytes_below"]
+
+# deepspeed/runtime/engine.py: _save_checkpoint; megatron/training/checkpointing.py: get_checkpoint_tracker_filename;
+# verl/utils/checkpoint/checkpoint_manager.py; skyrl_train/trainer.py.
+_MARKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
+_TAG = re.compile(r"[\w.-]{1,255}")
+_MAX_NBYTES = 256
+
+# transformers/trainer_utils.py: PREFIX_CHECKPOINT_DIR.
+_TRAINER_STEP = re.compile(r"checkpoint-[0-9]+")
+# accelerate/utils/fsdp_utils.py: save_fsdp_model; torch/distributed/checkpoint/_hf_utils.py: SHARDED_DIR_NAME;
+# verl/utils/checkpoint/checkpoint_manager.py: get_dist_checkpoint_path, of Megatron's part.
+_PART = re.compile(r"pytorch_model_fsdp(_[0-9]+)?|sharded|dist_ckpt")
+_SHARDED = "sharded"
+_INNER = "huggingface"
+"""verl's and SkyRL's, beside the ranks' files."""
+
+
+def checkpoint_folders(asked: str, place: str) -> tuple[str, ...]:
+    """Return the folders in which a checkpoint's companions may lie, those nearest to its weights first.
+
+    These are the folder that a marker in the found one names, the found one, each above it up to what the user gave,
+    and one more where a marker, or its name, makes that the checkpoint's root; of each also its ``huggingface``.
+
+    Args:
+        asked: what the user gave; a file, or a folder at or above the source, or a state's file in it.
+        place: the source that was found.
+    """
+    folder = place if os.path.isdir(place) else _above(place)
+    found = [*_marked(folder), folder]
+    while _is_below(found[-1], asked):
+        found.append(_above(found[-1]))
+    above = _above(folder)
+    if _is_root(above, os.path.basename(os.path.abspath(folder))):
+        found.append(above)
+    return tuple(dict.fromkeys(inner for own in found for inner in (own, os.path.join(own, _INNER))))
+
+
+def _marked(folder: str) -> Iterator[str]:
+    """Yield the folders within that hold the files, as markers name them; never one outside."""
+    for marker in _MARKERS:
+        try:
+            with open_regular(os.path.join(folder, marker)) as file:
+                text = file.read(0, min(file.nbytes, _MAX_NBYTES)).decode().strip()
+        except (XrankError, OSError, ValueError):
+            continue  # a damaged marker is for the format's reader to name
+        names = [text]
+        if text.isdecimal():
+            names = [f"iter_{int(text):07d}", f"global_step_{int(text)}"]
+        for name in names:
+            path = os.path.join(folder, name)
+            if _TAG.fullmatch(name) and name not in (".", "..") and os.path.isdir(path):
+                yield path
+    if os.path.isdir(os.path.join(folder, _SHARDED)):
+        yield os.path.join(folder, _SHARDED)
+
+
+def _is_below(folder: str, asked: str) -> bool:
+    return os.path.abspath(folder).startswith(os.path.join(os.path.abspath(asked), ""))
+
+
+def _is_root(above: str, name: str) -> bool:
+    is_marked = any(os.path.isfile(os.path.join(above, marker)) for marker in _MARKERS)
+    is_step = _TRAINER_STEP.fullmatch(os.path.basename(os.path.abspath(above))) is not None
+    return is_marked or is_step or _PART.fullmatch(name) is not None
+
+
+def _above(path: str) -> str:
+    """Return the folder that holds a file or folder, as the user's path says it where it does."""
+    head, name = os.path.split(path.rstrip(os.sep))
+    if name in ("", os.curdir, os.pardir):
+        return os.path.dirname(os.path.abspath(path))
+    return head or os.curdir
+
+
+def nbytes_below(folder: str) -> int:
+    """Return the bytes of all files in a folder."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            # A file that no gather needs may be a link to nothing, or gone by now.
+            with suppress(OSError):
+                total += os.stat(os.path.join(place, name)).st_size
+    return total

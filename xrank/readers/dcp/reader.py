@@ -1,0 +1,183 @@
+"""Reads torch's distributed checkpoints (DCP): FSDP, tensor parallelism, both; accelerate's among them.
+
+On disk: ``.metadata``, a pickle of what was saved and how it was cut, and ``__<rank>_<n>.distcp``, in which every piece
+is an archive of ``torch.save`` (``torch/distributed/checkpoint/filesystem.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from xrank.amounts import plural, size_text
+from xrank.errors import IncompleteError, UsageError, XrankError
+from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
+from xrank.formats.regular_file import open_regular
+from xrank.plan.source import StoredModel
+from xrank.readers.base import Hints
+from xrank.readers.dcp.files import file_notes, other_files, some
+from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
+from xrank.readers.dcp.selection import ModelPart, TopPart, select_model
+from xrank.readers.dcp.values import check_values
+from xrank.readers.wrapper_names import name_notes, plain_names
+
+__all__ = ["DcpReader"]
+
+_METADATA = ".metadata"
+_SUFFIX = ".distcp"
+_OPTIMIZER_FOLDER = re.compile(r"optimizer(_\d+)?")  # accelerate/utils/fsdp_utils.py: save_fsdp_optimizer
+_STEP = re.compile(r"(?:.*[^a-z])?(?:checkpoint|ckpt|step|iter|iteration|global_step)[-_]?0*(\d{1,18})", re.IGNORECASE)
+_MAX_SHOWN = 12
+
+
+class DcpReader:
+    """The reader of torch DCP checkpoints (`xrank.readers.base.Reader`)."""
+
+    name = "dcp"
+
+    def recognise(self, path: str) -> str | None:
+        """Return None if the folder holds DCP's metadata or shards, and they are a model's and nobody else's."""
+        if not os.path.isdir(path):
+            return "no folder"
+        entries = os.listdir(path)
+        if not os.path.isfile(os.path.join(path, _METADATA)) and not any(e.endswith(_SUFFIX) for e in entries):
+            return "no .metadata and no *.distcp in it"
+        if _OPTIMIZER_FOLDER.fullmatch(os.path.basename(os.path.abspath(path))):
+            return "an optimizer's state, as accelerate names its folder" + _model_beside(path)
+        if "metadata.json" in entries and _backend(os.path.join(path, "metadata.json")) == "torch_dist":
+            return "a Megatron checkpoint (torch_dist)"
+        return None
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every tensor of the model lies; errors as `Reader.read` lists them."""
+        _check_presence(path)
+        metadata = read_metadata(os.path.join(path, _METADATA))
+        part = select_model(metadata)
+        plain = plain_names(list(part.tensors), known=hints.shapes)
+        part = replace(part, tensors={plain.get(name, name): tensor for name, tensor in part.tensors.items()})
+        pieces = locate(path, metadata, part.tensors)
+        left_out = check_values(path, metadata, part.values, hints.is_left_out or (lambda name: False))
+        kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in part.tensors.values())
+        unused, idle = other_files(path, metadata)
+        ranks = sorted({rank for name in (*metadata.files, *idle) if (rank := rank_of_file(name)) is not None})
+        return StoredModel(
+            format=self.name,
+            path=path,
+            files=pieces.files,
+            records=pieces.records,
+            shards=pieces.shards,
+            world_size=ranks[-1] + 1 if ranks else None,
+            step=_step(path),
+            nbytes=int(pieces.records.nbytes.sum()),
+            skipped_nbytes=metadata.nbytes - kept_nbytes,
+            notes=(*_notes(path, metadata, part, pieces, unused), *name_notes(plain)),
+            details=_details(metadata, part, ranks, unused),
+            absent=left_out,
+        )
+
+
+def _model_beside(path: str) -> str:
+    """Name accelerate's folder of the model beside that of its optimizer, where there is one."""
+    name = os.path.basename(os.path.abspath(path)).replace("optimizer", "pytorch_model_fsdp")
+    beside = os.path.join(os.path.dirname(os.path.abspath(path)), name)
+    return f"; the model's is {os.path.join(path, os.pardir, name)}" if os.path.isdir(beside) else ""
+
+
+def _backend(path: str) -> str | None:
+    try:
+        with open_regular(path) as file:
+            told = json.loads(file.read(0, min(file.nbytes, 1 << 20)))
+    except (XrankError, ValueError, RecursionError):
+        return None
+    backend = told.get("sharded_backend") if isinstance(told, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def _check_presence(path: str) -> None:
+    """Say what is the matter with a folder that has shards and no metadata, which is written last."""
+    entries = os.listdir(path)
+    if _METADATA in entries:
+        return
+    file = os.path.join(path, _METADATA)
+    own = sorted(entry for entry in entries if re.fullmatch(r"__\d+\.metadata", entry))
+    if own:
+        raise UsageError(
+            f"{path} was saved without coordination: each rank has metadata of its own, and none knows the whole",
+            file=os.path.join(path, own[0]),
+            got=f"{len(own)} files like {own[0]}",
+            want=_METADATA,
+            next_step="save with coordination (torch's default), or load and save it once more with torch",
+        )
+    shards = sum(entry.endswith(_SUFFIX) for entry in entries)
+    raise IncompleteError(
+        f"{file} is missing: the checkpoint was not finished, or not copied whole",
+        file=file,
+        got=f"{shards} *.distcp files" + (", .metadata.tmp" if ".metadata.tmp" in entries else ""),
+        want="the .metadata that is written last",
+        next_step="copy .metadata from where the checkpoint was written, or take an earlier checkpoint",
+    )
+
+
+def _step(path: str) -> int | None:
+    """Return the step that the folder's name or its parent's tells."""
+    folder = os.path.abspath(path)
+    for name in (os.path.basename(folder), os.path.basename(os.path.dirname(folder))):
+        if re.fullmatch(r"pytorch_model_fsdp(_\d+)?", name):
+            continue
+        found = _STEP.fullmatch(name)
+        return None if found is None else int(found[1])
+    return None
+
+
+def _notes(
+    path: str, metadata: DcpMetadata, part: ModelPart, pieces: DcpPieces, unused: Sequence[str]
+) -> tuple[tuple[str, str], ...]:
+    notes = file_notes(path, metadata, unused)
+    left = [other for other in part.parts if not other.is_model]
+    if left:
+        shown = ", ".join(f"{other.key} ({other.num_tensors:,})" for other in left[:_MAX_SHOWN])
+        notes.append(("left-out", f"tensors that are not the model's were left out: {shown}"))
+    if metadata.byte_items:
+        names = sorted(ascii(name)[1:-1][:100] for name in metadata.byte_items)
+        notes.append(("byte-items", f"{len(names):,} values that are no tensors were left out: {some(names)}"))
+    if pieces.unchecked:
+        notes.append(("no-checksums", f"{_files_text(pieces.unchecked)}; damage inside a tensor there can't be seen"))
+    return tuple(notes)
+
+
+def _files_text(names: Sequence[str]) -> str:
+    return (
+        f"1 file holds no checksums ({names[0]})"
+        if len(names) == 1
+        else f"{len(names):,} files hold no checksums ({names[0]} is the first)"
+    )
+
+
+def _details(metadata: DcpMetadata, part: ModelPart, ranks: Sequence[int], unused: Sequence[str]) -> dict[str, Any]:
+    grids: dict[str, Counter[str]] = {}
+    for name, tensor in part.tensors.items():
+        grids.setdefault(re.sub(r"\d+", "#", name), Counter())[_grid(tensor)] += 1
+    return {
+        "parts": {p.key or "(all)": _part_text(p) for p in part.parts},
+        "prefix": ".".join(part.prefix),
+        "ranks that wrote": len(ranks),
+        "values that are no tensors": len(metadata.byte_items),
+        "chunks": {family: ", ".join(sorted(counts)) for family, counts in sorted(grids.items())},
+        "unused files": list(unused),
+    }
+
+
+def _part_text(part: TopPart) -> str:
+    text = f"{plural(part.num_tensors, 'tensor')} in {size_text(part.nbytes)}"
+    return text if part.is_model else f"left out: {text}"
+
+
+def _grid(tensor: DcpTensor) -> str:
+    """Return how many cuts there are in each dimension: ``4 x 2``."""
+    cuts = [len(set(tensor.offsets[:, k].tolist())) for k in range(len(tensor.shape))]
+    return " x ".join(map(str, cuts)) if max(cuts, default=1) > 1 else "whole"

@@ -1,0 +1,78 @@
+"""Values of a DCP checkpoint that were pickled whole: whether tensors lie in one, which nobody would miss."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+
+from xrank.amounts import plural
+from xrank.errors import UsageError, XrankError
+from xrank.formats.dcp_metadata import DcpMetadata
+from xrank.formats.regular_file import open_regular, shown
+from xrank.formats.torch_archive import ArchivedTensor, read_archive_in
+
+__all__ = ["check_values"]
+
+
+def check_values(
+    folder: str, metadata: DcpMetadata, values: Mapping[str, str], is_left_out: Callable[[str], bool]
+) -> tuple[str, ...]:
+    """Refuse values with tensors in them; return the names of those that the caller leaves out.
+
+    torch pickles whole what its planner does not take apart: tuples, and with ``flatten_state_dict=False`` dicts
+    (torch/distributed/checkpoint/_traverse.py: traverse_state_dict). A value that can't be read holds none that torch
+    could load, and what is the matter with its file is told elsewhere.
+
+    Args:
+        folder: of the checkpoint.
+        metadata: of it.
+        values: of the model: name -> the flat name; their files' names were found safe.
+        is_left_out: says so of a name.
+
+    Raises:
+        UsageError: names the first value with a tensor in it.
+    """
+    by_file: dict[int, list[tuple[str, int, int]]] = {}
+    for name, flat in values.items():
+        number, start, nbytes = metadata.byte_items[flat]
+        by_file.setdefault(number, []).append((name, start, nbytes))
+    left_out: list[str] = []
+    for number, items in by_file.items():
+        path = os.path.join(folder, metadata.files[number])
+        for name, value, count in _with_tensors(path, items):
+            if not is_left_out(name):
+                raise UsageError(
+                    f"{shown(name)[1:-1]} was pickled whole, with {plural(count, 'tensor')} in it",
+                    tensor=name,
+                    file=path,
+                    got=f"a {type(value).__name__}",
+                    want="tensors by name, as torch's default planner saves them from dicts and lists",
+                    next_step="load and save it so, or leave it out with --exclude",
+                )
+            left_out.append(name)
+    return tuple(left_out)
+
+
+def _with_tensors(path: str, items: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, object, int]]:
+    """Yield those of a file's items (name, first byte, bytes) that hold tensors: name, value, and how many."""
+    with suppress(XrankError), open_regular(path) as file:
+        for name, start, nbytes in items:
+            try:
+                archive = read_archive_in(file, start=start, nbytes=nbytes)
+            except XrankError:
+                continue
+            if archive.records and (count := _num_tensors(archive.value)):
+                yield name, archive.value, count
+
+
+def _num_tensors(value: object) -> int:
+    """Count the tensors in a tree, whose depth `read_archive_in` bounds."""
+    if isinstance(value, ArchivedTensor):
+        return 1
+    parts: Iterable[object] = ()
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = value
+    return sum(map(_num_tensors, parts))

@@ -1,0 +1,164 @@
+"""Reads a Hugging Face folder: whole tensors in safetensors files, with or without an index.
+
+The format: https://huggingface.co/docs/safetensors (metadata parsing).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+
+from xrank.amounts import plural
+from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader, read_header
+from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nests import Nest
+from xrank.plan.output import OutputFile, OutputTensor
+from xrank.plan.source import StoredModel, StoredShard
+from xrank.readers.base import Hints
+from xrank.readers.hugging_face.shard_grid import is_shard_name
+from xrank.readers.hugging_face.weight_files import (
+    check_index,
+    check_placeholders,
+    is_one_of_several,
+    list_files,
+    read_index,
+    stale_index,
+)
+from xrank.readers.records import Records
+from xrank.readers.wrapper_names import under_own_names
+
+__all__ = ["HfFolderReader", "describe_files", "output_file_of", "read_headers"]
+
+_INDEX_NAME = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+_ADAPTER = "adapter_model.safetensors"
+
+
+class HfFolderReader:
+    """The reader of safetensors folders and files (`xrank.readers.base.Reader`)."""
+
+    name = "safetensors"
+
+    def recognise(self, path: str) -> str | None:
+        """Return None if it is a safetensors file, or a folder with one."""
+        if path.endswith(".safetensors") and os.path.isfile(path):
+            name = os.path.basename(path)
+            if is_shard_name(name):
+                return "one rank's pieces of tensors"
+            return "one of several files; its folder is the model" if is_one_of_several(name) else None
+        if os.path.isdir(path) and any(map(_is_model_file, os.listdir(path))):
+            return None
+        return "no *.safetensors of whole tensors in it"
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every tensor lies; errors as `Reader.read` lists them."""
+        headers = read_headers(path)
+        model = describe_files(path, headers)
+        files = {tensor.name: header.path for header in headers for tensor in header.tensors}
+        kinds = {shard.name: (shard.dtype, shard.shape) for shard in model.shards}
+        check_placeholders(kinds, files, hints.shapes)
+        if not os.path.isdir(path):
+            return under_own_names(model, hints.shapes)
+        index = read_index(path, _INDEX_NAME, _WHOLE)
+        notes = [*model.notes, *stale_index(path, _INDEX_NAME, index)]
+        if index is not None:
+            notes += index.notes(model.nbytes - _nbytes_of_adapter(headers))
+        left = sorted(filter(_is_model_file, set(os.listdir(path)) - {os.path.basename(h.path) for h in headers}))
+        if left:
+            notes.append(
+                ("left-out", f"{plural(len(left), 'file')} beside the model's own left out, such as {left[0]}")
+            )
+        return under_own_names(replace(model, notes=tuple(notes)), hints.shapes)
+
+
+def _is_model_file(name: str) -> bool:
+    # Hidden ones are what a desktop or an editor leaves beside a file: macOS' ._model.safetensors.
+    return name.endswith(".safetensors") and not is_shard_name(name) and not name.startswith(".")
+
+
+def _own_files(names: Sequence[str]) -> Callable[[str], bool]:
+    """Return what tells the model's files from others where no index does.
+
+    A file of the name of a whole model is one, as for transformers: beside it lie another format's
+    ``consolidated.safetensors``, optimizers. Only numbered files contradict it; an adapter belongs to it.
+    """
+    if _WHOLE not in names:
+        return _is_model_file
+    return lambda name: name in (_WHOLE, _ADAPTER) or (_is_model_file(name) and is_one_of_several(name))
+
+
+def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
+    """Return the headers of a model's files, by name, checked against its index.
+
+    Raises:
+        IncompleteError: the index names a file or tensor that is not there.
+        ContradictionError: two files hold one tensor, or the index sends a tensor elsewhere.
+        CorruptError, UnsafeError: the index is malformed, or names a path outside the folder.
+        UsageError: a whole model lies beside the files of the index.
+    """
+    if not os.path.isdir(path):
+        return (read_header(path),)
+    index = read_index(path, _INDEX_NAME, _WHOLE)
+    is_own = _is_model_file if index is not None else _own_files(os.listdir(path))
+    headers = [read_header(os.path.join(path, name)) for name in list_files(path, is_own, index)]
+    check_index(path, ((tensor.name, os.path.basename(h.path)) for h in headers for tensor in h.tensors), index)
+    if index is not None and _ADAPTER not in index.weight_map.values() and _ADAPTER in os.listdir(path):
+        headers.append(read_header(os.path.join(path, _ADAPTER)))  # no index names one; nor is it left out unasked
+    return tuple(headers)
+
+
+def _nbytes_of_adapter(headers: Sequence[SafetensorsHeader]) -> int:
+    own = (header for header in headers if os.path.basename(header.path) == _ADAPTER)
+    return sum(tensor.end - tensor.start for header in own for tensor in header.tensors)
+
+
+def describe_files(path: str, headers: Sequence[SafetensorsHeader], *, as_bytes: bool = False) -> StoredModel:
+    """Return the stored model of these files: every tensor one record without checksum.
+
+    Args:
+        path: the model's folder or file.
+        headers: of its files.
+        as_bytes: describe each tensor as a row of bytes, whatever its element type.
+    """
+    records = Records()
+    shards = []
+    for header in headers:
+        record_of = records.safetensors_file(header)
+        for tensor in header.tensors:
+            dtype, shape = _kind(tensor, as_bytes)
+            count = prod(shape)
+            nests = [Nest(0, 0, ((count, 1, 1),) if count > 1 else ())] if count else []
+            record = int_array([record_of(tensor)] * len(nests))
+            zeros = int_array([0] * len(nests))
+            shards.append(StoredShard(tensor.name, dtype, shape, zeros, record, NestTable.of(nests)))
+    return StoredModel(
+        format="safetensors",
+        path=path,
+        files=tuple(records.files),
+        records=records.table(),
+        shards=tuple(shards),
+        nbytes=records.nbytes,
+        notes=(("no-checksums", "safetensors files hold no checksums; damage inside a tensor can't be seen"),),
+    )
+
+
+def _kind(tensor: HeaderTensor, as_bytes: bool) -> tuple[str, tuple[int, ...]]:
+    return ("U8", (tensor.end - tensor.start,)) if as_bytes else (tensor.dtype, tensor.shape)
+
+
+def output_file_of(header: SafetensorsHeader) -> OutputFile:
+    """Return an existing file as if it were still to be written, its tensors as rows of bytes: for reading it back.
+
+    As bytes, because another writer's tensors need not start at a multiple of their element's width.
+    """
+    with open(header.path, "rb") as stream:
+        start = stream.read(header.data_start)
+    tensors = sorted(header.tensors, key=lambda tensor: (tensor.start, tensor.end))
+    return OutputFile(
+        os.path.basename(header.path),
+        start,
+        tuple(OutputTensor(t.name, *_kind(t, as_bytes=True), header.data_start + t.start) for t in tensors),
+        header.status.st_size,
+    )

@@ -1,0 +1,214 @@
+"""Reads what torch's `HuggingFaceStorageWriter` saves rank by rank: pieces of tensors in safetensors files.
+
+A file is ``shard-<rank, from 1>-model-<file>-of-<files>.safetensors``; its header says at which offsets of the whole
+tensor each piece begins (torch/distributed/checkpoint/hf_storage.py, filesystem.py), and nothing says how large the
+whole is. What the pieces reach to is believed only where it is proven: by a base model's shapes, or by a recipe whose
+sizes config.json says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from xrank.dialects.boxes import Box, box_text, boxes_overlap, volume
+from xrank.errors import ContradictionError, IncompleteError, LayoutError
+from xrank.formats.safetensors_header import read_header
+from xrank.plan.source import StoredModel
+from xrank.readers.base import Hints
+from xrank.readers.hugging_face.shard_grid import ShardGrid, is_shard_name, shard_grid
+from xrank.readers.hugging_face.shard_pieces import ShardPieces
+
+__all__ = ["HfShardsReader"]
+
+_SUBFOLDER = "sharded"
+"""Where the writer puts the shards when it is to consolidate them, too (_hf_utils.py: SHARDED_DIR_NAME)."""
+
+
+class HfShardsReader:
+    """The reader of torch's Hugging Face shards (`xrank.readers.base.Reader`)."""
+
+    name = "hf-shards"
+
+    def recognise(self, path: str) -> str | None:
+        """Return None if the folder, or its ``sharded``, holds shards."""
+        if not os.path.isdir(path):
+            return "no folder"
+        if _folder(path) is not None:
+            return None
+        return "no shard-<rank>-model-<file>-of-<files>.safetensors in it"
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every piece lies; errors as `Reader.read` lists them."""
+        grid = shard_grid(_folder(path) or path)
+        pieces = ShardPieces()
+        for (rank, _), file in sorted(grid.files.items()):
+            pieces.take(rank, read_header(file))
+        shapes = {name: pieces.reach(name) for name in pieces.names}
+        for name, shape in shapes.items():
+            _check_pieces(name, pieces, shape, grid)
+        told = _prove(path, shapes, pieces, grid, hints)
+        notes = [("no-checksums", "safetensors files hold no checksums; damage inside a tensor can't be seen")]
+        notes.append(("inferred-shapes", told))
+        return StoredModel(
+            format=self.name,
+            path=path,
+            files=tuple(pieces.records.files),
+            records=pieces.records.table(),
+            shards=tuple(pieces.shard(name, shape) for name, shape in shapes.items()),
+            world_size=max(grid.ranks),
+            nbytes=pieces.records.nbytes,
+            notes=tuple(notes),
+            details={
+                "rank files": len(grid.ranks),
+                "files of a rank": grid.num_files,
+                "holes": [os.path.basename(file) for file in grid.holes()],
+                "shapes": "inferred",
+            },
+        )
+
+
+def _folder(path: str) -> str | None:
+    for folder in (path, os.path.join(path, _SUBFOLDER)):
+        if os.path.isdir(folder) and any(map(is_shard_name, os.listdir(folder))):
+            return folder
+    return None
+
+
+def _check_pieces(name: str, pieces: ShardPieces, shape: tuple[int, ...], grid: ShardGrid) -> None:
+    """Check that the pieces are disjoint and fill the shape they reach to.
+
+    torch saves every element once (checkpoint/default_planner.py: create_global_plan): pieces that overlap are of two
+    saves. That they fill the shape, the plan proves again, element by element; here missing files can be named.
+    """
+    boxes = pieces.boxes(name)
+    filled = sum(map(volume, boxes))
+    if filled > prod(shape):
+        raise _overlap(name, pieces, boxes)
+    if filled < prod(shape):
+        raise IncompleteError(
+            f"{name}: {prod(shape) - filled} of at least {prod(shape)} elements are in no file of {grid.folder}",
+            tensor=name,
+            file=(grid.holes() or [grid.folder])[0],
+            got=grid.text(),
+            want=f"pieces of all of {list(shape)}",
+            next_step="copy the files of the missing ranks into the folder, then run the same command",
+        )
+
+
+def _overlap(name: str, pieces: ShardPieces, boxes: Sequence[Box]) -> ContradictionError:
+    order = sorted(range(len(boxes)), key=lambda i: boxes[i])
+    reaching: list[int] = []
+    found = (order[0], order[-1])
+    for i in order:
+        reaching = [k for k in reaching if not boxes[i] or boxes[k][0][1] > boxes[i][0][0]]
+        other = next((k for k in reaching if volume(boxes[k]) and boxes_overlap(boxes[k], boxes[i])), None)
+        if other is not None and volume(boxes[i]):
+            found = (other, i)
+            break
+        reaching.append(i)
+    (rank, record), (other_rank, other_record) = (pieces.table(name)[i, :2].tolist() for i in sorted(found))
+    path, other_path = pieces.records.path(record), pieces.records.path(other_record)
+    return ContradictionError(
+        f"{name}: {os.path.basename(path)} and {os.path.basename(other_path)} hold the same elements, which one save "
+        "never does",
+        tensor=name,
+        rank=other_rank - 1,
+        file=other_path,
+        got=f"{box_text(boxes[sorted(found)[0]])} of rank {rank} (from 1), {box_text(boxes[sorted(found)[1]])} of rank "
+        f"{other_rank}",
+        want="every element once",
+        next_step="remove the shards that a run of another world size left, then run the same command",
+    )
+
+
+def _prove(path: str, shapes: Mapping[str, tuple[int, ...]], pieces: ShardPieces, grid: ShardGrid, hints: Hints) -> str:
+    """Prove the shapes that the pieces reach to, and say how.
+
+    Raises:
+        IncompleteError: a tensor is shorter than it must be, or nothing outside tells and a file may be missing.
+        ContradictionError: it is longer.
+        LayoutError: nothing outside tells.
+    """
+    for name, shape in shapes.items():
+        want = hints.shapes.get(name)
+        if want is not None and want != shape:
+            raise _other_shape(name, shape, want, pieces, grid)
+    # A tensor without dims is whole wherever it is.
+    unproven = [name for name, shape in shapes.items() if shape and name not in hints.shapes]
+    if not unproven:
+        return "global shapes, which the format does not record, are those of the base model"
+    loose: LayoutError | None = None
+    try:
+        recipe = hints.prove_shapes(shapes) if hints.prove_shapes is not None else None
+    except (IncompleteError, ContradictionError) as error:
+        error.got = f"{error.got}; {grid.text()}" if error.got else grid.text()
+        error.file = error.file or grid.folder
+        raise
+    except LayoutError as error:
+        recipe, loose = None, error
+    if recipe is not None:
+        return f"global shapes, which the format does not record, are by config.json's sizes those of {recipe}"
+    raise _not_proven(path, shapes, unproven, grid, loose)
+
+
+def _not_proven(
+    path: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    unproven: Sequence[str],
+    grid: ShardGrid,
+    loose: LayoutError | None,
+) -> LayoutError | IncompleteError:
+    """Return the refusal of shapes that nothing contradicts and nothing proves; `loose` says what a recipe lacks."""
+    more = f" and {len(unproven) - 1} more" if len(unproven) > 1 else ""
+    tensor = (loose.tensor if loose is not None else None) or unproven[0]
+    reached = f"pieces that reach to {list(shapes[tensor])}; " if tensor in shapes else ""
+    wants = [f"{loose.want}, or a base model" if loose is not None else "a base model with these names"]
+    remedy = "give --base-model DIR, whose shapes decide"
+    if loose is not None and loose.want != "a base model with it":
+        remedy = f"put the model's config.json into {path}, or {remedy}"
+    holes = grid.holes()
+    if holes:
+        return IncompleteError(
+            f"{os.path.basename(holes[0])} is not there, and nothing says whether the rank wrote it",
+            tensor=tensor,
+            file=holes[0],
+            got=reached + grid.text(),
+            want="; or ".join(["all files of every rank", *wants]),
+            next_step=f"copy the missing file into the folder; if the rank had no piece for it, {remedy}",
+        )
+    return LayoutError(
+        loose.message
+        if loose is not None
+        else f"{unproven[0]}{more}: the format records no global shapes, and nothing else tells whether all ranks' "
+        "pieces are there",
+        tensor=tensor,
+        file=grid.folder,
+        got=reached + grid.text(),
+        want=wants[0],
+        next_step=f"{remedy}, then run the same command",
+    )
+
+
+def _other_shape(
+    name: str, shape: tuple[int, ...], want: tuple[int, ...], pieces: ShardPieces, grid: ShardGrid
+) -> IncompleteError | ContradictionError:
+    is_short = len(shape) == len(want) and all(n <= m for n, m in zip(shape, want, strict=True))
+    if is_short:
+        return IncompleteError(
+            f"{name}: its pieces end before the tensor does; a rank's files are missing",
+            tensor=name,
+            file=(grid.holes() or [grid.folder])[0],
+            got=f"pieces that reach to {list(shape)}; {grid.text()}",
+            want=f"{list(want)}, as in the base model",
+            next_step=f"copy the files of the missing ranks (after rank {max(grid.ranks)}, perhaps) into the folder",
+        )
+    return ContradictionError(
+        f"{name}: its pieces reach past the tensor of the base model",
+        tensor=name,
+        file=pieces.records.path(int(pieces.table(name)[0, 1])),
+        got=str(list(shape)),
+        want=f"{list(want)}, as in the base model",
+        next_step="give the base model that was trained, or remove the shards of another run",
+    )

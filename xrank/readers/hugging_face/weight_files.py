@@ -1,0 +1,217 @@
+"""The weight files of a Hugging Face folder and the index beside them: which there must be, and what lies where.
+
+The index: ``huggingface_hub/serialization/_base.py: StateDictSplit``, written beside files of ``.safetensors`` and of
+``.bin`` alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xrank import dtypes
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
+from xrank.formats.regular_file import open_regular
+
+__all__ = ["WeightIndex", "check_index", "check_placeholders", "is_one_of_several", "list_files", "read_index"]
+__all__ += ["stale_index"]
+
+_NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.[^.]+)")
+_MAX_INDEX_NBYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WeightIndex:
+    """What an index says."""
+
+    file: str
+    """Its path."""
+    weight_map: Mapping[str, str]
+    """Tensor -> the file's name."""
+    total_size: int | None
+    """Bytes of all tensors; None where it does not say."""
+
+    def notes(self, nbytes: int) -> tuple[tuple[str, str], ...]:
+        """Return what is to be said of it where the tensors have so many bytes."""
+        if self.total_size in (None, nbytes):
+            return ()
+        told = f"{os.path.basename(self.file)} says total_size {self.total_size:,}"
+        return (("wrong-total-size", f"{told}, and the tensors have {nbytes:,} bytes"),)
+
+
+def read_index(folder: str, name: str, whole: str) -> WeightIndex | None:
+    """Return the index of a folder; None where there is none, or one that an earlier save left.
+
+    Args:
+        folder: the model's.
+        name: the index's.
+        whole: the name of a file that is a whole model, which transformers loads whatever the index says: a save of one
+            file over one of several leaves the index behind (modeling_utils.py: save_pretrained).
+
+    Raises:
+        CorruptError, UnsafeError: it is malformed, or names a path outside the folder.
+        UsageError: the files of the index and the whole model are both there.
+    """
+    index = _index_in(folder, name)
+    if index is None or whole not in os.listdir(folder) or whole in index.weight_map.values():
+        return index
+    others = sorted(set(index.weight_map.values()).intersection(os.listdir(folder)))
+    if not others:
+        return None
+    raise UsageError(
+        f"{folder} holds more than one model: {whole}, and the files of {name}",
+        file=os.path.join(folder, whole),
+        got=f"{whole}, {', '.join(others[:5])}",
+        want="one",
+        next_step=f"name the file {os.path.join(folder, whole)}, which is what transformers loads, or move it away",
+    )
+
+
+def stale_index(folder: str, name: str, index: WeightIndex | None) -> list[tuple[str, str]]:
+    """Return what is to be said of an index that is there and that `read_index` did not take."""
+    if index is not None or not os.path.isfile(os.path.join(folder, name)):
+        return []
+    return [("stale-index", f"{name} is of an earlier save: none of the files that it names is there")]
+
+
+def _index_in(folder: str, name: str) -> WeightIndex | None:
+    file = os.path.join(folder, name)
+    if not os.path.isfile(file):
+        return None
+    try:
+        with open_regular(file) as content:
+            if content.nbytes > _MAX_INDEX_NBYTES:
+                raise ValueError(f"too large: {content.nbytes:,} bytes")
+            index: Any = json.loads(content.read(0, content.nbytes))
+        weight_map = index["weight_map"]
+        if not all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items()):
+            raise TypeError("weight_map is no map of names")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(
+            f"{file} is not an index", file=file, got=str(error)[:200], next_step="copy the file again"
+        ) from None
+    for entry in weight_map.values():
+        if os.path.basename(entry) != entry or "\0" in entry or entry in (".", ".."):
+            raise UnsafeError(
+                f"{file} names a file outside its folder",
+                file=file,
+                got=repr(entry),
+                want="plain file names",
+                next_step="do not use this folder: its index was tampered with",
+            )
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    # Some tools write a float.
+    if isinstance(total, float) and total.is_integer():
+        total = int(total)
+    return WeightIndex(file, dict(weight_map), total if type(total) is int else None)
+
+
+def is_one_of_several(name: str) -> bool:
+    """Say whether a file's name tells that it holds but a part of a model."""
+    match = _NUMBERED.fullmatch(name)
+    return match is not None and int(match[3]) > 1
+
+
+def list_files(folder: str, is_weights: Callable[[str], bool], index: WeightIndex | None) -> list[str]:
+    """Return the names of a folder's weight files: those of its index, or, without one, all.
+
+    Raises:
+        IncompleteError: one that the index, or the others' names, tell of is missing.
+    """
+    names = sorted(filter(is_weights, os.listdir(folder)))
+    if index is not None:
+        wanted = sorted(set(index.weight_map.values()))
+        by = os.path.basename(index.file)
+    else:
+        numbered = [match for match in map(_NUMBERED.fullmatch, names) if match is not None]
+        series = {(match[1], match[3], match[4]) for match in numbered}
+        # A name may claim any number of files: one more than there are is enough to see that one is missing.
+        wanted = [
+            f"{stem}-{k:05d}-of-{count}{suffix}"
+            for stem, count, suffix in sorted(series)
+            for k in range(1, min(int(count), len(numbered) + 1) + 1)
+        ]
+        by = "the name of another file"
+    absent = sorted(set(wanted) - set(names))
+    if absent:
+        raise IncompleteError(
+            f"{by} tells of {absent[0]}, which is not in {folder}",
+            file=os.path.join(folder, absent[0]),
+            got=f"{len(names)} files",
+            want=f"{len(wanted)} files" if index is not None else absent[0],
+            next_step="copy the missing file into the folder",
+        )
+    return wanted if index is not None else names
+
+
+def check_index(folder: str, tensors: Iterable[tuple[str, str]], index: WeightIndex | None) -> dict[str, str]:
+    """Return tensor -> its file's name, checked against the index.
+
+    Args:
+        folder: the model's folder, for messages.
+        tensors: (name, file's name) of all that the files hold.
+        index: the folder's.
+
+    Raises:
+        IncompleteError: the index names a tensor that is not there.
+        ContradictionError: two files hold one tensor, or the index sends a tensor elsewhere.
+    """
+    seen: dict[str, str] = {}
+    for name, file in tensors:
+        if name in seen:
+            raise ContradictionError(
+                f"{name} lies in two files of {folder}",
+                tensor=name,
+                file=os.path.join(folder, file),
+                got=f"{seen[name]} and {file}",
+                want="each tensor once",
+                next_step="remove the file that does not belong to this model",
+            )
+        seen[name] = file
+    if index is None or seen == index.weight_map:
+        return seen
+    name = sorted(set(seen.items()) ^ set(index.weight_map.items()))[0][0]
+    kind = IncompleteError if name not in seen else ContradictionError
+    raise kind(
+        f"{name}: the index and the files of {folder} disagree",
+        tensor=name,
+        file=index.file,
+        got=f"the tensor in {seen.get(name, 'no file')}",
+        want=f"in {index.weight_map.get(name, 'no file')}, as the index says",
+        next_step="copy the folder again from where it was made",
+    )
+
+
+def check_placeholders(
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]], files: Mapping[str, str], known: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse float tensors of shape [0], which ZeRO-3 leaves where a rank saves a model that it does not hold.
+
+    Args:
+        kinds: dtypes and shapes of the tensors, by name.
+        files: path of the file of each, by name.
+        known: shapes of the base model, which may have such a tensor.
+
+    Raises:
+        IncompleteError: there are such tensors.
+    """
+    empty = [
+        name
+        for name, (kind, shape) in kinds.items()
+        if shape == (0,) and dtypes.dtype(kind).is_float and known.get(name) != (0,)
+    ]
+    if empty:
+        more = f"; likewise {', '.join(empty[1:6])}" + (f" and {len(empty) - 6} more" if len(empty) > 6 else "")
+        raise IncompleteError(
+            f"{empty[0]}: a placeholder of shape [0], as DeepSpeed leaves them (ZeRO-3){more if empty[1:] else ''}",
+            tensor=empty[0],
+            file=files[empty[0]],
+            got=f"{len(empty)} of {len(kinds)} tensors without an element, in {os.path.basename(files[empty[0]])}",
+            want="the weights, which are in the ZeRO checkpoint",
+            next_step="gather the ZeRO checkpoint itself (the folder with latest and zero_pp_rank_* files)",
+        )

@@ -1,0 +1,244 @@
+"""Reads Megatron-core's distributed checkpoints (``torch_dist``).
+
+On disk: ``metadata.json``, which names the format; torch DCP's ``.metadata`` and ``.distcp`` files, with global names
+and shapes; ``common.pt``, which holds what is no tensor, the run's arguments among it
+(megatron/core/dist_checkpointing/strategies). Optimizer, random states and ``_extra_state`` are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from xrank.amounts import plural, size_text
+from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
+from xrank.formats.regular_file import Origin, open_regular, shown
+from xrank.formats.torch_archive import read_archive
+from xrank.plan.source import StoredModel
+from xrank.readers.base import Hints
+from xrank.readers.dcp.files import file_notes, other_files, some
+from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
+from xrank.readers.megatron.args import ParallelSizes, parallel_sizes, plain_args
+from xrank.readers.megatron.folder import checkpoint_folder, iteration_of, sibling_iterations, why_not
+
+__all__ = ["MegatronDistReader"]
+
+_CONFIG, _COMMON, _METADATA = "metadata.json", "common.pt", ".metadata"
+_BACKEND = "torch_dist"
+_MAX_CONFIG_NBYTES = 1 << 16
+# Keys of what else is saved: megatron/training/checkpointing.py: generate_state_dict; optimizers' own prefixes.
+_LEFT_OUT = re.compile(
+    r"(?:optimizer|chained_\d+|(?:.*\.)?rng_state|opt_param_scheduler|rerun_state_machine_state|layer_wise_optimizer_\d+)"
+    r"(?:[./].*)?"
+)
+_LAYER = re.compile(r"(.*\blayers)\.(\d{1,9})\..*")
+_PREFIX = "module."
+
+
+class MegatronDistReader:
+    """The reader of Megatron-core's distributed checkpoints (`xrank.readers.base.Reader`)."""
+
+    name = "megatron-dist"
+
+    def recognise(self, path: str) -> str | None:
+        """Return None if it is a checkpoint's folder, or one whose marker names a checkpoint."""
+        if os.path.isdir(path):
+            backend = _backend(os.path.join(path, _CONFIG))
+            if backend not in (None, _BACKEND):
+                return f"a Megatron checkpoint of the backend {shown(backend)}, not {_BACKEND}"
+        return why_not(path, _holds, f"{_CONFIG} that says {_BACKEND}")
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every tensor of a checkpoint lies; errors as `Reader.read` lists them."""
+        folder = checkpoint_folder(path, _holds)
+        _check_config(os.path.join(folder, _CONFIG))
+        common = _read_common(os.path.join(folder, _COMMON))
+        origin = Origin(os.path.join(folder, _COMMON))
+        args = plain_args(common.get("args"), origin)
+        step = iteration_of(folder, common.get("iteration"), origin.path)
+        sizes = None if args is None else parallel_sizes(args, origin)
+        metadata = read_metadata(os.path.join(folder, _METADATA))
+        tensors = _model_tensors(metadata)
+        _check_layers(tensors, args, metadata.path)
+        pieces = locate(folder, metadata, tensors)
+        kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in tensors.values())
+        ranks = sorted({rank for name in metadata.files if (rank := rank_of_file(name)) is not None})
+        world = sizes.world if sizes is not None and sizes.world else ranks[-1] + 1 if ranks else None
+        return StoredModel(
+            format=self.name,
+            path=path,
+            files=pieces.files,
+            records=pieces.records,
+            shards=pieces.shards,
+            world_size=world,
+            step=step,
+            args=args,
+            nbytes=int(pieces.records.nbytes.sum()),
+            skipped_nbytes=metadata.nbytes - kept_nbytes,
+            notes=_notes(folder, metadata, tensors, pieces, args),
+            details=_details(folder, metadata, tensors, args, sizes),
+        )
+
+
+def _holds(path: str) -> bool:
+    """Say whether a folder is such a checkpoint, one that lost a file included."""
+    if _backend(os.path.join(path, _CONFIG)) == _BACKEND:
+        return True
+    shards = (_METADATA, "__0_0.distcp")
+    return os.path.lexists(os.path.join(path, _COMMON)) and any(
+        os.path.lexists(os.path.join(path, name)) for name in shards
+    )
+
+
+def _backend(path: str) -> str | None:
+    try:
+        with open_regular(path) as file:
+            told: Any = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
+    except (OSError, ValueError, RecursionError):  # of a file that cannot be read, too: both are bases of such errors
+        return None
+    backend = told.get("sharded_backend") if isinstance(told, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def _check_config(path: str) -> None:
+    # megatron/core/dist_checkpointing/core.py: CheckpointingConfig.
+    with open_regular(path) as file:
+        try:
+            told: Any = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
+        except (ValueError, RecursionError) as error:
+            raise file.origin.corrupt("is no JSON", got=shown(str(error)), want="a JSON object") from None
+        origin = file.origin
+    if not isinstance(told, dict) or "sharded_backend" not in told:
+        raise origin.corrupt("does not name the checkpoint's format", want='an object with "sharded_backend"')
+    found = told["sharded_backend"], told.get("sharded_backend_version", 1), told.get("common_backend", "torch")
+    if found != (_BACKEND, 1, "torch"):
+        raise origin.usage(
+            "names a format of Megatron's that is not read",
+            got=shown(str(found)),
+            want=f"{_BACKEND}, version 1, with {_COMMON}",
+            next_step=f"save with --ckpt-format {_BACKEND}",
+        )
+
+
+def _read_common(path: str) -> Mapping[str, object]:
+    archive = read_archive(path)
+    if not isinstance(archive.value, dict):
+        raise Origin(path).unsafe("holds something else than a dict", got=repr(archive.value)[:100])
+    return archive.value
+
+
+def _model_tensors(metadata: DcpMetadata) -> Mapping[str, DcpTensor]:
+    """Return the model's tensors by their names in it."""
+    kept = {name: tensor for name, tensor in metadata.tensors.items() if not _LEFT_OUT.fullmatch(name)}
+    if not kept:
+        raise UsageError(
+            f"{metadata.path}: there is no model in this checkpoint",
+            file=metadata.path,
+            got=", ".join(sorted(shown(name)[1:-1] for name in metadata.tensors)[:5]) or "no tensor at all",
+            want="tensors that are not an optimizer's",
+            next_step="name a checkpoint that was saved with its model",
+        )
+    # NeMo saves the wrapped module.
+    is_wrapped = all(name.startswith(_PREFIX) for name in kept)
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in kept.items()} if is_wrapped else kept
+
+
+def _check_layers(tensors: Mapping[str, DcpTensor], args: Mapping[str, Any] | None, path: str) -> None:
+    """Check that all layers of the decoder are there: by their numbers in names, or as a dim in front."""
+    told = (args or {}).get("num_layers")
+    if type(told) is not int or told < 1:
+        return
+    numbered = {int(found[2]) for name in tensors if (found := _LAYER.fullmatch(name)) and found[1] == "decoder.layers"}
+    if numbered:
+        missing = next((layer for layer in range(told) if layer not in numbered), None)
+        if missing is not None:
+            raise IncompleteError(
+                f"{path} lists nothing of decoder.layers.{missing}",
+                tensor=f"decoder.layers.{missing}",
+                file=path,
+                got=f"{len(numbered)} layers",
+                want=f"{told}, as args.num_layers says",
+                next_step="take a checkpoint that was finished; in this one a pipeline stage left nothing",
+            )
+        if max(numbered) >= told:
+            raise _other_layers(f"decoder.layers.{max(numbered)}", str(max(numbered) + 1), told, path)
+    for name, tensor in tensors.items():
+        if name.startswith("decoder.layers.") and not _LAYER.fullmatch(name) and tensor.shape[:1] != (told,):
+            raise _other_layers(name, f"shape {list(tensor.shape)}", told, path)
+
+
+def _other_layers(name: str, got: str, told: int, path: str) -> ContradictionError:
+    return ContradictionError(
+        f"{name} does not have the layers that {_COMMON} says",
+        tensor=name,
+        file=path,
+        got=got,
+        want=f"{told} layers, as args.num_layers says",
+        next_step=f"copy the checkpoint again: .metadata and {_COMMON} are of two models",
+    )
+
+
+def _notes(
+    folder: str,
+    metadata: DcpMetadata,
+    tensors: Mapping[str, DcpTensor],
+    pieces: DcpPieces,
+    args: Mapping[str, Any] | None,
+) -> tuple[tuple[str, str], ...]:
+    notes = file_notes(folder, metadata, other_files(folder, metadata)[0])
+    left = len(metadata.tensors) - len(tensors)
+    if left:
+        notes.append(("left-out", f"{left:,} tensors of the optimizer and the like were left out"))
+    extra = sum("_extra_state" in name for name in metadata.byte_items)
+    if extra:
+        notes.append(("extra-state", f"{extra:,} _extra_state objects (Transformer Engine's own) were left out"))
+    others = sorted(n for n in metadata.byte_items if "_extra_state" not in n and not _LEFT_OUT.fullmatch(n))
+    if others:
+        text = some([shown(name)[1:-1] for name in others])
+        notes.append(("byte-items", f"{len(others):,} values that are no tensors were left out: {text}"))
+    if pieces.unchecked:
+        notes.append(
+            ("no-checksums", f"{len(pieces.unchecked)} files hold no checksums ({pieces.unchecked[0]} is the first)")
+        )
+    if args is None:
+        notes.append(("no-args", f"{_COMMON} holds no args: sizes must come from a config.json or --base-model"))
+    return tuple(notes)
+
+
+def _details(
+    folder: str,
+    metadata: DcpMetadata,
+    tensors: Mapping[str, DcpTensor],
+    args: Mapping[str, Any] | None,
+    sizes: ParallelSizes | None,
+) -> dict[str, Any]:
+    known = args or {}
+    own = os.path.basename(os.path.realpath(folder))
+    siblings = sibling_iterations(os.path.dirname(os.path.realpath(folder)))
+    vocab_size = known.get("vocab_size")
+    true = "how many are no padding is not recorded" if vocab_size is None else f"{vocab_size} true"
+    num_rows = next((t.shape[0] for n, t in tensors.items() if n.endswith("word_embeddings.weight") and t.shape), None)
+    left = [tensor for name, tensor in metadata.tensors.items() if _LEFT_OUT.fullmatch(name)]
+    return {
+        "iteration": own,
+        "iterations": siblings if own in siblings else [own],
+        "parallel": None if sizes is None else str(sizes),
+        "layers": _form(tensors, _LAYER, "decoder.layers."),
+        "experts": _form(
+            tensors, re.compile(r".*experts\..*(?:local_experts\.\d+\..*|weight\d+|bias\d+)"), ".experts."
+        ),
+        "vocabulary": None if num_rows is None else f"{num_rows} rows stored, {true}",
+        "optimizer": f"{plural(len(left), 'tensor')} left out, {size_text(sum(int(t.nbytes.sum()) for t in left))}",
+    }
+
+
+def _form(tensors: Mapping[str, DcpTensor], numbered: re.Pattern[str], part: str) -> str:
+    names: Sequence[str] = [name for name in tensors if part in f".{name}"]
+    if not names:
+        return "none"
+    count = sum(numbered.fullmatch(name) is not None for name in names)
+    return "numbered in names" if count == len(names) else "a dim in front" if not count else "both ways"

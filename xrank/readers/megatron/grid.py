@@ -1,0 +1,130 @@
+"""The files of a legacy Megatron checkpoint: one for each tensor-parallel, pipeline and expert rank.
+
+``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``: after TT comes the pipeline rank where there are pipeline stages, else
+the expert rank (megatron/training/checkpointing.py: get_checkpoint_name). Data-parallel ranks leave no files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.readers.megatron.args import ParallelSizes
+
+__all__ = ["FILE", "Place", "check_grid", "grid_text", "list_folders", "places_of"]
+
+FILE = "model_optim_rng.pt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?", re.ASCII)
+_MAX_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Where in the grid a file's rank is; in the order of the ranks of a run without data parallelism."""
+
+    pipeline: int
+    expert: int
+    tensor: int
+
+    def rank(self, sizes: ParallelSizes) -> int:
+        """Return its number, tensor-parallel ranks counted first."""
+        return self.tensor + sizes.tensor * (self.expert + sizes.expert * self.pipeline)
+
+    def folder(self, sizes: ParallelSizes) -> str:
+        """Return the name of its folder."""
+        name = f"mp_rank_{self.tensor:02d}"
+        if sizes.pipeline > 1:
+            name += f"_{self.pipeline:03d}"
+        return f"{name}_{self.expert:03d}" if sizes.expert > 1 else name
+
+
+def list_folders(folder: str) -> list[str]:
+    """Return the names of ranks' folders in a checkpoint."""
+    return sorted(
+        entry for entry in os.listdir(folder) if _FOLDER.fullmatch(entry) and os.path.isdir(os.path.join(folder, entry))
+    )
+
+
+def places_of(sizes: ParallelSizes, folder: str) -> tuple[Place, ...]:
+    """Return the places of which a run leaves files.
+
+    Raises:
+        UsageError: experts are cut in a way in which files of this format overwrite each other, or that is not known.
+    """
+    if sizes.tensor * sizes.pipeline * sizes.expert > _MAX_RANKS:
+        raise UsageError(f"{folder}: its args tell more than a million ranks", file=folder, got=str(sizes))
+    pairs: Iterable[tuple[int, int]] = (
+        (tensor, expert) for tensor in range(sizes.tensor) for expert in range(sizes.expert)
+    )
+    if sizes.expert > 1 and sizes.expert_tensor != sizes.tensor:
+        if sizes.tensor % sizes.expert_tensor or sizes.world is None or sizes.world % sizes.pipeline:
+            raise UsageError(
+                f"{folder}: its experts are cut over another number of ranks than its other layers, which is not read",
+                file=folder,
+                got=f"{sizes}, world size {sizes.world}",
+                want="ETP that divides TP, and a world size",
+                next_step="save with --ckpt-format torch_dist",
+            )
+        pairs = _written(sizes, sizes.world // sizes.pipeline)
+    return tuple(sorted(Place(p, expert, tensor) for tensor, expert in set(pairs) for p in range(sizes.pipeline)))
+
+
+def _written(sizes: ParallelSizes, stage_size: int) -> Iterable[tuple[int, int]]:
+    """Yield tensor and expert ranks of who writes: ranks that are the first of their data-parallel group.
+
+    Dense layers and experts divide the ranks of a stage in two ways (parallel_state.py: RankGenerator), tensor
+    parallelism first in both.
+    """
+    for rank in range(min(stage_size, _MAX_RANKS)):
+        is_first = rank < sizes.tensor * sizes.context or rank < sizes.expert_tensor * sizes.expert
+        if is_first:
+            yield rank % sizes.tensor, rank // sizes.expert_tensor % sizes.expert
+
+
+def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, places: Sequence[Place]) -> None:
+    """Check that the files of all ranks are there, and nobody else's.
+
+    Raises:
+        IncompleteError: a rank's file is missing.
+        ContradictionError: there are files of ranks that the run does not have.
+    """
+    wanted = {place.folder(sizes): place for place in places}
+    missing = [name for name in wanted if not os.path.lexists(os.path.join(folder, name, FILE))]
+    if missing:
+        place = wanted[missing[0]]
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise IncompleteError(
+            f"{missing[0]}/{FILE}{more}: not in {folder} (TP {place.tensor}, PP {place.pipeline}, EP {place.expert})",
+            rank=place.rank(sizes),
+            file=os.path.join(folder, missing[0], FILE),
+            got=f"{len(wanted) - len(missing)} files; not there: "
+            + ", ".join(missing[:16])
+            + ("..." if missing[16:] else ""),
+            want=f"{len(wanted)}, for {sizes}",
+            next_step=f"copy {missing[0]} from where it was written, then run the same command; nothing was written",
+        )
+    surplus = [name for name in found if name not in wanted]
+    if surplus:
+        raise ContradictionError(
+            f"{folder} has {surplus[0]}, which is no rank of this run",
+            file=os.path.join(folder, surplus[0]),
+            got=", ".join(surplus[:5]),
+            want=f"{len(wanted)} folders for {sizes}",
+            next_step="remove what another run left, or name the checkpoint's own folder",
+        )
+
+
+def grid_text(found: Sequence[str], sizes: ParallelSizes, places: Sequence[Place]) -> list[str]:
+    """Return for each stage and expert rank which tensor-parallel ranks' files are there, for people."""
+    there = set(found)
+    rows: dict[tuple[int, int], list[Place]] = {}
+    for place in places:
+        rows.setdefault((place.pipeline, place.expert), []).append(place)
+    return [
+        f"PP {pipeline}, EP {expert}: "
+        + ", ".join(f"TP {p.tensor} {'present' if p.folder(sizes) in there else 'missing'}" for p in row)
+        for (pipeline, expert), row in sorted(rows.items())
+    ]

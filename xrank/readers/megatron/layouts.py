@@ -1,0 +1,219 @@
+"""How Megatron-core's modules cut their tensors over tensor-parallel ranks, as data: name -> layout.
+
+The axis ``tp`` is tensor parallelism, ``etp`` that of the experts, ``ep`` expert parallelism. What each module does is
+in megatron/core: column parallel layers cut rows, row parallel ones columns (tensor_parallel/layers.py); a gated
+linear_fc1 holds its own gate and up halves on every rank (transformer/mlp.py: glu); attention's linear_qkv is cut
+between query groups, whose rows stand together (transformer/attention.py). Norms, the router and biases that are added
+after the sum are replicas.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from xrank.layout import TensorLayout
+
+__all__ = [
+    "LAYER",
+    "count_experts",
+    "down_projection",
+    "expert_in",
+    "grouped_shape",
+    "is_projection",
+    "layout_of",
+    "projections",
+]
+__all__ += ["whole_name"]
+
+LAYER = re.compile(r"decoder\.layers\.(0|[1-9]\d{0,8})\.(.*)", re.ASCII)
+
+_LAYER = r"(?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?"
+_MLP = rf"{_LAYER}mlp\.(?:shared_experts\.)?"
+_EXPERT = rf"{_LAYER}mlp\.experts\."
+_LOCAL = rf"{_EXPERT}local_experts\.\d+\."
+
+_RULES: Sequence[tuple[str, str]] = (
+    (r"embedding\.word_embeddings\.weight", "[v/tp, h]"),
+    (r"output_layer\.weight", "[v/tp, h]"),
+    (r"output_layer\.bias", "[v/tp]"),
+    (r"embedding\.(?:position|tokentype)_embeddings\.weight", "[n, h]"),
+    (r"decoder\.final_layernorm\.(?:weight|bias)", "[h]"),
+    (r"mtp\.layers\.\d+\.(?:enorm|hnorm|final_layernorm)\.(?:weight|bias)", "[h]"),
+    (r"mtp\.layers\.\d+\.eh_proj\.weight", "[h/tp, two]"),
+    (rf"{_LAYER}(?:input|pre_mlp|post_self_attn|post_mlp)_layernorm\.(?:weight|bias)", "[h]"),
+    (rf"{_LAYER}self_attention\.(?:q|k)_layernorm\.(?:weight|bias)", "[d]"),
+    (rf"{_LAYER}self_attention\.linear_qkv\.layer_norm_(?:weight|bias)", "[h]"),
+    (rf"{_LAYER}self_attention\.linear_qkv\.weight", "[rows/tp, h]"),
+    (rf"{_LAYER}self_attention\.linear_qkv\.bias", "[rows/tp]"),
+    (rf"{_LAYER}self_attention\.linear_proj\.weight", "[h, cols/tp]"),
+    (rf"{_LAYER}self_attention\.linear_proj\.bias", "[h]"),
+    # Latent attention (transformer/multi_latent_attention.py); for its linear_*_down_proj see `down_projection`.
+    (rf"{_LAYER}self_attention\.kv_layernorm\.(?:weight|bias)", "[r]"),
+    (rf"{_LAYER}self_attention\.linear_(?:q|kv)_up_proj\.layer_norm_(?:weight|bias)", "[r]"),
+    (rf"{_LAYER}self_attention\.linear_q_proj\.weight", "[rows/tp, h]"),
+    (rf"{_LAYER}self_attention\.linear_(?:q|kv)_up_proj\.weight", "[rows/tp, r]"),
+    (rf"{_MLP}linear_fc1\.layer_norm_(?:weight|bias)", "[h]"),
+    (rf"{_MLP}linear_fc2\.weight", "[h, f/tp]"),
+    (rf"{_MLP}linear_fc2\.bias", "[h]"),
+    (rf"{_LAYER}mlp\.shared_experts\.gate_weight", "[one, h]"),
+    (rf"{_LAYER}mlp\.router\.weight", "[e, h]"),
+    (rf"{_LAYER}mlp\.router\.(?:bias|expert_bias|local_tokens_per_expert)", "[e]"),
+    (rf"{_LOCAL}linear_fc2\.weight|{_EXPERT}linear_fc2\.weight\d+", "[h, f/etp]"),
+    (rf"{_EXPERT}weight2", "[e/ep, f/etp, h]"),
+    (rf"{_LOCAL}linear_fc2\.bias|{_EXPERT}linear_fc2\.bias\d+", "[h]"),
+)
+_PLAIN: Sequence[tuple[str, str]] = (
+    (rf"{_EXPERT}weight1", "[e/ep, h, f/etp]"),
+    (rf"{_MLP}linear_fc1\.weight", "[f/tp, h]"),
+    (rf"{_MLP}linear_fc1\.bias", "[f/tp]"),
+    (rf"{_LOCAL}linear_fc1\.weight|{_EXPERT}linear_fc1\.weight\d+", "[f/etp, h]"),
+    (rf"{_LOCAL}linear_fc1\.bias|{_EXPERT}linear_fc1\.bias\d+", "[f/etp]"),
+)
+_GATED = tuple(
+    (pattern, layout.replace("f/tp", "<gate: f/tp | up: f/tp>").replace("f/etp", "<gate: f/etp | up: f/etp>"))
+    for pattern, layout in _PLAIN
+)
+_LAYOUTS = {
+    is_gated: tuple(
+        (re.compile(pattern), TensorLayout.parse(text))
+        for pattern, text in (*_RULES, *(_GATED if is_gated else _PLAIN))
+    )
+    for is_gated in (False, True)
+}
+
+_DOWN = re.compile(rf"{_LAYER}self_attention\.linear_(q|kv)_down_proj\.weight")
+_DOWN_ROWS = {"q": ("q_lora_rank",), "kv": ("kv_lora_rank", "qk_pos_emb_head_dim")}
+_DOWN_WHOLE, _DOWN_CUT = TensorLayout.parse("[r, h]"), TensorLayout.parse("[r/tp, h]")
+_EXPERT_NUMBER = re.compile(rf"({_EXPERT}(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{{1,9}})(\..*)?")
+_ANY_EXPERT = re.compile(r".*\.experts\..*")
+_GROUPED = re.compile(rf"{_EXPERT}weight([12])")
+_FC1 = re.compile(r"(linear_fc1)(?=\.weight\d*$)|(?<=experts\.)(weight1)$")
+
+
+def layout_of(name: str, *, is_gated: bool) -> TensorLayout | None:
+    """Return how a tensor is cut, by its global name; None for a name that the table does not know.
+
+    Args:
+        name: the tensor's name, with its layer's number.
+        is_gated: whether linear_fc1 is a gate and an up projection.
+    """
+    return next((layout for pattern, layout in _LAYOUTS[is_gated] if pattern.fullmatch(name)), None)
+
+
+def down_projection(name: str, num_rows: int, args: Mapping[str, Any], num_ways: int) -> TensorLayout | None:
+    """Return how latent attention's projection into fewer dims is cut; None for another name, or other rows.
+
+    Megatron's own linear layers cut it, Transformer Engine's repeat it: the rows of a part tell which it was.
+
+    Args:
+        name: the tensor's name.
+        num_rows: of a rank's part.
+        args: the run's arguments, which tell the rows of the whole.
+        num_ways: of tensor parallelism.
+    """
+    found = _DOWN.fullmatch(name)
+    keys = () if found is None else _DOWN_ROWS[found[1]]
+    told = [args.get(key) for key in keys]
+    whole = sum(n for n in told if type(n) is int)
+    if not keys or not all(type(n) is int for n in told) or whole not in (num_rows, num_rows * num_ways):
+        return None
+    return _DOWN_WHOLE if whole == num_rows else _DOWN_CUT
+
+
+def expert_in(name: str) -> tuple[str, int, str] | None:
+    """Return what stands before an expert's number, the number, and what follows; None where there is none.
+
+    Raises:
+        ValueError: it is a tensor of experts that has no number, so that several experts share it.
+    """
+    found = _EXPERT_NUMBER.fullmatch(name)
+    if found is not None:
+        return found[1], int(found[2]), found[3] or ""
+    if _ANY_EXPERT.fullmatch(name) and not _GROUPED.fullmatch(name) and "shared_experts" not in name:
+        raise ValueError(name)
+    return None
+
+
+def count_experts(names: Iterable[str]) -> int:
+    """Return how many experts each layer has, of those with a number in their names; 0 for a model without experts.
+
+    Raises:
+        ValueError: a tensor of several experts, as `expert_in`; or numbers with gaps, or other ones in other layers.
+    """
+    numbers: dict[str, set[int]] = {}
+    for name in names:
+        found = expert_in(name)
+        if found is not None:
+            numbers.setdefault(f"{found[0]}#{found[2]}", set()).add(found[1])
+    counts = {max(each) + 1 for each in numbers.values()} | {len(each) for each in numbers.values()}
+    if len(counts) > 1:
+        raise ValueError(f"{sorted(counts)} experts")
+    return counts.pop() if counts else 0
+
+
+def whole_name(name: str, first_layer: int, first_expert: int) -> tuple[str, bool]:
+    """Return a tensor's name in the whole model, and whether it is one expert's.
+
+    Args:
+        name: with layers counted within their stage's chunk, and experts within their rank.
+        first_layer: the number of the chunk's first layer.
+        first_expert: the number of the rank's first expert.
+
+    Raises:
+        ValueError: as `expert_in`.
+    """
+    found = LAYER.fullmatch(name)
+    if found is not None:
+        name = f"decoder.layers.{first_layer + int(found[1])}.{found[2]}"
+    expert = expert_in(name)
+    if expert is None:
+        return name, False
+    return f"{expert[0]}{first_expert + expert[1]}{expert[2]}", True
+
+
+def is_projection(name: str) -> bool:
+    """Say whether it is the weight of a linear_fc1, which may be a gate and an up projection."""
+    return _FC1.search(name) is not None
+
+
+def projections(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int, int]]:
+    """Yield the name of each linear_fc1's weight, its rows, and how many of them one projection has.
+
+    The latter are the columns of linear_fc2; one that is not there tells nothing.
+
+    Args:
+        shapes: of all weights by name, cut or whole; GroupedMLP's as `grouped_shape` says.
+    """
+    for name, one in shapes.items():
+        pair = _FC1.sub(lambda found: "linear_fc2" if found[1] else "weight2", name)
+        other = shapes.get(pair, ())
+        if pair == name or min(len(one), len(other)) < 2:
+            continue
+        # Of GroupedMLP's the columns are the projections; of all others the rows.
+        yield name, one[0] if len(one) == 2 else one[2], other[1]
+
+
+def grouped_shape(name: str, shape: tuple[int, ...], num_experts: int) -> tuple[int, ...] | None:
+    """Return what the tensor of several experts really is; None for any other tensor.
+
+    GroupedMLP has its weights as matrices that it views as one for each expert (transformer/moe/experts.py: forward).
+
+    Args:
+        name: the tensor's name.
+        shape: as it is stored.
+        num_experts: how many experts' it is.
+
+    Raises:
+        ValueError: the shape is not that of as many experts.
+    """
+    found = _GROUPED.fullmatch(name)
+    if found is None:
+        return None
+    if len(shape) != 2 or num_experts < 1 or shape[2 - int(found[1])] % num_experts:
+        raise ValueError(f"{list(shape)} for {num_experts} experts")
+    rows, columns = shape
+    return (
+        (num_experts, rows, columns // num_experts) if found[1] == "1" else (num_experts, rows // num_experts, columns)
+    )

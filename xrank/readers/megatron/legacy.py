@@ -1,0 +1,193 @@
+"""Reads Megatron's checkpoints of one file a model-parallel rank (``--ckpt-format torch``).
+
+A file has its rank's part of each tensor, under names that count layers within the rank's stage; how tensors are cut is
+known from their names alone. What comes of them has the names that Megatron-core's own ``torch_dist`` has: layers and
+experts counted over the whole model, gate and up halves end to end. The optimizer is left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from xrank.errors import ContradictionError
+from xrank.formats.regular_file import shown
+from xrank.plan.source import StoredModel
+from xrank.readers.base import Hints
+from xrank.readers.checkpoint_folders import nbytes_below
+from xrank.readers.megatron.args import ParallelSizes, check_agreement, parallel_sizes
+from xrank.readers.megatron.folder import (
+    checkpoint_folder,
+    iteration_of,
+    sibling_iterations,
+    why_not,
+)
+from xrank.readers.megatron.grid import FILE, Place, check_grid, grid_text, list_folders, places_of
+from xrank.readers.megatron.parts import TensorParts, collected, gating, layouts_of, own_tensors, placed
+from xrank.readers.megatron.stages import Chunk, count_layers, first_layers, has_encoder
+from xrank.readers.megatron.states import RankFile, check_identities, read_rank_file
+from xrank.readers.records import Records
+
+__all__ = ["MegatronLegacyReader"]
+
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+class MegatronLegacyReader:
+    """The reader of Megatron's checkpoints of one file a rank (`xrank.readers.base.Reader`)."""
+
+    name = "megatron-legacy"
+
+    def recognise(self, path: str) -> str | None:
+        """Return None if it is a checkpoint's folder, or one whose marker names a checkpoint."""
+        return why_not(path, _holds, f"mp_rank_*/{FILE}")
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every tensor of a checkpoint lies; errors as `Reader.read` lists them."""
+        folder = checkpoint_folder(path, _holds)
+        found = [name for name in list_folders(folder) if os.path.lexists(os.path.join(folder, name, FILE))]
+        # Any rank's arguments tell the grid.
+        first = read_rank_file(os.path.join(folder, found[0], FILE), 0)
+        sizes = parallel_sizes(first.args, first.origin)
+        places = places_of(sizes, folder)
+        check_grid(folder, found, sizes, places)
+        files = {}
+        for place in places:
+            file = read_rank_file(os.path.join(folder, place.folder(sizes), FILE), place.rank(sizes))
+            check_agreement(first.args, first.origin.path, file.args, file.origin.path)
+            _check_moment(first, file)
+            files[place] = file
+        step = iteration_of(folder, first.iteration, first.origin.path)
+        counts = _layers(files, sizes)
+        starts = first_layers(counts, sizes, first.args, first.origin.path)
+        _check_alike(files)
+        records = Records()
+        tensors = collected(files, sizes, starts, records)
+        layouts = layouts_of(tensors, sizes, hints, first.args, is_gated=gating(tensors, first))
+        check_identities(files, sizes, own_tensors(tensors, layouts))
+        shards = tuple(placed(tensors[name], layouts[name], sizes, hints) for name in tensors)
+        aliases = _tied(tensors, first.args)
+        return StoredModel(
+            format=self.name,
+            path=path,
+            files=tuple(records.files),
+            records=records.table(),
+            shards=shards,
+            aliases=aliases,
+            world_size=sizes.world or len(places),
+            step=step,
+            args=first.args,
+            nbytes=records.nbytes,
+            skipped_nbytes=max(nbytes_below(folder) - records.nbytes, 0),
+            notes=_notes(files, records),
+            details=_details(folder, found, sizes, places, counts, starts, aliases),
+        )
+
+
+def _holds(path: str) -> bool:
+    return os.path.isdir(path) and any(
+        os.path.lexists(os.path.join(path, name, FILE)) for name in list_folders(path)
+    )  # fmt: skip
+
+
+def _check_moment(first: RankFile, file: RankFile) -> None:
+    if repr(first.iteration) != repr(file.iteration):
+        raise ContradictionError(
+            file.origin.named(f"is of another iteration than {first.origin.path}"),
+            rank=file.origin.rank,
+            file=file.origin.path,
+            got=f"iteration {shown(str(file.iteration))}",
+            want=f"iteration {shown(str(first.iteration))}",
+            next_step="all files must come from one save of one run; copy them again",
+        )
+
+
+def _layers(files: Mapping[Place, RankFile], sizes: ParallelSizes) -> dict[Chunk, int]:
+    """Return how many layers each chunk holds, on which all its ranks must agree."""
+    counts: dict[Chunk, int] = {}
+    for place, file in files.items():
+        for number, chunk in enumerate(file.chunks):
+            if sizes.pipeline * sizes.virtual > 1 and has_encoder(chunk):
+                raise file.origin.usage(
+                    "holds layers of an encoder, which stages count each from 0: how many the stages before hold "
+                    "is not known",
+                    got=str(sizes),
+                    want="layers of a decoder, or one stage",
+                    next_step="save with --ckpt-format torch_dist",
+                )
+            count = count_layers(chunk, file.origin.path, place.rank(sizes))
+            known = counts.setdefault((number, place.pipeline), count)
+            if known != count:
+                raise ContradictionError(
+                    file.origin.named("holds another number of layers than other ranks of its stage"),
+                    rank=file.origin.rank,
+                    file=file.origin.path,
+                    got=f"{count} layers",
+                    want=f"{known}, as on the first rank of stage {place.pipeline}",
+                    next_step="all files must come from one save of one run; copy them again",
+                )
+    return counts
+
+
+def _check_alike(files: Mapping[Place, RankFile]) -> None:
+    """Check that the ranks of a stage hold tensors of the same names: experts are counted from 0 on each."""
+    first: dict[int, tuple[RankFile, list[set[str]]]] = {}
+    for place, file in files.items():
+        names = [set(chunk) for chunk in file.chunks]
+        other, known = first.setdefault(place.pipeline, (file, names))
+        for ours, theirs in zip(names, known, strict=True):
+            if ours != theirs:
+                name = min(ours ^ theirs)
+                holder, lacking = (file, other) if name in ours else (other, file)
+                raise ContradictionError(
+                    f"{shown(name)[1:-1]}: {holder.origin.path} has it, and {lacking.origin.path} of its stage has not",
+                    tensor=name,
+                    rank=lacking.origin.rank,
+                    file=lacking.origin.path,
+                    got="nothing of it",
+                    want="a part, or a copy",
+                    next_step="all files must come from one save of one run; copy them again",
+                )
+
+
+def _tied(tensors: Mapping[str, TensorParts], args: Mapping[str, Any]) -> dict[str, str]:
+    """Return the last stage's own copy of the embedding, where the two are one tensor (models/gpt/gpt_model.py)."""
+    is_tied = args.get("untie_embeddings_and_output_weights") is False
+    return {_HEAD: _EMBEDDING} if is_tied and _HEAD in tensors and _EMBEDDING in tensors else {}
+
+
+def _notes(files: Mapping[Place, RankFile], records: Records) -> tuple[tuple[str, str], ...]:
+    notes = []
+    num_extra = sum(file.num_extra for file in files.values())
+    if num_extra:
+        notes.append(("extra-state", f"{num_extra:,} _extra_state entries (Transformer Engine's own) were left out"))
+    if records.bare:
+        notes.append(("no-checksums", f"{len(records.bare)} files were written without checksums"))
+    return tuple(notes)
+
+
+def _details(
+    folder: str,
+    found: Sequence[str],
+    sizes: ParallelSizes,
+    places: Sequence[Place],
+    counts: Mapping[Chunk, int],
+    starts: Mapping[Chunk, int],
+    aliases: Mapping[str, str],
+) -> dict[str, Any]:
+    own = os.path.basename(os.path.realpath(folder))
+    siblings = sibling_iterations(os.path.dirname(os.path.realpath(folder)))
+    stages = {}
+    for (chunk, stage), count in sorted(counts.items(), key=lambda item: (item[0][1], item[0][0])):
+        name = f"PP {stage}" + (f", chunk {chunk}" if sizes.virtual > 1 else "")
+        start = starts[chunk, stage]
+        stages[name] = f"layers {start}-{start + count - 1}" if count else "no layers"
+    return {
+        "iteration": own,
+        "iterations": siblings if own in siblings else [own],
+        "parallel": str(sizes),
+        "grid": grid_text(found, sizes, places),
+        "stages": stages,
+        "tied": dict(aliases),
+    }

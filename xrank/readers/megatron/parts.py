@@ -1,0 +1,304 @@
+"""What the files of a legacy Megatron checkpoint hold of each tensor, and where that lies in the whole.
+
+Files count layers within their stage, and experts within their rank. How tensors are cut is known from their names
+alone: by Megatron's own table, or by the caller's layout file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from xrank.errors import ContradictionError, LayoutError, XrankError
+from xrank.formats.regular_file import shown
+from xrank.formats.torch_archive import ArchivedTensor
+from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout.local_part import local_part
+from xrank.layout.shape_inference import infer_shape
+from xrank.plan.source import StoredShard
+from xrank.readers.base import Hints
+from xrank.readers.held_tensor import HeldTensor, pieces_of
+from xrank.readers.megatron.args import ParallelSizes
+from xrank.readers.megatron.grid import Place
+from xrank.readers.megatron.layouts import (
+    LAYER,
+    count_experts,
+    down_projection,
+    expert_in,
+    grouped_shape,
+    layout_of,
+    projections,
+    whole_name,
+)
+from xrank.readers.megatron.stages import Chunk
+from xrank.readers.megatron.states import RankFile
+from xrank.readers.records import Records
+
+__all__ = ["TensorParts", "collected", "gating", "layouts_of", "own_tensors", "placed"]
+
+_GATED = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
+# Rows of gate and up in turns (megatron/training/arguments.py): another layout than the table's.
+_INTERLEAVED = "moe_mlp_glu_interleave_size"
+
+
+@dataclass(slots=True)
+class TensorParts:
+    """What files hold of one tensor."""
+
+    name: str
+    has_expert: bool
+    """Whether it is one expert's."""
+    held: list[HeldTensor] = field(default_factory=list)
+    tensors: list[ArchivedTensor] = field(default_factory=list)
+    """The same, as their files have them."""
+    places: list[Place] = field(default_factory=list)
+    """Of the files."""
+
+
+def collected(
+    files: Mapping[Place, RankFile], sizes: ParallelSizes, starts: Mapping[Chunk, int], records: Records
+) -> dict[str, TensorParts]:
+    """Return what files hold of each tensor, by its name in the whole model, in the model's order."""
+    found: dict[tuple[int, int], dict[str, TensorParts]] = {chunk: {} for chunk in sorted(starts)}
+    by_name: dict[str, TensorParts] = {}
+    for place, file in files.items():
+        index = records.file(file.archive)
+        for number, chunk in enumerate(file.chunks):
+            key = (number, place.pipeline)
+            num_experts = _num_experts(chunk, file, sizes)
+            for local_name, tensor in chunk.items():
+                layer, expert = whole_name(local_name, starts[key], num_experts * place.expert)
+                parts = by_name.get(layer)
+                if parts is None:
+                    parts = by_name[layer] = found[key][layer] = TensorParts(layer, expert)
+                parts.held.append(_held(local_name, file, tensor, index(tensor.key), sizes))
+                parts.tensors.append(tensor)
+                parts.places.append(place)
+    whole = [item for chunk in found.values() for item in chunk.items()]
+    return dict(sorted(whole, key=_model_order))
+
+
+def _model_order(item: tuple[str, TensorParts]) -> tuple[int, int]:
+    """Embedding, layers by number, the rest; names of one layer stay as the files have them."""
+    found = LAYER.fullmatch(item[0])
+    return (1, int(found[1])) if found else (0 if item[0].startswith("embedding.") else 2, 0)
+
+
+def _num_experts(chunk: Mapping[str, ArchivedTensor], file: RankFile, sizes: ParallelSizes) -> int:
+    """Return how many experts a rank holds in each layer of a chunk: its share of those that the arguments tell."""
+    for name in chunk:
+        try:
+            expert_in(name)
+        except ValueError:
+            raise _unknown(name, file, "experts without a number in their name") from None
+    try:
+        held = count_experts(chunk)
+    except ValueError as error:
+        raise file.origin.corrupt("holds experts with gaps, or not the same in all layers", got=str(error)) from None
+    told = file.args.get("num_experts")
+    if held and type(told) is int and held * sizes.expert != told:
+        # So it is of --moe-extended-tp, which old releases had: every rank held a part of every expert.
+        raise ContradictionError(
+            file.origin.named("does not hold its share of the experts that its args tell"),
+            rank=file.origin.rank,
+            file=file.origin.path,
+            got=f"{held} experts in a layer, on each of {sizes.expert} expert ranks",
+            want=f"{told} in all, as args.num_experts says",
+            next_step="check that the files are of one run; where experts are cut otherwise, save as torch_dist",
+        )
+    return held
+
+
+def _unknown(name: str, file: RankFile, got: str) -> LayoutError:
+    return LayoutError(
+        f"{shown(name)[1:-1]}: how Megatron cuts a tensor of this name is not known",
+        tensor=name,
+        rank=file.origin.rank,
+        file=file.origin.path,
+        got=got,
+        want="a name that xrank's table has, or a rule of --layout",
+        next_step="save with --ckpt-format torch_dist, which records it, or give --layout FILE with this tensor's rule",
+    )
+
+
+def _held(name: str, file: RankFile, tensor: ArchivedTensor, record: int, sizes: ParallelSizes) -> HeldTensor:
+    assert file.origin.rank is not None
+    shape, strides = tensor.shape, tensor.strides
+    number = file.args.get("num_experts")
+    try:
+        grouped = grouped_shape(name, shape, number // sizes.expert if type(number) is int else 0)
+    except ValueError as error:
+        raise file.origin.corrupt(f"{name} is not the tensor of the experts that args tell", got=str(error)) from None
+    if grouped is not None:
+        if strides != (shape[1], 1):
+            raise file.origin.corrupt(f"{name} is no plain matrix", got=f"strides {list(strides)}")
+        shape, strides = grouped, (grouped[1] * grouped[2], grouped[2], 1)
+    return HeldTensor(
+        rank=file.origin.rank,
+        file=file.origin.path,
+        record=record,
+        dtype=tensor.dtype,
+        shape=shape,
+        strides=strides,
+        storage_offset=tensor.storage_offset,
+    )
+
+
+def gating(tensors: Mapping[str, TensorParts], first: RankFile) -> bool:
+    """Return whether linear_fc1 is gate and up: by the arguments, and by the shapes, which must agree.
+
+    Raises:
+        ContradictionError: they don't.
+    """
+    if first.args.get(_INTERLEAVED):
+        raise first.origin.usage(
+            "its experts have gate and up rows in turns, which is not read",
+            got=f"args.{_INTERLEAVED} {first.args[_INTERLEAVED]}",
+            want="halves",
+            next_step="save with --ckpt-format torch_dist",
+        )
+    told = [first.args[key] for key in _GATED if isinstance(first.args.get(key), bool)]
+    is_gated = any(told)
+    for name, rows, columns in projections({name: parts.held[0].shape for name, parts in tensors.items()}):
+        if not told and rows == 2 * columns:
+            is_gated, told = True, [True]
+        if rows != columns * (2 if is_gated else 1):
+            held = tensors[name].held[0]
+            raise held.contradiction(
+                name,
+                f"its shape is not that of {'gate and up halves' if is_gated else 'one projection'}, as args tell",
+                got=f"{rows} rows, for {columns} columns of linear_fc2",
+                want=f"{columns * (2 if is_gated else 1)} rows",
+                next_step="check that args.swiglu is that of the run",
+            )
+    return is_gated
+
+
+def layouts_of(
+    tensors: Mapping[str, TensorParts], sizes: ParallelSizes, hints: Hints, args: Mapping[str, Any], *, is_gated: bool
+) -> dict[str, TensorLayout]:
+    """Return how each tensor is cut: by the caller's layout file, else by Megatron's own table, or the arguments.
+
+    Raises:
+        LayoutError: neither knows a name; all such names are named at once.
+    """
+    found, unknown = {}, []
+    for name, parts in tensors.items():
+        layout = _given(name, hints) or layout_of(name, is_gated=is_gated)
+        if layout is None and parts.held[0].shape:
+            layout = down_projection(name, parts.held[0].shape[0], args, sizes.tensor)
+        if layout is None and sizes.tensor == 1 and not parts.has_expert:
+            # Whole on every rank; copies on expert ranks are compared.
+            layout = _whole(len(parts.held[0].shape))
+        if layout is None:
+            unknown.append(name)
+        else:
+            found[name] = layout
+    if unknown:
+        held = tensors[unknown[0]].held[0]
+        more = f"; likewise {', '.join(shown(name)[1:-1] for name in unknown[1:6])}" if len(unknown) > 1 else ""
+        raise LayoutError(
+            f"{shown(unknown[0])[1:-1]}: how Megatron cuts a tensor of this name is not known{more}",
+            tensor=unknown[0],
+            rank=held.rank,
+            file=held.file,
+            got=f"a part of shape {list(held.shape)}",
+            want="a name that xrank's table has, or a rule of --layout on the axes tp and etp",
+            next_step="run again with --layout FILE that gives its layout, or save with --ckpt-format torch_dist",
+        )
+    return found
+
+
+def _given(name: str, hints: Hints) -> TensorLayout | None:
+    if hints.layouts is None:
+        return None
+    layout = hints.layouts[name]
+    return None if layout is None else TensorLayout.from_tree(layout.with_sizes(hints.layouts.sizes).tree)
+
+
+@lru_cache(maxsize=16)
+def _whole(num_dims: int) -> TensorLayout:
+    return TensorLayout.parse("[" + ", ".join(f"d{i}" for i in range(num_dims)) + "]")
+
+
+def own_tensors(
+    tensors: Mapping[str, TensorParts], layouts: Mapping[str, TensorLayout]
+) -> dict[Place, list[ArchivedTensor]]:
+    """Return for each file the tensors of which no other file has the same part."""
+    found: dict[Place, list[ArchivedTensor]] = {}
+    for name, parts in tensors.items():
+        is_cut = any(layouts[name].axes)
+        by_expert = any("ep" in axes for axes in layouts[name].axes)
+        keys = [(p.tensor if is_cut else 0, p.expert if by_expert else 0) for p in parts.places]
+        counts = Counter(keys)
+        for place, key, tensor in zip(parts.places, keys, parts.tensors, strict=True):
+            if counts[key] == 1:
+                found.setdefault(place, []).append(tensor)
+    return found
+
+
+def placed(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, hints: Hints) -> StoredShard:
+    """Return where a tensor's parts lie in the whole; copies of one part are its replicas.
+
+    Raises:
+        ContradictionError: parts do not fit each other.
+        LayoutError: the layout does not fit them.
+    """
+    first = parts.held[0]
+    for held in parts.held:
+        if held.dtype != first.dtype:
+            raise held.contradiction(
+                parts.name,
+                f"ranks {first.rank} and {held.rank} disagree about its dtype",
+                got=held.dtype,
+                want=first.dtype,
+                next_step="all files must come from one save of one run; copy them again",
+            )
+    # Experts are cut by `etp`, whose ranks repeat along tp; all else by `tp`.
+    lengths = {"tp": sizes.tensor, "ep": sizes.expert, "etp": sizes.expert_tensor}
+    axes = tuple(axis for axis in lengths if any(axis in used for used in layout.axes)) or ("tp",)
+    mesh = _mesh(axes, tuple(lengths[axis] for axis in axes))
+    try:
+        places = [_coordinate(place, sizes, axes) for place in parts.places]
+        # One part for each place; all others are copies and must have its shape.
+        shapes = {mesh.rank_at(at): held.shape for at, held in zip(places, parts.held, strict=True)}
+        shape = infer_shape(layout, mesh, shapes)
+        nests = []
+        for at, held in zip(places, parts.held, strict=True):
+            part = local_part(layout, mesh, at, shape)
+            if part is None or part.sums or part.shape != held.shape:
+                raise held.contradiction(
+                    parts.name,
+                    f"the part in {held.file} does not have the shape that its layout gives it",
+                    got=str(list(held.shape)),
+                    want=f"{None if part is None else list(part.shape)}, by {layout} of {list(shape)}",
+                    next_step="all files must come from one save of one run; copy them again",
+                )
+            nests.append(part.nests)
+    except LayoutError as error:
+        raise _named(error, parts, is_given=_given(parts.name, hints) is not None) from None
+    return pieces_of(parts.name, parts.held, shape, nests)
+
+
+def _named(error: LayoutError, parts: TensorParts, *, is_given: bool) -> XrankError:
+    message, first = f"{parts.name}: {error.message}", parts.held[0]
+    facts: dict[str, Any] = {"tensor": parts.name, "rank": first.rank, "file": first.file}
+    facts |= {"got": error.got, "want": error.want}
+    if is_given:
+        return LayoutError(message, **facts, next_step="correct the layout file; its axes are tp and etp")
+    return ContradictionError(
+        message, **facts, next_step="all files must come from one save of one run; copy them again"
+    )  # fmt: skip
+
+
+def _coordinate(place: Place, sizes: ParallelSizes, axes: Sequence[str]) -> dict[str, int]:
+    at = {"tp": place.tensor, "ep": place.expert, "etp": place.tensor % sizes.expert_tensor}
+    return {axis: at[axis] for axis in axes}
+
+
+@lru_cache(maxsize=16)
+def _mesh(axes: tuple[str, ...], lengths: tuple[int, ...]) -> DeviceMesh:
+    return DeviceMesh(lengths, axes)

@@ -1,0 +1,72 @@
+"""Names that wrappers give a state dict's tensors, and the model's own behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+
+from xrank.errors import UsageError
+from xrank.plan.source import StoredModel
+
+__all__ = ["name_notes", "plain_names", "renamed", "under_own_names"]
+
+_OUTER = "module"
+"""Of DistributedDataParallel, DataParallel, DeepSpeed's engine: before every name, or it is the model's own word."""
+# torch/_dynamo/eval_frame.py: OptimizedModule; torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py;
+# torch/distributed/fsdp/_common_utils.py: FSDP_WRAPPED_MODULE. No model has a module of such a name.
+_ANYWHERE = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_TAKEN_OFF = "what wrappers put into names was taken off: {} is {}"
+
+
+def plain_names(names: Sequence[str], known: Container[str] = ()) -> dict[str, str]:
+    """Return name -> the model's own name, of all; nothing where no wrapper gave any.
+
+    Args:
+        names: of all tensors.
+        known: names that the model has; where it has one that a wrapper may have made, none is changed.
+
+    Raises:
+        UsageError: two would have one name.
+    """
+    plain = {name: ".".join(piece for piece in name.split(".") if piece not in _ANYWHERE) for name in names}
+    while plain and all(name.startswith(f"{_OUTER}.") for name in plain.values()):
+        plain = {name: bare.removeprefix(f"{_OUTER}.") for name, bare in plain.items()}
+    changed = [name for name, bare in plain.items() if name != bare]
+    if not changed or any(name in known for name in changed):
+        return {}
+    taken: dict[str, str] = {}
+    for name, bare in plain.items():
+        if (other := taken.setdefault(bare, name)) != name:
+            raise UsageError(
+                f"{bare}: two tensors would have this name without what wrappers put into theirs",
+                tensor=bare,
+                got=f"{other} and {name}",
+                want="one",
+                next_step="leave one of them out",
+            )
+    return plain
+
+
+def renamed(stored: StoredModel, plain: Mapping[str, str]) -> StoredModel:
+    """Return a model under its own names, and say so in a note."""
+    if not plain:
+        return stored
+    return replace(
+        stored,
+        shards=tuple(replace(shard, name=plain[shard.name]) for shard in stored.shards),
+        absent=tuple(plain[name] for name in stored.absent),
+        aliases={plain[name]: plain[target] for name, target in stored.aliases.items()},
+        layouts={plain.get(name, name): stated for name, stated in stored.layouts.items()},
+        notes=(*stored.notes, *name_notes(plain)),
+    )
+
+
+def under_own_names(stored: StoredModel, known: Container[str] = ()) -> StoredModel:
+    """Return what a reader found under the model's own names; arguments and errors as `plain_names`."""
+    return renamed(stored, plain_names([*(shard.name for shard in stored.shards), *stored.absent], known))
+
+
+def name_notes(plain: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the note on names that were changed, if any were."""
+    changed = next((pair for pair in plain.items() if pair[0] != pair[1]), None)
+    return () if changed is None else (("wrapper-names", _TAKEN_OFF.format(*changed)),)

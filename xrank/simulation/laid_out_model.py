@@ -1,0 +1,132 @@
+"""A model that nobody has: what ranks would hold of it by a layout file, as a reader would describe it."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from xrank import dtypes
+from xrank.conversion.layout_check import check_survey
+from xrank.errors import LayoutError, UsageError
+from xrank.layout import DeviceMesh, LayoutMap
+from xrank.layout.nest_rows import rows_of
+from xrank.layout.nest_table import IntArray, int_array
+from xrank.plan.holdings import Holdings, Survey
+from xrank.plan.source import RecordTable, SourceFile, StoredModel, StoredShard
+from xrank.plan.survey import survey
+from xrank.plan.told_shapes import told_shapes
+
+__all__ = ["laid_out_model", "read_layouts_on", "told_survey"]
+
+_SOME_CHECKSUM = 0
+"""States record one for each tensor: what of it no copy needs, padding above all, is read for its sake."""
+
+
+def read_layouts_on(file: str, mesh: str | None) -> LayoutMap:
+    """Return the content of a layout file, on another mesh where one is given.
+
+    Raises:
+        LayoutError: the mesh cannot be read, or does not fit the layouts.
+        UsageError: the file cannot be read.
+    """
+    try:
+        return LayoutMap.read(file, mesh=None if mesh is None else DeviceMesh.parse_grid(mesh))
+    except LayoutError as error:
+        if mesh is not None:
+            error.next_step = error.next_step or f"give --mesh the axes that {file} names, or correct the file"
+        raise
+
+
+def told_survey(layouts: LayoutMap, file: str, dtype: str) -> tuple[Survey, tuple[tuple[str, str], ...]]:
+    """Return who holds what of all tensors whose sizes a layout file tells, proven, and notes on the others.
+
+    Args:
+        layouts: the file's content.
+        file: its path.
+        dtype: safetensors name of every tensor's element type.
+
+    Raises:
+        LayoutError: no size is told, nothing says the mesh, a tensor is not held exactly once, or its parts are
+            addends.
+    """
+    shapes, untold = told_shapes(layouts)
+    if not shapes:
+        raise LayoutError(
+            f"{file} tells the size of no tensor",
+            file=file,
+            got=next(iter(untold.values()), "no rule"),
+            want="numbers in the layouts or in [sizes]",
+            next_step=f"write numbers in place of the names in {file}, or say them in its [sizes]",
+        )
+    found = survey(layouts, shapes, dtypes=dict.fromkeys(shapes, dtype))
+    _, problem = check_survey(found)
+    if problem is not None:
+        raise problem
+    for one in found.tensors:
+        if one.sums:
+            raise LayoutError(
+                f"{one.name}: its ranks hold addends of a sum over {', '.join(one.sums)}, which are no values to copy",
+                tensor=one.name,
+                got=one.text,
+                want="parts or replicas",
+                next_step="give the layout that it has when it is reduced",
+            )
+    notes = (("no-shape", f"the rule {rule!r} is left out: {reason}") for rule, reason in untold.items())
+    return found, tuple(notes)
+
+
+def laid_out_model(found: Survey, path: str) -> StoredModel:
+    """Return the model that ranks hold by a survey: a file for each rank, a record for each tensor that it holds.
+
+    Args:
+        found: who holds what; no problem is in it, and every type is known.
+        path: what the model is called by.
+
+    Raises:
+        UsageError: there is no rank, or ranks are not numbered from 0.
+    """
+    held = [one for one in found.tensors if one.parts is not None and len(one.parts.ranks)]
+    meshes = [one.mesh for one in held if one.mesh is not None]
+    ranks = sorted({rank for mesh in dict.fromkeys(meshes) for rank in mesh.ranks})
+    if not ranks or ranks != list(range(len(ranks))):
+        raise UsageError(
+            f"the ranks of {path} are not numbered from 0 without a gap",
+            file=path,
+            got=f"{len(ranks)} ranks, up to {ranks[-1]}" if ranks else "no rank",
+            want="ranks 0, 1, 2, ...",
+            next_step='leave "ranks" out of [mesh], or give --mesh',
+        )
+    used = np.zeros(len(ranks), np.int64)
+    file, offset, nbytes, shards, count = [], [], [], [], 0
+    for one in held:
+        shard, sizes = _shard(one, count)
+        holders = one.parts.ranks if one.parts is not None else shard.rank
+        file.append(holders)
+        offset.append(used[holders])
+        nbytes.append(sizes)
+        used[holders] += sizes
+        shards.append(shard)
+        count += len(holders)
+    table = [np.concatenate(column) for column in (file, offset, nbytes)]
+    total = [int(n) for n in used]
+    return StoredModel(
+        format="layout file",
+        path=path,
+        files=tuple(SourceFile(os.fspath(f"rank {r}"), n, inode=r, mtime_ns=0) for r, n in enumerate(total)),
+        records=RecordTable(table[0], table[1], table[2], np.full(count, _SOME_CHECKSUM, np.int64)),
+        shards=tuple(shards),
+        world_size=len(ranks),
+        nbytes=sum(total),
+    )
+
+
+def _shard(one: Holdings, first: int) -> tuple[StoredShard, IntArray]:
+    """Return a tensor with its pieces, of records from `first` on, and the bytes of each of these."""
+    parts, dtype = one.parts, one.dtype
+    assert parts is not None and dtype is not None
+    rows, holder = rows_of(parts.owner, parts.part, len(parts.local_sizes))
+    shard = StoredShard(
+        one.name, dtype, one.shape, parts.ranks[holder], int_array(first + holder), parts.nests.take(rows)
+    )
+    return shard, parts.local_sizes[parts.part] * dtypes.dtype(dtype).nbytes

@@ -1,0 +1,140 @@
+"""Seconds: what the traffic of a conversion takes at the rates of a machine.
+
+What is assumed is said in `ASSUMED`, and wherever seconds are shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from xrank.errors import UsageError
+from xrank.layout import DeviceMesh
+from xrank.layout.nest_table import IntArray, int_array
+from xrank.simulation.rates import Rates
+from xrank.simulation.traffic import Exchange, Traffic
+
+__all__ = ["ASSUMED", "PARTS", "Prediction", "predicted"]
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+
+PARTS = ("compare", "read", "exchange", "write")
+
+ASSUMED = (
+    "a rank's reads, exchanges and writes follow one another; ranks work at once, and wait each round for the slowest",
+    "one rank's links and files slow no other's, but for all_read and all_write, which ranks share evenly",
+    "every byte is read anew, and written once: no cache is warm, and no extent is shared",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prediction:
+    """How long a conversion takes."""
+
+    parts: dict[str, FloatArray]
+    """By name of `PARTS`: each rank's seconds; what is missing from `seconds` it waits."""
+    start_seconds: float
+    seconds: float
+    """From the start of the first rank to the end of the last."""
+
+    @property
+    def busy(self) -> FloatArray:
+        """By rank, without waiting."""
+        return sum((self.parts[name] for name in PARTS), np.zeros_like(self.parts[PARTS[0]]))
+
+
+def predicted(traffic: Traffic, rates: Rates, mesh: DeviceMesh | None) -> Prediction:
+    """Return how long the traffic takes.
+
+    Args:
+        traffic: what moves.
+        rates: of the machine.
+        mesh: of the ranks, where rates are told along its axes.
+
+    Raises:
+        UsageError: a rate that is needed is not told; or ranks exchange anything, and an axis is none of the mesh.
+    """
+    is_exchanged = any(len(one.exchange.taker) for one in traffic.rounds)
+    links = _Links(rates if is_exchanged else Rates(), mesh, traffic.num_ranks)
+    parts = {name: np.zeros(traffic.num_ranks) for name in PARTS}
+    parts["compare"] += _seconds("memory", traffic.compared_nbytes, rates.memory)
+    total = rates.start_seconds + float(parts["compare"].max(initial=0.0))
+    for one in traffic.rounds:
+        made = {
+            "read": _seconds("read", one.read_nbytes, _shared(rates.read, rates.all_read, one.read_nbytes))
+            + _seconds("memory", one.own_nbytes, rates.memory),
+            "exchange": links.seconds(one.exchange),
+            "write": _seconds("write", one.written_nbytes, _shared(rates.write, rates.all_write, one.written_nbytes)),
+        }
+        for name, seconds in made.items():
+            parts[name] += seconds
+        total += float(sum(made.values(), np.zeros(traffic.num_ranks)).max(initial=0.0))
+    return Prediction(parts, rates.start_seconds, total)
+
+
+def _shared(own: float | None, of_all: float | None, nbytes: IntArray) -> float | None:
+    """Return the rate of one rank where those that have anything to do share that of all evenly."""
+    if of_all is None:
+        return own
+    each = of_all / max(1, int(np.count_nonzero(nbytes)))
+    return each if own is None else min(own, each)
+
+
+def _seconds(name: str, nbytes: IntArray, rate: float | None) -> FloatArray:
+    if rate is None:
+        if nbytes.any():
+            raise _untold(name)
+        return np.zeros(len(nbytes))
+    return nbytes / rate
+
+
+def _untold(name: str) -> UsageError:
+    return UsageError(
+        f"--link does not tell {name}, which this operation needs",
+        got=f"rates without {name}",
+        want=f"{name}=2GB/s, or whatever the machine does",
+        next_step=f"add {name} to --link; or leave --link out, for bytes and messages alone",
+    )
+
+
+class _Links:
+    """The links between ranks: of all axes along which two differ the slowest, as `LinkModel.link` has it."""
+
+    def __init__(self, rates: Rates, mesh: DeviceMesh | None, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._link = rates.link
+        self._places: dict[str, IntArray] = {}
+        for axis in rates.link.axes:
+            if mesh is None or axis not in mesh.axis_names:
+                raise UsageError(
+                    f"--link tells of the axis {axis!r}, which the mesh of the ranks has not",
+                    got=f"{axis}.bandwidth or {axis}.latency",
+                    want="no axis, as no mesh is known" if mesh is None else f"an axis of {mesh.grid!r}",
+                    next_step="correct the axis in --link, or leave it out",
+                )
+        if mesh is not None and rates.link.axes:
+            at = np.unravel_index(np.arange(mesh.size), mesh.shape)
+            for axis, places in zip(mesh.axis_names, at, strict=True):
+                self._places[axis] = np.zeros(num_ranks, np.int64)
+                self._places[axis][int_array(mesh.ranks)] = places
+
+    def seconds(self, exchange: Exchange) -> FloatArray:
+        """Return by rank what it needs for what it takes, or for what others take of it, whichever is longer."""
+        a_byte, a_message = np.zeros(len(exchange.taker)), np.zeros(len(exchange.taker))
+        chosen = {axis: at[exchange.taker] != at[exchange.giver] for axis, at in self._places.items()}
+        for axis, along in chosen.items() or [("", np.ones(len(exchange.taker), np.bool_))]:
+            if not along.any():
+                continue
+            latency, bandwidth = self._link.link((axis,))
+            if bandwidth == inf:
+                raise _untold("bandwidth")
+            a_byte[along] = np.maximum(a_byte[along], 1 / bandwidth)
+            a_message[along] = np.maximum(a_message[along], latency)
+        moved = exchange.nbytes * a_byte
+        taken = np.bincount(exchange.taker, moved + exchange.messages * a_message, self._num_ranks)
+        given = np.bincount(exchange.giver, moved, self._num_ranks)
+        return np.maximum(taken, given)

@@ -1,0 +1,175 @@
+"""The memory that a cluster's processes share: one file without a name, made before they are forked.
+
+The file is sparse: it has room for all that anybody could send, and takes memory only where something was written.
+
+    the board     what each end waits for              `xrank.virtual.channels.board`
+    the rings     a head for each ordered pair of ends  `xrank.virtual.channels.message_ring`
+    the tables    which blocks of an end are in use     `xrank.virtual.channels.block_arena`
+    the arenas    an end's blocks: rings and arrays
+
+An *end* is a device, by its place in the mesh, or the host, which comes after the last of them. Words are loaded and
+stored whole, and seen by others in the order of the stores: what x86-64 promises, and xrank's messages between ranks
+(`xrank.workspace.arena`) stand on, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from functools import cache
+
+from xrank.errors import NoSpaceError, UsageError
+
+__all__ = ["BOARD_NBYTES", "HEAD_NBYTES", "MAX_BLOCKS", "Segment"]
+
+BOARD_NBYTES = 128
+"""Of the board, for each end."""
+HEAD_NBYTES = 16
+"""Of a ring's head."""
+MAX_BLOCKS = 1 << 20
+"""Of one end's arena, at once."""
+_MAX_NBYTES = 1 << 45
+"""Of addresses: a quarter of what a process has."""
+_MIN_ARENA_NBYTES = 64 << 20
+_PAGE_NBYTES = mmap.PAGESIZE
+
+
+class Segment:
+    """The shared file, mapped.
+
+    Args:
+        num_ends: devices and the host.
+
+    Raises:
+        UsageError: this system has no such files, or not as many addresses.
+    """
+
+    def __init__(self, num_ends: int) -> None:
+        if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd") or not hasattr(os, "pidfd_open"):
+            raise UsageError(
+                "devices that are processes share memory in a way that only Linux has",
+                next_step='give engine="in-process"',
+            )
+        self.num_ends = num_ends
+        self._rings = _round_up(num_ends * BOARD_NBYTES)
+        self._tables = self._rings + _round_up(num_ends * num_ends * HEAD_NBYTES)
+        self._arenas = self._tables + num_ends * MAX_BLOCKS
+        # More than all of the memory, nobody can send.
+        nbytes = min(os.sysconf("SC_PHYS_PAGES") * _PAGE_NBYTES, _round_down((_MAX_NBYTES - self._arenas) // num_ends))
+        self._fd = os.memfd_create("xrank-virtual", os.MFD_CLOEXEC)
+        try:
+            self._address, self.arena_nbytes = self._mapped(max(nbytes, _MIN_ARENA_NBYTES))
+            self.data = _view(self._address, self._nbytes)
+            self.words = self.data.cast("q")
+            self.write_fresh(0, memoryview(bytes(self._tables)))
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    @property
+    def _nbytes(self) -> int:
+        return self._arenas + self.num_ends * self.arena_nbytes
+
+    def _mapped(self, arena_nbytes: int) -> tuple[int, int]:
+        while True:
+            total = self._arenas + self.num_ends * arena_nbytes
+            try:
+                os.ftruncate(self._fd, total)
+                return _map(self._fd, total), arena_nbytes
+            except OSError as error:
+                # A limit on addresses or on files (ulimit -v, -f): less will do.
+                if error.errno not in (errno.ENOMEM, errno.EFBIG) or arena_nbytes < 2 * _MIN_ARENA_NBYTES:
+                    raise
+                arena_nbytes = _round_down(arena_nbytes // 2)
+
+    def board(self, end: int) -> int:
+        """Return where an end's part of the board starts."""
+        return end * BOARD_NBYTES
+
+    def ring(self, sender: int, receiver: int) -> int:
+        """Return where the head of a pair's ring lies."""
+        return self._rings + (sender * self.num_ends + receiver) * HEAD_NBYTES
+
+    def table(self, end: int) -> int:
+        """Return where an end's table of blocks starts."""
+        return self._tables + end * MAX_BLOCKS
+
+    def arena(self, end: int) -> int:
+        """Return where an end's blocks start."""
+        return self._arenas + end * self.arena_nbytes
+
+    def write_fresh(self, offset: int, content: memoryview) -> None:
+        """Put bytes where nothing lay before: a full memory is an error here, and a SIGBUS in a store.
+
+        It is the quickest way to fresh pages, too.
+
+        Raises:
+            NoSpaceError: the system has no memory for it.
+        """
+        needed = len(content)
+        while content:
+            try:
+                n = os.pwrite(self._fd, content, offset)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                    raise
+                raise no_space(needed) from error
+            content, offset = content[n:], offset + n
+
+    def close(self) -> None:
+        """Give all memory back; nobody may use what lies in it any more.
+
+        The addresses stay until the last view of them is gone, and hold nothing: frames of an error that somebody keeps
+        have views.
+        """
+        _libc().madvise(self._address, self._nbytes, mmap.MADV_REMOVE)
+        os.close(self._fd)
+
+
+def _map(fd: int, nbytes: int) -> int:
+    # mmap.mmap would keep a descriptor for as long as anybody has a view.
+    address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(address)
+
+
+def _view(address: int, nbytes: int) -> memoryview:
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(memory, _libc().munmap, address, nbytes).atexit = False
+    return memoryview(memory).cast("B")
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    word, number = ctypes.c_size_t, ctypes.c_int
+    libc.mmap.argtypes = [ctypes.c_void_p, word, number, number, number, ctypes.c_longlong]
+    libc.mmap.restype = ctypes.c_void_p
+    libc.munmap.argtypes = [ctypes.c_void_p, word]
+    libc.madvise.argtypes = [ctypes.c_void_p, word, number]
+    return libc
+
+
+def no_space(needed: int) -> NoSpaceError:
+    """Return the error for bytes that found no memory."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * _PAGE_NBYTES
+    return NoSpaceError(
+        "there is no memory for what a device sends",
+        got=f"{free:,} bytes free",
+        want=f"{needed:,} bytes",
+        next_step="free memory on this host, or run smaller arrays; xrank.virtual.plan needs none",
+        needed_nbytes=needed,
+        free_nbytes=free,
+    )
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+
+
+def _round_down(nbytes: int) -> int:
+    return nbytes // _PAGE_NBYTES * _PAGE_NBYTES

@@ -1,0 +1,309 @@
+"""A virtual device: what stands for one rank, with the collectives as methods.
+
+    def train(device, x):
+        whole = device.all_gather(x, "tp", dim=0)
+        return device.all_reduce(whole.sum(0), "dp", reduction="mean")
+
+Every collective takes a group, either as mesh axes (one name or several; all of the mesh when nothing is said) or as
+``group=``, the members themselves; results come in the group's order. All members of a group call the same
+collectives in the same order: each message says what it is part of, and a device that gets another refuses it by
+name. What a method returns is the caller's own, and what it was given may be changed as soon as it has returned.
+Tensors come without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+from xrank.errors import UsageError
+from xrank.layout.mesh import DeviceMesh
+from xrank.virtual.arrays import Array, spec_of
+from xrank.virtual.channels.channel import Links, heading_of
+from xrank.virtual.collectives import ALWAYS_PUSH, REDUCTIONS, ROOTED, check_algorithm, course
+from xrank.virtual.exchange import Exchange, Tally
+from xrank.virtual.groups import group_of
+from xrank.virtual.statistics import DeviceStatistics, Traffic
+
+__all__ = ["VirtualDevice"]
+
+Axes = str | Sequence[str] | None
+
+
+class VirtualDevice:
+    """One device of a running cluster; the cluster makes it.
+
+    Args:
+        links: the ends of its channels.
+        index: its number in the mesh, its rank.
+        mesh: all devices.
+        algorithm: how its collectives go where a call says nothing.
+    """
+
+    def __init__(self, links: Links, index: int, mesh: DeviceMesh, algorithm: str = "push") -> None:
+        self.index = index
+        self.mesh = mesh
+        self.algorithm = check_algorithm(algorithm)
+        self.coordinate = mesh.coordinate(index)
+        """The place along every mesh axis, by name."""
+        self._links = links
+        self._tallies: dict[str, Tally] = {}
+        self._from_host = Tally()
+        self._to_host = Tally()
+        self._flops = 0
+        self._peak_nbytes: int | None = None
+        self._calls: dict[tuple[int, ...], int] = {}
+
+    def __repr__(self) -> str:
+        return f"<VirtualDevice {self.index} at {self.coordinate}>"
+
+    @property
+    def statistics(self) -> DeviceStatistics:
+        """What this device has counted so far."""
+        return DeviceStatistics(
+            {name: _traffic(tally) for name, tally in self._tallies.items()},
+            _traffic(self._from_host),
+            _traffic(self._to_host),
+            self._flops,
+            self._peak_nbytes,
+        )
+
+    def group(self, axes: Axes = None, *, group: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Return the members of the group that a collective with these arguments has, this device among them."""
+        return group_of(self.mesh, self.index, axes, group)
+
+    def all_scatter(self, array: Array, axes: Axes = None, *, group: Sequence[int] | None = None) -> list[Array]:
+        """Send an array to all others at once, and return all in group order; shapes may differ. Always a push."""
+        result = self._exchange("all_scatter", array, axes, group)
+        assert isinstance(result, list)
+        return result
+
+    def all_gather(
+        self,
+        array: Array,
+        axes: Axes = None,
+        *,
+        group: Sequence[int] | None = None,
+        dim: int | None = None,
+        algorithm: str | None = None,
+    ) -> Array:
+        """Return what all members bring: a list in group order, or, with a dim, one array joined there.
+
+        Shapes and element types may differ in a list, lengths of the dim in what is joined.
+        """
+        return self._exchange("all_gather", array, axes, group, dim=dim, algorithm=algorithm)
+
+    def all_reduce(
+        self,
+        array: Array,
+        axes: Axes = None,
+        *,
+        group: Sequence[int] | None = None,
+        reduction: str = "sum",
+        algorithm: str | None = None,
+    ) -> Array:
+        """Return what all members bring, reduced element by element in their element type.
+
+        ``"push"`` reduces in group order; ``"ring"`` reduces each flat piece from the member after its own on. Both are
+        the same at every run and on every member. Sums of bools are "or".
+
+        Args:
+            array: of one shape and element type on all members.
+            axes: the group, by mesh axes.
+            group: the group, by members.
+            reduction: ``"sum"``, ``"mean"`` (of floats), ``"max"``, ``"min"`` or ``"prod"``.
+            algorithm: ``"push"`` or ``"ring"``, alike on all members.
+        """
+        return self._exchange("all_reduce", array, axes, group, reduction=reduction, algorithm=algorithm)
+
+    def reduce_scatter(
+        self,
+        array: Array,
+        axes: Axes = None,
+        *,
+        group: Sequence[int] | None = None,
+        dim: int = 0,
+        reduction: str = "sum",
+        algorithm: str | None = None,
+    ) -> Array:
+        """Return this member's part, along a dim, of what all members bring, reduced.
+
+        Parts are cut as ``numpy.array_split`` does: lengths differ by at most 1, longer ones first.
+        """
+        return self._exchange("reduce_scatter", array, axes, group, dim=dim, reduction=reduction, algorithm=algorithm)
+
+    def broadcast(
+        self,
+        array: Array | None,
+        root: int,
+        axes: Axes = None,
+        *,
+        group: Sequence[int] | None = None,
+        algorithm: str | None = None,
+    ) -> Array:
+        """Return what the root brings; what others bring is not looked at.
+
+        Args:
+            array: at the root, the array.
+            root: a device of the group.
+            axes: the group, by mesh axes.
+            group: the group, by members.
+            algorithm: ``"push"`` or ``"ring"``, alike on all members.
+        """
+        return self._exchange("broadcast", array, axes, group, root=root, algorithm=algorithm)
+
+    def gather(
+        self,
+        array: Array,
+        root: int,
+        axes: Axes = None,
+        *,
+        group: Sequence[int] | None = None,
+        dim: int | None = None,
+        algorithm: str | None = None,
+    ) -> Array | None:
+        """Return at the root what all members bring, as `all_gather` does; None elsewhere."""
+        return self._exchange("gather", array, axes, group, dim=dim, root=root, algorithm=algorithm)
+
+    def scatter(
+        self,
+        array: Array | None,
+        root: int,
+        axes: Axes = None,
+        *,
+        group: Sequence[int] | None = None,
+        dim: int = 0,
+        algorithm: str | None = None,
+    ) -> Array:
+        """Return this member's part, along a dim, of what the root brings; cut as `reduce_scatter` does."""
+        return self._exchange("scatter", array, axes, group, dim=dim, root=root, algorithm=algorithm)
+
+    def all_to_all(
+        self, arrays: Sequence[Array], axes: Axes = None, *, group: Sequence[int] | None = None
+    ) -> list[Array]:
+        """Send each member its own array, and return what came from each, both in group order. Always a push."""
+        result = self._exchange("all_to_all", list(arrays), axes, group)
+        assert isinstance(result, list)
+        return result
+
+    def send(self, array: Array, device: int) -> None:
+        """Send an array to one other device, which has to `receive` it; never waits for that."""
+        self._check_array("send", array)
+        channel = self._links.to_device(self._partner(device))
+        channel.send(array)
+        tally = self._tally("send")
+        tally.calls += 1
+        tally.count_sent(array)
+
+    def receive(self, device: int) -> Array:
+        """Wait for what one other device sends, in the order of its sends, and return it."""
+        array = self._links.from_device(self._partner(device)).receive()
+        tally = self._tally("receive")
+        tally.calls += 1
+        tally.count_received(array)
+        return array
+
+    def receive_from_host(self) -> Array:
+        """Return the next packet of the host; for interpreters of programs."""
+        array = self._links.from_host.receive(heading_of("packet", call=self._from_host.calls))
+        self._from_host.calls += 1
+        self._from_host.count_received(array)
+        return array
+
+    def send_to_host(self, array: Array) -> None:
+        """Return an array to the host; for interpreters of programs."""
+        self._links.to_host.send(array, heading_of("return", call=self._to_host.calls))
+        self._to_host.calls += 1
+        self._to_host.count_sent(array)
+
+    def count_flops(self, flops: int) -> None:
+        """Count floating-point operations that the caller has done; nothing else can know of them."""
+        self._flops += flops
+
+    def count_held(self, nbytes: int) -> None:
+        """Say that so many bytes are held at once: the most that is ever said is the statistics' peak."""
+        self._peak_nbytes = max(self._peak_nbytes or 0, nbytes)
+
+    def _exchange(
+        self,
+        collective: str,
+        brought: Array | list[Array] | None,
+        axes: Axes,
+        group: Sequence[int] | None,
+        *,
+        dim: int | None = None,
+        reduction: str | None = None,
+        root: int | None = None,
+        algorithm: str | None = None,
+    ) -> Array | list[Array] | None:
+        members = group_of(self.mesh, self.index, axes, group)
+        algorithm = self.algorithm if algorithm is None else check_algorithm(algorithm)
+        if collective in ALWAYS_PUSH:
+            algorithm = "push"
+        if collective in ROOTED and root not in members:
+            raise self._refusal(collective, f"has the root {root}", f"one of its group {list(members)}")
+        if collective == "all_to_all":
+            assert isinstance(brought, list)
+            if len(brought) != len(members):
+                raise self._refusal(collective, f"has {len(brought)} arrays", f"{len(members)}, one for each member")
+            for array in brought:
+                self._check_array(collective, array)
+        elif collective in ("broadcast", "scatter") and root != self.index:
+            brought = None
+        else:
+            dim = self._check_array(collective, brought, dim, reduction)
+        place = members.index(self.index)
+        plan = course(collective, algorithm, len(members), place, 0 if root is None else members.index(root))
+        call = self._calls.get(members, 0)
+        self._calls[members] = call + 1
+        shape = spec_of(brought).shape if plan.start == "flat" else None
+        heading = heading_of(
+            collective, algorithm=algorithm, reduction=reduction, root=root, group=members, call=call, shape=shape
+        )
+        tally = self._tally(collective)
+        tally.calls += 1
+        exchange = Exchange(self.index, collective, members, plan, heading, dim, reduction)
+        return exchange.run(brought, self._links, tally)
+
+    def _check_array(
+        self, collective: str, array: Array | None, dim: int | None = None, reduction: str | None = None
+    ) -> int | None:
+        """Refuse an array that no exchange can take; return the dim counted from the first."""
+        if array is None:
+            raise self._refusal(collective, "has no array", "an array on this device")
+        try:
+            spec = spec_of(array)
+        except UsageError as error:
+            error.rank = self.index
+            raise
+        if dim is None and collective in ("reduce_scatter", "scatter"):
+            raise self._refusal(collective, "has no dim", "the dim along which parts are cut")
+        is_dim = isinstance(dim, SupportsIndex) and -len(spec.shape) <= dim < len(spec.shape)
+        if not is_dim and dim is not None:
+            raise self._refusal(collective, f"has dim {dim!r} of a shape {spec.shape}", "a dim of the array")
+        if collective in ("all_reduce", "reduce_scatter"):
+            self._check_reduction(collective, spec.dtype, reduction)
+        return dim if dim is None else dim % len(spec.shape)
+
+    def _check_reduction(self, collective: str, dtype: str, reduction: str | None) -> None:
+        if reduction not in REDUCTIONS:
+            raise self._refusal(collective, f"has the reduction {reduction!r}", f"one of {list(REDUCTIONS)}")
+        if reduction == "mean" and (dtype[0] in "IU" or dtype == "BOOL"):
+            raise self._refusal(collective, f"is a mean of {dtype}", "floats; or a sum, divided as you choose")
+        if reduction in ("max", "min") and dtype == "C64":
+            raise self._refusal(collective, f"is a {reduction} of {dtype}", "numbers that have an order")
+
+    def _partner(self, device: int) -> int:
+        if device not in self.mesh or device == self.index:
+            raise self._refusal("send or receive", f"names device {device!r}", "another device of the mesh")
+        return device
+
+    def _tally(self, name: str) -> Tally:
+        return self._tallies.setdefault(name, Tally())
+
+    def _refusal(self, collective: str, got: str, want: str) -> UsageError:
+        return UsageError(f"device {self.index}: {collective} {got}", rank=self.index, got=got, want=want)
+
+
+def _traffic(tally: Tally) -> Traffic:
+    return Traffic(tally.calls, tally.sent_messages, tally.received_messages, tally.sent_nbytes, tally.received_nbytes)

@@ -1,0 +1,95 @@
+"""Where processes stand: each tells it by a signal, to which faulthandler answers from within any Python call.
+
+The answer has no end mark, and a busy machine may let its writer wait in the middle of a line. It is over when the
+process is out of the signal's handler, which the kernel shows (proc(5): status).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Asked", "state_of", "told_stacks"]
+
+_SIGNAL = signal.SIGUSR1
+_PATIENCE_SECONDS = (0.5, 5.0)
+"""With one that sleeps inside the kernel, and with one that runs, or would if a busy machine let it."""
+_LOOK_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A process that is asked; SIGUSR1 is registered with faulthandler there, for all threads."""
+
+    pid: int
+    stacks: int
+    """A descriptor of the pipe that it writes to."""
+    ask: Callable[[], None]
+    """Sends the signal; does nothing where the process has ended."""
+
+
+def told_stacks(processes: Sequence[Asked]) -> list[str]:
+    """Return what each of these processes says; empty: it does not react."""
+    before = [_signal_in(process.pid)[1] for process in processes]
+    for process in processes:
+        process.ask()
+    parts = [b""] * len(processes)
+    waiting = set(range(len(processes)))
+    begun = time.monotonic()
+    while waiting:
+        # Looked at first: what is in the pipe after the end is all.
+        pending, inside = set(), set()
+        for number in waiting:
+            is_pending, blocking = _signal_in(processes[number].pid)
+            if is_pending:
+                pending.add(number)
+            if blocking - before[number]:
+                inside.add(number)  # its handler, which does not interrupt itself
+        over = {number for number in waiting - pending - inside if parts[number]}
+        ready = _readable([processes[number].stacks for number in waiting], 0.0 if over else _LOOK_SECONDS)
+        seconds = time.monotonic() - begun
+        for number in tuple(waiting):
+            process = processes[number]
+            if process.stacks in ready:
+                content = os.read(process.stacks, 65536)
+                parts[number] += content
+                if content:
+                    continue
+                waiting.discard(number)  # it has ended
+            is_slow = number in inside or state_of(process.pid) == "R"
+            if number in over or seconds > _PATIENCE_SECONDS[is_slow]:
+                waiting.discard(number)
+    return [part.decode(errors="replace") for part in parts]
+
+
+def state_of(pid: int) -> str | None:
+    """Return how a process' main thread is, as one letter (proc(5): stat); None: it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
+        return stat.read().rpartition(b")")[2].split()[0].decode()
+    return None
+
+
+def _readable(descriptors: Sequence[int], seconds: float) -> set[int]:
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(1000 * seconds)}
+
+
+def _signal_in(pid: int) -> tuple[bool, set[str]]:
+    """Return whether the signal waits for a process, and which of its threads block it."""
+    is_pending, blocking = False, set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/status", "rb") as status:
+                masks = dict(line.split(b":") for line in status if line.startswith((b"Sig", b"Shd")))
+                has = {name: int(masks[name], 16) >> (_SIGNAL - 1) & 1 for name in (b"SigPnd", b"ShdPnd", b"SigBlk")}
+                is_pending |= bool(has[b"SigPnd"] or has[b"ShdPnd"])
+                if has[b"SigBlk"]:
+                    blocking.add(thread)
+    return is_pending, blocking

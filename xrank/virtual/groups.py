@@ -1,0 +1,76 @@
+"""Groups: the devices that take part in one collective, from mesh axes or as told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import SupportsIndex
+
+from xrank.errors import UsageError
+from xrank.layout.mesh import DeviceMesh
+
+__all__ = ["group_of", "named_axes"]
+
+
+def named_axes(mesh: DeviceMesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return axes as a tuple of names; all of the mesh where None.
+
+    Raises:
+        LayoutError: the mesh has no such axis, or it is named twice.
+        UsageError: it is no name and no names.
+    """
+    if axes is None:
+        return mesh.axis_names
+    if not isinstance(axes, Iterable):
+        raise UsageError(f"no axes are told by {axes!r}", got=repr(axes), want="the name of an axis, or several names")
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    mesh.check_axes(names)
+    return names
+
+
+def group_of(
+    mesh: DeviceMesh, device: int, axes: str | Sequence[str] | None = None, group: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Return the members of the group in which a device calls a collective, in the group's order.
+
+    Args:
+        mesh: the devices.
+        device: the caller.
+        axes: the mesh axes along which members differ, in any order; the members come in the order of the mesh.
+        group: the members themselves, in an order that all of them must tell alike.
+
+    Raises:
+        LayoutError: the mesh has no such axis, or it is named twice.
+        UsageError: both are told; or the group lacks the caller, holds a device twice or one that is not in the mesh.
+    """
+    if group is None:
+        return _groups(mesh, named_axes(mesh, axes))[device]
+    if not isinstance(group, Iterable):
+        raise UsageError(
+            f"device {device} calls a collective over no group", rank=device, got=repr(group), want="several devices"
+        )
+    members = tuple(group)
+    told = f"device {device} calls a collective over the group {list(members)}"
+    step = "give the same list of distinct devices on each of them, and call on these alone"
+    if axes is not None:
+        raise UsageError(f"{told} and over axes", rank=device, got=f"axes={axes!r}", want="either", next_step=step)
+    for member in members:
+        if not isinstance(member, SupportsIndex) or member not in mesh:
+            raise UsageError(
+                f"{told}, but the mesh {mesh.grid!r} has no device {member!r}",
+                rank=device,
+                got=repr(member),
+                want=f"devices of {list(mesh.ranks[:16])}{' ...' if mesh.size > 16 else ''}",
+                next_step=step,
+            )
+        if members.count(member) > 1:
+            raise UsageError(f"{told}, which holds {member} twice", rank=device, want="each once", next_step=step)
+    if device not in members:
+        raise UsageError(f"{told}, which it is not in", rank=device, want=f"{device} among them", next_step=step)
+    return members
+
+
+@lru_cache(maxsize=256)
+def _groups(mesh: DeviceMesh, axes: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
+    """Return each device's group."""
+    return {device: group for group in mesh.groups(*axes) for device in group}

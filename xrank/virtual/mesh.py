@@ -1,0 +1,132 @@
+"""Meshes by their lengths alone: what `VirtualCluster` takes beside a `DeviceMesh`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from numbers import Integral
+from typing import TypeAlias
+
+from xrank.errors import UsageError
+from xrank.layout.mesh import DeviceMesh
+
+__all__ = ["AXES", "Mesh", "MeshIndex", "MeshLike", "as_device_mesh"]
+
+AXES = ("x", "y", "z", "w")
+"""What the axes are called where only their lengths are told, outermost first."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class MeshIndex:
+    """A place in a mesh: ``MeshIndex(1, 3)``, ``x`` 1 and ``y`` 3."""
+
+    places: tuple[int, ...]
+
+    def __init__(self, *places: int) -> None:
+        object.__setattr__(self, "places", places)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.places)
+
+    @property
+    def x(self) -> int:
+        """The place along the first axis."""
+        return self.places[0]
+
+    @property
+    def y(self) -> int:
+        """The place along the second axis; 0 where there is none, as along all that follow."""
+        return self._along(1)
+
+    @property
+    def z(self) -> int:
+        """The place along the third axis."""
+        return self._along(2)
+
+    @property
+    def w(self) -> int:
+        """The place along the fourth axis."""
+        return self._along(3)
+
+    def _along(self, number: int) -> int:
+        return self.places[number] if number < len(self.places) else 0
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Mesh:
+    """A grid of one to four axes, x outermost: ``Mesh(2, 4)`` has eight devices, y running fastest.
+
+    Iteration gives every `MeshIndex` in the order of the devices.
+
+    Raises:
+        UsageError: it has no axis, or more than four.
+        LayoutError: a length is not a whole number of 1 or more.
+    """
+
+    lengths: tuple[int, ...]
+
+    def __init__(self, *lengths: int) -> None:
+        if not 1 <= len(lengths) <= len(AXES):
+            raise UsageError(
+                f"a mesh by lengths has 1 to {len(AXES)} axes",
+                got=f"{len(lengths)} lengths",
+                want=f"lengths of {', '.join(AXES)}",
+                next_step="give a DeviceMesh, which names its axes: DeviceMesh(shape, axis_names)",
+            )
+        object.__setattr__(self, "lengths", DeviceMesh(lengths, AXES[: len(lengths)]).shape)
+
+    def __len__(self) -> int:
+        return prod(self.lengths)
+
+    def __iter__(self) -> Iterator[MeshIndex]:
+        return (MeshIndex(*places) for places in product(*map(range, self.lengths)))
+
+    def flat(self, index: MeshIndex) -> int:
+        """Return the number of the device at a place."""
+        return self.device_mesh.rank_at(dict(zip(AXES, index.places, strict=False)))
+
+    def index(self, device: int) -> MeshIndex:
+        """Return the place of a device."""
+        return MeshIndex(*self.device_mesh.coordinate(device).values())
+
+    @property
+    def x_dim(self) -> int:
+        """The length of the first axis."""
+        return self.lengths[0]
+
+    @property
+    def y_dim(self) -> int:
+        """The length of the second axis; 1 where there is none."""
+        return self.lengths[1] if len(self.lengths) > 1 else 1
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The same with its axes' names."""
+        return DeviceMesh(self.lengths, AXES[: len(self.lengths)])
+
+
+MeshLike: TypeAlias = DeviceMesh | Mesh | Sequence[int] | int
+
+
+def as_device_mesh(mesh: MeshLike) -> DeviceMesh:
+    """Return a mesh with its axes' names; ``x, y, z, w`` where it tells lengths alone.
+
+    Raises:
+        UsageError: it is no mesh, or has no axis, or more than four without names.
+        LayoutError: a length is not a whole number of 1 or more.
+    """
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if isinstance(mesh, Mesh):
+        return mesh.device_mesh
+    told: object = mesh
+    if isinstance(told, str) or not isinstance(told, Sequence | Integral):
+        raise UsageError(
+            f"{mesh!r} is no mesh",
+            got=type(mesh).__qualname__,
+            want="a number of devices, a tuple of lengths, or a DeviceMesh",
+            next_step="name the axes so: DeviceMesh((2, 4), ('dp', 'tp'))",
+        )
+    return Mesh(*(mesh if isinstance(mesh, Sequence) else (mesh,))).device_mesh

@@ -1,0 +1,115 @@
+"""Shards: a whole array cut for the devices of a mesh, and put together again, every element proven to be there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xrank.errors import ContradictionError, LayoutError
+from xrank.layout.mesh import DeviceMesh
+from xrank.virtual.array_spec import ArraySpec
+from xrank.virtual.arrays import Array, bytes_of, kind_of, reduce, spec_of
+from xrank.virtual.mesh import MeshLike, as_device_mesh
+from xrank.virtual.programs.program_builder import Ranges
+from xrank.virtual.sharding import ShardingLike, TensorSharding, as_sharding
+
+__all__ = ["join_shards", "shards_of"]
+
+
+def shards_of(array: Array, sharding: ShardingLike, mesh: MeshLike) -> list[Array]:
+    """Return views of what each device holds of an array, in the order of the mesh.
+
+    Args:
+        array: whole.
+        sharding: how it is cut.
+        mesh: as of `VirtualCluster`.
+
+    Raises:
+        LayoutError: the sharding does not cut such an array, or into addends.
+    """
+    mesh = as_device_mesh(mesh)
+    sharding, shape = as_sharding(sharding), spec_of(array).shape
+    if sharding.sums:
+        raise LayoutError("an array is not cut into addends", got=str(sharding), want=str(sharding.without_sums()))
+    ranges = (sharding.slices(mesh, mesh.coordinate(device), shape) for device in mesh.ranks)
+    return [array[tuple(slice(low, high) for low, high in each)] for each in ranges]
+
+
+def join_shards(shards: Sequence[Array], sharding: ShardingLike, mesh: MeshLike) -> Array:
+    """Return the array that the devices' shards make: the inverse of `shards_of`, for a run's outputs.
+
+    Addends are added up in the order of the mesh. Replicas are compared bit by bit.
+
+    Args:
+        shards: what each device holds, in the order of the mesh.
+        sharding: how it holds it.
+        mesh: as of `VirtualCluster`.
+
+    Raises:
+        LayoutError: there are not as many shards as devices, or they have not the shapes that the sharding cuts, or
+            not one element type and kind.
+        ContradictionError: devices that hold the same part do not hold equal elements; the first such device.
+    """
+    mesh = as_device_mesh(mesh)
+    sharding = as_sharding(sharding)
+    if len(shards) != mesh.size:
+        raise LayoutError("every device has one shard", got=f"{len(shards)} shards", want=f"{mesh.size} devices")
+    shape = _global_shape(shards, sharding, mesh)
+    whole = (
+        np.empty(shape, shards[0].dtype)
+        if isinstance(shards[0], np.ndarray | np.generic)
+        else shards[0].new_empty(shape)
+    )
+    place = {device: number for number, device in enumerate(mesh.ranks)}
+    first: dict[Ranges, tuple[int, Array]] = {}
+    for members in mesh.groups(*sharding.sums) if sharding.sums else [(device,) for device in mesh.ranks]:
+        ranges = sharding.slices(mesh, mesh.coordinate(members[0]), shape)
+        shard = reduce([shards[place[device]] for device in members], "sum")
+        if ranges not in first:
+            first[ranges] = (members[0], shard)
+            whole[tuple(slice(low, high) for low, high in ranges)] = shard
+        elif not np.array_equal(bytes_of(shard), bytes_of(first[ranges][1])):
+            raise ContradictionError(
+                f"devices {first[ranges][0]} and {members[0]} hold the same part, and other elements",
+                rank=members[0],
+                index_range=", ".join(f"{low}:{high}" for low, high in ranges),
+                want="equal elements",
+            )
+    return whole
+
+
+def _global_shape(shards: Sequence[Array], sharding: TensorSharding, mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the shape whose shards these are."""
+    at = [mesh.coordinate(device) for device in mesh.ranks]
+    specs = [spec_of(shard) for shard in shards]
+    for device, spec in zip(mesh.ranks, specs, strict=True):
+        if len(spec.shape) != len(sharding.dims) or spec.dtype != specs[0].dtype:
+            raise _misfit(device, spec, sharding, f"{len(sharding.dims)} dims in {specs[0].dtype}")
+    kinds = [kind_of(shard) for shard in shards]
+    if len(set(kinds)) > 1:
+        odd = next(number for number, kind in enumerate(kinds) if kind != kinds[0])
+        raise LayoutError(
+            "shards of two kinds do not join", rank=mesh.ranks[odd], got=f"a {kinds[odd]} array", want=f"{kinds[0]}"
+        )
+    sharding.check(mesh, specs[0].shape)
+    shape = []
+    for dim, own in enumerate(sharding.dims):
+        lengths = {
+            tuple(each[axis] for axis in own.axes): spec.shape[dim] for each, spec in zip(at, specs, strict=True)
+        }
+        shape.append(sum(lengths.values()))
+    for device, each, spec in zip(mesh.ranks, at, specs, strict=True):
+        want = tuple(high - low for low, high in sharding.slices(mesh, each, shape))
+        if spec.shape != want:
+            raise _misfit(device, spec, sharding, f"{want} of a tensor of shape {tuple(shape)}")
+    return tuple(shape)
+
+
+def _misfit(device: int, spec: ArraySpec, sharding: TensorSharding, want: str) -> LayoutError:
+    return LayoutError(
+        f"device {device} holds no shard of a tensor cut as {sharding}",
+        rank=device,
+        got=f"{spec.shape} {spec.dtype}",
+        want=want,
+    )

@@ -1,0 +1,1 @@
+"""Pipelines: schedules, stages, and a perceptron that they train."""

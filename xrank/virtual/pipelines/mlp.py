@@ -1,0 +1,264 @@
+"""A multi-layer perceptron that a pipeline trains: forward, backward and a step of an optimizer, over PP x DP x TP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xrank import dtypes
+from xrank.errors import LayoutError, UsageError
+from xrank.layout.mesh import DeviceMesh
+from xrank.virtual.array_spec import ArraySpec
+from xrank.virtual.arrays import check_one_kind, concatenate
+from xrank.virtual.channels.channel import Array
+from xrank.virtual.pipelines.mlp_stage import MLPStage, Setting
+from xrank.virtual.pipelines.optimizers import SGD, Optimizer, state_dtype
+from xrank.virtual.pipelines.pipeline import Pipeline
+from xrank.virtual.pipelines.pipelined_operation import PipelinedOperation, StageProgram
+from xrank.virtual.programs.program_builder import ProgramBuilder
+
+__all__ = ["MLP", "MLPResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class MLPResult:
+    """What a step gave, whole again, in arrays of the kind of the arguments."""
+
+    losses: Array
+    """Of each run; their sum is the mean squared error of the batch."""
+    input_gradients: Array
+    """By the inputs of the whole batch."""
+    gradients: tuple[Array, ...]
+    """By the parameters, in their order."""
+    parameters: tuple[Array, ...]
+    """After the step; none without an optimizer."""
+    states: tuple[Array, ...]
+    """The optimizer's, after the step."""
+
+    @property
+    def loss(self) -> float:
+        """The mean squared error of the batch, before the step."""
+        return float(self.losses.sum())
+
+    @property
+    def next_parameters(self) -> tuple[Array, ...]:
+        """What the next step takes: ``run(mlp, activations=..., parameters=result.next_parameters)``."""
+        return self.parameters + self.states
+
+
+class MLP(PipelinedOperation):
+    """Dense layers, relu between them, mean squared error, all gradients, and a step of an optimizer.
+
+    A layer is ``x @ weight + bias``. The layers are shared out over the parts of the model (`Schedule.num_parts`), as
+    evenly as `numpy.array_split` does; so are the rows of a batch over the runs, each run's rows over `dp`, and the
+    columns of every weight and bias over `tp`.
+
+    The activations of a step are inputs and targets. Its parameters are weight and bias of every layer in turn; after a
+    first step the optimizer's states follow: each parameter's, by the names of `Optimizer.states`, then the number of
+    steps if it counts them. `result` puts together what the devices return.
+
+    What is sent for a run, over `tp`: the inputs of every layer but the first are all-gathered, and their gradients
+    reduce-scattered (as much as one all-reduce, in a ring); the gradients of the first layer's inputs are all-reduced.
+    From stage to stage goes each device's share of the columns. After the last cycle the gradients, summed over the
+    runs, are all-reduced over `dp`, and the losses over both. Of devices that hold the same, the first alone returns
+    it. The flops are those of products: 2 for each row and weight in the forward, 4 in the backward.
+
+    Args:
+        pipeline: who does what when.
+        learning_rate: of an `SGD` without momentum.
+        optimizer: how the parameters change, instead; neither: they do not.
+        num_layers: how many layers there are.
+        relu_last: whether relu follows the last layer, too.
+
+    Raises:
+        LayoutError: there are fewer layers than parts of the model.
+        UsageError: both a learning rate and an optimizer are given.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        learning_rate: float | None = None,
+        *,
+        optimizer: Optimizer | None = None,
+        num_layers: int = 4,
+        relu_last: bool = False,
+    ) -> None:
+        super().__init__(pipeline)
+        if learning_rate is not None and optimizer is not None:
+            raise UsageError(
+                "an MLP has one learning rate", got=f"learning_rate={learning_rate} and {optimizer}", want="either"
+            )
+        schedule = pipeline.schedule
+        if not isinstance(num_layers, int):
+            raise UsageError("an MLP has a number of layers", got=repr(num_layers), want="an integer")
+        if num_layers < schedule.num_parts:
+            raise LayoutError(
+                f"{num_layers} layers cannot be shared out over {schedule.num_parts} parts of a model",
+                got=f"{num_layers} layers",
+                want=f"a layer or more for each of {schedule.num_stages} stages x {schedule.num_chunks} chunks",
+                next_step="take fewer stages or chunks, or more layers",
+            )
+        self.optimizer = SGD(learning_rate) if learning_rate is not None else optimizer
+        self.num_layers = num_layers
+        self.relu_last = relu_last
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Of the layers: ``"weight.0"``, ``"bias.0"``, ``"weight.1"``, ..."""
+        return tuple(f"{what}.{layer}" for layer in range(self.num_layers) for what in ("weight", "bias"))
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Of the optimizer's arrays: ``"mean.weight.0"``, ..., ``"steps"``."""
+        if self.optimizer is None:
+            return ()
+        each = tuple(f"{state}.{name}" for state in self.optimizer.states for name in self.parameter_names)
+        return (*each, "steps") if self.optimizer.counts_steps else each
+
+    def check(self, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]) -> None:
+        """Refuse arguments that do not fit each other, and sizes that leave a device nothing.
+
+        Raises:
+            LayoutError: a shape or an element type does not fit; a batch has too few rows, a layer too few columns.
+            UsageError: there are too many arguments, or too few.
+        """
+        specs = self._named(activations, parameters)
+        inputs = specs["inputs"]
+        if len(inputs.shape) != 2 or not dtypes.dtype(inputs.dtype).is_float:
+            raise _misfit("inputs", inputs, "rows of floating point numbers")
+        width, num_shares = inputs.shape[1], self.pipeline.stage_meshes[0].axis_length(self.pipeline.tp)
+        for layer in range(self.num_layers):
+            weight = specs[f"weight.{layer}"]
+            if len(weight.shape) != 2 or weight != ArraySpec((width, weight.shape[1]), inputs.dtype):
+                raise _misfit(f"weight.{layer}", weight, f"({width}, ...) {inputs.dtype}")
+            width = weight.shape[1]
+            if width < num_shares:
+                raise _misfit(
+                    f"weight.{layer}",
+                    weight,
+                    f"{num_shares} columns or more, one for each place of {self.pipeline.tp!r}",
+                )
+            self._check_like(specs, f"bias.{layer}", ArraySpec((width,), inputs.dtype))
+        self._check_like(specs, "targets", ArraySpec((inputs.shape[0], width), inputs.dtype))
+        for name in self.state_names:
+            _, _, parameter = name.partition(".")
+            like = specs.get(parameter, ArraySpec((), "I64"))
+            self._check_like(specs, name, ArraySpec(like.shape, state_dtype(like.dtype)))
+        num_replicas = self.pipeline.stage_meshes[0].axis_length(self.pipeline.dp)
+        if inputs.shape[0] < self.pipeline.num_runs * num_replicas:
+            raise LayoutError(
+                f"a batch of {inputs.shape[0]} rows leaves nothing to do for some of {self.pipeline.num_runs} runs"
+                f" x {num_replicas} replicas",
+                tensor="inputs",
+                got=f"{inputs.shape[0]} rows",
+                want=f"{self.pipeline.num_runs * num_replicas} rows or more",
+                next_step="take fewer runs, or a larger batch",
+            )
+
+    def stage_program(
+        self, stage: int, builder: ProgramBuilder, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
+    ) -> StageProgram:
+        """Return the writer of one stage's program."""
+        return MLPStage(self._setting(self._named(activations, parameters)), stage, builder)
+
+    def packets(
+        self, mesh: DeviceMesh, device: int, activations: Sequence[Array], parameters: Sequence[Array]
+    ) -> dict[str, Array]:
+        """Return a device's shards of the arguments of its stage.
+
+        Raises:
+            UsageError: some arguments are numpy's and some torch's.
+        """
+        arrays = self._named(activations, parameters)
+        check_one_kind(arrays)
+        setting = self._setting({name: ArraySpec(tuple(array.shape)) for name, array in arrays.items()})
+        stage = self.pipeline.stage_of(device)
+        devices = self.pipeline.stage_meshes[stage]
+        packets: dict[str, Array] = {}
+        for packet in setting.packets(stage):
+            array = arrays[packet.argument]
+            if packet.rows is not None:
+                array = array[packet.rows.start : packet.rows.stop]
+            cuts = packet.sharding.slices(devices, devices.coordinate(device), tuple(array.shape))
+            packets[packet.name] = array[tuple(slice(low, high) for low, high in cuts)] if cuts else array
+        return packets
+
+    def result(self, outputs: Sequence[Any]) -> MLPResult:
+        """Return what a run gave, put together.
+
+        Args:
+            outputs: of each device, in the order of the mesh (`Run.outputs`).
+
+        Raises:
+            UsageError: they are no outputs of this operation.
+        """
+        if len(outputs) != self.pipeline.mesh.size:
+            raise UsageError(
+                "an MLP's result is made of all devices' outputs",
+                got=f"{len(outputs)} outputs",
+                want=f"{self.pipeline.mesh.size}, as Run.outputs has them",
+            )
+        pieces: dict[str, list[Array]] = {}
+        found = dict(zip(self.pipeline.mesh.ranks, outputs, strict=True))
+        for devices in self.pipeline.stage_meshes:
+            for device in devices.ranks:
+                for name, array in _by_name(found[device]).items():
+                    pieces.setdefault(name, []).append(array)
+
+        def whole(name: str) -> Array:
+            """Join what is cut: columns of weights, numbers of biases, rows of the rest; others are one piece."""
+            parts = pieces.get(name)
+            if parts is None:
+                raise UsageError(
+                    f"no device gave back {name!r}: these are no outputs of this MLP",
+                    tensor=name,
+                    got=str(list(pieces)[:16]),
+                    want="Run.outputs of its own run",
+                )
+            return parts[0] if len(parts) == 1 else concatenate(parts, 1 if "weight." in name else 0)
+
+        learns = self.optimizer is not None
+        return MLPResult(
+            losses=whole("losses"),
+            input_gradients=concatenate([whole(f"input_gradients.{run}") for run in range(self.pipeline.num_runs)], 0),
+            gradients=tuple(whole(f"gradient.{name}") for name in self.parameter_names),
+            parameters=tuple(whole(name) for name in self.parameter_names) if learns else (),
+            states=tuple(whole(name) for name in self.state_names),
+        )
+
+    def _named(self, activations: Sequence[Any], parameters: Sequence[Any]) -> dict[str, Any]:
+        """Return the arguments, or their specs, by name."""
+        if len(activations) != 2:
+            raise UsageError(
+                "the activations of an MLP are inputs and targets", got=f"{len(activations)} arrays", want="2 arrays"
+            )
+        first, later = self.parameter_names, self.parameter_names + self.state_names
+        if len(parameters) not in (len(first), len(later)):
+            raise UsageError(
+                f"the parameters of an MLP of {self.num_layers} layers are weight and bias of each"
+                + (", and after a step the optimizer's states" if self.state_names else ""),
+                got=f"{len(parameters)} arrays",
+                want=" or ".join(str(len(names)) for names in dict.fromkeys((first, later))) + " arrays",
+            )
+        names = later if len(parameters) == len(later) else first
+        return {"inputs": activations[0], "targets": activations[1], **dict(zip(names, parameters, strict=True))}
+
+    def _setting(self, specs: Mapping[str, ArraySpec]) -> Setting:
+        return Setting(self.pipeline, self.optimizer, self.num_layers, self.relu_last, specs)
+
+    def _check_like(self, specs: Mapping[str, ArraySpec], name: str, want: ArraySpec) -> None:
+        if specs.get(name, want) != want:
+            raise _misfit(name, specs[name], f"{want.shape} {want.dtype}")
+
+
+def _misfit(name: str, spec: ArraySpec, want: str) -> LayoutError:
+    return LayoutError(f"{name} does not fit the MLP", tensor=name, got=f"{spec.shape} {spec.dtype}", want=want)
+
+
+def _by_name(output: Any) -> Mapping[str, Array]:
+    """Return a device's output by name; a device that returns one array gives it bare, and only one can be alone."""
+    if output is None or isinstance(output, Mapping):
+        return output or {}
+    return {"input_gradients.0": output}

@@ -1,0 +1,256 @@
+"""Where a rank's tensors belong in the whole: read from DTensors, or said by a layout map; every tensor checked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xrank.dtypes import by_torch_name
+from xrank.errors import LayoutError, UsageError
+from xrank.formats.rank_state import MeshRecord, TensorRecord
+from xrank.layout import DeviceMesh, TensorLayout
+from xrank.layout.binding import names_of_dim
+from xrank.layout.companion import inlined
+from xrank.layout.companion_base import base_layout
+from xrank.layout.notation import Flat
+from xrank.layout.tensor_layout import flat_of
+from xrank.layout.tensor_name import TensorName, name_table
+from xrank.workspace.plain_memory import has_memory, kind_without_elements
+
+if TYPE_CHECKING:
+    import torch
+
+    from xrank.layout.layout_map import LayoutMap
+
+__all__ = ["LocatedTensors", "located_tensors", "view_key"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocatedTensors:
+    """What a rank holds, where it is: nothing is copied."""
+
+    local: dict[str, torch.Tensor]
+    """By name; of a DTensor the local tensor."""
+    meshes: tuple[MeshRecord, ...]
+    records: dict[str, TensorRecord]
+    """Of those tensors whose place is known."""
+
+
+def located_tensors(weights: object, layouts: LayoutMap | None, rank: int) -> LocatedTensors:
+    """Return what a rank holds of these tensors, and where it belongs.
+
+    Args:
+        weights: tensors by name. Of a DTensor the local tensor is kept, with its layout; one whose mesh this rank is
+            not in is left out, for this rank holds nothing of it.
+        layouts: the layouts of the plain tensors.
+        rank: whose tensors they are.
+
+    Raises:
+        UsageError: a name or a tensor that no state can hold.
+        LayoutError: a layout that no notation can say, or that does not fit its tensor.
+    """
+    if not isinstance(weights, Mapping):
+        raise UsageError(f"the weights are a {type(weights).__name__}", got=type(weights).__name__, want="a mapping")
+    places = _Places(layouts, rank)
+    local: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        if not isinstance(name, str):
+            raise UsageError(f"the weights have the name {name!r}", got=type(name).__name__, want="texts for names")
+        part = places.locate(str.__str__(name), tensor)
+        if part is not None:
+            local[str.__str__(name)] = part
+    return LocatedTensors(local, tuple(places.meshes), places.tensors)
+
+
+def view_key(tensor: torch.Tensor) -> Hashable:
+    """Return what is equal for tied names: tensors that are the very same view of one storage."""
+    # The storage's identity, not the address: every empty tensor has address 0.
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+class _Places:
+    """Checks tensor after tensor, and collects where each one belongs."""
+
+    def __init__(self, layouts: LayoutMap | None, rank: int) -> None:
+        self.layouts = layouts
+        self.rank = rank
+        self.meshes: dict[MeshRecord, int] = {}
+        self.tensors: dict[str, TensorRecord] = {}
+        self._cuts: dict[tuple[Any, ...], tuple[str, DeviceMesh]] = {}
+
+    def locate(self, name: str, tensor: object) -> torch.Tensor | None:
+        """Return the plain tensor to keep under that name, or None where this rank holds nothing of it."""
+        # Where the module was never imported, nothing can be of its class, and importing it costs seconds.
+        module = sys.modules.get("torch.distributed.tensor")
+        if module is None or not isinstance(tensor, module.DTensor):
+            local = _checked(name, tensor)
+            if self.layouts is not None:
+                self._locate_plain(name, local, self.layouts)
+            return local
+        try:
+            # A model has thousands of tensors, and a few ways to cut them.
+            order = getattr(tensor._spec, "shard_order", None)
+            kind = (tensor.device_mesh, tensor.placements, tensor.ndim, repr(order))
+            if kind not in self._cuts:
+                self._cuts[kind] = _cut_of(tensor, order)
+            layout, mesh = self._cuts[kind]
+        except LayoutError as error:
+            raise _about(name, error) from None
+        import torch
+
+        with torch.no_grad():
+            local = _checked(name, tensor.to_local())
+        if tensor.device_mesh.get_coordinate() is None:
+            return None
+        self.tensors[name] = TensorRecord(layout, self._mesh(mesh), tuple(tensor.shape))
+        return local
+
+    def _locate_plain(self, name: str, local: torch.Tensor, layouts: LayoutMap) -> None:
+        layout = layouts[name]
+        companion_rule = None if layout is not None else layouts.companion_rule_for(name)
+        companion = None if companion_rule is None else layouts.companions[companion_rule]
+        if companion is not None:
+            layout = base_layout(companion, layouts)
+        if layout is None:
+            return
+        mesh = layout.device_mesh or layouts.device_mesh
+        if len(layout.axes) != local.ndim:
+            raise LayoutError(
+                f"{name}: its layout {layout} has {len(layout.axes)} dims, the tensor {local.ndim}",
+                tensor=name,
+                got=f"shape {tuple(local.shape)}",
+                want=f"{len(layout.axes)} dims",
+                next_step="correct the layout map",
+            )
+        # A state is read without the map, so its sizes go into the text.
+        sized = layout.with_sizes(layouts.sizes)
+        rule = layouts.rule_for(name) or companion_rule
+        pattern = None if rule is None else layouts.name_of(rule)
+        try:
+            if mesh is not None:
+                mesh.coordinate(self.rank)
+            if pattern is not None:
+                pattern = pattern.with_sizes(layouts.sizes)
+                _check_name(name, pattern, sized, mesh, self.rank)
+            if (flat := flat_of(sized)) is not None:
+                _check_members(flat)
+        except LayoutError as error:
+            raise _about(name, error) from None
+        # A sharded dim's global size is the sum over ranks that may hold unequal parts: no rank knows it alone.
+        # Nor can a padded part's shape be told from the whole one's.
+        shape = None if any(layout.axes) or layout.has_pads else tuple(local.shape)
+        self.tensors[name] = TensorRecord(
+            str(sized if companion is None else inlined(companion, sized.tree)),
+            None if mesh is None else self._mesh(mesh),
+            shape,
+            None if layout.view_mesh is None else self._mesh(layout.view_mesh),
+            None if pattern is None else str(pattern),
+        )
+
+    def _mesh(self, mesh: Any) -> int:
+        record = (tuple(mesh.axis_names), tuple(mesh.shape), tuple(int(rank) for rank in mesh.ranks))
+        return self.meshes.setdefault(record, len(self.meshes))
+
+
+def _cut_of(tensor: Any, order: Any) -> tuple[str, DeviceMesh]:
+    """Return a DTensor's layout and mesh.
+
+    Args:
+        tensor: the DTensor.
+        order: of its cuts, which is no part of torch's public face; older torch has only the mesh's own.
+
+    Raises:
+        LayoutError: no notation says it, or it is a sum that was not made.
+    """
+    from xrank.dialects.placements import describe_mesh, from_placements
+
+    mesh = describe_mesh(tensor.device_mesh)
+    placed = from_placements(mesh, tensor.placements, tensor.ndim, order)
+    if placed.tree.sums:
+        raise LayoutError(
+            f"the ranks along {placed.tree.sums[0]!r} hold a sum of addends, not parts or replicas",
+            got=str(tensor.placements),
+            want="Shard or Replicate",
+            next_step="reduce the tensor before it is saved: redistribute it to Replicate or Shard",
+        )
+    return str(placed), mesh
+
+
+def _check_name(name: str, pattern: TensorName, layout: TensorLayout, mesh: DeviceMesh | None, rank: int) -> None:
+    """Check that a rank knows a tensor by a name that a name with dims gives it."""
+    if mesh is None:
+        raise LayoutError(
+            f"its name has dims, {pattern}, and nothing says the mesh that counts them",
+            got=str(layout),
+            next_step="give the LayoutMap a mesh",
+        )
+    table = name_table(pattern, layout, mesh, mesh.coordinate(rank))
+    if table is None:
+        raise LayoutError("the layout leaves this rank out", got=f"a part on rank {rank}", want=f"none, by {layout}")
+    table.global_name(name)
+
+
+def _check_members(flat: Flat) -> None:
+    """Check that a flat buffer's layout tells its members' shapes, which no rank's buffer does."""
+    for member in flat.members:
+        unknown = [size for dim in member.dims for size in names_of_dim(dim)]
+        if unknown:
+            raise LayoutError(
+                f"the shape of {member.name}, which lies in it, is not told",
+                got=f"no number for {unknown[0]!r}",
+                want="numbers in the layout, or sizes of the LayoutMap",
+                next_step=f"set layouts.sizes[{unknown[0]!r}]",
+            )
+
+
+def _checked(name: str, tensor: object) -> torch.Tensor:
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise UsageError(
+            f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}",
+            tensor=name,
+            got=type(tensor).__qualname__,
+            want="a plain tensor, a Parameter or a DTensor",
+            next_step="write the plain tensors that it is made of",
+        )
+    assert isinstance(tensor, torch.Tensor)
+    kind = kind_without_elements(tensor)
+    if kind is not None:
+        raise UsageError(
+            f"{name} is {kind}",
+            tensor=name,
+            got=kind,
+            want="a dense tensor with data",
+            next_step="write the dense tensors that it is made of, or leave it out",
+        )
+    if not has_memory(tensor):  # reading it would end the process
+        raise UsageError(
+            f"{name} has no memory: its storage was freed",
+            tensor=name,
+            got=f"a storage of {tensor.untyped_storage().nbytes():,} bytes",
+            want=f"memory of all {tensor.numel():,} elements",
+            next_step="call this where the tensors are in memory: not while FSDP or an offloader keeps them elsewhere",
+        )
+    try:
+        by_torch_name(str(tensor.dtype).removeprefix("torch."))
+    except UsageError as error:
+        raise _about(name, error) from None
+    return tensor
+
+
+def _about(name: str, error: UsageError | LayoutError) -> UsageError | LayoutError:
+    """Return an error as one about that tensor."""
+    return type(error)(
+        f"{name}: {error.message}", tensor=name, got=error.got, want=error.want, next_step=error.next_step
+    )
