@@ -59,15 +59,15 @@ def arm(board: Board, rank: int, strike: dict[str, Any]) -> None:
     Args:
         board: of all.
         rank: this one.
-        strike: ``victim``; ``what``: kill, stop, or fail (its own tensors cannot be read any more); and either
-            ``step``, one of `STEPS`, with ``number``, the how manieth of its kind, or ``calls``: after so many calls
-            of the victim that read, write or tell, and ``delay_seconds`` more.
+        strike: ``victim``; ``what``: kill, stop, fail (its own tensors cannot be read any more) or fail to lend (only
+            others cannot read them); and either ``step``, one of `STEPS`, with ``number``, the how manieth of its
+            kind, or ``calls``: after so many calls of the victim that read, write or tell, and ``delay_seconds`` more.
     """
     board.sign(rank)
     victim, what = strike["victim"], strike["what"]
-    if what == "fail":
+    if what in ("fail", "fail to lend"):
         if rank == victim:
-            _fail_to_read(strike["calls"])
+            _fail_to_read(strike["calls"], only_lent=what == "fail to lend")
     elif "step" in strike:
         if rank == 0:
             _watch_steps(_Nth(strike.get("number", 1), lambda: board.strike(what, victim)), strike["step"])
@@ -172,16 +172,17 @@ def _watch_progress(reach: Callable[[], None]) -> None:
         _after(owner, name, lambda *_: reach())
 
 
-def _fail_to_read(number: int) -> None:
-    """Let reads of this rank's own tensors fail from the N-th on, by whomever they are asked for."""
+def _fail_to_read(number: int, *, only_lent: bool) -> None:
+    """Let reads of this rank's own tensors fail from the N-th on, by whomever they are asked for or by others alone."""
     from xrank.gather.local_bytes import TensorBytes
 
     class Broken(TensorBytes):
         calls = 0
 
         def read_into(self, start: int, into: memoryview) -> None:
-            Broken.calls += 1
-            if Broken.calls >= number:
+            counts = not only_lent or threading.current_thread().name == "xrank lender"
+            Broken.calls += counts
+            if counts and Broken.calls >= number:
                 raise RuntimeError("the device was lost")
             super().read_into(start, into)
 

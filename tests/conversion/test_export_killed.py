@@ -210,10 +210,16 @@ def test_a_rank_that_stops_is_named_at_the_deadline(exports: Exports, step: str)
         exports.right(exports())
 
 
-@pytest.mark.parametrize(("victim", "calls"), [(0, 1), (1, 40), (3, 25)])
-def test_a_rank_whose_tensors_cannot_be_read_any_more_is_named(exports: Exports, victim: int, calls: int) -> None:
+@pytest.mark.parametrize(
+    ("victim", "calls", "what"),
+    [(0, 1, "fail"), (1, 40, "fail"), (3, 25, "fail"), (0, 1, "fail to lend"), (2, 3, "fail to lend")],
+)
+def test_a_rank_whose_tensors_cannot_be_read_any_more_is_named(
+    exports: Exports, victim: int, calls: int, what: str
+) -> None:
+    """To itself it is its own error, also where only those that it lends to can have met it."""
     exports.clear(old=False)
-    said = exports(strike={"victim": victim, "what": "fail", "calls": calls})
+    said = exports(strike={"victim": victim, "what": what, "calls": calls})
     for rank, one in enumerate(said):
         assert one is not None and "the device was lost" in one["message"], (rank, said)
         assert (one["type"], one.get("rank")) == (

@@ -60,6 +60,11 @@ class MemoryOffer:
                     next_step="let no thread or hook step the optimizer meanwhile; then make the same call again",
                 )
 
+    @property
+    def failure(self) -> Exception | None:
+        """What a read of it for another rank raised, the first if several did."""
+        return self._service.failure
+
     def close(self) -> None:
         """Lend nothing any more; who still reads hears of it. Twice is once."""
         self._sign.end()

@@ -56,6 +56,8 @@ class PeerService:
     """
 
     def __init__(self, views: Sequence[LocalBytes], *, across_hosts: bool) -> None:
+        self.failure: Exception | None = None
+        """The first that a read of what is lent raised here, where this rank itself hears nothing of it."""
         self._views = views
         self._token = secrets.token_bytes(TOKEN_NBYTES)
         self._name = f"xrank-{secrets.token_hex(16)}"
@@ -229,6 +231,7 @@ class PeerService:
             try:
                 view.read_into(guest.position, data)
             except Exception as error:  # the reader must hear of it, whatever it is: here nobody would
+                self.failure = self.failure or error
                 guest.refuse(Part.FAILED, f"{type(error).__name__}: {error}")
                 return True
         guest.position += len(data)

@@ -23,7 +23,7 @@ from xrank.conversion.teams.asked_alike import nbytes_text, path_text, value_tex
 from xrank.conversion.teams.attempt import check_plans
 from xrank.conversion.teams.launches import find_launch
 from xrank.conversion.teams.team import Team
-from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.errors import ContradictionError, IncompleteError, RankFailedError, UsageError
 from xrank.gather.local_bytes import local_bytes
 from xrank.gather.local_model import LocalModel, local_model
 from xrank.gather.peer_source import MemoryOffer, PeerSource
@@ -157,6 +157,7 @@ def lend_model(
         [local_bytes(view) for view in local.views], across_hosts=not (team is None or team.is_one_host)
     )
     lent.callback(offer.close)
+    lent.push(partial(_raise_own, rank, offer))
     told = json.dumps({"model": local.described(), "offer": offer.told(), "own": asdict(config)})
 
     def all_told(parts: Sequence[str]) -> list[str]:
@@ -206,6 +207,12 @@ def lend_model(
             source.close()
             raise
     return LentModel(gather, source, holder)
+
+
+def _raise_own(rank: int, offer: MemoryOffer, _: object, error: BaseException | None, __: object) -> None:
+    """Raise this rank's own error where it only hears that it failed, from one that asked it for what it lends."""
+    if isinstance(error, RankFailedError) and error.rank == rank and offer.failure is not None:
+        raise offer.failure from error
 
 
 def _told_plan(made: tuple[Gather, LiveModel]) -> dict[str, Any]:
