@@ -20,6 +20,7 @@ from tests.conversion.forked_ranks import befall
 from tests.conversion.forker import Forker, answer_jobs, forker
 from tests.conversion.made_workspaces import MESH, cut, layout_of, wide_model
 from tests.conversion.strikes import Board, arm, digests, watch
+from tests.open_files import open_files
 from xrank.layout import LayoutMap
 
 
@@ -141,11 +142,7 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
         if board.struck is not None:
             said[-1]["seconds_after"] = time.monotonic() - board.struck
     gc.collect()  # what an error's frames held
-    left = [
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{fd}")
-    ]
+    left = open_files().values()
     dist.destroy_process_group()
     return {
         **said[-1],

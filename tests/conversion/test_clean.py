@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -155,6 +156,18 @@ def listed_before(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[str
     monkeypatch.setattr(os, name, listing)
 
 
+def committed_once_read(monkeypatch: pytest.MonkeyPatch, module: ModuleType, out: Path) -> None:
+    """Let the gather that makes a stage name it as the output once a module has read its journal."""
+    plain = module.read_journal
+
+    def read_journal(path: str) -> Any:
+        journal = plain(path)
+        os.rename(path, out)
+        return journal
+
+    monkeypatch.setattr(module, "read_journal", read_journal)
+
+
 def test_a_message_that_its_rank_removes_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive = DirectoryMessages(tmp_path, 0)
     read, kept = alive.publish("{}", []), alive.publish("{}", [])
@@ -190,14 +203,7 @@ def test_a_stage_that_becomes_the_output_meanwhile_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage(tmp_path, pid=os.getpid())
-    read = clean_module.read_journal
-
-    def commit(path: str) -> Any:
-        journal = read(path)
-        os.rename(path, tmp_path / "model")
-        return journal
-
-    monkeypatch.setattr(clean_module, "read_journal", commit)
+    committed_once_read(monkeypatch, clean_module, tmp_path / "model")
     assert clean([tmp_path], dry_run=True).details["stages"] == []
 
 
@@ -207,14 +213,7 @@ def test_a_stage_is_inspected_while_its_gather_goes_on(tmp_path: Path, monkeypat
         part = path / "model.safetensors.part"
         listed_before(patch, "scandir", lambda _: part.rename(path / "model.safetensors"))
         assert inspect_source(path).details["stage"]["begun_nbytes"] == 0
-    read = stage_inspection.read_journal
-
-    def commit(path: str) -> Any:
-        journal = read(path)
-        os.rename(path, tmp_path / "model")
-        return journal
-
-    monkeypatch.setattr(stage_inspection, "read_journal", commit)
+    committed_once_read(monkeypatch, stage_inspection, tmp_path / "model")
     with pytest.raises(IncompleteError, match="does not exist"):
         inspect_source(path)
 

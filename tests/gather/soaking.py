@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.tensor
 
 from tests.gather.mixed_gathers import NUM_RANKS, Plan, Pool, differs, lists_of
+from tests.open_files import open_files
 from xrank.errors import RankFailedError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
 
@@ -82,7 +83,7 @@ class Soaker:
             del store, group
             gc.collect()
             rss.append(_rss_nbytes())
-            names = _descriptors()
+            names = list(open_files().values())
             fds.append(len(names))
             assert [name for name in names if "xrank" in name or "pidfd" in name] == [], names
         return {"counts": dict(self.counts), "rss": rss, "fds": fds}
@@ -170,14 +171,6 @@ def _nbytes(value: Any) -> int:
 def _rss_nbytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
-
-
-def _descriptors() -> list[str]:
-    names = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            names.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return names
 
 
 def _serve_store() -> tuple[int, int]:

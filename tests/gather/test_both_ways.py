@@ -12,6 +12,7 @@ import torch
 
 from tests.gather.told import assert_soon, is_told, tell, told
 from tests.named_memory import named_memory
+from tests.open_files import open_files
 from xrank.errors import RankFailedError, UsageError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
 from xrank.testing.workspace_contract import same_bytes, tensor_zoo
@@ -239,10 +240,7 @@ def test_a_process_forked_in_a_body_does_not_speak_for_its_rank(rank, num_ranks,
 def left():
     """Return what a process has open or runs, and what ranks have in shared memory."""
     gc.collect()  # of earlier tests' errors, whose frames hold groups and with them their gathers
-    leads_to = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the listing's own
-            leads_to.append(os.readlink(f"/proc/self/fd/{fd}").rstrip("0123456789[]"))
+    leads_to = [name.rstrip("0123456789[]") for name in open_files().values()]
     beats = [thread for thread in threading.enumerate() if thread.name == "xrank heartbeat"]
     # The heartbeat's thread has the file of the ranks' store open every now and then.
     leads_to = [name for name in leads_to if "/store-" not in name]

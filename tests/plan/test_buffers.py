@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tests.open_files import open_files
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
 from xrank.layout.nest_table import int_array
 from xrank.plan.buffers import FileSource, FileTarget, MemorySource, MemoryTarget, NullTarget
@@ -117,14 +118,6 @@ def test_a_file_that_has_gone(source, one_file):
         source.check_unchanged()
 
 
-def open_files() -> set[str]:
-    return {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)}
-
-
-def _is_link(fd: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{fd}")  # listdir's own is closed by now
-
-
 @pytest.fixture
 def few_descriptors():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -155,9 +148,9 @@ def test_more_files_than_descriptors(tmp_path, few_descriptors):
         thread.join()
     assert not wrong
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert 4 <= len(open_files() & set(map(str, paths))) <= limit // 4 + 4
+    assert 4 <= len(set(open_files().values()) & set(map(str, paths))) <= limit // 4 + 4
     source.close()
-    assert not open_files() & set(map(str, paths))
+    assert not set(open_files().values()) & set(map(str, paths))
 
 
 def test_a_file_that_is_being_read_stays_open(tmp_path, few_descriptors, monkeypatch):

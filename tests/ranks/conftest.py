@@ -1,11 +1,11 @@
 """What tests of meetings and wires share: the look at what they leave behind."""
 
 import gc
-import os
 import threading
-from contextlib import suppress
 
 import pytest
+
+from tests.open_files import open_files
 
 
 @pytest.fixture
@@ -21,8 +21,4 @@ def nothing_left():
 
 def descriptors() -> list[str]:
     """Return what this process has open, but for pipes: torch keeps that of its first store for good."""
-    leads_to = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the listing's own
-            leads_to.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sorted(path for path in leads_to if not path.startswith("pipe:"))
+    return sorted(path for path in open_files().values() if not path.startswith("pipe:"))

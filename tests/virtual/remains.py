@@ -5,6 +5,7 @@ import gc
 import os
 
 from tests.named_memory import named_memory
+from tests.open_files import open_files
 
 # Torch alone makes half a million objects, which the collections below need not look at each time.
 gc.collect()
@@ -14,7 +15,7 @@ gc.freeze()
 def remains():
     """Everything of this process that a run has a part in; alike before and after."""
     gc.collect()
-    return children(), named_memory(), sorted(_descriptors()), num_mapped()
+    return children(), named_memory(), sorted(open_files().items()), num_mapped()
 
 
 def children():
@@ -40,11 +41,3 @@ def resident_nbytes():
     """The memory of this process, that which it shares included."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _descriptors():
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            yield int(name), os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # the listing's own
-            continue

@@ -1,8 +1,8 @@
 """What tests of messages in memory look at: how much memory this process has of xrank's, and what lies in it."""
 
-import contextlib
 import json
-import os
+
+from tests.open_files import open_files
 
 NBYTES = 1_200_000
 """Large enough to be lent: more than half of the smallest arena."""
@@ -10,11 +10,7 @@ NBYTES = 1_200_000
 
 def arenas():
     """The arenas that this process has: its own, and those of others that it maps (a mapping keeps a descriptor)."""
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            found.add(os.readlink(f"/proc/self/fd/{fd}"))
-    return {name for name in found if name.startswith("/memfd:xrank-")}
+    return {name for name in open_files().values() if name.startswith("/memfd:xrank-")}
 
 
 def num_mapped():

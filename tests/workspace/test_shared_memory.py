@@ -1,4 +1,3 @@
-import contextlib
 import errno
 import fcntl
 import gc
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from tests.named_memory import named_memory
+from tests.open_files import open_files
 from tests.workspace.test_nfs import Hostile, hostile_archive
 from xrank import environment
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, NoSpaceError, UnsafeError, UsageError
@@ -68,12 +68,10 @@ def descriptors():
 
 def named_segments():
     """What of this process, or by its name of xrank, lies in /dev/shm; other programs have their own there."""
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
     # pym-: the heap of Python's own multiprocessing, which other tests of this process may have used.
-    mine = [link for link in links if link.startswith("/dev/shm") and not link.startswith("/dev/shm/pym-")]
+    mine = [
+        link for link in open_files().values() if link.startswith("/dev/shm") and not link.startswith("/dev/shm/pym-")
+    ]
     return mine + named_memory()
 
 
