@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xrank.conversion.choices.options import GatherOptions
 from xrank.errors import UsageError
 from xrank.layout.binding import names_of_dim
 from xrank.plan.source import StoredModel
@@ -16,7 +17,7 @@ from xrank.recipes.recipe_file import read_recipe, shipped_recipes
 from xrank.recipes.rewriting import rewritten
 from xrank.recipes.sizes import check_arguments, flags_of, solve_sizes, told_sizes
 
-__all__ = ["asked_recipe", "choose_recipe", "follow_recipe", "names_in_fp32", "padded_names"]
+__all__ = ["asked_recipe", "choose_recipe", "follow_recipe", "padded_names", "under_recipe"]
 
 
 def choose_recipe(
@@ -86,7 +87,17 @@ def asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None) -> M
     return found
 
 
-def names_in_fp32(found: Match, model: StoredModel) -> tuple[str, ...]:
+def under_recipe(
+    source: StoredModel, found: Match | None, config: Mapping[str, Any] | None, options: GatherOptions
+) -> tuple[StoredModel, GatherOptions]:
+    """Return the source as `follow_recipe`, and the options with what its casts leave alone; None changes neither."""
+    if found is None:
+        return source, options
+    source = follow_recipe(source, found, config)
+    return source, options.with_keep_fp32(_names_in_fp32(found, source))
+
+
+def _names_in_fp32(found: Match, model: StoredModel) -> tuple[str, ...]:
     """Return regular expressions for the names of a model that followed its recipe which a cast leaves alone."""
     names = [shard.name for shard in model.shards]
     patterns = found.recipe.keep_fp32

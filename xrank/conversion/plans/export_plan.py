@@ -17,7 +17,7 @@ from xrank.conversion.choices.adapters import Adapted, adapt
 from xrank.conversion.choices.base_model import BaseModel, check_against, open_base_model
 from xrank.conversion.choices.options import GatherOptions
 from xrank.conversion.choices.own_config import OwnConfig
-from xrank.conversion.choices.recipe_choice import choose_recipe, follow_recipe, names_in_fp32
+from xrank.conversion.choices.recipe_choice import choose_recipe, under_recipe
 from xrank.conversion.choices.selection import select
 from xrank.conversion.plans.fused_experts import match_fused
 from xrank.conversion.plans.gather_plan import Gather, plan_with_adapter, renames_adapted
@@ -83,9 +83,7 @@ def plan_export(
     matched = matched or choose_recipe(whole, config, recipe)
     if matched is not None and adapted is not None:
         raise renames_adapted(stored, matched)
-    if matched is not None:
-        stored = follow_recipe(stored, matched, config)
-        options = options.with_keep_fp32(names_in_fp32(matched, stored))
+    stored, options = under_recipe(stored, matched, config, options)
     aliases = layouts.aliases if layouts is not None else {}
     aliases = {plain.get(name, name): plain.get(target, target) for name, target in aliases.items()}
     if adapted is not None:

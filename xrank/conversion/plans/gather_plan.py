@@ -10,7 +10,7 @@ from xrank.conversion.choices.adapters import Adapted, adapt, adapter_beside, ch
 from xrank.conversion.choices.base_model import BaseModel, check_against, open_base_model
 from xrank.conversion.choices.named_source import read_found
 from xrank.conversion.choices.options import GatherOptions
-from xrank.conversion.choices.recipe_choice import choose_recipe, follow_recipe, names_in_fp32
+from xrank.conversion.choices.recipe_choice import choose_recipe, under_recipe
 from xrank.conversion.choices.selection import Selection, select
 from xrank.conversion.plans.plan_digest import digest_of_plan
 from xrank.conversion.plans.small_files import small_files_of
@@ -90,9 +90,7 @@ def plan_gather(
     matched = choose_recipe(stored if adapted is None else adapted.base, config, recipe)
     if matched is not None and adapted is not None:
         raise renames_adapted(stored, matched)
-    if matched is not None:
-        stored = follow_recipe(stored, matched, config)
-        options = options.with_keep_fp32(names_in_fp32(matched, stored))
+    stored, options = under_recipe(stored, matched, config, options)
     aliases = layouts.aliases if layouts is not None else {}
     if adapted is not None:
         aliases = {adapted.new_name(name): adapted.new_name(target) for name, target in aliases.items()}

@@ -14,7 +14,7 @@ import xxhash
 from xrank.conversion.choices.base_model import BaseModel, open_base_model
 from xrank.conversion.choices.named_source import NamedSource, read_source
 from xrank.conversion.choices.options import GatherOptions
-from xrank.conversion.choices.recipe_choice import asked_recipe, follow_recipe, names_in_fp32
+from xrank.conversion.choices.recipe_choice import asked_recipe, under_recipe
 from xrank.conversion.choices.selection import Selection, select
 from xrank.conversion.plans.gather_plan import layout_notes, read_layouts
 from xrank.conversion.plans.new_parts import new_claim, new_parts
@@ -103,9 +103,7 @@ def plan_reshard_of(
     """Return the proven plan of a reshard of what was read, or of what might be; as `plan_reshard`."""
     stored, config, config_path = found.model, found.config, found.config_path
     matched = asked_recipe(stored, recipe)
-    if matched is not None:
-        stored = follow_recipe(stored, matched, config)
-        options = options.with_keep_fp32(names_in_fp32(matched, stored))
+    stored, options = under_recipe(stored, matched, config, options)
     selection = select(stored, options, None, None, new.aliases)
     claims = Claims(new)
     names = _standing_for(stored, selection, claims)
