@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -57,15 +58,9 @@ def halts_in_the_middle(writing, ready):
         pass
 
 
-def is_slow_to_begin(writing, ready):
-    """It runs, or would: that the signal is held stands for a machine that lets it wait."""
+def runs_here(writing, ready):
     faulthandler.register(signal.SIGUSR1, file=writing)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    end = time.monotonic() + 1
     ready()
-    while time.monotonic() < end:
-        pass
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
     while True:
         pass
 
@@ -106,8 +101,10 @@ def test_what_halts_in_the_middle_is_told_whole():
 
 
 def test_one_that_runs_may_take_its_time():
-    with process(is_slow_to_begin) as one:
-        assert "in is_slow_to_begin" in told_stacks([one])[0]
+    """A signal that comes late stands for a machine that lets the process wait."""
+    with process(runs_here) as one:
+        late = replace(one, ask=threading.Timer(1, one.ask).start)
+        assert "in runs_here" in told_stacks([late])[0]
 
 
 @pytest.mark.parametrize("body", [never_hears, ends])
