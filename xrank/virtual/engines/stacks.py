@@ -43,13 +43,17 @@ def told_stacks(processes: Sequence[Asked]) -> list[str]:
     begun = time.monotonic()
     while waiting:
         # Looked at first: what is in the pipe after the end is all.
-        pending, inside = set(), set()
+        pending, inside, slow = set(), set(), set()
         for number in waiting:
+            # One that sleeps by now and has the signal behind it has written before what is read below.
+            is_running = state_of(processes[number].pid) == "R"
             is_pending, blocking = _signal_in(processes[number].pid)
             if is_pending:
                 pending.add(number)
             if blocking - before[number]:
                 inside.add(number)  # its handler, which does not interrupt itself
+            if is_running or number in inside:
+                slow.add(number)
         over = {number for number in waiting - pending - inside if parts[number]}
         ready = _readable([processes[number].stacks for number in waiting], 0.0 if over else _LOOK_SECONDS)
         seconds = time.monotonic() - begun
@@ -61,8 +65,7 @@ def told_stacks(processes: Sequence[Asked]) -> list[str]:
                 if content:
                     continue
                 waiting.discard(number)  # it has ended
-            is_slow = number in inside or state_of(process.pid) == "R"
-            if number in over or seconds > _PATIENCE_SECONDS[is_slow]:
+            if number in over or seconds > _PATIENCE_SECONDS[number in slow]:
                 waiting.discard(number)
     return [part.decode(errors="replace") for part in parts]
 
