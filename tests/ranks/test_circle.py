@@ -370,6 +370,29 @@ def test_a_source_that_lets_go_is_heard_at_once_after_what_it_sent(meet):
         assert circles[2].receive([0], CALL, Deadline(60)) == (0, Message({"done": 1}))
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_who_has_left_and_lets_go_ends_no_wait_for_another(meet, goes_on):
+    # It left early, and ended, or failed in the next call, while the body of a third runs.
+    circles = meet(0, 1, 2)
+    for circle in circles.values():
+        circle.arrive(CALL)
+    ended(circles[1]).leave(CALL)
+    if goes_on:
+        circles[1].begin(2)
+        circles[1].fail(failure(2, number=2))
+    circles[1].close()
+    with soon(), meanwhile(lambda: ended(circles[2])):
+        ended(circles[0]).await_bodies(CALL, Deadline(60))
+    circles[0].leave(CALL)
+    circles[0].begin(2)
+    if goes_on:
+        with pytest.raises(RankFailedError, match="rank 2 failed: a cause"):
+            circles[0].look(2)
+    else:
+        with soon(), pytest.raises(RankFailedError, match="rank 1 failed: its process ended"):
+            circles[0].receive([1, 2], 2, Deadline(60))
+
+
 def test_a_rank_that_reads_late_is_sent_to_when_it_reads(meet):
     circles = meet(0, 1)
     payload = bytes(circles[0].wire.max_payload_nbytes)

@@ -132,8 +132,10 @@ class Circle:
     def failed_before(self) -> bool:
         """Say whether a rank failed in a call that this one had left, and the first had not: it raises there."""
         first_open = min(self._open, default=self._last + 1)
-        numbers = (record.number for record in self.wire.failures().values() if 0 < record.number < first_open)
-        return self.rank != self.first and any(not self._has_left(self.first, number) for number in numbers)
+        with suppress(RankFailedError):  # what the others say through may be gone
+            numbers = (record.number for record in self.wire.failures().values() if 0 < record.number < first_open)
+            return self.rank != self.first and any(not self._has_left(self.first, number) for number in numbers)
+        return False
 
     def _has_left(self, rank: int, call: int) -> bool:
         return self.wire.heard(rank, Word.LEFT) >= call
@@ -284,7 +286,8 @@ class Circle:
         """Raise if any rank has failed, or one that is waited for will send no more, or a gather around failed."""
         self.check_around()
         self.check(call)
-        if silent := [r for r in sources if r in self.wire.silent]:
+        # Who has left the call needs to say no more: it may have gone on to another one that failed, or have ended.
+        if silent := [r for r in sources if r in self.wire.silent and not self._has_left(r, call)]:
             raise self._error([self._death(r) for r in silent])
 
     def _is_soon(self, is_over: Callable[[], bool]) -> bool:
