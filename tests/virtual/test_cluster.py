@@ -28,9 +28,13 @@ def device_threads():
 def no_thread_is_left():
     """After a failure some may still be on their way out; none stays."""
     yield
+    await_threads()
+    assert device_threads() == []
+
+
+def await_threads():
     for thread in device_threads():
         thread.join(20)
-    assert device_threads() == []
 
 
 @engines
@@ -226,6 +230,7 @@ def test_those_that_wait_are_let_out_through_their_own_cleaning_up(virtual_clust
 
     with pytest.raises(RankFailedError, match="boom"):
         virtual_cluster(2).run(body)
+    await_threads()  # a busy machine may not have let it run
     assert cleaned == ["finally"]
 
 
@@ -345,6 +350,35 @@ def test_threads_that_have_left_are_awaited_longer_than_those_that_may_never_end
     monkeypatch.setattr(in_process, "_GRACE_SECONDS", 0.0)
     assert virtual_cluster(3).run(lambda device: device.index).outputs == [0, 1, 2]
     assert device_threads() == []
+
+
+def test_one_that_is_started_when_the_run_is_over_does_nothing(virtual_cluster, monkeypatch):
+    """As on a busy machine, which has not let it run before."""
+    live, begun, is_over = in_process._live, [], threading.Event()
+
+    def live_late(job, *arguments):
+        if job.device == 0:
+            is_over.wait(50)
+        live(job, *arguments)
+
+    def body(device):
+        begun.append(device.index)
+        fail_on_one(device)
+
+    monkeypatch.setattr(in_process, "_live", live_late)
+    monkeypatch.setattr(in_process, "_GRACE_SECONDS", 0.0)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(RankFailedError, match="device 1 failed"):
+            virtual_cluster(2).run(body)
+        is_over.set()
+        await_threads()
+        assert begun == [1]
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_devices_compute_in_the_callers_context(virtual_cluster):

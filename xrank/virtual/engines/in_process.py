@@ -235,15 +235,22 @@ def _live(job: Job, links: QueueLinks, results: dict[int, Any]) -> None:
     """Be a device, from beginning to end."""
     error: BaseException | None = None
     try:
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            torch.set_num_threads(1)
-        results[job.device] = job.body(links)
+        if _begins(links.room):
+            results[job.device] = job.body(links)
     except _StoppedError:
         pass
     except BaseException as raised:
         error = raised
     links.room.leave(job.device, error)
+
+
+def _begins(room: Room) -> bool:
+    """Let this thread compute as a device does, unless a busy machine has started it when the run was over."""
+    torch = sys.modules.get("torch")
+    with room.lock:
+        if torch is not None and not room.is_over:  # then the caller gets its own number of threads back, to keep
+            torch.set_num_threads(1)
+        return not room.is_over
 
 
 def _wait(room: Room, threads: dict[int, threading.Thread], end: float, timeout_seconds: float) -> None:
