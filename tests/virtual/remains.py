@@ -37,7 +37,8 @@ def num_mapped():
         return sum("memfd:xrank-virtual" in line for line in maps)
 
 
-def resident_nbytes():
-    """The memory of this process, that which it shares included."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def own_nbytes():
+    """The memory of this process, that which it shares included, but for files: their pages come and go."""
+    with open("/proc/self/status") as file:
+        told = dict(line.split(":", 1) for line in file)
+    return 1024 * sum(int(told[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap"))
