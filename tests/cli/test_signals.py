@@ -52,6 +52,12 @@ def send():
     for number in map(int, numbers):
         os.kill(os.getpid(), number)
         time.sleep(float(pause))
+    hold()
+
+def hold():
+    # A busy machine may let the main thread, which meets the signal, wait until the others have finished all.
+    while not all(signal.getsignal(int(number)) is signal.SIG_IGN for number in numbers):
+        time.sleep(0.001)
 
 def finished(self, *arguments):
     finish_part(self, *arguments)
@@ -60,6 +66,8 @@ def finished(self, *arguments):
         send()
 
 def created(self, *arguments):
+    if done and len(done) >= int(count):
+        hold()
     descriptor = create_part(self, *arguments)
     if not done and count == "0":
         send()
@@ -69,7 +77,9 @@ Stage.finish_part, Stage.create_part = finished, created
 sys.argv[:] = ["xrank", *sys.argv[2:]]
 sys.exit(main())
 """
-"""Runs xrank, and signals its own process just when so many files are finished: a busy machine misses no moment."""
+"""Runs xrank, and signals its own process just when so many files are finished: a busy machine misses no moment.
+
+No further file is begun until the signal is met; what is begun may still be finished."""
 
 
 def start(bench: Bench, *, after: int | None = None, numbers: Sequence[int] = (), pause: float = 0.0) -> Gather:
