@@ -94,9 +94,10 @@ def test_a_wait_ends_with_what_comes(join):
         other.join()
         return time.monotonic() - started
 
-    assert pumped_until(lambda: wires[1].send(0, Message({"i": 1}))) < 10
-    assert pumped_until(lambda: wires[1].fail(failure(1))) < 10
-    assert pumped_until(wires[2].close) < 10
+    # Fewer than the fifty that the wait may last.
+    assert pumped_until(lambda: wires[1].send(0, Message({"i": 1}))) < 40
+    assert pumped_until(lambda: wires[1].fail(failure(1))) < 40
+    assert pumped_until(wires[2].close) < 40
     started = time.monotonic()
     wires[0].pump(0.05)
     assert time.monotonic() - started >= 0.05, "nothing new"
@@ -144,7 +145,8 @@ class SlowHearer(LocalStore):
         return super().peek(name)
 
 
-def test_rank_0_stays_after_a_failure_until_the_others_have_heard_of_it(join):
+def test_rank_0_stays_after_a_failure_until_the_others_have_heard_of_it(join, monkeypatch):
+    monkeypatch.setattr(store_wire, "_HEARING_SECONDS", 100)  # whatever else the machine does before the third look
     store = SlowHearer()
     wires = join([0, 1], store)
     store.wire = wires[1]
@@ -153,7 +155,7 @@ def test_rank_0_stays_after_a_failure_until_the_others_have_heard_of_it(join):
     assert store.heard == {0: failure(2)}
 
 
-def test_rank_0_stays_a_second_at_most_and_not_at_all_after_a_good_end(join):
+def test_rank_0_stays_a_moment_at_most_and_not_at_all_after_a_good_end(join):
     class Ticks:
         now = 0.0
 
@@ -330,7 +332,7 @@ ranks[1].send(0, Message({"still": "here"}))
 ranks[0].pump(0.2)
 print(ranks[0].inboxes[1].popleft().content)
 ranks[1].close()
-ranks[0].pump(1)
+ranks[0].pump(60)  # the news ends it
 print(ranks[0].silent)
 ranks[0].close()
 """

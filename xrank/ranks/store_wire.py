@@ -27,8 +27,9 @@ _LOOK_SECONDS = 0.1
 """How often failures and ends are asked for."""
 _POLL_SECONDS = (0.0005, 0.02)
 """How long a wait sleeps between two looks at the store, at first and at last."""
-_HEARING_SECONDS = 1.0
-"""How long rank 0, whose process as a rule keeps the store, stays after a failure for the others to hear of it."""
+_HEARING_SECONDS = 5.0
+"""How long rank 0, whose process as a rule keeps the store, stays after a failure for the others to hear of it: those
+that wait hear at once, and one that a busy machine holds up for seconds would take rank 0's end for the failure."""
 
 
 class StoreWire:
