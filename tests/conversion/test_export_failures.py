@@ -18,6 +18,11 @@ from xrank.conversion.making import shared_writing
 
 pytestmark = pytest.mark.timeout(300)
 
+SOON_SECONDS = 18
+"""For what comes at once, on a machine that may stand still for some seconds; a call's own patience is 20."""
+PATIENCE_SECONDS = 6
+"""Of calls that wait in vain: longer than such a machine lets one rank stand, which would be missed as well."""
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ForkedExports]:
@@ -70,7 +75,7 @@ def test_a_rank_that_raises_is_named_and_the_next_call_is_right(ranks: ForkedExp
     said = ranks(tmp_path / "out", raises=2, again=True)
     check_named([one["first"] for one in said], 2)
     assert said[2]["first"]["type"] == "UsageError" and "0.up" in said[2]["first"]["message"]
-    assert all(one["first"]["took_seconds"] < 5 for one in said)
+    assert all(one["first"]["took_seconds"] < SOON_SECONDS for one in said)
     reports(said)
     check_made(tmp_path / "out")
 
@@ -93,7 +98,7 @@ def test_a_rank_to_which_the_folder_is_another_says_so_at_once(ranks: ForkedExpo
     check_named(said, 2)
     assert said[2]["type"] == "UsageError" and "rank 2 does not see" in said[2]["message"]
     assert f"{tmp_path / 'own'} to be one folder that all hosts mount" in said[2]["want"]
-    assert max(one["took_seconds"] for one in said) < 15
+    assert max(one["took_seconds"] for one in said) < SOON_SECONDS
     assert not (tmp_path / "shared" / "out").exists()
 
 
@@ -118,13 +123,13 @@ def test_what_is_there_is_not_replaced(ranks: ForkedExports, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_does_not_come_is_named(ranks: ForkedExports, tmp_path: Path, absent: int) -> None:
-    said = ranks(tmp_path / "out", absent=absent, options={"timeout_seconds": 1})
+    said = ranks(tmp_path / "out", absent=absent, options={"timeout_seconds": PATIENCE_SECONDS})
     check_named(said, absent, "RankTimeoutError")
     assert os.listdir(tmp_path) == []
 
 
 def test_a_rank_that_stops_is_named(ranks: ForkedExports, tmp_path: Path) -> None:
-    said = ranks(tmp_path / "out", act=[1, "stop", 12], options={"timeout_seconds": 2})
+    said = ranks(tmp_path / "out", act=[1, "stop", 12], options={"timeout_seconds": PATIENCE_SECONDS})
     for rank in (0, 2, 3):
         # Which rank's patience ends first is nobody's to say; the others hear of it with its cause.
         assert said[rank]["type"] in ("RankTimeoutError", "RankFailedError") and "rank 1" in said[rank]["message"], said

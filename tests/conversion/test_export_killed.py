@@ -30,6 +30,8 @@ OPTIONS = {"max_shard_size": "150KB", "config_overrides": {"model_type": "toy"}}
 NUM_FILES = 4
 NOTICED_SECONDS = 10
 """Two are promised; a machine that is busy with other tests may take its time."""
+PATIENCE_SECONDS = 6
+"""Of calls that wait in vain: longer than such a machine lets one rank stand, which would be missed as well."""
 NUM_CALLS = {"export": (246, 177), "load": (45, 45), "iterate": (400, 37)}
 """What the first rank, and any other, does in a whole run, roughly: moments are drawn from as many."""
 
@@ -200,12 +202,12 @@ def test_a_run_that_finds_all_files_finished_ends_well_on_all_ranks(exports: Exp
 @pytest.mark.parametrize("step", ["file finished", "manifest"])
 def test_a_rank_that_stops_is_named_at_the_deadline(exports: Exports, step: str) -> None:
     exports.clear(old=False)
-    said = exports(options={"timeout_seconds": 2}, strike={"victim": 2, "what": "stop", "step": step})
+    said = exports(options={"timeout_seconds": PATIENCE_SECONDS}, strike={"victim": 2, "what": "stop", "step": step})
     for rank, one in enumerate(said):
         if rank != 2 and not (exports.seen() == NEW and "report" in one):
             # Which rank's patience ends first is nobody's to say; the others hear of it, with its cause.
             assert one["type"] in ("RankTimeoutError", "RankFailedError") and "rank 2" in one["message"], said
-            assert one["seconds_after"] < 2 + NOTICED_SECONDS, said
+            assert one["seconds_after"] < PATIENCE_SECONDS + NOTICED_SECONDS, said
     if exports.seen() != NEW:
         exports.right(exports())
 
