@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.gather.lender import CONTENT, NBYTES, Row, Scattered, assert_right, lender, source, views
+from tests.open_files import open_files
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError
 from xrank.gather import peer_connection, peer_memory, peer_service, peer_source
 from xrank.gather.local_bytes import local_bytes
@@ -45,11 +46,8 @@ def short_grace(monkeypatch):
 
 
 def descriptors() -> list[str]:
-    leads_to = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the listing's own
-            leads_to.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sorted(path for path in leads_to if not path.startswith("pipe:"))  # pytest's, and the rank pool's
+    # But for pipes: pytest's, and the rank pool's.
+    return sorted(path for path in open_files().values() if not path.startswith("pipe:"))
 
 
 @pytest.mark.parametrize("way", ["memory", "unix", "tcp", "network"])
@@ -282,15 +280,16 @@ def test_a_killed_peer_is_named(view):
 @pytest.mark.parametrize("view", [0, 1])
 def test_what_is_known_of_a_peers_end_is_said_instead(view, monkeypatch):
     monkeypatch.setattr(peer_source, "_GRACE_SECONDS", 30.0)
-    asked = []
+    has_ended, asked = [], []
 
     def check() -> None:  # the others hear of a failure a moment after the one that failed has gone
-        asked.append(1)
+        asked.extend(has_ended)
         if len(asked) == 4:
             raise RankFailedError("rank 1 failed: no space on its device", rank=1)
 
     with lender() as other, source(other.told, check=check) as made:
         made.read_into(view, 0, memoryview(bytearray(100)))
+        has_ended.append(1)
         other.end()
         with pytest.raises(RankFailedError, match="no space on its device"):
             made.read_into(view, 0, memoryview(bytearray(100)))
@@ -298,16 +297,19 @@ def test_what_is_known_of_a_peers_end_is_said_instead(view, monkeypatch):
 
 @pytest.mark.parametrize("way", ["unix", "tcp"])
 def test_a_stopped_peer_runs_out_of_time(way):
-    with lender() as other, source(other.told, way=way, timeout_seconds=2) as made:
+    with lender() as other, source(other.told, way=way) as made:
         into = memoryview(bytearray(NBYTES[0]))
+        plenty = made._timeout_seconds
         for is_connected in (True, False):
             if is_connected:
                 made.read_into(0, 0, into[:10])
             other.stop()
-            with pytest.raises(RankTimeoutError) as caught:
+            made._timeout_seconds = 2
+            with pytest.raises(RankTimeoutError, match="for 2 s") as caught:
                 made.read_into(0, 0, into)
             assert caught.value.waiting_for == (1,) and caught.value.rank == 1
             assert str(other.told["pid"]) in caught.value.got
+            made._timeout_seconds = plenty
             other.go_on()
         made.read_into(0, 0, into)
         assert into == CONTENT[0]
@@ -392,7 +394,6 @@ def test_a_service_that_only_pretends_is_refused():
 
 
 def test_who_says_nothing_or_nonsense_is_not_kept(monkeypatch):
-    monkeypatch.setattr(peer_service, "_STRANGER_SECONDS", 0.3)
     with closing(MemoryOffer(views())) as offer:
         strangers = []
         for said in (b"", b"x", b"x" * 64, b"GET / HTTP/1.1\r\n\r\n" * 10):
@@ -400,6 +401,7 @@ def test_who_says_nothing_or_nonsense_is_not_kept(monkeypatch):
             stranger.connect(f"\0{offer.told()['socket']}")
             stranger.sendall(said)
             strangers.append(stranger)
+        monkeypatch.setattr(peer_service, "_STRANGER_SECONDS", 0.3)  # from now on: they have said it
         for stranger in strangers:
             stranger.settimeout(50)
             with stranger, suppress(ConnectionResetError):

@@ -299,7 +299,7 @@ def test_a_store_that_goes_away_ends_the_meeting():
             for rank in (0, 1)
         ]
         looking = client()
-        # Until rank 1 waits for the others, and rank 0 has all of its connections: to make one it would wait for minutes.
+        # Until rank 1 waits for the others, and rank 0 has all its connections: to make one it would wait for minutes.
         while any(looking.peek(f"{NAME}/{sign}") is None for sign in ("here/1", "beat/0")):
             assert not any(future.done() for future in coming)
         del server

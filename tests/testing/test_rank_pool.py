@@ -109,11 +109,13 @@ def test_a_result_that_cannot_travel_is_that_ranks_failure(rank_pool):
 
 
 def test_a_hang_names_the_ranks_and_where_they_stand(rank_pool):
-    for seconds in (1, 5, 25):  # a busy machine may not even have let them meet in the first
-        with pytest.raises(RankTimeoutError, match="did not come back") as caught:
+    for seconds in (1, 5, 25):  # a busy machine may not even have let them meet in the first, which is a failure then
+        with pytest.raises((RankTimeoutError, RankFailedError)) as caught:
             rank_pool.run(2, hang_on, 1, timeout_seconds=seconds)
-        if caught.value.waiting_for == (1,) and "a_rank_that_waits_here" in "".join(caught.value.__notes__):
+        stacks = "".join(getattr(caught.value, "__notes__", ()))
+        if getattr(caught.value, "waiting_for", None) == (1,) and "a_rank_that_waits_here" in stacks:
             break
+    assert isinstance(caught.value, RankTimeoutError) and "did not come back" in str(caught.value)
     assert caught.value.waiting_for == (1,) and str(caught.value).startswith("rank 1 did not come back")
     assert any("a_rank_that_waits_here" in note for note in caught.value.__notes__)
     assert rank_pool.run(2, who, 0)[1][1] == [0, 1]
