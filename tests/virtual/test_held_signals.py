@@ -64,3 +64,23 @@ def test_a_handler_that_returns_is_called_as_ever():
         assert len(calls) == 4
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_signal_during_a_handler_is_taken_after_it():
+    steps = []
+
+    def handle(number, frame):
+        steps.append("begun")
+        if len(steps) == 1:
+            signal.raise_signal(signal.SIGUSR2)
+            signal.raise_signal(signal.SIGINT)
+        steps.append("done")
+
+    before = signal.signal(signal.SIGUSR2, handle)
+    try:
+        with pytest.raises(KeyboardInterrupt), HeldSignals() as signals, signals.released():
+            signal.raise_signal(signal.SIGUSR2)
+            steps.append("never")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert steps == ["begun", "done", "begun", "done"]

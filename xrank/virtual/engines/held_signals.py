@@ -46,10 +46,8 @@ class HeldSignals:
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
         """Let handlers be called, until one of them raises."""
-        self._are_held = False
         try:
-            while self._pending:
-                self._take(self._pending.pop(0), None)
+            self._release()
             yield
         finally:
             self._are_held = True
@@ -61,4 +59,14 @@ class HeldSignals:
         # If it raises, what comes next must not disturb the clearing up.
         self._are_held = True
         self._handlers[number](number, frame)
+        self._release()
+
+    def _release(self) -> None:
+        """Call what has come, and what comes meanwhile; hold nothing from then on, unless a handler raises."""
         self._are_held = False
+        while self._pending:
+            self._are_held = True
+            while self._pending:  # one that came between the two lines above may have taken them
+                number = self._pending.pop(0)
+                self._handlers[number](number, None)
+            self._are_held = False
