@@ -356,6 +356,26 @@ def test_a_place_that_says_nothing_is_left_for_the_next_and_at_last_given_up(mon
             made.read_into(0, 0, memoryview(bytearray(10)))
 
 
+def test_who_is_itself_held_up_while_it_connects_connects_again(monkeypatch):
+    monkeypatch.setattr(peer_service, "_STRANGER_SECONDS", 0.3)
+    monkeypatch.setattr(peer_connection, "_PLACE_SECONDS", 0.2)
+    real, sent_away = peer_connection._connected, []
+
+    def stopped_meanwhile(family, place, tick):
+        sock = real(family, place, tick)
+        if not sent_away:
+            end = select.poll()
+            end.register(sock, select.POLLRDHUP)
+            sent_away.extend(end.poll(50_000))
+        return sock
+
+    monkeypatch.setattr(peer_connection, "_connected", stopped_meanwhile)
+    with closing(MemoryOffer(views(), across_hosts=False)) as offer, source(offer.told(), way="unix") as made:
+        into = memoryview(bytearray(10))
+        made.read_into(0, 5, into)
+        assert sent_away and into == CONTENT[0][5:15]
+
+
 def connect_to(told: dict, addresses: list[str], silence_at=None) -> PeerConnection:
     tick = lambda seconds: None  # noqa: E731
     if silence_at is None:

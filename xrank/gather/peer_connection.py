@@ -167,10 +167,13 @@ def connect(name: str, port: int | None, addresses: Sequence[str], token: bytes,
         said = []
         is_silent = False
         for family, place in places:
+            begun = monotonic()
             try:
                 return PeerConnection(_connected(family, place, tick_here), token, tick_here)
             except (_SilentPlaceError, PeerGoneError) as error:  # no OSError: what `tick` raises may be one
-                is_silent = is_silent or isinstance(error, _SilentPlaceError)
+                # A service gives up on who is slow to prove itself, as one is that was itself stopped for a while.
+                is_slow = monotonic() > begun + _PLACE_SECONDS
+                is_silent = is_silent or is_slow or isinstance(error, _SilentPlaceError)
                 shown = "on this host" if isinstance(place, str) else f"at {place[0]} port {place[1]}"
                 said.append(f"{shown}: {error}")
         if not is_silent:
