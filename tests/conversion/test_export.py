@@ -52,7 +52,7 @@ def test_experts_are_saved_one_by_one(rank, world_size, tmp_path, kind, made):
     same_as_saved(rank, tmp_path, made(), kind, world_size)
 
 
-@pytest.mark.ranks(8, timeout_seconds=100)
+@pytest.mark.ranks(8)
 def test_a_llama_over_eight_ranks(rank, world_size, tmp_path):
     same_as_saved(rank, tmp_path, llama(tie_word_embeddings=True), "fsdp tp", world_size)
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_exported_is_refused_on_every_rank(rank, tmp_path):
         xrank.export_model({"w": part}, tmp_path / "out", layouts=layouts)
 
 
-@pytest.mark.ranks(2, timeout_seconds=100)
+@pytest.mark.ranks(2)
 def test_memory_is_a_budget(rank, tmp_path):
     """300 MB over 2 ranks, 16 MB of buffers: neither rank's peak rises by more than some 40 MB beside what it holds."""
     layouts, tensors = LayoutMap(DeviceMesh((2,), ("tp",))), {}

@@ -147,7 +147,7 @@ def iterate_and_die(folder: str, victim: int) -> None:
 
 def test_a_rank_that_is_killed_is_named_on_all(rank_pool: Any, tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="rank 2 died"):
-        rank_pool.run(4, iterate_and_die, str(tmp_path), 2)
+        rank_pool.run(4, iterate_and_die, str(tmp_path), 2, timeout_seconds=150)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "2", "1": "2", "3": "2"}
 
 

@@ -269,12 +269,12 @@ def export_again(folder: str) -> None:
 
 def test_a_rank_that_is_killed_while_it_transforms_is_named_on_all(rank_pool: Any, tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="died"):
-        rank_pool.run(4, export_and_die, str(tmp_path))
+        rank_pool.run(4, export_and_die, str(tmp_path), timeout_seconds=150)
     victim = (tmp_path / "victim").read_text()
     told = {path.name: path.read_text() for path in tmp_path.glob("rank *")}
     assert told == {f"rank {rank}": victim for rank in range(4) if str(rank) != victim}
     assert not (tmp_path / "out").exists()
-    rank_pool.run(4, export_again, str(tmp_path))
+    rank_pool.run(4, export_again, str(tmp_path), timeout_seconds=150)
     assert_equal(tensors_of(tmp_path / "out"), wanted())
 
 
