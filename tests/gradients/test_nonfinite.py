@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.gradients.test_finalize import raised_everywhere
 from tests.gradients.wires import RecordingWire, made_module
+from xrank.errors import GradientError
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, finalize_model_grads
 from xrank.gradients.buffers.nonfinite import first_nonfinite
 from xrank.layout import DeviceMesh
@@ -116,6 +117,19 @@ def test_sums_that_overflow_and_kernels_that_add_by_themselves_are_told_apart(ra
     assert str(error).endswith("from a kernel, in one of 2 micro-batches")
 
 
+def test_a_finite_gradient_whose_norm_float16_cannot_hold_is_not_blamed() -> None:
+    module = made_module(dtype=torch.float16)
+    config = GradientConfig(check_for_nan_in_grad=True)
+    plan = GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)), config, rank=0)
+    ddp = DistributedDataParallel(module, plan, wire=RecordingWire())
+    weight = module.layers[0].weight
+    with ddp.no_sync():
+        (weight * 9000).sum().backward()  # 64 elements: 8 times as much
+    (weight * _NAN).sum().backward()
+    with pytest.raises(GradientError, match="from micro-batch 2 of the 2 that used it"):
+        finalize_model_grads(ddp)
+
+
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_nobody_looks_where_it_is_not_asked_for(rank: int) -> None:
     module = made_module()
@@ -125,6 +139,23 @@ def test_nobody_looks_where_it_is_not_asked_for(rank: int) -> None:
     found = first_nonfinite(module.norm.bias.main_grad)
     assert found == ((1,), "nan")
     assert dist.get_world_size() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norms_of_any_dtype_are_compared(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    module = made_module(dtype=dtype)
+    config = GradientConfig(check_for_large_grads=True)
+    plan = GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)), config, rank=0)
+    ddp = DistributedDataParallel(module, plan, wire=RecordingWire())
+    weight = module.layers[0].weight
+    with caplog.at_level(logging.WARNING, "xrank"):
+        for factor in (*[100.0] * 100, 20_000.0):
+            ddp.zero_grad_buffer()
+            (weight * factor).sum().backward()
+            finalize_model_grads(ddp)
+    assert [message.split(" have ")[1] for message in caplog.messages] == [
+        "a norm of 8e+04, 200 times the largest of the first 100 steps"
+    ]
 
 
 def test_a_gradient_far_larger_than_those_before_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

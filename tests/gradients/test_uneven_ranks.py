@@ -44,6 +44,16 @@ def _assert_right(ddp: DistributedDataParallel) -> None:
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)
+def test_gradients_of_plans_that_differ_are_not_checked(rank: int) -> None:
+    module = made_module()
+    module.norm.bias.requires_grad_(rank == 0)
+    plan = GradientPlan.from_module(module, _MESH)
+    with pytest.raises(GradientError, match="ranks 0 and 1 do not lay out the same gradients") as caught:
+        check_gradients({name: torch.ones_like(one) for name, one in module.named_parameters()}, plan)
+    assert caught.value.rank == 1 and "norm.bias" in f"{caught.value.got} {caught.value.want}"
+
+
+@pytest.mark.ranks(2, timeout_seconds=60)
 def test_a_plan_of_another_rank_is_refused_on_all_ranks(rank: int) -> None:
     module = made_module()
     plan = GradientPlan.from_module(module, _MESH, _SHARDED, rank=0)

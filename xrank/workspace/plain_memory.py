@@ -1,13 +1,14 @@
-"""Which tensors have elements in memory that strides lead to; reading some of the others ends the process."""
+"""The elements of tensors as bytes; and which tensors have any in memory: to read those of others ends the process."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
-__all__ = ["has_memory", "kind_without_elements"]
+__all__ = ["has_memory", "kind_without_elements", "row_major_bytes"]
 
 
 def kind_without_elements(tensor: torch.Tensor) -> str | None:
@@ -32,3 +33,14 @@ def has_memory(tensor: torch.Tensor) -> bool:
     if not tensor.is_contiguous():
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return bool(tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + last + 1) * tensor.element_size())
+
+
+def row_major_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Return the bytes of a dense tensor's elements, row-major: a view where they lie so on the CPU, else of a copy."""
+    import torch
+
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # Not view(-1): one element may have any stride and still count as contiguous.
+    flat: np.ndarray[tuple[int], np.dtype[np.uint8]]
+    flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+    return flat

@@ -82,11 +82,11 @@ class GradientWatch:
         if gradient is None:
             self._norms[microbatch][index] = -1
         else:
-            self._norms[microbatch][index] = torch.linalg.vector_norm(gradient)
+            self._norms[microbatch][index] = _norm(gradient)
 
     def inspect(self, bucket: PlannedBucket) -> Fault | None:
         """Look at a bucket before it leaves, and return what is wrong with it."""
-        norm = float(torch.linalg.vector_norm(self._buffers[bucket.buffer].bucket(bucket)))
+        norm = float(_norm(self._buffers[bucket.buffer].bucket(bucket)))
         if norm - norm == 0:  # finite
             self._warn_if_large(bucket, norm)
             return None
@@ -150,3 +150,10 @@ class GradientWatch:
                 norm / largest if largest else float("inf"),
                 _NUM_SAMPLES,
             )
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the norm, which of finite float16 elements float16 may not hold."""
+    norm: torch.Tensor
+    norm = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.dtype == torch.float16 else None)
+    return norm

@@ -15,7 +15,8 @@ from xrank.gradients.buffers.nonfinite import first_nonfinite
 from xrank.gradients.checking.findings import GradientCheck, GradientFinding, encoded, merged
 from xrank.gradients.checking.reference_check import compare_with_reference
 from xrank.gradients.checking.replica_check import compare_replicas
-from xrank.gradients.plan_exchange import torch_wire
+from xrank.gradients.plan_exchange import check_agreement, torch_wire
+from xrank.gradients.plans.agreement import agreement_lines
 from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan import GradientPlan, PlannedParameter
 from xrank.gradients.wires.wire import Wire
@@ -50,9 +51,14 @@ def check_gradients(
         tolerance: by how much a gradient may differ from the reference, relative to its largest element; what the
             dtypes allow when None: 1e-5 for float32, 2e-2 for 16 bits.
         wire: what stands in for torch's process groups.
+
+    Raises:
+        GradientError: the plans of two ranks do not fit together; the same on all ranks.
+        UsageError: there is no process group, and no `wire`.
     """
     if wire is None:
         wire = torch_wire(plan)
+    check_agreement(agreement_lines(plan), wire, plan)
     findings: list[GradientFinding] = []
     held = _held(named_gradients, plan, findings)
     for name, gradient in held.items():

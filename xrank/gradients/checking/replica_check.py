@@ -12,6 +12,7 @@ from xrank.gradients.checking.findings import FindingKind, GradientFinding
 from xrank.gradients.plans.explanation import listed, ranks_text
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.wires.wire import Wire
+from xrank.workspace.plain_memory import row_major_bytes
 
 __all__ = ["compare_replicas"]
 
@@ -75,10 +76,7 @@ def _sets(plan: GradientPlan) -> Iterator[tuple[str, tuple[int, ...], FindingKin
 def _digest(tensor: torch.Tensor | None) -> str:
     if tensor is None:
         return "none came"
-    data = tensor.detach().contiguous().cpu()
-    # By bytes: numpy has no bfloat16. Not view(-1): one element may have any stride and still count as contiguous.
-    data = data.as_strided((data.numel(),), (1,))
-    return f"{data.numel()} of {data.dtype} {xxh128_hexdigest(data.view(torch.uint8).numpy().data)}"
+    return f"{tensor.numel()} of {tensor.dtype} {xxh128_hexdigest(row_major_bytes(tensor).data)}"
 
 
 def _header(digest: str) -> str:

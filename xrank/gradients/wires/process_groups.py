@@ -90,16 +90,16 @@ def world_device() -> torch.device:
     return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
-def exchanged_texts(text: str) -> list[str]:
-    """Return the text of each rank of the world, by rank; collective over the world."""
+def exchanged_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Return the text of each rank of a group, the world if None, in its order; collective over it."""
     device, own = world_device(), text.encode()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(own)], device=device))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
     lengths = [int(size) for size in sizes]
     # Bytes of equal length, one more than the longest: no tensor is empty.
-    padded = torch.tensor([*own, *bytes(max(lengths) + 1 - len(own))], dtype=torch.uint8, device=device)
+    padded = torch.frombuffer(bytearray(own.ljust(max(lengths) + 1, b"\0")), dtype=torch.uint8).to(device)
     texts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(texts, padded)
+    dist.all_gather(texts, padded, group=group)
     return [found[:length].cpu().numpy().tobytes().decode() for found, length in zip(texts, lengths, strict=True)]
 
 

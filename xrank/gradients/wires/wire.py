@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from xrank.gradients.wires.process_groups import ProcessGroups, world_device
+from xrank.gradients.wires.process_groups import ProcessGroups, exchanged_texts, world_device
 
 __all__ = ["Combination", "Done", "Handle", "TorchWire", "Wire"]
 
@@ -105,18 +105,7 @@ class TorchWire:
         """Return each rank's text."""
         if len(ranks) == 1:
             return {ranks[0]: text}
-        group, data = self._groups[ranks], text.encode()
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in ranks]
-        dist.all_gather(sizes, torch.tensor([len(data)], device=self.device), group=group)
-        lengths = [int(size) for size in sizes]
-        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-        texts = [torch.zeros(len(padded), dtype=torch.uint8, device=self.device) for _ in ranks]
-        dist.all_gather(texts, padded.to(self.device), group=group)
-        return {
-            rank: bytes(told[:length].cpu().numpy()).decode()
-            for rank, told, length in zip(ranks, texts, lengths, strict=True)
-        }
+        return dict(zip(ranks, exchanged_texts(text, self._groups[ranks]), strict=True))
 
 
 def _handle(work: Any) -> Handle:
