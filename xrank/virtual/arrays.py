@@ -17,7 +17,7 @@ import numpy as np
 from xrank import dtypes
 from xrank.errors import UsageError
 from xrank.virtual.array_spec import ArraySpec
-from xrank.workspace.plain_memory import has_memory, kind_without_elements
+from xrank.workspace.plain_memory import has_memory, kind_without_elements, row_major_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -217,12 +217,7 @@ def reduce(arrays: Sequence[Array], reduction: str) -> Array:
 def bytes_of(array: Array) -> Bytes:
     """Return the bytes of the elements, row-major: a view where the elements lie so, else of a copy."""
     if kind_of(array) == "torch":
-        import torch
-
-        plain = array.detach().resolve_conj().resolve_neg().contiguous()
-        # Not view(-1): one element may have any stride and still count as contiguous.
-        flat: Bytes = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
-        return flat
+        return row_major_bytes(array)
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 

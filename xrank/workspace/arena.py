@@ -22,6 +22,7 @@ import numpy as np
 
 from xrank.errors import NoSpaceError
 from xrank.workspace.memory_file import MemoryFile, MemoryPlace, open_place
+from xrank.workspace.plain_memory import row_major_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -104,12 +105,7 @@ class Arena:
                     self._whole = torch.frombuffer(self._memory, dtype=torch.uint8)
                 self._whole[start : start + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             return
-        import torch
-
-        plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-        # Not view(-1): one element may have any stride and still count as contiguous.
-        flat = plain.as_strided((plain.numel(),), (1,))
-        self.write_bytes(offset, flat.view(torch.uint8).numpy().data)
+        self.write_bytes(offset, row_major_bytes(tensor).data)
 
     def write_bytes(self, offset: int, content: bytes | memoryview) -> None:
         """Put bytes at `offset`; as `write`."""

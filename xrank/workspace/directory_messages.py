@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from xrank.errors import IncompleteError, NoSpaceError
 from xrank.ranks.peer import process_space
 from xrank.workspace.message_file import MessageReceipt, read_message, write_message
+from xrank.workspace.plain_memory import row_major_bytes
 from xrank.workspace.shared_directory import STALE_SECONDS, make_directory, names_in
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class DirectoryMessages:
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
         """Leave a message; see `MessageWorkspace`."""
         name = self._names.new()
-        head, buffers = header.encode(), [_bytes_of(tensor) for tensor in tensors]
+        head, buffers = header.encode(), [row_major_bytes(tensor).data for tensor in tensors]
         try:
             with _no_space_named(self._path, sum(map(len, buffers)) + len(head)):
                 receipt = write_message(self._path, name, head, buffers)
@@ -156,15 +157,6 @@ def _begin_anew_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_anew_in_child)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    import torch
-
-    plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    # Not view(-1): one element may have any stride and still count as contiguous.
-    flat = plain.as_strided((plain.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _space_digest() -> str:
