@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 from xrank.conversion.choices.adapters import Adapted, adapt, adapter_beside
-from xrank.conversion.choices.base_check import check_source
+from xrank.conversion.choices.base_check import check_source, not_compared
 from xrank.conversion.choices.base_model import open_base_model
 from xrank.conversion.choices.named_source import companions_of, read_found
 from xrank.conversion.choices.options import AdapterChoice, GatherOptions
@@ -67,14 +68,14 @@ def inspect_source(
         notes += found.notes
         config_path = found.config_path
         tensors = [_tensor_row(model, index, problems) for index in range(len(model.shards))]
-        refusals, adapted = _adapter_in(model, text)
+        refusals, adapted = _adapter_in(model, text, base.tensors if base is not None else {})
         problems += refusals
         if not refusals:
             notes += adapter_beside(text)
             renamed = found.renamed()
             recipe = renamed.recipe
-            if base is not None:
-                check_source(base, renamed, found.config)
+            if base is not None and check_source(base, renamed, found.config) is None:
+                notes.append(not_compared(base, text))
         elif adapted is not None and (matched := choose_recipe(adapted.base, found.config, None)) is not None:
             problems.append(renames_adapted(adapted.source, matched))
     except XrankError as error:
@@ -98,14 +99,14 @@ def inspect_source(
     )
 
 
-def _adapter_in(model: StoredModel, place: str) -> tuple[list[XrankError], Adapted | None]:
+def _adapter_in(model: StoredModel, place: str, own: Mapping[str, Any]) -> tuple[list[XrankError], Adapted | None]:
     """Return why a gather would refuse the adapter in a source, and it kept apart; nothing where there is none."""
     refusals: list[XrankError] = []
     choices: tuple[AdapterChoice | None, ...] = (None, "separate")
     for choice in choices:
         # Without a choice a gather says that there is one; what else is in the way it says to who chose.
         try:
-            adapted = adapt(model, GatherOptions(adapter=choice), place, {})
+            adapted = adapt(model, GatherOptions(adapter=choice), place, own)
         except XrankError as error:
             if error.message not in [refusal.message for refusal in refusals]:
                 refusals.append(error)

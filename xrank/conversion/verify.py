@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from xrank import environment
-from xrank.conversion.choices.base_check import check_source
+from xrank.conversion.choices.base_check import check_source, not_compared
 from xrank.conversion.choices.base_model import BaseModel, check_against, open_base_model
 from xrank.conversion.choices.named_source import read_source
 from xrank.conversion.choices.options import default_workers, parse_size
@@ -195,10 +195,13 @@ def _plan_manifest_check(path: str, base: BaseModel | None) -> Check:
             _check_digests(path, manifest, listed, replace(read, name=name))
         checked = [OutputTensor(t.name, t.dtype, t.shape) for h in headers for t in h.tensors]
         told = {"manifest": os.path.join(path, MANIFEST_NAME), "num_digests": len(manifest["tensors"])}
+        notes = []
         if base is not None:
             own = [output for output in checked if manifest["tensors"][output.name]["file"] not in apart]
             told["base_model"] = check_against(base, own, set(manifest["excluded"]), set(manifest["tied"]))
-        return {"source": {"path": path, "format": "safetensors"}, "proof": told, "checked": checked}
+            if told["base_model"] is None:
+                notes.append(not_compared(base, path))
+        return {"source": {"path": path, "format": "safetensors"}, "proof": told, "notes": notes, "checked": checked}
 
     return Check(plan, judge)
 
@@ -266,6 +269,9 @@ def _plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None) ->
         )
     outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in model.shards]
     checked = check_source(base, model, found.config) if base is not None else None
+    notes = [*model.notes] if base is not None or layouts is not None else []
+    if base is not None and checked is None:
+        notes.append(not_compared(base, path))
     plan = make_plan(model, lay_out(outputs, 1 << 62) if outputs else ())
 
     def judge(outcome: Outcome) -> dict[str, Any]:
@@ -283,7 +289,7 @@ def _plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None) ->
                 "num_replicas_compared": sum(len(tensor.replicas) for tensor in plan.tensors),
                 **({"base_model": checked} if base is not None else {}),
             },
-            "notes": [*model.notes] if base is not None or layouts is not None else [],
+            "notes": notes,
             "checked": outputs,
         }
 

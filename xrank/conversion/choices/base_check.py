@@ -12,11 +12,11 @@ from xrank.errors import ContradictionError, IncompleteError
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel
 
-__all__ = ["check_source"]
+__all__ = ["check_source", "not_compared"]
 
 
 def check_source(base: BaseModel, model: StoredModel, config: Mapping[str, Any] | None) -> str | None:
-    """Check a source's names and shapes; return what was checked, in words.
+    """Check a source's names and shapes; return what was checked, in words; None where `not_compared` says why not.
 
     Args:
         base: the base model.
@@ -27,7 +27,7 @@ def check_source(base: BaseModel, model: StoredModel, config: Mapping[str, Any] 
         IncompleteError, ContradictionError: as `check_against`.
     """
     names = [shard.name for shard in model.shards]
-    if find_adapter(names, model.path) is not None:
+    if find_adapter(names, model.path, base.tensors) is not None:
         return None  # what its tensors are called depends on what becomes of it
     tied = {name for name in names if name in model.aliases or embedding_of(name, names, config) is not None}
     outputs = [OutputTensor(s.name, s.dtype, s.shape) for s in model.shards if s.name not in tied]
@@ -36,3 +36,15 @@ def check_source(base: BaseModel, model: StoredModel, config: Mapping[str, Any] 
     except (IncompleteError, ContradictionError) as error:
         error.next_step = "name the right base model; a gather can leave tensors out by name with --exclude"
         raise
+
+
+def not_compared(base: BaseModel, path: str) -> tuple[str, str]:
+    """Return the note on a source of which nothing was compared with a base model.
+
+    Args:
+        base: the base model.
+        path: of the source.
+    """
+    if not base.tensors:
+        return "base-model", f"{base.path} holds no safetensors weights: names and shapes were not compared with it"
+    return "base-model", f"{path} holds an adapter: names and shapes were not compared with {base.path}"

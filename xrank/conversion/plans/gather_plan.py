@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from xrank.conversion.choices.adapters import Adapted, adapt, adapter_beside, check_ties
+from xrank.conversion.choices.base_check import not_compared
 from xrank.conversion.choices.base_model import BaseModel, check_against, open_base_model
 from xrank.conversion.choices.named_source import read_found
 from xrank.conversion.choices.options import GatherOptions
@@ -115,8 +116,7 @@ def plan_gather(
     )
     notes = [*stored.notes, *found.notes, *selection.notes, *small.notes, *layout_notes(layouts, stored)]
     if base is not None and not base.tensors:
-        told = f"{base.path} holds no safetensors weights: names and shapes were not compared with it"
-        notes.append(("base-model", told))
+        notes.append(not_compared(base, place))
     notes += adapter_beside(place) if adapted is None else adapted.notes
     return Gather(
         options,
