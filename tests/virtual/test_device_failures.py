@@ -307,6 +307,29 @@ def test_all_that_failed_are_told_the_first_one_first():
     assert [(failure.rank, str(failure.__cause__)) for failure in caught.value.failures] == [(1, "of 1"), (0, "of 0")]
 
 
+def test_a_failure_is_told_beside_a_result_that_cannot_arrive():
+    """Both have ended when the host first looks."""
+    pids, pids_there = os.pipe()
+
+    def live(links):
+        os.write(pids_there, b"%7d" % os.getpid())
+        if links.device == 0:
+            raise ValueError("of 0")
+        return TwoPartsError(1, 2)
+
+    def packets():
+        for pid in [int(os.read(pids, 7)) for _ in range(2)]:
+            while not has_ended(pid):
+                pass
+        yield np.zeros(1)
+
+    with pytest.raises(RankFailedError, match="device 0 failed: ValueError: of 0") as caught:
+        process_engine.run([Job(0, live), Job(1, live), Job(2, lambda links: 0, packets())], timeout_seconds=50)
+    os.close(pids)
+    os.close(pids_there)
+    assert [(f.rank, type(f.__cause__)) for f in caught.value.failures] == [(0, ValueError), (1, TypeError)]
+
+
 def has_ended(pid):
     with open(f"/proc/{pid}/stat", "rb") as stat:
         return stat.read().rpartition(b")")[2].split()[0] == b"Z"

@@ -407,6 +407,7 @@ def test_what_cannot_arrive_is_named():
     with pytest.raises(RankFailedError, match=r"device 1 failed: ValueError: not here") as caught:
         VirtualCluster(2).run(lambda device: Stubborn() if device.index else 0)
     assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ValueError)
+    assert caught.value.failures == (caught.value,)
 
 
 def test_what_cannot_travel_is_named():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from xrank.errors import RankFailedError, RankTimeoutError, XrankError
+from xrank.virtual.channels.channel import HOST
 
-__all__ = ["all_wait", "failed", "late"]
+__all__ = ["all_wait", "awaited", "failed", "late", "with_all"]
 
 
 def failed(device: int, error: BaseException, *, pid: int | None = None) -> RankFailedError:
@@ -26,11 +27,30 @@ def failed(device: int, error: BaseException, *, pid: int | None = None) -> Rank
     return told
 
 
+def with_all(errors: Sequence[RankFailedError]) -> RankFailedError:
+    """Return the first of several errors, with all of them, itself among them, as its ``failures``."""
+    errors[0].failures = tuple(errors)
+    return errors[0]
+
+
 def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # it is the user's
         return "(it cannot be told)"
+
+
+def awaited(source: int, running: Collection[int], what: str) -> str:
+    """Return what a device waits for, in words.
+
+    Args:
+        source: the device that it waits for, or `HOST`.
+        running: the devices that have not ended.
+        what: what it is to receive.
+    """
+    sender = "the host" if source == HOST else f"device {source}"
+    ended = ", which has ended" if source != HOST and source not in running else ""
+    return f"{sender}{ended} ({what})"
 
 
 def late(devices: Sequence[int], waits: Mapping[int, str], timeout_seconds: float) -> RankTimeoutError:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
-from xrank.errors import RankFailedError, XrankError
 from xrank.virtual.arrays import copy_of
 from xrank.virtual.channels.channel import (
     HOST,
@@ -31,7 +30,7 @@ from xrank.virtual.channels.channel import (
     heading_of,
 )
 from xrank.virtual.engines.engine import Counts, Job, Outcome
-from xrank.virtual.engines.failures import all_wait, failed, late
+from xrank.virtual.engines.failures import all_wait, awaited, failed, late, with_all
 
 __all__ = ["QueueChannel", "Room", "run"]
 
@@ -115,12 +114,7 @@ class Room:
 
     def reasons(self) -> dict[int, str]:
         """Return what each device that waits does wait for, in words; called with the lock held."""
-        told = {}
-        for device, wait in sorted(self.waits.items()):
-            sender = "the host" if wait.source == HOST else f"device {wait.source}"
-            ended = ", which has ended" if wait.source != HOST and wait.source not in self.live else ""
-            told[device] = f"{sender}{ended} ({wait.what})"
-        return told
+        return {d: awaited(wait.source, self.live, wait.what) for d, wait in sorted(self.waits.items())}
 
     def stop(self) -> None:
         """Let no thread wait any longer; called with the lock held."""
@@ -264,7 +258,7 @@ def _wait(room: Room, threads: dict[int, threading.Thread], end: float, timeout_
         waits = room.reasons()
         busy = sorted(room.live - waits.keys())
     if failures:
-        raise _as_one(failures) from failures[0][1]
+        raise with_all([failed(device, error) for device, error in failures]) from failures[0][1]
     if stuck is not None:
         raise all_wait(stuck)
     if room.live:
@@ -298,14 +292,6 @@ def _wait_for_exits(threads: Sequence[threading.Thread]) -> None:
     for thread in threads:
         while thread.native_id and os.path.exists(f"/proc/self/task/{thread.native_id}") and monotonic() < end:
             sleep(0.0002)
-
-
-def _as_one(failures: Sequence[tuple[int, BaseException]]) -> RankFailedError:
-    """Return the first failure with all in it."""
-    errors = [failed(device, error) for device, error in failures]
-    several: tuple[XrankError, ...] = tuple(errors)
-    errors[0].failures = several[1:]
-    return errors[0]
 
 
 def _counts(pairs: Iterator[tuple[VirtualChannel, ChannelStatistics]]) -> Counts:

@@ -13,13 +13,13 @@ import select
 import time
 from collections.abc import Sequence
 
-from xrank.errors import RankFailedError, RankTimeoutError, UsageError
+from xrank.errors import RankTimeoutError, UsageError
 from xrank.virtual.channels.channel import HOST, Array, ChannelStatistics, heading_of
 from xrank.virtual.channels.segment import Segment
 from xrank.virtual.channels.shared_channel import SharedChannel, SharedLinks
 from xrank.virtual.engines.device_process import DeviceProcess, Failed, Finished, end_all, stacks_of, start
 from xrank.virtual.engines.engine import Job, Outcome
-from xrank.virtual.engines.failures import all_wait, failed, late
+from xrank.virtual.engines.failures import all_wait, failed, late, with_all
 from xrank.virtual.engines.held_signals import HeldSignals
 from xrank.virtual.engines.watch import find_deadlock, told, waits_of
 
@@ -104,9 +104,9 @@ class _Host:
                 has_ended = any(process.device == device for process in ended)
                 self._take(device, math.inf if has_ended else self._deadline)
             if self._failed:
-                raise _with_all([word.to_error() for word in sorted(self._failed, key=lambda word: word.raised_at)])
+                raise with_all([word.to_error() for word in sorted(self._failed, key=lambda word: word.raised_at)])
             if died := [process for process in ended if process.device in self._running]:
-                raise _with_all([process.death() for process in died])
+                raise with_all([process.death() for process in died])
             for process in ended:
                 self._poll.unregister(process.pidfd)
             if self._running:
@@ -131,7 +131,11 @@ class _Host:
         try:
             return channel.collect()
         except Exception as error:  # an object of the user's that cannot be made again
-            raise failed(channel.source, error, pid=self._processes[channel.source].pid) from error
+            failure = failed(channel.source, error, pid=self._processes[channel.source].pid)
+            failure.__cause__ = error
+            self._running.discard(channel.source)
+            self._failed.append(Failed(time.monotonic(), failure, cause=None))
+            return False
 
     def _look(self, *, is_quiet: bool) -> None:
         devices = tuple(self._processes)
@@ -145,7 +149,7 @@ class _Host:
         stuck = [self._processes[device] for device in sorted(self._running - set(waits))]
         error = late(
             [process.device for process in stuck],
-            told(self._links, devices, self._running, waits),
+            told(devices, self._running, waits),
             self._timeout_seconds,
         )
         for device, stacks in stacks_of(stuck).items():
@@ -166,8 +170,3 @@ class _Host:
             sent=sent,
             received=received,
         )
-
-
-def _with_all(errors: list[RankFailedError]) -> RankFailedError:
-    errors[0].failures = tuple(errors)
-    return errors[0]

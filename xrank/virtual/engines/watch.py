@@ -9,8 +9,9 @@ from xrank.virtual.channels.board import Wait
 from xrank.virtual.channels.channel import HOST
 from xrank.virtual.channels.message_ring import num_sent
 from xrank.virtual.channels.shared_channel import SharedLinks
+from xrank.virtual.engines.failures import awaited
 
-__all__ = ["find_deadlock", "waits_of"]
+__all__ = ["find_deadlock", "told", "waits_of"]
 
 
 def waits_of(links: SharedLinks, devices: Collection[int]) -> dict[int, Wait]:
@@ -49,19 +50,14 @@ def find_deadlock(links: SharedLinks, devices: Sequence[int], running: Collectio
     again = waits_of(links, waits)
     if any(device not in again or again[device].turn != wait.turn for device, wait in waits.items()):
         return {}
-    return told(links, devices, running, waits)
+    return told(devices, running, waits)
 
 
-def told(
-    links: SharedLinks, devices: Sequence[int], running: Collection[int], waits: dict[int, Wait]
-) -> dict[int, str]:
+def told(devices: Sequence[int], running: Collection[int], waits: dict[int, Wait]) -> dict[int, str]:
     """Return waits in the words of `xrank.virtual.engines.failures`."""
     names = (*devices, HOST)
     now = time.monotonic()
-    words = {}
-    for device, wait in sorted(waits.items()):
-        source = names[wait.source]
-        sender = "the host" if source == HOST else f"device {source}"
-        ended = ", which has ended" if source != HOST and source not in running else ""
-        words[device] = f"{sender}{ended} ({wait.heading or 'an object'}, since {now - wait.since:.1f} s)"
-    return words
+    return {
+        device: awaited(names[wait.source], running, f"{wait.heading or 'an object'}, since {now - wait.since:.1f} s")
+        for device, wait in sorted(waits.items())
+    }
