@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import xrank
 from tests.cli.bench import Bench
 from tests.conversion.adapted_models import base_model, leave_adapted
-from tests.conversion.made_workspaces import leave
+from tests.conversion.made_workspaces import leave, made_model
 from xrank.conversion.inspect import inspect_source
 from xrank.conversion.verify import verify_model
 
@@ -82,3 +83,38 @@ def test_one_of_them_has_another_shape(bench: Bench) -> None:
     assert report.error["message"] == "x.lora_A.vision.weight has another shape than in the base model"
     (problem,) = inspect_source(bench.workspace, base_model=base).details["problems"]
     assert problem["message"] == report.error["message"]
+
+
+# ---- what a transform made
+
+
+def quantized(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if name == "up.weight":
+        return {"up.packed": tensor[:, :4].float(), "up.scale": tensor[0, :1].float()}
+    if name == "down.weight":
+        return {name: tensor.t()}
+    return {} if name == "steps" else {name: tensor}
+
+
+def test_what_was_exported_with_a_transform_has_the_names_before_it(bench: Bench) -> None:
+    model = made_model()
+    base = base_of(bench, model)
+    told = xrank.export_model(model, bench.out, transform=quantized, base_model=base)
+    report = verify_model(bench.out, base_model=base)
+    assert report.ok, report.error
+    assert report.proof["base_model"] == told.proof["base_model"] == "names and shapes"
+    assert ("base-model", "of 3 tensors that a transform made, no shape was compared") in report.notes
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"more.weight": torch.ones(2)}, "more.weight is in the base model and in no rank's state"),
+        ({"norm.weight": torch.ones(9)}, "norm.weight has another shape than in the base model"),
+    ],
+)
+def test_another_base_model_than_it_was_exported_with(bench: Bench, change: dict[str, torch.Tensor], says: str) -> None:
+    model = made_model()
+    xrank.export_model(model, bench.out, transform=quantized)
+    report = verify_model(bench.out, base_model=base_of(bench, {**model, **change}))
+    assert report.error is not None and report.error["message"] == says

@@ -197,10 +197,15 @@ def _plan_manifest_check(path: str, base: BaseModel | None) -> Check:
         told = {"manifest": os.path.join(path, MANIFEST_NAME), "num_digests": len(manifest["tensors"])}
         notes = []
         if base is not None:
-            own = [output for output in checked if manifest["tensors"][output.name]["file"] not in apart]
-            told["base_model"] = check_against(base, own, set(manifest["excluded"]), set(manifest["tied"]))
+            # The base model's names and shapes are those before a transform.
+            made = manifest.get("transformed", {})
+            own = [o for o in checked if o.name not in made and manifest["tensors"][o.name]["file"] not in apart]
+            absent = {*manifest["excluded"], *made.values()}
+            told["base_model"] = check_against(base, own, absent, set(manifest["tied"]))
             if told["base_model"] is None:
                 notes.append(not_compared(base, path))
+            elif made:
+                notes.append(("base-model", f"of {len(made)} tensors that a transform made, no shape was compared"))
         return {"source": {"path": path, "format": "safetensors"}, "proof": told, "notes": notes, "checked": checked}
 
     return Check(plan, judge)
