@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,25 @@ def test_an_adapter_that_is_no_lora_is_refused(tmp_path: Path) -> None:
             call()
         assert "merge_and_unload()" in raised.value.next_step
     assert not list(tmp_path.iterdir())
+
+
+LORA = {"q.base_layer.weight": (4, 3), "q.lora_A.default.weight": (2, 3), "q.lora_B.default.weight": (4, 2)}
+
+
+@pytest.mark.parametrize("choice", ["merge", "separate"])
+def test_a_configuration_that_lies_about_is_no_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    for name, text in (("latest", "global_step1"), ("adapter_config.json", '{"r": 2, "lora_alpha": 999}')):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    state = {f"base_model.model.{name}": torch.ones(shape) for name, shape in LORA.items()}
+    with pytest.raises(UsageError, match="nothing says the rank and alpha of the model's adapter") as raised:
+        xrank.export_model(state, tmp_path / "out", adapter=choice)
+    assert raised.value.got == f"adapter={choice!r}, tensors of an adapter, and no PeftModel"
+    assert raised.value.next_step and "PeftModel" in raised.value.next_step and raised.value.file is None
+    assert sorted(os.listdir(tmp_path)) == ["adapter_config.json", "latest"]
 
 
 def test_what_wrappers_put_into_names_is_taken_off_and_told(tmp_path: Path) -> None:

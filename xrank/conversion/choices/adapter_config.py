@@ -15,7 +15,7 @@ from xrank.conversion.choices.base_model import read_config
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
 from xrank.readers.checkpoint_folders import checkpoint_folders
 
-__all__ = ["CONFIG_NAME", "AdapterConfig", "check_ranks", "find_config"]
+__all__ = ["CONFIG_NAME", "AdapterConfig", "check_ranks", "checked_config", "find_config"]
 
 CONFIG_NAME = "adapter_config.json"
 # verl leaves the first beside its states, older versions the other (verl/utils/checkpoint/fsdp_checkpoint_manager.py).
@@ -107,6 +107,25 @@ def find_config(
             file=path,
             next_step=_NEXT_STEP,
         ) from error
+    return checked_config(values, path, names, shapes)
+
+
+def checked_config(
+    values: Mapping[str, Any], path: str, names: AdapterNames, shapes: Mapping[str, Sequence[int]]
+) -> AdapterConfig:
+    """Return the content of an adapter_config.json as the configuration of these tensors.
+
+    Args:
+        values: the content.
+        path: of the file; or, of what lies in no file, what errors call it.
+        names: the adapter's.
+        shapes: of the source's tensors.
+
+    Raises:
+        UsageError: it lacks what must be known, or is of no LoRA.
+        CorruptError: its values are not what PEFT writes.
+        ContradictionError: it and the adapter's tensors disagree.
+    """
     missing = [key for key in ("r", "lora_alpha") if values.get(key) is None]
     if missing or values.get("peft_type", "LORA") != "LORA":
         raise UsageError(

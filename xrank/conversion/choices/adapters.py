@@ -82,6 +82,7 @@ def adapt(
     own: Mapping[str, Any],
     *,
     names: AdapterNames | None = None,
+    config: AdapterConfig | None = None,
 ) -> Adapted | None:
     """Return a source with its adapter kept apart or merged, as the options say; None where it has none.
 
@@ -91,6 +92,7 @@ def adapt(
         place: where the source is, for what lies beside it.
         own: the base model's tensors by name: those are no adapter's, whatever their names look like.
         names: what the names say of the adapter, where that is known; None: it is to be found.
+        config: the adapter's, where that is known; None: it is to be found.
 
     Raises:
         UsageError: there is an adapter and no choice; or the choice cannot be followed, or nothing is there to choose.
@@ -112,7 +114,7 @@ def adapt(
     if options.adapter is None:
         raise _no_choice(source, names)
     shapes = {shard.name: shard.shape for shard in source.shards}
-    config = find_config(options.adapter_config, place, names, shapes)
+    config = config or find_config(options.adapter_config, place, names, shapes)
     if not names.is_alone:
         _check_bases(source, names)
     return (_separate if options.adapter == "separate" else _merged)(source, names, config)

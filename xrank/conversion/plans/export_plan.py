@@ -6,12 +6,10 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from xrank import dtypes
-from xrank.conversion.choices.adapter_config import CONFIG_NAME
+from xrank.conversion.choices.adapter_config import checked_config
 from xrank.conversion.choices.adapter_names import find_adapter
 from xrank.conversion.choices.adapters import Adapted, adapt
 from xrank.conversion.choices.base_model import BaseModel, check_against, open_base_model
@@ -162,10 +160,19 @@ def _adapted(stored: StoredModel, options: GatherOptions, own: OwnConfig, base: 
             want="LoRA, with adapter=, or a model without an adapter",
             next_step="give what module.merge_and_unload() or module.unload() returns",
         )
-    with TemporaryDirectory(prefix="xrank-adapter-") as place:  # where a checkpoint has it
-        if own.adapter_text is not None:
-            (Path(place) / CONFIG_NAME).write_text(own.adapter_text, encoding="utf-8")
-        return adapt(stored, options, place, known, names=names)
+    config = None
+    if names is not None:
+        if own.adapter_text is None:
+            raise UsageError(
+                "nothing says the rank and alpha of the model's adapter",
+                tensor=next(iter(names.saved)),
+                got=f"adapter={options.adapter!r}, tensors of an adapter, and no PeftModel",
+                want="the PeftModel, which knows them",
+                next_step="give the PeftModel itself; or what its merge_and_unload() returns, without adapter=",
+            )
+        shapes = {shard.name: shard.shape for shard in stored.shards}
+        config = checked_config(json.loads(own.adapter_text), "the model's peft_config", names, shapes)
+    return adapt(stored, options, stored.path, known, names=names, config=config)
 
 
 def _check_tensors(stored: StoredModel, base: BaseModel | None) -> None:
