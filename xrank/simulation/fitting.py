@@ -13,6 +13,7 @@ from xrank.layout.nest_table import IntArray
 from xrank.simulation.rates import NO_LIMIT, Rates
 from xrank.simulation.traffic import Traffic
 from xrank.virtual.costs.link_model import LinkModel
+from xrank.virtual.costs.unit_seconds import unit_seconds
 
 __all__ = ["Sample", "fitted_rates"]
 
@@ -38,17 +39,7 @@ def fitted_rates(samples: Sequence[Sample]) -> Rates:
     seconds = np.array([sample.seconds for sample in samples])
     columns = np.array([_amounts(sample.traffic) for sample in samples]) / seconds[:, None]
     is_used = columns.any(axis=0)
-    used = np.flatnonzero(is_used).tolist()
-    each = np.zeros(columns.shape[1])
-    while used:
-        # Equal scales, so that a second a byte and a second to start are found alike well.
-        scales = np.linalg.norm(columns[:, used], axis=0)
-        found = np.linalg.lstsq(columns[:, used] / scales, np.ones(len(samples)), rcond=None)[0] / scales
-        if (found >= 0).all():
-            each[used] = found
-            break
-        used.pop(int(np.argmin(found * scales)))
-    start, *others, latency = map(float, each)
+    start, *others, latency = map(float, unit_seconds(columns))
     memory, read, write, bandwidth = (
         (1 / one if one else NO_LIMIT) if known else None for one, known in zip(others, is_used[1:5], strict=True)
     )

@@ -26,6 +26,7 @@ from xrank.virtual.collectives import check_algorithm
 from xrank.virtual.costs.group_clocks import group_times, nobody_leaves_early
 from xrank.virtual.costs.link_words import read_words
 from xrank.virtual.costs.planning import moves
+from xrank.virtual.costs.unit_seconds import unit_seconds
 from xrank.virtual.programs.program import Communicate, Compute, Program, Receive, Return, Send, Take
 
 __all__ = ["DeviceTime", "LinkModel", "Sample", "Timeline"]
@@ -127,17 +128,7 @@ class LinkModel:
             raise UsageError("a link model is fitted to measured times", want="samples of more than 0 seconds")
         seconds = np.array([sample.seconds for sample in samples])
         columns = np.array([(s.messages, s.nbytes, s.flops) for s in samples], np.float64) / seconds[:, None]
-        used = [number for number in range(3) if columns[:, number].any()]
-        rates = np.zeros(3)
-        while used:
-            # Equal scales, so that a second a message and a second a byte are found alike well.
-            scales = np.linalg.norm(columns[:, used], axis=0)
-            found = np.linalg.lstsq(columns[:, used] / scales, np.ones(len(samples)), rcond=None)[0] / scales
-            if (found >= 0).all():
-                rates[used] = found
-                break
-            used.pop(int(np.argmin(found * scales)))
-        latency, *others = map(float, rates)
+        latency, *others = map(float, unit_seconds(columns))
         bandwidth, flops = (1 / rate if rate else inf for rate in others)
         return cls(latency, bandwidth, flops_per_second=flops)
 
