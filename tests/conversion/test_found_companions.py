@@ -16,6 +16,7 @@ from tests.cli.bench import run
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.conversion.reshard import reshard_checkpoint
+from xrank.errors import IncompleteError
 from xrank.layout import DeviceMesh, LayoutMap
 
 PART = "pytorch_model_fsdp_0"
@@ -91,3 +92,20 @@ def test_a_size_that_nothing_says_names_the_folder(tmp_path: Path) -> None:
     ended = run("gather", tmp_path, "--out", tmp_path / "out", "--recipe", "megatron-llama", "--json")
     assert ended.exit_code == 2, ended.stderr
     assert f"config.json into {tmp_path}, or" in json.loads(ended.stdout)["error"]["try"]
+
+
+def test_a_link_to_nothing_is_shown_as_a_problem(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "checkpoint-2000")
+    (source / "tokenizer.json").symlink_to("blobs/gone")
+    says = f"{source / 'tokenizer.json'}: is a link to nothing"
+    (problem,) = inspect_source(source).details["problems"]
+    assert (problem["type"], problem["message"], problem["exit_code"]) == ("IncompleteError", says, 3)
+    with pytest.raises(IncompleteError, match=r"is a link to nothing"):
+        gather_checkpoint(source, tmp_path / "out")
+
+
+def test_companions_are_shown_where_the_reader_finds_a_problem(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "checkpoint-2000")
+    next((source / PART).glob("*.distcp")).unlink()
+    details = inspect_source(source).details
+    assert details["problems"] and details["companions"] == ["config.json"]

@@ -61,9 +61,12 @@ def inspect_source(
     model = None
     tensors: list[dict[str, Any]] = []
     notes: list[tuple[str, str]] = []
+    companions: list[str] = []
     recipe = config_path = None
     try:
-        found = read_found(os.fspath(path), text, reader, base=base, layouts=given)
+        beside = companions_of(os.fspath(path), text, reader)
+        companions += [companion.name for companion in beside[0]]  # to be shown where the reader finds a problem, too
+        found = read_found(os.fspath(path), text, reader, base=base, layouts=given, beside=beside)
         model = found.model
         notes += found.notes
         config_path = found.config_path
@@ -84,7 +87,7 @@ def inspect_source(
         "problems": [{**problem.to_dict(), "exit_code": problem.exit_code} for problem in problems],
         "tensors": tensors,
         "format": {} if model is None else {key: what for key, what in model.details.items() if key != "ranks"},
-        "companions": [c.name for c in companions_of(os.fspath(path), text, reader)[0]],
+        "companions": companions,
         "config_path": config_path,
         "ranks": survey_ranks(text) if isinstance(reader, WorkspaceReader) else [] if model is None else _ranks(model),
     }

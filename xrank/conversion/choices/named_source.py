@@ -74,6 +74,7 @@ def read_found(
     layouts: LayoutMap | None = None,
     is_left_out: Callable[[str], bool] | None = None,
     for_layouts: bool = False,
+    beside: tuple[tuple[Companion, ...], tuple[tuple[str, str], ...]] | None = None,
 ) -> NamedSource:
     """Read what lies where it was found, by its reader.
 
@@ -85,9 +86,10 @@ def read_found(
         layouts: for tensors that record none.
         is_left_out: whether the caller will leave a tensor out, so that it need not be placed.
         for_layouts: whether what ranks say of their layouts is wanted, and their config is not.
+        beside: what `companions_of` gave, where the caller has it; None: it is asked for here.
     """
-    beside, notes = companions_of(asked, place, reader)
-    candidates = (*beside, *(base.companions if base is not None else ()))
+    companions, notes = companions_of(asked, place, reader) if beside is None else beside
+    candidates = (*companions, *(base.companions if base is not None else ()))
     config_path = next((companion.path for companion in candidates if companion.name == "config.json"), None)
     config = read_config(config_path) if config_path is not None else None
     hints = Hints(
@@ -100,7 +102,7 @@ def read_found(
         prove_shapes=lambda shapes: prove_shapes(shapes, config),
     )
     model = reader.read(place, hints)
-    return NamedSource(model, config if config_path is not None else model.config, config_path, beside, notes)
+    return NamedSource(model, config if config_path is not None else model.config, config_path, companions, notes)
 
 
 def companions_of(asked: str, place: str, reader: Reader) -> tuple[tuple[Companion, ...], tuple[tuple[str, str], ...]]:
