@@ -9,7 +9,6 @@ import contextlib
 import gc
 import json
 import os
-import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.conversion.forked_ranks import befall
-from tests.conversion.forker import Forker, answer_jobs, forker
+from tests.conversion.forker import Forker, answer_jobs, await_end, forker
 from tests.conversion.made_workspaces import MESH, cut, layout_of, wide_model
 from tests.conversion.strikes import Board, arm, digests, watch
 from tests.open_files import open_files
@@ -179,13 +178,14 @@ def _run(job: dict[str, Any], number: int, port: int) -> list[dict[str, Any] | N
     answers: dict[int, Any] = {}
     for rank in sorted(range(len(ranks)), key=lambda rank: rank == stopped):
         pid, reading = ranks[rank]
-        if rank == stopped:  # it goes on when all others have ended
-            os.kill(pid, signal.SIGCONT)
+        if rank == stopped:  # it goes on when all others have ended; what it says waits in the pipe
+            await_end(pid)
         content = b""
         while part := os.read(reading, 65536):
             content += part
         os.close(reading)
-        os.waitpid(pid, 0)
+        if rank != stopped:
+            os.waitpid(pid, 0)
         answers[rank] = json.loads(content) if content else None
     return [answers[rank] for rank in range(len(ranks))]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.conversion.forker import Forker, answer_jobs, forker
+from tests.conversion.forker import Forker, answer_jobs, await_end, forker
 from tests.free_port import free_port
 
 
@@ -156,9 +156,9 @@ def _run(job: dict[str, Any], number: int, port: int) -> list[tuple[int, str, st
         pids = [_fork(job, rank, _environ(job, rank, number, place), files[rank]) for rank in range(len(files))]
         codes = {}
         for rank in sorted(range(len(pids)), key=lambda rank: rank == stopped):
-            if rank == stopped:  # it goes on when all others have ended
-                os.kill(pids[rank], signal.SIGCONT)
-            codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
+            # One that stops goes on when all others have ended.
+            status = await_end(pids[rank]) if rank == stopped else os.waitpid(pids[rank], 0)[1]
+            codes[rank] = os.waitstatus_to_exitcode(status)
         for file in (file for pair in files for file in pair):
             file.seek(0)
         return [(codes[rank], out.read(), err.read()) for rank, (out, err) in enumerate(files)]

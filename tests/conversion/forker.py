@@ -74,6 +74,13 @@ def answer_jobs(run: Callable[[dict[str, Any], int, int], list[Any]]) -> None:
         print(json.dumps(run(json.loads(line), number, port)), flush=True)
 
 
+def await_end(pid: int) -> int:
+    """Wait until a forked process ends, letting it go on wherever it has stopped or stops yet; return its status."""
+    while os.WIFSTOPPED(status := os.waitpid(pid, os.WUNTRACED)[1]):
+        os.kill(pid, signal.SIGCONT)
+    return status
+
+
 def _prepare() -> None:
     """Do once what each rank would do again after it is forked: import xrank, read the recipes, collect garbage."""
     import xrank
