@@ -20,7 +20,6 @@ from xrank.layout import DeviceMesh, MeshViews
 from xrank.layout.mesh_views import megatron_views
 from xrank.layout.nests import addresses
 from xrank.plan.source import StoredModel
-from xrank.readers.base import Hints
 from xrank.readers.live_ranks import LiveModel, read_ranks
 
 _COLUMN = r".*(?:word_embeddings|output_layer|linear_qkv|linear_fc1|local_experts\.\d+\.linear_fc1)\.(?:weight|bias)\d*"
@@ -88,7 +87,7 @@ def cut(parameter: torch.Tensor, dim: int, stride: int = 1) -> None:
 
 def read_locals(locals_: Sequence[LocalModel]) -> LiveModel:
     """Return the live model of all ranks."""
-    return read_ranks([local.described() for local in locals_], Hints())
+    return read_ranks([local.described() for local in locals_])
 
 
 def locals_of(run: Run, model: Mapping[str, torch.Tensor], **options: Any) -> list[LocalModel]:

@@ -13,7 +13,6 @@ from xrank.errors import ContradictionError, IncompleteError
 from xrank.gather.local_model import local_model
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.plan.planner import make_plan
-from xrank.readers.base import Hints
 from xrank.readers.live_ranks import LiveModel, read_ranks
 from xrank.writers.hf_folder import lay_out
 
@@ -42,7 +41,7 @@ def planned(live: LiveModel):
 
 def test_records_are_views_and_files_are_memories() -> None:
     parts = [{"w": torch.rand(2, 3), "n": torch.ones(3)} for _ in range(4)]
-    live = read_ranks(told(parts, cut_map(w="[f/tp/~dp, h]")), Hints())
+    live = read_ranks(told(parts, cut_map(w="[f/tp/~dp, h]")))
     assert live.rank.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and live.view.tolist() == [0, 1] * 4
     assert live.stored.records.file.tolist() == live.rank.tolist()
     assert [file.path for file in live.stored.files] == [f"the memory of rank {rank}" for rank in range(4)]
@@ -54,7 +53,7 @@ def test_records_are_views_and_files_are_memories() -> None:
 
 
 def test_stages_hold_tensors_of_their_own() -> None:
-    live = read_ranks(told([{"a": torch.ones(2)}, {"b": torch.ones(3)}]), Hints())
+    live = read_ranks(told([{"a": torch.ones(2)}, {"b": torch.ones(3)}]))
     assert {tensor.output.name: tensor.copies.rank.tolist() for tensor in planned(live).tensors} == {"a": [0], "b": [1]}
 
 
@@ -62,7 +61,7 @@ def test_ranks_of_a_group_have_their_own_numbers() -> None:
     mesh = DeviceMesh((2,), ("tp",), (1, 3))
     layouts = LayoutMap(mesh)
     layouts["w"] = "[f/tp, h]"
-    live = read_ranks(told([{"w": torch.ones(2, 2)}] * 2, layouts, (1, 3)), Hints(), ranks=(1, 3))
+    live = read_ranks(told([{"w": torch.ones(2, 2)}] * 2, layouts, (1, 3)), ranks=(1, 3))
     assert live.rank.tolist() == [1, 3] and live.stored.records.file.tolist() == [0, 1]
     assert next(iter(planned(live).tensors)).output.shape == (4, 2)
 
@@ -72,18 +71,18 @@ def test_a_tie_is_one_view_under_two_names_on_every_rank() -> None:
         shared = torch.rand(4, 2)
         return {"embed": shared, "head": shared, "other": shared.clone()}
 
-    live = read_ranks(told([part(), part()]), Hints())
+    live = read_ranks(told([part(), part()]))
     assert live.stored.aliases == {"head": "embed"}
     apart = part()
     apart["head"] = apart["head"].clone()
-    assert read_ranks(told([part(), apart]), Hints()).stored.aliases == {}
+    assert read_ranks(told([part(), apart])).stored.aliases == {}
 
 
 def test_a_tie_is_one_in_whatever_order_ranks_have_its_names() -> None:
     def aliases(*ranks: str) -> dict[str, str]:
         """Each rank's names, those of one view in one word."""
         parts = [{name: t for word in rank.split() for t in [torch.ones(2)] for name in word} for rank in ranks]
-        return read_ranks(told(parts), Hints()).stored.aliases
+        return read_ranks(told(parts)).stored.aliases
 
     assert aliases("ab c", "c ba") == aliases("ab c", "ba") == {"b": "a"}
     assert aliases("cab", "bca", "abc") == {"a": "c", "b": "c"}
@@ -96,7 +95,7 @@ def test_a_rank_of_the_mesh_that_holds_nothing_is_missed() -> None:
     parts: list[dict[str, torch.Tensor]] = [{"w": torch.rand(2, 3)} for _ in range(4)]
     parts[2] = {}
     with pytest.raises(IncompleteError) as caught:
-        planned(read_ranks(told(parts, cut_map(w="[f/tp/~dp, h]")), Hints()))
+        planned(read_ranks(told(parts, cut_map(w="[f/tp/~dp, h]"))))
     assert caught.value.tensor == "w" and "2" in str(caught.value)
 
 
@@ -108,16 +107,16 @@ def test_ranks_that_disagree_are_named(change: dict[str, torch.Tensor], what: st
     parts = [{"w": torch.rand(2, 3)} for _ in range(2)]
     parts[1] = change
     with pytest.raises(ContradictionError) as caught:
-        planned(read_ranks(told(parts), Hints()))
+        planned(read_ranks(told(parts)))
     assert caught.value.tensor == "w" and what in f"{caught.value} {caught.value.got}"
 
 
 def test_a_rank_that_takes_itself_for_another_is_refused() -> None:
     texts = told([{"w": torch.ones(2)}, {"w": torch.ones(2)}])
     with pytest.raises(ContradictionError, match="rank 0 takes itself for rank 1"):
-        read_ranks(texts[::-1], Hints())
+        read_ranks(texts[::-1])
     with pytest.raises(ContradictionError, match="rank 1 takes itself for rank 0"):
-        read_ranks(texts, Hints(), ranks=(1, 2))
+        read_ranks(texts, ranks=(1, 2))
 
 
 def test_what_is_told_is_small_and_plain() -> None:

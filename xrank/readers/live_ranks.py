@@ -38,7 +38,7 @@ class LiveModel:
     """Record -> its index among that rank's views."""
 
 
-def read_ranks(descriptions: Sequence[str], hints: Hints, *, ranks: Sequence[int] | None = None) -> LiveModel:
+def read_ranks(descriptions: Sequence[str], *, ranks: Sequence[int] | None = None) -> LiveModel:
     """Return where every tensor's pieces lie.
 
     A plain tensor for which nothing says how it is cut is held whole by every rank that has it: replicas, whose values
@@ -46,7 +46,6 @@ def read_ranks(descriptions: Sequence[str], hints: Hints, *, ranks: Sequence[int
 
     Args:
         descriptions: what each rank told.
-        hints: layouts and shapes from outside.
         ranks: whose they are; None: of all ranks in their order.
 
     Raises:
@@ -76,7 +75,7 @@ def read_ranks(descriptions: Sequence[str], hints: Hints, *, ranks: Sequence[int
         for name, (dtype, shape, view) in one["tensors"].items():
             known = record.tensors.get(name, TensorRecord())
             held.setdefault(name, []).append(held_in_memory(rank, first + view, dtype, tuple(shape), known, meshes))
-    placement = place_all(_with_replicas(held, hints), hints, world_size=len(told))
+    placement = place_all(_with_replicas(held), Hints(), world_size=len(told))
     sizes = [sum(one["views"]) for one in told]
     files = tuple(SourceFile(_memory(r), size, inode=r, mtime_ns=0) for r, size in zip(ranks, sizes, strict=True))
     count = len(rank_of)
@@ -122,13 +121,11 @@ def held_in_memory(
     )
 
 
-def _with_replicas(held: Mapping[str, Sequence[HeldTensor]], hints: Hints) -> dict[str, list[HeldTensor]]:
-    """Return the same with a layout, whole on each rank that has it, for what no rank and no hint says a cut of."""
+def _with_replicas(held: Mapping[str, Sequence[HeldTensor]]) -> dict[str, list[HeldTensor]]:
+    """Return the same with a layout, whole on each rank that has it, for what no rank says a cut of."""
     found: dict[str, list[HeldTensor]] = {}
     for name, tensors in held.items():
-        is_told = any(tensor.layout is not None for tensor in tensors) or (
-            hints.layouts is not None and hints.layouts.rule_for(name) is not None
-        )
+        is_told = any(tensor.layout is not None for tensor in tensors)
         found[name] = list(tensors) if is_told else _replicas(tensors)
     return found
 

@@ -32,7 +32,6 @@ from xrank.layout.nest_table import IntArray
 from xrank.plan.faults import difference_error
 from xrank.plan.planner import Plan
 from xrank.plan.replicas import digests_of_twins, first_different
-from xrank.readers.base import Hints
 from xrank.readers.live_ranks import LiveModel, read_ranks
 
 if TYPE_CHECKING:
@@ -247,7 +246,7 @@ def _check_plans(team: Team, made: tuple[Gather, LiveModel], told: Sequence[dict
 def _read(told: Sequence[str], ranks: Sequence[int]) -> LiveModel:
     """Return what ranks told as one model; errors as `read_ranks`."""
     try:
-        return read_ranks(told, Hints(needs_config=False), ranks=ranks)
+        return read_ranks(told, ranks=ranks)
     except IncompleteError as error:
         if error.rank is None or error.rank in ranks:
             raise
