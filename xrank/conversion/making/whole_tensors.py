@@ -130,7 +130,7 @@ class TensorsAhead:
 
     Args:
         tensors: what is made: all of it.
-        nbytes: by number, what a tensor and all that is to be made of it take until it is taken.
+        nbytes: by number, what a tensor takes until it is taken.
         room_nbytes: for all that is made or being made and not yet taken; a tensor that takes more has all of it.
         failures: raises if a rank has failed; asked by several threads.
     """
