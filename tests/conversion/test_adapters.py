@@ -298,6 +298,12 @@ class TestMerge:
         assert merge is not None and without is not None
         # Each worker: a window as stored, and the larger pair as stored (float32) and twice as float32.
         assert merge["peak_buffer_nbytes"] - without["peak_buffer_nbytes"] == 2 * ((1 << 20) + 3 * 4 * RANK * (20 + 8))
+        # Room for one worker; its buffers are whole pages.
+        merge = gather_checkpoint(bench.workspace, bench.out, **MERGE, **options, max_memory="2MB").plan
+        without = gather_checkpoint(plain, bench.out, **options, max_memory="2MB").plan
+        assert merge is not None and without is not None
+        assert without["peak_buffer_nbytes"] == (1 << 20) + 2 * 116 * 4096 == 1_998_848
+        assert merge["peak_buffer_nbytes"] - without["peak_buffer_nbytes"] == (1 << 20) + 3 * 4 * RANK * (20 + 8)
 
 
 class TestInterrupted:

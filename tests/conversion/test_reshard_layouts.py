@@ -561,6 +561,17 @@ def test_a_dry_run_writes_nothing(bench: Bench) -> None:
     assert sizes == [file["nbytes"] for file in report.plan["files"]]
 
 
+def test_a_dry_run_says_the_memory(bench: Bench) -> None:
+    leave(bench.workspace)
+    options: dict[str, Any] = {"dry_run": True, "workers": 2}
+    report = reshard_checkpoint(bench.workspace, told(), bench.out, **options, max_memory="2MB")
+    assert report.plan is not None
+    # Room for one worker; its buffers are whole pages.
+    assert report.plan["peak_buffer_nbytes"] == (1 << 20) + 2 * 116 * 4096 == 1_998_848
+    with pytest.raises(UsageError, match="the memory budget or the number of workers is too small"):
+        reshard_checkpoint(bench.workspace, told(), bench.out, **options, max_memory="1MB")
+
+
 def test_the_manifest_lists_the_states(bench: Bench) -> None:
     leave(bench.workspace)
     report = reshard_checkpoint(bench.workspace, told(), bench.out)

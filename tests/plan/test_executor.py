@@ -387,7 +387,7 @@ def test_a_budget_fits_the_memory_it_is_given():
         for workers in (1, 2, 3, 16):
             budget = Budget.within(max_memory, workers)
             assert 1 <= budget.workers <= workers
-            assert budget.workers * (MIB + 2 * budget.staging_nbytes) <= max_memory
+            assert budget.nbytes == budget.workers * (MIB + 2 * budget.staging_nbytes) <= max_memory
             assert 256 * 1024 <= budget.staging_nbytes <= 2 * MIB
             assert budget.staging_nbytes % 4096 == 0
     assert Budget.within(64 << 20, 2) == Budget(2, 2 * MIB)

@@ -20,6 +20,7 @@ from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.layout.nest_table import IntArray
 from xrank.plan.buffers import FileSource, OpenSource
+from xrank.plan.executor import Budget
 from xrank.plan.merging import factors_nbytes
 from xrank.plan.report import Report
 from xrank.plan.source import StoredModel
@@ -218,7 +219,7 @@ def output_facts(gather: Gather) -> dict[str, Any]:
 
 
 def _planned_report(gather: Gather, out: str, seconds: float) -> Report:
-    options = gather.options
+    budget = Budget.within(gather.options.max_memory_nbytes, gather.options.num_workers)
     files = [
         {"name": file.output.name, "nbytes": file.output.nbytes, "num_tensors": len(file.tensors)}
         for file in gather.plan.files
@@ -236,8 +237,8 @@ def _planned_report(gather: Gather, out: str, seconds: float) -> Report:
             **output_facts(gather),
             "files": files,
             # Each worker holds the factors of what it merges, and a window of it as it is stored.
-            "peak_buffer_nbytes": min(options.max_memory_nbytes, options.num_workers * (5 << 20))
-            + (options.num_workers * (factors + WINDOW_NBYTES) if (factors := factors_nbytes(gather.plan)) else 0),
+            "peak_buffer_nbytes": budget.nbytes
+            + (budget.workers * (factors + WINDOW_NBYTES) if (factors := factors_nbytes(gather.plan)) else 0),
         },
         notes=gather.notes,
     )

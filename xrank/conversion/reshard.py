@@ -147,8 +147,11 @@ def _make(
 
 
 def _work(reshard: Reshard, source: FileSource) -> Work:
-    options = reshard.options
-    return Work(reshard.plan, source, Budget.within(options.max_memory_nbytes, options.num_workers))
+    return Work(reshard.plan, source, _budget(reshard))
+
+
+def _budget(reshard: Reshard) -> Budget:
+    return Budget.within(reshard.options.max_memory_nbytes, reshard.options.num_workers)
 
 
 def _checked_dtype(dtype: str | None) -> DTypeChoice:
@@ -205,8 +208,7 @@ def _report(
         for file in plan.files
     ]
     if written is None:
-        options = reshard.options
-        buffers = min(options.max_memory_nbytes, options.num_workers * (5 << 20))
+        buffers = _budget(reshard).nbytes
         made: dict[str, Any] = {"plan": {**facts, "files": files, "peak_buffer_nbytes": buffers}}
         made["proof"] = {**proof, "num_replicas_to_compare": sum(len(tensor.replicas) for tensor in plan.tensors)}
     else:

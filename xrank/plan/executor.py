@@ -59,6 +59,11 @@ class Budget:
         room = (max_memory_nbytes // workers - WINDOW_NBYTES) // 2
         return cls(workers, min(_STAGING_NBYTES, room // 4096 * 4096))
 
+    @property
+    def nbytes(self) -> int:
+        """All buffers together, those of casts among them."""
+        return self.workers * (WINDOW_NBYTES + 2 * self.staging_nbytes)
+
 
 @dataclass(slots=True)
 class Outcome:

@@ -87,10 +87,10 @@ def simulate(
         needs_mesh=rates is not None and bool(rates.link.axes),
     )
     options = GatherOptions(workers=_WORKERS)
-    traffic = traffic_of(work, Budget.within(options.max_memory_nbytes, _WORKERS).staging_nbytes)
+    budget = Budget.within(options.max_memory_nbytes, _WORKERS)
+    traffic = traffic_of(work, budget.staging_nbytes)
     prediction = None if rates is None else predicted(traffic, rates, work.mesh)
-    buffers = min(options.max_memory_nbytes, _WORKERS * (5 << 20))
-    return Simulation(work, traffic, rates, prediction, buffers, time.monotonic() - started)
+    return Simulation(work, traffic, rates, prediction, budget.nbytes, time.monotonic() - started)
 
 
 def traffic_of(work: PlannedWork, staging_nbytes: int, *, follow: bool | None = None) -> Traffic:
