@@ -48,7 +48,7 @@ def counted_rounds(
     for number, one in enumerate(division.rounds):
         flows = [flow for at, flow in rest if at == number]
         for index in one.files:
-            runs = _Runs(plan, one, index)
+            runs = _Runs(one, index)
             for tensor in plan.files[index].tensors:
                 if holder is None:
                     flows += _from_files(tensor, runs, staging_nbytes)
@@ -111,7 +111,7 @@ def taken_along(nests: NestTable, staging_elements: int) -> npt.NDArray[np.float
 class _Runs:
     """A file's windows as runs of neighbours that one rank makes, by rising window."""
 
-    def __init__(self, plan: Plan, one: Round, index: int) -> None:
+    def __init__(self, one: Round, index: int) -> None:
         found = sorted(
             (each.start, each.stop, rank) for rank, share in enumerate(one.shares) for each in share.get(index, ())
         )

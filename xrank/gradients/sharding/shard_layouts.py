@@ -99,7 +99,7 @@ class SliceLayouts:
             shape = infer_shape(layout, mesh, dict.fromkeys(mesh.ranks, local), sizes=sizes)
             layout = layout.with_sizes({**sizes, **bind(layout.tree, shape, axis_lengths(mesh), sizes)})
         elif local_of(parameter) is not parameter:
-            layout, shape = _placed(parameter, mesh)
+            layout, shape = _placed(parameter)
         else:
             layout, shape = _by_attributes(name, parameter, local, one, mesh)
         return layout, shape
@@ -140,7 +140,7 @@ def _counts(one: OwnedSlice) -> list[int]:
     return found
 
 
-def _placed(parameter: Any, mesh: DeviceMesh) -> tuple[TensorLayout, tuple[int, ...]]:
+def _placed(parameter: Any) -> tuple[TensorLayout, tuple[int, ...]]:
     """Return the cut of a DTensor; axes along which its values are addends hold what finalize made equal."""
     from torch.distributed.tensor import Replicate
 

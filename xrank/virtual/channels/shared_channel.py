@@ -191,11 +191,6 @@ class SharedChannel(VirtualChannel):
         """Whether `receive` returns at once."""
         return bool(self._arrays)
 
-    @property
-    def has_object(self) -> bool:
-        """Whether `receive_object` returns at once."""
-        return bool(self._objects)
-
     def collect(self) -> bool:
         """Take the next record, if it has come, for `receive` or `receive_object`; return whether it has."""
         record = self._reader.pop()

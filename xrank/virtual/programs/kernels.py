@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from xrank.errors import UsageError
@@ -57,8 +56,7 @@ def find_kernel(name: str) -> Callable[..., Any]:
     """
     if name not in _KERNELS:
         for home in _HOMES:
-            if find_spec(home) is not None:
-                import_module(home)
+            import_module(home)
     try:
         return _KERNELS[name]
     except KeyError:
