@@ -21,7 +21,7 @@ from xrank.plan.checksums import BoolArray
 from xrank.plan.near_makers import near_makers
 from xrank.plan.planner import Copies, Plan, TensorPlan
 
-__all__ = ["ROUND_NBYTES", "Division", "Round", "divide"]
+__all__ = ["ROUND_NBYTES", "Division", "Round", "divide", "groups"]
 
 ROUND_NBYTES = 2 << 30
 """Bytes of a round for each rank: after each, the ranks wait for the slowest."""
@@ -84,7 +84,7 @@ def divide(
     first, last, last_round = (np.full(num_records, value, np.int64) for value in (num_ranks, -1, -1))
     rounds = []
     least = num_ranks * (ROUND_NBYTES if round_nbytes is None else round_nbytes)
-    for number, group in enumerate(_groups(plan, files, least)):
+    for number, group in enumerate(groups(plan, files, least)):
         counts = [-(-plan.files[index].output.nbytes // windows.WINDOW_NBYTES) for index in group]
         starts = [0, *accumulate(counts)]
         if holder is None:
@@ -114,7 +114,7 @@ def _shares(
     return tuple({index: tuple(ranges) for index, ranges in share.items()} for share in shares)
 
 
-def _groups(plan: Plan, files: Sequence[int], least_nbytes: int) -> Iterator[list[int]]:
+def groups(plan: Plan, files: Sequence[int], least_nbytes: int) -> Iterator[list[int]]:
     """Yield the files, so many at a time that they have so many bytes."""
     group: list[int] = []
     nbytes = 0

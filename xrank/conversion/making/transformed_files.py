@@ -9,7 +9,7 @@ first rank with the digests, and that writes it.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from xrank.conversion.plans.transforms import transformed
 from xrank.gather.local_bytes import local_bytes
 from xrank.layout.nest_table import IntArray
 from xrank.plan.digests import TensorDigest
-from xrank.plan.division import ROUND_NBYTES
+from xrank.plan.division import ROUND_NBYTES, groups
 from xrank.plan.executor import Outcome
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.output import OutputTensor
@@ -77,7 +77,7 @@ def make_transformed(
     shares_pages = team is not None and not team.is_one_host
     failures = _no_failures if team is None else team.failures()
     outcome = Outcome()
-    rounds = list(_rounds(plan, files, size))
+    rounds = list(groups(plan, files, size * ROUND_NBYTES))
     for number, group in enumerate(rounds):
         tensors = transforms.of_files(group)
         makers = _makers(transforms.sources, tensors, holder, size)
@@ -109,20 +109,6 @@ def make_transformed(
 
 def _no_failures() -> bool:
     return False
-
-
-def _rounds(plan: Plan, files: Sequence[int], num_ranks: int) -> Iterator[list[int]]:
-    """Yield the files, so many at a time that they have enough for all ranks."""
-    group: list[int] = []
-    nbytes = 0
-    for index in files:
-        group.append(index)
-        nbytes += plan.files[index].output.nbytes
-        if nbytes >= num_ranks * ROUND_NBYTES:
-            yield group
-            group, nbytes = [], 0
-    if group:
-        yield group
 
 
 def _makers(sources: Plan, tensors: Sequence[Transformed], holder: IntArray | None, num_ranks: int) -> list[int]:
