@@ -128,17 +128,8 @@ def joined_rows(tables: Sequence[NestTable]) -> NestTable:
     return NestTable(
         np.concatenate([table.x for table in tables]),
         np.concatenate([table.y for table in tables]),
-        _trimmed(np.concatenate([_deepened(table.loops, depth) for table in tables])),
+        _trimmed(np.concatenate([table.deepened(depth).loops for table in tables])),
     )
-
-
-def _deepened(loops: IntArray, depth: int) -> IntArray:
-    if loops.shape[1] == depth:
-        return loops
-    wider = np.zeros((len(loops), depth, 3), dtype=np.int64)
-    wider[:, :, 0] = 1
-    wider[:, : loops.shape[1]] = loops
-    return wider
 
 
 def _trimmed(loops: IntArray) -> IntArray:

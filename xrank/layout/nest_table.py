@@ -55,6 +55,13 @@ class NestTable:
         """Return the table of those rows, in that order."""
         return NestTable(self.x[rows], self.y[rows], self.loops[rows])
 
+    def deepened(self, depth: int) -> NestTable:
+        """Return the same nests with so many loops a row, no fewer than now: tables of one depth can be joined."""
+        if self.loops.shape[1] == depth:
+            return self
+        filler = np.broadcast_to(int_array((1, 0, 0)), (len(self), depth - self.loops.shape[1], 3))
+        return NestTable(self.x, self.y, np.concatenate((self.loops, filler), axis=1))
+
     def swapped(self) -> NestTable:
         """Return the same pairs with x and y exchanged; the loops keep their order."""
         return NestTable(self.y, self.x, self.loops[:, :, [0, 2, 1]])

@@ -77,7 +77,7 @@ def _picked(rows: Sequence[tuple[Copies, int]]) -> Copies:
 def twins(tensor: TensorPlan) -> IntArray:
     """Return for each replica the piece of `copies` with the same destination; -1 where there is none."""
     depth = max(table.nests.loops.shape[1] for table in (tensor.copies, tensor.replicas))
-    tables = [_padded(copies.nests, depth) for copies in (tensor.copies, tensor.replicas)]
+    tables = [copies.nests.deepened(depth) for copies in (tensor.copies, tensor.replicas)]
     count = len(tensor.copies)
     keys = np.concatenate([destination_keys(table) for table in tables])
     _, number = np.unique(keys, axis=0, return_inverse=True)
@@ -85,11 +85,6 @@ def twins(tensor: TensorPlan) -> IntArray:
     row_of = np.full(int(number.max(initial=-1)) + 1, -1, np.int64)
     row_of[number[:count]] = np.arange(count)
     return row_of[number[count:]]
-
-
-def _padded(nests: NestTable, depth: int) -> NestTable:
-    filler = np.tile(np.array([1, 0, 0], np.int64), (len(nests), depth - nests.loops.shape[1], 1))
-    return NestTable(nests.x, nests.y, np.concatenate((nests.loops, filler), axis=1))
 
 
 def _pairs(plan: Plan) -> Iterator[tuple[TensorPlan, int, int]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.layout.binding import global_size
-from xrank.layout.nest_table import NestTable, int_array
+from xrank.layout.nest_rows import joined_rows
 from xrank.layout.nests import Nest, swap
 from xrank.layout.recipe import Pairing, pair, reversed_pairing, single_tensors
 from xrank.plan.composition import composed
@@ -131,19 +131,8 @@ def _joined(name: str, parts: Sequence[StoredShard]) -> StoredShard:
                 want=first.dtype,
                 next_step="cast them in the trainer before they are saved",
             )
-    depth = max(part.nests.loops.shape[1] for part in parts)
-    loops = np.concatenate([_deepened(part.nests, depth) for part in parts])
-    nests = NestTable(
-        np.concatenate([part.nests.x for part in parts]), np.concatenate([part.nests.y for part in parts]), loops
-    )
     rank, record = (np.concatenate([getattr(part, key) for part in parts]) for key in ("rank", "record"))
-    return StoredShard(name, first.dtype, first.shape, rank, record, nests)
-
-
-def _deepened(table: NestTable, depth: int) -> np.ndarray[tuple[int, int, int], np.dtype[np.int64]]:
-    missing = depth - table.loops.shape[1]
-    filler = np.broadcast_to(int_array((1, 0, 0)), (len(table), missing, 3))
-    return np.concatenate((table.loops, filler), axis=1)
+    return StoredShard(name, first.dtype, first.shape, rank, record, joined_rows([part.nests for part in parts]))
 
 
 def _check_whole(
