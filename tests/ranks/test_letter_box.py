@@ -24,7 +24,7 @@ def boards():
 @pytest.fixture
 def boxes(boards, monkeypatch):
     """A rank's box, as it and as the first rank sees it."""
-    monkeypatch.setattr(letter_box, "_IS_ORDERED", True)
+    monkeypatch.setattr(letter_box, "STORES_ARE_ORDERED", True)
     return boards[0].box(1), boards[1].box(1)
 
 
@@ -61,7 +61,7 @@ def test_what_does_not_fit_goes_another_way(boxes):
 
 
 def test_boxes_of_ranks_beside_each_other_are_apart(boards, monkeypatch):
-    monkeypatch.setattr(letter_box, "_IS_ORDERED", True)
+    monkeypatch.setattr(letter_box, "STORES_ARE_ORDERED", True)
     contents = [os.urandom(BOX_NBYTES - 64) for _ in range(3)]
     for i, content in enumerate(contents):
         boards[0].say(i, 0, 10 + i)
@@ -71,7 +71,7 @@ def test_boxes_of_ranks_beside_each_other_are_apart(boards, monkeypatch):
 
 
 def test_where_stores_may_be_seen_out_of_order_no_box_is_used(boards, monkeypatch):
-    monkeypatch.setattr(letter_box, "_IS_ORDERED", False)
+    monkeypatch.setattr(letter_box, "STORES_ARE_ORDERED", False)
     assert not put(boards[0].box(1), 1, b"x")
 
 
@@ -89,7 +89,7 @@ for number in range(1, 20_001):
 """
 
 
-@pytest.mark.skipif(not letter_box._IS_ORDERED, reason="no box is used on these processors")
+@pytest.mark.skipif(not letter_box.STORES_ARE_ORDERED, reason="no box is used on these processors")
 def test_twenty_thousand_messages_of_another_process_come_whole_and_in_order():
     fd = Board.create(2)
     board = Board(fd, 2)

@@ -21,6 +21,7 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.virtual import VirtualCluster
 from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.arrays import bytes_of, from_bytes, kind_of, spec_of
+from xrank.virtual.channels import segment
 from xrank.virtual.channels.channel import HOST, heading_of
 from xrank.virtual.engines import process_engine
 from xrank.virtual.engines.engine import Job
@@ -408,6 +409,14 @@ def test_what_cannot_arrive_is_named():
         VirtualCluster(2).run(lambda device: Stubborn() if device.index else 0)
     assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ValueError)
     assert caught.value.failures == (caught.value,)
+
+
+def test_processors_that_see_stores_out_of_order_are_refused(monkeypatch):
+    monkeypatch.setattr(segment, "STORES_ARE_ORDERED", False)
+    with pytest.raises(UsageError, match="may see a message on these processors before its bytes") as caught:
+        VirtualCluster(2).run(lambda device: device.index)
+    assert caught.value.next_step == 'give engine="in-process"'
+    assert VirtualCluster(2, engine="in-process").run(lambda device: device.index).outputs == [0, 1]
 
 
 def test_what_cannot_travel_is_named():

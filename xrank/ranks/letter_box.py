@@ -2,14 +2,16 @@
 
 It holds one message at a time. Messages have numbers, whichever way they go, so that the first takes them in their
 order: one that finds the box full, or does not fit, goes another way, and so do all after it until the first has taken
-them. A word says which message lies in the box, and one, which the first sets, how many it has taken.
+them. A word says which message lies in the box, and one, which the first sets, how many it has taken. Where processors
+may see stores in another order, no message lies in a box.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Sequence
+
+from xrank.ranks.store_order import STORES_ARE_ORDERED
 
 __all__ = ["BOX_NBYTES", "LetterBox"]
 
@@ -19,9 +21,6 @@ _WORD_NBYTES = 8
 _POSTED, _TAKEN, _NBYTES = range(3)
 _CONTENT = 64
 _CAPACITY = BOX_NBYTES - _CONTENT
-_IS_ORDERED = os.uname().machine in ("x86_64", "i686", "i586", "i386")
-"""Whether all processors see stores in the order they were made in: the message before the word that tells of it.
-Elsewhere that would take instructions that Python has not, and no message lies in a box."""
 
 
 class LetterBox:
@@ -41,7 +40,7 @@ class LetterBox:
     def put(self, number: int, parts: Sequence[bytes], nbytes: int) -> bool:
         """Leave a message, which is all of `parts`, if the first has taken all before it; say whether it is left."""
         words, word = self._words, self._word
-        if words[word + _TAKEN] != number - 1 or nbytes > _CAPACITY or not _IS_ORDERED:
+        if words[word + _TAKEN] != number - 1 or nbytes > _CAPACITY or not STORES_ARE_ORDERED:
             return False
         at = self._start
         for part in parts:

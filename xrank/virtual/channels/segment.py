@@ -8,8 +8,7 @@ The file is sparse: it has room for all that anybody could send, and takes memor
     the arenas    an end's blocks: rings and arrays
 
 An *end* is a device, by its place in the mesh, or the host, which comes after the last of them. Words are loaded and
-stored whole, and seen by others in the order of the stores: what x86-64 promises, and xrank's messages between ranks
-(`xrank.workspace.arena`) stand on, too.
+stored whole, and seen by others in the order of the stores: what x86-64 promises (`xrank.ranks.store_order`).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import weakref
 from functools import cache
 
 from xrank.errors import NoSpaceError, UsageError
+from xrank.ranks.store_order import STORES_ARE_ORDERED
 
 __all__ = ["BOARD_NBYTES", "HEAD_NBYTES", "MAX_BLOCKS", "Segment"]
 
@@ -44,13 +44,21 @@ class Segment:
         num_ends: devices and the host.
 
     Raises:
-        UsageError: this system has no such files, or not as many addresses.
+        UsageError: this system has no such files, or not as many addresses; or its processors may see stores in another
+            order than they were made in.
     """
 
     def __init__(self, num_ends: int) -> None:
         if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd") or not hasattr(os, "pidfd_open"):
             raise UsageError(
                 "devices that are processes share memory in a way that only Linux has",
+                next_step='give engine="in-process"',
+            )
+        if not STORES_ARE_ORDERED:
+            raise UsageError(
+                "devices that are processes may see a message on these processors before its bytes are there",
+                got=os.uname().machine,
+                want="x86-64",
                 next_step='give engine="in-process"',
             )
         self.num_ends = num_ends
