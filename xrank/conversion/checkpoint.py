@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,7 @@ from xrank.plan.buffers import FileSource, MemoryTarget
 from xrank.plan.checksums import RecordChecksums
 from xrank.plan.executor import Budget, execute
 from xrank.plan.faults import checksum_error
-from xrank.plan.output import OutputFile
-from xrank.plan.planner import FilePlan, Plan, TensorPlan
+from xrank.plan.planner import TensorPlan, tensor_plan
 
 if TYPE_CHECKING:
     import torch
@@ -136,14 +135,11 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         return RecordChecksums(self._gather.source.records, mismatch)
 
     def _read(self, plan: TensorPlan, into: memoryview) -> None:
-        output = replace(plan.output, offset=0)
-        file = OutputFile(output.name, b"", (output,), output.nbytes)
-        one = Plan(self._gather.source, (FilePlan(file, (replace(plan, output=output),)),))
         options = self._gather.options
         source = FileSource(self._gather.source)
         try:
             execute(
-                one,
+                tensor_plan(self._gather.plan, (plan,)),
                 source,
                 MemoryTarget([into]),
                 budget=Budget.within(options.max_memory_nbytes, options.num_workers),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from xrank import dtypes
@@ -87,3 +87,8 @@ class OutputFile:
     """Further bytes that are known beforehand, by rising offset."""
     ending: Callable[[Sequence[int]], Sequence[PlacedBytes]] | None = None
     """Returns what can only be said when each tensor's CRC-32 is known; as many bytes at the same offsets, always."""
+
+    @classmethod
+    def bare(cls, tensor: OutputTensor) -> OutputFile:
+        """Return a file of that tensor alone, without a header: for what is made in memory."""
+        return cls(tensor.name, b"", (replace(tensor, offset=0),), tensor.nbytes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,7 +22,17 @@ from xrank.plan.low_rank import LowRank
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 
-__all__ = ["Copies", "FilePlan", "Plan", "TensorPlan", "UpdatePlan", "divide_replicas", "divided", "make_plan"]
+__all__ = [
+    "Copies",
+    "FilePlan",
+    "Plan",
+    "TensorPlan",
+    "UpdatePlan",
+    "divide_replicas",
+    "divided",
+    "make_plan",
+    "tensor_plan",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,6 +154,12 @@ def make_plan(
         return UpdatePlan(a, b, update.scale, update.is_transposed)
 
     return Plan(source, tuple(FilePlan(file, tuple(map(planned, file.tensors))) for file in files))
+
+
+def tensor_plan(plan: Plan, tensors: Iterable[TensorPlan]) -> Plan:
+    """Return a plan of these tensors of that one, each a bare file of its own."""
+    files = ((OutputFile.bare(tensor.output), tensor) for tensor in tensors)
+    return Plan(plan.source, tuple(FilePlan(f, (replace(tensor, output=f.tensors[0]),)) for f, tensor in files))
 
 
 def _whole(

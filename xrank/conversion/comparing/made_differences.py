@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from xrank import dtypes
 from xrank.plan.buffers import FileSource
 from xrank.plan.differences import Differences
 from xrank.plan.executor import Budget, execute
-from xrank.plan.output import OutputFile
-from xrank.plan.planner import FilePlan, Plan, TensorPlan
+from xrank.plan.planner import Plan, TensorPlan, tensor_plan
 from xrank.plan.windows import WINDOW_NBYTES
 
 __all__ = ["find_differences"]
@@ -33,13 +30,9 @@ class _Stretch:
 
 def find_differences(plan: Plan, ours: TensorPlan, theirs: TensorPlan, budget: Budget) -> Differences:
     """Return what two tensors of a plan, of one element type and shape, differ in."""
-    outputs = [replace(tensor.output, offset=0) for tensor in (ours, theirs)]
-    files = tuple(
-        FilePlan(OutputFile(output.name, b"", (output,), output.nbytes), (replace(tensor, output=output),))
-        for tensor, output in zip((ours, theirs), outputs, strict=True)
-    )
-    plan, nbytes = replace(plan, files=files), outputs[0].nbytes
-    target, found = _Stretch(), Differences(outputs[0].dtype)
+    plan = tensor_plan(plan, (ours, theirs))
+    dtype, nbytes = ours.output.dtype, ours.output.nbytes
+    target, found = _Stretch(), Differences(dtype)
     source = FileSource(plan.source)
     try:
         for start in range(0, nbytes, _STRETCH * WINDOW_NBYTES):
@@ -48,7 +41,7 @@ def find_differences(plan: Plan, ours: TensorPlan, theirs: TensorPlan, budget: B
             target.start = start
             execute(plan, source, target, budget=budget, shares={0: (windows,), 1: (windows,)})
             mine, other = (room[: stop - start] for room in target.rooms)
-            found.add(start // dtypes.dtype(outputs[0].dtype).nbytes, mine, other)
+            found.add(start // dtypes.dtype(dtype).nbytes, mine, other)
     finally:
         source.close()
     return found

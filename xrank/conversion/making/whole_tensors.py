@@ -6,23 +6,22 @@ import ctypes
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from xrank import dtypes
 from xrank.gather.peer_memory import address_of
 from xrank.plan.buffers import Source
 from xrank.plan.executor import Budget, CancelledError, execute
-from xrank.plan.output import OutputFile
-from xrank.plan.planner import FilePlan, Plan, TensorPlan
+from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.windows import WINDOW_NBYTES
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TensorsAhead", "WholeTensors", "shared_budget", "tensor_plan"]
+__all__ = ["TensorsAhead", "WholeTensors", "shared_budget"]
 
 _LOOK_SECONDS = 0.2
 """How often who waits for a tensor asks whether a rank has failed."""
@@ -41,16 +40,6 @@ def shared_budget(max_memory_nbytes: int, workers: int) -> tuple[Budget, int]:
     budget = Budget.within(max(max_memory_nbytes // 3, least), workers)
     buffers_nbytes = budget.workers * (WINDOW_NBYTES + 2 * budget.staging_nbytes)
     return budget, max(0, max_memory_nbytes - buffers_nbytes)
-
-
-def tensor_plan(plan: Plan, tensors: Iterable[TensorPlan]) -> Plan:
-    """Return a plan of these tensors of that one, each a file of its own without a header."""
-    return Plan(plan.source, tuple(map(_file_of, tensors)))
-
-
-def _file_of(tensor: TensorPlan) -> FilePlan:
-    output = replace(tensor.output, offset=0)
-    return FilePlan(OutputFile(output.name, b"", (output,), output.nbytes), (replace(tensor, output=output),))
 
 
 class WholeTensors:

@@ -96,7 +96,7 @@ def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None,
                 found.refuse(_other_cut(first, other))
         if not found.errors and 0 not in first.shape:
             output = OutputTensor(first.name, first.dtype, first.shape, part=part)
-            files.append(OutputFile(first.name, b"", (output,), output.nbytes))
+            files.append(OutputFile.bare(output))
             views.append(view)
             if (source_dtype := shards[first.name].dtype) != first.dtype:
                 found.cast[first.name] = f"{source_dtype} -> {first.dtype}"

@@ -103,9 +103,7 @@ def plan_transformed(
     num_plain = sum(file.tensors[0].name in names for file in files)
     plan = make_plan(stored, files[:num_plain], tied=selection.tied)
     wholes = [OutputTensor(name, shards[name].dtype, shards[name].shape) for name in apart]
-    sources = make_plan(
-        stored, [OutputFile(whole.name, b"", (whole,), whole.nbytes) for whole in wholes], tied=selection.tied
-    )
+    sources = make_plan(stored, list(map(OutputFile.bare, wholes)), tied=selection.tied)
     tensors = tuple(_placed(apart, files, num_plain))
     made_of = {output.name: tensor for tensor in tensors for output in tensor.outputs}
     more = [_file_plan(file, made_of, sources) for file in files[num_plain:]]
