@@ -14,11 +14,12 @@ import os
 import re
 import secrets
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from xrank.errors import IncompleteError, NoSpaceError
+from xrank.errors import IncompleteError
 from xrank.ranks.peer import process_space
+from xrank.workspace.free_space import no_space_named
 from xrank.workspace.message_file import MessageReceipt, read_message, write_message
 from xrank.workspace.plain_memory import row_major_bytes
 from xrank.workspace.shared_directory import STALE_SECONDS, make_directory, names_in
@@ -98,7 +99,7 @@ class DirectoryMessages:
         name = self._names.new()
         head, buffers = header.encode(), [row_major_bytes(tensor).data for tensor in tensors]
         try:
-            with _no_space_named(self._path, sum(map(len, buffers)) + len(head)):
+            with no_space_named(self._path, "what is to be gathered", sum(map(len, buffers)) + len(head)):
                 receipt = write_message(self._path, name, head, buffers)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -161,24 +162,3 @@ os.register_at_fork(after_in_child=_begin_anew_in_child)
 
 def _space_digest() -> str:
     return hashlib.blake2b(process_space().encode(), digest_size=8).hexdigest()
-
-
-@contextlib.contextmanager
-def _no_space_named(path: str, nbytes: int) -> Iterator[None]:
-    """Turn "no space" into the error that says how much is needed and how much there is."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        status = os.statvfs(path)
-        free = status.f_bavail * status.f_frsize
-        raise NoSpaceError(
-            f"{path}: no space for what is to be gathered",
-            file=path,
-            got=f"{free} bytes free" + (", and a quota" if error.errno == errno.EDQUOT else ""),
-            want=f"{nbytes} bytes",
-            next_step="free space, or use another workspace",
-            needed_nbytes=nbytes,
-            free_nbytes=free,
-        ) from error

@@ -12,12 +12,13 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from xrank.errors import NoSpaceError, UsageError
+from xrank.errors import UsageError
 from xrank.formats.rank_state import state_file_name
 from xrank.workspace.directory_messages import DirectoryMessages
+from xrank.workspace.free_space import no_space_named
 from xrank.workspace.identity import IdentifiedWorkspace, find_identity
 from xrank.workspace.shared_directory import make_directory, names_in
 from xrank.workspace.state_archive import StateArchive, make_state_archive
@@ -156,7 +157,14 @@ class NFSWorkspace(IdentifiedWorkspace):
         part = os.path.join(path, f".rank_{self.rank}.{run}.{secrets.token_hex(8)}.part")
         file = os.path.join(path, state_file_name(self.rank))
         try:
-            with _no_space_named(path, file, self.rank, archive.nbytes):
+            with no_space_named(
+                path,
+                f"the state of rank {self.rank}",
+                archive.nbytes,
+                file=file,
+                rank=self.rank,
+                besides=" and a little more; the last state stays until the new one is complete",
+            ):
                 written = _write_new(part, archive)
                 _rename(part, file, written)
                 _sync_directory(path)
@@ -214,25 +222,3 @@ def _sync_directory(path: str) -> None:
 def _remove(file: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(file)
-
-
-@contextlib.contextmanager
-def _no_space_named(path: str, file: str, rank: int, nbytes: int) -> Iterator[None]:
-    """Turn "no space" into the error that says how much is needed and how much there is."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        status = os.statvfs(path)
-        free = status.f_bavail * status.f_frsize
-        raise NoSpaceError(
-            f"{file}: no space for the state of rank {rank}",
-            rank=rank,
-            file=file,
-            got=f"{free} bytes free" + (", and a quota" if error.errno == errno.EDQUOT else ""),
-            want=f"{nbytes} bytes and a little more; the last state stays until the new one is complete",
-            next_step="free space, or use another workspace",
-            needed_nbytes=nbytes,
-            free_nbytes=free,
-        ) from error
