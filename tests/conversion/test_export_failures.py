@@ -144,11 +144,13 @@ def test_a_rank_that_is_killed_is_named_and_the_next_run_goes_on(
 ) -> None:
     rng = random.Random(seed)
     killed = rng.randrange(4) if seed else 0
-    said = ranks(tmp_path / "out", act=[killed, "kill", rng.randint(1, 60)], far=seed % 2)
+    act, patience = [killed, "kill", rng.randint(1, 60)], {"timeout_seconds": 60}
+    said = ranks(tmp_path / "out", act=act, far=seed % 2, options=patience)
     if said[killed] is None:
         if not (tmp_path / "out").exists():
             check_named(said, killed)
-        assert all(one["took_seconds"] < 20 for one in said if one is not None)
+        # Of another host it is known after five beats of 2 seconds, which a machine that stands still delays.
+        assert all(one["took_seconds"] < 40 for one in said if one is not None)
     if not (tmp_path / "out").exists():
         report = reports(ranks(tmp_path / "out"))
         assert report["output"]["resumed_nbytes"] >= 0
