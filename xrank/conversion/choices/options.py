@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, get_args
 
 from xrank.errors import UsageError
 
-__all__ = ["AdapterChoice", "DTypeChoice", "GatherOptions", "ReplicaChoice", "default_workers", "parse_size"]
+__all__ = ["AdapterChoice", "DTypeChoice", "GatherOptions", "ReplicaChoice", "default_workers", "matches", "parse_size"]
 
 DTypeChoice: TypeAlias = Literal["keep", "base", "bf16", "fp16", "fp32"]
 ReplicaChoice: TypeAlias = Literal["verify", "pick"]
@@ -115,7 +115,7 @@ class GatherOptions:
 
     def leaves_out(self, name: str) -> bool:
         """Say whether a tensor of that name is not to be written."""
-        return bool(self.include and not _matches(self.include, name)) or _matches(self.exclude, name)
+        return bool(self.include and not matches(self.include, name)) or matches(self.exclude, name)
 
     def with_keep_fp32(self, patterns: Iterable[str]) -> GatherOptions:
         """Return these options with names that a cast leaves alone, where the caller named none."""
@@ -137,5 +137,6 @@ class GatherOptions:
         return default_workers() if self.workers is None else self.workers
 
 
-def _matches(patterns: Iterable[str], name: str) -> bool:
+def matches(patterns: Iterable[str], name: str) -> bool:
+    """Say whether one of these regular expressions is for a whole name."""
     return any(re.fullmatch(pattern, name) for pattern in patterns)

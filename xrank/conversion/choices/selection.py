@@ -9,7 +9,7 @@ from typing import Any
 
 from xrank import dtypes
 from xrank.conversion.choices.base_model import BaseModel
-from xrank.conversion.choices.options import GatherOptions
+from xrank.conversion.choices.options import GatherOptions, matches
 from xrank.errors import IncompleteError, LayoutError, UnsafeError, UsageError
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
@@ -139,7 +139,7 @@ def _is_kept(shard: StoredShard, options: GatherOptions) -> bool:
     """Say whether a tensor that a cast would change was to be left alone."""
     target = _TARGETS.get(options.dtype)
     is_other = target is not None and target != shard.dtype and dtypes.dtype(shard.dtype).is_float
-    return is_other and _matches(options.keep_fp32, shard.name)
+    return is_other and matches(options.keep_fp32, shard.name)
 
 
 def _check_name(name: str, path: str) -> None:
@@ -189,10 +189,6 @@ def _filtered(
         )
     kept = [shard for shard in source.shards if shard.name not in left_out]
     return kept, [name for name in names if name in left_out]
-
-
-def _matches(patterns: Iterable[str], name: str) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def _recorded_ties(
@@ -299,7 +295,7 @@ def _target_dtype(shard: StoredShard, options: GatherOptions, base: BaseModel | 
     if options.dtype == "keep" or not found.is_float:
         return shard.dtype
     # Never below fp32: a cast up to it leaves none behind in half of it.
-    if _matches(options.keep_fp32, shard.name) and not (options.dtype == "fp32" and found.nbytes < 4):
+    if matches(options.keep_fp32, shard.name) and not (options.dtype == "fp32" and found.nbytes < 4):
         return shard.dtype
     if options.dtype in _TARGETS:
         return _TARGETS[options.dtype]

@@ -60,10 +60,6 @@ class Correspondence:
     """Those of `names` that are on some side another name of one of `names`."""
     notes: tuple[tuple[str, str], ...]
 
-    def tied_to(self, target: str, side: int) -> list[str]:
-        """Return the names of one side that must be there what `target` is."""
-        return [one.name for one in self.tied if (one.target, one.side) == (target, side)]
-
 
 def correspond(sides: tuple[Compared, Compared], updates: Collection[str] = ()) -> Correspondence:
     """Return how the tensors of two models belong together.
