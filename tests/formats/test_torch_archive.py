@@ -19,7 +19,8 @@ from torch.utils.serialization import config
 from tests.formats.crafted_zip import Member, archive_of
 from tests.open_files import open_files
 from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
-from xrank.formats.torch_archive import ArchivedTensor, read_archive, refuse_inert
+from xrank.formats.regular_file import open_regular
+from xrank.formats.torch_archive import ArchivedTensor, read_archive, read_archive_in, refuse_inert
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -137,15 +138,18 @@ def test_an_archive_inside_a_larger_file(tmp_path):
     raw = content(saved(tmp_path, ZOO["rows"]))
     path = tmp_path / "__0_0.distcp"
     path.write_bytes(bytes(1000) + raw + raw)
-    for start in (1000, 1000 + len(raw)):
-        archive = read_archive(str(path), start=start, nbytes=len(raw))
-        assert_same(archive, archive.value, ZOO["rows"])
-    with pytest.raises(CorruptError):
-        read_archive(str(path), start=999, nbytes=len(raw))
+    with open_regular(str(path)) as file:
+        for start in (1000, 1000 + len(raw)):
+            archive = read_archive_in(file, start=start, nbytes=len(raw))
+            assert_same(archive, archive.value, ZOO["rows"])
+        with pytest.raises(CorruptError):
+            read_archive_in(file, start=999, nbytes=len(raw))
+        with pytest.raises(CorruptError):
+            read_archive_in(file)
+        with pytest.raises(CorruptError):
+            read_archive_in(file, start=1000, nbytes=2 * len(raw) + 1)
     with pytest.raises(CorruptError):
         read_archive(str(path))
-    with pytest.raises(CorruptError):
-        read_archive(str(path), start=1000, nbytes=2 * len(raw) + 1)
 
 
 def test_an_archive_without_checksums(tmp_path):

@@ -51,13 +51,11 @@ class TorchArchive:
     """False: every CRC is 0 (``torch.serialization.set_crc32_options(False)``), nothing vouches for the bytes."""
 
 
-def read_archive(path: str, *, start: int = 0, nbytes: int | None = None, rank: int | None = None) -> TorchArchive:
+def read_archive(path: str, *, rank: int | None = None) -> TorchArchive:
     """Read the structure of a ``torch.save`` archive.
 
     Args:
         path: the file.
-        start: first byte of the archive, for an item inside a larger file (torch DCP's ``.distcp``).
-        nbytes: length of the archive; None: to the end of the file.
         rank: the rank that wrote it, for messages.
 
     Raises:
@@ -67,11 +65,17 @@ def read_archive(path: str, *, start: int = 0, nbytes: int | None = None, rank: 
         IncompleteError: there is no such file.
     """
     with open_regular(path, rank) as file:
-        return read_archive_in(file, start=start, nbytes=nbytes)
+        return read_archive_in(file)
 
 
 def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = None) -> TorchArchive:
-    """Read the structure of a ``torch.save`` archive in an open file: as `read_archive` does, errors too."""
+    """Read the structure of a ``torch.save`` archive in an open file: as `read_archive` does, errors too.
+
+    Args:
+        file: the file.
+        start: first byte of the archive, for an item inside a larger file (torch DCP's ``.distcp``).
+        nbytes: length of the archive; None: to the end of the file.
+    """
     item = open_item(file, start, nbytes)
     try:
         stem, members = _named_members(item, read_members(item))
