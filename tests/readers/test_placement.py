@@ -32,7 +32,7 @@ def place(name, parts, hints, *, world_size):
     """Return where the parts of one tensor lie, and what was assumed of it."""
     placement = place_all({name: parts}, hints, world_size=world_size)
     (shard,) = placement.shards
-    return shard, "; ".join(placement.assumptions) or None
+    return shard, "; ".join(map(": ".join, placement.assumptions)) or None
 
 
 def check(parts, hints=Hints(), *, shape, world_size=4, assumption=None):  # noqa: B008

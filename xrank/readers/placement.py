@@ -29,8 +29,8 @@ class Placement:
 
     shards: tuple[StoredShard, ...]
     """In the order in which the tensors were first met."""
-    assumptions: tuple[str, ...] = ()
-    """What base shapes decided, in words."""
+    assumptions: tuple[tuple[str, str], ...] = ()
+    """(Name, what base shapes decided of it, in words)."""
     num_pads: int = 0
     """Parts that stand for padding: an index of a name beyond the model's."""
     absent: tuple[str, ...] = ()
@@ -42,8 +42,7 @@ class Placement:
     def notes(self) -> list[tuple[str, str]]:
         """What a report says of the assumptions: each once, with the first of the tensors that it is made of."""
         names: dict[str, list[str]] = {}
-        for assumption in self.assumptions:
-            name, _, how = assumption.rpartition(": ")
+        for name, how in self.assumptions:
             names.setdefault(how, []).append(name)
         found = []
         for how, own in names.items():
@@ -116,7 +115,7 @@ def place_all(held: Mapping[str, Sequence[HeldTensor]], hints: Hints, *, world_s
                 unplaced.append(error)
             continue
         if assumption:
-            assumptions.append(assumption)
+            assumptions.append((name, assumption))
     if unplaced:
         raise _joined(unplaced)
     shards = tuple(shard for name in parts for shard in placed.get(name, ()))
@@ -288,7 +287,7 @@ def _by_base_shape(name: str, held: Sequence[HeldTensor], shape: tuple[int, ...]
     """Place parts by the one way that the whole shape leaves: all whole, or cut along one dim in rank order."""
     ranks = ranks_text([h.rank for h in held])
     if all(h.shape == shape for h in held):
-        assumption = f"{name}: whole on ranks {ranks}" if len(held) > 1 else None
+        assumption = f"whole on ranks {ranks}" if len(held) > 1 else None
         return pieces_of(name, held, shape, [whole(shape) for _ in held]), assumption
     if all(len(h.shape) == len(shape) for h in held):
         dims = [d for d in range(len(shape)) if any(h.shape[d] != shape[d] for h in held)]
@@ -297,7 +296,7 @@ def _by_base_shape(name: str, held: Sequence[HeldTensor], shape: tuple[int, ...]
             for h in held:
                 nests.append(row_slice(shape, dim, start, h.shape[dim]))
                 start += h.shape[dim]
-            return pieces_of(name, held, shape, nests), f"{name}: cut along dim {dim} over ranks {ranks} in rank order"
+            return pieces_of(name, held, shape, nests), f"cut along dim {dim} over ranks {ranks} in rank order"
     raise LayoutError(
         f"{name}: no layout is recorded, and the base model's shape leaves no single way to put its parts together",
         tensor=name,
