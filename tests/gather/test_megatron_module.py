@@ -25,8 +25,6 @@ from xrank.errors import LayoutError
 from xrank.gather.local_model import local_model
 from xrank.layout import DeviceMesh, LayoutMap
 
-pytestmark = pytest.mark.timeout(60)
-
 _RUNS = {
     "tp2-pp2": Run(tp=2, pp=2, chunks=((1, 1),)),
     "tp2-pp2-vpp2-tied-bias": Run(tp=2, pp=2, chunks=((1, 1), (1, 1)), tied=True, bias=True),

@@ -16,8 +16,6 @@ from xrank.errors import ContradictionError, IncompleteError, LayoutError, Usage
 from xrank.gather.local_model import local_model
 from xrank.layout import DeviceMesh, LayoutMap
 
-pytestmark = pytest.mark.timeout(60)
-
 _DENSE = Run(tp=2, pp=2, chunks=((2, 1),))
 _EXPERTS = Run(ep=2, chunks=((1,),), has_experts=True)
 _GROUPED = Run(ep=2, chunks=((1,),), has_experts=True, in_one=True)

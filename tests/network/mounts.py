@@ -19,7 +19,7 @@ from pathlib import Path
 
 __all__ = ["FILE_SYSTEMS", "FileSystem", "MissingError", "TwoMounts", "mount_twice"]
 
-_START_SECONDS = 30
+_START_SECONDS = 120
 _UNSHARE = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
@@ -180,7 +180,7 @@ IdentityFile $PWD/key
 IdentitiesOnly yes
 StrictHostKeyChecking no
 UserKnownHostsFile /dev/null
-ConnectionAttempts 10
+ConnectionAttempts 60
 end
 "$(command -v sshd)" -f sshd_config -E sshd.log
 for i in 0 1; do sshfs -F "$PWD/ssh_config" {options} "127.0.0.1:$PWD/served" mnt/$i; done
