@@ -16,7 +16,6 @@ from xrank.gather.peer_memory import address_of
 from xrank.plan.buffers import Source
 from xrank.plan.executor import Budget, CancelledError, execute
 from xrank.plan.planner import Plan, TensorPlan
-from xrank.plan.windows import WINDOW_NBYTES
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +37,7 @@ def shared_budget(max_memory_nbytes: int, workers: int) -> tuple[Budget, int]:
     """
     least = min(max_memory_nbytes, _LEAST_BUFFERS_NBYTES)
     budget = Budget.within(max(max_memory_nbytes // 3, least), workers)
-    buffers_nbytes = budget.workers * (WINDOW_NBYTES + 2 * budget.staging_nbytes)
-    return budget, max(0, max_memory_nbytes - buffers_nbytes)
+    return budget, max(0, max_memory_nbytes - budget.nbytes)
 
 
 class WholeTensors:
