@@ -22,7 +22,7 @@ def told(name: str) -> str | None:
     return find_store(None, {}).peek(f"test/{name}")
 
 
-def assert_soon(play: Callable[[], float], limit_seconds: float = 1.0, tries: int = 8) -> None:
+def assert_soon(play: Callable[[], float], limit_seconds: float = 1.0, tries: int = 20) -> None:
     """See, on all ranks of the world, that none needs longer for something than the limit, which is what is claimed.
 
     A machine that does other things may need several tries to show it.
