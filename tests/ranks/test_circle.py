@@ -356,6 +356,16 @@ def test_what_is_told_of_is_seen_later_or_not_at_all(meet):
     assert not circle.await_sight(lambda: False, CALL, Deadline(0.05))
 
 
+def test_who_was_stopped_for_longer_than_its_patience_still_hears_of_a_death(meet):
+    with process() as child:
+        circle = meet(0, 1, lives={1: child.pid})[0]
+        child.kill()
+        child.wait()
+        stopped_meanwhile = Deadline(2, clock=iter([0.0, 3.0]).__next__)
+        with pytest.raises(RankFailedError, match="rank 1 failed: its process ended"):
+            circle.await_sight(lambda: False, CALL, stopped_meanwhile)
+
+
 def test_a_source_that_lets_go_is_heard_at_once_after_what_it_sent(meet):
     circles = meet(0, 1, 2)
     circles[1].send(0, Message({"last": 1}), CALL)

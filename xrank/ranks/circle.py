@@ -224,6 +224,7 @@ class Circle:
             self.check_around()
             self.check(call)
             if patience.has_passed:
+                self.look(call)  # this rank may have been stopped for as long, and the other be gone
                 return False
             tick = min(2 * tick, _TICK_SECONDS)
             self.wire.pump(min(tick, patience.remaining_seconds))
