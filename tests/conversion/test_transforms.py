@@ -184,6 +184,72 @@ def test_a_change_in_place_is_no_copy(tmp_path: Path) -> None:
     assert report.output["transformed"] == {"a": "a"} and (state["a"] == 1).all()
 
 
+def set_anew(x: torch.Tensor) -> None:
+    x.data = x.data * 2
+
+
+def turn(x: torch.Tensor) -> None:
+    x.data = x.data.t()
+
+
+UNCOUNTED = {
+    "through data": lambda x: x.data.mul_(2),
+    "through a view of it": lambda x: x.data.view(-1)[:6].mul_(2),
+    "with others": lambda x: torch._foreach_mul_([torch.empty_like(x), x.data], 2.0),
+    "as what is given out": lambda x: torch.mul(x, 2, out=x.data),
+    "by an element": lambda x: x.data.__setitem__(0, 5.0),
+    "with new data": set_anew,
+    "with a new shape": turn,
+}
+
+
+@pytest.mark.parametrize("how", UNCOUNTED)
+def test_a_change_that_torch_does_not_count_is_no_copy(tmp_path: Path, how: str) -> None:
+    state = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(4)}
+
+    def changed(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        if name == "a":
+            UNCOUNTED[how](tensor)
+        tensor.data.clone().mul_(3)  # another's
+        return {name: tensor}
+
+    report = xrank.export_model(state, tmp_path / "out", transform=changed)
+    assert report.output["transformed"] == {"a": "a"}
+    want = state["a"].clone()
+    UNCOUNTED[how](want)
+    assert_equal(tensors_of(tmp_path / "out"), {"a": want, "b": state["b"]})
+    assert state["a"].equal(torch.arange(12.0).view(3, 4))
+
+
+def without_memory(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    made = tensor + 1
+    if not made.is_meta:
+        made.untyped_storage().resize_(0)
+    return {name: made}
+
+
+def test_what_is_compiled_runs_so(tmp_path: Path) -> None:
+    double = torch.compile(lambda tensor: tensor * 2, backend="eager", fullgraph=True)
+    xrank.export_model({"a": torch.ones(3)}, tmp_path / "out", transform=lambda n, t: {n: double(t)})
+    assert_equal(tensors_of(tmp_path / "out"), {"a": torch.full((3,), 2.0)})
+
+
+class Wrapped(torch.Tensor):
+    """As DTensors and torchao's: what it has as a tensor is a shape alone."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+def when_real(make: Any) -> Any:
+    return lambda name, tensor: {name: tensor + 1 if tensor.is_meta else make(tensor)}
+
+
 def other_when_real(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: tensor.half() if tensor.is_meta else tensor.double()}
 
@@ -202,10 +268,16 @@ REFUSED = {
     "gives one name twice": (lambda n, t: {"x": t + 1}, "x: two tensors would have this name"),
     "takes a name": (lambda n, t: {n: t} if n == "b" else {"b": t + 1}, "b: two tensors would have this name"),
     "gives another dtype": (other_when_real, "transform of a makes another a than it said"),
+    "gives what was freed": (without_memory, "transform of a returned a tensor whose storage was freed under 'a'"),
+    "gives a shape alone": (when_real(Wrapped), "transform of a returned a Wrapped without memory under 'a'"),
+    "gives no values": (lambda n, t: {n: (t + 1).to("meta")}, "returned a tensor that is a meta tensor under 'a'"),
+    "gives a nested one": (when_real(lambda t: torch.nested.as_nested_tensor([t])), "that is a nested tensor under"),
+    "gives a sparse one": (when_real(torch.Tensor.to_sparse), "that is of layout torch.sparse_coo under 'a'"),
     "gives more": (more_when_real, "transform of a makes another more than it said"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("what", REFUSED)
 def test_it_is_refused_by_name(tmp_path: Path, what: str) -> None:
     transform, match = REFUSED[what]

@@ -133,18 +133,26 @@ def test_a_change_in_place_is_seen():
     assert not lent.is_unchanged
 
 
+def freed(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: torch.eye(3).to_sparse(),
         lambda: torch.empty(3, device="meta"),
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]),
+        lambda: freed(torch.ones(3)),
+        lambda: freed(torch.ones(4, 3).t()),
     ],
-    ids=["sparse", "meta", "quantized"],
+    ids=["sparse", "meta", "quantized", "nested", "freed", "freed, turned"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_what_has_no_plain_elements_is_refused(make):
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="no plain elements"):
         local_bytes(make())
 
 

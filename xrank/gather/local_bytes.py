@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from xrank.errors import UsageError
 from xrank.gather.peer_memory import address_of, memory_at
+from xrank.workspace.plain_memory import has_memory, kind_without_elements
 
 if TYPE_CHECKING:
     import torch
@@ -40,15 +41,15 @@ def local_bytes(tensor: torch.Tensor) -> TensorBytes:
     (`TensorBytes.is_unchanged`).
 
     Raises:
-        UsageError: it has no elements in memory that strides lead to.
+        UsageError: it has no elements in memory that strides lead to; who knows its name has asked before.
     """
     import torch
 
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        kind = "on the meta device" if tensor.device.type == "meta" else f"of layout {tensor.layout}"
+    kind = kind_without_elements(tensor)
+    if kind is not None or not has_memory(tensor):
         raise UsageError(
-            f"a tensor {'that is quantized by torch' if tensor.is_quantized else kind} has no plain elements to read",
-            got=f"{tensor.dtype}, {tuple(tensor.shape)}",
+            f"a tensor that is {kind or 'of freed storage'} has no plain elements to read",
+            got=f"{tensor.dtype}, {tensor.layout}, on {tensor.device}",
             want="a dense tensor in memory or on a device",
             next_step="give the dense tensor, or leave it out",
         )

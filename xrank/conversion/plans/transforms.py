@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from xrank import dtypes
 from xrank.errors import UsageError
 from xrank.plan.output import OutputTensor
+from xrank.workspace.plain_memory import has_memory, kind_without_elements
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,8 @@ Transform: TypeAlias = "Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]
 """(Name, whole tensor) -> tensors by name."""
 
 _NEXT_STEP = "let names, shapes and dtypes follow from those of the tensor alone; where values are looked at, as by "
-_NEXT_STEP += "item() or an if, leave that out if tensor.is_meta"
+_NEXT_STEP += "item() or an if, leave that out if tensor.is_meta, "
+_NEXT_STEP += "and return a new tensor: {name: the same one} copies"
 
 
 def told_outputs(
@@ -41,11 +43,15 @@ def told_outputs(
     """
     import torch
 
+    from xrank.conversion.plans.change_watch import ChangeWatch
+
     try:
         # Not in the caller's inference mode, where changes in place are not counted.
         with torch.inference_mode(False), torch.no_grad():
             tensor = torch.empty(shape, dtype=getattr(torch, dtypes.dtype(dtype).torch_name), device="meta")
-            made = transform(name, tensor)
+            watch = ChangeWatch(tensor)
+            with watch:
+                made = transform(name, tensor)
     except Exception as error:
         raise UsageError(
             f"transform cannot say what it makes of {name}: called with a tensor on the meta device, which has a shape "
@@ -55,9 +61,9 @@ def told_outputs(
             want="what it returns for a tensor with values, without them",
             next_step=_NEXT_STEP,
         ) from error
-    outputs = tuple(OutputTensor(*_kind(name, key, value)) for key, value in _checked(name, made).items())
-    # A change in place is counted: what was changed is not the tensor that the ranks hold.
-    if set(made) == {name} and made[name] is tensor and tensor._version == 0:
+    outputs = tuple(OutputTensor(*_kind(name, key, value)) for key, value in _checked(name, made, is_told=True).items())
+    # What was changed in place is not the tensor that the ranks hold.
+    if set(made) == {name} and made[name] is tensor and not watch.has_changed:
         return None
     return outputs
 
@@ -92,9 +98,7 @@ def transformed(
     return [made[output.name] for output in outputs]
 
 
-def _checked(name: str, made: object) -> Mapping[str, torch.Tensor]:
-    import torch
-
+def _checked(name: str, made: object, *, is_told: bool = False) -> Mapping[str, torch.Tensor]:
     if not isinstance(made, Mapping):
         raise _no_output(name, f"returned {type(made).__name__}")
     for key, value in made.items():
@@ -102,10 +106,27 @@ def _checked(name: str, made: object) -> Mapping[str, torch.Tensor]:
             raise _no_output(name, f"returned a tensor under {key!r}, which is no name")
         if key == "__metadata__":
             raise _no_output(name, "returned __metadata__, a name that safetensors keeps for itself")
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            kind = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
-            raise _no_output(name, f"returned {kind} under {key!r}")
+        fault = _fault(value, is_told=is_told)
+        if fault is not None:
+            raise _no_output(name, f"returned {fault} under {key!r}")
     return made
+
+
+def _fault(value: object, *, is_told: bool) -> str | None:
+    """Return what a value is that is no dense tensor in memory; of what is told, a meta tensor is as good."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if is_told and value.is_meta:
+        return None if value.layout is torch.strided and not value.is_nested else "a tensor that is not dense"
+    kind = kind_without_elements(value)
+    if kind is not None:
+        return f"a tensor that is {kind}"
+    if not has_memory(value):
+        return "a tensor whose storage was freed"
+    # DTensors, and others that hold their values in further tensors, only say how large their storage would be.
+    return f"a {type(value).__name__} without memory" if value.numel() and not value.data_ptr() else None
 
 
 def _no_output(name: str, what: str) -> UsageError:
