@@ -210,6 +210,19 @@ def test_names_that_transformers_would_change_are_told(tmp_path: Path) -> None:
     assert dict(xrank.export_model(llama(), tmp_path / "llama").notes) == {}
 
 
+def test_tensors_that_save_pretrained_leaves_out_are_told(tmp_path: Path) -> None:
+    model = llama()
+    model._keys_to_ignore_on_save = ["none.such"]
+    assert dict(xrank.export_model(model, tmp_path / "all").notes) == {}
+    model._keys_to_ignore_on_save = {"model.norm.weight", "none.such"}
+    report = xrank.export_model(model, tmp_path / "one")
+    assert dict(report.notes) == {"not-saved": "save_pretrained leaves out: model.norm.weight"}
+    assert set(tensors_of(tmp_path / "all")) - set(tensors_of(tmp_path / "one")) == {"model.norm.weight"}
+    model._keys_to_ignore_on_save = [name for name in model.state_dict() if ".0." in name]
+    told = dict(xrank.export_model(model, tmp_path / "rest").notes)["not-saved"]
+    assert told.endswith(f"{model._keys_to_ignore_on_save[3]} and {len(model._keys_to_ignore_on_save) - 4} more")
+
+
 @pytest.mark.ranks(2)
 def test_a_module_whose_config_differs_on_another_rank_is_told(rank: int, tmp_path: Path) -> None:
     model = llama()

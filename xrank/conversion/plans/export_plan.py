@@ -65,6 +65,7 @@ def plan_export(
     Budget.within(options.max_memory_nbytes, options.num_workers)
     plain = plain_names([*(shard.name for shard in stored.shards), *stored.absent])
     stored = renamed(stored, plain)
+    unsaved = [shard.name for shard in stored.shards if shard.name in own.unsaved]
     stored = replace(stored, shards=tuple(shard for shard in stored.shards if shard.name not in own.unsaved))
     _check_tensors(stored, base)
     adapted = _adapted(stored, options, own, base)
@@ -116,6 +117,8 @@ def plan_export(
         "model's, and from_pretrained may not know these"
     )
     as_in_memory = [("names-as-in-memory", told)] if own.is_renamed and matched is None else []
+    more = f" and {len(unsaved) - 4} more" if len(unsaved) > 4 else ""
+    left_out = [("not-saved", f"save_pretrained leaves out: {', '.join(unsaved[:4])}{more}")] if unsaved else []
     return Gather(
         options,
         stored,
@@ -131,6 +134,7 @@ def plan_export(
             *small.notes,
             *(adapted.notes if adapted is not None else ()),
             *as_in_memory,
+            *left_out,
         ),
         adapted,
         own_texts=texts,
