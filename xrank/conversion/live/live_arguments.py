@@ -16,12 +16,33 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _OPTION = re.compile(
     r"--([a-z]+(?:-[a-z0-9]+)*)(?: (separate|merge|keep|base|none|bf16|fp16|fp32)\b| (?:NAME|FILE|DIR|SIZE)\b)?"
 )
-_OTHERWISE = {"overwrite": "overwrite=True", "out": "out", "layout": "layouts="}
+_OTHERWISE = {
+    "overwrite": "overwrite=True",
+    "out": "out",
+    "layout": "layouts=",
+    "ckpt_format": "--ckpt-format",  # Megatron's own
+}
 _PHRASES = {
     "correct the option; --help says what it takes": "correct the argument",
     "gather again with": "call again with",
     "run the same command": "make the same call",
     "the same command goes on": "the same call goes on",
+    # What follows has no argument of its own. A base model, and names, are looked at before any transform.
+    "leave it out by name with --exclude": "leave base_model= out",
+    "leave it out with --exclude": "leave it out of what is given",
+    "leave the tensor out with --exclude": "leave the tensor out of what is given",
+    "change --include or --exclude": "give a model with tensors",
+    "look at --include and --exclude": "let transform= keep one",
+    "--dtype bf16 or keep, or --keep-fp32 with this tensor's name": "--dtype bf16 or --dtype keep",
+    " (64MB is the default) or --workers": " (64MB is the default)",
+    "leave --adapter and --adapter-config out": "leave --adapter out",
+    "give that as --adapter-config; or use": "use",
+    "give the configuration that this adapter was trained with as --adapter-config": (
+        "give a PeftModel with the configuration that its adapter was trained with"
+    ),
+    "give --adapter-config FILE: PEFT's adapter_config.json, or a JSON object with r and lora_alpha": (
+        "correct the configuration of the PeftModel's active adapter"
+    ),
 }
 
 
