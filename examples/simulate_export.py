@@ -14,9 +14,9 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from xrank.amounts import size_text
 from xrank.simulation.shown import seconds_text, simulation_html
 from xrank.simulation.simulation import simulate
+from xrank.words import size_text
 
 LAYOUTS = """
 [mesh]

@@ -91,7 +91,7 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
 
     import xrank
     from xrank.conversion import load
-    from xrank.gather import memory_offer
+    from xrank.lending import memory_offer
     from xrank.plan import division, near_makers, windows, worker
     from xrank.ranks import appointment, peer
 
@@ -112,7 +112,7 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
     if job.get("differs") == rank:
         parts["norm.weight"][3] += 1
     if "elsewhere" in job:
-        from xrank.conversion.making import shared_writing
+        from xrank.making import shared_writing
         from xrank.writers.output_place import OutputPlace
 
         shared_writing._ELSEWHERE_SECONDS = 0.2
@@ -194,7 +194,7 @@ def _main() -> None:
     import torch.distributed.tensor  # noqa: F401  every rank has it when it is forked
 
     import xrank
-    import xrank.conversion.making.shared_writing
+    import xrank.making.shared_writing
 
     _ = xrank.export_model, xrank.load_model, xrank.iter_model
     answer_jobs(_run)

@@ -110,7 +110,7 @@ def _after(owner: Any, name: str, note: Callable[..., None]) -> None:
 
 def _watch_steps(reach: Callable[[], None], wanted: str) -> None:
     """Call `reach` each time the step is done."""
-    from xrank.conversion.teams.team import Team
+    from xrank.teams.team import Team
     from xrank.writers import rename, stage, staging
     from xrank.writers.stage import Stage
 
@@ -160,7 +160,7 @@ def _watch_steps(reach: Callable[[], None], wanted: str) -> None:
 def _watch_progress(reach: Callable[[], None]) -> None:
     """Call `reach` after each call that reads a window, changes a file, or tells another rank something."""
     from xrank.gather.exchange import Exchange
-    from xrank.gather.peer_source import PeerSource
+    from xrank.lending.peer_source import PeerSource
     from xrank.plan.buffers import FileSource
 
     for name in ("pwrite", "fsync", "rename", "open", "unlink"):
@@ -174,7 +174,7 @@ def _watch_progress(reach: Callable[[], None]) -> None:
 
 def _fail_to_read(number: int, *, only_lent: bool) -> None:
     """Let reads of this rank's own tensors fail from the N-th on, by whomever they are asked for or by others alone."""
-    from xrank.gather.local_bytes import TensorBytes
+    from xrank.lending.local_bytes import TensorBytes
 
     class Broken(TensorBytes):
         calls = 0
@@ -186,7 +186,7 @@ def _fail_to_read(number: int, *, only_lent: bool) -> None:
                 raise RuntimeError("the device was lost")
             super().read_into(start, into)
 
-    import xrank.conversion.live.lent_model as module
+    import xrank.lending.lent_model as module
 
     def broken(tensor: Any) -> TensorBytes:
         made = Broken(tensor)

@@ -31,12 +31,12 @@ from tests.conversion.adapted_models import (
 from tests.conversion.forked_ranks import ForkedRanks, forked_ranks
 from tests.conversion.made_workspaces import assert_holds, flip, leave, model_in, raw, state_of
 from xrank.conversion.checkpoint import open_checkpoint
-from xrank.conversion.choices.adapters import adapt
-from xrank.conversion.choices.options import GatherOptions
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.conversion.plans.gather_plan import plan_gather
 from xrank.conversion.verify import verify_model
+from xrank.decisions.adapters import adapt
+from xrank.decisions.gather_plan import plan_gather
+from xrank.decisions.options import GatherOptions
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
 from xrank.readers.base import Hints
 from xrank.readers.workspace import WorkspaceReader

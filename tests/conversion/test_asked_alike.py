@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 import xrank
 from tests.conversion.exported import llama, tensors_of
 from xrank.errors import ContradictionError, RankFailedError, UsageError
-from xrank.gather import memory_offer
 from xrank.layout import DeviceMesh, LayoutMap
+from xrank.lending import memory_offer
 from xrank.ranks import appointment, peer
 
 pytestmark = pytest.mark.timeout(300)

@@ -17,12 +17,12 @@ import pytest
 
 from tests.cli.bench import refusal, run
 from xrank.conversion import clean as clean_module
-from xrank.conversion import stage_inspection
-from xrank.conversion.abandoned_memory import abandoned_segments
 from xrank.conversion.clean import clean
 from xrank.conversion.inspect import inspect_source
 from xrank.errors import IncompleteError
+from xrank.workspace.abandoned_memory import abandoned_segments
 from xrank.workspace.directory_messages import DirectoryMessages
+from xrank.writers import stage_inspection
 from xrank.writers.journal import JOURNAL_NAME, journal_text
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace

@@ -14,7 +14,7 @@ import torch
 from tests.conversion.exported import tensors_of
 from tests.conversion.forked_exports import ForkedExports, forked_exports
 from tests.conversion.made_workspaces import wide_model
-from xrank.conversion.making import shared_writing
+from xrank.making import shared_writing
 
 pytestmark = pytest.mark.timeout(300)
 

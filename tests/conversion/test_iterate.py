@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import xrank
 from tests.conversion.exported import llama, shard, tensors_of
-from xrank.conversion.making.whole_tensors import TensorsAhead, shared_budget
 from xrank.errors import ContradictionError, RankFailedError, UsageError
+from xrank.making.whole_tensors import TensorsAhead, shared_budget
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import xrank
-from xrank.conversion.live.live_arguments import notes_in_python
+from xrank.decisions.live_arguments import notes_in_python
 from xrank.errors import XrankError
 
 KNOWN = set(inspect.signature(xrank.export_model).parameters)

@@ -37,8 +37,8 @@ from tests.conversion.made_workspaces import (
     state_of,
 )
 from xrank.conversion.gather import gather_checkpoint
-from xrank.conversion.plans import new_parts
 from xrank.conversion.reshard import reshard_checkpoint
+from xrank.decisions import new_parts
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, OutputExistsError, UsageError
 from xrank.formats.rank_state import RankRecord, TensorRecord
 from xrank.formats.torch_archive import read_archive

@@ -2,10 +2,10 @@
 
 import pytest
 
-from xrank.conversion.teams import team as module
-from xrank.conversion.teams.launches import find_launch
-from xrank.conversion.teams.team import Team
 from xrank.errors import RankFailedError, UsageError
+from xrank.teams import team as module
+from xrank.teams.launches import find_launch
+from xrank.teams.team import Team
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4"}
 SRUN = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}

@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import xrank
 from tests.conversion.exported import tensors_of
-from xrank.conversion.making import transformed_files
 from xrank.errors import ContradictionError, RankFailedError, UsageError, XrankError
+from xrank.making import transformed_files
 from xrank.writers.stage import Stage
 
 pytestmark = pytest.mark.timeout(300)

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 
 import numpy as np
 
-from xrank.gather.peer_source import MemoryOffer, PeerSource
+from xrank.lending.peer_source import MemoryOffer, PeerSource
 
 NBYTES = (6_000_001, 3_000_017, 0, 40)
 """The first in a row, the second not, the third empty; the last cannot be read."""

@@ -15,12 +15,12 @@ import torch
 
 from tests.readers.made_megatron import EXPERTS, Run, chunk_state
 from xrank.dtypes import numpy_dtype
-from xrank.gather.local_model import LocalModel, local_model
 from xrank.layout import DeviceMesh, MeshViews
 from xrank.layout.mesh_views import megatron_views
 from xrank.layout.nests import addresses
 from xrank.plan.source import StoredModel
-from xrank.readers.live_ranks import LiveModel, read_ranks
+from xrank.readers.live.local_model import LocalModel, local_model
+from xrank.readers.live.ranks import LiveModel, read_ranks
 
 _COLUMN = r".*(?:word_embeddings|output_layer|linear_qkv|linear_fc1|local_experts\.\d+\.linear_fc1)\.(?:weight|bias)\d*"
 _ROW = r".*(?:linear_proj|linear_fc2)\.weight\d*"

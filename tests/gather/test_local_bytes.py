@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from xrank.errors import UsageError
-from xrank.gather import local_bytes as module
-from xrank.gather.local_bytes import local_bytes
-from xrank.gather.peer_memory import memory_at
+from xrank.lending import local_bytes as module
+from xrank.lending.local_bytes import local_bytes
+from xrank.lending.peer_memory import memory_at
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from xrank.errors import LayoutError, UsageError
-from xrank.gather.local_model import local_model
 from xrank.layout import DeviceMesh, LayoutMap
+from xrank.readers.live.local_model import local_model
 
 
 class Tied(torch.nn.Module):

@@ -13,8 +13,8 @@ import torch
 from tests.gather.made_modules import chunks_of, config, cut, locals_of, mesh_of, read_locals
 from tests.readers.made_megatron import HIDDEN, Run, whole_model
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError
-from xrank.gather.local_model import local_model
 from xrank.layout import DeviceMesh, LayoutMap
+from xrank.readers.live.local_model import local_model
 
 _DENSE = Run(tp=2, pp=2, chunks=((2, 1),))
 _EXPERTS = Run(ep=2, chunks=((1,),), has_experts=True)

@@ -18,12 +18,12 @@ import torch
 from tests.gather.lender import CONTENT, NBYTES, Row, Scattered, assert_right, lender, source, views
 from tests.open_files import open_files
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError
-from xrank.gather import peer_connection, peer_memory, peer_service, peer_source
-from xrank.gather.local_bytes import local_bytes
-from xrank.gather.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
-from xrank.gather.peer_memory import LendingSign, address_of
-from xrank.gather.peer_source import MemoryOffer, PeerSource
-from xrank.gather.peer_wire import Part
+from xrank.lending import peer_connection, peer_memory, peer_service, peer_source
+from xrank.lending.local_bytes import local_bytes
+from xrank.lending.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
+from xrank.lending.peer_memory import LendingSign, address_of
+from xrank.lending.peer_source import MemoryOffer, PeerSource
+from xrank.lending.peer_wire import Part
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 from xrank.errors import LayoutError
 from xrank.layout.nests import Nest, addresses, intersect, size
 from xrank.layout.notation import Parts, Product, Size
-from xrank.layout.recipe import Pairing, pair, reversed_pairing, single_tensors
-from xrank.layout.recipe_side import parse_side
+from xrank.recipes.pairing import Pairing, pair, reversed_pairing, single_tensors
+from xrank.recipes.side import parse_side
 
 QKV = "[g <q: r d | k: d | v: d>, h]"
 TARGETS = {"q": "q [g r d, h]", "k": "k [g d, h]", "v": "v [g d, h]"}

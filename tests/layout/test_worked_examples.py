@@ -12,8 +12,8 @@ from xrank.layout.companion_parts import companion_part
 from xrank.layout.flat import flat_part
 from xrank.layout.local_part import local_part
 from xrank.layout.nests import addresses, size
-from xrank.layout.recipe import pair
 from xrank.layout.tensor_name import name_table, parse_name
+from xrank.recipes.pairing import pair
 
 
 def names_held(name: str, layout: str, grid: str, group: int, **sizes: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ from tests.readers.rank_checkpoints import accelerate, base_model, verl
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.conversion.layout_report import check_file, diff_layouts
-from xrank.conversion.layout_sources import file_text, layouts_at
+from xrank.decisions.layout_sources import file_text, layouts_at
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UnsafeError, UsageError
 from xrank.readers.base import Hints
 from xrank.readers.discovery import find_source

@@ -22,11 +22,11 @@ from tests.recipes.made_checkpoints import (
     tiny,
 )
 from tests.recipes.test_there_and_back import RECIPES, elements, model_of
-from xrank.conversion.choices.recipe_choice import follow_recipe
+from xrank.decisions.recipe_choice import follow_recipe
 from xrank.errors import XrankError
-from xrank.layout.recipe_side import parse_side
 from xrank.recipes.matching import match
 from xrank.recipes.recipe import Recipe, Rule
+from xrank.recipes.side import parse_side
 
 pytestmark = pytest.mark.timeout(120)
 

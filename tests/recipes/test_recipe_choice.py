@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.recipes.made_checkpoints import as_megatron, config_of, leave, saved, tiny
-from xrank.conversion.choices.recipe_choice import choose_recipe, follow_recipe
+from xrank.decisions.recipe_choice import choose_recipe, follow_recipe
 from xrank.errors import ContradictionError, LayoutError, UsageError
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
@@ -179,7 +179,7 @@ def test_two_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         'extends = "megatron-llama"\n[tensors]\n"decoder.final_layernorm.weight [h]" = "model.other.weight [h]"\n'
     )
     both = (*shipped_recipes(), read_recipe(str(own)))
-    monkeypatch.setattr("xrank.conversion.choices.recipe_choice.shipped_recipes", lambda: both)
+    monkeypatch.setattr("xrank.decisions.recipe_choice.shipped_recipes", lambda: both)
     with pytest.raises(UsageError, match="is not clear") as caught:
         choose_recipe(stored(tmp_path, theirs("llama"), ARGS), None, None)
     assert "megatron-llama" in str(caught.value.got) and "own.toml" in str(caught.value.got)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
 
-from xrank.gather.peer_source import PeerSource
+from xrank.lending.peer_source import PeerSource
 from xrank.plan.buffers import FileSource, FileTarget
 
 

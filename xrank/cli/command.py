@@ -91,7 +91,7 @@ class Output:
         sys.exit(exit_code)
 
     def _failed(self, exit_code: int, error: dict[str, Any]) -> Report:
-        from xrank.conversion.process import peak_rss_nbytes
+        from xrank.conversion.report import peak_rss_nbytes
         from xrank.plan.report import Report
 
         seconds, peak = monotonic() - self._started, peak_rss_nbytes()

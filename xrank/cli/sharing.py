@@ -49,7 +49,7 @@ def report_shared(
     distributed: bool,
 ) -> None:
     """Convert, alone or with all ranks that a launcher started; print what was done, on rank 0 alone."""
-    from xrank.conversion.teams.launches import find_launch
+    from xrank.teams.launches import find_launch
 
     launch, notes = find_launch(environ(), distributed=distributed)
     is_reporting = launch is None or launch.rank == 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xrank.amounts import plural, size_text
 from xrank.errors import XrankError
+from xrank.words import plural, size_text
 
 __all__ = ["error_text", "plural", "printable", "rows_text", "size_text"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from xrank.conversion.choices.options import DTypeChoice, GatherOptions
-from xrank.conversion.layout_sources import layouts_at
-from xrank.conversion.plans.gather_plan import Gather, plan_gather, read_layouts
+from xrank.decisions.gather_plan import Gather, plan_gather, read_layouts
+from xrank.decisions.layout_sources import layouts_at
+from xrank.decisions.options import DTypeChoice, GatherOptions
 from xrank.dtypes import dtype as dtype_of
 from xrank.layout import LayoutMap
 from xrank.plan.buffers import FileSource, MemoryTarget

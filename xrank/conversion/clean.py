@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from xrank.conversion.abandoned_memory import abandoned_segments
-from xrank.conversion.process import peak_rss_nbytes
-from xrank.conversion.stage_inspection import owner_state
+from xrank.conversion.report import peak_rss_nbytes
 from xrank.errors import OutputExistsError, UsageError
 from xrank.plan.report import Report
+from xrank.workspace.abandoned_memory import abandoned_segments
 from xrank.workspace.directory_messages import MessageName
 from xrank.writers.abandoned import clear, owner_text, roll_forward
 from xrank.writers.journal import read_journal
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace
+from xrank.writers.stage_inspection import owner_state
 
 __all__ = ["clean"]
 

@@ -10,18 +10,17 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
-from xrank.conversion.choices.options import AdapterChoice, GatherOptions, default_workers
-from xrank.conversion.gather import make_output, output_facts, proof_facts, source_facts
-from xrank.conversion.live.lent_model import AskedModel, find_team, lend_model
-from xrank.conversion.live.live_arguments import check_said, dtype_choice, in_python
-from xrank.conversion.live.live_layouts import live_layouts
-from xrank.conversion.making.stage_filling import help_to_fill_stage
-from xrank.conversion.plans.transforms import Transform
-from xrank.conversion.process import peak_rss_nbytes
-from xrank.conversion.teams.asked_alike import agreed_call
-from xrank.conversion.teams.team import Team
+from xrank.conversion.report import output_facts, peak_rss_nbytes, proof_facts, source_facts
+from xrank.decisions.given_layouts import live_layouts
+from xrank.decisions.live_arguments import check_said, dtype_choice, in_python
+from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers
+from xrank.decisions.transforms import Transform
 from xrank.layout import LayoutMap
+from xrank.lending.lent_model import AskedModel, find_team, lend_model
+from xrank.making.stage_filling import help_to_fill_stage, make_output
 from xrank.plan.report import Report
+from xrank.teams.asked_alike import agreed_call
+from xrank.teams.team import Team
 from xrank.writers.staging import check_output
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def export_model(
         layouts: the layouts of plain tensors; one without is taken to be whole on every rank that has it. A layout is
             believed: of a tensor that a rank holds whole, one that cuts it makes another, larger tensor.
         mesh: of layouts that have none, xrank's ``DeviceMesh`` or torch's; and of Megatron's modules
-            (`xrank.gather.megatron_mesh`).
+            (`xrank.dialects.megatron.mesh`).
         recipe: the name of a recipe that comes with xrank, a file, or ``"none"``: training names become Hugging Face's.
             None: the one that knows all names, if there is one.
         dtype: ``"keep"``, ``"base"`` (what the base model stores), ``"bf16"``, ``"fp16"``, ``"fp32"``, or torch's;

@@ -6,31 +6,27 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from xrank import environment
-from xrank.conversion.choices.adapters import merged_texts
-from xrank.conversion.choices.options import GatherOptions
-from xrank.conversion.making.stage_filling import Made, fill_stage, help_to_fill_stage
-from xrank.conversion.plans.gather_plan import Gather, plan_gather
-from xrank.conversion.process import peak_rss_nbytes
-from xrank.conversion.teams.launches import find_launch
+from xrank.conversion.report import output_facts, peak_rss_nbytes, proof_facts, source_facts
+from xrank.decisions.gather_plan import Gather, plan_gather
+from xrank.decisions.options import GatherOptions
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
-from xrank.layout.nest_table import IntArray
-from xrank.plan.buffers import FileSource, OpenSource
+from xrank.making.stage_filling import Made, help_to_fill_stage, make_output
+from xrank.plan.buffers import FileSource
 from xrank.plan.executor import Budget
 from xrank.plan.merging import factors_nbytes
 from xrank.plan.report import Report
-from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
-from xrank.writers.staging import check_output, check_room, open_stage
+from xrank.teams.launches import find_launch
+from xrank.writers.staging import check_apart, check_output, check_room
 
 if TYPE_CHECKING:
-    from xrank.conversion.teams.team import Team
+    from xrank.teams.team import Team
 
-__all__ = ["check_apart", "gather_checkpoint", "make_output", "output_facts", "proof_facts", "source_facts"]
+__all__ = ["gather_checkpoint"]
 
 
 def gather_checkpoint(
@@ -66,7 +62,7 @@ def gather_checkpoint(
             WORLD_SIZE name; each makes this call. Rank 0 alone checks and reports all: the reports of the others
             lack digests and counts. A dry run is everybody's own.
         timeout_seconds: how long ranks that live may take to come; a death is noticed in seconds.
-        **options: the other options of ``xrank gather``, by name (`xrank.conversion.choices.options.GatherOptions`).
+        **options: the other options of ``xrank gather``, by name (`xrank.decisions.options.GatherOptions`).
 
     Raises:
         UsageError, LayoutError: the call must change.
@@ -82,7 +78,7 @@ def gather_checkpoint(
     launch = find_launch(environment.environ(), distributed=True)[0] if distributed and not checked.dry_run else None
     team = None
     if launch is not None:
-        from xrank.conversion.teams.team import Team  # one process is done without
+        from xrank.teams.team import Team  # one process is done without
 
         team = Team.launched(launch, path, timeout_seconds=timeout_seconds)
 
@@ -126,26 +122,6 @@ def gather_checkpoint(
     )
 
 
-def make_output(
-    gather: Gather,
-    source: OpenSource,
-    out: str,
-    progress: Callable[[int, int], None],
-    team: Team | None,
-    holder: IntArray | None = None,
-) -> Made:
-    """Fill a stage and make it the output; errors as `fill_stage`, and those of the commit."""
-    options = gather.options
-    with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
-        made = fill_stage(gather, source, stage, progress, team, holder)
-        if team is not None:
-            team.check()
-        stage.commit()
-        if team is not None:
-            team.committed()
-    return replace(made, notes=(*made.notes, *(("stage", note) for note in stage.notes)))
-
-
 def _make(gather: Gather, out: str, progress: Callable[[int, int], None], team: Team | None) -> Made:
     with closing(FileSource(gather.plan.source)) as source:
         return make_output(gather, source, out, progress, team)
@@ -157,17 +133,6 @@ def _help(gather: Gather, out: str, team: Team) -> Made:
         return help_to_fill_stage(gather, source, out, team)
 
 
-def check_apart(source: str, out: str) -> None:
-    """Refuse an output that is, holds or lies in the place of its source: replacing it would remove what is read."""
-    inner, outer = os.path.realpath(source), os.path.realpath(out)
-    if inner == outer or inner.startswith(outer + os.sep):
-        raise UsageError(
-            f"the output {out} would replace its source {source}",
-            file=out,
-            next_step="give --out a folder of its own",
-        )
-
-
 def _checked_options(options: Mapping[str, Any]) -> GatherOptions:
     unknown = sorted(set(options) - set(GatherOptions.__dataclass_fields__))
     if unknown:
@@ -177,45 +142,6 @@ def _checked_options(options: Mapping[str, Any]) -> GatherOptions:
             want=", ".join(GatherOptions.__dataclass_fields__),
         )
     return GatherOptions(**options)
-
-
-def source_facts(source: StoredModel) -> dict[str, Any]:
-    """Return what a report says of its source."""
-    return {
-        "path": source.path,
-        "format": source.format,
-        "recipe": source.recipe,
-        "step": source.step,
-        "world_size": source.world_size,
-        "run_id": source.run_id,
-        "nbytes": source.nbytes,
-        "skipped_nbytes": source.skipped_nbytes,
-    }
-
-
-def proof_facts(gather: Gather) -> dict[str, Any]:
-    """Return what a report says of the proof."""
-    return {"coverage": "proven", "base_model": gather.checked_against_base}
-
-
-def output_facts(gather: Gather) -> dict[str, Any]:
-    """Return what a report says of the output, before it is written."""
-    outputs = gather.selection.outputs
-    return {
-        "num_tensors": len(outputs),
-        "num_parameters": sum(output.num_elements for output in outputs),
-        "nbytes": sum(output.nbytes for output in outputs),
-        "tied": [[target, *names] for target, names in gather.selection.tied.items()],
-        "padding_dropped": gather.padding_dropped,
-        "excluded": list(gather.selection.excluded),
-        "cast": dict(gather.selection.cast),
-        **({"merged": list(merged)} if (merged := merged_texts(gather.plan)) else {}),
-        "companions": [
-            *(c.name for c in gather.companions),
-            *(["config.json"] if gather.config_text else []),
-            *gather.texts,
-        ],
-    }
 
 
 def _planned_report(gather: Gather, out: str, seconds: float) -> Report:

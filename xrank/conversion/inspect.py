@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from xrank.conversion.choices.adapters import Adapted, adapt, adapter_beside
-from xrank.conversion.choices.base_check import check_source, not_compared
-from xrank.conversion.choices.base_model import open_base_model
-from xrank.conversion.choices.named_source import companions_of, read_found
-from xrank.conversion.choices.options import AdapterChoice, GatherOptions
-from xrank.conversion.choices.recipe_choice import choose_recipe
-from xrank.conversion.plans.gather_plan import read_layouts, renames_adapted
-from xrank.conversion.process import peak_rss_nbytes
-from xrank.conversion.stage_inspection import inspect_stage
+from xrank.conversion.report import peak_rss_nbytes
+from xrank.decisions.adapters import Adapted, adapt, adapter_beside
+from xrank.decisions.base_check import check_source, not_compared
+from xrank.decisions.base_model import open_base_model
+from xrank.decisions.gather_plan import read_layouts, renames_adapted
+from xrank.decisions.named_source import companions_of, read_found
+from xrank.decisions.options import AdapterChoice, GatherOptions
+from xrank.decisions.recipe_choice import choose_recipe
 from xrank.dtypes import dtype as dtype_of
 from xrank.errors import XrankError
 from xrank.layout import LayoutMap
@@ -26,6 +25,7 @@ from xrank.plan.report import Report
 from xrank.plan.source import StoredModel
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
+from xrank.writers.stage_inspection import inspect_stage
 
 __all__ = ["inspect_source"]
 

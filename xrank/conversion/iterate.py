@@ -9,18 +9,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from xrank import environment
-from xrank.conversion.choices.options import GatherOptions
-from xrank.conversion.live.lent_model import AskedModel, LentModel, find_team, lend_model
-from xrank.conversion.live.live_arguments import check_said, dtype_choice, in_python
-from xrank.conversion.live.live_layouts import live_layouts
-from xrank.conversion.making.whole_tensors import TensorsAhead, WholeTensors, shared_budget
-from xrank.conversion.plans.transformed_plan import compared_plan
-from xrank.conversion.plans.transforms import Transform, transformed
-from xrank.conversion.teams.asked_alike import agreed_call
-from xrank.conversion.teams.team import Team
+from xrank.decisions.given_layouts import live_layouts
+from xrank.decisions.live_arguments import check_said, dtype_choice, in_python
+from xrank.decisions.options import GatherOptions
+from xrank.decisions.transformed_plan import compared_plan
+from xrank.decisions.transforms import Transform, transformed
 from xrank.errors import UsageError
+from xrank.lending.lent_model import AskedModel, LentModel, find_team, lend_model
+from xrank.making.whole_tensors import TensorsAhead, WholeTensors, shared_budget
 from xrank.plan.planner import tensor_plan
 from xrank.plan.replicas import nearest
+from xrank.teams.asked_alike import agreed_call
+from xrank.teams.team import Team
 
 if TYPE_CHECKING:
     import torch

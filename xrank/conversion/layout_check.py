@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xrank.conversion.plans.gather_plan import read_layouts
-from xrank.conversion.process import peak_rss_nbytes
+from xrank.conversion.report import peak_rss_nbytes
+from xrank.decisions.gather_plan import read_layouts
 from xrank.dtypes import DTYPES
 from xrank.errors import LayoutError
 from xrank.layout import LayoutMap

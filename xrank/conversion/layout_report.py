@@ -7,9 +7,11 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from xrank.conversion.choices.base_model import open_base_model
 from xrank.conversion.layout_check import check_survey, survey_facts
-from xrank.conversion.layout_sources import (
+from xrank.conversion.report import peak_rss_nbytes
+from xrank.decisions.base_model import open_base_model
+from xrank.decisions.gather_plan import read_layouts
+from xrank.decisions.layout_sources import (
     chosen,
     file_text,
     is_layout_file,
@@ -18,8 +20,6 @@ from xrank.conversion.layout_sources import (
     stored_at,
     with_numbers,
 )
-from xrank.conversion.plans.gather_plan import read_layouts
-from xrank.conversion.process import peak_rss_nbytes
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.layout_diff import LayoutDiff
 from xrank.layout.layout_file import write_whole

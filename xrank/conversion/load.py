@@ -9,28 +9,27 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from xrank.conversion.choices.named_source import read_source
-from xrank.conversion.choices.options import default_workers, parse_size
-from xrank.conversion.choices.recipe_choice import asked_recipe, follow_recipe, padded_names
-from xrank.conversion.gather import source_facts
-from xrank.conversion.live.live_arguments import check_calling, check_said, in_python
-from xrank.conversion.live.live_layouts import live_layouts
-from xrank.conversion.live.manifest_digests import ManifestDigests
-from xrank.conversion.plans.fused_experts import match_apart
-from xrank.conversion.plans.gather_plan import layout_notes
-from xrank.conversion.plans.load_plan import Load, plan_load
-from xrank.conversion.process import peak_rss_nbytes
-from xrank.conversion.teams.asked_alike import agreed_call, nbytes_text, path_text
-from xrank.conversion.teams.load_agreement import agreed_load, check_names
-from xrank.conversion.teams.team import Team
-from xrank.gather.local_model import LocalModel, local_model
-from xrank.gather.module_tensors import FilledModule, check_materialised, count_changes, names_left_out
-from xrank.gather.tensor_target import TensorTarget, check_fillable
+from xrank.conversion.report import peak_rss_nbytes, source_facts
+from xrank.decisions.fused_experts import match_apart
+from xrank.decisions.gather_plan import layout_notes
+from xrank.decisions.given_layouts import live_layouts
+from xrank.decisions.live_arguments import check_calling, check_said, in_python
+from xrank.decisions.load_plan import Load, plan_load
+from xrank.decisions.named_source import read_source
+from xrank.decisions.options import default_workers, parse_size
+from xrank.decisions.recipe_choice import asked_recipe, follow_recipe, padded_names
+from xrank.lending.tensor_target import TensorTarget, check_fillable
+from xrank.making.manifest_digests import ManifestDigests
 from xrank.plan.buffers import FileSource
 from xrank.plan.executor import Budget, Outcome, execute
 from xrank.plan.report import Report
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
+from xrank.readers.live.local_model import LocalModel, local_model
+from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, names_left_out
+from xrank.teams.asked_alike import agreed_call, nbytes_text, path_text
+from xrank.teams.load_agreement import agreed_load, check_names
+from xrank.teams.team import Team
 
 if TYPE_CHECKING:
     from xrank.layout import LayoutMap
@@ -70,7 +69,7 @@ def load_model(
         path: whatever `xrank.open_checkpoint` takes that records its own layouts.
         layouts: the layouts of plain tensors that are cut, or a layout file; others are held whole.
         mesh: the mesh of `layouts`, xrank's or torch's, where they have none; and of Megatron's modules
-            (`xrank.gather.megatron_mesh`).
+            (`xrank.dialects.megatron.mesh`).
         recipe: the name of a recipe that comes with xrank, or a file: training names of the source become Hugging
             Face's, or these the module's training names, whose padding of the vocabulary becomes zeros. ``"none"``
             keeps the names; so does None, but for experts that transformers fuses in memory and keeps apart in files.

@@ -10,25 +10,24 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, cast
 
 from xrank import environment
-from xrank.conversion.choices.options import DTypeChoice, GatherOptions
-from xrank.conversion.gather import check_apart, source_facts
-from xrank.conversion.making.file_writing import WrittenFiles, write_files
-from xrank.conversion.making.work import Work
-from xrank.conversion.plans.reshard_plan import Reshard, plan_reshard
-from xrank.conversion.process import peak_rss_nbytes
-from xrank.conversion.teams.launches import find_launch
+from xrank.conversion.report import peak_rss_nbytes, source_facts
+from xrank.decisions.options import DTypeChoice, GatherOptions
+from xrank.decisions.reshard_plan import Reshard, plan_reshard
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
+from xrank.making.file_writing import WrittenFiles, write_files
+from xrank.making.work import Work
 from xrank.plan.buffers import FileSource
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Budget
 from xrank.plan.report import Report
+from xrank.teams.launches import find_launch
 from xrank.writers.manifest import MANIFEST_NAME, ManifestFile, ManifestSource, manifest_text
 from xrank.writers.stage import Stage
-from xrank.writers.staging import check_output, check_room, open_stage
+from xrank.writers.staging import check_apart, check_output, check_room, open_stage
 
 if TYPE_CHECKING:
-    from xrank.conversion.teams.team import Team
+    from xrank.teams.team import Team
 
 __all__ = ["reshard_checkpoint"]
 
@@ -92,7 +91,7 @@ def reshard_checkpoint(
     launch = find_launch(environment.environ(), distributed=True)[0] if distributed and not dry_run else None
     team = None
     if launch is not None:
-        from xrank.conversion.teams.team import Team  # one process is done without
+        from xrank.teams.team import Team  # one process is done without
 
         team = Team.launched(launch, path, timeout_seconds=timeout_seconds)
 
@@ -120,7 +119,7 @@ def reshard_checkpoint(
         if team.is_first:
             written, notes = _make(reshard, path, show, team)
         else:
-            from xrank.conversion.making.shared_writing import help_to_write_files
+            from xrank.making.shared_writing import help_to_write_files
 
             with closing(FileSource(reshard.plan.source)) as files:
                 help_to_write_files(team, _work(reshard, files), path, reshard.digest)

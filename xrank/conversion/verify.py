@@ -11,19 +11,18 @@ from typing import Any
 import xxhash
 
 from xrank import environment
-from xrank.conversion.choices.base_check import check_source, not_compared
-from xrank.conversion.choices.base_model import BaseModel, check_against, open_base_model
-from xrank.conversion.choices.named_source import read_source
-from xrank.conversion.choices.options import default_workers, parse_size
-from xrank.conversion.making.check import Check, carried_out
-from xrank.conversion.making.rereading import FileDigests, digests_of, plan_of_headers
-from xrank.conversion.plans.gather_plan import read_layouts
-from xrank.conversion.plans.plan_digest import digest_of_plan
-from xrank.conversion.process import peak_rss_nbytes
-from xrank.conversion.teams.launches import find_launch
+from xrank.conversion.report import peak_rss_nbytes
+from xrank.decisions.base_check import check_source, not_compared
+from xrank.decisions.base_model import BaseModel, check_against, open_base_model
+from xrank.decisions.gather_plan import read_layouts
+from xrank.decisions.named_source import read_source
+from xrank.decisions.options import default_workers, parse_size
+from xrank.decisions.plan_digest import digest_of_plan
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
 from xrank.formats.safetensors_header import read_header
 from xrank.layout import LayoutMap
+from xrank.making.check import Check, carried_out
+from xrank.making.rereading import FileDigests, digests_of, plan_of_headers
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Budget, Outcome
 from xrank.plan.output import OutputTensor
@@ -31,6 +30,7 @@ from xrank.plan.planner import make_plan
 from xrank.plan.report import Report
 from xrank.readers.hugging_face.folder import read_headers
 from xrank.readers.workspace import WorkspaceReader
+from xrank.teams.launches import find_launch
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
@@ -121,7 +121,7 @@ def verify(
 
     def plan() -> Check:
         if against is not None:
-            from xrank.conversion.comparing.comparison import plan_comparison  # one path alone is done without
+            from xrank.comparing.comparison import plan_comparison  # one path alone is done without
 
             return plan_comparison(text, os.fspath(against), budget, adapter_config, base=base, layouts=given)
         if os.path.exists(os.path.join(text, MANIFEST_NAME)) and WorkspaceReader().recognise(text) is not None:
@@ -143,7 +143,7 @@ def verify(
         if launch is None:
             facts = carried_out(plan(), budget, progress, None)
         else:
-            from xrank.conversion.teams.team import Team  # one process is done without
+            from xrank.teams.team import Team  # one process is done without
 
             team = Team.launched(launch, text, timeout_seconds=timeout_seconds)
             paths = [os.path.abspath(one) for one in (text, against or "")]

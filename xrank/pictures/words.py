@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from xrank import dtypes
-from xrank.amounts import size_text
+from xrank.words import size_text
 
 __all__ = ["amount_text", "clipped", "one_line", "ranks_words", "runs_text", "width_of"]
 

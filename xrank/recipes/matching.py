@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from xrank.layout.recipe_side import Side
 from xrank.recipes.recipe import Recipe, Rule
+from xrank.recipes.side import Side
 
 __all__ = ["Match", "active_rules", "ends", "froms", "is_required", "match"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from xrank.layout.recipe_side import Side
+from xrank.recipes.side import Side
 
 __all__ = ["Recipe", "Rule"]
 

@@ -45,9 +45,9 @@ from pathlib import Path
 from typing import Any
 
 from xrank.errors import LayoutError, UsageError
-from xrank.layout.recipe_side import Side, parse_side
 from xrank.layout.tensor_name import TensorName
 from xrank.recipes.recipe import Recipe, Rule
+from xrank.recipes.side import Side, parse_side
 
 __all__ = ["read_recipe", "shipped_recipes"]
 

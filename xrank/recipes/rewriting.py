@@ -13,10 +13,10 @@ from xrank.errors import ContradictionError, IncompleteError
 from xrank.layout.binding import global_size
 from xrank.layout.nest_rows import joined_rows
 from xrank.layout.nests import Nest, swap
-from xrank.layout.recipe import Pairing, pair, reversed_pairing, single_tensors
 from xrank.plan.composition import composed
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.matching import Match, active_rules, ends, froms
+from xrank.recipes.pairing import Pairing, pair, reversed_pairing, single_tensors
 from xrank.recipes.recipe import Rule
 
 __all__ = ["rewritten"]

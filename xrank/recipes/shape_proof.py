@@ -9,11 +9,11 @@ from typing import Any
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, XrankError
 from xrank.layout.binding import names_of_dim
 from xrank.layout.notation import Size
-from xrank.layout.recipe_side import Side
 from xrank.recipes.dim_equations import Conflict, DimLength, SolvedSizes, solve_lengths
 from xrank.recipes.matching import Match, active_rules, froms, is_required, match
 from xrank.recipes.recipe import Rule
 from xrank.recipes.recipe_file import shipped_recipes
+from xrank.recipes.side import Side
 from xrank.recipes.sizes import flags_of, told_sizes
 
 __all__ = ["prove_shapes"]

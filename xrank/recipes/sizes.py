@@ -9,8 +9,8 @@ from typing import Any
 from xrank.errors import ContradictionError, LayoutError, UsageError
 from xrank.layout.binding import global_size, names_of_dim, solve_dims
 from xrank.layout.notation import LayoutTree, Size
-from xrank.layout.recipe_side import Side
 from xrank.recipes.recipe import Recipe
+from xrank.recipes.side import Side
 
 __all__ = ["check_arguments", "flags_of", "solve_sizes", "told_sizes"]
 

@@ -9,13 +9,13 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from xrank.conversion.choices.named_source import NamedSource
-from xrank.conversion.choices.options import GatherOptions
-from xrank.conversion.choices.own_config import OwnConfig
-from xrank.conversion.layout_sources import is_layout_file, read_source
-from xrank.conversion.plans.export_plan import plan_export
-from xrank.conversion.plans.gather_plan import Gather, plan_gather, read_layouts
-from xrank.conversion.plans.reshard_plan import plan_reshard, plan_reshard_of
+from xrank.decisions.export_plan import plan_export
+from xrank.decisions.gather_plan import Gather, plan_gather, read_layouts
+from xrank.decisions.layout_sources import is_layout_file, read_source
+from xrank.decisions.named_source import NamedSource
+from xrank.decisions.options import GatherOptions
+from xrank.decisions.own_config import OwnConfig
+from xrank.decisions.reshard_plan import plan_reshard, plan_reshard_of
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xrank.conversion.gather import source_facts
-from xrank.conversion.process import peak_rss_nbytes
+from xrank.conversion.report import peak_rss_nbytes, source_facts
 from xrank.plan.report import Report
 from xrank.simulation.prediction import ASSUMED, PARTS
 from xrank.simulation.simulation import Simulation

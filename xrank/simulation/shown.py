@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from xrank.amounts import plural, size_text
 from xrank.pictures.page import page, page_text
 from xrank.pictures.stacked_bars import Bar, stacked_bars
 from xrank.pictures.words import one_line
 from xrank.simulation.prediction import ASSUMED, PARTS
 from xrank.simulation.simulation import Simulation
+from xrank.words import plural, size_text
 
 __all__ = ["seconds_text", "simulation_html", "simulation_rows", "simulation_table"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xrank.conversion.choices.options import GatherOptions
+from xrank.decisions.options import GatherOptions
 from xrank.layout.nest_table import IntArray
 from xrank.plan.division import divide
 from xrank.plan.executor import Budget

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from xrank.amounts import plural
 from xrank.errors import OutputExistsError, UsageError
 from xrank.formats.rank_state import rank_of, state_file_name
+from xrank.words import plural
 from xrank.writers.disk import describe, explain, explaining, free_nbytes, may_share_blocks, sync_folder
 
 __all__ = ["MANIFEST_NAME", "OutputPlace", "check_output", "check_replaceable", "check_room", "exists"]

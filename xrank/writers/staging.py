@@ -12,14 +12,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from xrank.errors import XrankError
+from xrank.errors import UsageError, XrankError
 from xrank.writers.abandoned import claim, owner_text, roll_forward, taken_over, write_journal
 from xrank.writers.disk import explain, explaining
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace, check_output, check_room, make_parents
 from xrank.writers.stage import Stage
 
-__all__ = ["Stage", "check_output", "check_room", "open_stage"]
+__all__ = ["Stage", "check_apart", "check_output", "check_room", "open_stage"]
 
 
 @contextmanager
@@ -85,3 +85,14 @@ def _new_stage(place: OutputPlace, plan_digest: str) -> str:
         os.mkdir(path)
     write_journal(path, plan_digest)
     return path
+
+
+def check_apart(source: str, out: str) -> None:
+    """Refuse an output that is, holds or lies in the place of its source: replacing it would remove what is read."""
+    inner, outer = os.path.realpath(source), os.path.realpath(out)
+    if inner == outer or inner.startswith(outer + os.sep):
+        raise UsageError(
+            f"the output {out} would replace its source {source}",
+            file=out,
+            next_step="give --out a folder of its own",
+        )

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from xrank.amounts import plural, size_text
 from xrank.errors import IncompleteError, UsageError, XrankError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.regular_file import open_regular
@@ -25,6 +24,7 @@ from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
 from xrank.readers.dcp.selection import ModelPart, TopPart, select_model
 from xrank.readers.dcp.values import check_values
 from xrank.readers.wrapper_names import name_notes, plain_names
+from xrank.words import plural, size_text
 
 __all__ = ["DcpReader"]
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 
-from xrank.amounts import plural
 from xrank.errors import UsageError, XrankError
 from xrank.formats.dcp_metadata import DcpMetadata
 from xrank.formats.regular_file import open_regular, shown
 from xrank.formats.torch_archive import ArchivedTensor, read_archive_in
+from xrank.words import plural
 
 __all__ = ["check_values"]
 

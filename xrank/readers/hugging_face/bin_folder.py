@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from xrank.amounts import plural
 from xrank.dtypes import dtype
 from xrank.errors import UsageError
 from xrank.formats.inert_record import refuse_inert
@@ -30,6 +29,7 @@ from xrank.readers.hugging_face.weight_files import (
 )
 from xrank.readers.records import Records
 from xrank.readers.wrapper_names import under_own_names
+from xrank.words import plural
 
 __all__ = ["BinFolderReader"]
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
-from xrank.amounts import plural
 from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader, read_header
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
@@ -28,6 +27,7 @@ from xrank.readers.hugging_face.weight_files import (
 )
 from xrank.readers.records import Records
 from xrank.readers.wrapper_names import under_own_names
+from xrank.words import plural
 
 __all__ = ["HfFolderReader", "describe_files", "output_file_of", "read_headers"]
 

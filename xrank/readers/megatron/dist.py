@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xrank.amounts import plural, size_text
 from xrank.errors import ContradictionError, IncompleteError, UsageError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.regular_file import Origin, open_regular, shown
@@ -24,6 +23,7 @@ from xrank.readers.dcp.files import file_notes, other_files, some
 from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
 from xrank.readers.megatron.args import ParallelSizes, parallel_sizes, plain_args
 from xrank.readers.megatron.folder import checkpoint_folder, iteration_of, sibling_iterations, why_not
+from xrank.words import plural, size_text
 
 __all__ = ["MegatronDistReader"]
 

@@ -12,6 +12,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from xrank.dialects.megatron.layouts import (
+    LAYER,
+    count_experts,
+    down_projection,
+    expert_in,
+    grouped_shape,
+    layout_of,
+    projections,
+    whole_name,
+)
 from xrank.errors import ContradictionError, LayoutError, XrankError
 from xrank.formats.regular_file import shown
 from xrank.formats.torch_archive import ArchivedTensor
@@ -23,16 +33,6 @@ from xrank.readers.base import Hints
 from xrank.readers.held_tensor import HeldTensor, pieces_of
 from xrank.readers.megatron.args import ParallelSizes
 from xrank.readers.megatron.grid import Place
-from xrank.readers.megatron.layouts import (
-    LAYER,
-    count_experts,
-    down_projection,
-    expert_in,
-    grouped_shape,
-    layout_of,
-    projections,
-    whole_name,
-)
 from xrank.readers.megatron.stages import Chunk
 from xrank.readers.megatron.states import RankFile
 from xrank.readers.records import Records

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from xrank.dialects.megatron.layouts import LAYER
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.readers.megatron.args import ParallelSizes
-from xrank.readers.megatron.layouts import LAYER
 
 __all__ = ["Chunk", "count_layers", "first_layers", "has_encoder"]
 

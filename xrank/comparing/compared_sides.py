@@ -1,0 +1,173 @@
+"""Two models that are to be compared, read from metadata alone, with the LoRA adapters that belong to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xrank.decisions.adapter_names import PREFIX, AdapterNames, find_adapter
+from xrank.decisions.adapters import FOLDER, WEIGHTS_NAME, adapter_beside
+from xrank.decisions.base_model import BaseModel
+from xrank.decisions.named_source import NamedSource, read_found, read_source
+from xrank.errors import ContradictionError, IncompleteError
+from xrank.layout import LayoutMap
+from xrank.plan.source import StoredModel, merged
+from xrank.readers.discovery import find_source
+from xrank.writers.manifest import MANIFEST_NAME, read_manifest
+
+__all__ = ["Side", "read_sides"]
+
+_APART = FOLDER + WEIGHTS_NAME
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """One of the two."""
+
+    path: str
+    """As the user named it."""
+    source: NamedSource
+    """Under its own names; an adapter that lies in a folder within is part of its model."""
+    names: AdapterNames | None
+    """The adapter's, where it has one."""
+    adapter_place: str
+    """Where the adapter's configuration is looked for."""
+    manifest: Mapping[str, Any]
+    """Empty where there is none."""
+    notes: tuple[tuple[str, str], ...]
+    """What of it is not compared."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name."""
+        return {shard.name: shard.shape for shard in self.source.model.shards}
+
+    def apart(self, other: Side) -> StoredModel:
+        """Return the model with the adapter's tensors named as PEFT's folder has them, the base model's by its own.
+
+        What PEFT trained whole has the base model's name in a folder that PEFT saved: the other side tells them apart.
+        """
+        assert self.names is not None and other.names is not None
+        trained = {name: name for name in self.names.base if self.names.is_alone and name in other.names.saved.values()}
+        renamed = {**self.names.base, **self.names.saved, **trained}
+        model = self.source.model
+        aliases = {renamed[name]: renamed[target] for name, target in model.aliases.items()}
+        shards = tuple(replace(shard, name=renamed[shard.name]) for shard in model.shards)
+        return self.with_tied(replace(model, shards=shards, aliases=aliases))
+
+    def with_tied(self, model: StoredModel) -> StoredModel:
+        """Return a model of this side with the names that its manifest says were tied and not written."""
+        shards = {shard.name: shard for shard in model.shards}
+        told = self.manifest.get("tied", {})
+        tied = {name: target for name, target in told.items() if target in shards and name not in shards}
+        aliases = (replace(shards[target], name=name) for name, target in tied.items())
+        return replace(model, shards=(*model.shards, *aliases), aliases={**model.aliases, **tied})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """A side before it is known what the other one has."""
+
+    path: str
+    place: str
+    source: NamedSource
+    manifest: Mapping[str, Any]
+
+    @property
+    def tensor_names(self) -> list[str]:
+        return [shard.name for shard in self.source.model.shards]
+
+    @property
+    def lists_adapter(self) -> bool:
+        """Whether its manifest says that the adapter in the folder within is a part of it."""
+        return any(file["name"] == _APART for file in self.manifest.get("files", ()))
+
+    @property
+    def has_adapter_apart(self) -> bool:
+        return os.path.isdir(self.place) and os.path.isfile(os.path.join(self.place, _APART))
+
+
+def read_sides(
+    path: str, other_path: str, *, base: BaseModel | None = None, layouts: LayoutMap | None = None
+) -> tuple[Side, Side]:
+    """Read both. An adapter in a folder within is taken where a manifest lists it or the other side has one, too.
+
+    Args:
+        path: the one.
+        other_path: the other.
+        base: tells either what it does not record, as `read_found`.
+        layouts: likewise.
+
+    Raises:
+        IncompleteError, ContradictionError, UsageError: as readers and `find_adapter`; or an adapter that a manifest
+            lists is gone, or has tensors of the model's names.
+    """
+    places = [(each, *find_source(each)) for each in (path, other_path)]
+    manifests = [_manifest(place) for _, place, _ in places]
+    # What the other's manifest says was left out need not be placed.
+    found = [
+        _Found(
+            each, place, read_found(each, place, reader, base=base, layouts=layouts, is_left_out=_left_out(other)), own
+        )
+        for (each, place, reader), own, other in zip(places, manifests, reversed(manifests), strict=True)
+    ]
+    shared = frozenset(found[0].tensor_names).intersection(found[1].tensor_names)
+    has_one = [
+        side.has_adapter_apart or find_adapter(side.tensor_names, side.source.model.path, shared) is not None
+        for side in found
+    ]
+    sides = [_side(side, shared, other_has_one=has_one[1 - i]) for i, side in enumerate(found)]
+    return sides[0], sides[1]
+
+
+def _manifest(place: str) -> Mapping[str, Any]:
+    path = os.path.join(place, MANIFEST_NAME)
+    return read_manifest(path) if os.path.exists(path) else {}
+
+
+def _left_out(manifest: Mapping[str, Any]) -> Callable[[str], bool]:
+    return frozenset(manifest.get("excluded", ())).__contains__
+
+
+def _side(found: _Found, own: Collection[str], *, other_has_one: bool) -> Side:
+    source, place = found.source, found.place
+    names: AdapterNames | None
+    if found.lists_adapter or (found.has_adapter_apart and other_has_one):
+        model, names = _with_adapter(found)
+        source, place = replace(source, model=model), os.path.join(place, FOLDER)
+    else:
+        names = find_adapter(found.tensor_names, source.model.path, own)
+    read = {os.path.relpath(file.path, found.place) for file in source.model.files}
+    notes = tuple((code, f"{found.path}: {text}") for code, text in adapter_beside(found.place, read))
+    return Side(found.path, source, names, place, found.manifest, notes)
+
+
+def _with_adapter(found: _Found) -> tuple[StoredModel, AdapterNames]:
+    """Return a model together with the adapter in the folder within, and which names are whose."""
+    path = os.path.join(found.place, *_APART.split("/"))
+    if not found.has_adapter_apart:
+        raise IncompleteError(
+            f"{_APART} is in the manifest and not in {found.place}",
+            file=path,
+            next_step="gather the model again, or copy the file again from a good copy",
+        )
+    adapter = read_source(path).model
+    base = {name: name for name in found.tensor_names}
+    saved = {shard.name: shard.name for shard in adapter.shards}
+    for name in saved:
+        if name in base:
+            raise ContradictionError(
+                f"{name} is in {found.path} and in {_APART} within",
+                tensor=name,
+                file=path,
+                got="two tensors of this name",
+                want="one",
+                next_step="check that the files are those of one model",
+            )
+    marked = find_adapter(list(saved), path)
+    pairs, marked_names = (marked.pairs, marked.saved) if marked is not None else ((), {})
+    # What PEFT trained whole lies there under the name of what it is in place of.
+    trained = {name.removeprefix(PREFIX): name for name in saved if name not in marked_names}
+    return merged(found.source.model, adapter, ""), AdapterNames(None, pairs, saved, base, trained)

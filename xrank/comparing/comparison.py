@@ -1,0 +1,306 @@
+"""Two models or checkpoints compared value by value, and what an adapter in one of them makes of the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from xrank.comparing.compared_sides import Side, read_sides
+from xrank.comparing.correspondence import NOT_COPIES, Compared, Correspondence, TiedName, correspond
+from xrank.comparing.made_differences import find_differences
+from xrank.decisions.adapter_config import find_config
+from xrank.decisions.adapters import adapt, merged_texts
+from xrank.decisions.base_model import BaseModel
+from xrank.decisions.options import GatherOptions
+from xrank.errors import ContradictionError, UsageError, XrankError
+from xrank.layout import LayoutMap
+from xrank.making.check import Check
+from xrank.plan.coverage import range_text
+from xrank.plan.executor import Budget, Outcome
+from xrank.plan.low_rank import LowRank
+from xrank.plan.output import OutputTensor
+from xrank.plan.planner import Plan, make_plan
+from xrank.plan.source import StoredModel, StoredShard, merged
+from xrank.writers.hf_folder import lay_out
+from xrank.writers.manifest import MANIFEST_NAME
+
+__all__ = ["plan_comparison"]
+
+_OTHER = "\0other/"  # no tensor that a gather accepts has such a name
+_OR_CONFIG = f"{NOT_COPIES}; a configuration that the gather was given as --adapter-config is to be given here, too"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pair:
+    """The two models under the same names."""
+
+    ours: Compared
+    """The side that has the adapter, where one has."""
+    theirs: Compared
+    factors: tuple[StoredShard, ...] = ()
+    updates: Mapping[str, LowRank] = field(default_factory=dict)
+    """Name -> what is added to it before it is compared."""
+    proof: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[tuple[str, str], ...] = ()
+
+
+def plan_comparison(
+    path: str,
+    other_path: str,
+    budget: Budget,
+    adapter_config: str | os.PathLike[str] | None = None,
+    *,
+    base: BaseModel | None = None,
+    layouts: LayoutMap | None = None,
+) -> Check:
+    """Return what compares the tensors of two models or checkpoints value by value.
+
+    Where both have an adapter, in a folder of its own or among the tensors, its tensors are compared, too. Where one
+    has, the other must be what a gather with ``--adapter merge`` makes of it, bit for bit. Carried out, it raises
+    ContradictionError where they differ.
+
+    Args:
+        path: the one.
+        other_path: the other.
+        budget: threads and buffers, to tell where they differ.
+        adapter_config: of the adapter among the tensors, in place of what lies beside them.
+        base: tells either what it does not record: whole shapes, the config.
+        layouts: likewise, how its tensors are cut.
+
+    Raises:
+        ContradictionError: they differ, by what their metadata says.
+        UsageError: what the adapter makes of the model cannot be computed.
+        XrankError: one of them cannot be read.
+    """
+    sides = read_sides(path, other_path, base=base, layouts=layouts)
+    adapted = [side for side in sides if side.names is not None]
+    if adapter_config is not None and not adapted:
+        raise UsageError(
+            f"neither {path} nor {other_path} holds an adapter to configure",
+            got=f"--adapter-config {os.fspath(adapter_config)}",
+            next_step="leave --adapter-config out",
+        )
+    if len(adapted) == 2:
+        pair = _both_apart(*sides, adapter_config)
+    elif adapted:
+        pair = _one_merged(adapted[0], next(side for side in sides if side.names is None), adapter_config)
+    else:
+        pair = _plain(*sides)
+    found = correspond((pair.ours, pair.theirs), pair.updates)
+    outputs = _outputs(pair, found)
+    made = [output for output in outputs if output.name in pair.updates or output.name in found.cast]
+    try:
+        plan = _plan(pair, found, outputs, made)
+    except XrankError as error:
+        raise _said(error, pair, found) from error
+
+    def judge(outcome: Outcome) -> dict[str, Any]:
+        if made:
+            _check_digests(pair, made, plan, outcome, budget)
+        return {
+            "source": {"path": path, "format": sides[0].source.model.format},
+            "proof": {"against": other_path, **pair.proof, "num_checksums": outcome.num_checksums},
+            "checked": [output for output in outputs if output.name not in found.aliases],
+            "notes": (*pair.notes, *found.notes, *sides[0].notes, *sides[1].notes),
+        }
+
+    return Check(plan, judge, lambda error: _said(error, pair, found))
+
+
+def _plain(ours: Side, theirs: Side) -> _Pair:
+    """Return both as they are, or under Hugging Face's names where those differ."""
+    models = [side.source.model for side in (ours, theirs)]
+    if ours.shapes.keys() != theirs.shapes.keys():
+        # Whichever is under training names gets Hugging Face's; a config that one has does for both.
+        models = [ours.source.renamed(theirs.source.config), theirs.source.renamed(ours.source.config)]
+    return _Pair(_compared(ours, models[0]), _compared(theirs, models[1]))
+
+
+def _compared(side: Side, model: StoredModel) -> Compared:
+    return Compared(side.path, side.with_tied(model), side.manifest, side.source.config)
+
+
+def _both_apart(ours: Side, theirs: Side, given: str | os.PathLike[str] | None) -> _Pair:
+    """Return both with their adapter's tensors apart."""
+    assert ours.names is not None and theirs.names is not None
+    our_model, our_notes = _without_base(ours, theirs)
+    their_model, their_notes = _without_base(theirs, ours)
+    num_saved = len(ours.names.saved)
+    notes = [("adapter", f"{num_saved:,} of the tensors compared are an adapter's"), *our_notes, *their_notes]
+    return _Pair(
+        Compared(ours.path, our_model, ours.manifest, ours.source.config),
+        Compared(theirs.path, their_model, theirs.manifest, theirs.source.config),
+        proof={"num_adapter_tensors": num_saved},
+        notes=(*notes, *_check_scales(ours, theirs, given)),
+    )
+
+
+def _without_base(side: Side, other: Side) -> tuple[StoredModel, list[tuple[str, str]]]:
+    """Return a side with its adapter apart, and without what no other side that is an adapter alone could have."""
+    assert side.names is not None and other.names is not None
+    model = side.apart(other)
+    if side.names.is_alone or not other.names.is_alone:
+        return model, []
+    wanted = {shard.name for shard in other.apart(side).shards}.union(side.names.saved.values())
+    kept = tuple(shard for shard in model.shards if shard.name in wanted)
+    text = f"{len(model.shards) - len(kept):,} tensors of {side.path} were not compared: {other.path} has no base model"
+    return replace(model, shards=kept, aliases={}), [("adapter-alone", text)]
+
+
+def _check_scales(ours: Side, theirs: Side, given: str | os.PathLike[str] | None) -> list[tuple[str, str]]:
+    """Check that both sides multiply the same B @ A by the same number; return what could not be checked."""
+    configs = []
+    for side in (ours, theirs):
+        assert side.names is not None
+        # What PEFT saved has its own configuration; the one given is that of an adapter among a checkpoint's tensors.
+        is_given = given is not None and side.names.adapter is not None
+        try:
+            configs.append(find_config(given if is_given else None, side.adapter_place, side.names, side.shapes))
+        except UsageError as error:
+            if is_given:
+                raise
+            return [("adapter-config", f"rank and alpha were not compared: {error.message}")]
+    for pair in ours.names.pairs if ours.names is not None else ():
+        scales = [config.scale_of(pair.module) for config in configs]
+        if scales[0] != scales[1]:
+            raise ContradictionError(
+                f"{pair.module}: its adapter is scaled otherwise in {ours.path} than in {theirs.path}",
+                tensor=pair.a,
+                file=configs[0].path,
+                got=f"{scales[0]:g}, as {configs[0].path} says",
+                want=f"{scales[1]:g}, as {configs[1].path} says",
+                next_step=_OR_CONFIG,
+            )
+    return []
+
+
+def _one_merged(side: Side, other: Side, given: str | os.PathLike[str] | None) -> _Pair:
+    """Return the one as a merge would write it, and the other as it is."""
+    options = GatherOptions(adapter="merge", adapter_config=given)
+    try:
+        adapted = adapt(side.source.model, options, side.adapter_place, {}, names=side.names)
+    except UsageError as error:
+        error.message = f"what merging the adapter in {side.path} gives cannot be computed: {error.message}"
+        if "--adapter-config" not in (error.next_step or ""):
+            error.next_step = f"compare {other.path} with a model into which the adapter was merged the same way"
+        raise
+    assert adapted is not None and adapted.updates is not None
+    notes = [(code, f"{side.path}, compared as merged: {text}") for code, text in adapted.notes]
+    return _Pair(
+        _compared(side, adapted.source),
+        _compared(other, other.source.model),
+        adapted.factors,
+        adapted.updates,
+        {"num_merged": len(adapted.updates)},
+        tuple(notes),
+    )
+
+
+def _outputs(pair: _Pair, found: Correspondence) -> list[OutputTensor]:
+    """Return what is compared, as it is when it is compared."""
+    shards = (pair.ours.shards[name] for name in found.names)
+    return [OutputTensor(shard.name, found.cast.get(shard.name, shard.dtype), shard.shape) for shard in shards]
+
+
+def _plan(pair: _Pair, found: Correspondence, outputs: Sequence[OutputTensor], made: Sequence[OutputTensor]) -> Plan:
+    """Return what compares every value.
+
+    The tensors that are the same on both sides are copies of one another: theirs count as replicas of ours. Those into
+    which an adapter was merged, or of which one was cast, are `made` on both sides, for their digests to be compared.
+    """
+    is_made = {output.name for output in made}
+    same = [output for output in outputs if output.name not in is_made]
+    groups = (same, made, [replace(output, name=_OTHER + output.name) for output in made])
+    ours = replace(pair.ours.model, shards=(*pair.ours.model.shards, *pair.factors))
+    tied: dict[str, tuple[str, ...]] = {output.name: (_OTHER + output.name,) for output in same}
+    for one in found.tied:
+        prefix = _OTHER if one.side else ""
+        target = prefix * (one.target in is_made) + one.target
+        tied[target] = (*tied.get(target, ()), prefix + one.name)
+    return make_plan(
+        merged(ours, pair.theirs.model, _OTHER),
+        [file for group in groups if group for file in lay_out(group, 1 << 62)],
+        tied=tied,
+        updates=pair.updates,
+    )
+
+
+def _said(error: XrankError, pair: _Pair, found: Correspondence) -> XrankError:
+    """Return an error in the names of the two, and as a difference of the two where it is one."""
+    text, is_within = error.message, (error.tensor or "").startswith(_OTHER)
+    for part in ("message", "tensor", "got"):
+        said = getattr(error, part)
+        setattr(error, part, said and said.replace(_OTHER, ""))
+    if not isinstance(error, ContradictionError):
+        return error
+    for one in found.tied:
+        if text.startswith(f"{_OTHER * one.side}{one.name} is tied to "):
+            return _not_tied(error, pair, one)
+    is_difference = error.index_range is not None and not is_within
+    if not is_difference or error.file not in {file.path for file in pair.theirs.model.files}:
+        return error
+    return ContradictionError(
+        f"{error.tensor} differs between {pair.ours.path} and {pair.theirs.path}",
+        tensor=error.tensor,
+        file=error.file,
+        index_range=error.index_range,
+        got=error.got,
+        want="equal values",
+        next_step=NOT_COPIES,
+    )
+
+
+def _not_tied(error: ContradictionError, pair: _Pair, one: TiedName) -> ContradictionError:
+    path, other_path = (pair.theirs.path, pair.ours.path) if one.side else (pair.ours.path, pair.theirs.path)
+    return ContradictionError(
+        f"{one.name} is in {path} alone, and is not {one.target} there",
+        tensor=one.name,
+        file=error.file,
+        index_range=error.index_range,
+        got=error.got,
+        want=f"{one.target}: the two are tied, and {other_path} has one of them",
+        next_step=NOT_COPIES,
+    )
+
+
+def _check_digests(pair: _Pair, made: Sequence[OutputTensor], plan: Plan, outcome: Outcome, budget: Budget) -> None:
+    """Check that what was merged or cast is on both sides the same."""
+    found = {
+        tensor.output.name: (tensor, digest)
+        for index, file in enumerate(plan.files)
+        for tensor, digest in zip(file.tensors, outcome.files[index].tensor_digests, strict=True)
+    }
+    formulas = merged_texts(plan)
+    for name in (output.name for output in made):
+        (mine, digest), (other, other_digest) = found[name], found[_OTHER + name]
+        if digest == other_digest:
+            continue
+        differences = find_differences(plan, mine, other, budget)
+        where = range_text(mine.output.shape, differences.first, differences.first)
+        got = differences.text(mine.output.num_elements, where)
+        record = int(plan.source.records.file[other.copies.record[0]])
+        if name not in formulas:
+            made_of = pair.ours.shards[name].dtype, pair.theirs.shards[name].dtype
+            raise ContradictionError(
+                f"{name} differs between {pair.ours.path} and {pair.theirs.path}",
+                tensor=name,
+                file=pair.theirs.model.files[record - len(pair.ours.model.files)].path,
+                index_range=where,
+                got=got,
+                want=f"equal values in {mine.output.dtype}, of {made_of[0]} and {made_of[1]}",
+                next_step=NOT_COPIES,
+            )
+        told = pair.theirs.manifest
+        formula = told.get("merged", {}).get(name, "nothing of a merge") if told else None
+        says = f"; {MANIFEST_NAME} says {formula}" if formula not in (None, formulas[name]) else ""
+        raise ContradictionError(
+            f"{name} in {pair.theirs.path} is not what merging the adapter in {pair.ours.path} gives",
+            tensor=name,
+            file=pair.theirs.model.files[record - len(pair.ours.model.files)].path,
+            index_range=where,
+            got=got + says,
+            want=f"{formulas[name]}, as a gather computes it",
+            next_step=_OR_CONFIG,
+        )

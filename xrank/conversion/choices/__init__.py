@@ -1,1 +1,0 @@
-"""What a conversion was asked for: source, base model, recipe, adapter, selection, options."""

@@ -1,1 +1,0 @@
-"""Models that ranks still hold in memory, as sources and destinations."""

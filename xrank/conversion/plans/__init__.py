@@ -1,1 +1,0 @@
-"""Plans of whole conversions, made from metadata alone."""

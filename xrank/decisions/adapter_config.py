@@ -1,0 +1,247 @@
+"""What an adapter's tensors do not say, rank, alpha and kind: adapter_config.json, as PEFT writes it, or completed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xrank.decisions.adapter_names import AdapterNames, Pair
+from xrank.decisions.base_model import read_config
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
+from xrank.readers.checkpoint_folders import checkpoint_folders
+
+__all__ = ["CONFIG_NAME", "AdapterConfig", "check_ranks", "checked_config", "find_config"]
+
+CONFIG_NAME = "adapter_config.json"
+# verl leaves the first beside its states, older versions the other (verl/utils/checkpoint/fsdp_checkpoint_manager.py).
+_PLACES = (CONFIG_NAME, os.path.join("lora_adapter", CONFIG_NAME), "lora_train_meta.json")
+_NEXT_STEP = "give --adapter-config FILE: PEFT's adapter_config.json, or a JSON object with r and lora_alpha"
+# They change the base's weights before training, which a state then holds changed (peft/tuners/lora/layer.py:
+# update_layer); an adapter saved with those weights is loaded as any other.
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The content of an adapter_config.json, its numbers and patterns checked."""
+
+    values: Mapping[str, Any]
+    path: str
+    is_completed: bool
+    """Whether the file says rank and alpha, and the rest follows from names and shapes."""
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank that a module's pair has."""
+        return int(self._of(module, "rank_pattern", "r"))
+
+    def scale_of(self, module: str) -> float:
+        """Return what B @ A is multiplied by (peft/tuners/lora/layer.py: update_layer)."""
+        rank, alpha = self.rank_of(module), self._of(module, "alpha_pattern", "lora_alpha")
+        return alpha / math.sqrt(rank) if self.values.get("use_rslora") else alpha / rank
+
+    def _of(self, module: str, patterns: str, key: str) -> float:
+        # peft/utils/other.py: get_pattern_key
+        for pattern, value in (self.values.get(patterns) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return float(value)
+        return float(self.values[key])
+
+    def text(self, *, has_own_base: bool) -> str:
+        """Return the file to write beside the adapter, as PEFT writes it (peft/config.py: save_pretrained).
+
+        Args:
+            has_own_base: whether the base model is written as the source holds it.
+        """
+        values = dict(self.values)
+        if has_own_base and _changes_base(values):
+            values["init_lora_weights"] = True
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+    def notes(self, *, has_own_base: bool) -> list[tuple[str, str]]:
+        """Return what the report says of the file."""
+        found = []
+        if self.is_completed:
+            says = f"{os.path.basename(self.path)} says r {self.values['r']} and lora_alpha {self.values['lora_alpha']}"
+            found.append(f"{says}; the rest follows from names and shapes, and that it is no rslora is assumed")
+        if has_own_base and _changes_base(self.values):
+            kind = self.values["init_lora_weights"]
+            says = f"{CONFIG_NAME} says true, that it may not be changed again"
+            found.append(f"init_lora_weights {kind} changed the base model, which is written so; {says}")
+        if has_own_base and self.values.get("bias", "none") != "none":
+            found.append(f"biases were trained too ({self.values['bias']}); they are in the base model")
+        return [("adapter-config", text) for text in found]
+
+
+def _changes_base(values: Mapping[str, Any]) -> bool:
+    kind = values.get("init_lora_weights")
+    return isinstance(kind, str) and kind.lower().startswith(_CHANGES_BASE)
+
+
+def find_config(
+    given: str | os.PathLike[str] | None, place: str, names: AdapterNames, shapes: Mapping[str, Sequence[int]]
+) -> AdapterConfig:
+    """Return the adapter's configuration: the one given, else what lies in the source, or in its checkpoint's root.
+
+    Args:
+        given: a file.
+        place: the source.
+        names: the adapter's.
+        shapes: of the source's tensors.
+
+    Raises:
+        UsageError: there is none, or it lacks what must be known, or is of no LoRA.
+        CorruptError: it is no JSON object, or its values are not what PEFT writes.
+        ContradictionError: it and the adapter's tensors disagree.
+    """
+    path = os.fspath(given) if given is not None else _found(checkpoint_folders(place, place))
+    try:
+        values = read_config(path)
+    except IncompleteError as error:
+        raise UsageError(
+            f"the adapter's configuration {path} cannot be read: No such file",
+            file=path,
+            next_step=_NEXT_STEP,
+        ) from error
+    return checked_config(values, path, names, shapes)
+
+
+def checked_config(
+    values: Mapping[str, Any], path: str, names: AdapterNames, shapes: Mapping[str, Sequence[int]]
+) -> AdapterConfig:
+    """Return the content of an adapter_config.json as the configuration of these tensors.
+
+    Args:
+        values: the content.
+        path: of the file; or, of what lies in no file, what errors call it.
+        names: the adapter's.
+        shapes: of the source's tensors.
+
+    Raises:
+        UsageError: it lacks what must be known, or is of no LoRA.
+        CorruptError: its values are not what PEFT writes.
+        ContradictionError: it and the adapter's tensors disagree.
+    """
+    missing = [key for key in ("r", "lora_alpha") if values.get(key) is None]
+    if missing or values.get("peft_type", "LORA") != "LORA":
+        raise UsageError(
+            f"{path}: says no {' and no '.join(missing)}" if missing else f"{path}: is the configuration of no LoRA",
+            file=path,
+            got=f"peft_type {values['peft_type']}"
+            if not missing
+            else f"the keys {', '.join(sorted(values)) or 'none'}",
+            want="LORA" if not missing else "r and lora_alpha",
+            next_step=_NEXT_STEP,
+        )
+    _check(values, path)
+    is_completed = "peft_type" not in values
+    config = AdapterConfig(_completed(values, names, shapes) if is_completed else values, path, is_completed)
+    check_ranks(config, names.pairs, shapes)
+    has_dora = [pair.magnitude for pair in names.pairs if pair.magnitude is not None]
+    if bool(has_dora) != bool(config.values.get("use_dora")) and names.pairs:
+        raise ContradictionError(
+            f"{path} and the adapter's tensors disagree about DoRA",
+            tensor=has_dora[0] if has_dora else names.pairs[0].a,
+            file=path,
+            got=f"use_dora {config.values.get('use_dora')}",
+            want=f"{'true' if has_dora else 'false'}, as there are {len(has_dora)} tensors lora_magnitude_vector",
+            next_step="give the configuration that this adapter was trained with as --adapter-config",
+        )
+    return config
+
+
+def _found(folders: Sequence[str]) -> str:
+    for path in (os.path.join(folder, name) for folder in folders for name in _PLACES):
+        if os.path.isfile(path):
+            return path
+    raise UsageError(
+        f"nothing says the rank and alpha of the adapter in {folders[0]}",
+        file=folders[0],
+        got=f"no {', no '.join(_PLACES)} in it, nor in the checkpoint's root",
+        want="r and lora_alpha",
+        next_step=_NEXT_STEP,
+    )
+
+
+def _check(values: Mapping[str, Any], path: str) -> None:
+    """Check the kinds of what is calculated with."""
+    numbers = {
+        "r": [values["r"]],
+        "lora_alpha": [values["lora_alpha"]],
+        **{key: _values_of(values.get(key), key, path) for key in ("rank_pattern", "alpha_pattern")},
+    }
+    for key, found in numbers.items():
+        for number in found:
+            kinds = (int,) if key in ("r", "rank_pattern") else (int, float)
+            if type(number) not in kinds or not 0 < number < 1e9:
+                raise _wrong(path, key, number, "a number above 0")
+    for key in ("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias"):
+        if values.get(key) not in (None, True, False):
+            raise _wrong(path, key, values[key], "true or false")
+
+
+def _values_of(patterns: Any, key: str, path: str) -> list[Any]:
+    if patterns is None:
+        return []
+    if not isinstance(patterns, dict):
+        raise _wrong(path, key, patterns, "an object")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error:
+            raise _wrong(path, key, pattern, "regular expressions as keys") from None
+    return list(patterns.values())
+
+
+def _wrong(path: str, key: str, got: object, want: str) -> CorruptError:
+    return CorruptError(
+        f"{path}: {key} is not what PEFT writes", file=path, got=repr(got)[:200], want=want, next_step=_NEXT_STEP
+    )
+
+
+def check_ranks(config: AdapterConfig, pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Check that every pair has the rank that the configuration says.
+
+    Raises:
+        ContradictionError: one has another, or its halves do not fit each other.
+    """
+    for pair in pairs:
+        a, b = shapes[pair.a], shapes[pair.b]
+        rank = config.rank_of(pair.module)
+        if len(a) < 2 or len(b) < 2 or (a[0], b[1]) != (rank, rank):
+            raise ContradictionError(
+                f"{pair.module}: its adapter has another rank than {os.path.basename(config.path)} says",
+                tensor=pair.a,
+                file=config.path,
+                got=f"lora_A {list(a)} and lora_B {list(b)}",
+                want=f"[{rank}, …] and [… , {rank}]",
+                next_step="give the configuration that this adapter was trained with as --adapter-config",
+            )
+
+
+def _completed(values: Mapping[str, Any], names: AdapterNames, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return a whole configuration: PEFT's defaults, and what names and shapes say."""
+    adapted = {pair.module for pair in names.pairs}
+    last = {module.rpartition(".")[2] for module in adapted}
+    # PEFT adapts every module that ends so; where others do, too, only whole paths say which.
+    also = {module for module in names.modules if module.rpartition(".")[2] in last} - adapted
+    trained = {name.rpartition(".")[0] for name in names.trained}
+    return {
+        "base_model_name_or_path": None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_dropout": 0.0,
+        "modules_to_save": sorted(trained) or None,
+        "task_type": None,
+        "use_dora": any(pair.magnitude is not None for pair in names.pairs),
+        "use_rslora": False,
+        **values,
+        "peft_type": "LORA",
+        "target_modules": sorted(adapted if also else last),
+    }

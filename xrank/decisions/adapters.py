@@ -1,0 +1,349 @@
+"""LoRA adapters found in a source: written beside the base model, or merged into it; never dropped, never guessed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xrank import dtypes
+from xrank.decisions.adapter_config import CONFIG_NAME, AdapterConfig, find_config
+from xrank.decisions.adapter_names import PREFIX, AdapterNames, Pair, find_adapter, refuse_other_kinds
+from xrank.decisions.options import GatherOptions
+from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.plan.low_rank import LowRank
+from xrank.plan.planner import Plan
+from xrank.plan.source import StoredModel, StoredShard
+
+__all__ = ["FOLDER", "WEIGHTS_NAME", "Adapted", "adapt", "adapter_beside", "check_ties", "merged_texts"]
+
+FOLDER = "adapter/"
+"""Where in the output an adapter lies that is kept apart."""
+# peft/utils/constants.py: SAFETENSORSWEIGHTS_NAME; PEFT reads no other name, and one file only.
+WEIGHTS_NAME = "adapter_model.safetensors"
+# What these say is no W + scale * (B @ A) (peft/tuners/lora/variants.py, layer.py, model.py).
+_NOT_PLAIN = (
+    *("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "layer_replication"),
+    *("target_parameters", "trainable_token_indices", "arrow_config", "kasa_config", "monteclora_config"),
+    *("velora_config", "megatron_config"),
+)
+# Layers that are Conv1D, stored [in, out], in GPT-2 and its kin, and Linear in others (transformers/pytorch_utils.py).
+_CONV1D = ("c_attn", "c_fc", "c_proj", "q_attn")
+_BESIDE = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A source with an adapter, as it is to be written."""
+
+    source: StoredModel
+    """Its shards under their names in the output; what is merged into others is in `factors`."""
+    factors: tuple[StoredShard, ...] = ()
+    """Under their names in the source."""
+    updates: Mapping[str, LowRank] | None = None
+    """Name in the output -> what is added to it."""
+    own: frozenset[str] = frozenset()
+    """Names of `source` that are the adapter's, for a file of its own."""
+    folder: str = ""
+    """Where in the output that file lies; with `is_alone` it is the only one."""
+    is_alone: bool = False
+    """Whether there is no base model."""
+    config_text: str | None = None
+    """The adapter_config.json to write."""
+    notes: tuple[tuple[str, str], ...] = ()
+    renamed: Mapping[str, str] | None = None
+    """Name in the source -> name in the output, of the base model."""
+
+    def new_name(self, name: str) -> str:
+        """Return the name in the output of a tensor of the base model."""
+        return (self.renamed or {}).get(name, name)
+
+    @property
+    def base(self) -> StoredModel:
+        """The source without what is the adapter's: what a recipe may know."""
+        return replace(self.source, shards=tuple(shard for shard in self.source.shards if shard.name not in self.own))
+
+    @property
+    def weights_file(self) -> str:
+        """The file of the adapter's tensors."""
+        return self.folder + WEIGHTS_NAME
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Small files to write, by name."""
+        return {} if self.config_text is None else {self.folder + CONFIG_NAME: self.config_text}
+
+
+def adapt(
+    source: StoredModel,
+    options: GatherOptions,
+    place: str,
+    own: Mapping[str, Any],
+    *,
+    names: AdapterNames | None = None,
+    config: AdapterConfig | None = None,
+) -> Adapted | None:
+    """Return a source with its adapter kept apart or merged, as the options say; None where it has none.
+
+    Args:
+        source: what the reader found.
+        options: the choice.
+        place: where the source is, for what lies beside it.
+        own: the base model's tensors by name: those are no adapter's, whatever their names look like.
+        names: what the names say of the adapter, where that is known; None: it is to be found.
+        config: the adapter's, where that is known; None: it is to be found.
+
+    Raises:
+        UsageError: there is an adapter and no choice; or the choice cannot be followed, or nothing is there to choose.
+        IncompleteError: a part of the adapter, or of what it adapts, is missing.
+        ContradictionError: the adapter, its configuration and the base model do not fit each other.
+    """
+    if names is None:
+        names = find_adapter([shard.name for shard in source.shards], source.path, own)
+    if names is None:
+        refuse_other_kinds([shard.name for shard in source.shards], source.path, own)
+        if options.adapter is not None or options.adapter_config is not None:
+            raise UsageError(
+                f"{source.path} holds no adapter to {options.adapter or 'configure'}",
+                file=source.path,
+                got=f"{len(source.shards)} tensors, none named like <module>.lora_A.<adapter>.weight",
+                next_step="leave --adapter and --adapter-config out",
+            )
+        return None
+    if options.adapter is None:
+        raise _no_choice(source, names)
+    shapes = {shard.name: shard.shape for shard in source.shards}
+    config = config or find_config(options.adapter_config, place, names, shapes)
+    if not names.is_alone:
+        _check_bases(source, names)
+    return (_separate if options.adapter == "separate" else _merged)(source, names, config)
+
+
+def adapter_beside(place: str, read: Collection[str] = ()) -> list[tuple[str, str]]:
+    """Return what the report says of an adapter's files that lie in a source and are not among those `read`."""
+    if not os.path.isdir(place):
+        return []
+    paths = [os.path.join(folder, name) for folder in ("", "lora_adapter", "adapter") for name in _BESIDE]
+    return [
+        ("adapter-beside", f"{path} is an adapter's, and is left out: name its folder to have it")
+        for path in paths
+        if path not in read and os.path.isfile(os.path.join(place, path))
+    ]
+
+
+def check_ties(adapted: Adapted, tied: Mapping[str, Sequence[str]]) -> None:
+    """Refuse to merge into one of two tied tensors: whether the other was to change with it, nothing says.
+
+    Raises:
+        UsageError: one of them has an adapter.
+    """
+    for target, others in tied.items():
+        for name in (target, *others):
+            if adapted.updates is not None and name in adapted.updates:
+                rest = ", ".join(one for one in (target, *others) if one != name)
+                raise UsageError(
+                    f"{name}: has an adapter, and is tied to {rest}",
+                    tensor=name,
+                    got=f"one tensor under the names {', '.join((target, *others))}",
+                    want="a tensor of its own to merge into",
+                    next_step="use --adapter separate; or untie them in config.json, where both were saved",
+                )
+
+
+def merged_texts(plan: Plan) -> dict[str, str]:
+    """Return what was added to each tensor, as the manifest says it."""
+    found = {}
+    for tensor in plan.tensors:
+        if tensor.update is not None:
+            a, b = tensor.update.a.output.name, tensor.update.b.output.name
+            turned = ", transposed" if tensor.update.is_transposed else ""
+            found[tensor.output.name] = f"W + {tensor.update.scale!r} * ({b} @ {a}{turned})"
+    return found
+
+
+def _no_choice(source: StoredModel, names: AdapterNames) -> UsageError:
+    example = next(iter(names.saved))
+    count = f"{len(names.pairs)} LoRA pairs" if names.pairs else f"{len(names.trained)} tensors trained whole"
+    return UsageError(
+        f"{source.path} holds an adapter ({count}), and what is to become of it was not said",
+        tensor=example,
+        file=source.path,
+        got=f"{count}, such as {example}",
+        want="--adapter separate (a PEFT folder beside the base model) or --adapter merge (one model)",
+        next_step="gather with one of the two; xrank.open_checkpoint opens what that writes",
+    )
+
+
+def _check_bases(source: StoredModel, names: AdapterNames) -> None:
+    """Check that every adapted module is there."""
+    modules = names.modules
+    for pair in names.pairs:
+        if pair.module not in modules:
+            raise IncompleteError(
+                f"{pair.module}: has an adapter, and nothing of the module itself is here",
+                tensor=pair.a,
+                file=source.path,
+                got=f"{pair.a}, and no tensor of {pair.module}",
+                want=f"{pair.module}.weight, as other adapted modules have it",
+                next_step="check that the checkpoint is whole",
+            )
+
+
+def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> Adapted:
+    """Return the base model and a PEFT folder in it; of a source without a base model the folder alone."""
+    base = {name: PREFIX + name.removeprefix(PREFIX) for name in names.base} if names.is_alone else names.base
+    renamed = {**base, **names.saved}
+    notes = [
+        ("adapter", f"{len(names.pairs)} LoRA pairs are kept apart, as a PEFT folder"),
+        *config.notes(has_own_base=not names.is_alone),
+    ]
+    if names.trained:
+        notes.append(("adapter-trained", f"{_some(list(names.trained))}: the trained ones are in the adapter's folder"))
+    return Adapted(
+        _with_names(source, renamed),
+        own=frozenset(renamed.values() if names.is_alone else names.saved.values()),
+        folder="" if names.is_alone else FOLDER,
+        is_alone=names.is_alone,
+        config_text=config.text(has_own_base=not names.is_alone),
+        notes=tuple(notes),
+        renamed=base,
+    )
+
+
+def _merged(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> Adapted:
+    """Return the base model with what is to be added to its tensors."""
+    if names.is_alone:
+        raise UsageError(
+            f"{source.path} holds an adapter alone, and no model to merge it into",
+            file=source.path,
+            got=f"{len(names.pairs)} LoRA pairs and no weight of their modules",
+            next_step="use --adapter separate; or merge it into its base model with peft",
+        )
+    kinds = [key for key in _NOT_PLAIN if config.values.get(key)]
+    biases = [bias for pair in names.pairs for bias in pair.biases]
+    if kinds or biases:
+        raise UsageError(
+            f"{source.path}: its adapter is more than W + scale * B @ A, and is not merged",
+            tensor=biases[0] if biases else None,
+            file=config.path,
+            got=", ".join([*kinds, *biases[:4]]),
+            want="plain LoRA",
+            next_step="use --adapter separate, and merge it with peft",
+        )
+    shards = {shard.name: shard for shard in source.shards}
+    left_out = [name for name, new in names.base.items() if new in names.trained]
+    renamed = {name: new for name, new in names.base.items() if new not in names.trained}
+    renamed.update((name, new) for new, name in names.trained.items())
+    stored_as = {new: name for name, new in renamed.items()}
+    updates = _updates(names, config, {new: shards[name] for new, name in stored_as.items()}, shards)
+    scales = _some([f"{scale:g}" for scale in sorted({update.scale for update in updates.values()})])
+    done = f"{len(updates)} LoRA pairs are merged: W + {scales} * B @ A, computed in float32, rounded once"
+    notes = [("adapter", done), *config.notes(has_own_base=False)]
+    if left_out:
+        notes.append(("adapter-trained", f"{_some(left_out)}: left out, what was trained in their place is written"))
+    return Adapted(
+        _with_names(source, renamed),
+        factors=tuple(shards[name] for pair in names.pairs for name in (pair.a, pair.b)),
+        updates=updates,
+        notes=tuple(notes),
+        renamed=renamed,
+    )
+
+
+def _with_names(source: StoredModel, renamed: Mapping[str, str]) -> StoredModel:
+    """Return the source with these tensors alone, under these names."""
+    shards = tuple(replace(shard, name=renamed[shard.name]) for shard in source.shards if shard.name in renamed)
+    aliases = {renamed[a]: renamed[b] for a, b in source.aliases.items() if a in renamed and b in renamed}
+    return replace(source, shards=shards, aliases=aliases)
+
+
+def _updates(
+    names: AdapterNames,
+    config: AdapterConfig,
+    base: Mapping[str, StoredShard],
+    shards: Mapping[str, StoredShard],
+) -> dict[str, LowRank]:
+    """Return, for each adapted weight, what is added to it."""
+    fits = {}
+    for pair in names.pairs:
+        weight = _weight_of(pair, base, shards)
+        a, b = shards[pair.a].shape, shards[pair.b].shape
+        straight, turned = (b[0], a[1]), (a[1], b[0])
+        fits[pair.module] = ((not pair.is_embedding and weight.shape == straight), weight.shape == turned)
+        if not any(fits[pair.module]):
+            raise ContradictionError(
+                f"{pair.module}.weight: its adapter is of another shape",
+                tensor=f"{pair.module}.weight",
+                file=config.path,
+                got=f"lora_A {list(a)} and lora_B {list(b)} for a weight {list(weight.shape)}",
+                want=f"a weight {list(turned if pair.is_embedding else straight)}",
+                next_step="check that adapter and base model belong together",
+            )
+    kinds = {fits[pair.module] for pair in names.pairs if not pair.is_embedding} - {(True, True)}
+    return {
+        f"{pair.module}.weight": LowRank(
+            pair.a, pair.b, config.scale_of(pair.module), _is_turned(pair.module, fits[pair.module], kinds, config)
+        )
+        for pair in names.pairs
+    }
+
+
+def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str, StoredShard]) -> StoredShard:
+    """Return the weight that a pair is added to; it and the pair can be calculated with."""
+    name = f"{pair.module}.weight"
+    weight = base.get(name)
+    if weight is None or not dtypes.dtype(weight.dtype).is_float:
+        held = [other for other in base if other.rpartition(".")[0] == pair.module]
+        raise UsageError(
+            f"{name}: is quantised, so nothing can be added to it" if held else f"{name}: is not in the source",
+            tensor=name,
+            got=f"{weight.dtype} {list(weight.shape)}" if weight is not None else f"{_some(held)}",
+            want="a weight of floating-point numbers",
+            next_step="use --adapter separate; or merge the adapter into the model that was not quantised, with peft",
+        )
+    for half in (shards[pair.a], shards[pair.b]):
+        if len(half.shape) != 2 or len(weight.shape) != 2 or not dtypes.dtype(half.dtype).is_float:
+            raise UsageError(
+                f"{half.name}: an adapter of this kind is not merged",
+                tensor=half.name,
+                got=f"{half.dtype} {list(half.shape)} for a weight {list(weight.shape)}",
+                want="matrices of floating-point numbers",
+                next_step="use --adapter separate, and merge it with peft",
+            )
+    return weight
+
+
+def _is_turned(
+    module: str, fit: tuple[bool, bool], kinds: Collection[tuple[bool, bool]], config: AdapterConfig
+) -> bool:
+    """Say whether a weight is stored [in, out]: by its shape, or, where it is square, as `kinds`, the others, are.
+
+    PEFT goes by the class of the layer, and changes fan_in_fan_out to what the last one was (peft/tuners/lora/model.py:
+    _create_new_module): where a model mixes both kinds, it says nothing of a square one.
+    """
+    straight, turned = fit
+    if not straight:
+        return True
+    if not turned:
+        return False
+    says = bool(config.values.get("fan_in_fan_out"))
+    if config.is_completed and len(kinds) == 1:
+        return (False, True) in kinds
+    is_doubtful = config.is_completed and not says and module.rpartition(".")[2] in _CONV1D
+    if is_doubtful or any(kind != (not says, says) for kind in kinds):
+        other = "names of layers that are either" if is_doubtful else "other weights that lie the other way"
+        raise UsageError(
+            f"{module}.weight: whether it is stored [in, out] or [out, in] is not known",
+            tensor=f"{module}.weight",
+            file=config.path,
+            got=f"a square weight, fan_in_fan_out {str(says).lower()}, and {other}",
+            want="weights of one kind, or PEFT's own adapter_config.json",
+            next_step="give that as --adapter-config; or use --adapter separate, and merge it with peft",
+        )
+    return says
+
+
+def _some(texts: Sequence[str], count: int = 4) -> str:
+    more = f" and {len(texts) - count} more" if len(texts) > count else ""
+    return ", ".join(texts[:count]) + more if texts else "nothing"

@@ -1,0 +1,163 @@
+"""Where layouts come from: a layout file, or what the states of a workspace record; a model folder is one piece."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+
+from xrank.decisions.base_model import BaseModel
+from xrank.decisions.gather_plan import read_layouts
+from xrank.decisions.named_source import read_found
+from xrank.decisions.stated_layouts import stated_map, stated_survey
+from xrank.errors import LayoutError, UsageError
+from xrank.formats.rank_state import rank_of
+from xrank.layout import LayoutMap
+from xrank.layout.layout_file import LayoutFile, to_text
+from xrank.layout.notation import with_sizes
+from xrank.layout.tensor_name import has_groups, parse_name
+from xrank.plan.holdings import Survey
+from xrank.plan.source import StoredModel
+from xrank.plan.survey import survey
+from xrank.plan.told_shapes import told_shapes
+from xrank.readers.discovery import find_source
+
+__all__ = [
+    "LayoutSource",
+    "chosen",
+    "file_text",
+    "is_layout_file",
+    "layouts_at",
+    "read_source",
+    "stored_at",
+    "with_numbers",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSource:
+    """Layouts found at a path, and who holds what by them."""
+
+    path: str
+    format: str
+    survey: Survey
+    layouts: LayoutMap | None
+    """The content of a layout file; None for what ranks recorded."""
+    stored: StoredModel | None = None
+    """What ranks left; None for a layout file."""
+    notes: tuple[tuple[str, str], ...] = ()
+
+    def as_map(self) -> LayoutMap:
+        """Return the layouts as a map, for a file to start from.
+
+        Raises:
+            LayoutError: ranks recorded what no layout file can say.
+        """
+        if self.layouts is not None:
+            return self.layouts
+        assert self.stored is not None
+        return stated_map(self.stored)
+
+
+def is_layout_file(path: str) -> bool:
+    """Say whether a path is to be read as a layout file: a file that no rank and no model writer left."""
+    name = os.path.basename(path)
+    return os.path.isfile(path) and rank_of(name) is None and not name.endswith(".safetensors")
+
+
+def read_source(path: str) -> LayoutSource:
+    """Return the layouts at a path: a layout file's, drawn as far as it tells sizes, or those that a source records.
+
+    Raises:
+        LayoutError, UsageError, IncompleteError, CorruptError, ...: as the reader of what lies there.
+    """
+    if not is_layout_file(path):
+        place, stored = stored_at(path)
+        return LayoutSource(place, stored.format, stated_survey(stored), None, stored)
+    layouts = read_layouts(path)
+    shapes, untold = told_shapes(layouts)
+    found = survey(layouts, shapes)
+    # A rule whose sizes are not told decides for tensors that nobody has named.
+    found = replace(found, unused=tuple(rule for rule in found.unused if rule not in untold))
+    notes = tuple(
+        ("no-shape", f"the rule {rule!r} = {found.rules[rule]} is not drawn: {reason}")
+        for rule, reason in untold.items()
+    )
+    return LayoutSource(path, "layout file", found, layouts, notes=notes)
+
+
+def stored_at(path: str, layouts: LayoutMap | None = None, base: BaseModel | None = None) -> tuple[str, StoredModel]:
+    """Return the source at a path, from metadata alone; where its ranks record no layouts, read by what is given."""
+    place, reader = find_source(path)
+    try:
+        return place, read_found(path, place, reader, for_layouts=True).model
+    except LayoutError as error:
+        if layouts is None and base is None:
+            error.next_step = "describe it in a layout file, and run: xrank layout check FILE PATH"
+            raise
+        return place, read_found(path, place, reader, base=base, layouts=layouts, for_layouts=True).model
+
+
+def chosen(found: Survey, pattern: str | None) -> Survey:
+    """Return the survey of the tensors whose whole names a regular expression matches.
+
+    Raises:
+        UsageError: it is none, or matches no tensor.
+    """
+    if pattern is None:
+        return found
+    try:
+        expression = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UsageError(
+            f"--tensor is no regular expression: {error}",
+            got=repr(pattern),
+            next_step="escape what is meant as it stands",
+        ) from None
+    tensors = tuple(one for one in found.tensors if expression.fullmatch(one.name))
+    if not tensors:
+        raise UsageError(
+            f"--tensor matches none of {len(found.tensors)} tensors",
+            got=repr(pattern),
+            want="a regular expression for whole names",
+            next_step=f"name one, such as {found.tensors[0].name!r}" if found.tensors else "look without --tensor",
+        )
+    return replace(found, tensors=tensors, unmatched=tuple(n for n in found.unmatched if expression.fullmatch(n)))
+
+
+def layouts_at(path: str, layouts: LayoutMap | None = None, base: BaseModel | None = None) -> LayoutMap:
+    """Return the layouts at a path as a map, for a file to start from or a comparison.
+
+    Args:
+        path: a layout file, or a source.
+        layouts: for what a source does not record.
+        base: likewise, whole shapes.
+
+    Raises:
+        LayoutError: ranks recorded what no layout file can say; else as `read_source`.
+    """
+    return read_layouts(path) if is_layout_file(path) else stated_map(stored_at(path, layouts, base)[1])
+
+
+def with_numbers(layouts: LayoutMap) -> LayoutMap:
+    """Return the map with numbers in the place of the names that its sizes tell, as ranks record it."""
+    found = LayoutMap(layouts.device_mesh)
+    found.views.update(layouts.views)
+    found.aliases.update(layouts.aliases)
+    names = {
+        rule: str(parse_name(rule).with_sizes(layouts.sizes)) if has_groups(rule) else rule
+        for rule in (*layouts, *layouts.companions)
+    }
+    for rule, layout in layouts.items():
+        found[names[rule]] = None if layout is None else layout.with_sizes(layouts.sizes)
+    for rule, companion in layouts.companions.items():
+        base = None if companion.base is None else with_sizes(companion.base, layouts.sizes)
+        of = None if companion.of is None else names[companion.of]
+        found.companions[names[rule]] = replace(companion, of=of, base=base)
+    return found
+
+
+def file_text(layouts: LayoutMap) -> str:
+    """Return the text of the layout file that says a map."""
+    rules = {rule: str(value) for rule, value in (*layouts.items(), *layouts.companions.items())}
+    return to_text(LayoutFile(layouts.device_mesh, layouts.views, layouts.sizes, rules, layouts.aliases))

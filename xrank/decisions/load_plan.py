@@ -1,0 +1,282 @@
+"""The plan of a load: for each tensor of a rank's module the copies that fill it; no byte of a tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from operator import le
+
+from xrank import dtypes
+from xrank.decisions.new_parts import NewPart, new_parts
+from xrank.errors import LayoutError, UsageError, XrankError
+from xrank.formats.rank_state import TensorRecord
+from xrank.layout import DeviceMesh, LayoutMap
+from xrank.layout.companion_base import base_of_shape
+from xrank.layout.nests import Nest, restrict, swap
+from xrank.layout.tensor_layout import axis_lengths, flat_of
+from xrank.plan.output import OutputFile, OutputTensor, TensorPart
+from xrank.plan.planner import Plan, make_plan
+from xrank.plan.source import StoredModel, StoredShard
+from xrank.readers.claims import Claim, Claims, claimed_name
+from xrank.readers.held_tensor import whole
+from xrank.readers.live.local_model import LocalModel
+from xrank.readers.live.ranks import held_in_memory
+
+__all__ = ["Load", "plan_load"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """What one rank is to load; proven, nothing is read yet."""
+
+    plan: Plan
+    """One file for each view to fill, without a header."""
+    views: tuple[int, ...]
+    """File of the plan -> the view of the `LocalModel` that it becomes."""
+    names: tuple[str, ...]
+    """Global names of all tensors of the source that this rank has something of, tied ones too."""
+    missing: tuple[str, ...]
+    """Global names of the rank's tensors that the source has not."""
+    cast: Mapping[str, str]
+    """Name -> ``"F32 -> BF16"``."""
+    padded: Mapping[str, int]
+    """Name -> rows that the module has beyond the source's: zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One name of the module, and what the rank holds under it."""
+
+    name: str
+    """Global name."""
+    dtype: str
+    shape: tuple[int, ...]
+    """Local shape."""
+    global_shape: tuple[int, ...] | None
+    """Where a DTensor says it."""
+    claim: Claim | None
+    """How the tensor is cut; None: the rank has it whole."""
+
+
+def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None, may_pad: Collection[str] = ()) -> Load:
+    """Return how a rank's tensors are filled from a source.
+
+    Names of one view are one tensor: it is enough that the source has one of them, and if it has several, they are
+    compared.
+
+    Args:
+        local: what the rank holds.
+        source: under the module's names.
+        layouts: those that `local` was located by.
+        may_pad: names of tensors that may have more rows in the module, as trainers pad a vocabulary.
+
+    Raises:
+        UsageError: a tensor is of another shape or type than the source's.
+        LayoutError: a layout does not fit its tensor.
+        IncompleteError, ContradictionError: the source does not hold each element once.
+    """
+    shards = {shard.name: shard for shard in source.shards}
+    shapes = {name: shard.shape for name, shard in shards.items()}
+    fitting = _Fitting(local.record.rank, layouts, shapes, may_pad)
+    files: list[OutputFile] = []
+    views: list[int] = []
+    tied: dict[str, tuple[str, ...]] = {}
+    found = _Found()
+    for view, names in _by_view(local, layouts).items():
+        there = [wanted for wanted in names if wanted.name in shards]
+        found.names += [wanted.name for wanted in there]
+        if not there:
+            found.missing += [wanted.name for wanted in names]
+            continue
+        parts = [found.part(fitting, wanted, shards[wanted.name]) for wanted in there]
+        first, part = there[0], parts[0]
+        for other, its in zip(there[1:], parts[1:], strict=True):
+            if its != part:
+                found.refuse(_other_cut(first, other))
+        if not found.errors and 0 not in first.shape:
+            output = OutputTensor(first.name, first.dtype, first.shape, part=part)
+            files.append(OutputFile.bare(output))
+            views.append(view)
+            if (source_dtype := shards[first.name].dtype) != first.dtype:
+                found.cast[first.name] = f"{source_dtype} -> {first.dtype}"
+            if len(there) > 1:
+                tied[first.name] = tuple(wanted.name for wanted in there[1:])
+    found.raise_errors()
+    plan = make_plan(source, files, tied=tied)
+    return Load(plan, tuple(views), tuple(found.names), tuple(found.missing), found.cast, fitting.padded)
+
+
+@dataclass(slots=True)
+class _Found:
+    """What is known after the tensors so far."""
+
+    names: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    cast: dict[str, str] = field(default_factory=dict)
+    errors: list[XrankError] = field(default_factory=list)
+
+    def refuse(self, error: XrankError) -> None:
+        """Keep a refusal until all are known."""
+        self.errors.append(error)
+
+    def part(self, fitting: _Fitting, wanted: _Wanted, shard: StoredShard) -> TensorPart | None:
+        """Return the part of the source's tensor that the rank is to hold; None: the whole, or what is refused."""
+        try:
+            _check_dtype(wanted, shard)
+            return fitting.part(wanted, shard)
+        except (UsageError, LayoutError) as error:
+            self.refuse(error)
+            return None
+
+    def raise_errors(self) -> None:
+        """Raise the first refusal, which names the others, too."""
+        if not self.errors:
+            return
+        first, *more = self.errors
+        if more:
+            names = ", ".join(error.tensor or "?" for error in more[:5])
+            first.message += f"; likewise {names}" + (f" and {len(more) - 5} more" if len(more) > 5 else "")
+        raise first
+
+
+def _by_view(local: LocalModel, layouts: LayoutMap | None) -> dict[int, list[_Wanted]]:
+    """Return the names of each view."""
+    claims = Claims(layouts)
+    meshes = [DeviceMesh(shape, names, ranks) for names, shape, ranks in local.record.meshes]
+    found: dict[int, list[_Wanted]] = {}
+    for own_name, wanted in _all_wanted(local, claims, meshes):
+        found.setdefault(local.view_of[own_name], []).append(wanted)
+    return found
+
+
+def _all_wanted(local: LocalModel, claims: Claims, meshes: Sequence[DeviceMesh]) -> Iterator[tuple[str, _Wanted]]:
+    rank = local.record.rank
+    for own_name, tensor in local.tensors.items():
+        known = local.record.tensors.get(own_name, TensorRecord())
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        held = held_in_memory(rank, local.view_of[own_name], dtype, tuple(tensor.shape), known, meshes)
+        claim = claims.of(own_name, held)
+        name = claimed_name(claim, own_name, held)
+        if claim is not None and claim.companion is not None:
+            claim = claims.given(own_name)  # it names the rule of the tensor that this one follows from
+        if name is not None:  # padding is no tensor's
+            yield own_name, _Wanted(name, held.dtype, held.shape, known.shape, claim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitting:
+    """Fits what a rank holds to the source's tensors."""
+
+    rank: int
+    layouts: LayoutMap | None
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the source's tensors."""
+    may_pad: Collection[str]
+    padded: dict[str, int] = field(default_factory=dict)
+
+    def part(self, wanted: _Wanted, shard: StoredShard) -> TensorPart | None:
+        """Return the part of a tensor that the rank is to hold; None: the whole.
+
+        Raises:
+            UsageError, LayoutError: what the rank holds is none.
+        """
+        shape, claim = self._padded_shape(wanted, shard), wanted.claim
+        if claim is None:
+            _check_shape(wanted, "shape", wanted.shape, shape)
+            part = None if shape == shard.shape else TensorPart(shape, whole(shape), whole(shape))
+        else:
+            if wanted.global_shape is not None:
+                _check_shape(wanted, "global shape", wanted.global_shape, shape)
+            new = self._new_part(wanted, claim, shape)
+            if not (0 in wanted.shape and 0 in new.shape):  # of what has no elements, FSDP2 over TP cuts all dims
+                _check_shape(wanted, f"part on rank {self.rank}", wanted.shape, new.shape)
+            part = new.part
+        if part is None or shape == shard.shape:
+            return part
+        self.padded[wanted.name] = shape[0] - shard.shape[0]
+        end = prod(shard.shape)  # rows of padding come last, in the tensor as in any part of it
+        return TensorPart(shard.shape, _ending_at(end, part.nests), _ending_at(end, part.compared))
+
+    def _padded_shape(self, wanted: _Wanted, shard: StoredShard) -> tuple[int, ...]:
+        """Return the global shape that the module's tensor is of, which may have more rows than the source's."""
+        if wanted.name not in self.may_pad or len(wanted.shape) != len(shard.shape) or not shard.shape:
+            return shard.shape
+        if wanted.global_shape is not None:
+            num_rows = wanted.global_shape[0]
+        else:
+            num_rows = wanted.shape[0] * (1 if wanted.claim is None else _num_cuts(wanted.claim))
+        return (max(num_rows, shard.shape[0]), *shard.shape[1:])
+
+    def _new_part(self, wanted: _Wanted, claim: Claim, shape: tuple[int, ...]) -> NewPart:
+        if flat_of(claim.layout) is not None:
+            raise LayoutError(
+                f"{wanted.name}: its layout is a flat buffer, which is read and not filled",
+                tensor=wanted.name,
+                got=str(claim),
+                want="the layout of one tensor",
+                next_step="give the members, which are views of the buffer, layouts of their own",
+            )
+        base = None
+        if claim.companion is not None:
+            assert self.layouts is not None  # no DTensor is a companion
+            base = base_of_shape(claim.companion, self.layouts, wanted.name, shape, self.shapes)
+        new = new_parts(wanted.name, claim, shape, base).get(self.rank)
+        if new is None:
+            raise LayoutError(
+                f"{wanted.name}: rank {self.rank} has a part, and its layout says that it has none",
+                tensor=wanted.name,
+                rank=self.rank,
+                got=f"a part of shape {list(wanted.shape)}",
+                want=f"none, by {claim} on {claim.mesh.grid}",
+                next_step="correct the layouts",
+            )
+        return new
+
+
+def _num_cuts(claim: Claim) -> int:
+    """Return into how many parts a layout cuts rows."""
+    lengths = axis_lengths(claim.mesh, claim.layout.view_mesh)
+    return prod(lengths[axis] for axis in claim.layout.axes[0])
+
+
+def _ending_at(end: int, nests: Iterable[Nest]) -> tuple[Nest, ...]:
+    """Return what of nests lies before an address of the tensor."""
+    return tuple(swap(piece) for nest in nests for piece in restrict(swap(nest), 0, end))
+
+
+def _check_shape(wanted: _Wanted, what: str, got: tuple[int, ...], want: tuple[int, ...]) -> None:
+    if got == want:
+        return
+    is_cut = wanted.claim is None and len(got) == len(want) and all(map(le, got, want))
+    raise UsageError(
+        f"{wanted.name}: its {what} is not that of the source's tensor",
+        tensor=wanted.name,
+        got=f"{list(got)} in the module",
+        want=f"{list(want)}",
+        next_step="say how the plain tensor is cut, with layouts="
+        if is_cut
+        else "make the module with the sizes of the source's config.json",
+    )
+
+
+def _check_dtype(wanted: _Wanted, shard: StoredShard) -> None:
+    if wanted.dtype == shard.dtype or (dtypes.dtype(wanted.dtype).is_float and dtypes.dtype(shard.dtype).is_float):
+        return
+    raise UsageError(
+        f"{wanted.name}: {shard.dtype} of the source does not become {wanted.dtype}",
+        tensor=wanted.name,
+        got=f"{wanted.dtype} in the module",
+        want=f"{shard.dtype}, or a floating-point type on both sides",
+        next_step="make the module with the source's types",
+    )
+
+
+def _other_cut(first: _Wanted, other: _Wanted) -> LayoutError:
+    return LayoutError(
+        f"{other.name}: it is the same tensor as {first.name} on this rank, and is said to be cut otherwise",
+        tensor=other.name,
+        got=str(other.claim or "whole"),
+        want=str(first.claim or "whole"),
+        next_step="give both names one layout",
+    )

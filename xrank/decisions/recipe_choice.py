@@ -1,0 +1,189 @@
+"""The recipe that a source needs: the one asked for, or the one that knows all of its names; never a guess."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from xrank.decisions.options import GatherOptions
+from xrank.errors import UsageError
+from xrank.layout.binding import names_of_dim
+from xrank.plan.source import StoredModel
+from xrank.recipes.matching import Match, ends, froms, match
+from xrank.recipes.recipe import Recipe
+from xrank.recipes.recipe_file import read_recipe, shipped_recipes
+from xrank.recipes.rewriting import rewritten
+from xrank.recipes.sizes import check_arguments, flags_of, solve_sizes, told_sizes
+
+__all__ = ["asked_recipe", "choose_recipe", "follow_recipe", "padded_names", "under_recipe"]
+
+
+def choose_recipe(
+    source: StoredModel, config: Mapping[str, Any] | None, asked: str | os.PathLike[str] | None
+) -> Match | None:
+    """Return how the recipe of a source under training names fits them; None where the names are to stay.
+
+    Args:
+        source: what the reader found.
+        config: the model's config.json, if it is known.
+        asked: a shipped recipe's name, a file, ``"none"``, or None: the one that fits.
+
+    Raises:
+        UsageError: the recipe asked for does not fit, several do, or one fits but for some names.
+        LayoutError: the file is no recipe.
+    """
+    names = [shard.name for shard in source.shards]
+    if asked == "none" or not names:
+        return None
+    if asked is not None:
+        found = match(_named(os.fspath(asked)), names)
+        if not found.fits:
+            raise _misfit(source, found, "the recipe does not fit")
+        return found
+    matches = [match(recipe, names) for recipe in shipped_recipes()]
+    fitting = [found for found in matches if found.fits]
+    model_type = _model_type(config)
+    chosen = [found for found in fitting if model_type is None or model_type in found.recipe.model_types]
+    # Recipes that do the same with these names, such as Llama's and Mistral's, are one.
+    different = list({_outcome(found): found for found in reversed(chosen)}.values())
+    if len(different) == 1:
+        return different[0]
+    if fitting:
+        says = f", and config.json says model_type {model_type!r}" if model_type is not None else ""
+        raise UsageError(
+            f"{source.path}: which recipe its names are of is not clear",
+            file=source.path,
+            got=f"names of {', '.join(found.recipe.name for found in chosen or fitting)}{says}",
+            want="one recipe",
+            next_step="choose with --recipe NAME, or keep the names with --recipe none",
+        )
+    nearest = max(matches, key=lambda found: (found.num_known, -len(found.missing)), default=None)
+    is_near = nearest is not None and nearest.knows_layers and 2 * nearest.num_known >= len(names)
+    if nearest is not None and (is_near or source.format.startswith("megatron")):
+        raise _misfit(source, nearest, "no recipe fits its names")
+    return None
+
+
+def asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None) -> Match | None:
+    """Return how a recipe fits a source's names in one direction or the other; None where the names are to stay.
+
+    Args:
+        source: under training names, which become Hugging Face's, or under these, which become training names.
+        asked: a shipped recipe's name, a file, ``"none"`` or None: the names stay.
+
+    Raises:
+        UsageError: the recipe fits in neither direction.
+        LayoutError: the file is no recipe.
+    """
+    if asked is None or asked == "none":
+        return None
+    recipe, names = _named(os.fspath(asked)), [shard.name for shard in source.shards]
+    matches = [match(recipe, names, is_reversed=is_reversed) for is_reversed in (False, True)]
+    found = next((found for found in matches if found.fits), None)
+    if found is None:
+        raise _misfit(source, max(matches, key=lambda found: found.num_known), "the recipe does not fit")
+    return found
+
+
+def under_recipe(
+    source: StoredModel, found: Match | None, config: Mapping[str, Any] | None, options: GatherOptions
+) -> tuple[StoredModel, GatherOptions]:
+    """Return the source as `follow_recipe`, and the options with what its casts leave alone; None changes neither."""
+    if found is None:
+        return source, options
+    source = follow_recipe(source, found, config)
+    return source, options.with_keep_fp32(_names_in_fp32(found, source))
+
+
+def _names_in_fp32(found: Match, model: StoredModel) -> tuple[str, ...]:
+    """Return regular expressions for the names of a model that followed its recipe which a cast leaves alone."""
+    names = [shard.name for shard in model.shards]
+    patterns = found.recipe.keep_fp32
+    if found.is_reversed:
+        patterns = tuple(
+            ends(found.recipe.rules[number], True)[0].name.expression
+            for (number, _), old in found.used.items()
+            if any(re.fullmatch(pattern, name) for pattern in patterns for name in old)
+        )
+    return tuple(pattern for pattern in patterns if any(re.fullmatch(pattern, name) for name in names))
+
+
+def padded_names(found: Match, model: StoredModel) -> frozenset[str]:
+    """Return the names of a model that followed a recipe backwards in which rows of padding may follow."""
+    if not found.is_reversed:
+        return frozenset()
+    sides = (side for number, _ in found.used for side in ends(found.recipe.rules[number], True))
+    padded = {*found.recipe.padded}
+    patterns = {side.name.expression for side in sides if side.dims and padded.intersection(names_of_dim(side.dims[0]))}
+    return frozenset(s.name for s in model.shards if any(re.fullmatch(pattern, s.name) for pattern in patterns))
+
+
+def _outcome(found: Match) -> frozenset[object]:
+    return frozenset((form, found.recipe.rules[number].outcome) for number, form in found.used)
+
+
+def _named(asked: str) -> Recipe:
+    shipped = {recipe.name: recipe for recipe in shipped_recipes()}
+    if asked in shipped:
+        return shipped[asked]
+    if os.path.isfile(asked):
+        return read_recipe(asked)
+    raise UsageError(
+        f"no recipe is called {asked}, and it is no file",
+        got=asked,
+        want=f"{', '.join(shipped)}, or a recipe's file",
+        next_step="correct --recipe, or leave it out",
+    )
+
+
+def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
+    wrong = []
+    if found.unknown:
+        wrong.append(f"{_some(found.unknown)} unknown to {found.recipe.name}")
+    if found.missing:
+        wrong.append(f"nothing for {_some(found.missing)} of {found.recipe.name}")
+    known = _some([str(side) for rule in found.recipe.rules for side in froms(rule, found.is_reversed)[:1]], 3)
+    return UsageError(
+        f"{source.path}: {problem}",
+        tensor=found.unknown[0] if found.unknown else None,
+        file=source.path,
+        got="; ".join(wrong),
+        want=f"names like {known}",
+        next_step="give a recipe of your own with --recipe FILE, or keep the names with --recipe none",
+    )
+
+
+def _some(names: Sequence[str], count: int = 4) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
+
+def _model_type(config: Mapping[str, Any] | None) -> str | None:
+    if config is None:
+        return None
+    text = config.get("text_config")
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    value = inner or config.get("model_type")
+    return value if isinstance(value, str) else None
+
+
+def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] | None) -> StoredModel:
+    """Return the source under the names that a recipe gives it, every size proven by config, arguments and shapes.
+
+    Raises:
+        ContradictionError, IncompleteError, LayoutError, UsageError: as `check_arguments`, `solve_sizes`, `rewritten`.
+    """
+    shapes = {shard.name: shard.shape for shard in source.shards}
+    tensors = [
+        (froms(found.recipe.rules[number], found.is_reversed)[form], name, shapes[name])
+        for (number, form), names in found.used.items()
+        for name in names
+    ]
+    if not found.is_reversed:
+        check_arguments(found.recipe, source.args)
+    folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path) or os.curdir
+    told = told_sizes(found.recipe, config, source.args, folder)
+    sizes = solve_sizes(found.recipe, told, tensors, is_reversed=found.is_reversed, folder=folder)
+    return rewritten(source, found, sizes, flags_of(found.recipe, config, source.args))

@@ -1,0 +1,343 @@
+"""The plan of a reshard: the source read, every rank's new state laid out, the proof made; nothing is written yet."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import xxhash
+
+from xrank.decisions.base_model import BaseModel, open_base_model
+from xrank.decisions.gather_plan import layout_notes, read_layouts
+from xrank.decisions.named_source import NamedSource, read_source
+from xrank.decisions.new_parts import new_claim, new_parts
+from xrank.decisions.options import GatherOptions
+from xrank.decisions.plan_digest import digest_of_plan
+from xrank.decisions.recipe_choice import asked_recipe, under_recipe
+from xrank.decisions.selection import Selection, select
+from xrank.decisions.small_files import config_text_of
+from xrank.errors import LayoutError
+from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
+from xrank.layout import DeviceMesh, LayoutMap
+from xrank.layout.companion import inlined
+from xrank.layout.companion_base import base_of_shape
+from xrank.layout.notation import count_names_of, size_names_of
+from xrank.layout.tensor_layout import flat_of
+from xrank.plan.output import OutputTensor
+from xrank.plan.planner import Plan, make_plan
+from xrank.plan.source import StoredModel, StoredShard
+from xrank.readers.claims import Claim, Claims, counted_names, own_name
+from xrank.workspace.state_content import plain_config
+from xrank.writers.companions import Companion
+from xrank.writers.rank_states import lay_out_state
+
+__all__ = ["Reshard", "plan_reshard", "plan_reshard_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reshard:
+    """A reshard that is planned and proven; nothing is written yet."""
+
+    options: GatherOptions
+    source: StoredModel
+    selection: Selection
+    """What becomes of the source's tensors."""
+    outputs: tuple[OutputTensor, ...]
+    """The tensors, whole; of names that share their bytes in the states the one that is kept."""
+    tied: Mapping[str, tuple[str, ...]]
+    """Name -> names that are to stand for the same bytes."""
+    plan: Plan
+    """One file for each rank, by rank."""
+    run_id: str
+    grid: str
+    """Of the new mesh."""
+    companions: tuple[Companion, ...]
+    config_text: str | None
+    """A config.json made here, with the dtype of a cast, in place of the one beside the source."""
+    notes: tuple[tuple[str, str], ...]
+
+    @property
+    def digest(self) -> str:
+        """Says which plan an interrupted output belongs to."""
+        return digest_of_plan(self.plan)
+
+
+def plan_reshard(
+    source: str,
+    layouts: str | os.PathLike[str] | LayoutMap,
+    options: GatherOptions,
+    *,
+    recipe: str | os.PathLike[str] | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+    host: str | None = None,
+) -> Reshard:
+    """Return the proven plan of a reshard; reads metadata alone. Arguments and errors as `reshard_checkpoint`.
+
+    `host` is the one that the states say they were written on; this one if None.
+    """
+    base = open_base_model(base_model) if base_model is not None else None
+    new = layouts if isinstance(layouts, LayoutMap) else read_layouts(layouts)
+    try:
+        found = read_source(source, base=base)
+    except LayoutError as error:
+        # --layout is the new one here.
+        error.next_step = "gather it with --layout or --base-model, then reshard the model that this makes"
+        raise
+    return plan_reshard_of(found, source, new, options, recipe=recipe, base=base, host=host)
+
+
+def plan_reshard_of(
+    found: NamedSource,
+    source: str,
+    new: LayoutMap,
+    options: GatherOptions,
+    *,
+    recipe: str | os.PathLike[str] | None = None,
+    base: BaseModel | None = None,
+    host: str | None = None,
+) -> Reshard:
+    """Return the proven plan of a reshard of what was read, or of what might be; as `plan_reshard`."""
+    stored, config, config_path = found.model, found.config, found.config_path
+    matched = asked_recipe(stored, recipe)
+    stored, options = under_recipe(stored, matched, config, options)
+    selection = select(stored, options, None, None, new.aliases)
+    claims = Claims(new)
+    names = _standing_for(stored, selection, claims)
+    tied: dict[str, list[str]] = {}
+    for name, target in names.items():
+        if name != target:
+            tied.setdefault(target, []).append(name)
+    made = config_text_of(config_path, config, options, source)[0] if config is not None else None
+    run_id = stored.run_id or _new_run_id(stored, new)
+    shapes = {shard.name: shard.shape for shard in stored.shards}
+    states = _States(stored, new, names, tied, run_id, host or socket.gethostname(), claims, shapes)
+    outputs = _apart(selection, names)
+    for output in outputs:
+        states.add(output)
+    states.refuse_unmatched()
+    state_config = plain_config(dict(json.loads(made) if made is not None else config or {}))
+    files = [
+        lay_out_state(states.record(rank), state_config, states.held.get(rank, ()), states.names(rank))
+        for rank in states.ranks
+    ]
+    compared = {name: others for name, others in selection.tied.items() if names[name] == name}
+    notes = [*stored.notes, *found.notes, *selection.notes, *layout_notes(new, stored), *states.notes()]
+    if stored.run_id is None:
+        notes.append(("new-run-id", f"the source records no run id; the states say run {run_id}"))
+    return Reshard(
+        options,
+        stored,
+        selection,
+        outputs,
+        {target: tuple(others) for target, others in tied.items()},
+        make_plan(stored, files, tied=compared),
+        run_id,
+        "; ".join(dict.fromkeys(mesh.grid for mesh in states.meshes)),
+        tuple({c.name: c for c in (*(base.companions if base else ()), *found.companions)}.values()),
+        made if config_path is not None else None,
+        tuple(notes),
+    )
+
+
+def _standing_for(stored: StoredModel, selection: Selection, claims: Claims) -> dict[str, str]:
+    """Return for every name of the source the name whose bytes it will share: as asked for, or as in the source."""
+    asked = {name: target for target, names in selection.tied.items() for name in names}
+    first: dict[tuple[Any, ...], str] = {}
+    found = {}
+    for shard in stored.shards:
+        target = shard.name if not len(shard.record) else first.setdefault(_content(shard), shard.name)
+        found[shard.name] = asked.get(shard.name) or asked.get(target, target)
+    standing = {name: found.get(target, target) for name, target in found.items()}
+    # What the new layout cuts in two ways, or puts on other ranks, cannot be one and the same there.
+    return {name: target if _cut_alike(name, target, claims) else name for name, target in standing.items()}
+
+
+def _cut_alike(name: str, target: str, claims: Claims) -> bool:
+    mine, its = new_claim(name, claims), new_claim(target, claims)
+    return mine is None or its is None or (str(mine), mine.mesh) == (str(its), its.mesh)
+
+
+def _apart(selection: Selection, standing: Mapping[str, str]) -> tuple[OutputTensor, ...]:
+    """Return the tensors that are written for themselves; a tied name among them is what it is tied to."""
+    outputs = {output.name: output for output in selection.outputs}
+    for target, names in selection.tied.items():
+        outputs.update((name, replace(outputs[target], name=name)) for name in names)
+    return tuple(outputs[name] for name, target in standing.items() if name == target and name in outputs)
+
+
+def _content(shard: StoredShard) -> tuple[Any, ...]:
+    nests = shard.nests
+    arrays = (shard.rank, shard.record, nests.x, nests.y, nests.loops)
+    return shard.dtype, shard.shape, *(array.tobytes() for array in arrays)
+
+
+def _new_run_id(stored: StoredModel, layouts: LayoutMap) -> str:
+    """Return an id for states of a source without one: the same again for the same source and layout."""
+    files = [(os.path.basename(file.path), file.nbytes, file.inode, file.mtime_ns) for file in stored.files]
+    return f"reshard-{xxhash.xxh3_64_hexdigest(repr((files, layouts)).encode())}"
+
+
+@dataclass(slots=True)
+class _States:
+    """The states to be, growing tensor by tensor."""
+
+    source: StoredModel
+    layouts: LayoutMap
+    standing: Mapping[str, str]
+    """Every name, and the one whose bytes it shares."""
+    tied: Mapping[str, Sequence[str]]
+    """The same the other way round, without those that stand for themselves."""
+    run_id: str
+    host: str
+    claims: Claims
+    shapes: Mapping[str, tuple[int, ...]]
+    """Global shapes of all tensors."""
+    held: dict[int, list[OutputTensor]] = field(default_factory=dict)
+    records: dict[int, dict[str, TensorRecord]] = field(default_factory=dict)
+    """By rank and the rank's own name."""
+    own_names: dict[int, dict[str, str]] = field(default_factory=dict)
+    """By rank: name -> the rank's own."""
+    meshes: dict[DeviceMesh, int] = field(default_factory=dict)
+    unmatched: list[str] = field(default_factory=list)
+
+    def add(self, output: OutputTensor) -> None:
+        """Give every rank its part of a tensor."""
+        claim = new_claim(output.name, self.claims)
+        if claim is None:
+            self.unmatched.append(output.name)
+            return
+        base = None
+        if claim.companion is not None:
+            base = base_of_shape(claim.companion, self.layouts, output.name, output.shape, self.shapes)
+        try:
+            parts = new_parts(output.name, claim, output.shape, base)
+        except LayoutError as error:
+            if told := self._told_sizes(output.name):
+                error.next_step = f"correct the layout file: in its [sizes], {told} must be the model's"
+            raise
+        record = self._record(claim, output.shape)
+        for rank, new in parts.items():
+            self.held.setdefault(rank, []).append(OutputTensor(output.name, output.dtype, new.shape, part=new.part))
+            for name in (output.name, *self.tied.get(output.name, ())):
+                self._name(rank, name, own_name(claim, name, rank) or name, record)
+
+    def _told_sizes(self, name: str) -> str:
+        """Return the sizes that the layout file tells and the rule of a tensor names: ``r = 4, d = 128``."""
+        rule, layout = self.layouts.rule_for(name), self.layouts[name]
+        if rule is None or layout is None:
+            return ""
+        pattern = self.layouts.name_of(rule)
+        dims = (*layout.tree.dims, *(pattern.dims if pattern is not None else ()))
+        names = dict.fromkeys(size for dim in dims for size in (*size_names_of(dim), *count_names_of(dim)))
+        return ", ".join(f"{size} = {self.layouts.sizes[size]}" for size in names if size in self.layouts.sizes)
+
+    def _name(self, rank: int, name: str, own: str, record: TensorRecord) -> None:
+        """Give a rank a tensor under a name of its own."""
+        held = self.records.setdefault(rank, {})
+        if own in held:
+            other = next(name for name, taken in self.own_names[rank].items() if taken == own)
+            raise LayoutError(
+                f"{name}: rank {rank} is to know it as {own}, and {other}, too",
+                tensor=name,
+                rank=rank,
+                got=f"two tensors of the name {own}",
+                want="a name for each",
+                next_step="let the names with dims in the layout file differ from other names",
+            )
+        held[own] = record
+        self.own_names.setdefault(rank, {})[name] = own
+
+    def _record(self, claim: Claim, shape: tuple[int, ...]) -> TensorRecord:
+        layout, mesh, view = claim.layout, claim.mesh, claim.layout.view_mesh
+        companion = None if claim.companion is None else inlined(claim.companion, layout.tree)
+        return TensorRecord(
+            str(companion or layout),
+            self._mesh(mesh),
+            None if flat_of(layout) is not None else shape,  # a buffer's shape is not its tensor's
+            None if view is None else self._mesh(view),
+            None if claim.pattern is None else str(claim.pattern),
+        )
+
+    def _mesh(self, mesh: DeviceMesh) -> int:
+        return self.meshes.setdefault(mesh, len(self.meshes))
+
+    def notes(self) -> list[tuple[str, str]]:
+        """Return what is to be said of names with dims that count more than there is: a size may be another model's."""
+        found: dict[str, tuple[Claim, list[str]]] = {}
+        for name in self.shapes:
+            claim = self.claims.given(name)
+            if claim is not None and claim.pattern is not None:
+                found.setdefault(str(claim.pattern), (claim, []))[1].append(name)
+        counts = {pattern: sum(1 for _ in counted_names(claim)) for pattern, (claim, _) in found.items()}
+        surplus = [pattern for pattern, (_, names) in found.items() if counts[pattern] > len(names)]
+        if not surplus:
+            return []
+        first, *more = surplus
+        text = f"{first} counts {counts[first]:,} tensors, and the source has {len(found[first][1]):,}"
+        likewise = f"; likewise {len(more)} more names with dims" if more else ""
+        return [("counts-more", f"{text}{likewise}: is the layout file of this model's size?")]
+
+    def refuse_unmatched(self) -> None:
+        """Refuse tensors that no rule decides for: whole on every rank is a layout too, and must be said."""
+        if not self.unmatched:
+            return
+        first, *more = self.unmatched
+        for rule, layout in self.layouts.items():
+            flat = None if layout is None else flat_of(layout)
+            if flat is not None and any(member.name == first for member in flat.members):
+                raise LayoutError(
+                    f"{first}: the layout file puts it into the flat buffer {rule}, and reshard writes none",
+                    tensor=first,
+                    got=str(layout),
+                    want="a rule for each tensor",
+                    next_step="give the buffer's members layouts of their own",
+                )
+        dims = ", ".join(f"d{i}" for i in range(len(_shape_of(self.source, first))))
+        raise LayoutError(
+            f"{first}: no rule of the layout file says how it is cut"
+            + (
+                f"; likewise {', '.join(more[:5])}" + (f" and {len(more) - 5} more" if len(more) > 5 else "")
+                if more
+                else ""
+            ),
+            tensor=first,
+            got=f"{len(self.layouts)} rules",
+            want="one for every tensor",
+            next_step=f'add a rule, such as "{first}" = "[{dims}]" for a tensor that every rank holds whole',
+        )
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """All ranks of the new world; one that no mesh names has a state without tensors."""
+        return range(1 + max((rank for mesh in self.meshes for rank in mesh.ranks), default=0))
+
+    def names(self, rank: int) -> dict[str, str]:
+        """Return every name of a rank's state, in the source's order, and the tensor it stands for."""
+        own = self.own_names.get(rank, {})
+        return {own[name]: target for name, target in self.standing.items() if name in own}
+
+    def record(self, rank: int) -> RankRecord:
+        """Return what a rank's state says of itself."""
+        held = self.records.get(rank, {})
+        return RankRecord(
+            run_id=self.run_id,
+            attempt=None,
+            step=self.source.step,
+            rank=rank,
+            world_size=len(self.ranks),
+            host=self.host,
+            meshes=tuple(_mesh_record(mesh) for mesh in self.meshes),
+            tensors={name: held[name] for name in self.names(rank)},
+        )
+
+
+def _shape_of(source: StoredModel, name: str) -> tuple[int, ...]:
+    return next(shard.shape for shard in source.shards if shard.name == name)
+
+
+def _mesh_record(mesh: DeviceMesh) -> MeshRecord:
+    return mesh.axis_names, mesh.shape, mesh.ranks

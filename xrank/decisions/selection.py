@@ -1,0 +1,318 @@
+"""Which tensors the output has, of which element type, and which of the source's are the same one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xrank import dtypes
+from xrank.decisions.base_model import BaseModel
+from xrank.decisions.options import GatherOptions, matches
+from xrank.errors import IncompleteError, LayoutError, UnsafeError, UsageError
+from xrank.plan.output import OutputTensor
+from xrank.plan.source import StoredModel, StoredShard
+
+__all__ = ["Selection", "embedding_of", "select", "tied_by_config"]
+
+_TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
+# What tie_word_embeddings is about: heads and embeddings under the names of all families, and heads' second biases.
+_OF_WORDS = re.compile(
+    r"(?:.*\.)?(?:(?:lm_head|embed_out|proj_out|vocab_projector|embed_tokens|wte|word_embeddings|embed_in|shared"
+    r"|tok_embeddings|(?:lm_head|predictions)\.decoder)\.weight|(?:lm_head|predictions)\.decoder\.bias)"
+)
+# Model types whose config.json unties the head where it does not say (transformers/models/*/configuration_*.py).
+_UNTIED = re.compile(
+    r"codegen|dbrx|deepseek_v[23]|glm4?|glm4_moe|gpt_neox|gpt_oss|gptj|granite(moe)?|llama|llama4(_text)?|mistral|mixtral"
+    r"|nemotron|olmo[23]?|olmoe|phi3?|phimoe|qwen[23](_moe|_vl)?|qwen2_5_vl|qwen3_next|seed_oss|stablelm"
+)
+_EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What becomes of the source's tensors."""
+
+    outputs: tuple[OutputTensor, ...]
+    tied: Mapping[str, tuple[str, ...]]
+    """Written name -> names that must hold the same and are not written."""
+    excluded: tuple[str, ...]
+    cast: Mapping[str, str]
+    """Name -> ``"F32 -> BF16"``."""
+    notes: tuple[tuple[str, str], ...]
+
+
+def select(
+    source: StoredModel,
+    options: GatherOptions,
+    base: BaseModel | None,
+    config: Mapping[str, Any] | None,
+    aliases: Mapping[str, str],
+    apart: Collection[str] = (),
+) -> Selection:
+    """Return what of a source is written and how.
+
+    Args:
+        source: what the reader found.
+        options: include, exclude and dtype choices.
+        base: the base model, if any.
+        config: the config.json that the output will have, if any; says whether the head is tied.
+        aliases: tied name -> name it is written under, from a layout file.
+        apart: names that are no part of the model, such as an adapter's: neither tied, nor as the base model has them.
+
+    Raises:
+        IncompleteError: a tensor that the source counts is on no rank, and is not left out.
+        UsageError: a pattern matches nothing, a dtype choice can't be followed, or nothing is left.
+        UnsafeError: a tensor's name holds control characters or a path's way up.
+    """
+    for shard in source.shards:
+        _check_name(shard.name, source.path)
+    kept, excluded = _filtered(source, options, base)
+    recorded, tie_notes = _recorded_ties(kept, config, base, source.aliases)
+    tied, more_notes = _ties([s for s in kept if s.name not in apart], config, aliases, recorded)
+    tie_notes += more_notes
+    dropped = {name for names in tied.values() for name in names}
+    outputs, cast, untouched, uncast = [], {}, [], []
+    scales = _beside_payloads(kept, config) if options.dtype in _TARGETS else set()
+    for shard in kept:
+        if shard.name in dropped:
+            continue
+        if shard.name == "__metadata__":
+            raise UsageError(
+                f"{shard.name}: safetensors keeps this name for itself",
+                tensor=shard.name,
+                file=source.path,
+                next_step="leave it out with --exclude, or let the ranks write it under another name",
+            )
+        is_left = shard.name in scales or (options.dtype == "base" and shard.name in apart)
+        dtype = shard.dtype if is_left else _target_dtype(shard, options, base)
+        if dtype != shard.dtype:
+            cast[shard.name] = f"{shard.dtype} -> {dtype}"
+        elif options.dtype in _TARGETS and shard.dtype.startswith("F8"):
+            untouched.append(shard.name)
+        elif _is_kept(shard, options):
+            uncast.append(shard.name)
+        outputs.append(OutputTensor(shard.name, dtype, shard.shape))
+    if not outputs:
+        raise UsageError("no tensor is left to write", next_step="change --include or --exclude")
+    notes = list(tie_notes)
+    if untouched:
+        notes.append(("not-cast", f"{len(untouched)} float8 tensors are quantised payloads and stay as they are"))
+    if scales:
+        more = f"{min(scales)} and {len(scales) - 1} more" if len(scales) > 1 else min(scales)
+        notes.append(("not-cast", f"what quantised payloads are scaled with stays as it is: {more}"))
+    if uncast:
+        more = f" and {len(uncast) - 3} more" if len(uncast) > 3 else ""
+        told = f"{', '.join(uncast[:3])}{more}"
+        notes.append(("kept-fp32", f"not cast, as the list of what stays in fp32 says, the recipe's or yours: {told}"))
+    return Selection(tuple(outputs), tied, tuple(excluded), cast, tuple(notes))
+
+
+def _beside_payloads(shards: Iterable[StoredShard], config: Mapping[str, Any] | None) -> set[str]:
+    """Return the float tensors by which quantised ones beside them are scaled: rounded, they scale to other weights.
+
+    Payloads are float8, and where config.json says that the model is quantised (transformers' quantization_config),
+    integers in rows: what GPTQ, AWQ, bitsandbytes and compressed-tensors pack weights into. What scales them lies in
+    the same module, or has the payload's name before its own.
+    """
+    listed = list(shards)
+    is_quantised = config is not None and bool(config.get("quantization_config"))
+    payloads = {
+        shard.name
+        for shard in listed
+        if shard.dtype.startswith("F8")
+        or (is_quantised and not dtypes.dtype(shard.dtype).is_float and len(shard.shape) > 1)
+    }
+    places = payloads | {name.rpartition(".")[0] for name in payloads if "." in name}
+    return {
+        shard.name
+        for shard in listed
+        if dtypes.dtype(shard.dtype).is_float
+        and shard.name.rpartition(".")[0] in places
+        and not shard.name.endswith(".bias")
+    }
+
+
+def _is_kept(shard: StoredShard, options: GatherOptions) -> bool:
+    """Say whether a tensor that a cast would change was to be left alone."""
+    target = _TARGETS.get(options.dtype)
+    is_other = target is not None and target != shard.dtype and dtypes.dtype(shard.dtype).is_float
+    return is_other and matches(options.keep_fp32, shard.name)
+
+
+def _check_name(name: str, path: str) -> None:
+    if any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in name) or (
+        ".." in re.split(r"[/\\]", name)
+    ):
+        raise UnsafeError(
+            f"a tensor's name is not one: {name!r}",
+            tensor=name,
+            file=path,
+            got="control characters or a way up to another folder",
+            want="printable text",
+            next_step="find out who wrote this state; no model has such a name",
+        )
+
+
+def _filtered(
+    source: StoredModel, options: GatherOptions, base: BaseModel | None
+) -> tuple[list[StoredShard], list[str]]:
+    """Return the tensors to write and the names left out, also those that the base model alone has."""
+    held = [shard.name for shard in source.shards]
+    names = list(dict.fromkeys([*held, *source.absent, *(base.tensors if base else ())]))
+    for option, patterns in (
+        ("--include", options.include),
+        ("--exclude", options.exclude),
+        ("--keep-fp32", options.keep_fp32),
+    ):
+        for pattern in patterns:
+            if not any(re.fullmatch(pattern, name) for name in names):
+                raise UsageError(
+                    f"{option} {pattern!r} matches no tensor",
+                    got=pattern,
+                    want=f"a regular expression for whole names, such as {names[0] if names else 'a.weight'!r}",
+                    next_step="xrank inspect --tensors lists the names",
+                )
+    left_out = {name for name in names if options.leaves_out(name)}
+    missing = [name for name in source.absent if name not in left_out]
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise IncompleteError(
+            f"{missing[0]}: no rank holds it, and its layout's name counts it",
+            tensor=missing[0],
+            file=source.path,
+            got=f"nothing of {', '.join(missing[:4])}{more}",
+            want="a part on some rank",
+            next_step="let the ranks write it, correct the name's dims, or leave it out with --exclude",
+        )
+    kept = [shard for shard in source.shards if shard.name not in left_out]
+    return kept, [name for name in names if name in left_out]
+
+
+def _recorded_ties(
+    shards: Sequence[StoredShard],
+    config: Mapping[str, Any] | None,
+    base: BaseModel | None,
+    recorded: Mapping[str, str],
+) -> tuple[Mapping[str, str], list[tuple[str, str]]]:
+    """Return the ties of the source, without those of heads and embeddings where config.json does not tie these.
+
+    Loading then makes them anew, of random numbers, unless they are there. A base model that has none decides.
+    """
+    if not _says_untied(config):
+        return recorded, []
+    names = {shard.name for shard in shards}
+    of_words = {pair[1] for pair in recorded.items() if any(map(_OF_WORDS.fullmatch, pair))}
+    untied = {
+        name: target
+        for name, target in recorded.items()
+        if target in of_words and {name, target} <= names and (base is None or not base.tensors or name in base.tensors)
+    }
+    if not untied:
+        return recorded, []
+    name, target = next(iter(untied.items()))
+    more = f", and {len(untied) - 1} more such" if len(untied) > 1 else ""
+    text = f"{name} is one with {target} in the source{more}, and config.json does not tie them: all are written"
+    return {name: other for name, other in recorded.items() if name not in untied}, [("untied", text)]
+
+
+def _ties(
+    shards: Sequence[StoredShard],
+    config: Mapping[str, Any] | None,
+    aliases: Mapping[str, str],
+    recorded: Mapping[str, str],
+) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, str]]]:
+    """Return the tied names: those of the layout file and the source, and the head that config.json declares tied."""
+    names = {shard.name for shard in shards}
+    tied: dict[str, list[str]] = {}
+    for name, target in aliases.items():
+        if name in names and target not in names:
+            raise LayoutError(
+                f"the layout file ties {name} to {target}, which no rank holds",
+                tensor=name,
+                got=f"[alias] {name} = {target}",
+                next_step="correct the [alias] table of the layout file",
+            )
+        if name in names:
+            tied.setdefault(target, []).append(name)
+    for name, target in recorded.items():
+        if name in names and target in names and name not in aliases and target not in aliases:
+            tied.setdefault(target, []).append(name)
+    notes: list[tuple[str, str]] = []
+    done = {*aliases, *recorded, *recorded.values()}
+    heads, embeddings = tied_by_config(names, config)
+    heads = [name for name in heads if name not in done]
+    embeddings = [name for name in embeddings if name not in {*aliases, *recorded}]
+    if heads:
+        if len(heads) == 1 and len(embeddings) == 1:
+            tied.setdefault(embeddings[0], []).append(heads[0])
+        else:
+            notes.append(
+                (
+                    "tie-unclear",
+                    f"config.json ties the head, but {len(embeddings)} tensors could be its embedding; all are written",
+                )
+            )
+    return {target: tuple(others) for target, others in tied.items()}, notes
+
+
+def tied_by_config(names: Iterable[str], config: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
+    """Return the names of heads and of embeddings where config.json says that the two are one; else neither."""
+    if not _says_tied(config):
+        return [], []
+    found = list(names)
+    return [n for n in found if _HEAD.fullmatch(n)], [n for n in found if _EMBEDDING.fullmatch(n)]
+
+
+def embedding_of(name: str, names: Iterable[str], config: Mapping[str, Any] | None) -> str | None:
+    """Return which of these names a head is tied to, if config.json says that it is; None for other names."""
+    heads, embeddings = tied_by_config([name, *names], config)
+    return embeddings[0] if name in heads and len(embeddings) == 1 else None
+
+
+def _says_tied(config: Mapping[str, Any] | None) -> bool:
+    if config is None:
+        return False
+    text = config.get("text_config")
+    return config.get("tie_word_embeddings") is True or (
+        isinstance(text, Mapping) and text.get("tie_word_embeddings") is True
+    )
+
+
+def _says_untied(config: Mapping[str, Any] | None) -> bool:
+    if config is None or _says_tied(config):
+        return False
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    is_said = "tie_word_embeddings" in config or "tie_word_embeddings" in inner
+    return is_said or _UNTIED.fullmatch(str(config.get("model_type"))) is not None
+
+
+def _target_dtype(shard: StoredShard, options: GatherOptions, base: BaseModel | None) -> str:
+    found = dtypes.dtype(shard.dtype)
+    if options.dtype == "keep" or not found.is_float:
+        return shard.dtype
+    # Never below fp32: a cast up to it leaves none behind in half of it.
+    if matches(options.keep_fp32, shard.name) and not (options.dtype == "fp32" and found.nbytes < 4):
+        return shard.dtype
+    if options.dtype in _TARGETS:
+        return _TARGETS[options.dtype]
+    if base is None or shard.name not in base.tensors:
+        raise UsageError(
+            f"--dtype base: the base model does not say how {shard.name} is stored",
+            tensor=shard.name,
+            got="no base model with weights" if base is None or not base.tensors else f"no such tensor in {base.path}",
+            next_step="give --base-model a folder with weights, or choose a dtype",
+        )
+    stored = base.tensors[shard.name][0]
+    if not dtypes.dtype(stored).is_float:
+        raise UsageError(
+            f"--dtype base: {shard.name} can't be cast to {stored}",
+            tensor=shard.name,
+            got=shard.dtype,
+            want=stored,
+            next_step="choose a dtype, or a base model that is not quantised",
+        )
+    return stored

@@ -1,0 +1,88 @@
+"""What lies beside a model's weights: companions that are copied, and a config.json that is copied or made."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xrank.decisions.options import GatherOptions
+from xrank.decisions.own_config import merged_config
+from xrank.writers.companions import Companion
+
+__all__ = ["SmallFiles", "config_text_of", "small_files_of"]
+
+_CAST_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class SmallFiles:
+    """All of it but texts of the conversion's own."""
+
+    companions: tuple[Companion, ...]
+    """Copied byte for byte, in the order of their names."""
+    config_text: str | None
+    """A config.json that is made."""
+    notes: tuple[tuple[str, str], ...]
+
+
+def small_files_of(
+    companions: Iterable[Companion],
+    config_path: str | None,
+    config: Mapping[str, Any] | None,
+    options: GatherOptions,
+    *,
+    is_model: bool,
+    place: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> SmallFiles:
+    """Return what lies beside the weights.
+
+    Args:
+        companions: what there is; of those of one name the last.
+        config_path: the config.json among them, if there is one.
+        config: its content, or what else is known of the model.
+        options: of the conversion.
+        is_model: whether the output is a model; an adapter alone has no config.json.
+        place: the source, where a config.json could be put.
+        overrides: what config.json is to say besides.
+    """
+    named = {companion.name: companion for companion in companions}
+    text, notes = config_text_of(config_path, config, options, place) if is_model else (None, [])
+    if is_model and overrides is not None:
+        known = json.loads(text) if text is not None else config or {}
+        text = _as_text(merged_config(known, overrides))
+        notes = [note for note in notes if note[0] != "no-config"]
+    if text is not None or not is_model:
+        named.pop("config.json", None)  # made anew, or not an adapter's
+    return SmallFiles(tuple(named[name] for name in sorted(named)), text, tuple(notes))
+
+
+def config_text_of(
+    path: str | None, found: Mapping[str, Any] | None, options: GatherOptions, place: str | None = None
+) -> tuple[str | None, list[tuple[str, str]]]:
+    """Return the config.json to write in place of copying the one at `path`, and what is to be said about it."""
+    if found is None:
+        if place is None:
+            return None, [("no-config", "no config.json was found; add one, or gather again with --base-model")]
+        folder = place if os.path.isdir(place) else os.path.dirname(place) or os.curdir
+        told = f"no config.json was found; put the model's into {folder}, or give --base-model, and gather again"
+        return None, [("no-config", told)]
+    cast = _CAST_NAMES.get(options.dtype)
+    if path is not None and cast is None:
+        return None, []
+    config = dict(found)
+    notes = []
+    if cast is not None:
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        if config.get(key) != cast:
+            notes.append(("config-dtype", f"config.json says {key} {cast}, as asked for by --dtype {options.dtype}"))
+            config[key] = cast
+    return _as_text(config), notes
+
+
+def _as_text(config: Mapping[str, Any]) -> str:
+    # As transformers writes it (configuration_utils.py: to_json_string).
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,151 @@
+"""Transforms: a caller's function on whole tensors; what it makes is learnt on meta tensors before any value moves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from xrank import dtypes
+from xrank.errors import UsageError
+from xrank.plan.output import OutputTensor
+from xrank.workspace.plain_memory import has_memory, kind_without_elements
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Transform", "told_outputs", "transformed"]
+
+Transform: TypeAlias = "Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]"
+"""(Name, whole tensor) -> tensors by name."""
+
+_NEXT_STEP = "let names, shapes and dtypes follow from those of the tensor alone; where values are looked at, as by "
+_NEXT_STEP += "item() or an if, leave that out if tensor.is_meta, "
+_NEXT_STEP += "and return a new tensor: {name: the same one} copies"
+
+
+def told_outputs(
+    transform: Transform, name: str, dtype: str, shape: tuple[int, ...]
+) -> tuple[OutputTensor, ...] | None:
+    """Return what a transform makes of a tensor of that kind, by what it makes of a meta tensor.
+
+    Args:
+        transform: the caller's function.
+        name: of the tensor.
+        dtype: safetensors name of its element type.
+        shape: global shape.
+
+    Returns:
+        None where it gives the tensor itself, and nothing else, back; nothing where it leaves it out.
+
+    Raises:
+        UsageError: it cannot be called so, or returns what no folder holds.
+    """
+    import torch
+
+    from xrank.decisions.change_watch import ChangeWatch
+
+    try:
+        # Not in the caller's inference mode, where changes in place are not counted.
+        with torch.inference_mode(False), torch.no_grad():
+            tensor = torch.empty(shape, dtype=getattr(torch, dtypes.dtype(dtype).torch_name), device="meta")
+            watch = ChangeWatch(tensor)
+            with watch:
+                made = transform(name, tensor)
+    except Exception as error:
+        raise UsageError(
+            f"transform cannot say what it makes of {name}: called with a tensor on the meta device, which has a shape "
+            "and a dtype and no values, it raised",
+            tensor=name,
+            got=f"{type(error).__name__}: {error}"[:300],
+            want="what it returns for a tensor with values, without them",
+            next_step=_NEXT_STEP,
+        ) from error
+    outputs = tuple(OutputTensor(*_kind(name, key, value)) for key, value in _checked(name, made, is_told=True).items())
+    # What was changed in place is not the tensor that the ranks hold.
+    if set(made) == {name} and made[name] is tensor and not watch.has_changed:
+        return None
+    return outputs
+
+
+def transformed(
+    transform: Transform, name: str, tensor: torch.Tensor, outputs: tuple[OutputTensor, ...]
+) -> list[torch.Tensor]:
+    """Return what a transform makes of a tensor, in the order of `outputs`, which it told.
+
+    Raises:
+        UsageError: it makes something else now. What it raises itself goes on, with a note that names the tensor.
+    """
+    import torch
+
+    try:
+        with torch.no_grad():
+            made = transform(name, tensor)
+    except Exception as error:
+        error.add_note(f"in transform of {name}")
+        raise
+    told = {output.name: (output.name, output.dtype, output.shape) for output in outputs}
+    found = {key: _kind(name, key, value) for key, value in _checked(name, made).items()}
+    for key in (*told, *found):
+        if told.get(key) != found.get(key):
+            raise UsageError(
+                f"transform of {name} makes another {key} than it said",
+                tensor=name,
+                got=_text(found.get(key)),
+                want=f"{_text(told.get(key))}, as of a tensor on the meta device",
+                next_step=_NEXT_STEP,
+            )
+    return [made[output.name] for output in outputs]
+
+
+def _checked(name: str, made: object, *, is_told: bool = False) -> Mapping[str, torch.Tensor]:
+    if not isinstance(made, Mapping):
+        raise _no_output(name, f"returned {type(made).__name__}")
+    for key, value in made.items():
+        if not isinstance(key, str) or not key.isprintable() or ".." in re.split(r"[/\\]", key):
+            raise _no_output(name, f"returned a tensor under {key!r}, which is no name")
+        if key == "__metadata__":
+            raise _no_output(name, "returned __metadata__, a name that safetensors keeps for itself")
+        fault = _fault(value, is_told=is_told)
+        if fault is not None:
+            raise _no_output(name, f"returned {fault} under {key!r}")
+    return made
+
+
+def _fault(value: object, *, is_told: bool) -> str | None:
+    """Return what a value is that is no dense tensor in memory; of what is told, a meta tensor is as good."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if is_told and value.is_meta:
+        return None if value.layout is torch.strided and not value.is_nested else "a tensor that is not dense"
+    kind = kind_without_elements(value)
+    if kind is not None:
+        return f"a tensor that is {kind}"
+    if not has_memory(value):
+        return "a tensor whose storage was freed"
+    # DTensors, and others that hold their values in further tensors, only say how large their storage would be.
+    return f"a {type(value).__name__} without memory" if value.numel() and not value.data_ptr() else None
+
+
+def _no_output(name: str, what: str) -> UsageError:
+    return UsageError(
+        f"transform of {name} {what}",
+        tensor=name,
+        got=what,
+        want="a dict of names and dense tensors: {name: tensor} to copy it, {} to leave it out",
+        next_step="correct the transform",
+    )
+
+
+def _kind(name: str, key: str, value: torch.Tensor) -> tuple[str, str, tuple[int, ...]]:
+    torch_name = str(value.dtype).removeprefix("torch.")
+    try:
+        return key, dtypes.by_torch_name(torch_name).name, tuple(value.shape)
+    except UsageError:
+        raise _no_output(name, f"returned {key} of torch.{torch_name}, which no safetensors file holds") from None
+
+
+def _text(kind: tuple[str, str, tuple[int, ...]] | None) -> str:
+    return "none" if kind is None else f"{kind[0]}, {kind[1]} {list(kind[2])}"

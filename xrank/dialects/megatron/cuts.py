@@ -1,0 +1,166 @@
+"""How a tensor of a Megatron module is cut: what its name says, checked against what its attributes say.
+
+Attributes are ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``
+(megatron/core/tensor_parallel/layers.py: set_tensor_model_parallel_attributes), and ``allreduce=False`` on experts'
+parameters where experts lie on several ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from xrank.dialects.megatron.layouts import layout_of
+from xrank.dialects.megatron.mesh import MegatronMesh
+from xrank.errors import LayoutError
+from xrank.layout import TensorLayout
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Partition", "checked_layout", "partition_of", "refusal"]
+
+_OWN_LAYERS = {"output_size_per_partition": 0, "num_embeddings_per_partition": 0, "input_size_per_partition": 1}
+"""What Megatron's parallel layers have -> the dim of their weight that they cut. A weight has attributes only where the
+layer has filled it: `perform_initialization=False` leaves both out."""
+
+_PACKED = re.compile(r".*\b(?:linear_fc1|in_proj|conv1d)(?:_\w+)?\.(?:weight|bias)\d*", re.ASCII)
+"""Modules of several projections side by side, of which every rank has its part of each: one cut along a dim would
+mix them (megatron/core/transformer/mlp.py, ssm/mamba_mixer.py, ssm/gated_delta_net.py: sharded_state_dict)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """What a parameter's attributes say."""
+
+    dim: int | None
+    """Along which dim it is cut; None where they say that it is whole."""
+    stride: int = 1
+    """How many pieces of the dim lie end to end, each of them cut."""
+
+
+def refusal(name: str, rank: int, problem: str, *, got: str, want: str, next_step: str) -> LayoutError:
+    """Return the error that a tensor's place is not known, or told in two ways."""
+    return LayoutError(f"{name}: {problem}", tensor=name, rank=rank, got=got, want=want, next_step=next_step)
+
+
+def partition_of(value: torch.Tensor, owner: torch.nn.Module) -> Partition | None:
+    """Return what the attributes of a tensor say; None where they say nothing, and only its module could."""
+    # Transformer Engine marks every weight as cut along dim 0 but those of row parallel layers, also what Megatron has
+    # made duplicates of, or cut by itself for experts (pytorch/module/linear.py: reset_parameters).
+    mode = getattr(owner, "parallel_mode", "")
+    if mode is None:
+        return None
+    dim = getattr(value, "partition_dim", -1)
+    is_cut = getattr(value, "tensor_model_parallel", dim >= 0)
+    if is_cut and 0 <= dim < value.ndim:
+        return Partition(dim, getattr(value, "partition_stride", 1))
+    if mode or hasattr(owner, "num_local_experts"):
+        return None
+    cuts = (dim for name, dim in _OWN_LAYERS.items() if hasattr(owner, name) and getattr(owner, "weight", 0) is value)
+    return Partition(next(cuts, None))
+
+
+def checked_layout(
+    name: str,
+    value: torch.Tensor,
+    owner: torch.nn.Module,
+    num_dims: int,
+    is_expert: bool,
+    mesh: MegatronMesh,
+    rank: int,
+    *,
+    is_gated: bool,
+) -> TensorLayout:
+    """Return how a tensor is cut over tp, etp and ep.
+
+    Args:
+        name: in the whole model.
+        value: the tensor, with its attributes.
+        owner: the module that has it.
+        num_dims: of the tensor; one more than its own where its experts are a dim of theirs.
+        is_expert: whether it is one expert's, or several experts'.
+        mesh: where the rank stands.
+        rank: this rank.
+        is_gated: whether linear_fc1 is a gate and an up projection.
+
+    Raises:
+        LayoutError: name and attributes disagree, or it is not known how the tensor is cut.
+    """
+    _check_marks(name, value, mesh, rank, is_expert=is_expert)
+    told = partition_of(value, owner)
+    layout = layout_of(name, is_gated=is_gated)
+    if layout is None:
+        if is_expert or (told is not None and told.dim is not None and _PACKED.fullmatch(name)):
+            raise refusal(
+                name,
+                rank,
+                "how Megatron cuts a tensor of this name is not known",
+                got=f"a part of shape {list(value.shape)}" + (f", cut along dim {told.dim}" if told else ""),
+                want="a name that xrank's table has, or a rule of layouts=",
+                next_step="give layouts= with this tensor's rule, on the axes tp, etp and ep",
+            )
+        return _plain(num_dims, *((told.dim, told.stride) if told is not None else (None, 1)))
+    if len(layout.axes) != num_dims:
+        raise refusal(
+            name,
+            rank,
+            "it does not have the dims of Megatron's tensor of this name",
+            got=f"shape {list(value.shape)}",
+            want=str(layout),
+            next_step="give layouts= with this tensor's rule",
+        )
+    axis = "etp" if is_expert else "tp"
+    dims = [dim for dim, axes in enumerate(layout.axes) if axis in axes]
+    wanted = dims[0] if dims else None
+    if num_dims > value.ndim:  # GroupedMLP: experts and f are the columns of one matrix, or its rows
+        wanted = 1 if wanted == 2 else 0
+    length = mesh.lengths[axis]
+    if told is None or length == 1:
+        return layout
+    stride = 2 if "<" in str(layout) else 1
+    # Older versions say 1 of gate and up halves, too.
+    if told.dim != wanted or (told.dim is not None and told.stride not in (1, stride)):
+        raise refusal(
+            name,
+            rank,
+            "its attributes contradict how Megatron cuts a tensor of this name",
+            got="whole on every rank" if told.dim is None else f"partition_dim {told.dim}, stride {told.stride}",
+            want=f"{layout}: " + ("whole" if wanted is None else f"partition_dim {wanted}, stride {stride}"),
+            next_step="set the attributes that Megatron's layers set, or give layouts= with this tensor's rule",
+        )
+    return layout
+
+
+def _check_marks(name: str, value: torch.Tensor, mesh: MegatronMesh, rank: int, *, is_expert: bool) -> None:
+    """Check `allreduce`, which is False on parameters whose gradients are one expert rank's own."""
+    mark, ways = getattr(value, "allreduce", None), mesh.lengths["ep"]
+    if mark is False and (not is_expert or ways == 1):
+        raise refusal(
+            name,
+            rank,
+            "its attributes say that it lies on one of several expert ranks",
+            got="allreduce=False" + ("" if is_expert else ", and a name that is no expert's") + f", ep={ways}",
+            want="an expert's name, and a mesh with the axis ep",
+            next_step="give the mesh of the run, with its axis ep",
+        )
+    if is_expert and ways > 1 and mark is not False and value.requires_grad:
+        raise refusal(
+            name,
+            rank,
+            "its attributes do not say that it lies on one of several expert ranks",
+            got=f"allreduce={mark}, ep={ways}",
+            want="allreduce=False, as Megatron marks experts over several ranks",
+            next_step="give the mesh of the run; without ep, where every rank holds all experts",
+        )
+
+
+@lru_cache(maxsize=64)
+def _plain(num_dims: int, cut: int | None, stride: int) -> TensorLayout:
+    """Return the layout of one cut along one dim, of as many pieces end to end as the stride says."""
+    dims = [f"d{dim}" for dim in range(num_dims)]
+    if cut is not None:
+        dims[cut] = f"{stride} n/tp" if stride > 1 else f"{dims[cut]}/tp"
+    return TensorLayout.parse(f"[{', '.join(dims)}]")

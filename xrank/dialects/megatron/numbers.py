@@ -1,0 +1,99 @@
+"""Which layers and experts of the whole model a chunk of Megatron's holds: a chunk counts its own from 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from xrank.dialects.megatron.cuts import refusal
+from xrank.dialects.megatron.layouts import LAYER, count_experts, expert_in
+from xrank.dialects.megatron.mesh import MegatronMesh
+from xrank.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CONFIG_SIZES", "configs_of", "first_layer", "num_experts"]
+
+CONFIG_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+"""What configs call the ways in which a model is cut (megatron/core/model_parallel_config.py)."""
+
+
+def configs_of(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """Return the configs of those chunks that have one of Megatron's."""
+    return [chunk.config for chunk in chunks if hasattr(getattr(chunk, "config", None), CONFIG_SIZES["tp"])]
+
+
+def num_experts(chunk: torch.nn.Module, names: Mapping[str, object], mesh: MegatronMesh, rank: int) -> int:
+    """Return how many experts with a number in their names this rank holds in each layer."""
+    for name in names:
+        try:
+            expert_in(name)
+        except ValueError:
+            raise refusal(
+                name,
+                rank,
+                "how Megatron cuts an expert's tensor of this name is not known",
+                got="experts without a number in their name",
+                want="a name that xrank's table has",
+                next_step="export from a checkpoint of --ckpt-format torch_dist, which records it",
+            ) from None
+    try:
+        count = count_experts(names)
+    except ValueError as error:
+        raise LayoutError(
+            f"rank {rank} holds experts with gaps, or not the same in all layers",
+            rank=rank,
+            got=str(error),
+            want="experts counted from 0 on, as many in each layer",
+            next_step="export the chunks as Megatron makes them",
+        ) from None
+    told = next((getattr(config, "num_moe_experts", None) for config in configs_of([chunk])), None)
+    ways = mesh.lengths["ep"]
+    if count and type(told) is int and told != count * ways:
+        raise LayoutError(
+            f"rank {rank} does not hold its share of the experts",
+            rank=rank,
+            got=f"{count} experts, ep={ways}",
+            want=f"{told} experts in all, as the module's config says",
+            next_step="give the mesh of the run, with its axis ep",
+        )
+    return count
+
+
+def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, *, is_whole: bool) -> int:
+    """Return the number of the chunk's first layer in the whole model, by its layers' own layer_number."""
+    numbers = sorted({int(found[1]) for name in names if (found := LAYER.fullmatch(name))})
+    other = next((name for name in names if ".layers." in name and not name.startswith(("decoder.", "mtp."))), None)
+    if other is not None and not is_whole:
+        raise refusal(
+            other,
+            rank,
+            "which layer of the whole model this is, is not known",
+            got="layers outside of decoder.layers, of a chunk of the model",
+            want="decoder.layers",
+            next_step="export the part that has a decoder of its own, as model.language_model",
+        )
+    told = {
+        number: getattr(chunk.get_submodule(f"decoder.layers.{number}"), "layer_number", None) for number in numbers
+    }
+    # Transformer layers count from 1 over all stages (megatron/core/transformer/transformer_layer.py).
+    firsts = {layer - 1 - number if type(layer) is int else None for number, layer in told.items()}
+    first = firsts.pop() if len(firsts) == 1 else (0 if not firsts else -1)
+    if first is None and is_whole:
+        return 0
+    if first is None or first < 0:
+        raise refusal(
+            f"decoder.layers.{numbers[0]}",
+            rank,
+            "which layer of the whole model this is, is not known",
+            got=f"layer_number {', '.join(str(told[number]) for number in numbers)}",
+            want="rising by 1, counted from 1 over all stages",
+            next_step="set layer_number on each module of decoder.layers, as Megatron's TransformerLayer does",
+        )
+    return first

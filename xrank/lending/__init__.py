@@ -1,0 +1,1 @@
+"""What ranks lend one another of a live model, and how it is read."""

@@ -1,0 +1,177 @@
+"""A tensor's bytes by range, wherever they lie: what a rank lends of its model while a conversion reads it.
+
+The bytes are those that the tensor would have as a row-major file, whatever its strides, its device and its lazy bits
+say. Nothing of the size of a tensor is allocated: what does not lie in a row is brought in chunks of 1 MiB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from xrank.errors import UsageError
+from xrank.lending.peer_memory import address_of, memory_at
+from xrank.workspace.plain_memory import has_memory, kind_without_elements
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LocalBytes", "TensorBytes", "integer_type", "local_bytes", "runs_of"]
+
+_CHUNK_NBYTES = 1 << 20
+
+
+class LocalBytes(Protocol):
+    """A tensor's row-major bytes; any thread may read, several at once."""
+
+    nbytes: int
+    address: int | None
+    """Where all of them lie in this process's memory; None: strided, on a device, or none at all."""
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on."""
+
+
+def local_bytes(tensor: torch.Tensor) -> TensorBytes:
+    """Return a tensor's bytes where they are; of a tensor on a device, once what was queued there has been done.
+
+    The tensor is kept alive as long. Who changes it meanwhile is found out where torch counts changes
+    (`TensorBytes.is_unchanged`).
+
+    Raises:
+        UsageError: it has no elements in memory that strides lead to; who knows its name has asked before.
+    """
+    import torch
+
+    kind = kind_without_elements(tensor)
+    if kind is not None or not has_memory(tensor):
+        raise UsageError(
+            f"a tensor that is {kind or 'of freed storage'} has no plain elements to read",
+            got=f"{tensor.dtype}, {tensor.layout}, on {tensor.device}",
+            want="a dense tensor in memory or on a device",
+            next_step="give the dense tensor, or leave it out",
+        )
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
+    return TensorBytes(tensor.detach())
+
+
+class TensorBytes:
+    """The bytes of a tensor as `LocalBytes`; see `local_bytes`, which makes them."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self.address: int | None = None
+        self._tensor = tensor
+        self._version = _version(tensor)
+        is_plain = not (tensor.is_conj() or tensor.is_neg())
+        if is_plain and self.nbytes and tensor.is_contiguous() and tensor.device.type == "cpu":
+            self.address = tensor.data_ptr()
+        # As integers no element is read as a number; only lazy bits must still be applied by its own dtype.
+        integer = integer_type(tensor.element_size()) if is_plain else None
+        self._elements = tensor if integer is None else tensor.view(integer)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether torch counted no change in place since this was made; what it does not count is not seen."""
+        return _version(self._tensor) == self._version
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on."""
+        assert start >= 0 and start + len(into) <= self.nbytes, (start, len(into), self.nbytes)
+        if self.address is not None:
+            if into:  # memmove lets other threads run meanwhile, an assignment does not
+                ctypes.memmove(address_of(into), self.address + start, len(into))
+            return
+        width, end = self._elements.element_size(), start + len(into)
+        step = _CHUNK_NBYTES // width
+        for low in range(start // width, -(-end // width), step):
+            high = min(low + step, -(-end // width))
+            # A range may begin and end within an element.
+            first, stop = max(start, low * width), min(end, high * width)
+            self._bring(low, high, first - low * width, into[first - start : stop - start])
+
+    def _bring(self, low: int, high: int, skip: int, into: memoryview) -> None:
+        """Fill `into` with bytes of elements [low, high), without the first `skip`."""
+        import torch
+
+        elements = self._elements
+        if elements.device.type == "cpu" and (high - low) * elements.element_size() == len(into):
+            target = torch.frombuffer(into, dtype=torch.uint8)
+            if target.data_ptr() % elements.element_size() == 0:
+                _copy(elements, low, high, target.view(elements.dtype))
+                return
+        staging, stream = _staging.of(elements.device)
+        target = staging[: (high - low) * elements.element_size()].view(elements.dtype)
+        if stream is None:
+            _copy(elements, low, high, target)
+        else:
+            with torch.cuda.stream(stream):
+                _copy(elements, low, high, target, non_blocking=True)
+            stream.synchronize()
+        into[:] = memory_at(staging.data_ptr() + skip, len(into))
+
+
+class _Staging(threading.local):
+    """This thread's buffers of one chunk, by device, and its streams: the model's own streams go on undisturbed."""
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, tuple[torch.Tensor, torch.cuda.Stream | None]] = {}
+
+    def of(self, device: torch.device) -> tuple[torch.Tensor, torch.cuda.Stream | None]:
+        """Return bytes in this process's memory, pinned where CUDA is to write them, and the stream to do it on."""
+        import torch
+
+        if device not in self._made:
+            is_cuda = device.type == "cuda"
+            staging = torch.empty(_CHUNK_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
+            stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+            self._made[device] = staging, stream
+        return self._made[device]
+
+
+_staging = _Staging()
+
+
+def _copy(elements: torch.Tensor, low: int, high: int, target: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy elements [low, high) in row-major order to a target of one dim in this process's memory."""
+    done = 0
+    for run in runs_of(elements, low, high):
+        # Resolved first: what a device sends without being waited for is conjugated before it has come
+        # (torch, aten/src/ATen/native/cuda/Copy.cu: copy_kernel_cuda).
+        plain = run.resolve_conj().resolve_neg()
+        target[done : done + run.numel()].view(run.shape).copy_(plain, non_blocking=non_blocking)
+        done += run.numel()
+
+
+def runs_of(elements: torch.Tensor, low: int, high: int) -> Iterator[torch.Tensor]:
+    """Yield views that, one after another, are the elements [low, high) in row-major order: two a dim at most."""
+    if high - low == elements.numel():
+        yield elements
+        return
+    inner = elements.numel() // elements.shape[0]
+    row, skip = divmod(low, inner)
+    if skip:
+        stop = min(high - row * inner, inner)
+        yield from runs_of(elements[row], skip, stop)
+        row, low = row + 1, row * inner + stop
+    last = high // inner
+    if row < last:
+        yield elements[row:last]
+        low = last * inner
+    if low < high:
+        yield from runs_of(elements[last], 0, high - last * inner)
+
+
+def integer_type(width: int) -> torch.dtype | None:
+    """Return an integer type of that many bytes, as which elements can be moved that are no numbers; None: none is."""
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(width)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Return how often torch counted a change of the tensor; None where it does not count."""
+    return None if tensor.is_inference() else tensor._version

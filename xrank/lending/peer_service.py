@@ -1,0 +1,309 @@
+"""The service of a rank that lends bytes: one thread that answers all who ask over sockets.
+
+One thread, because who asks may be thousands, and one that is stopped must not keep the others waiting: nothing here
+waits for a reader, but for a moment when none has anything to say. It sleeps until somebody asks.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import secrets
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from time import monotonic
+from typing import Any
+
+from xrank.lending.host_addresses import host_addresses
+from xrank.lending.local_bytes import LocalBytes
+from xrank.lending.peer_memory import memory_at
+from xrank.lending.peer_wire import (
+    HELLO_NBYTES,
+    NONCE_NBYTES,
+    PART,
+    REQUEST,
+    TOKEN_NBYTES,
+    Part,
+    lender_proof,
+    reader_proof,
+)
+
+__all__ = ["PeerService"]
+
+_STAGED_NBYTES = 1 << 20
+_NUM_STAGES = 8
+"""Buffers for what does not lie in a row; who finds none waits for one."""
+_DIRECT_NBYTES = 4 << 20
+"""Of one part of what does; then it is the next reader's turn."""
+_STRANGER_SECONDS = 10.0
+_BACKLOG = 1024
+_NO_WAIT = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+
+class PeerService:
+    """Serves bytes to other processes from its construction until `close`.
+
+    Args:
+        views: what is lent.
+        across_hosts: whether to listen on a port of this host's network, too, where any process of any host may knock;
+            without, only processes of this host are heard.
+    """
+
+    def __init__(self, views: Sequence[LocalBytes], *, across_hosts: bool) -> None:
+        self.failure: Exception | None = None
+        """The first that a read of what is lent raised here, where this rank itself hears nothing of it."""
+        self._views = views
+        self._token = secrets.token_bytes(TOKEN_NBYTES)
+        self._name = f"xrank-{secrets.token_hex(16)}"
+        self._guests: dict[int, _Guest] = {}
+        self._strangers: set[_Guest] = set()
+        """Guests that have not yet proven that they know the token."""
+        self._stages = [memoryview(mmap.mmap(-1, _STAGED_NBYTES)) for _ in range(_NUM_STAGES)]  # no page until used
+        self._waiting: deque[_Guest] = deque()
+        self._max_guests = max(16, min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._listeners: dict[int, socket.socket] = {}
+        self._port: int | None = None
+        self._ends = False
+        with ExitStack() as undo:
+            unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            undo.callback(unix.close)
+            unix.bind(f"\0{self._name}")
+            self._listen(unix)
+            if across_hosts:
+                tcp = _port_socket()
+                undo.callback(tcp.close)
+                self._port = tcp.getsockname()[1]
+                self._listen(tcp)
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            undo.callback(os.close, self._wake)
+            self._events = select.epoll()
+            undo.callback(self._events.close)
+            for fd in (self._wake, *self._listeners):
+                self._events.register(fd, select.EPOLLIN)
+            self._thread = threading.Thread(target=self._serve, name="xrank lender", daemon=True)
+            self._thread.start()
+            self._close_all = undo.pop_all()
+
+    def _listen(self, listener: socket.socket) -> None:
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+        self._listeners[listener.fileno()] = listener
+
+    def told(self) -> dict[str, Any]:
+        """Return, as JSON holds it, how others reach this service."""
+        addresses = [] if self._port is None else host_addresses()
+        return {"socket": self._name, "port": self._port, "addresses": addresses, "token": self._token.hex()}
+
+    def close(self) -> None:
+        """Serve nobody any more; what is lent is not touched afterwards. Twice is once."""
+        if self._ends:
+            return
+        self._ends = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        for guest in list(self._guests.values()):
+            self._drop(guest)
+        self._close_all.close()
+        self._views = ()
+
+    def _serve(self) -> None:
+        while not self._ends:
+            for guest in [guest for guest in self._strangers if monotonic() > guest.came_at + _STRANGER_SECONDS]:
+                self._drop(guest)
+            for fd, events in self._events.poll(1.0 if self._strangers else None):
+                if fd in self._listeners:
+                    self._admit(self._listeners[fd])
+                elif (guest_now := self._guests.get(fd)) is not None:
+                    self._attend(guest_now, events)
+
+    def _admit(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:
+            # Without a free descriptor whoever knocks would go on knocking: one who only listens must go for it.
+            if error.errno in (errno.EMFILE, errno.ENFILE) and not self._drop_idle():
+                select.select([], [], [], 0.05)
+            return
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if len(self._guests) >= self._max_guests:
+            self._drop_idle()
+        guest = self._guests[sock.fileno()] = _Guest(sock)
+        self._strangers.add(guest)
+        self._events.register(sock.fileno(), select.EPOLLIN)
+        try:
+            sock.send(guest.challenge, _NO_WAIT)
+        except OSError:
+            self._drop(guest)
+
+    def _drop_idle(self) -> bool:
+        """Close the connection on which nothing was asked for longest: its reader makes a new one if it needs one."""
+        idle = [guest for guest in self._guests.values() if guest.is_idle] or list(self._strangers)
+        if idle:
+            self._drop(min(idle, key=lambda guest: guest.came_at))
+        return bool(idle)
+
+    def _drop(self, guest: _Guest) -> None:
+        del self._guests[guest.socket.fileno()]
+        self._strangers.discard(guest)
+        self._free_stage(guest)
+        guest.socket.close()  # epoll forgets it with that
+
+    def _attend(self, guest: _Guest, events: int) -> None:
+        """Do for a guest what can be done at once."""
+        try:
+            if guest.is_replying and not events & (select.EPOLLHUP | select.EPOLLERR):
+                self._reply(guest)
+            elif guest.is_replying or not self._hear(guest):
+                self._drop(guest)
+        except Exception:  # it is gone; and whatever else befalls one guest, the others are served
+            self._drop(guest)
+
+    def _hear(self, guest: _Guest) -> bool:
+        """Take in what a guest says; return whether it is to stay."""
+        wanted = REQUEST.size if guest.is_known else HELLO_NBYTES
+        try:
+            said = guest.socket.recv(wanted - len(guest.said))
+        except BlockingIOError:
+            return True
+        guest.said += said
+        if len(guest.said) < wanted:
+            return bool(said)
+        content, guest.said = guest.said, b""
+        guest.came_at = monotonic()
+        if guest.is_known:
+            guest.view, guest.position, nbytes = REQUEST.unpack(content)
+            guest.end = guest.position + nbytes
+            self._begin(guest)
+            return True
+        nonce, proof = content[:NONCE_NBYTES], content[NONCE_NBYTES:]
+        if not secrets.compare_digest(proof, reader_proof(self._token, guest.challenge, nonce)):
+            return False
+        self._strangers.remove(guest)
+        guest.is_known = True
+        guest.socket.send(lender_proof(self._token, guest.challenge, nonce), _NO_WAIT)
+        return True
+
+    def _begin(self, guest: _Guest) -> None:
+        guest.is_replying = True
+        num_views = len(self._views)
+        if guest.view >= num_views:
+            guest.refuse(Part.REFUSED, f"there is no view {guest.view} among {num_views}")
+        elif guest.end > self._views[guest.view].nbytes:
+            nbytes = self._views[guest.view].nbytes
+            guest.refuse(Part.REFUSED, f"view {guest.view} has {nbytes:,} bytes, not {guest.end:,}")
+        self._reply(guest)
+
+    def _reply(self, guest: _Guest) -> None:
+        """Send as much as the socket takes, and no more than a part, for a moment that is everybody's."""
+        if not guest.pending and guest.position < guest.end and not self._bring(guest):
+            return
+        try:
+            count = guest.socket.sendmsg(guest.pending, (), _NO_WAIT) if guest.pending else 0
+        except BlockingIOError:
+            count = 0
+        guest.sent(count)
+        if not guest.pending:
+            self._free_stage(guest)
+        guest.is_replying = bool(guest.pending) or guest.position < guest.end
+        self._watch(guest, select.EPOLLOUT if guest.is_replying else select.EPOLLIN)
+
+    def _bring(self, guest: _Guest) -> bool:
+        """Make the next part of an answer ready; return whether there was a buffer for it."""
+        view = self._views[guest.view]
+        left = guest.end - guest.position
+        if view.address is not None:
+            data = memory_at(view.address + guest.position, min(left, _DIRECT_NBYTES))
+        else:
+            if not self._stages:
+                self._waiting.append(guest)
+                self._watch(guest, 0)
+                return False
+            guest.stage = self._stages.pop()
+            data = guest.stage[: min(left, _STAGED_NBYTES)]
+            try:
+                view.read_into(guest.position, data)
+            except Exception as error:  # the reader must hear of it, whatever it is: here nobody would
+                self.failure = self.failure or error
+                guest.refuse(Part.FAILED, f"{type(error).__name__}: {error}")
+                return True
+        guest.position += len(data)
+        guest.pending = [memoryview(PART.pack(Part.DATA, len(data))), data]
+        return True
+
+    def _free_stage(self, guest: _Guest) -> None:
+        if guest.stage is not None:
+            self._stages.append(guest.stage)
+            guest.stage = None
+            while self._waiting:
+                next_guest = self._waiting.popleft()
+                if next_guest.socket.fileno() in self._guests:
+                    self._watch(next_guest, select.EPOLLOUT)
+                    break
+
+    def _watch(self, guest: _Guest, events: int) -> None:
+        if guest.watched != events:
+            guest.watched = events
+            self._events.modify(guest.socket.fileno(), events)
+
+
+class _Guest:
+    """One connection, and what is under way on it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.challenge = secrets.token_bytes(NONCE_NBYTES)
+        self.came_at = monotonic()
+        """When it last asked for anything."""
+        self.is_known = False
+        self.said = b""
+        self.watched = int(select.EPOLLIN)
+        self.is_replying = False
+        self.view = self.position = self.end = 0
+        self.pending: list[memoryview] = []
+        self.stage: memoryview | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is known and has asked for nothing that was not sent."""
+        return self.is_known and not self.is_replying and not self.said
+
+    def refuse(self, kind: Part, why: str) -> None:
+        """Answer with a text, and nothing after it."""
+        text = why.encode()[:2000]
+        self.pending = [memoryview(PART.pack(kind, len(text)) + text)]
+        self.position = self.end
+
+    def sent(self, count: int) -> None:
+        """Forget what the socket took."""
+        while self.pending and count >= len(self.pending[0]):
+            count -= len(self.pending.pop(0))
+        if self.pending and count:
+            self.pending[0] = self.pending[0][count:]
+
+
+def _port_socket() -> socket.socket:
+    """Return a socket bound to a free port of all of this host's addresses."""
+    if socket.has_dualstack_ipv6():
+        sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            sock.bind(("::", 0))
+        except OSError:  # IPv6 is built in and turned off
+            sock.close()
+        else:
+            return sock
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.bind(("", 0))
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,137 @@
+"""Tensors as the executor's target: row-major bytes come window by window and go where the elements lie.
+
+Nothing of the size of a tensor is allocated, whatever its strides and its device: a contiguous tensor in this process's
+memory is written as it is, a strided one by strided copies, one on a device by way of pinned buffers of a window each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from xrank.errors import UsageError
+from xrank.lending.local_bytes import integer_type, runs_of
+from xrank.lending.peer_memory import address_of
+from xrank.plan.windows import WINDOW_NBYTES
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["TensorTarget", "check_fillable"]
+
+
+def check_fillable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose elements share memory: the last one written would be all of them.
+
+    Raises:
+        UsageError: it is expanded, or its strides overlap.
+    """
+    reach = 0
+    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count > 1 and stride <= reach:
+            raise UsageError(
+                f"{name}: its elements share memory, so it cannot be filled",
+                tensor=name,
+                got=f"strides {list(tensor.stride())} for the shape {list(tensor.shape)}",
+                want="memory of its own for each element",
+                next_step="give the module a contiguous tensor in its place",
+            )
+        reach += (count - 1) * stride
+
+
+class TensorTarget:
+    """Writes output files into tensors, one for each file: the file is the tensor's elements, row-major.
+
+    It writes past autograd, which counts no change: that is the caller's to say.
+
+    Args:
+        tensors: detached; by index of the output file.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [_Fillable(tensor) for tensor in tensors]
+        self._buffers = _PinnedBuffers()
+        for device in self._devices():
+            _synchronize(device)  # what is queued there may still read the old values
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        """Put bytes, whole elements, at `offset` of that file; any thread may."""
+        self._tensors[file].write(offset, data, self._buffers)
+
+    def finish(self) -> None:
+        """Wait until all that was written has come to its device."""
+        for device in self._devices():
+            _synchronize(device)
+
+    def _devices(self) -> set[torch.device]:
+        return {tensor.device for tensor in self._tensors if tensor.device.type == "cuda"}
+
+
+class _Fillable:
+    """One tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.device = tensor.device
+        self._tensor = tensor
+        is_plain = not (tensor.is_conj() or tensor.is_neg())
+        self._address: int | None = None
+        if is_plain and tensor.is_contiguous() and tensor.device.type == "cpu":
+            self._address = tensor.data_ptr()
+        # As integers no element is read as a number; only lazy bits must still be applied by its own dtype.
+        integer = integer_type(tensor.element_size()) if is_plain else None
+        self._elements = tensor if integer is None else tensor.view(integer)
+
+    def write(self, offset: int, data: memoryview, buffers: _PinnedBuffers) -> None:
+        import torch
+
+        if self._address is not None:
+            # memmove lets other threads run meanwhile, an assignment does not.
+            ctypes.memmove(self._address + offset, address_of(data), len(data))
+            return
+        elements = self._elements
+        low = offset // elements.element_size()
+        if elements.device.type != "cuda":
+            self._put(low, torch.frombuffer(data, dtype=torch.uint8).view(elements.dtype))
+            return
+        buffer, event, stream = buffers.next_of(elements.device)
+        event.synchronize()  # what it held last has come to the device
+        ctypes.memmove(buffer.data_ptr(), address_of(data), len(data))
+        with torch.cuda.stream(stream):
+            self._put(low, buffer[: len(data)].view(elements.dtype))
+            event.record(stream)
+
+    def _put(self, low: int, values: torch.Tensor) -> None:
+        done = 0
+        for run in runs_of(self._elements, low, low + values.numel()):
+            run.copy_(values[done : done + run.numel()].view(run.shape), non_blocking=True)
+            done += run.numel()
+
+
+class _PinnedBuffers(threading.local):
+    """Two buffers of a window for each thread and device: one is filled while the other is on its way."""
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, list[tuple[torch.Tensor, Any, Any]]] = {}
+
+    def next_of(self, device: torch.device) -> tuple[torch.Tensor, Any, Any]:
+        """Return a buffer in pinned memory, the event after which it is free, and the stream that empties it."""
+        import torch
+
+        if device not in self._made:
+            cuda: Any = torch.cuda
+            stream = cuda.Stream(device)
+            self._made[device] = [
+                (torch.empty(WINDOW_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=True), cuda.Event(), stream)
+                for _ in range(2)
+            ]
+        ready = self._made[device]
+        ready.reverse()
+        return ready[0]
+
+
+def _synchronize(device: torch.device) -> None:
+    import torch
+
+    torch.cuda.synchronize(device)

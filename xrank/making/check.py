@@ -1,0 +1,71 @@
+"""A check: what is read to verify something, and what is said of what was found; alone, or by all ranks of a team."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xrank.errors import XrankError
+from xrank.making.rereading import read_through
+from xrank.plan.buffers import FileSource
+from xrank.plan.executor import Budget, Outcome
+from xrank.plan.planner import Plan
+
+if TYPE_CHECKING:
+    from xrank.teams.team import Team
+
+__all__ = ["Check", "carried_out"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Check:
+    """Something that was planned from metadata, and is to be read."""
+
+    plan: Plan
+    judge: Callable[[Outcome], dict[str, Any]]
+    """Returns what a report says of what was read, or raises what is wrong with it."""
+    explain: Callable[[XrankError], XrankError] = lambda error: error
+    """Says of an error while it is read what it means."""
+
+
+def carried_out(
+    check: Check, budget: Budget, progress: Callable[[int, int], None] | None, team: Team | None
+) -> dict[str, Any]:
+    """Read, and return what the report says; nothing on the ranks of a team but the first, which judges.
+
+    Args:
+        check: on all ranks of a team the same.
+        budget: threads and buffers.
+        progress: called, on the first rank, with (bytes put together so far, bytes in all).
+        team: the ranks that share the reading, together; None: this process alone.
+
+    Raises:
+        XrankError: what was read is wrong.
+        RankFailedError: another rank found it so, or failed.
+    """
+    try:
+        if team is None:
+            outcome = read_through(check.plan, budget, progress)
+        else:
+            outcome = _read_together(check.plan, budget, progress, team)
+    except XrankError as error:
+        raise check.explain(error) from error
+    return check.judge(outcome) if team is None or team.is_first else {}
+
+
+def _read_together(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Outcome:
+    from xrank.making.rounds import NoOutputs, make_in_rounds  # one process is done without
+    from xrank.making.work import Work
+
+    show = progress or (lambda done, total: None)
+    with closing(FileSource(plan.source)) as source:
+        return make_in_rounds(
+            team,
+            Work(plan, source, budget),
+            range(len(plan.files)),
+            NoOutputs(),
+            what="what is verified",
+            progress=lambda done: show(done, plan.nbytes),
+        )

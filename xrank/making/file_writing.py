@@ -1,0 +1,245 @@
+"""Writes a plan's files into a stage, alone or with a team; what an interrupted run finished is checked and kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from xrank.errors import CorruptError, XrankError
+from xrank.making.rereading import FileDigests, reread
+from xrank.making.work import Work
+from xrank.plan.buffers import FileTarget, NullTarget
+from xrank.plan.digests import digest_text
+from xrank.plan.executor import Budget, FinishedFile, Outcome, execute
+from xrank.plan.file_parts import FilePart, JoinedFile
+from xrank.plan.planner import Plan
+from xrank.writers.disk import explaining, in_memory
+from xrank.writers.stage import Stage
+
+if TYPE_CHECKING:
+    from xrank.teams.team import Team
+
+__all__ = ["WrittenFiles", "write_files"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """A plan's files, all finished in their stage, and what was found on the way."""
+
+    digests: dict[int, FileDigests]
+    """By index of the file."""
+    resumed_nbytes: int
+    """Of files that an interrupted run had finished."""
+    outcome: Outcome
+    """Of what was written now."""
+    num_replicas_compared: int
+
+    @property
+    def notes(self) -> tuple[tuple[str, str], ...]:
+        """What the report says of replicas that were picked among."""
+        # Sorted: which thread, or which rank, found one first must not decide what the manifest says.
+        return tuple(
+            ("replicas-differ", f"{name}: rank {rank} differs in {count:,} elements; the lowest rank's were taken")
+            for name, ranks in sorted(self.outcome.differences.items())
+            for rank, count in sorted(ranks.items())
+        )
+
+
+def write_files(
+    work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team | None = None, *, verify: bool = False
+) -> WrittenFiles:
+    """Write every file of a plan that the stage does not yet hold.
+
+    Args:
+        work: what to write, and how.
+        stage: where.
+        progress: called with (bytes written so far, bytes in all).
+        team: the ranks that help, of which this is the first; None: it is alone.
+        verify: read all back when it is written.
+
+    Raises:
+        CorruptError, ContradictionError: the source is not what its metadata promised.
+        NoSpaceError, XrankError: it could not be written.
+        RankFailedError: another rank of the team failed; what is finished is kept.
+    """
+    plan, is_live = work.plan, work.holder is not None
+    resumed = _resumed_files(plan, stage, work.budget)
+    if is_live:  # it may have changed since
+        resumed = _still_so(work, stage, resumed, team)
+    resumed_nbytes = sum(plan.files[index].output.nbytes for index in resumed)
+    unfinished = [index for index in range(len(plan.files)) if index not in resumed]
+
+    total_nbytes = plan.nbytes
+
+    def count(nbytes: int) -> None:
+        progress(resumed_nbytes + nbytes, total_nbytes)
+
+    if team is None:
+        outcome = _write_alone(work, stage, unfinished, count)
+    else:
+        from xrank.making.shared_writing import write_together  # one process is done without
+
+        outcome = write_together(team, work, stage, unfinished, count)
+    digests = {**resumed, **{index: _digests_of(plan, done) for index, done in outcome.files.items()}}
+    if verify:
+        _verify_stage(plan, stage, digests, work.budget)
+    # Those of a live model are all compared, whatever was kept.
+    return WrittenFiles(digests, resumed_nbytes, outcome, _num_compared(plan, () if is_live else resumed))
+
+
+def _write_alone(work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]) -> Outcome:
+    writing = _Writing(work.plan, stage, progress)
+    copied, last = work.parted(unfinished)
+    try:
+        outcome = execute(
+            work.plan,
+            work.source,
+            writing.target,
+            budget=work.budget,
+            files=copied,
+            replicas=work.replicas,
+            begin=writing.begin,
+            finish=writing.finish,
+            progress=writing.count,
+        )
+        if last:
+            from xrank.making.transformed_files import make_transformed  # files are done without
+
+            made = make_transformed(None, work, last, writing, what="the files", finish=writing.finish_joined)
+            outcome.files |= made.files
+        work.source.check_unchanged()
+    finally:
+        writing.close()
+    return outcome
+
+
+class _Writing:
+    """Opens, counts and finishes the stage's files as the executor asks."""
+
+    def __init__(self, plan: Plan, stage: Stage, progress: Callable[[int], None]) -> None:
+        self.target = FileTarget({})
+        self._plan, self._stage, self._progress, self._done = plan, stage, progress, 0
+
+    def begin(self, index: int) -> None:
+        output = self._plan.files[index].output
+        fd = self._stage.create_part(output.name, output.nbytes)
+        self.target.in_memory = in_memory(fd)
+        self.target.descriptors[index] = fd
+
+    def finish(self, finished: FinishedFile) -> None:
+        output = self._plan.files[finished.index].output
+        # The stage closes the descriptor whatever happens, so it is taken out of `close`'s reach first.
+        fd = self.target.descriptors.pop(finished.index)
+        self._stage.finish_part(output.name, fd, output.nbytes, digest_text(finished.digest))
+        _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
+
+    def explained(self) -> AbstractContextManager[None]:
+        """Say of what the file system refuses in the body what it means."""
+        return explaining(self._stage.path)
+
+    def finish_share(self, part: FilePart) -> None:
+        """Do nothing: there are no others to come."""
+
+    def finish_joined(self, file: JoinedFile, index: int) -> FinishedFile:
+        """Finish a file whose only part is joined."""
+        finished, _ = file.finish()
+        self.finish(finished)
+        return finished
+
+    def count(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._progress(self._done)
+
+    def close(self) -> None:
+        """Close what a failure left open."""
+        for fd in self.target.descriptors.values():
+            os.close(fd)
+        self.target.descriptors.clear()
+
+
+def _num_compared(plan: Plan, resumed: Container[int]) -> int:
+    """Return how many replicas are compared with what is written: of all files but those."""
+    # A record may be compared part by part, with several files.
+    return len(
+        {
+            (tensor.output.name, record)
+            for index, file in enumerate(plan.files)
+            if index not in resumed
+            for tensor in file.tensors
+            for replicas in tensor.compared
+            for record in replicas.record.tolist()
+        }
+    )
+
+
+def _resumed_files(plan: Plan, stage: Stage, budget: Budget) -> dict[int, FileDigests]:
+    """Return the files that an interrupted run finished and that are still what it wrote; discard the others."""
+    resumed = {}
+    for index, file in enumerate(plan.files):
+        line = stage.finished.get(file.output.name)
+        if line is None:
+            continue
+        try:
+            digests = reread(os.path.join(stage.path, file.output.name), file.output, budget)
+        except XrankError:
+            stage.discard(file.output.name)
+            continue
+        if digest_text(digests.digest) == line.digest:
+            resumed[index] = digests
+        else:
+            stage.discard(file.output.name)
+    return resumed
+
+
+def _still_so(work: Work, stage: Stage, resumed: dict[int, FileDigests], team: Team | None) -> dict[int, FileDigests]:
+    """Return the files that would be written now as they were; discard the others."""
+    if team is not None:
+        from xrank.making.shared_writing import read_together
+
+        now = read_together(team, work, sorted(resumed))
+    else:
+        copied, last = work.parted(sorted(resumed))
+        now = execute(work.plan, work.source, NullTarget(), budget=work.budget, files=copied).files
+        if last:
+            from xrank.making.rounds import NoOutputs
+            from xrank.making.transformed_files import make_transformed
+
+            now |= make_transformed(None, work, last, NoOutputs(), what="what was kept").files
+    for index, kept in list(resumed.items()):
+        if _digests_of(work.plan, now[index]) != kept:
+            stage.discard(kept.name)
+            del resumed[index]
+    return resumed
+
+
+def _digests_of(plan: Plan, done: FinishedFile) -> FileDigests:
+    """Return a finished file's digests by name."""
+    output = plan.files[done.index].output
+    names = [tensor.name for tensor in output.tensors]
+    tensors = dict(zip(names, done.tensor_digests, strict=True))
+    return FileDigests(output.name, output.nbytes, done.digest, tensors)
+
+
+def _verify_stage(plan: Plan, stage: Stage, digests: dict[int, FileDigests], budget: Budget) -> None:
+    """Read every file of the stage back, from the disk where the system lets go of its cache."""
+    for index, expected in digests.items():
+        path = os.path.join(stage.path, expected.name)
+        with open(path, "rb") as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        found = reread(path, plan.files[index].output, budget)
+        if found != expected:
+            stage.discard(expected.name)
+            raise CorruptError(
+                f"{path} does not read back as it was written",
+                file=path,
+                got=digest_text(found.digest),
+                want=digest_text(expected.digest),
+                next_step="check the disk; then run the same command, which writes this file again",
+            )

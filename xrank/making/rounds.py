@@ -1,0 +1,237 @@
+"""Rounds: how all ranks of a team make a plan's files together, each a share of every round, and the first joins them.
+
+Nothing here knows where the bytes go. Order of events, on every rank: all divide the plan alike; in each round every
+rank makes its share and sends the first rank what it found; the first joins that, compares the checksums of records
+that several ranks read, and finishes the files whose every source is checked; at the end every rank sees that its
+sources are what they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from xrank.making.partial_results import PartialResults
+from xrank.making.work import Work
+from xrank.plan.buffers import NullTarget, Target
+from xrank.plan.checksums import RecordChecksums, read_rest
+from xrank.plan.division import Division, divide
+from xrank.plan.executor import Budget, FinishedFile, Outcome, execute
+from xrank.plan.faults import checksum_error
+from xrank.plan.file_parts import FilePart, JoinedFile
+from xrank.plan.planner import Plan
+from xrank.plan.replicas import nearest
+from xrank.teams.team import Team
+
+__all__ = ["NoOutputs", "Outputs", "finish_nothing", "make_in_rounds"]
+
+_logger = logging.getLogger(__name__)
+
+Finish = Callable[[JoinedFile, int], FinishedFile]
+"""Ends a file of which all parts are joined, on the first rank: (the file, its index) -> what is said of it."""
+
+
+class Outputs(Protocol):
+    """Where a rank's shares go: in every round `begin`, writes and `finish_share` within `explained`, then `close`."""
+
+    @property
+    def target(self) -> Target:
+        """What the executor writes to."""
+
+    def explained(self) -> AbstractContextManager[None]:
+        """Say of what goes wrong in the body what it means."""
+
+    def begin(self, index: int) -> None:
+        """Prepare for writes to a file."""
+
+    def finish_share(self, part: FilePart) -> None:
+        """Make what was written to a file last."""
+
+    def close(self) -> None:
+        """Let go of what a failure left open."""
+
+
+class NoOutputs:
+    """Lets go of every byte: for digests alone."""
+
+    def __init__(self) -> None:
+        self.target = NullTarget()
+
+    def explained(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    def begin(self, index: int) -> None:
+        """Do nothing."""
+
+    def finish_share(self, part: FilePart) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def finish_nothing(file: JoinedFile, index: int) -> FinishedFile:
+    """Return what is said of a file that is not written."""
+    return file.finish()[0]
+
+
+def make_in_rounds(
+    team: Team,
+    work: Work,
+    files: Sequence[int],
+    outputs: Outputs,
+    *,
+    what: str,
+    finish: Finish = finish_nothing,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Outcome:
+    """Make files of a plan together with all other ranks, which make the same call; return what was found of all.
+
+    Args:
+        team: the ranks.
+        work: this rank's.
+        files: indices of the files to make, none of them of what is transformed.
+        outputs: where this rank's shares go.
+        what: is made, in a word that errors name.
+        finish: ends a file, on the first rank.
+        progress: called, on the first rank, with the bytes made so far, by anyone as far as can be told.
+
+    Returns:
+        On the first rank what one process would have found; an empty outcome elsewhere.
+
+    Raises:
+        CorruptError, ContradictionError: the source is not what its metadata promised.
+        XrankError: from `outputs` or `finish`.
+        RankFailedError: a rank failed; what is finished stays so.
+    """
+    plan = work.plan
+    division = divide(plan, files, team.size, holder=work.holder)
+    share = _Share(team, work, division, outputs)
+    joining = _Joining(work, division, finish)
+    done, total = 0, _nbytes(plan, files)
+
+    def count(nbytes: int) -> None:
+        # The others are as far, as far as anyone can tell.
+        nonlocal done
+        done = min(done + nbytes * team.size, total)
+        progress(done)
+
+    for number, round_ in enumerate(division.rounds):
+        results = share.make(number, count if team.is_first else lambda nbytes: None)
+        with team.gathered(f"{what}, round {number + 1}", results.to_message(), early_exit=True) as messages:
+            if team.is_first:
+                joining.join(number, [PartialResults.from_message(message) for message in messages])
+        if team.is_first:
+            done = sum(_nbytes(plan, r.files) for r in division.rounds[: number + 1])
+            progress(done)
+            _logger.debug("round %d of %d: %d files", number + 1, len(division.rounds), len(round_.files))
+    if division.rounds:
+        # Now that nobody reads any more.
+        work.source.check_unchanged()
+        with team.gathered(f"{what}, all of it", None, early_exit=True):
+            pass
+    return joining.outcome() if team.is_first else Outcome()
+
+
+class _Share:
+    """One rank's share of all rounds."""
+
+    def __init__(self, team: Team, work: Work, division: Division, outputs: Outputs) -> None:
+        self._team, self._work, self._division, self._outputs = team, work, division, outputs
+        plan, holder = work.plan, work.holder
+        self._plan = plan if holder is None else nearest(plan, holder, team.position)
+        self._checksums = RecordChecksums(plan.source.records, _mismatch(plan), left_open=division.left_open)
+
+    def make(self, number: int, count: Callable[[int], None]) -> PartialResults:
+        """Make this rank's windows of a round, and make them last; `count` is told of the bytes of each."""
+        work, division, rank = self._work, self._division, self._team.position
+        try:
+            with self._outputs.explained():
+                outcome = execute(
+                    self._plan,
+                    work.source,
+                    self._outputs.target,
+                    budget=work.budget,
+                    shares=division.rounds[number].shares[rank],
+                    checksums=self._checksums,
+                    replicas=work.replicas,
+                    begin=self._outputs.begin,
+                    finish_share=self._outputs.finish_share,
+                    cancelled=self._team.failures(),
+                    progress=count,
+                )
+        finally:
+            self._outputs.close()
+        read_rest(self._checksums, work.source, division.own_records(rank, number), _staging(work.budget))
+        return PartialResults(
+            tuple(outcome.parts.values()),
+            self._checksums.take_parts(division.open_records(number)),
+            self._checksums.num_checked,
+            outcome.differences,
+        )
+
+
+class _Joining:
+    """What the first rank makes of all ranks' findings."""
+
+    def __init__(self, work: Work, division: Division, finish: Finish) -> None:
+        self._work, self._plan, self._division, self._finish = work, work.plan, division, finish
+        self._checksums = RecordChecksums(work.plan.source.records, _mismatch(work.plan))
+        self._joined: dict[int, JoinedFile] = {}  # of which records are still to be read in later rounds
+        self._outcome = Outcome()
+        self._num_checked: Sequence[int] = ()
+        self._last_round = {index: max(self._read_last(index), default=0) for r in division.rounds for index in r.files}
+
+    def _read_last(self, index: int) -> list[int]:
+        return [
+            int(self._division.last_round[copies.record].max())
+            for tensor in self._plan.files[index].tensors
+            for copies in tensor.read
+            if len(copies)
+        ]
+
+    def join(self, number: int, found: Sequence[PartialResults]) -> None:
+        """Take in what all ranks found in a round; finish what can be finished."""
+        self._joined |= {
+            index: JoinedFile(self._plan.files[index].output, index) for index in self._division.rounds[number].files
+        }
+        for results in found:
+            for part in results.parts:
+                self._joined[part.index].join(part)
+            for record in results.records:
+                self._checksums.join(*record)
+            for name, ranks in results.differences.items():
+                known = self._outcome.differences.setdefault(name, {})
+                for rank, num_elements in ranks.items():
+                    known[rank] = known.get(rank, 0) + num_elements
+        self._num_checked = [results.num_checksums for results in found]
+        # What is missing now was read by no rank, or by two of them in cuts that overlap.
+        staging = _staging(self._work.budget)
+        read_rest(self._checksums, self._work.source, self._division.open_records(number), staging)
+        for index in [index for index in self._joined if self._last_round[index] <= number]:
+            self._outcome.files[index] = self._finish(self._joined.pop(index), index)
+
+    def outcome(self) -> Outcome:
+        """Return what one process would have found."""
+        assert not self._joined, "files were made and never finished"
+        self._outcome.num_checksums = sum(self._num_checked) + self._checksums.num_checked
+        return self._outcome
+
+
+def _nbytes(plan: Plan, files: Iterable[int]) -> int:
+    return sum(plan.files[index].output.nbytes for index in files)
+
+
+def _mismatch(plan: Plan) -> Callable[[int, int], None]:
+    def raise_(record: int, crc: int) -> None:
+        raise checksum_error(plan, record, crc)
+
+    return raise_
+
+
+def _staging(budget: Budget) -> memoryview:
+    return memoryview(mmap.mmap(-1, budget.staging_nbytes))

@@ -1,0 +1,216 @@
+"""Writes a plan's files into a stage by all ranks of a team; the first keeps what is finished, and finishes the rest.
+
+Order of events, on every rank: rank 0 keeps what an interrupted run finished, where the source is a live model only
+what all ranks together find to be its bytes still; it makes the other files at their full size and tells the others
+its stage; then all make them in rounds. A file is in the journal only when every source of it is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from time import monotonic, sleep
+from typing import TypeVar
+
+from xrank.errors import UsageError
+from xrank.making.rounds import Finish, NoOutputs, Outputs, finish_nothing, make_in_rounds
+from xrank.making.work import Work
+from xrank.plan.buffers import FileTarget
+from xrank.plan.digests import digest_text
+from xrank.plan.executor import FinishedFile, Outcome
+from xrank.plan.file_parts import FilePart, JoinedFile
+from xrank.plan.planner import Plan
+from xrank.teams.team import Team
+from xrank.workspace.shared_directory import STALE_SECONDS
+from xrank.writers.disk import explaining, in_memory
+from xrank.writers.output_place import OutputPlace
+from xrank.writers.shared_parts import SharedParts
+from xrank.writers.stage import Stage
+
+__all__ = ["help_to_write_files", "read_together", "write_together"]
+
+Seen = TypeVar("Seen")
+
+_logger = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 0.05
+_ELSEWHERE_SECONDS = 5.0
+"""How long to look for the stage in a folder that is another one than rank 0's."""
+
+
+def read_together(team: Team, work: Work, files: Sequence[int]) -> dict[int, FinishedFile]:
+    """Return, as rank 0 and with the help of all others, what is said of files as they would be written now."""
+    team.tell("files to read", json.dumps([*files]))
+    return _read(team, work, files).files
+
+
+def _read(team: Team, work: Work, files: Sequence[int]) -> Outcome:
+    return _make(team, work, files, NoOutputs(), what="what was kept")
+
+
+def write_together(
+    team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
+) -> Outcome:
+    """Write, as rank 0, those files of a plan with the help of all other ranks.
+
+    Args:
+        team: the ranks.
+        work: this rank's.
+        stage: where.
+        unfinished: indices of the files to write.
+        progress: called with the bytes of them written so far.
+
+    Raises:
+        CorruptError, ContradictionError: the source is not what its metadata promised.
+        NoSpaceError, XrankError: it could not be written.
+        RankFailedError: a rank failed; what is finished is kept.
+    """
+    files = work.plan.files
+    for index in unfinished:
+        output = files[index].output
+        os.close(stage.create_part(output.name, output.nbytes))
+    told = {"name": os.path.basename(stage.path), "files": [*unfinished], "above": _above(stage.path)}
+    team.tell("stage", json.dumps(told))
+    parts = SharedParts(stage.path)
+
+    def finish(file: JoinedFile, index: int) -> FinishedFile:
+        output = files[index].output
+        path = os.path.join(stage.path, f"{output.name}.part")
+        finished, ending = file.finish()
+        fd = _await_sight(lambda: parts.open(output.name, output.nbytes), lambda: False, path, 0)
+        try:
+            with explaining(path):
+                for offset, data in ending:
+                    os.pwrite(fd, data, offset)
+        except BaseException:
+            os.close(fd)
+            raise
+        stage.finish_part(output.name, fd, output.nbytes, digest_text(finished.digest))
+        _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
+        return finished
+
+    outputs = _Parts(team, work.plan, parts)
+    return _make(team, work, unfinished, outputs, what="the files", finish=finish, progress=progress)
+
+
+def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> None:
+    """Do the part of any other rank in `write_together`, and in `read_together` where the source is a live model.
+
+    Raises:
+        CorruptError, ContradictionError: the source is not what its metadata promised.
+        NoSpaceError, XrankError: it could not be written.
+        UsageError: the output is not on a file system that this rank and rank 0 both see.
+        RankFailedError: another rank failed.
+    """
+    if work.holder is not None:
+        _read(team, work, json.loads(team.hear("files to read")))
+    told = json.loads(team.hear("stage"))
+    parts = SharedParts(os.path.join(OutputPlace.of(out).parent, told["name"]))
+    if told["files"]:  # else rank 0 waits for nobody, and the stage may be the output already
+        # Where it is for certain another folder, no client of a network file system need be waited for.
+        seconds = _ELSEWHERE_SECONDS if _is_elsewhere(parts.path, told["above"]) else STALE_SECONDS
+        _await_sight(lambda: parts.is_of(plan_digest) or None, team.failures(), parts.path, team.rank, seconds)
+    _make(team, work, told["files"], _Parts(team, work.plan, parts), what="the files")
+
+
+def _make(
+    team: Team,
+    work: Work,
+    files: Sequence[int],
+    outputs: Outputs,
+    *,
+    what: str,
+    finish: Finish = finish_nothing,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Outcome:
+    """Make files together, as `make_in_rounds`, those of what is transformed last."""
+    copied, last = work.parted(files)
+    outcome = make_in_rounds(team, work, copied, outputs, what=what, finish=finish, progress=progress)
+    if last:
+        from xrank.making.transformed_files import make_transformed  # files are done without
+
+        outcome.files |= make_transformed(team, work, last, outputs, what=what, finish=finish).files
+    return outcome
+
+
+class _Parts:
+    """The files of a stage, as one rank writes its shares to them."""
+
+    def __init__(self, team: Team, plan: Plan, parts: SharedParts) -> None:
+        self.target = FileTarget({})
+        self._plan, self._parts, self._rank = plan, parts, team.rank
+        self._failures = team.failures()  # for threads, too, that are in no gather
+
+    def begin(self, index: int) -> None:
+        """Open a file, which may become visible here a little later than rank 0 made it."""
+        output = self._plan.files[index].output
+        path = os.path.join(self._parts.path, f"{output.name}.part")
+        fd = _await_sight(lambda: self._parts.open(output.name, output.nbytes), self._failures, path, self._rank)
+        self.target.in_memory = in_memory(fd)
+        self.target.descriptors[index] = fd
+
+    def finish_share(self, part: FilePart) -> None:
+        """Make what was written to a file last, and close it."""
+        fd = self.target.descriptors.pop(part.index)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)  # NFS: what others, who open the file from now on, then see
+
+    def explained(self) -> AbstractContextManager[None]:
+        """Say of what the file system refuses in the body what it means."""
+        return explaining(self._parts.path)
+
+    def close(self) -> None:
+        """Close all files."""
+        for fd in self.target.descriptors.values():
+            os.close(fd)
+        self.target.descriptors.clear()
+
+
+def _above(path: str) -> list[tuple[str, int]]:
+    """Return the folders that a path is in, the nearest first, and the inode of each; those that are there."""
+    found = []
+    while (folder := os.path.dirname(path)) != path:
+        with suppress(OSError):
+            found.append((folder, os.stat(folder).st_ino))
+        path = folder
+    return found
+
+
+def _is_elsewhere(path: str, above: Sequence[Sequence[object]]) -> bool:
+    """Say whether the folder that a path is in here, or the nearest that is there, is another than rank 0 has so."""
+    here = _above(path)
+    return bool(here) and here[0] not in {(folder, inode) for folder, inode in above}
+
+
+def _await_sight(
+    look: Callable[[], Seen | None],
+    failures: Callable[[], bool],
+    path: str,
+    rank: int,
+    seconds: float = STALE_SECONDS,
+) -> Seen:
+    """Return what `look` finds; a network file system may show it a little later than rank 0 told of it.
+
+    Raises:
+        RankFailedError: from `failures`, which may be why it is not there.
+        UsageError: it does not become visible.
+    """
+    end = monotonic() + seconds
+    while (found := look()) is None:
+        failures()
+        if monotonic() > end:
+            raise UsageError(
+                f"rank {rank} does not see {path}, which rank 0 made",
+                rank=rank,
+                file=path,
+                got="nothing there",
+                want=f"{os.path.dirname(path)} to be one folder that all hosts mount, in the same place",
+                next_step="choose an --out on a file system that all ranks share, then run the same command",
+            )
+        sleep(_PAUSE_SECONDS)
+    return found

@@ -1,0 +1,182 @@
+"""Fills a stage: weights through the executor, then index, config, companions and, last, the manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from xrank.decisions.adapters import merged_texts
+from xrank.decisions.gather_plan import Gather
+from xrank.layout.nest_table import IntArray
+from xrank.making.file_writing import write_files
+from xrank.making.rereading import FileDigests
+from xrank.making.work import Work
+from xrank.plan.buffers import OpenSource
+from xrank.plan.digests import digest_text
+from xrank.plan.executor import Budget
+from xrank.plan.planner import Plan, TensorPlan
+from xrank.writers.hf_folder import INDEX_NAME, index_text
+from xrank.writers.journal import JournalLine
+from xrank.writers.manifest import (
+    MANIFEST_NAME,
+    ManifestFile,
+    ManifestSource,
+    ManifestTensor,
+    TensorSource,
+    manifest_text,
+)
+from xrank.writers.stage import Stage
+from xrank.writers.staging import open_stage
+
+if TYPE_CHECKING:
+    from xrank.teams.team import Team
+
+__all__ = ["Made", "fill_stage", "help_to_fill_stage", "make_output"]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What was found and written, as the report shows it."""
+
+    proof: dict[str, Any]
+    output: dict[str, Any]
+    notes: tuple[tuple[str, str], ...]
+
+
+def fill_stage(
+    gather: Gather,
+    source: OpenSource,
+    stage: Stage,
+    progress: Callable[[int, int], None],
+    team: Team | None = None,
+    holder: IntArray | None = None,
+) -> Made:
+    """Write everything of a gather into its stage; only the commit is left.
+
+    Args:
+        gather: what to write.
+        source: where this rank reads.
+        stage: where.
+        progress: called with (bytes written so far, bytes in all).
+        team: the ranks that help, of which this is the first; None: it is alone.
+        holder: of a live model, as `Work`.
+
+    Raises:
+        CorruptError, ContradictionError: the source is not what its metadata promised.
+        NoSpaceError, XrankError: it could not be written.
+        RankFailedError: another rank of the team failed.
+    """
+    options = gather.options
+    verify = options.overwrite if options.verify is None else options.verify
+    written = write_files(_work(gather, source, holder), stage, progress, team, verify=verify)
+    files = _write_small_files(gather, stage, written.digests, written.notes)
+    return Made(
+        proof={
+            "num_replicas_compared": written.num_replicas_compared,
+            "num_checksums": written.outcome.num_checksums,
+        },
+        output={"files": files, "resumed_nbytes": written.resumed_nbytes},
+        notes=written.notes,
+    )
+
+
+def help_to_fill_stage(
+    gather: Gather, source: OpenSource, out: str, team: Team, holder: IntArray | None = None
+) -> Made:
+    """Do the part of any rank but the first in `fill_stage`; errors are its. Returns what this rank knows of it."""
+    from xrank.making.shared_writing import help_to_write_files
+
+    help_to_write_files(team, _work(gather, source, holder), out, gather.digest)
+    files = [{"name": file.output.name, "nbytes": file.output.nbytes} for file in gather.plan.files]
+    return Made({}, {"files": files, "resumed_nbytes": 0}, ())
+
+
+def _work(gather: Gather, source: OpenSource, holder: IntArray | None) -> Work:
+    options = gather.options
+    budget = Budget.within(options.max_memory_nbytes, options.num_workers)
+    return Work(gather.plan, source, budget, options.replicas, holder, gather.transforms)
+
+
+def _write_small_files(
+    gather: Gather, stage: Stage, digests: dict[int, FileDigests], notes: tuple[tuple[str, str], ...]
+) -> list[dict[str, Any]]:
+    """Write all but the weights, the manifest last; return the weights' files as the report lists them."""
+    plan = gather.plan
+    weights = [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(digests.items())]
+    files = list(weights)
+    own = gather.adapted.weights_file if gather.adapted is not None else None
+    model = [file.output for file in plan.files if file.output.name != own]
+    index = index_text(model) if model else None
+    if index is not None:
+        line = stage.write_file(INDEX_NAME, index.encode())
+        files.append(_plain(line))
+    lines = [stage.copy_file(companion.name, companion.path) for companion in gather.companions]
+    if gather.config_text is not None:
+        lines.append(stage.write_file("config.json", gather.config_text.encode()))
+    lines += [stage.write_file(name, text.encode()) for name, text in gather.texts.items()]
+    source = gather.source
+    text = manifest_text(
+        ManifestSource(source.format, source.world_size, source.run_id, source.step),
+        files,
+        {
+            tensor.output.name: _manifest_tensor(plan, tensor, digests[index])
+            for index, file in enumerate(plan.files)
+            for tensor in file.tensors
+        },
+        companions=[_plain(line) for line in lines],
+        tied={name: target for target, names in gather.selection.tied.items() for name in names},
+        excluded=gather.selection.excluded,
+        cast=gather.selection.cast,
+        merged=merged_texts(plan),
+        transformed=gather.transforms.made_of if gather.transforms is not None else None,
+        padding_dropped=gather.padding_dropped,
+        notes=[list(note) for note in (*gather.notes, *notes)],
+    )
+    stage.write_file(MANIFEST_NAME, text.encode())
+    return [{"name": file.name, "nbytes": file.nbytes, "digest": file.digest} for file in weights]
+
+
+def _plain(line: JournalLine) -> ManifestFile:
+    """Return a small file as the manifest lists it, with the digest of its plain bytes."""
+    return ManifestFile(line.file, line.nbytes, f"xxh128:{line.digest}")
+
+
+def _manifest_tensor(plan: Plan, tensor: TensorPlan, digests: FileDigests) -> ManifestTensor:
+    records, files = plan.source.records, plan.source.files
+    seen: dict[int, TensorSource] = {}
+    made_of = [tensor, *((tensor.update.a, tensor.update.b) if tensor.update is not None else ())]
+    for part in made_of:
+        for rank, record in zip(part.copies.rank.tolist(), part.copies.record.tolist(), strict=True):
+            name = os.path.basename(files[int(records.file[record])].path)
+            seen.setdefault(record, TensorSource(name, rank, int(records.offset[record]), int(records.nbytes[record])))
+    output = tensor.output
+    return ManifestTensor(
+        output.dtype,
+        output.shape,
+        digests.name,
+        digest_text(digests.tensors[output.name]),
+        tuple(seen.values()),
+        sum(map(len, tensor.compared)),
+    )
+
+
+def make_output(
+    gather: Gather,
+    source: OpenSource,
+    out: str,
+    progress: Callable[[int, int], None],
+    team: Team | None,
+    holder: IntArray | None = None,
+) -> Made:
+    """Fill a stage and make it the output; errors as `fill_stage`, and those of the commit."""
+    options = gather.options
+    with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
+        made = fill_stage(gather, source, stage, progress, team, holder)
+        if team is not None:
+            team.check()
+        stage.commit()
+        if team is not None:
+            team.committed()
+    return replace(made, notes=(*made.notes, *(("stage", note) for note in stage.notes)))

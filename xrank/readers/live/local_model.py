@@ -1,0 +1,183 @@
+"""What one rank holds of a live model: its tensors where they are, and where each belongs in the whole."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xrank.errors import LayoutError, UsageError
+from xrank.formats.rank_state import RankRecord
+from xrank.readers.live.module_tensors import check_model, is_extra_state
+from xrank.workspace.tensor_places import LocatedTensors, located_tensors, view_key
+
+if TYPE_CHECKING:
+    import torch
+
+    from xrank.layout.layout_map import LayoutMap
+
+__all__ = ["LocalModel", "local_model"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalModel:
+    """A rank's part of a model; nothing is copied."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Local parts by name, detached, of any device and strides."""
+    views: tuple[torch.Tensor, ...]
+    """The same parts, each once: tied names share one."""
+    view_of: Mapping[str, int]
+    """Name -> index in `views`."""
+    record: RankRecord
+    """Whose parts they are, and where they belong."""
+
+    def described(self) -> str:
+        """Return all of it but the values, as text for `xrank.readers.live.ranks`."""
+        return json.dumps(
+            {
+                "record": self.record.to_json(),
+                "views": [view.numel() * view.element_size() for view in self.views],
+                "tensors": {
+                    name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self.view_of[name]]
+                    for name, tensor in self.tensors.items()
+                },
+            },
+            separators=(",", ":"),
+        )
+
+
+def local_model(
+    model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any],
+    *,
+    layouts: LayoutMap | None = None,
+    mesh: Any = None,
+    rank: int,
+    world_size: int,
+) -> LocalModel:
+    """Return what this rank holds of a module, or of a state dict.
+
+    A module's names are those of its plain self: what wrappers put before them (DistributedDataParallel, torch.compile,
+    checkpoint_wrapper) is left out. What is no tensor (``_extra_state``) is left out, too.
+
+    Args:
+        model: a module, or tensors by name: plain ones, DTensors, or both. Of a module that Megatron cut, or a list of
+            its chunks, the tensors have the whole model's names (`xrank.readers.live.megatron_module`).
+        layouts: the layouts of plain tensors; without them a plain tensor is held whole by every rank that has it.
+        mesh: how the ranks of a Megatron module are laid out (`xrank.dialects.megatron.mesh`); others do not need it.
+        rank: this rank.
+        world_size: the number of ranks.
+
+    Raises:
+        UsageError: a tensor that has no bytes to take (meta, sparse, quantised), or a module that gathers itself.
+        LayoutError: a layout that no notation can say, or that does not fit its tensor.
+    """
+    import torch
+
+    model = _without_engine(model)
+    check_model(model)
+    _check_held(model)
+    located = _megatron_tensors(model, layouts, mesh, rank, world_size)
+    if located is None:
+        named = _state_dict(model) if isinstance(model, torch.nn.Module) else model
+        if isinstance(named, Mapping):
+            named = {name: value for name, value in named.items() if not is_extra_state(name)}
+        located = located_tensors(named, layouts, rank)
+    views: list[torch.Tensor] = []
+    view_of: dict[str, int] = {}
+    known: dict[Hashable, int] = {}
+    for name, tensor in located.local.items():
+        key = view_key(tensor)
+        if key not in known:
+            known[key] = len(views)
+            views.append(tensor.detach())
+        view_of[name] = known[key]
+    record = RankRecord(
+        run_id=None,
+        attempt=None,
+        step=None,
+        rank=rank,
+        world_size=world_size,
+        host=socket.gethostname(),
+        meshes=located.meshes,
+        tensors=located.records,
+    )
+    return LocalModel({name: views[view_of[name]] for name in located.local}, tuple(views), view_of, record)
+
+
+def _megatron_tensors(
+    model: Any, layouts: LayoutMap | None, mesh: Any, rank: int, world_size: int
+) -> LocatedTensors | None:
+    """Return the tensors of a module that Megatron cut, and where they belong; None for any other model."""
+    from xrank.dialects.megatron.mesh import megatron_mesh
+    from xrank.readers.live.megatron_module import is_megatron, megatron_tensors
+
+    if not is_megatron(model):
+        return None
+    found = megatron_mesh(mesh, rank, world_size)
+    if found is not None:
+        return megatron_tensors(model, found, layouts=layouts, rank=rank)
+    if layouts is not None and not isinstance(model, list | tuple):
+        return None  # the map says all
+    raise LayoutError(
+        "the module is cut as Megatron cuts it, and nothing says how its ranks are laid out",
+        rank=rank,
+        got=f"{world_size} ranks, no mesh",
+        want="a mesh with axes among tp, pp, ep, etp, dp and cp",
+        next_step='give mesh=, such as DeviceMesh.parse_grid("pp=2 dp=1 tp=2")',
+    )
+
+
+def _without_engine(model: Any) -> Any:
+    """Return the module in DeepSpeed's engine, which is a module and has no names of its own."""
+    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
+    return model.module if engine is not None and isinstance(model, engine) else model
+
+
+def _check_held(model: Any) -> None:
+    """Refuse parameters that ZeRO-3 has partitioned: what is left of them has no elements, and says so nowhere else.
+
+    Raises:
+        UsageError: it names one.
+    """
+    import torch
+
+    chunks = model if isinstance(model, list | tuple) else [model]
+    for chunk in chunks:
+        named: Any = (
+            chunk.named_parameters() if isinstance(chunk, torch.nn.Module) else getattr(chunk, "items", tuple)()
+        )
+        for name, tensor in named:
+            # deepspeed/runtime/zero/partition_parameters.py: _convert_to_deepspeed_param
+            whole = getattr(tensor, "ds_shape", None)
+            if whole is not None and tuple(tensor.shape) != tuple(whole):
+                raise UsageError(
+                    f"{name} is a placeholder of DeepSpeed's ZeRO-3: its values are partitioned",
+                    tensor=name,
+                    got=f"shape {tuple(tensor.shape)}",
+                    want=f"shape {tuple(whole)}",
+                    next_step="make the call within deepspeed.zero.GatheredParameters(list(module.parameters())), "
+                    "or save a checkpoint and gather that: xrank gather",
+                )
+
+
+def _state_dict(module: torch.nn.Module) -> dict[str, Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    flat = getattr(fsdp, "FullyShardedDataParallel", None)
+    if flat is not None and any(isinstance(child, flat) for child in module.modules()):
+        raise UsageError(
+            "the module is of FSDP1, which gathers itself whole on every rank",
+            got="FullyShardedDataParallel",
+            want="a module of fully_shard (FSDP2), or a state dict",
+            next_step="make FSDP with device_mesh=, and give its SHARDED_STATE_DICT, which holds DTensors then: "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model)",
+        )
+    if next(module.parameters(), None) is None and not module.state_dict():
+        return {}  # a stage of a pipeline without weights, say, which the function below takes for an error
+    # It knows the names that wrappers hide, and gathers nothing.
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return dict(get_model_state_dict(module))

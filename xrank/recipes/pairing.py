@@ -1,0 +1,188 @@
+"""Recipes: how the elements of one global tensor become those of others, in the notation on both sides.
+
+    linear_qkv "[g <q: r d | k: d | v: d>, h]"  ->  q "[g r d, h]", k "[g d, h]", v "[g d, h]"
+
+Each part of the source becomes one nest to the target of its name. The loops of the two sides are paired by the names
+of their sizes, so a permutation, a transpose and a swizzle are recipes, too: `"[n half two, h]" -> "[n two half, h]"`.
+A size that moves into tensors' names is a brace: `"[L, e, <gate: f | up: f>, h]" ->
+gate "layers.{L}.experts.{e}.gate_proj.weight [f, h]"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+from xrank.errors import LayoutError
+from xrank.layout.binding import checked_sizes
+from xrank.layout.nests import Loop, Nest, canonical
+from xrank.layout.tensor_name import MAX_NAMES
+from xrank.recipes.side import Branch, Side, SideLoop, branches_of, global_shape, parse_side
+
+__all__ = ["Pairing", "pair", "reversed_pairing", "single_tensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """One nest of a recipe. Addresses are those of all tensors of a side as one: its name's dims come first.
+
+    Args:
+        key: the part of the source that becomes the target; "" for a source without parts.
+        source: where the elements are.
+        target: where they go.
+        source_shape: the sizes of all dims of the source.
+        target_shape: the sizes of all dims of the target.
+        x: address of the first element in the source.
+        y: address of the first element in the target.
+        loops: (count, x stride, y stride), one for each name.
+    """
+
+    key: str
+    source: Side
+    target: Side
+    source_shape: tuple[int, ...]
+    target_shape: tuple[int, ...]
+    x: int
+    y: int
+    loops: tuple[Loop, ...]
+
+    @property
+    def nest(self) -> Nest:
+        """The whole pairing as one canonical nest."""
+        return canonical(Nest(self.x, self.y, self.loops))
+
+
+def pair(source: str, targets: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str, Pairing]:
+    """Return how each part of a source becomes its target, as one nest each.
+
+    Args:
+        source: the source's text, such as ``"[g <q: r d | k: d | v: d>, h]"``.
+        targets: part of the source -> text of the tensor that it becomes, or that has a part of the same name. A source
+            without parts has one target, of any key.
+        sizes: sizes by name, all that both sides hold.
+
+    Raises:
+        LayoutError: a text is no side of a recipe; a part has no target, or a target no part; a name is on one side
+            only, or twice on one; a size longer than 1 has no name; a size is not known.
+    """
+    whole = parse_side(source)
+    known = checked_sizes(sizes)
+    source_shape = global_shape(whole, known)
+    branches = branches_of(whole, known)
+    if [branch.key for branch in branches] == [""]:
+        if len(targets) != 1:
+            raise LayoutError(
+                f"the source {whole} has no parts, and {len(targets)} targets", got=str([*targets]), want="one target"
+            )
+        branches = [replace(branches[0], key=next(iter(targets)))]
+    keys = [branch.key for branch in branches]
+    for key in (*keys, *targets):
+        if key not in targets or key not in keys:
+            raise LayoutError(
+                f"the recipe of {whole} has the part {key!r} on one side only",
+                got=f"parts {keys}, targets {list(targets)}",
+                want="a target for each part, and a part for each target",
+            )
+    found: dict[str, Pairing] = {}
+    for branch in branches:
+        target = parse_side(targets[branch.key])
+        target_shape = global_shape(target, known)
+        end = _end(target, branch.key, known)
+        same = whole.all_dims == target.all_dims
+        loops = _paired(branch.loops, end.loops, f"{branch.key or whole} -> {target}", same)
+        found[branch.key] = Pairing(
+            branch.key, whole, target, source_shape, target_shape, branch.start, end.start, loops
+        )
+    return found
+
+
+def _end(target: Side, key: str, sizes: Mapping[str, int]) -> Branch:
+    """Return the part of a target that a source's part becomes: all of it, or the part of the same name."""
+    ends = {end.key: end for end in branches_of(target, sizes)}
+    end = ends.get("", ends.get(key))
+    if end is None:
+        raise LayoutError(
+            f"the target {target} has no part {key!r}",
+            got=f"parts {list(ends)}",
+            want=f"a part {key!r}, or none at all",
+        )
+    return end
+
+
+def reversed_pairing(pairing: Pairing) -> Pairing:
+    """Return the same recipe the other way: from the target to the part of the source that it came from."""
+    return Pairing(
+        pairing.key,
+        pairing.target,
+        pairing.source,
+        pairing.target_shape,
+        pairing.source_shape,
+        pairing.y,
+        pairing.x,
+        tuple((count, ys, xs) for count, xs, ys in pairing.loops),
+    )
+
+
+def single_tensors(pairing: Pairing) -> Iterator[tuple[str, str, Nest]]:
+    """Yield the recipe tensor by tensor: (source's name, target's name, nest between these two), in loop order.
+
+    Raises:
+        LayoutError: there are more than `MAX_NAMES` pairs of tensors.
+    """
+    from_dims, to_dims = len(pairing.source.name.dims), len(pairing.target.name.dims)
+    # Addresses within one tensor lie below these, so a loop between tensors has a stride of one of them at least.
+    from_step, to_step = prod(pairing.source_shape[from_dims:]), prod(pairing.target_shape[to_dims:])
+    between = [loop for loop in pairing.loops if loop[1] >= from_step or loop[2] >= to_step]
+    within = tuple(loop for loop in pairing.loops if loop not in between)
+    if prod(count for count, _, _ in between) > MAX_NAMES:
+        raise LayoutError(
+            f"the recipe of {pairing.source} stands for too many tensors",
+            got=f"{prod(count for count, _, _ in between):,}",
+            want=f"at most {MAX_NAMES:,}",
+        )
+    for at in product(*(range(count) for count, _, _ in between)):
+        x = pairing.x + sum(i * stride for i, (_, stride, _) in zip(at, between, strict=True))
+        y = pairing.y + sum(i * stride for i, (_, _, stride) in zip(at, between, strict=True))
+        yield (
+            pairing.source.name.at(*_digits(x // from_step, pairing.source_shape[:from_dims])),
+            pairing.target.name.at(*_digits(y // to_step, pairing.target_shape[:to_dims])),
+            canonical(Nest(x % from_step, y % to_step, within)),
+        )
+
+
+def _digits(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    digits = []
+    for size in reversed(sizes):
+        number, digit = divmod(number, size)
+        digits.append(digit)
+    return tuple(reversed(digits))
+
+
+def _paired(source: tuple[SideLoop, ...], target: tuple[SideLoop, ...], what: str, same: bool) -> tuple[Loop, ...]:
+    """Return the loops of both sides, paired by name; by place where both sides say the same."""
+    if same:
+        return tuple((a.count, a.stride, b.stride) for a, b in zip(source, target, strict=True))
+    for loops, side in ((source, "source"), (target, "target")):
+        names = [loop.name for loop in loops]
+        for name in names:
+            if name.isdigit():
+                raise LayoutError(
+                    f"{what}: the size {name} in the {side} has no name, so nothing says what it is on the other side",
+                    got=name,
+                    want="a name, and its size in sizes",
+                )
+            if names.count(name) > 1:
+                raise LayoutError(
+                    f"{what}: {name!r} is twice in the {side}", got=repr(name), want="each name once, or equal sides"
+                )
+    strides = {loop.name: loop.stride for loop in target}
+    for name in {loop.name: None for loop in (*source, *target)}:
+        if name not in strides or all(loop.name != name for loop in source):
+            raise LayoutError(
+                f"{what}: {name!r} is on one side only",
+                got=f"{name!r} in the {'target' if name in strides else 'source'}",
+                want="the same names on both sides",
+            )
+    return tuple((loop.count, loop.stride, strides[loop.name]) for loop in source)
