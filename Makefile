@@ -6,11 +6,20 @@ ORACLE_VENV := .venv-oracle
 # Shows a command as a person types it, then runs it with the virtual environment's programs.
 run = @echo '$$ $(1)'; PATH="$(abspath $(VENV))/bin:$$PATH" HF_HUB_OFFLINE=1 $(1)
 
-.PHONY: help demo test soak oracle lint bench clean
+# Each of the many programs that tests start would otherwise compile xrank anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+# One worker per core; each has up to 8 ranks of its own, 200 MB each. Where -m is given twice, the last counts.
+PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
+.PHONY: help demo test test-all soak oracle lint bench clean
 
 help:
 	@echo 'make demo    4 ranks train and leave shards in demo/workspace; gathers, verifies and compares them'
-	@echo 'make test    the tests; make test ARGS="-k gather -x" passes options to pytest'
+	@echo 'make test    the tests, without the slow ones; make test ARGS="-k gather -x" passes options to pytest'
+	@echo '             make test ARGS="-m quick" runs a cross-section in less than a minute'
+	@echo 'make test-all'
+	@echo '             all tests'
 	@echo 'make soak    200,000 gathers of ranks that raise and die, and every seeded kill, where make test takes a part'
 	@echo 'make oracle  compares with what other programs do, in $(ORACLE_VENV)'
 	@echo 'make lint    format, style, layers and types'
@@ -38,7 +47,10 @@ demo: $(VENV)/.ready clean
 	echo 'refused  exit status 4, and there is no demo/refused'
 
 test: $(VENV)/.ready
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+test-all: $(VENV)/.ready
+	$(PYTEST) $(ARGS)
 
 soak: $(VENV)/.ready
 	$(VENV)/bin/python -m pytest --soak -s tests/gather tests/conversion/test_shared_gather.py \
