@@ -83,6 +83,12 @@ class TensorSharding:
 
     Raises:
         LayoutError: an axis has two roles: it cuts two dims, or cuts and sums.
+
+    >>> sharding = TensorSharding(("x", None))
+    >>> str(sharding)
+    '[d0/=x, d1]'
+    >>> sharding.slices(DeviceMesh((2,), ("x",)), {"x": 1}, (6, 4))
+    ((3, 6), (0, 4))
     """
 
     dims: tuple[DimSharding, ...]
