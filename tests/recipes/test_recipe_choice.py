@@ -17,7 +17,7 @@ from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.workspace import WorkspaceReader
 from xrank.recipes.matching import match
-from xrank.recipes.recipe_file import read_recipe, shipped_recipes
+from xrank.recipes.recipe_file import read_recipe, recipes_for, shipped_recipes
 from xrank.recipes.sizes import check_arguments
 
 pytestmark = pytest.mark.timeout(120)
@@ -180,6 +180,7 @@ def test_two_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     both = (*shipped_recipes(), read_recipe(str(own)))
     monkeypatch.setattr("xrank.decisions.recipe_choice.shipped_recipes", lambda: both)
+    monkeypatch.setattr("xrank.decisions.recipe_choice.recipes_for", lambda names: both)
     with pytest.raises(UsageError, match="is not clear") as caught:
         choose_recipe(stored(tmp_path, theirs("llama"), ARGS), None, None)
     assert "megatron-llama" in str(caught.value.got) and "own.toml" in str(caught.value.got)
@@ -203,3 +204,18 @@ def test_what_is_no_recipe(tmp_path: Path, text: str, says: str) -> None:
     file.write_text(text)
     with pytest.raises(LayoutError, match=says):
         read_recipe(str(file))
+
+
+def test_each_shipped_recipe_is_found_by_each_of_its_names() -> None:
+    for recipe in shipped_recipes():
+        for side in (side for rule in recipe.rules for side in rule.sources):
+            assert recipe in recipes_for([side.name.at(*(0 for _ in side.name.dims))]), (recipe.name, str(side))
+
+
+def test_no_recipe_is_parsed_for_hugging_face_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(name: str) -> None:
+        raise AssertionError(f"{name} was parsed")
+
+    monkeypatch.setattr("xrank.recipes.recipe_file.shipped_recipe", parse)
+    names = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight")
+    assert choose_recipe(stored(tmp_path, {name: torch.zeros(2) for name in names}, None), None, None) is None

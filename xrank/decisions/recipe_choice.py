@@ -13,7 +13,7 @@ from xrank.layout.binding import names_of_dim
 from xrank.plan.source import StoredModel
 from xrank.recipes.matching import Match, ends, froms, match
 from xrank.recipes.recipe import Recipe
-from xrank.recipes.recipe_file import read_recipe, shipped_recipes
+from xrank.recipes.recipe_file import read_recipe, recipes_for, shipped_names, shipped_recipe, shipped_recipes
 from xrank.recipes.rewriting import rewritten
 from xrank.recipes.sizes import check_arguments, flags_of, solve_sizes, told_sizes
 
@@ -42,7 +42,9 @@ def choose_recipe(
         if not found.fits:
             raise _misfit(source, found, "the recipe does not fit")
         return found
-    matches = [match(recipe, names) for recipe in shipped_recipes()]
+    is_megatron = source.format.startswith("megatron")
+    # A recipe that knows no name neither fits nor is near; only an error about Megatron's names compares all recipes.
+    matches = [match(recipe, names) for recipe in (shipped_recipes() if is_megatron else recipes_for(names))]
     fitting = [found for found in matches if found.fits]
     model_type = _model_type(config)
     chosen = [found for found in fitting if model_type is None or model_type in found.recipe.model_types]
@@ -61,7 +63,7 @@ def choose_recipe(
         )
     nearest = max(matches, key=lambda found: (found.num_known, -len(found.missing)), default=None)
     is_near = nearest is not None and nearest.knows_layers and 2 * nearest.num_known >= len(names)
-    if nearest is not None and (is_near or source.format.startswith("megatron")):
+    if nearest is not None and (is_near or is_megatron):
         raise _misfit(source, nearest, "no recipe fits its names")
     return None
 
@@ -125,15 +127,14 @@ def _outcome(found: Match) -> frozenset[object]:
 
 
 def _named(asked: str) -> Recipe:
-    shipped = {recipe.name: recipe for recipe in shipped_recipes()}
-    if asked in shipped:
-        return shipped[asked]
+    if asked in shipped_names():
+        return shipped_recipe(asked)
     if os.path.isfile(asked):
         return read_recipe(asked)
     raise UsageError(
         f"no recipe is called {asked}, and it is no file",
         got=asked,
-        want=f"{', '.join(shipped)}, or a recipe's file",
+        want=f"{', '.join(shipped_names())}, or a recipe's file",
         next_step="correct --recipe, or leave it out",
     )
 

@@ -90,8 +90,10 @@ def pair(source: str, targets: Mapping[str, str], sizes: Mapping[str, int]) -> d
         target = parse_side(targets[branch.key])
         target_shape = global_shape(target, known)
         end = _end(target, branch.key, known)
-        same = whole.all_dims == target.all_dims
-        loops = _paired(branch.loops, end.loops, f"{branch.key or whole} -> {target}", same)
+        if whole.all_dims == target.all_dims:  # paired by place, for sizes without a name and names that stand twice
+            loops = tuple((a.count, a.stride, b.stride) for a, b in zip(branch.loops, end.loops, strict=True))
+        else:
+            loops = _pair_by_name(branch.loops, end.loops, (branch.key or whole, target))
         found[branch.key] = Pairing(
             branch.key, whole, target, source_shape, target_shape, branch.start, end.start, loops
         )
@@ -160,28 +162,30 @@ def _digits(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(digits))
 
 
-def _paired(source: tuple[SideLoop, ...], target: tuple[SideLoop, ...], what: str, same: bool) -> tuple[Loop, ...]:
-    """Return the loops of both sides, paired by name; by place where both sides say the same."""
-    if same:
-        return tuple((a.count, a.stride, b.stride) for a, b in zip(source, target, strict=True))
+def _pair_by_name(
+    source: tuple[SideLoop, ...], target: tuple[SideLoop, ...], ends: tuple[object, Side]
+) -> tuple[Loop, ...]:
+    """Return the loops of both sides, paired by the names of their sizes; `ends` are for errors."""
     for loops, side in ((source, "source"), (target, "target")):
         names = [loop.name for loop in loops]
         for name in names:
             if name.isdigit():
                 raise LayoutError(
-                    f"{what}: the size {name} in the {side} has no name, so nothing says what it is on the other side",
+                    f"{ends[0]} -> {ends[1]}: the size {name} in the {side} has no name to pair it by",
                     got=name,
                     want="a name, and its size in sizes",
                 )
             if names.count(name) > 1:
                 raise LayoutError(
-                    f"{what}: {name!r} is twice in the {side}", got=repr(name), want="each name once, or equal sides"
+                    f"{ends[0]} -> {ends[1]}: {name!r} is twice in the {side}",
+                    got=repr(name),
+                    want="each name once, or equal sides",
                 )
     strides = {loop.name: loop.stride for loop in target}
     for name in {loop.name: None for loop in (*source, *target)}:
         if name not in strides or all(loop.name != name for loop in source):
             raise LayoutError(
-                f"{what}: {name!r} is on one side only",
+                f"{ends[0]} -> {ends[1]}: {name!r} is on one side only",
                 got=f"{name!r} in the {'target' if name in strides else 'source'}",
                 want="the same names on both sides",
             )

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
@@ -49,7 +49,7 @@ from xrank.layout.tensor_name import TensorName
 from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import Side, parse_side
 
-__all__ = ["read_recipe", "shipped_recipes"]
+__all__ = ["read_recipe", "recipes_for", "shipped_names", "shipped_recipe", "shipped_recipes"]
 
 _TABLES = ("config", "args", "must", "sizes", "tensors")
 _LISTS = ("model_types", "padded", "ignored", "keep_fp32")
@@ -73,10 +73,38 @@ def read_recipe(path: str) -> Recipe:
     return _parsed(path, _tables(text, path), path)
 
 
-@lru_cache(maxsize=1)
+def shipped_names() -> tuple[str, ...]:
+    """Return the sorted names of the recipes that come with xrank, without parsing them."""
+    return tuple(_shipped())
+
+
 def shipped_recipes() -> tuple[Recipe, ...]:
-    """Return the recipes that come with xrank, by name."""
-    return tuple(_parsed(name, _tables(text, f"{name}.toml"), f"{name}.toml") for name, text in _shipped().items())
+    """Return all recipes that come with xrank, sorted by name."""
+    return tuple(map(shipped_recipe, _shipped()))
+
+
+def recipes_for(names: Iterable[str]) -> tuple[Recipe, ...]:
+    """Return the shipped recipes that may know any of these training names; the other files are not parsed."""
+    words = {name.partition(".")[0] for name in names}
+    return tuple(shipped_recipe(name) for name in _shipped() if not words.isdisjoint(_first_words(name)))
+
+
+@lru_cache(maxsize=32)
+def shipped_recipe(name: str) -> Recipe:
+    """Return the shipped recipe of that name."""
+    return _parsed(name, _tables(_shipped()[name], f"{name}.toml"), f"{name}.toml")
+
+
+@lru_cache(maxsize=32)
+def _first_words(name: str) -> frozenset[str]:
+    """Return the first components of the source names of a shipped recipe and of those that it extends.
+
+    They are searched in the text, because parsing all recipes takes longer than the rest of a small dry run. Shipped
+    files write each source quoted at the start of a line.
+    """
+    text = _shipped()[name]
+    words = frozenset(re.findall(r'^"([^".{\[ ]+)', text, re.MULTILINE))
+    return words.union(*map(_first_words, re.findall(r'^extends = "(.+)"$', text, re.MULTILINE)))
 
 
 @lru_cache(maxsize=1)

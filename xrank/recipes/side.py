@@ -80,27 +80,27 @@ def parse_side(text: str) -> Side:
     reader.end()
     side = Side(name, tree.dims)
     for dim in side.all_dims:
-        _refuse_ranks(dim, str(side))
+        _refuse_ranks(dim, side)
     if (tree.view, tree.where, tree.sums) != (None, (), ()):
         raise LayoutError(f"a recipe is of whole tensors, and {text[:200]!r} has a clause", got=render(tree))
     return side
 
 
-def _refuse_ranks(node: Node, text: str) -> None:
+def _refuse_ranks(node: Node, side: Side) -> None:
     match node:
         case Split() | Pad() | Flat():
             raise LayoutError(
-                f"a recipe is of whole tensors, and {text} holds {render_dim(node)}",
+                f"a recipe is of whole tensors, and {side} holds {render_dim(node)}",
                 got=render_dim(node),
                 want="sizes, products and parts",
                 next_step="say in the layout how ranks share the tensor, and in the recipe what it is made of",
             )
         case Product(factors):
             for factor in factors:
-                _refuse_ranks(factor, text)
+                _refuse_ranks(factor, side)
         case Parts(parts):
             for part in parts:
-                _refuse_ranks(part.of, text)
+                _refuse_ranks(part.of, side)
 
 
 def global_shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:

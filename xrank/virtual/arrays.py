@@ -69,11 +69,10 @@ def kind_of(array: Array) -> ArrayKind:
         return "numpy"
     torch = sys.modules.get("torch")
     if torch is not None and type(array) in (torch.Tensor, torch.nn.Parameter):
-        got = f"a {array.layout} tensor on {array.device}"
-        if array.device.type == "cpu" and kind_without_elements(array) is None:
-            if has_memory(array):
-                return "torch"
-            got = "a tensor whose storage was freed"
+        is_dense = array.device.type == "cpu" and kind_without_elements(array) is None
+        if is_dense and has_memory(array):
+            return "torch"
+        got = "a tensor whose storage was freed" if is_dense else f"a {array.layout} tensor on {array.device}"
     else:
         got = f"{type(array).__module__}.{type(array).__qualname__}"
     raise UsageError(

@@ -50,23 +50,26 @@ def group_of(
             f"device {device} calls a collective over no group", rank=device, got=repr(group), want="several devices"
         )
     members = tuple(group)
-    told = f"device {device} calls a collective over the group {list(members)}"
-    step = "give the same list of distinct devices on each of them, and call on these alone"
+
+    def refusal(problem: str, want: str, got: str | None = None) -> UsageError:
+        return UsageError(
+            f"device {device} calls a collective over the group {list(members)}{problem}",
+            rank=device,
+            got=got,
+            want=want,
+            next_step="give the same list of distinct devices on each of them, and call on these alone",
+        )
+
     if axes is not None:
-        raise UsageError(f"{told} and over axes", rank=device, got=f"axes={axes!r}", want="either", next_step=step)
+        raise refusal(" and over axes", "either", f"axes={axes!r}")
     for member in members:
         if not isinstance(member, SupportsIndex) or member not in mesh:
-            raise UsageError(
-                f"{told}, but the mesh {mesh.grid!r} has no device {member!r}",
-                rank=device,
-                got=repr(member),
-                want=f"devices of {list(mesh.ranks[:16])}{' ...' if mesh.size > 16 else ''}",
-                next_step=step,
-            )
+            first = f"{list(mesh.ranks[:16])}{' ...' if mesh.size > 16 else ''}"
+            raise refusal(f", but the mesh {mesh.grid!r} has no device {member!r}", f"devices of {first}", repr(member))
         if members.count(member) > 1:
-            raise UsageError(f"{told}, which holds {member} twice", rank=device, want="each once", next_step=step)
+            raise refusal(f", which holds {member} twice", "each once")
     if device not in members:
-        raise UsageError(f"{told}, which it is not in", rank=device, want=f"{device} among them", next_step=step)
+        raise refusal(", which it is not in", f"{device} among them")
     return members
 
 

@@ -48,7 +48,7 @@ class _StoppedError(BaseException):
 class _Wait(NamedTuple):
     queue: deque[Any]
     source: int
-    what: str
+    what: object
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Room:
         """Return the next value of a queue, waiting for it."""
         with self.lock:
             while not queue:
-                self.waits[device] = _Wait(queue, source, str(what))
+                self.waits[device] = _Wait(queue, source, what)
                 self.look_for_the_end()
                 while device in self.waits and not self.is_over:
                     self.waker(device).wait()
@@ -114,7 +114,7 @@ class Room:
 
     def reasons(self) -> dict[int, str]:
         """Return what each device that waits does wait for, in words; called with the lock held."""
-        return {d: awaited(wait.source, self.live, wait.what) for d, wait in sorted(self.waits.items())}
+        return {d: awaited(wait.source, self.live, str(wait.what)) for d, wait in sorted(self.waits.items())}
 
     def stop(self) -> None:
         """Let no thread wait any longer; called with the lock held."""
