@@ -20,7 +20,7 @@ from xrank.conversion import clean as clean_module
 from xrank.conversion.clean import clean
 from xrank.conversion.inspect import inspect_source
 from xrank.errors import IncompleteError
-from xrank.workspace.abandoned_memory import abandoned_segments
+from xrank.workspace.abandoned_memory import find_abandoned_segments
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.writers import stage_inspection
 from xrank.writers.journal import JOURNAL_NAME, journal_text
@@ -223,7 +223,7 @@ def test_a_segment_that_goes_meanwhile_hides_no_other(tmp_path: Path, monkeypatc
         (tmp_path / f"rank_{rank}").touch()
     first, *others = [entry.path for entry in os.scandir(tmp_path)]
     listed_before(monkeypatch, "scandir", lambda _: os.unlink(first))
-    found = abandoned_segments(str(tmp_path), older_than=time.time() + 4000)
+    found = find_abandoned_segments(str(tmp_path), older_than=time.time() + 4000)
     assert [path for path, _ in found] == others
 
 
@@ -242,7 +242,7 @@ def test_a_segment_that_is_only_mapped_is_held_for_whoever_is_not_root_too() -> 
                 with open("rank_0", "r+b") as file:
                     kept = mmap.mmap(file.fileno(), 4096)
                 os.closerange(3, 4096)  # the mapping's own descriptor, too
-                found = [path for path, _ in abandoned_segments(".", older_than=time.time() + 4000)]
+                found = [path for path, _ in find_abandoned_segments(".", older_than=time.time() + 4000)]
                 os._exit(0 if len(kept) and found == ["./rank_1"] else 1)
             finally:
                 os._exit(2)

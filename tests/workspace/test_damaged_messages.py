@@ -48,7 +48,7 @@ def is_whole(message):
 def test_what_is_not_there_may_come(reader, receipt, file):
     os.rename(file, file.with_suffix(".away"))
     for _ in range(2):
-        with pytest.raises(IncompleteError, match="rank 1 is not to be seen") as caught:
+        with pytest.raises(IncompleteError, match="rank 1 is not visible") as caught:
             reader.fetch(1, receipt)
         assert (caught.value.rank, caught.value.file) == (1, str(file))
         assert f"the {sum(SIZES) + len(HEADER)} bytes" in caught.value.want and str(file.parent) in caught.value.want
@@ -111,7 +111,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_place_is_said(reader, receipt, 
     for at in [*edges, *chance.sample(range(23_001), 142), *chance.sample(range(23_001, len(content)), 50)]:
         content[at] ^= 1 << chance.randrange(8)
         file.write_bytes(content)
-        with pytest.raises(CorruptError, match="message of rank 1 is not what it wrote") as caught:
+        with pytest.raises(CorruptError, match="bytes of rank 1's message differ from those it wrote") as caught:
             reader.fetch(1, receipt)
         (part,) = [part for part in zip(starts, ends, strict=True) if part[0] <= at < part[1]]
         assert caught.value.index_range == "bytes {}-{}".format(*part)
@@ -152,32 +152,32 @@ def test_a_pipe_or_a_directory_in_its_place_is_refused_at_once(reader, receipt, 
 # ---- receipts
 
 
-def changed_name(told, file):
+def changed_name(fields, file):
     for name in (".", "..", "", "/etc/passwd", f"../{file.parent.name}/{file.name}", file.name[1:], file.name + "\0"):
-        yield {**told, "name": name}
-    yield {**told, "name": f"sub/{file.name}"}
-    yield {**told, "name": 3}
-    yield {**told, "name": [file.name]}
+        yield {**fields, "name": name}
+    yield {**fields, "name": f"sub/{file.name}"}
+    yield {**fields, "name": 3}
+    yield {**fields, "name": [file.name]}
 
 
-def changed_parts(told):
-    for part in ({}, None, 3, [], {**told["header"], "offset": -1}, {**told["header"], "nbytes": "3"}):
-        yield {**told, "header": part}
-        yield {**told, "buffers": [part]}
-    yield {**told, "header": {**told["header"], "more": 1}}
-    yield {**told, "header": {**told["header"], "nbytes": 1.5}}
-    yield {**told, "buffers": 3}
+def changed_parts(fields):
+    for part in ({}, None, 3, [], {**fields["header"], "offset": -1}, {**fields["header"], "nbytes": "3"}):
+        yield {**fields, "header": part}
+        yield {**fields, "buffers": [part]}
+    yield {**fields, "header": {**fields["header"], "more": 1}}
+    yield {**fields, "header": {**fields["header"], "nbytes": 1.5}}
+    yield {**fields, "buffers": 3}
 
 
 def test_a_receipt_that_was_changed_is_corrupt(writer, reader, receipt, file):
-    told = json.loads(receipt)
-    without = [{key: value for key, value in told.items() if key != part} for part in told]
-    for damaged in [*changed_name(told, file), *changed_parts(told), *without]:
+    fields = json.loads(receipt)
+    without = [{key: value for key, value in fields.items() if key != part} for part in fields]
+    for damaged in [*changed_name(fields, file), *changed_parts(fields), *without]:
         with pytest.raises(CorruptError, match="rank 1"):
             reader.fetch(1, json.dumps(damaged))
         with pytest.raises(CorruptError):
             writer.retire(json.dumps(damaged))
-    told["header"]["digest"] = told["header"]["digest"].upper()[::-1]
-    with pytest.raises(CorruptError, match="not what it wrote"):
-        reader.fetch(1, json.dumps(told))
+    fields["header"]["digest"] = fields["header"]["digest"].upper()[::-1]
+    with pytest.raises(CorruptError, match="differ from those it wrote"):
+        reader.fetch(1, json.dumps(fields))
     assert is_whole(reader.fetch(1, receipt)) and file.exists()

@@ -101,7 +101,7 @@ def test_without_a_directory_it_says_so(tmp_path):
     workspace.close()
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UsageError, match="is no directory"):
+        with pytest.raises(UsageError, match="is not a directory"):
             DirectoryMessages(path, 0)
 
 

@@ -1,4 +1,4 @@
-"""Messages in memory: what is not the message that was told is never read; what is left, and what fails."""
+"""Messages in memory: what is not the message that was fields is never read; what is left, and what fails."""
 
 import errno
 import fcntl
@@ -14,12 +14,12 @@ from xrank.errors import CorruptError, IncompleteError, NoSpaceError, UsageError
 from xrank.testing.message_contract import filled
 from xrank.workspace import memory_file
 
-# ---- what is not the message that was told
+# ---- what is not the message that was fields
 
 
 def changed(receipt, **changes):
-    told = json.loads(receipt)
-    return json.dumps({**told, "place": json.dumps({**json.loads(told["place"]), **changes})})
+    fields = json.loads(receipt)
+    return json.dumps({**fields, "place": json.dumps({**json.loads(fields["place"]), **changes})})
 
 
 @pytest.mark.parametrize("part", ["pid", "fd", "device", "inode", "nbytes", "nonce"])
@@ -40,12 +40,12 @@ def test_memory_whose_size_may_change_is_never_read(writer, reader, seals):
     other = os.memfd_create("xrank-" + place["nonce"], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.sendfile(other, place["fd"], 0, place["nbytes"])
     fcntl.fcntl(other, fcntl.F_ADD_SEALS, seals)
-    told = changed(receipt, fd=other, inode=os.fstat(other).st_ino)
+    fields = changed(receipt, fd=other, inode=os.fstat(other).st_ino)
     with pytest.raises(IncompleteError):
-        reader.fetch(1, told)
+        reader.fetch(1, fields)
     # It is all that was wrong with it.
     fcntl.fcntl(other, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-    assert holds(reader.fetch(1, told)[1][0], 1)
+    assert holds(reader.fetch(1, fields)[1][0], 1)
     os.close(other)
 
 
@@ -73,10 +73,10 @@ def test_memory_of_another_host_is_an_error_that_names_it(writer, reader):
 
 @pytest.mark.parametrize("part", ["place", "number", "kept", "table"])
 def test_a_receipt_that_was_changed_gives_no_message(writer, reader, part):
-    told = json.loads(writer.publish("", [filled(1, 1000)]))
-    without = {key: value for key, value in told.items() if key != part}
+    fields = json.loads(writer.publish("", [filled(1, 1000)]))
+    without = {key: value for key, value in fields.items() if key != part}
     wrong = [None, "x", [], {}, -1, 1 << 70, ["x"], [1], [None, 1], [-8, 16], [0, 1 << 40], [64, 3]]
-    for damaged in [without] + [{**told, part: value} for value in wrong]:
+    for damaged in [without] + [{**fields, part: value} for value in wrong]:
         try:
             _, buffers = reader.fetch(1, json.dumps(damaged))
         except (CorruptError, IncompleteError):
@@ -84,7 +84,7 @@ def test_a_receipt_that_was_changed_gives_no_message(writer, reader, part):
         # Of what is kept, nothing is needed for the message.
         assert part == "kept" and holds(buffers[0], 1, 1000)
     if part != "kept":
-        assert holds(reader.fetch(1, json.dumps(told))[1][0], 1, 1000)
+        assert holds(reader.fetch(1, json.dumps(fields))[1][0], 1, 1000)
 
 
 # ---- what is left, what fails

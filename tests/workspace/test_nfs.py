@@ -102,7 +102,7 @@ def test_importing_and_constructing_costs_no_torch(tmp_path):
 def test_a_file_where_the_directory_should_be(tmp_path):
     (tmp_path / "f").write_text("")
     for path in (tmp_path / "f", tmp_path / "f" / "g"):
-        with pytest.raises(UsageError, match="is no directory"):
+        with pytest.raises(UsageError, match="is not a directory"):
             NFSWorkspace(path)
 
 
@@ -141,7 +141,7 @@ def test_a_state_of_a_larger_world_is_an_earlier_runs(tmp_path, environ):
         NFSWorkspace(tmp_path, rank=rank, world_size=4).write_configs_and_weights({}, {})
     smaller = NFSWorkspace(tmp_path, rank=0, world_size=2)
     assert smaller.read_configs_and_weights_from_rank(1) == (None, None)
-    with pytest.raises(UsageError, match="no rank 3"):
+    with pytest.raises(UsageError, match="rank 3 is not in a world of 2"):
         smaller.read_configs_and_weights_from_rank(3)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from xrank.errors import UsageError
 from xrank.workspace import shared_directory
-from xrank.workspace.shared_directory import make_directory, names_in
+from xrank.workspace.shared_directory import list_names, make_directory
 
 
 def test_there_or_not(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_there_or_not(tmp_path: Path) -> None:
 def test_what_is_no_directory(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "absent")
-    with pytest.raises(UsageError, match="is no directory"):
+    with pytest.raises(UsageError, match="is not a directory"):
         make_directory(str(tmp_path / name))
 
 
@@ -44,7 +44,7 @@ def test_an_old_view_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     make_directory(str(path))
     assert len(asked) == looks + 1
     asked.clear()
-    with pytest.raises(UsageError, match="is no directory"):
+    with pytest.raises(UsageError, match="is not a directory"):
         make_directory(str(path), stale_seconds=-1.0)
     assert len(asked) == 1
 
@@ -62,7 +62,7 @@ def test_a_listing_that_is_refused_for_a_moment(tmp_path: Path, monkeypatch: pyt
         return plain(name)
 
     monkeypatch.setattr(shared_directory.os, "listdir", stale)
-    assert names_in(str(path)) == ["rank_0_state.pth"]
+    assert list_names(str(path)) == ["rank_0_state.pth"]
     assert len(asked) == looks + 1
     with pytest.raises(FileNotFoundError):
-        names_in(str(tmp_path / "absent"), stale_seconds=-1.0)
+        list_names(str(tmp_path / "absent"), stale_seconds=-1.0)

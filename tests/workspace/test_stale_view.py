@@ -196,7 +196,7 @@ def test_who_saw_half_of_it_has_patience_enough(tmp_path, hosts, server):
     (name,) = os.listdir(tmp_path)
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[:500])
-    with pytest.raises(IncompleteError, match="not to be seen"), first.client.serving(message_file):
+    with pytest.raises(IncompleteError, match="not visible"), first.client.serving(message_file):
         first.messages.fetch(1, receipt)
     (tmp_path / name).write_bytes(content)
     assert first.fetch(1, receipt)[0] == "half" and server.seconds == 60

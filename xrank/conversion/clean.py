@@ -12,7 +12,7 @@ from typing import Any
 from xrank.conversion.report import peak_rss_nbytes
 from xrank.errors import OutputExistsError, UsageError
 from xrank.plan.report import Report
-from xrank.workspace.abandoned_memory import abandoned_segments
+from xrank.workspace.abandoned_memory import find_abandoned_segments
 from xrank.workspace.directory_messages import MessageName
 from xrank.writers.abandoned import clear, owner_text, roll_forward
 from xrank.writers.journal import read_journal
@@ -95,7 +95,7 @@ def _messages(path: str, now: float) -> list[dict[str, Any]]:
 def _segments(memory: str, now: float) -> list[dict[str, Any]]:
     return [
         {"path": path, "nbytes": status.st_size, "removed": True, "why": "no process holds it"}
-        for path, status in abandoned_segments(memory, older_than=now - _ABANDONED_SECONDS)
+        for path, status in find_abandoned_segments(memory, older_than=now - _ABANDONED_SECONDS)
     ]
 
 

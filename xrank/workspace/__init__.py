@@ -1,6 +1,6 @@
-"""Workspaces: where ranks leave their states for others.
+"""Workspaces: where ranks write their states for other ranks to read.
 
-Names are loaded when they are first used, so that importing this imports no torch.
+Names are loaded on first use, so importing this package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""Arenas: memory that a writer keeps and a reader maps, so that a message costs one copy; the reader may lease it.
+"""Arenas: memory that a writer owns and a reader maps, so that a message costs one copy. The reader may lease it.
 
-The first word of an arena says whether it is taken: the writer sets it, and the reader frees it when it has copied
-what it needs, or when the last tensor that lies in the arena is gone. Then the writer may write there again. The second
-word is the number of the message that lies there, so that nobody takes a later message for the one that was told.
+The first word of an arena is its state. The writer sets it to taken. The reader sets it to free after it has copied the
+message, or when the last tensor in the arena is gone; then the writer may reuse the arena. The second word is the
+message's number, so that a reader cannot mistake a later message for the one in its receipt.
 
-A memfd (memfd_create(2)) is counted against the process' memory, not against the size of /dev/shm, and nothing can be
-left behind or guessed. Fresh bytes are written by write(2), the quickest way to fresh pages, which says ENOSPC where a
-store through a mapping would be killed by SIGBUS; bytes that exist already are copied to directly.
+A memfd (memfd_create(2)) counts against the process's memory, not against the size of /dev/shm. It has no name that
+could be guessed or left behind. Fresh bytes are written by write(2): it is the quickest way to fresh pages, and it
+reports ENOSPC where a store through a mapping would cause SIGBUS. Existing bytes are copied to directly.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import weakref
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xrank.errors import NoSpaceError
+from xrank.workspace.free_space import NO_MEMORY, make_no_memory_error
 from xrank.workspace.memory_file import MemoryFile, MemoryPlace, open_place
 from xrank.workspace.plain_memory import row_major_bytes
 
@@ -32,21 +31,21 @@ __all__ = ["ALIGNMENT", "Arena", "AttachedArena", "Lease", "is_as_in_memory", "n
 ALIGNMENT = 64
 _HEAD_NBYTES = ALIGNMENT
 _USE, _NUMBER = range(2)
-"""The words of an arena."""
+"""Indexes of an arena's words."""
 _FREE, _TAKEN, _LENT, _ABANDONED = range(4)
 _NO_MESSAGE = 0
 _MIN_NBYTES = 128 << 10
 _SMALL_NBYTES = 4 << 20
-"""Up to here a plain copy costs less than to make the tensor that torch would copy to, with all its threads."""
+"""Up to this size a plain copy costs less than creating the tensor that torch copies to with all its threads."""
 _HUGE_NBYTES = 4 << 20
-"""Buffers from this size on get huge pages: fresh small pages cost three times the copy."""
+"""Larger buffers get huge pages, because fresh small pages cost three times the copy."""
 
 
 class Arena:
     """The writer's side of one arena.
 
     Args:
-        nbytes: that it is to hold at least; no memory is taken before it is written.
+        nbytes: minimum capacity; memory is allocated when it is written.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -58,7 +57,7 @@ class Arena:
         try:
             os.ftruncate(self._file.fd, total)
             self.place: MemoryPlace = self._file.seal(writable=True)
-            self.told = self.place.to_json()
+            self.description = self.place.to_json()
             self._whole: torch.Tensor | None = None
             self._memory = mmap.mmap(self._file.fd, total)
             self._words = _words_of(self._memory)
@@ -70,23 +69,24 @@ class Arena:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody reads it any more."""
+        """Whether no reader needs it any more."""
         return self._words[_USE] == _FREE
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether nobody will say when it is free."""
+        """Whether no reader will ever free it."""
         return self._words[_USE] == _ABANDONED
 
     def take(self) -> int:
-        """Say that it is in use, until its reader says otherwise; return the new message's number."""
+        """Mark the arena as taken until its reader frees it, and return the new message's number."""
         self._num_messages += 1
+        # The number before the state: a reader that sees the arena taken must find this message's number.
         self._words[_NUMBER] = self._num_messages
         self._words[_USE] = _TAKEN
         return self._num_messages
 
     def write(self, offset: int, tensor: torch.Tensor) -> None:
-        """Copy a tensor's elements, row-major, to `offset`; writes to fresh memory go upwards, without a gap of a page.
+        """Copy a tensor's elements, row-major, to `offset`; writes to fresh memory go upwards, less than a page apart.
 
         Raises:
             NoSpaceError: the system has no memory for it.
@@ -108,7 +108,7 @@ class Arena:
         self.write_bytes(offset, row_major_bytes(tensor).data)
 
     def write_bytes(self, offset: int, content: bytes | memoryview) -> None:
-        """Put bytes at `offset`; as `write`."""
+        """Write bytes at `offset`, like `write`."""
         start, end = _HEAD_NBYTES + offset, offset + len(content)
         if end <= self._written:
             self._memory[start : _HEAD_NBYTES + end] = content
@@ -122,75 +122,68 @@ class Arena:
             try:
                 n = os.pwrite(self._file.fd, data, position)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                if error.errno not in NO_MEMORY:
                     raise
-                free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-                raise NoSpaceError(
-                    "there is no memory for what is to be gathered",
-                    got=f"{free:,} bytes free",
-                    want=f"{needed:,} bytes",
-                    next_step="free memory on this host, or give workspace_path",
-                    needed_nbytes=needed,
-                    free_nbytes=free,
-                ) from error
+                next_step = "free memory on this host, or give workspace_path"
+                raise make_no_memory_error("the message", needed, next_step) from error
             data, position = data[n:], position + n
 
     def close(self) -> None:
-        """End the message in it, and let go of the memory; what readers have of it, they keep."""
+        """End the message in it and release the memory. Readers keep what they hold."""
         self._words[_NUMBER] = _NO_MESSAGE
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
-        """Let go of the memory in this process, and of nothing in those that share it."""
+    def release(self) -> None:
+        """Release the memory in this process only."""
         self._file.close()
-        # A tensor made by `write` may still hold the mapping for a moment; it goes with the last of them.
+        # A tensor made by `write` may still hold the mapping for a moment; the mapping ends with the last such tensor.
         del self._memory, self._words, self._whole
 
 
 def _words_of(memory: mmap.mmap) -> memoryview:
-    # Numbers that are loaded and stored whole; all slots of a memoryview keep the mapping, as any part of it does.
+    # memoryview items are loaded and stored as whole numbers. Like every slice, this one keeps the mapping alive.
     return memoryview(memory)[:_HEAD_NBYTES].cast("q")
 
 
 def is_as_in_memory(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's elements are what lies at its address, one after another."""
+    """Return whether a tensor's elements lie at its address, one after another."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class Lease:
-    """The reader's use of an arena, from the lending until the last of what was lent is gone.
+    """A reader's use of an arena, until the last of the lent buffers is gone.
 
     Args:
-        words: of the arena.
-        whole: what all that was lent holds, and nobody else; when it goes, the writer has the arena back.
+        words: the arena's words.
+        whole: the array that only the lent buffers reference; when it is gone, the writer gets the arena back.
     """
 
     def __init__(self, words: memoryview, whole: np.ndarray) -> None:
         self.is_over = False
         self._words = words
         self._is_abandoned = False
-        self._end = weakref.ref(whole, self._ended)
+        self._end = weakref.ref(whole, self._finish)
         _leases.add(self)
 
-    def _ended(self, whole: object) -> None:
+    def _finish(self, whole: object) -> None:
         self.is_over = True
-        if _leases is not None:  # the interpreter may be ending, and its modules before it
+        if _leases is not None:  # at interpreter exit, module globals may be gone
             _leases.discard(self)
         if not self._is_abandoned:
             self._words[_USE] = _FREE
 
     def abandon(self) -> None:
-        """Let the writer go on without the arena."""
+        """Stop counting on the arena's return, so that the writer takes another one."""
         self._is_abandoned = True
         self._words[_USE] = _ABANDONED
 
 
 _leases: set[Lease] = set()
-"""Those that are not over: a reference that nobody holds would not be called."""
+"""Leases that are not over: a weak reference calls its callback only as long as it exists itself."""
 
 
 def _abandon_leases() -> None:
-    # Two processes are about to hold the same tensors, and neither will know when the other has dropped them.
+    # After the fork two processes hold the same tensors, and neither can know when the other one drops them.
     for lease in list(_leases):
         lease.abandon()
 
@@ -199,14 +192,14 @@ os.register_at_fork(before=_abandon_leases)
 
 
 class AttachedArena:
-    """A reader's side: what the writer put there, until the reader says that it needs it no more."""
+    """The reader's side of an arena."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory, self._words = memory, _words_of(memory)
 
     @classmethod
     def open(cls, place: MemoryPlace) -> AttachedArena | None:
-        """Map an arena; None where it is there no more."""
+        """Map an arena; return None if it no longer exists."""
         fd = open_place(place, writable=True)
         if fd is None:
             return None
@@ -216,7 +209,7 @@ class AttachedArena:
             os.close(fd)
 
     def holds(self, number: int) -> bool:
-        """Whether the message of that number lies here, and was not fetched yet."""
+        """Return whether that message lies here and was not fetched yet."""
         return self._words[_USE] == _TAKEN and self._words[_NUMBER] == number
 
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -224,7 +217,7 @@ class AttachedArena:
         return self._memory[_HEAD_NBYTES + offset : _HEAD_NBYTES + offset + nbytes]
 
     def copy(self, parts: list[tuple[int, int]]) -> list[memoryview]:
-        """Return copies of (offset, nbytes) parts, and let the writer have the arena."""
+        """Return copies of (offset, nbytes) parts, and give the arena back to the writer."""
         copies = [new_buffer(nbytes) for _, nbytes in parts]
         with memoryview(self._memory) as whole:
             for (offset, nbytes), copy in zip(parts, copies, strict=True):
@@ -233,17 +226,17 @@ class AttachedArena:
         return copies
 
     def drop(self) -> None:
-        """Let the writer have the arena."""
+        """Give the arena back to the writer."""
         self._words[_USE] = _FREE
 
     def lend(self, parts: list[tuple[int, int]]) -> tuple[list[memoryview], Lease]:
-        """Return (offset, nbytes) parts as they lie in the arena; the writer has it back when the last of them is gone.
+        """Return (offset, nbytes) parts in place; the writer gets the arena back when the last of them is gone.
 
-        What is made of a part (a tensor, a view of it) holds it. When this process forks meanwhile, the writer never
-        has it back, and takes another.
+        Tensors and views made from a part keep it alive. If this process forks meanwhile, the writer never gets the
+        arena back, and takes another.
         """
         self._words[_USE] = _LENT
-        # One array that all parts hold, and nobody else: its end is the end of the last of them.
+        # All parts, and nothing else, reference this one array: it is freed with the last of them.
         whole = np.frombuffer(self._memory, np.uint8)
         lease = Lease(self._words, whole)
         view = whole.data
@@ -252,7 +245,7 @@ class AttachedArena:
 
 
 def new_buffer(nbytes: int) -> memoryview:
-    """Return writable memory of the caller's own, its content undefined; much of it lies in huge pages."""
+    """Return writable, uninitialised memory owned by the caller; large buffers lie in huge pages."""
     if nbytes < _HUGE_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.empty(nbytes, np.uint8).data
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,4 +1,4 @@
-"""What a workspace is: the place through which ranks leave and find each other's tensors and configs."""
+"""The workspace protocols: where ranks write tensors and configs, and read each other's."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["MessageWorkspace", "Workspace"]
 
 @runtime_checkable
 class Workspace(Protocol):
-    """Keeps one durable state for each rank; no call communicates, waits for, or needs any other rank.
+    """Stores one durable state per rank. A call never communicates with another rank or waits for one.
 
-    Call order: construct on every rank; write as often as wanted, the last write counts; then anyone reads anyone.
-    That a rank *has* written is for the callers to know (a barrier of their own): None for a state means "not there
-    yet", and a reader that looks while a rank writes gets its state before or after, never between.
+    Call order: construct on every rank; write any number of times, the last write counts; then any rank reads any rank.
+    Callers ensure that a rank *has* written (by a barrier of their own): a result of None means "not written yet". A
+    reader that runs during a write gets the complete old state or the complete new one.
 
-    Who may call: a rank writes only its own state, one thread at a time; reading is free to all.
+    A rank writes only its own state, from one thread at a time. Any rank may read.
 
-    A crash leaves the rank's last complete state, and perhaps an unfinished one that no reader takes for a state; the
-    next construction for this rank in this place removes it.
+    A crash leaves the rank's last complete state, and perhaps an unfinished file that no reader accepts as a state.
+    The next construction for this rank in this place removes that file.
     """
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there is a place at all; where there is none, the two methods raise ValueError."""
+        """Whether the workspace has a place. Without one, the two methods raise UsageError, a ValueError."""
         ...
 
     def write_configs_and_weights(
@@ -40,16 +40,16 @@ class Workspace(Protocol):
         layouts: LayoutMap | None = None,
         step: int | None = None,
     ) -> None:
-        """Leave this rank's state: complete, or, where this raises, what was there before.
+        """Write this rank's state. If this raises, the previous state stays.
 
         Args:
-            config_json: what JSON can hold, with texts for keys; tuples come back as lists.
-            weights: tensors by name. A DTensor is left as its local tensor, and brings its layout.
-            layouts: the layouts of the plain tensors among them, by name.
+            config_json: a dict that JSON can represent, with text keys. Tuples come back as lists.
+            weights: tensors by name. A DTensor is written as its local tensor, together with its layout.
+            layouts: layouts of the plain tensors, by name.
             step: the training step.
 
         Raises:
-            UsageError: uninitialised, or something in config or weights that no state can hold.
+            UsageError: the workspace is uninitialised, or a state cannot hold the config or a tensor.
             NoSpaceError: the medium is full.
         """
         ...
@@ -57,14 +57,14 @@ class Workspace(Protocol):
     def read_configs_and_weights_from_rank(
         self, target_rank: int
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | tuple[None, None]:
-        """Return what that rank wrote last in this run, or ``(None, None)`` where it wrote nothing.
+        """Return what that rank wrote last in this run, or ``(None, None)`` if it wrote nothing.
 
-        The tensors are plain, on the CPU, detached, and the caller's own; names that were one tensor still are.
+        The tensors are plain, detached, on the CPU, and owned by the caller. Tied names still share one tensor.
 
         Raises:
-            UsageError: uninitialised, or no such rank.
-            CorruptError: the state is not what was written.
-            ContradictionError: the state is another rank's.
+            UsageError: the workspace is uninitialised, or the world has no such rank.
+            CorruptError: the bytes differ from those that the rank wrote.
+            ContradictionError: the state belongs to another rank.
             UnsafeError: the state asks to run code.
         """
         ...
@@ -72,52 +72,52 @@ class Workspace(Protocol):
 
 @runtime_checkable
 class MessageWorkspace(Protocol):
-    """Carries tensors between live ranks, each message from one to one; a workspace is this too.
+    """Carries tensors between live ranks; each message has one sender and one reader.
 
-    Call order: the sender publishes, and tells the receipt to the reader by whatever way they have; after that, never
-    before, the reader fetches, once (a network file system remembers for half a minute that a name was absent), and
-    again only where it did not see the message; when it has said so, the sender retires it. No name is ever used for
-    two messages, and nothing here waits for a rank.
+    Call order: the sender publishes, and passes the receipt to the reader by any channel of its own. The reader fetches
+    only after that, because a network file system caches for half a minute that a name is absent. It fetches once, and
+    again only if it did not see the message. Once the reader has confirmed, the sender retires the message. A name is
+    never used for two messages. A call never waits for another rank.
 
-    Who may call: every rank publishes and fetches, one thread at a time; only the sender retires.
+    Every rank publishes and fetches, from one thread at a time. Only the sender retires.
 
     A crash leaves at most the messages in flight; the next start of this rank, or ``xrank clean``, removes them.
     """
 
     patience_seconds: float
-    """How long a message may stay invisible to a reader who has its receipt."""
+    """How long a message may stay invisible to a reader that has its receipt."""
 
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
-        """Leave a message and return its receipt, a text that tells any process where it lies.
+        """Write a message and return its receipt, a text by which any process finds it.
 
         Args:
-            header: JSON that tells what the tensors are; never a pickle.
-            tensors: dense ones of any strides and device; their elements are left row-major, as bytes.
+            header: JSON that describes the tensors; never a pickle.
+            tensors: dense tensors of any strides and device. Their elements are written row-major, as bytes.
 
         Raises:
-            NoSpaceError: the medium is full; nothing of the message stays.
+            NoSpaceError: the medium is full; no part of the message remains.
         """
         ...
 
     def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
-        """Return a message: its header, and for each tensor its bytes, in memory that is the caller's.
+        """Return a message: its header, and the bytes of each tensor, in memory that the caller owns.
 
-        It may write there, and what it makes of it holds it: nobody else does, whatever becomes of the message.
+        The caller may write to this memory. It stays valid as long as a tensor uses it, also after the message retires.
 
         Args:
             rank: the sender.
-            receipt: what its `publish` returned.
+            receipt: the receipt that the sender's `publish` returned.
 
         Raises:
-            IncompleteError: the message is not to be seen; for `patience_seconds` it may still come.
-            CorruptError: the message is not what was published.
+            IncompleteError: the message is not visible; within `patience_seconds` it may become so.
+            CorruptError: the bytes differ from those that were published.
         """
         ...
 
     def retire(self, receipt: str) -> None:
-        """Let go of a message of this rank's that its reader has fetched."""
+        """Release a message of this rank after its reader has fetched it."""
         ...
 
     def close(self) -> None:
-        """Let go of all that this rank published; what was fetched stays. Calling it again does nothing."""
+        """Release everything that this rank published. Fetched messages stay valid. A second call does nothing."""
         ...

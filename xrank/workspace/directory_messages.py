@@ -1,8 +1,8 @@
 """Messages as files in a directory that all ranks mount, for ranks of several hosts.
 
-The rules for network file systems (nfs(5): close-to-open, cached attributes and cached absence, ESTALE) are met by
-names that are never used twice and computed, not listed; by looking only when the writer has said that the file is
-complete; and by looking again, for longer than any client remembers, if it is not to be seen even so.
+Network file systems cache attributes and absent names, and return ESTALE (nfs(5): close-to-open). So names are
+computed, never listed or reused. A reader opens a file only after the writer has reported it complete. If the file is
+not visible even then, the reader retries for longer than any client caches.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from xrank.errors import IncompleteError
 from xrank.ranks.peer import process_space
-from xrank.workspace.free_space import no_space_named
+from xrank.workspace.free_space import explain_no_space
 from xrank.workspace.message_file import MessageReceipt, read_message, write_message
 from xrank.workspace.plain_memory import row_major_bytes
-from xrank.workspace.shared_directory import STALE_SECONDS, make_directory, names_in
+from xrank.workspace.shared_directory import STALE_SECONDS, list_names, make_directory
 
 if TYPE_CHECKING:
     import torch
@@ -33,20 +33,20 @@ _NAME = re.compile(r"\.rank_(\d+)\.([0-9a-f]{16})\.(\d+)\.[0-9a-f]{16}\.\d+\.mes
 
 
 class MessageName:
-    """The names of one process' messages: whose they are, and a number that no other has."""
+    """Names of one process's messages: they contain the owner and a number, and are unique."""
 
     def __init__(self, rank: int) -> None:
         self._prefix = f".rank_{rank}.{_space_digest()}.{os.getpid()}.{secrets.token_hex(8)}"
         self._count = 0
 
     def new(self) -> str:
-        """Return a name that was never used."""
+        """Return a name that was never used before."""
         self._count += 1
         return f"{self._prefix}.{self._count}.message"
 
     @staticmethod
     def owner_state(name: str) -> str | None:
-        """Return ``alive``, ``gone``, or ``unknown`` for a process of another host; None for what is no message."""
+        """Return ``alive``, ``gone``, or ``unknown`` for a process of another host; None if it is not a message."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -62,16 +62,16 @@ class MessageName:
 
 
 class DirectoryMessages:
-    """A `MessageWorkspace` in a directory; one thread at a time uses it.
+    """A `MessageWorkspace` in a directory, used by one thread at a time.
 
-    Construction makes the directory, and removes messages that dead processes of this host left there for this rank.
+    Construction creates the directory, and removes messages that dead processes of this host left for this rank.
 
     Args:
-        path: the directory; hosts may mount it in different places.
-        rank: this one.
+        path: the directory; hosts may mount it under different paths.
+        rank: this rank.
 
     Raises:
-        UsageError: the path is no directory.
+        UsageError: the path is not a directory.
     """
 
     patience_seconds = STALE_SECONDS
@@ -81,11 +81,11 @@ class DirectoryMessages:
         self._rank = rank
         self._begin()
         _living.add(self)
-        # Every rank makes it: nobody could wait for the one that would.
+        # Every rank creates it: a rank cannot wait for another one here.
         make_directory(self._path)
-        for name in names_in(self._path):
+        for name in list_names(self._path):
             if name.startswith(f".rank_{rank}.") and MessageName.owner_state(name) == "gone":
-                # It is in nobody's way; it may be another user's, or another rank may be removing it.
+                # The file harms no run; another user may own it, or another rank may be removing it.
                 with contextlib.suppress(OSError):
                     self._remove(name)
 
@@ -95,11 +95,11 @@ class DirectoryMessages:
         self._pid = os.getpid()
 
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
-        """Leave a message; see `MessageWorkspace`."""
+        """Write a message; see `MessageWorkspace`."""
         name = self._names.new()
         head, buffers = header.encode(), [row_major_bytes(tensor).data for tensor in tensors]
         try:
-            with no_space_named(self._path, "what is to be gathered", sum(map(len, buffers)) + len(head)):
+            with explain_no_space(self._path, "the message", sum(map(len, buffers)) + len(head)):
                 receipt = write_message(self._path, name, head, buffers)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -112,33 +112,33 @@ class DirectoryMessages:
         """Return a message; see `MessageWorkspace`.
 
         Raises:
-            IncompleteError: the file is not to be seen, or not to its end.
-            CorruptError: it is not what was written.
+            IncompleteError: the file is not visible, or not to its end.
+            CorruptError: its bytes differ from those that were written.
         """
-        told = MessageReceipt.from_json(receipt, rank)
+        message = MessageReceipt.from_json(receipt, rank)
         try:
-            return read_message(self._path, told, rank)
+            return read_message(self._path, message, rank)
         except OSError as error:
-            # A file handle that the server no longer knows (ESTALE) is looked up anew by the next open.
+            # After ESTALE, an unknown file handle, the next open looks the name up again.
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
-            file = os.path.join(self._path, told.name)
+            file = os.path.join(self._path, message.name)
             raise IncompleteError(
-                f"{file}: the message of rank {rank} is not to be seen here",
+                f"{file}: the message of rank {rank} is not visible here",
                 rank=rank,
                 file=file,
                 got=str(error),
-                want=f"the {told.nbytes} bytes that rank {rank} wrote to {told.directory}",
+                want=f"the {message.nbytes} bytes that rank {rank} wrote to {message.directory}",
                 next_step="check that workspace_path is the same directory on both hosts",
             ) from None
 
     def retire(self, receipt: str) -> None:
-        """Remove a message of this rank's that its reader has."""
+        """Remove a message of this rank after its reader has fetched it."""
         self._remove(MessageReceipt.from_json(receipt, -1).name)
 
     def close(self) -> None:
-        """Remove what this rank published; calling it again does nothing."""
-        if os.getpid() == self._pid:  # a process forked from the rank is not the rank
+        """Remove everything that this rank published. A second call does nothing."""
+        if os.getpid() == self._pid:  # not in a process that the rank forked
             for name in list(self._published):
                 self._remove(name)
 
@@ -152,7 +152,7 @@ _living: weakref.WeakSet[DirectoryMessages] = weakref.WeakSet()
 
 
 def _begin_anew_in_child() -> None:
-    # A forked process would give its parent's names a second time, and remove its parent's messages when it ends.
+    # Otherwise a forked process would reuse its parent's names, and remove its parent's messages when it ends.
     for messages in _living:
         messages._begin()
 

@@ -1,4 +1,4 @@
-"""The space that a directory has, told where it was not enough."""
+"""Errors about full disks and full memory, with the free and the needed bytes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from collections.abc import Iterator
 
 from xrank.errors import NoSpaceError
 
-__all__ = ["no_space_named"]
+__all__ = ["NO_MEMORY", "explain_no_space", "make_no_memory_error"]
+
+NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+"""Error numbers of a write to a file in memory when the system lacks memory."""
 
 
 @contextlib.contextmanager
-def no_space_named(
+def explain_no_space(
     directory: str, what: str, nbytes: int, *, file: str | None = None, rank: int | None = None, besides: str = ""
 ) -> Iterator[None]:
-    """Turn "no space" into the error that says how much is needed and how much there is.
+    """Turn ENOSPC and EDQUOT into a NoSpaceError with the needed and the free bytes.
 
     Args:
-        directory: where it is written.
-        what: is written.
-        nbytes: of it.
-        file: that is to be named; the directory if None.
-        rank: whose it is, if it is one's.
-        besides: what is to be said besides of the bytes that are wanted.
+        directory: the directory that is written to.
+        what: noun for the written data, for the message.
+        nbytes: size of the data.
+        file: the path that the message names; by default the directory.
+        rank: the rank that owns the data, if any.
+        besides: text that follows the wanted number of bytes.
     """
     try:
         yield
@@ -43,3 +46,19 @@ def no_space_named(
             needed_nbytes=nbytes,
             free_nbytes=free,
         ) from error
+
+
+def make_no_memory_error(
+    what: str, nbytes: int, next_step: str, *, rank: int | None = None, besides: str = ""
+) -> NoSpaceError:
+    """Return the error that the system lacks memory for `nbytes` bytes of `what`."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return NoSpaceError(
+        f"not enough memory for {what}",
+        rank=rank,
+        got=f"{free:,} bytes free",
+        want=f"{nbytes:,} bytes{besides}",
+        next_step=next_step,
+        needed_nbytes=nbytes,
+        free_nbytes=free,
+    )

@@ -1,4 +1,4 @@
-"""Who writes and in which run: what every workspace has to know before it can tell one state from another."""
+"""The identity under which a workspace writes: rank, world size and run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["IdentifiedWorkspace", "WorkspaceIdentity", "find_identity", "group_p
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceIdentity:
-    """This rank's place in this run."""
+    """This rank's place in its run."""
 
     rank: int
     world_size: int
     run_id: str | None
-    """What tells this run from others, where anything does."""
+    """Distinguishes this run from others; None if nothing does."""
     attempt: str | None
-    """Which restart of the run this is, as the launcher counts."""
+    """Number of the run's restart, as the launcher counts."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -34,24 +34,23 @@ class WorkspaceIdentity:
             )
 
     def check_target(self, target_rank: object) -> None:
-        """Refuse what is no rank of this world.
+        """Check that the world has such a rank.
 
         Raises:
-            UsageError: there is no such rank.
+            UsageError: it has not.
         """
-        if isinstance(target_rank, bool) or not isinstance(target_rank, int):
-            raise UsageError(f"target_rank is {target_rank!r}", got=repr(target_rank), want="a rank")
-        if not 0 <= target_rank < self.world_size:
+        if isinstance(target_rank, bool) or not isinstance(target_rank, int) or not 0 <= target_rank < self.world_size:
             raise UsageError(
-                f"there is no rank {target_rank} in a world of {self.world_size}",
-                rank=target_rank,
-                got=str(target_rank),
+                f"target_rank {target_rank!r} is not in a world of {self.world_size}",
+                rank=target_rank if type(target_rank) is int else None,
+                got=repr(target_rank),
                 want=f"a rank from 0 to {self.world_size - 1}",
+                next_step=f"pass a target_rank from 0 to {self.world_size - 1}",
             )
 
 
 class IdentifiedWorkspace:
-    """What every workspace says of who writes through it."""
+    """Base of workspaces: shows the identity under which they write."""
 
     _identity: WorkspaceIdentity
 
@@ -67,16 +66,12 @@ class IdentifiedWorkspace:
 
     @property
     def run_id(self) -> str | None:
-        """What tells this run from others, where anything does."""
+        """Distinguishes this run from others; None if nothing does."""
         return self._identity.run_id
 
 
 def find_identity(rank: int | None, world_size: int | None, run_id: str | None) -> WorkspaceIdentity:
-    """Return the identity, each part that is None found: see `xrank.workspace.nfs.NFSWorkspace`.
-
-    Raises:
-        UsageError: the rank is outside the world.
-    """
+    """Return the identity; arguments that are None are found as `xrank.workspace.nfs.NFSWorkspace` describes."""
     launch = environment.read_launch(environment.environ())
     found_rank, found_world_size = group_place() or (launch and (launch.rank, launch.world_size)) or (0, 1)
     return WorkspaceIdentity(
@@ -88,7 +83,7 @@ def find_identity(rank: int | None, world_size: int | None, run_id: str | None) 
 
 
 def group_place() -> tuple[int, int] | None:
-    """Return rank and world size of torch.distributed, or None where it is not initialised."""
+    """Return rank and world size of torch.distributed, or None if it is not initialised."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -96,17 +91,17 @@ def group_place() -> tuple[int, int] | None:
 
 
 def _group_run_id() -> str | None:
-    """Return the id that the ranks of an initialised torch.distributed agree on, or None where there is none.
+    """Return the id that the ranks of an initialised torch.distributed agree on, or None.
 
-    Whoever comes first to the store names the run: no collective, and nobody waits for anybody.
+    The first rank that reaches the store chooses it, without a collective and without waiting.
     """
     if group_place() is None:
         return None
     from torch import distributed
 
     try:
-        # torch's stubs do not know get_group_store (torch/csrc/distributed/c10d/init.cpp).
+        # torch's stubs lack get_group_store (torch/csrc/distributed/c10d/init.cpp).
         store: Any = distributed.group.WORLD.get_group_store()  # type: ignore[union-attr]
         return str(store.compare_set("xrank/run_id", "", secrets.token_hex(8)).decode())
     except (RuntimeError, NotImplementedError):
-        return None  # a store that cannot compare, as a simulated group's
+        return None  # this store cannot compare, such as a simulated group's

@@ -1,4 +1,4 @@
-"""Files in memory that have no name, and how another process of the host finds one and knows that it is the one."""
+"""Unnamed files in memory, and how another process of the host finds and identifies one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MARK = "xrank-"
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlace:
-    """Where a sealed file lies: what its writer tells, and a reader compares."""
+    """Where a sealed file lies, as its writer describes it and its reader checks it."""
 
     pid: int
     fd: int
@@ -30,25 +30,24 @@ class MemoryPlace:
     inode: int
     nbytes: int
     nonce: str
-    """Is in the name that the kernel shows of the file: no file of another process or host has it by chance."""
+    """Part of the name that the kernel shows for the file; unique among processes and hosts."""
     space: str
-    """Which process numbers those are: the host's boot and the namespace. Only explains why a file is not found."""
+    """Identifies the numbering of pids: the host's boot and the namespace. Used in errors only."""
     host: str
 
     def to_json(self) -> str:
-        """Return the place as the store keeps it."""
+        """Return the place as text for the store."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str, rank: int) -> MemoryPlace:
-        """Return what `to_json` wrote.
+        """Return the place that `to_json` wrote.
 
         Raises:
-            CorruptError: it did not write that.
+            CorruptError: the text is not a place.
         """
         try:
-            told = json.loads(text)
-            place = cls(**told)
+            place = cls(**json.loads(text))
         except (TypeError, ValueError, RecursionError):
             raise _corrupt(text, rank) from None
         numbers = (place.pid, place.fd, place.device, place.inode, place.nbytes)
@@ -59,30 +58,30 @@ class MemoryPlace:
 
     @property
     def path(self) -> str:
-        """The writer's descriptor."""
+        """Path of the writer's descriptor."""
         return f"/proc/{self.pid}/fd/{self.fd}"
 
     def check_reachable(self, rank: int) -> None:
-        """Refuse a place that this process could not reach whether or not it is still there.
+        """Check that this process could reach the place if it still exists.
 
         Raises:
-            UsageError: it is on another host, or in another namespace of process numbers.
+            UsageError: the place is on another host, or in another pid namespace.
         """
         if self.space == process_space():
             return
         here = socket.gethostname()
         raise UsageError(
-            f"what rank {rank} wrote is in the memory of host {self.host}, which this process on {here} cannot reach",
+            f"the memory of rank {rank} is on host {self.host}, which this process on {here} cannot reach",
             rank=rank,
             host=self.host,
             got=f"rank {rank} on {self.host}, the reader on {here}",
-            want="ranks on one host that see each other's process numbers",
+            want="ranks on one host, in one pid namespace",
             next_step="use NFSWorkspace, or give workspace_path, a directory that both mount",
         )
 
 
 class MemoryFile:
-    """The writer's side: a new file, written through `fd`, and there until it is closed."""
+    """The writer's side: a new file, written through `fd`, that exists until it is closed."""
 
     def __init__(self) -> None:
         self.nonce = secrets.token_hex(16)
@@ -90,7 +89,7 @@ class MemoryFile:
         os.fchmod(self.fd, 0o600)
 
     def seal(self, *, writable: bool = False) -> MemoryPlace:
-        """Keep the size, and what is not to stay `writable`, for everybody and for good; return where the file lies."""
+        """Seal the size, and the content unless it stays `writable`, and return the file's place."""
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS if writable else _SEALS)
         status = os.fstat(self.fd)
         return MemoryPlace(
@@ -105,29 +104,29 @@ class MemoryFile:
         )
 
     def close(self) -> None:
-        """Let go of the file; readers that opened it keep it."""
+        """Close the file; readers that opened it keep it."""
         os.close(self.fd)
 
 
 def open_place(place: MemoryPlace, *, writable: bool = False) -> int | None:
-    """Return a descriptor of the caller's own on the sealed file, or None where the file is there no more.
+    """Return the caller's own descriptor of the sealed file, or None if the file no longer exists.
 
-    Numbers of processes and descriptors are used again: what is found there counts only if it is what was told.
+    The system reuses pids and descriptors, so the file found there is accepted only if it matches the place.
     """
     try:
-        # Looked at before it is opened: opening what a number means by now (a tape, a pipe) may do something.
-        if not _is_told(os.stat(place.path), place):
+        # stat before open: the descriptor may by now be a tape or a pipe, and opening that may have an effect.
+        if not _matches(os.stat(place.path), place):
             return None
         access = os.O_RDWR if writable else os.O_RDONLY
         fd = os.open(place.path, access | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None  # the process ended, the descriptor was closed, or the number is another user's by now
+        return None  # the process ended, the descriptor was closed, or the pid now belongs to another user
     try:
         seals = _SIZE_SEALS if writable else _SEALS
         if (
-            _is_told(os.fstat(fd), place)
+            _matches(os.fstat(fd), place)
             and _has_seals(fd, seals)
-            and _shown_name(fd) == f"/memfd:{_MARK}{place.nonce}"
+            and _read_link_name(fd) == f"/memfd:{_MARK}{place.nonce}"
         ):
             fd, opened = -1, fd
             return opened
@@ -137,7 +136,7 @@ def open_place(place: MemoryPlace, *, writable: bool = False) -> int | None:
             os.close(fd)
 
 
-def _is_told(status: os.stat_result, place: MemoryPlace) -> bool:
+def _matches(status: os.stat_result, place: MemoryPlace) -> bool:
     return (
         stat.S_ISREG(status.st_mode)
         and (status.st_dev, status.st_ino, status.st_size) == (place.device, place.inode, place.nbytes)
@@ -149,18 +148,18 @@ def _has_seals(fd: int, seals: int) -> bool:
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
     except OSError:
-        return False  # EINVAL: no file in memory
+        return False  # EINVAL: not a file in memory
 
 
-def _shown_name(fd: int) -> str:
+def _read_link_name(fd: int) -> str:
     return os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
 
 
 def _corrupt(text: str, rank: int) -> CorruptError:
     return CorruptError(
-        f"what is told of where the memory of rank {rank} lies is no such thing",
+        f"rank {rank} describes the place of its memory in a form that is not xrank's",
         rank=rank,
         got=ascii(text[:200]),
-        want="what SharedMemoryWorkspace tells",
+        want="a place that SharedMemoryWorkspace wrote",
         next_step="let the rank write again",
     )

@@ -1,4 +1,4 @@
-"""Messages in memory of one host: the writer's arenas, which readers find by the writer's own descriptors."""
+"""Messages in the memory of one host: readers find the writer's arenas through the writer's own descriptors."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["MemoryMessages"]
 
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 _MIN_LENT_NBYTES = 64 << 10
-"""Smaller messages are copied: a lease costs as much."""
+"""Smaller messages are copied, because a lease costs as much as the copy."""
 _MAX_LEASES = 2
-"""Of arenas of one writer, for one reader: who keeps what it gathers gets copies, and the writer's warm arena is
-written again, where each lease would cost the writer fresh pages, which take longer than the copy."""
+"""Leases that one reader may hold of one writer. A reader that keeps its tensors gets copies from then on, and the
+writer reuses its warm arena. Each further lease would cost the writer fresh pages, which take longer than the copy."""
 
 
 class MemoryMessages:
-    """A `MessageWorkspace`; one thread at a time uses it, and one reader fetches each message."""
+    """A `MessageWorkspace` for one thread at a time. Exactly one reader fetches each message."""
 
     patience_seconds = 2.0
-    """It is there at once, or its writer has ended: so long that may take to become known."""
+    """A message is visible at once, or its writer has ended; this is how long that may take to become known."""
 
     def __init__(self) -> None:
         self._arenas: list[Arena] = []
@@ -40,7 +40,7 @@ class MemoryMessages:
         _living.add(self)
 
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
-        """Leave a message; see `MessageWorkspace`."""
+        """Write a message; see `MessageWorkspace`."""
         head = header.encode()
         table = array("q")
         end = 0
@@ -55,12 +55,12 @@ class MemoryMessages:
             arena.write_bytes(table[-2], head)
             arena.write_bytes(end, table.tobytes())
         except BaseException:
-            # Nobody will be told of it, so nobody would free it; and where there is no memory, its pages are wanted.
+            # The reader never gets the receipt, so it would never free the arena; and memory may be short.
             self._arenas.remove(arena)
             arena.close()
             raise
         kept = [kept.place.nonce for kept in self._arenas]
-        return _to_json({"place": arena.told, "number": number, "kept": kept, "table": [end, len(table)]})
+        return _to_json({"place": arena.description, "number": number, "kept": kept, "table": [end, len(table)]})
 
     def _free_arena(self, nbytes: int) -> Arena:
         free = [arena for arena in self._arenas if arena.is_free]
@@ -80,9 +80,9 @@ class MemoryMessages:
             UsageError: the writer is on another host.
         """
         try:
-            told = json.loads(receipt)
-            place, number, kept = _place(told["place"], rank), int(told["number"]), set(told["kept"])
-            at, length = map(int, told["table"])
+            fields = json.loads(receipt)
+            place, number, kept = _parse_place(fields["place"], rank), int(fields["number"]), set(fields["kept"])
+            at, length = map(int, fields["table"])
         except (ValueError, KeyError, TypeError, RecursionError):
             raise _corrupt(rank, ascii(receipt[:200])) from None
         attached = self._attached.setdefault(rank, {})
@@ -90,9 +90,9 @@ class MemoryMessages:
             del attached[nonce]
         arena = attached.get(place.nonce)
         if arena is None:
-            arena = attached[place.nonce] = _opened(place, rank)
+            arena = attached[place.nonce] = _attach(place, rank)
         if not arena.holds(number):
-            raise _gone(place, rank)
+            raise _missing_error(place, rank)
         try:
             table = array("q", arena.read(at, 8 * length))
             parts = list(zip(table[::2], table[1::2], strict=True))
@@ -109,18 +109,18 @@ class MemoryMessages:
         return header, arena.copy(parts)
 
     def retire(self, receipt: str) -> None:
-        """Do nothing: an arena is free once its reader says so."""
+        """Do nothing: the reader frees the arena."""
 
     def close(self) -> None:
-        """Let go of all messages, and of the mappings of others'; what was fetched stays."""
+        """Release all messages and the mappings of other ranks' arenas. Fetched messages stay valid."""
         for arena in self._arenas:
             arena.close()
         self._forget()
 
-    def let_go(self) -> None:
-        """Let go, in this process alone, of what it shares with the one that it was forked from."""
+    def release(self) -> None:
+        """Release, in this process only, the memory that it shares with the process that forked it."""
         for arena in self._arenas:
-            arena.let_go()
+            arena.release()
         self._forget()
 
     def _forget(self) -> None:
@@ -132,41 +132,44 @@ class MemoryMessages:
 _living: weakref.WeakSet[MemoryMessages] = weakref.WeakSet()
 
 
-def _let_go_in_child() -> None:
-    # A forked process (a data loader's) would keep all memory that its parent lets go of, and end its messages.
+def _release_in_child() -> None:
+    # Otherwise a forked process (a data loader) would keep memory that its parent releases, and end its messages.
     for messages in _living:
-        messages.let_go()
+        messages.release()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 @lru_cache(maxsize=256)
-def _place(told: str, rank: int) -> MemoryPlace:
-    """Return what a receipt says of an arena: a writer tells of few."""
-    return MemoryPlace.from_json(told, rank)
+def _parse_place(text: str, rank: int) -> MemoryPlace:
+    """Return the place in a receipt; cached, because a writer has few arenas."""
+    return MemoryPlace.from_json(text, rank)
 
 
-def _opened(place: MemoryPlace, rank: int) -> AttachedArena:
+def _attach(place: MemoryPlace, rank: int) -> AttachedArena:
     arena = AttachedArena.open(place)
     if arena is None:
         place.check_reachable(rank)
-        raise _gone(place, rank)
+        raise _missing_error(place, rank)
     return arena
 
 
-def _gone(place: MemoryPlace, rank: int) -> IncompleteError:
+def _missing_error(place: MemoryPlace, rank: int) -> IncompleteError:
     return IncompleteError(
-        f"the message of rank {rank} is no longer in its memory, or not open to this process",
+        f"the message of rank {rank} left its memory, or this process may not open it",
         rank=rank,
         host=place.host,
         file=place.path,
-        next_step=f"look whether rank {rank} (pid {place.pid}) still runs, as the same user and dumpable; "
+        next_step=f"check that rank {rank} (pid {place.pid}) still runs, as the same user and dumpable; "
         "else give workspace_path",
     )
 
 
 def _corrupt(rank: int, got: str) -> XrankError:
     return CorruptError(
-        f"the message of rank {rank} is no message of xrank's", rank=rank, got=got, next_step="run one version of xrank"
+        f"rank {rank} sent a receipt that is not one of xrank's",
+        rank=rank,
+        got=got,
+        next_step="run one version of xrank",
     )

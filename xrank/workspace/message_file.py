@@ -1,9 +1,8 @@
-"""One message as a file: what a writer leaves in a shared directory for one reader, who is told when it is there.
+"""One message as a file in a shared directory, written for one reader.
 
-The file is its buffers, one after another, then a JSON header; where they lie, and their checksums, are in the receipt
-that the writer tells. It is written under a name that no other message ever has, so that nothing a network file system
-remembers of a name can be wrong, and read into memory by pread, never by mmap, which a truncation would turn into a
-kill.
+The file contains its buffers, one after another, then a JSON header. The receipt records their offsets and checksums.
+A message's name is never reused, so a network file system cannot have outdated information about it. The file is read
+by pread, not mapped, because truncating a mapped file would kill the reader.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["MessagePart", "MessageReceipt", "read_message", "write_message"]
 
 _NAME = re.compile(r"\.rank_[0-9a-f.]+\.message")
 _STEP_NBYTES = 8 << 20
-"""Of a read and of a checksum: fresh from the one, still in the cache for the other."""
+"""Bytes per read or write: the checksum then finds them in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +38,11 @@ class MessagePart:
 
 @dataclass(frozen=True, slots=True)
 class MessageReceipt:
-    """What the writer of a message tells its reader; together with a directory it is all that is needed."""
+    """Describes a message to its reader, who needs only this and the directory."""
 
     name: str
     directory: str
-    """As the writer calls it; for errors alone."""
+    """Path of the directory on the writer's host; used in errors only."""
     buffers: Sequence[MessagePart]
     header: MessagePart
 
@@ -58,35 +57,40 @@ class MessageReceipt:
 
     @classmethod
     def from_json(cls, text: str, rank: int) -> MessageReceipt:
-        """Return what `to_json` gave.
+        """Return the receipt that `to_json` wrote.
 
         Raises:
-            CorruptError: it did not give that.
+            CorruptError: the text is not a receipt.
         """
         try:
-            told = json.loads(text)
-            name, directory = str(told["name"]), str(told["directory"])
-            *buffers, header = [MessagePart(**part) for part in (*told["buffers"], told["header"])]
+            fields = json.loads(text)
+            name, directory = str(fields["name"]), str(fields["directory"])
+            *buffers, header = [MessagePart(**part) for part in (*fields["buffers"], fields["header"])]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise _no_receipt(text, rank) from None
+            raise _receipt_error(text, rank) from None
         numbers = [number for part in (*buffers, header) for number in (part.offset, part.nbytes)]
-        # Whatever the text says, only a message is opened here, or removed.
+        # Only message files may be opened or removed here, whatever name the text contains.
         if not _NAME.fullmatch(name) or any(type(number) is not int or number < 0 for number in numbers):
-            raise _no_receipt(text, rank)
+            raise _receipt_error(text, rank)
         return cls(name, directory, buffers, header)
 
 
-def _no_receipt(text: str, rank: int) -> CorruptError:
-    return CorruptError(f"rank {rank} tells no message's name", rank=rank, got=ascii(text[:200]))
+def _receipt_error(text: str, rank: int) -> CorruptError:
+    return CorruptError(
+        f"rank {rank} sent a receipt that names no message",
+        rank=rank,
+        got=ascii(text[:200]),
+        next_step="run the same version of xrank on all ranks",
+    )
 
 
 def write_message(directory: str, name: str, header: bytes, buffers: Sequence[memoryview]) -> MessageReceipt:
-    """Write a new file, synced, and return its receipt.
+    """Write a new file, sync it, and return its receipt.
 
     Raises:
-        OSError: what write, fsync or close says; there may be a part of a file then.
+        OSError: from write, fsync or close; a partial file may remain.
     """
-    # O_NOFOLLOW besides O_EXCL: some network file systems of old resolved links first.
+    # O_NOFOLLOW besides O_EXCL: some old network file systems resolved links first.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(os.path.join(directory, name), flags, 0o600)
     try:
@@ -96,7 +100,7 @@ def write_message(directory: str, name: str, header: bytes, buffers: Sequence[me
             offset += len(buffer)
         os.fsync(fd)
     finally:
-        # A close may be the first to hear that the server had no space (nfs(5)); it raises then.
+        # close may be the first call to report that the server is out of space (nfs(5)); it raises then.
         os.close(fd)
     return MessageReceipt(name, directory, parts[:-1], parts[-1])
 
@@ -113,12 +117,12 @@ def _write(fd: int, buffer: memoryview, offset: int) -> MessagePart:
 
 
 def read_message(directory: str, receipt: MessageReceipt, rank: int) -> tuple[str, list[memoryview]]:
-    """Return header and buffers, each in memory of its own, as they were written.
+    """Return header and buffers, each in memory of its own.
 
     Raises:
-        FileNotFoundError: the file is not to be seen, or not whole; it may come.
-        OSError: what open and read say.
-        CorruptError: bytes are not what was written.
+        FileNotFoundError: the file is not visible yet, or not to its end.
+        OSError: from open or read.
+        CorruptError: the bytes differ from those that were written.
     """
     path = os.path.join(directory, receipt.name)
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -136,12 +140,12 @@ def _read(fd: int, part: MessagePart, path: str, rank: int) -> memoryview:
         step = buffer[done : done + _STEP_NBYTES]
         n = os.preadv(fd, [step], part.offset + done)
         if n == 0:
-            raise FileNotFoundError(errno.ENOENT, f"only {part.offset + done} bytes are to be seen yet", path)
+            raise FileNotFoundError(errno.ENOENT, f"only {part.offset + done} bytes are visible yet", path)
         digest.update(step[:n])
         done += n
     if digest.hexdigest() != part.digest:
         raise CorruptError(
-            f"{path}: the message of rank {rank} is not what it wrote",
+            f"{path}: the bytes of rank {rank}'s message differ from those it wrote",
             rank=rank,
             file=path,
             index_range=f"bytes {part.offset}-{part.offset + part.nbytes}",

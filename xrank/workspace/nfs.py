@@ -1,8 +1,8 @@
-"""The workspace that is a directory which all ranks mount: one file a rank, no locks, no listing, no communication.
+"""A workspace in a directory that all ranks mount: one file per rank, without locks, listings or communication.
 
-A state is written beside its place under a name that is never used twice, synced, and renamed, so a reader opens the
-last complete state or none. The rules for network file systems (nfs(5): close-to-open, cached attributes and cached
-absence, ESTALE) are met by computing names instead of discovering them, and by reading into memory, never by mmap.
+A state is written to a temporary file whose name is never reused, synced, and renamed. A reader therefore opens the
+last complete state or none. Network file systems cache attributes and absent names, and return ESTALE (nfs(5):
+close-to-open). So readers compute names instead of listing them, and read into memory instead of using mmap.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from xrank.errors import UsageError
 from xrank.formats.rank_state import state_file_name
 from xrank.workspace.directory_messages import DirectoryMessages
-from xrank.workspace.free_space import no_space_named
+from xrank.workspace.free_space import explain_no_space
 from xrank.workspace.identity import IdentifiedWorkspace, find_identity
-from xrank.workspace.shared_directory import make_directory, names_in
+from xrank.workspace.shared_directory import list_names, make_directory
 from xrank.workspace.state_archive import StateArchive, make_state_archive
 from xrank.workspace.state_file import read_run_id, read_state
 
@@ -35,20 +35,28 @@ __all__ = ["NFSWorkspace"]
 class NFSWorkspace(IdentifiedWorkspace):
     """Keeps each rank's state in ``<workspace_path>/rank_<r>_state.pth``; a `Workspace` and a `MessageWorkspace`.
 
-    Construction makes the directory and removes what this rank left there in earlier runs: a state of another run id,
-    or of none known, and unfinished files. It touches no other rank's. To look at a workspace from outside use
-    `open_checkpoint`, which never removes anything.
+    Construction creates the directory. It removes this rank's files of earlier runs: a state with another run id or
+    none, and unfinished files. It leaves other ranks' files alone. To look at a workspace from outside use
+    `open_checkpoint`, which removes nothing.
 
     Args:
         workspace_path: the shared directory; None leaves the workspace uninitialised.
-        rank: this rank; else torch.distributed's where it is initialised already, else the launcher's, else 0.
+        rank: this rank; by default torch.distributed's if it is initialised, else the launcher's, else 0.
         world_size: number of ranks, found in the same way.
-        run_id: tells this run's states from those of earlier runs; else ``XRANK_RUN_ID``, else the launcher's, else
-            one that is kept in the store of an initialised torch.distributed. Where all ranks have none, states of
-            earlier runs are told apart only by the world's size, and by each rank's own construction.
+        run_id: distinguishes the states of this run from those of earlier runs. By default ``XRANK_RUN_ID``, else the
+            launcher's id, else one kept in the store of an initialised torch.distributed. Without an id, only the
+            world size, and each rank's own construction, distinguish runs.
 
     Raises:
-        UsageError: the rank is outside the world, or the path is no directory.
+        UsageError: the rank is outside the world, or the path is not a directory.
+
+    Example:
+        >>> import tempfile, torch
+        >>> workspace = NFSWorkspace(tempfile.mkdtemp(), rank=0, world_size=1)
+        >>> workspace.write_configs_and_weights({"hidden_size": 4}, {"weight": torch.ones(2)})
+        >>> config, weights = workspace.read_configs_and_weights_from_rank(0)
+        >>> config, weights["weight"].tolist()
+        ({'hidden_size': 4}, [1.0, 1.0])
     """
 
     def __init__(
@@ -84,10 +92,10 @@ class NFSWorkspace(IdentifiedWorkspace):
         layouts: LayoutMap | None = None,
         step: int | None = None,
     ) -> None:
-        """Leave this rank's state, complete or not at all; see `Workspace`.
+        """Write this rank's state, completely or not at all; see `Workspace`.
 
-        Tensors whose bytes lie in a row on the CPU are written from where they are; strided, expanded and device
-        tensors are copied to the CPU first. A DTensor whose mesh this rank is not in is left out.
+        Contiguous CPU tensors are written in place; strided, expanded and device tensors are copied to the CPU first.
+        A DTensor whose mesh does not contain this rank is left out.
         """
         path = self._place()
         self._replace(path, make_state_archive(self._identity, config_json, weights, layouts, step))
@@ -97,8 +105,8 @@ class NFSWorkspace(IdentifiedWorkspace):
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | tuple[None, None]:
         """Return what that rank wrote last in this run, or ``(None, None)``; see `Workspace`.
 
-        A state of another run id, or of a world of another size, is an earlier run's: ``(None, None)``. ModelOpt's
-        states say no run, and are read where this run has no id either.
+        A state with another run id or world size belongs to an earlier run: the result is ``(None, None)``. ModelOpt's
+        states record no run id; they match a run without an id.
         """
         path = self._place()
         self._identity.check_target(target_rank)
@@ -112,11 +120,11 @@ class NFSWorkspace(IdentifiedWorkspace):
         return DirectoryMessages.patience_seconds
 
     def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
-        """Leave a message in a file of a name that is never used again; see `MessageWorkspace`."""
+        """Write a message to a file whose name is never reused; see `MessageWorkspace`."""
         return self._carrier().publish(header, tensors)
 
     def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
-        """Return a message, its checksums verified; see `MessageWorkspace`."""
+        """Return a message after verifying its checksums; see `MessageWorkspace`."""
         return self._carrier().fetch(rank, receipt)
 
     def retire(self, receipt: str) -> None:
@@ -124,40 +132,40 @@ class NFSWorkspace(IdentifiedWorkspace):
         self._carrier().retire(receipt)
 
     def close(self) -> None:
-        """Remove this rank's messages; its state stays. Calling it again does nothing."""
+        """Remove this rank's messages; its state stays. A second call does nothing."""
         if self._messages is not None:
             self._messages.close()
 
     def _place(self) -> str:
         if self._path is None:
-            raise _uninitialised()
+            raise _initialisation_error()
         return self._path
 
     def _carrier(self) -> DirectoryMessages:
         if self._messages is None:
-            raise _uninitialised()
+            raise _initialisation_error()
         return self._messages
 
     def _settle(self, path: str) -> None:
-        # Every rank makes it: nobody could wait for the one that would, and on a network file system the others may
-        # be told for half a minute that it is absent.
+        # Every rank creates it. A rank cannot wait for another one here, and on a network file system a client may
+        # cache for half a minute that the directory is absent.
         make_directory(path)
         state = os.path.join(path, state_file_name(self.rank))
         if self.run_id is None or read_run_id(state) != self.run_id:
             _remove(state)
-        # A listing may be old on a network file system; what it misses, a later start removes.
+        # On a network file system the listing may be old; a later start removes the files that it misses.
         unfinished = re.compile(rf"\.rank_{self.rank}\..*\.part", re.DOTALL)
-        for name in names_in(path):
+        for name in list_names(path):
             if unfinished.fullmatch(name):
                 _remove(os.path.join(path, name))
 
     def _replace(self, path: str, archive: StateArchive) -> None:
-        """Write the state beside its place, then put it there in one step."""
+        """Write the state to a temporary file and rename it over the old one."""
         run = re.sub(r"[^A-Za-z0-9_-]", "-", self.run_id or "norun")[:40]
         part = os.path.join(path, f".rank_{self.rank}.{run}.{secrets.token_hex(8)}.part")
         file = os.path.join(path, state_file_name(self.rank))
         try:
-            with no_space_named(
+            with explain_no_space(
                 path,
                 f"the state of rank {self.rank}",
                 archive.nbytes,
@@ -174,7 +182,7 @@ class NFSWorkspace(IdentifiedWorkspace):
             raise
 
 
-def _uninitialised() -> UsageError:
+def _initialisation_error() -> UsageError:
     return UsageError(
         "the workspace is not initialised: it has no directory",
         got="workspace_path=None",
@@ -184,15 +192,15 @@ def _uninitialised() -> UsageError:
 
 
 def _write_new(part: str, archive: StateArchive) -> os.stat_result:
-    """Write the state to a new file, synced, and return what the file then was."""
-    # O_NOFOLLOW besides O_EXCL: some network file systems of old resolved links first.
+    """Write the state to a new file, sync it, and return the file's status."""
+    # O_NOFOLLOW besides O_EXCL: some old network file systems resolved links first.
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         archive.write(fd)
         os.fsync(fd)
         return os.fstat(fd)
     finally:
-        # A close may be the first to hear that the server had no space (nfs(5)); it raises then.
+        # close may be the first call to report that the server is out of space (nfs(5)); it raises then.
         os.close(fd)
 
 
@@ -200,8 +208,8 @@ def _rename(part: str, file: str, written: os.stat_result) -> None:
     try:
         os.rename(part, file)
     except FileNotFoundError:
-        # A reply that was lost on the way makes the client ask again, and hear that the name has gone: what counts is
-        # what lies there now.
+        # When the server's reply gets lost, the client repeats the rename and finds the old name gone. So compare the
+        # file that now has the name with the one that was written.
         now = os.stat(file)
         if (now.st_ino, now.st_size, now.st_mtime_ns) != (written.st_ino, written.st_size, written.st_mtime_ns):
             raise
@@ -212,7 +220,7 @@ def _sync_directory(path: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some file systems sync no directories (CIFS, some FUSE): they say so, and there is nothing else to ask for.
+        # Some file systems (CIFS, some FUSE) cannot sync directories and report that.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -1,4 +1,4 @@
-"""The elements of tensors as bytes; and which tensors have any in memory: to read those of others ends the process."""
+"""Elements of tensors as bytes, and checks that a tensor has memory: reading one without crashes the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["has_memory", "kind_without_elements", "row_major_bytes"]
 
 
 def kind_without_elements(tensor: torch.Tensor) -> str | None:
-    """Return what a tensor is that is not dense; None: it is dense, though its memory may have been freed."""
+    """Return a description of a tensor that is not dense; None for a dense one, even if its memory was freed."""
     import torch
 
     if tensor.is_meta:
@@ -25,22 +25,22 @@ def kind_without_elements(tensor: torch.Tensor) -> str | None:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Say whether the storage of a dense tensor reaches as far as the tensor does: FSDP and offloaders free some."""
+    """Return whether a dense tensor's storage is long enough for it; FSDP and offloaders free some storages."""
     count = tensor.numel()
     if not count:
         return True
-    last = count - 1  # from the first element to the last, where they lie one after another
+    last = count - 1  # offset of the last element of a contiguous tensor
     if not tensor.is_contiguous():
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return bool(tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + last + 1) * tensor.element_size())
 
 
 def row_major_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Return the bytes of a dense tensor's elements, row-major: a view where they lie so on the CPU, else of a copy."""
+    """Return the bytes of a dense tensor's elements, row-major: a view if the tensor is contiguous on the CPU."""
     import torch
 
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # Not view(-1): one element may have any stride and still count as contiguous.
+    # Not view(-1): a single element may have any stride and still count as contiguous.
     flat: np.ndarray[tuple[int], np.dtype[np.uint8]]
     flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
     return flat

@@ -1,4 +1,4 @@
-"""A directory that other ranks, on other clients of a network file system, may be making at the same time."""
+"""Creates and lists a directory that ranks on other network file system clients may be creating at the same time."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from typing import TypeVar
 
 from xrank.errors import UsageError
 
-__all__ = ["STALE_SECONDS", "make_directory", "names_in"]
+__all__ = ["STALE_SECONDS", "list_names", "make_directory"]
 
 STALE_SECONDS = 90.0
-"""After that even a client with acdirmax=60 (nfs(5)) has asked the server again."""
+"""After this time even a client with acdirmax=60 (nfs(5)) has asked the server again."""
 _PAUSE_SECONDS = (0.01, 1.0)
-"""Between two looks, at first and at last."""
+"""Seconds between two attempts: the first pause and the longest."""
 
-Seen = TypeVar("Seen")
+Result = TypeVar("Result")
 
 
 def make_directory(path: str, *, stale_seconds: float = STALE_SECONDS) -> None:
-    """Make a directory and those above it; one that is there is good.
+    """Create a directory and its parents, if they are absent.
 
-    A client that asked for the name before another one made it may go on to say that it is absent, though making it is
-    refused because it exists: then it is asked again.
+    A client that looked up the name before another one created it may go on to report that it is absent, while mkdir
+    fails because it exists. Then the attempt is repeated.
 
     Raises:
-        UsageError: something that is no directory has the name, or a name above it.
-        OSError: it may not be made.
+        UsageError: the path or a parent of it is not a directory.
+        OSError: it may not be created.
     """
     try:
-        _looked_again(lambda: _make(path), FileExistsError, stale_seconds)
+        _retry(lambda: _make(path), FileExistsError, stale_seconds)
     except FileExistsError as error:
-        raise _no_directory(path, error) from None
+        raise _directory_error(path, error) from None
 
 
-def names_in(path: str, *, stale_seconds: float = STALE_SECONDS) -> list[str]:
-    """Return the names in a directory that `make_directory` made.
+def list_names(path: str, *, stale_seconds: float = STALE_SECONDS) -> list[str]:
+    """Return the names in a directory that `make_directory` created.
 
-    Where two clients make it at once, one of them may be shown it and, a moment later, told that it is absent (seen on
-    glusterfs): then it is asked again.
+    If two clients create it at once, one of them may see it and a moment later get ENOENT (observed on glusterfs).
+    Then the attempt is repeated.
 
     Raises:
         FileNotFoundError: it is gone.
         OSError: it may not be read.
     """
-    return _looked_again(lambda: os.listdir(path), FileNotFoundError, stale_seconds)
+    return _retry(lambda: os.listdir(path), FileNotFoundError, stale_seconds)
 
 
-def _looked_again(look: Callable[[], Seen], old_view: type[OSError], stale_seconds: float) -> Seen:
-    """Return what a look returns; one that fails as an old view of the directory may is repeated until none is as old.
+def _retry(look: Callable[[], Result], stale_error: type[OSError], stale_seconds: float) -> Result:
+    """Return the result of `look`, repeated on errors that an outdated view of the directory may cause.
 
     Raises:
-        OSError: of the last look.
+        OSError: from the last attempt.
     """
     deadline, pause = time.monotonic() + stale_seconds, _PAUSE_SECONDS[0]
     while True:
         try:
             return look()
-        except old_view:
+        except stale_error:
             if time.monotonic() > deadline:
                 raise
         time.sleep(pause)
@@ -67,16 +67,16 @@ def _looked_again(look: Callable[[], Seen], old_view: type[OSError], stale_secon
 
 
 def _make(path: str) -> None:
-    """Make a directory and those above it.
+    """Create a directory and its parents.
 
     Raises:
-        UsageError: something that is no directory has the name, or a name above it.
-        FileExistsError: something has the name, of which this client says that it is absent.
+        UsageError: the path or a parent of it is not a directory.
+        FileExistsError: mkdir reports that the name exists, and stat that it does not.
     """
     try:
         os.makedirs(path)
     except NotADirectoryError as error:
-        raise _no_directory(path, error) from None
+        raise _directory_error(path, error) from None
     except FileExistsError as error:
         try:
             is_directory = stat.S_ISDIR(os.stat(path).st_mode)
@@ -85,8 +85,14 @@ def _make(path: str) -> None:
             if not os.path.islink(path):
                 raise error from None
         if not is_directory:
-            raise _no_directory(path, error) from None
+            raise _directory_error(path, error) from None
 
 
-def _no_directory(path: str, error: OSError) -> UsageError:
-    return UsageError(f"{path} is no directory", file=path, got=str(error), want="a directory")
+def _directory_error(path: str, error: OSError) -> UsageError:
+    return UsageError(
+        f"{path} is not a directory",
+        file=path,
+        got=str(error),
+        want="a directory",
+        next_step="choose another workspace_path",
+    )

@@ -1,6 +1,6 @@
-"""A rank's state on its way out: what it holds, checked, and the torch archive that its bytes become.
+"""A rank's state as a torch archive, checked and ready to be written to a file or to memory.
 
-`xrank.workspace.state_file` reads it back. Where the bytes go (a file, memory) is the workspace's own.
+`xrank.workspace.state_file` reads it back.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ class StateArchive:
 
     state: dict[str, Any]
     nbytes: int
-    """Of the tensors; the archive is a little larger."""
+    """Bytes of the tensors; the archive is a little larger."""
 
     def write(self, fd: int) -> None:
-        """Write the torch archive, from the descriptor's position on.
+        """Write the torch archive, starting at the descriptor's position.
 
         Raises:
-            OSError: the first error that writing met; what the descriptor then holds is no state.
+            OSError: the first error of a write; the file is then not a complete state.
         """
         import torch
         from torch.utils import serialization
 
-        config: Any = serialization.config  # a module that makes itself an object, which no stub says
+        config: Any = serialization.config  # a module that replaces itself with an object; stubs do not know that
         sink = _Sink(fd)
         try:
-            # The user's own settings must not take the checksums away. The patch holds for this thread only
+            # The user's own settings must not disable the checksums. The patch holds for this thread only
             # (torch/utils/_config_module.py: patch).
             with config.patch({"save.storage_alignment": ALIGNMENT, "save.compute_crc32": True}):
                 torch.save(self.state, cast(IO[bytes], sink))
         except BaseException:
-            # torch's writer ends the archive while it unwinds, and buries the cause under its own RuntimeError.
+            # torch's writer finishes the archive while it unwinds, and hides the cause behind its own RuntimeError.
             if sink.error is not None:
                 raise sink.error from None
             raise
@@ -63,17 +63,22 @@ def make_state_archive(
     layouts: LayoutMap | None,
     step: int | None,
 ) -> StateArchive:
-    """Return what a rank's state holds; see `xrank.workspace.base.Workspace.write_configs_and_weights`.
+    """Return a rank's state as an archive; see `xrank.workspace.base.Workspace.write_configs_and_weights`.
 
-    Tensors whose bytes lie in a row on the CPU are taken where they are; strided, expanded and device tensors are
-    copied to the CPU. A DTensor whose mesh this rank is not in is left out.
+    Contiguous CPU tensors are not copied; strided, expanded and device tensors are copied to the CPU. A DTensor whose
+    mesh does not contain this rank is left out.
 
     Raises:
-        UsageError: something in config, weights or step that no state can hold.
-        LayoutError: a layout that no notation can say, or that does not fit its tensor.
+        UsageError: a state cannot hold the config, a tensor or the step.
+        LayoutError: the notation cannot express a layout, or a layout does not fit its tensor.
     """
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise UsageError(f"step is {step!r}", got=repr(step), want="a number of 0 or more, or None")
+        raise UsageError(
+            f"step is {step!r}",
+            got=repr(step),
+            want="an integer of 0 or more, or None",
+            next_step="pass the training step as an integer, or leave it out",
+        )
     config = plain_config(config_json)
     content = state_content(weights, layouts, identity.rank)
     record = RankRecord(
@@ -90,7 +95,7 @@ def make_state_archive(
 
 
 class _Sink:
-    """A file as torch.save wants it; keeps the first error, and takes nothing after it."""
+    """A file object for torch.save. It keeps the first error and refuses writes after it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -109,4 +114,4 @@ class _Sink:
         return done
 
     def flush(self) -> None:
-        """Do nothing: nothing is held back."""
+        """Do nothing: writes are not buffered."""

@@ -1,7 +1,7 @@
-"""What of a rank's config and tensors a state can hold: everything checked first, then made plain.
+"""Checks a rank's config and tensors, and converts them to the plain values that a state can hold.
 
-The tensor is kept, not its storage: a slice of a large buffer becomes its own few bytes, and nothing is copied for it
-where its bytes already lie in a row. Only strided, expanded and device tensors are copied.
+A slice of a large buffer is saved as its own few bytes. Contiguous CPU tensors are not copied; strided, expanded and
+device tensors are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
 from xrank.formats.rank_state import MeshRecord, TensorRecord
-from xrank.workspace.tensor_places import located_tensors, view_key
+from xrank.workspace.tensor_places import locate_tensors, view_key
 
 if TYPE_CHECKING:
     import torch
@@ -25,36 +25,45 @@ __all__ = ["StateContent", "plain_config", "state_content"]
 
 @dataclass(frozen=True, slots=True)
 class StateContent:
-    """Tensors ready for torch.save, and what is known of their places."""
+    """Tensors ready for torch.save, and the records of their places."""
 
     weights: dict[str, torch.Tensor]
-    """Plain, detached, contiguous, on the CPU, each with a storage of its own size; tied names share one object."""
+    """Plain, detached, contiguous CPU tensors, each with a storage of its own size; tied names share one object."""
     meshes: tuple[MeshRecord, ...]
     tensors: dict[str, TensorRecord]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, tied ones once."""
+        """Bytes of all tensors; tied tensors count once."""
         return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in self.weights.values()}.values())
 
 
 def plain_config(config: object) -> dict[str, Any]:
-    """Return a config as JSON would give it back: its own copy, of plain dicts, lists, texts and numbers.
+    """Return a config as JSON would give it back: a copy of plain dicts, lists, texts and numbers.
 
     Raises:
-        UsageError: a part of it is nothing that JSON holds; its place is named.
+        UsageError: JSON cannot represent a part of it; the message names its place.
     """
     if not isinstance(config, dict):
-        raise UsageError(f"the config is a {type(config).__name__}", got=type(config).__name__, want="a dict")
+        raise UsageError(
+            f"the config is a {type(config).__name__}",
+            got=type(config).__name__,
+            want="a dict",
+            next_step="pass a dict, such as config.to_dict()",
+        )
     try:
         plain: dict[str, Any] = _plain_value(config, "config")
     except RecursionError:
-        raise UsageError("the config contains itself, or is nested too deep for JSON", want="a tree") from None
+        raise UsageError(
+            "the config contains itself, or is nested too deep for JSON",
+            want="a tree",
+            next_step="remove the reference from the config to itself, or nest it less deep",
+        ) from None
     return plain
 
 
 def _plain_value(value: object, where: str) -> Any:
-    # Subclasses (an Enum of texts, numpy's float64) would be pickled as classes that no careful reader allows.
+    # Subclasses (a text Enum, numpy's float64) would be pickled as classes that strict readers refuse.
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -71,7 +80,10 @@ def _plain_value(value: object, where: str) -> Any:
             text = _key_text(key, where)
             if text in plain:
                 raise UsageError(
-                    f"{where} has two keys that JSON writes as {text!r}", got=repr(key), want="each key once"
+                    f"{where} has two keys that JSON writes as {text!r}",
+                    got=repr(key),
+                    want="each key once",
+                    next_step=f"rename or remove one of the two keys {text!r}",
                 )
             plain[text] = _plain_value(item, f"{where}[{key!r}]")
         return plain
@@ -98,16 +110,16 @@ def _key_text(key: object, where: str) -> str:
 
 
 def state_content(weights: object, layouts: LayoutMap | None, rank: int) -> StateContent:
-    """Return what a state holds of these tensors; nothing is copied before everything has been checked.
+    """Return what a state holds of these tensors. Everything is checked before anything is copied.
 
-    Arguments and errors as `located_tensors`.
+    Arguments and errors as in `locate_tensors`.
     """
-    located = located_tensors(weights, layouts, rank)
+    located = locate_tensors(weights, layouts, rank)
     return StateContent(dict(_plain_tensors(located.local)), located.meshes, located.records)
 
 
 def _plain_tensors(held: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors as torch.save shall see them; names of the very same view get one object."""
+    """Yield the tensors as torch.save gets them; names of the same view share one object."""
     made: dict[Hashable, torch.Tensor] = {}
     storages: set[int] = set()
     dtypes: dict[int, torch.dtype] = {}
@@ -115,10 +127,10 @@ def _plain_tensors(held: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.T
         view = view_key(tensor)
         if view not in made:
             plain = _plain_tensor(tensor)
-            # A storage becomes one record of one dtype (torch/serialization.py: _save refuses two dtypes at one
-            # address), so names that share bytes without being the same tensor are taken apart.
+            # torch.save writes one record of one dtype per storage (torch/serialization.py: _save refuses two dtypes at
+            # one address), so names that share bytes without being the same tensor get separate storages.
             if plain.untyped_storage()._cdata in storages:
-                plain = _own_view(plain)
+                plain = _shrink_storage(plain)
             if plain.data_ptr() != 0 and dtypes.setdefault(plain.data_ptr(), plain.dtype) != plain.dtype:
                 plain = plain.clone()
             storages.add(plain.untyped_storage()._cdata)
@@ -134,16 +146,16 @@ def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
         plain = plain.cpu()
     if plain.numel() == 0:
         return torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
-    # Through one dim and back: a dim of size 1 may have any stride and still count as contiguous.
+    # Flatten and reshape: a dim of size 1 may have any stride and still count as contiguous.
     plain = plain.contiguous().as_strided((plain.numel(),), (1,)).view(plain.shape)
-    return plain if plain.untyped_storage().nbytes() == plain.nbytes else _own_view(plain)
+    return plain if plain.untyped_storage().nbytes() == plain.nbytes else _shrink_storage(plain)
 
 
-def _own_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor whose storage is exactly these bytes, and keeps the larger one alive."""
+def _shrink_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor whose storage has exactly these bytes; it keeps the larger storage alive."""
     import torch
 
-    # DLPack exports an address and a shape, so what is imported knows nothing of the storage around it. As bytes,
+    # DLPack exports an address and a shape, so the imported tensor does not know the surrounding storage. As bytes,
     # because DLPack lacks some dtypes (torch/csrc/.../DLConvertor: float8, unsigned 16 to 64).
     nbytes = torch.utils.dlpack.from_dlpack(tensor.reshape(-1).view(torch.uint8))
     return nbytes.view(tensor.dtype).view(tensor.shape)

@@ -1,7 +1,7 @@
-"""A rank's state as one reads it back: whose it is first, then the tensors, their bytes checked as they come.
+"""Reads a rank's state back: first its record, then its tensors, with their checksums.
 
-torch.load is not used: xrank's own reader runs nothing of the pickle whatever the environment and the user's
-allow-lists say, and the bytes whose checksums are compared are the very bytes that the tensors get.
+torch.load is not used. xrank's own reader never runs code from the pickle, whatever the environment and the user's
+allow-lists permit, and it checks exactly those bytes that become the tensors.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ if TYPE_CHECKING:
 __all__ = ["read_run_id", "read_state"]
 
 _NUM_ATTEMPTS = 5
-"""How often a file that was replaced under the reader is opened again: every time it meets the name anew."""
+"""Number of times a file that was replaced during reading is opened; each time by its name."""
 _PAUSE_SECONDS = 0.1
-"""Before the first of them, where it is the client that is slow; twice as long before each further one."""
+"""Seconds before the first retry, in case the client's cache is old; doubled before each further one."""
 
 _WINDOW_NBYTES = 1 << 20
-"""Read and checked at a time, while it is in the processor's cache."""
+"""Bytes read and checked at a time, so that they stay in the processor's cache."""
 
 _T = TypeVar("_T")
 
 
 class _ReplacedError(Exception):
-    """Another file has the name by now."""
+    """The name now belongs to another file."""
 
 
 def read_state(
     file: str, rank: int, world_size: int, run_id: str | None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
-    """Return config and weights of a rank's state, or None where it is absent or an earlier run's.
+    """Return config and weights of a rank's state, or None if it is absent or belongs to an earlier run.
 
     Args:
         file: the state's path.
-        rank: whose state it has to be.
-        world_size: of this run; a state of another world is an earlier run's.
-        run_id: of this run; None matches states that say no run.
+        rank: the rank that must have written it.
+        world_size: of this run. A state of another world size belongs to an earlier run.
+        run_id: of this run; None matches states that record no run id.
 
     Raises:
-        ContradictionError: it is another rank's.
-        CorruptError: it is not what was written.
+        ContradictionError: another rank wrote it.
+        CorruptError: its bytes differ from those that were written.
         UnsafeError: it asks to run code.
-        UsageError: it holds what no safetensors file can, or a newer xrank wrote it.
+        UsageError: it holds a tensor that safetensors cannot, or a newer xrank wrote it.
     """
 
     def read() -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
@@ -69,24 +69,24 @@ def read_state(
         state.check_rank()
         return state.config, _tensors(state.archive, state.weights, rank)
 
-    return _while_replaced(file, read)
+    return _retry_while_replaced(file, read)
 
 
 def read_run_id(file: str) -> str | None:
-    """Return the run id that a state says, or None where it is absent, says none, or cannot be read."""
+    """Return the run id that a state records, or None if the file is absent, unreadable, or records none."""
 
     def read() -> str | None:
         record = record_of(read_archive(file), None)
         return None if record is None else record.run_id
 
     try:
-        return _while_replaced(file, read)
+        return _retry_while_replaced(file, read)
     except (XrankError, OSError):
         return None
 
 
-def _while_replaced(file: str, read: Callable[[], _T]) -> _T | None:
-    """Return what `read` gives, called again while the file is replaced under it; None where there is no file."""
+def _retry_while_replaced(file: str, read: Callable[[], _T]) -> _T | None:
+    """Return the result of `read`, repeated while the file is being replaced; None without a file."""
     for attempt in range(_NUM_ATTEMPTS):
         try:
             return read()
@@ -94,11 +94,11 @@ def _while_replaced(file: str, read: Callable[[], _T]) -> _T | None:
             if isinstance(error, FileNotFoundError):
                 return None
         except (OSError, CorruptError) as error:
-            # The server has another file under this name by now (nfs(5); tox-dev/filelock#669): the name is good.
+            # ESTALE: on the server this name now belongs to another file (nfs(5); tox-dev/filelock#669).
             system = error.__cause__ if isinstance(error, CorruptError) else error
             if getattr(system, "errno", None) != errno.ESTALE:
                 raise
-            # A client may believe in the old one for a second (measured on glusterfs), whatever it is asked.
+            # A client may keep its old view for a second (measured on glusterfs), whatever calls it gets.
             sleep(_PAUSE_SECONDS * 2**attempt)
     raise IncompleteError(
         f"{file} was replaced {_NUM_ATTEMPTS} times while it was read",
@@ -117,10 +117,10 @@ def _holds_tensor(value: object) -> bool:
 
 
 def _tensors(archive: TorchArchive, weights: dict[str, ArchivedTensor], rank: int) -> dict[str, torch.Tensor]:
-    """Return the tensors in memory of their own; equal views become one tensor, as they were when written."""
+    """Return the tensors in memory of their own. Equal views become one tensor, as when they were written."""
     import torch
 
-    # Read, not mapped: a mapped file that shrinks or goes stale on the server kills the process (SIGBUS).
+    # Read, not mapped: if a mapped file shrinks or goes stale on the server, SIGBUS kills the process.
     fd = os.open(archive.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if _identity(os.fstat(fd)) != _identity(archive.status):

@@ -1,4 +1,4 @@
-"""Where a rank's tensors belong in the whole: read from DTensors, or said by a layout map; every tensor checked."""
+"""Finds where a rank's tensors belong in the whole, from DTensors or a layout map, and checks every tensor."""
 
 from __future__ import annotations
 
@@ -24,40 +24,50 @@ if TYPE_CHECKING:
 
     from xrank.layout.layout_map import LayoutMap
 
-__all__ = ["LocatedTensors", "located_tensors", "view_key"]
+__all__ = ["LocatedTensors", "locate_tensors", "view_key"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocatedTensors:
-    """What a rank holds, where it is: nothing is copied."""
+    """A rank's tensors, not copied, and their places."""
 
     local: dict[str, torch.Tensor]
-    """By name; of a DTensor the local tensor."""
+    """Tensors by name; for a DTensor its local tensor."""
     meshes: tuple[MeshRecord, ...]
     records: dict[str, TensorRecord]
-    """Of those tensors whose place is known."""
+    """Records of the tensors with a known place."""
 
 
-def located_tensors(weights: object, layouts: LayoutMap | None, rank: int) -> LocatedTensors:
-    """Return what a rank holds of these tensors, and where it belongs.
+def locate_tensors(weights: object, layouts: LayoutMap | None, rank: int) -> LocatedTensors:
+    """Return a rank's local tensors and their places.
 
     Args:
-        weights: tensors by name. Of a DTensor the local tensor is kept, with its layout; one whose mesh this rank is
-            not in is left out, for this rank holds nothing of it.
+        weights: tensors by name. A DTensor becomes its local tensor and brings its layout. If its mesh does not contain
+            this rank, it is left out, because the rank holds no part of it.
         layouts: the layouts of the plain tensors.
-        rank: whose tensors they are.
+        rank: the rank that holds the tensors.
 
     Raises:
-        UsageError: a name or a tensor that no state can hold.
-        LayoutError: a layout that no notation can say, or that does not fit its tensor.
+        UsageError: a state cannot hold a name or a tensor.
+        LayoutError: the notation cannot express a layout, or a layout does not fit its tensor.
     """
     if not isinstance(weights, Mapping):
-        raise UsageError(f"the weights are a {type(weights).__name__}", got=type(weights).__name__, want="a mapping")
+        raise UsageError(
+            f"the weights are a {type(weights).__name__}",
+            got=type(weights).__name__,
+            want="a mapping",
+            next_step="pass a dict from names to tensors",
+        )
     places = _Places(layouts, rank)
     local: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         if not isinstance(name, str):
-            raise UsageError(f"the weights have the name {name!r}", got=type(name).__name__, want="texts for names")
+            raise UsageError(
+                f"the weights have the name {name!r}",
+                got=type(name).__name__,
+                want="texts for names",
+                next_step="make every name a text",
+            )
         part = places.locate(str.__str__(name), tensor)
         if part is not None:
             local[str.__str__(name)] = part
@@ -65,7 +75,7 @@ def located_tensors(weights: object, layouts: LayoutMap | None, rank: int) -> Lo
 
 
 def view_key(tensor: torch.Tensor) -> Hashable:
-    """Return what is equal for tied names: tensors that are the very same view of one storage."""
+    """Return a key that is equal for tied names, that is for tensors that are the same view of one storage."""
     # The storage's identity, not the address: every empty tensor has address 0.
     return (
         tensor.untyped_storage()._cdata,
@@ -79,7 +89,7 @@ def view_key(tensor: torch.Tensor) -> Hashable:
 
 
 class _Places:
-    """Checks tensor after tensor, and collects where each one belongs."""
+    """Checks tensors one by one, and collects their places."""
 
     def __init__(self, layouts: LayoutMap | None, rank: int) -> None:
         self.layouts = layouts
@@ -89,27 +99,27 @@ class _Places:
         self._cuts: dict[tuple[Any, ...], tuple[str, DeviceMesh]] = {}
 
     def locate(self, name: str, tensor: object) -> torch.Tensor | None:
-        """Return the plain tensor to keep under that name, or None where this rank holds nothing of it."""
-        # Where the module was never imported, nothing can be of its class, and importing it costs seconds.
+        """Return the plain tensor to keep under that name, or None if this rank holds no part of it."""
+        # Importing the module costs seconds; as long as it is not imported, no tensor can be a DTensor.
         module = sys.modules.get("torch.distributed.tensor")
         if module is None or not isinstance(tensor, module.DTensor):
-            local = _checked(name, tensor)
+            local = _check_tensor(name, tensor)
             if self.layouts is not None:
                 self._locate_plain(name, local, self.layouts)
             return local
         try:
-            # A model has thousands of tensors, and a few ways to cut them.
+            # A model has thousands of tensors but few combinations of mesh and placements.
             order = getattr(tensor._spec, "shard_order", None)
             kind = (tensor.device_mesh, tensor.placements, tensor.ndim, repr(order))
             if kind not in self._cuts:
                 self._cuts[kind] = _cut_of(tensor, order)
             layout, mesh = self._cuts[kind]
         except LayoutError as error:
-            raise _about(name, error) from None
+            raise _prefix_error(name, error) from None
         import torch
 
         with torch.no_grad():
-            local = _checked(name, tensor.to_local())
+            local = _check_tensor(name, tensor.to_local())
         if tensor.device_mesh.get_coordinate() is None:
             return None
         self.tensors[name] = TensorRecord(layout, self._mesh(mesh), tuple(tensor.shape))
@@ -132,7 +142,7 @@ class _Places:
                 want=f"{len(layout.axes)} dims",
                 next_step="correct the layout map",
             )
-        # A state is read without the map, so its sizes go into the text.
+        # The state is read without the map, so the text contains the sizes.
         sized = layout.with_sizes(layouts.sizes)
         rule = layouts.rule_for(name) or companion_rule
         pattern = None if rule is None else layouts.name_of(rule)
@@ -145,9 +155,9 @@ class _Places:
             if (flat := flat_of(sized)) is not None:
                 _check_members(flat)
         except LayoutError as error:
-            raise _about(name, error) from None
-        # A sharded dim's global size is the sum over ranks that may hold unequal parts: no rank knows it alone.
-        # Nor can a padded part's shape be told from the whole one's.
+            raise _prefix_error(name, error) from None
+        # The global size of a sharded dim is the sum over the ranks' parts, which may be unequal: one rank does not
+        # know it. Nor does a padded part determine the whole shape.
         shape = None if any(layout.axes) or layout.has_pads else tuple(local.shape)
         self.tensors[name] = TensorRecord(
             str(sized if companion is None else inlined(companion, sized.tree)),
@@ -167,53 +177,58 @@ def _cut_of(tensor: Any, order: Any) -> tuple[str, DeviceMesh]:
 
     Args:
         tensor: the DTensor.
-        order: of its cuts, which is no part of torch's public face; older torch has only the mesh's own.
+        order: order of its cuts, a private attribute of torch; older versions have only the mesh's own order.
 
     Raises:
-        LayoutError: no notation says it, or it is a sum that was not made.
+        LayoutError: the notation cannot express it, or its parts are addends of a sum.
     """
     from xrank.dialects.placements import describe_mesh, from_placements
 
     mesh = describe_mesh(tensor.device_mesh)
-    placed = from_placements(mesh, tensor.placements, tensor.ndim, order)
-    if placed.tree.sums:
+    layout = from_placements(mesh, tensor.placements, tensor.ndim, order)
+    if layout.tree.sums:
         raise LayoutError(
-            f"the ranks along {placed.tree.sums[0]!r} hold a sum of addends, not parts or replicas",
+            f"the ranks along {layout.tree.sums[0]!r} hold addends of a sum, not parts or replicas",
             got=str(tensor.placements),
             want="Shard or Replicate",
             next_step="reduce the tensor before it is saved: redistribute it to Replicate or Shard",
         )
-    return str(placed), mesh
+    return str(layout), mesh
 
 
 def _check_name(name: str, pattern: TensorName, layout: TensorLayout, mesh: DeviceMesh | None, rank: int) -> None:
-    """Check that a rank knows a tensor by a name that a name with dims gives it."""
+    """Check that the rank's name for a tensor matches the pattern with dims."""
     if mesh is None:
         raise LayoutError(
-            f"its name has dims, {pattern}, and nothing says the mesh that counts them",
+            f"its name has dims, {pattern}, but no mesh counts them",
             got=str(layout),
             next_step="give the LayoutMap a mesh",
         )
     table = name_table(pattern, layout, mesh, mesh.coordinate(rank))
     if table is None:
-        raise LayoutError("the layout leaves this rank out", got=f"a part on rank {rank}", want=f"none, by {layout}")
+        raise LayoutError(
+            "the layout leaves this rank out",
+            got=f"a part on rank {rank}",
+            want=f"no part, by {layout}",
+            next_step="correct the layout, or leave the tensor out on this rank",
+        )
     table.global_name(name)
 
 
 def _check_members(flat: Flat) -> None:
-    """Check that a flat buffer's layout tells its members' shapes, which no rank's buffer does."""
+    """Check that a flat buffer's layout gives the members' shapes, which the buffer itself does not contain."""
     for member in flat.members:
         unknown = [size for dim in member.dims for size in names_of_dim(dim)]
         if unknown:
             raise LayoutError(
-                f"the shape of {member.name}, which lies in it, is not told",
+                f"the shape of {member.name}, a member of the buffer, is unknown",
                 got=f"no number for {unknown[0]!r}",
                 want="numbers in the layout, or sizes of the LayoutMap",
                 next_step=f"set layouts.sizes[{unknown[0]!r}]",
             )
 
 
-def _checked(name: str, tensor: object) -> torch.Tensor:
+def _check_tensor(name: str, tensor: object) -> torch.Tensor:
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -222,7 +237,7 @@ def _checked(name: str, tensor: object) -> torch.Tensor:
             tensor=name,
             got=type(tensor).__qualname__,
             want="a plain tensor, a Parameter or a DTensor",
-            next_step="write the plain tensors that it is made of",
+            next_step="write the plain tensors that it consists of",
         )
     assert isinstance(tensor, torch.Tensor)
     kind = kind_without_elements(tensor)
@@ -232,9 +247,9 @@ def _checked(name: str, tensor: object) -> torch.Tensor:
             tensor=name,
             got=kind,
             want="a dense tensor with data",
-            next_step="write the dense tensors that it is made of, or leave it out",
+            next_step="write the dense tensors that it consists of, or leave it out",
         )
-    if not has_memory(tensor):  # reading it would end the process
+    if not has_memory(tensor):  # reading it would crash the process
         raise UsageError(
             f"{name} has no memory: its storage was freed",
             tensor=name,
@@ -245,12 +260,12 @@ def _checked(name: str, tensor: object) -> torch.Tensor:
     try:
         by_torch_name(str(tensor.dtype).removeprefix("torch."))
     except UsageError as error:
-        raise _about(name, error) from None
+        raise _prefix_error(name, error) from None
     return tensor
 
 
-def _about(name: str, error: UsageError | LayoutError) -> UsageError | LayoutError:
-    """Return an error as one about that tensor."""
+def _prefix_error(name: str, error: UsageError | LayoutError) -> UsageError | LayoutError:
+    """Return the error with the tensor's name."""
     return type(error)(
         f"{name}: {error.message}", tensor=name, got=error.got, want=error.want, next_step=error.next_step
     )

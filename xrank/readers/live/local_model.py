@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from xrank.errors import LayoutError, UsageError
 from xrank.formats.rank_state import RankRecord
 from xrank.readers.live.module_tensors import check_model, is_extra_state
-from xrank.workspace.tensor_places import LocatedTensors, located_tensors, view_key
+from xrank.workspace.tensor_places import LocatedTensors, locate_tensors, view_key
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ def local_model(
         named = _state_dict(model) if isinstance(model, torch.nn.Module) else model
         if isinstance(named, Mapping):
             named = {name: value for name, value in named.items() if not is_extra_state(name)}
-        located = located_tensors(named, layouts, rank)
+        located = locate_tensors(named, layouts, rank)
     views: list[torch.Tensor] = []
     view_of: dict[str, int] = {}
     known: dict[Hashable, int] = {}

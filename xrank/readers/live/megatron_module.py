@@ -20,7 +20,7 @@ from xrank.errors import LayoutError
 from xrank.formats.rank_state import MeshRecord, TensorRecord
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.readers.live.module_tensors import is_extra_state
-from xrank.workspace.tensor_places import LocatedTensors, located_tensors
+from xrank.workspace.tensor_places import LocatedTensors, locate_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,7 @@ def megatron_tensors(
                 )
     is_gated = _gating(chunks, parts, rank)
     # It checks each tensor, and takes the rules of the map.
-    found = located_tensors({name: part.local for name, part in parts.items()}, layouts, rank)
+    found = locate_tensors({name: part.local for name, part in parts.items()}, layouts, rank)
     meshes: dict[MeshRecord, int] = {mesh: number for number, mesh in enumerate(found.meshes)}
     records = {}
     for name, part in parts.items():
