@@ -3,6 +3,7 @@
 import gc
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -15,7 +16,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 hypothesis.settings.register_profile(
     "xrank", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
 )
-hypothesis.settings.load_profile("xrank")
+hypothesis.settings.register_profile("sample", hypothesis.settings.get_profile("xrank"), max_examples=25)
 
 pytest_plugins = ["xrank.testing.plugin"]
 
@@ -23,6 +24,22 @@ pytest_plugins = ["xrank.testing.plugin"]
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="try every seeded moment and repeat thousands of times")
     parser.addoption("--seed", type=int, help="of the mixed gathers, to repeat what a soak found")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("xrank" if runs_in_full(config) else "sample")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without a quick test before they are imported: that alone would take longer than the tests."""
+    if config.option.markexpr != "quick" or collection_path.suffix != ".py":
+        return None
+    return "mark.quick" not in collection_path.read_text() or None
+
+
+def runs_in_full(config: pytest.Config) -> bool:
+    """Return whether tests repeat all they can; where -m chooses tests, as in `make test`, they take a sample."""
+    return bool(config.option.soak or not config.option.markexpr)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +54,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def soak(request: pytest.FixtureRequest) -> bool:
     """Whether there is time to try everything."""
     return request.config.getoption("soak")
+
+
+@pytest.fixture(scope="session")
+def in_full(request: pytest.FixtureRequest) -> bool:
+    """Whether tests repeat all they can, as in `make test-all`, or a sample is enough."""
+    return runs_in_full(request.config)
+
+
+@pytest.fixture(scope="session")
+def every(in_full: bool) -> int:
+    """How many calls lie between two of those at which work is killed, or fails."""
+    return 1 if in_full else 5
 
 
 @pytest.fixture(scope="module", autouse=True)

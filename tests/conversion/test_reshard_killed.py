@@ -72,22 +72,21 @@ class Reshards:
         return resumed
 
 
-def test_killed_at_every_call(bench: Bench) -> None:
+def test_killed_at_every_call(bench: Bench, every: int) -> None:
     reshards = Reshards(bench)
-    points, resumed = 0, set()
-    for _ in kill_points(reshards, extra=EXTRA):
-        points += 1
+    point, resumed = 0, set()
+    for point in kill_points(reshards, extra=EXTRA, every=every):
         if reshards.seen() == "absent":
             resumed.add(reshards.finish())
         reshards.clear()
-    assert points > 60
+    assert point > 60
     sizes = [len(reshards.known[f"rank_{rank}_state.pth"]) for rank in range(3)]
     assert resumed == {0, sizes[0], sum(sizes[:2]), sum(sizes)}
 
 
-def test_a_full_disk_at_every_call(bench: Bench) -> None:
+def test_a_full_disk_at_every_call(bench: Bench, every: int) -> None:
     reshards = Reshards(bench)
-    for outcome in error_points(reshards, NO_SPACE, extra=EXTRA):
+    for outcome in error_points(reshards, NO_SPACE, extra=EXTRA, every=every):
         if outcome.finished:
             assert reshards.seen() == "whole"
         else:

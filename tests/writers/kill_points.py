@@ -39,12 +39,14 @@ class Outcome:
     """What the work raised."""
 
 
-def kill_points(work: Callable[[], object], *, extra: Sequence[Extra] = (), limit: int = 2000) -> Iterator[int]:
-    """Run the work in a child that is killed after its N-th call, N = 1, 2, …, and yield N after each kill.
+def kill_points(
+    work: Callable[[], object], *, extra: Sequence[Extra] = (), every: int = 1, limit: int = 2000
+) -> Iterator[int]:
+    """Run the work in a child that is killed after its N-th call, N = 1, 1 + every, …, and yield N after each kill.
 
     Ends, after a last yield, when a child came to its end; between yields the caller checks and prepares the disk.
     """
-    for point in range(1, limit):
+    for point in range(1, limit, every):
         pid = os.fork()
         if pid == 0:
             _child(work, _after(point, _kill), extra)
@@ -57,18 +59,25 @@ def kill_points(work: Callable[[], object], *, extra: Sequence[Extra] = (), limi
 
 
 def error_points(
-    work: Callable[[], object], number: int, *, extra: Sequence[Extra] = (), perform: bool = False, limit: int = 2000
+    work: Callable[[], object],
+    number: int,
+    *,
+    extra: Sequence[Extra] = (),
+    perform: bool = False,
+    every: int = 1,
+    limit: int = 2000,
 ) -> Iterator[Outcome]:
-    """Run the work in a child whose N-th call fails with that errno, N = 1, 2, …, and yield how it ended.
+    """Run the work in a child whose N-th call fails with that errno, N = 1, 1 + every, …, and yield how it ended.
 
     Args:
         work: as above.
         number: the errno.
         extra: more functions to count.
         perform: make the call before it "fails", as a network file system that lost the answer.
+        every: how many calls lie between two that fail.
         limit: of calls.
     """
-    for point in range(1, limit):
+    for point in range(1, limit, every):
         outcome = in_child(work, _before(point, number, perform), extra)
         yield outcome
         if len(outcome.calls) < point:
