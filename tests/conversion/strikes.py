@@ -110,7 +110,7 @@ def _after(owner: Any, name: str, note: Callable[..., None]) -> None:
 
 def _watch_steps(reach: Callable[[], None], wanted: str) -> None:
     """Call `reach` each time the step is done."""
-    from xrank.teams.team import Team
+    from xrank.teams.shared_team import SharedTeam
     from xrank.writers import rename, stage, staging
     from xrank.writers.stage import Stage
 
@@ -144,7 +144,7 @@ def _watch_steps(reach: Callable[[], None], wanted: str) -> None:
     written = {"config.json": "config.json", "model.safetensors.index.json": "index", "xrank_manifest.json": "manifest"}
     _after(staging, "write_journal", lambda *_: step("stage made"))
     _after(Stage, "create_part", lambda *_: step("file made"))
-    _after(Team, "tell", lambda team, name, text: step(f"{name} told"))
+    _after(SharedTeam, "_send", lambda team, name, text: step(f"{name} told"))
     _after(rename, "move", moved)
     _after(Stage, "finish_part", lambda *_: step("file finished"))
     _after(Stage, "write_file", lambda stage, name, content: step(written.get(name, "")))
@@ -154,7 +154,7 @@ def _watch_steps(reach: Callable[[], None], wanted: str) -> None:
     _after(rename, "exchange", took_name)
     _after(Stage, "_read_back", lambda *_: step("read back"))
     _after(stage, "clear", lambda *_: step("old cleared"))
-    _after(Team, "committed", lambda *_: step("committed"))
+    _after(SharedTeam, "mark_committed", lambda *_: step("committed"))
 
 
 def _watch_progress(reach: Callable[[], None]) -> None:

@@ -3,9 +3,9 @@
 import pytest
 
 from xrank.errors import RankFailedError, UsageError
-from xrank.teams import team as module
+from xrank.teams import shared_team as module
 from xrank.teams.launches import find_launch
-from xrank.teams.team import Team
+from xrank.teams.shared_team import SharedTeam
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4"}
 SRUN = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}
@@ -54,7 +54,7 @@ def test_a_rank_that_works_asks_for_failures_now_and_then(monkeypatch):
 
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
     monkeypatch.setattr(module, "failure_check", lambda: fail)
-    look = Team.failures(object.__new__(Team))
+    look = SharedTeam.make_failure_check(object.__new__(SharedTeam))
     for _ in range(40):
         assert not look()
         now[0] += 0.01

@@ -6,20 +6,21 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 from xrank.conversion.report import output_facts, peak_rss_nbytes, proof_facts, source_facts
 from xrank.decisions.given_layouts import live_layouts
-from xrank.decisions.live_arguments import check_said, dtype_choice, in_python
+from xrank.decisions.live_arguments import check_calling, check_said, dtype_choice, in_python
 from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers
 from xrank.decisions.transforms import Transform
 from xrank.layout import LayoutMap
-from xrank.lending.lent_model import AskedModel, find_team, lend_model
-from xrank.making.stage_filling import help_to_fill_stage, make_output
+from xrank.lending.lent_model import AskedModel, lend_model
+from xrank.making.stage_filling import make_output
 from xrank.plan.report import Report
-from xrank.teams.asked_alike import agreed_call
+from xrank.teams.agreement import check_alike
+from xrank.teams.launches import find_group_team
 from xrank.teams.team import Team
 from xrank.writers.staging import check_output
 
@@ -100,7 +101,8 @@ def export_model(
     """
     path = os.fspath(out)
     with in_python():
-        team = find_team(group, path, timeout_seconds=timeout_seconds)
+        check_calling(group, timeout_seconds)
+        team = find_group_team(group, path, timeout_seconds=timeout_seconds)
 
     def asked() -> AskedModel:
         check_said(layouts, mesh, config_overrides)
@@ -111,7 +113,7 @@ def export_model(
                 max_shard_size=max_shard_size,
                 max_memory=max_memory,
                 # Ranks of one host share its processors.
-                workers=None if team is None else max(1, default_workers() // team.num_here),
+                workers=None if team.size == 1 else max(1, default_workers() // team.num_here),
                 adapter=cast(AdapterChoice | None, adapter),
                 overwrite=overwrite,
             ),
@@ -126,19 +128,19 @@ def export_model(
         )
 
     # What is lent is so until all ranks have ended.
-    with in_python(), ExitStack() as lent, nullcontext() if team is None else team.together():
-        return _export(agreed_call(team, asked, AskedModel.told), path, team, lent)
+    with in_python(), ExitStack() as lent, team.together():
+        request, _ = team.agree("what is asked", asked, AskedModel.told, check_alike(team.ranks))
+        return _export(request, path, team, lent)
 
 
-def _export(asked: AskedModel, out: str, team: Team | None, lent: ExitStack) -> Report:
+def _export(asked: AskedModel, out: str, team: Team, lent: ExitStack) -> Report:
     started = time.monotonic()
     model = lend_model(asked, team, lent, check=lambda: check_output(out, overwrite=asked.options.overwrite))
     gather = model.gather
     with closing(model.source):
-        if team is not None and not team.is_first:
-            help_to_fill_stage(gather, model.source, out, team, model.holder)
-            return _report_of(team.hear("report"))
-        made = make_output(gather, model.source, out, lambda done, total: None, team, model.holder)
+        made = make_output(gather, model.source, out, None, team, model.holder)
+        if not team.is_first:
+            return _report_of(team.broadcast("report"))
     transformed = {} if gather.transforms is None else {"transformed": gather.transforms.made_of}
     report = Report(
         command="export",
@@ -150,10 +152,7 @@ def _export(asked: AskedModel, out: str, team: Team | None, lent: ExitStack) -> 
         output={"path": out, **output_facts(gather), **transformed, **made.output},
         notes=(*gather.notes, *made.notes),
     )
-    text = json.dumps(asdict(report))
-    if team is not None:
-        team.tell("report", text)
-    return _report_of(text)
+    return _report_of(team.broadcast("report", json.dumps(asdict(report))))
 
 
 def _report_of(text: str) -> Report:

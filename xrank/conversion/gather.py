@@ -6,25 +6,22 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from xrank import environment
 from xrank.conversion.report import output_facts, peak_rss_nbytes, proof_facts, source_facts
 from xrank.decisions.gather_plan import Gather, plan_gather
 from xrank.decisions.options import GatherOptions
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
-from xrank.making.stage_filling import Made, help_to_fill_stage, make_output
+from xrank.making.stage_filling import make_output
 from xrank.plan.buffers import FileSource
 from xrank.plan.executor import Budget
 from xrank.plan.merging import factors_nbytes
 from xrank.plan.report import Report
 from xrank.plan.windows import WINDOW_NBYTES
-from xrank.teams.launches import find_launch
+from xrank.teams.agreement import check_plans
+from xrank.teams.launches import find_launched_team
 from xrank.writers.staging import check_apart, check_output, check_room
-
-if TYPE_CHECKING:
-    from xrank.teams.team import Team
 
 __all__ = ["gather_checkpoint"]
 
@@ -74,17 +71,11 @@ def gather_checkpoint(
     started = time.monotonic()
     checked = _checked_options(options)
     path = os.fspath(out)
-
-    launch = find_launch(environment.environ(), distributed=True)[0] if distributed and not checked.dry_run else None
-    team = None
-    if launch is not None:
-        from xrank.teams.team import Team  # one process is done without
-
-        team = Team.launched(launch, path, timeout_seconds=timeout_seconds)
+    team = find_launched_team(path, distributed=distributed and not checked.dry_run, timeout_seconds=timeout_seconds)
 
     def plan() -> Gather:
         check_apart(os.fspath(source), path)
-        if team is None or team.is_first:  # others may still see what was there a moment ago
+        if team.is_first:  # others may still see what was there a moment ago
             check_output(out, overwrite=checked.overwrite)
         gather = plan_gather(
             os.fspath(source),
@@ -102,14 +93,10 @@ def gather_checkpoint(
         gather = plan()
         check_room(out, [file.output.nbytes for file in gather.plan.files], gather.source.path)
         return _planned_report(gather, path, time.monotonic() - started)
-    show = progress or (lambda done, total: None)
-    if team is None:
-        gather = plan()
-        made = _make(gather, path, show, None)
-    else:
-        with team.together():
-            gather = team.agree(plan, lambda gather: gather.digest)
-            made = _make(gather, path, show, team) if team.is_first else _help(gather, path, team)
+    with team.together():
+        gather, _ = team.agree("the plan", plan, lambda gather: gather.digest, check_plans(team.ranks))
+        with closing(FileSource(gather.plan.source)) as files:
+            made = make_output(gather, files, path, progress, team)
     return Report(
         command="gather",
         path=path,
@@ -120,17 +107,6 @@ def gather_checkpoint(
         output={"path": path, **output_facts(gather), **made.output},
         notes=(*gather.notes, *made.notes),
     )
-
-
-def _make(gather: Gather, out: str, progress: Callable[[int, int], None], team: Team | None) -> Made:
-    with closing(FileSource(gather.plan.source)) as source:
-        return make_output(gather, source, out, progress, team)
-
-
-def _help(gather: Gather, out: str, team: Team) -> Made:
-    """Do the part of any other rank."""
-    with closing(FileSource(gather.plan.source)) as source:
-        return help_to_fill_stage(gather, source, out, team)
 
 
 def _checked_options(options: Mapping[str, Any]) -> GatherOptions:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from xrank import environment
 from xrank.decisions.given_layouts import live_layouts
-from xrank.decisions.live_arguments import check_said, dtype_choice, in_python
+from xrank.decisions.live_arguments import check_calling, check_said, dtype_choice, in_python
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.transformed_plan import compared_plan
 from xrank.decisions.transforms import Transform, transformed
 from xrank.errors import UsageError
-from xrank.lending.lent_model import AskedModel, LentModel, find_team, lend_model
+from xrank.lending.lent_model import AskedModel, LentModel, lend_model
 from xrank.making.whole_tensors import TensorsAhead, WholeTensors, shared_budget
 from xrank.plan.planner import tensor_plan
 from xrank.plan.replicas import nearest
-from xrank.teams.asked_alike import agreed_call
+from xrank.teams.agreement import check_alike
+from xrank.teams.launches import find_group_team
 from xrank.teams.team import Team
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def iter_model(
     """
     place = os.path.join(environment.environ().get("XRANK_WORKSPACE") or os.curdir, "model")
     with in_python():
-        team = find_team(group, place, timeout_seconds=timeout_seconds)
+        check_calling(group, timeout_seconds)
+        team = find_group_team(group, place, timeout_seconds=timeout_seconds)
 
     def asked() -> AskedModel:
         check_said(layouts, mesh)
@@ -131,27 +133,26 @@ class ModelTensors(Iterator[tuple[str, "torch.Tensor"]]):
                 raise
 
 
-def _tensors(ask: Callable[[], AskedModel], team: Team | None) -> Tensors:
+def _tensors(ask: Callable[[], AskedModel], team: Team) -> Tensors:
     """Yield what this rank gets, after one that is none."""
     import torch
 
-    with in_python(), ExitStack() as lent, nullcontext() if team is None else team.together():
-        asked = agreed_call(team, ask, AskedModel.told)
+    with in_python(), ExitStack() as lent, team.together():
+        asked, _ = team.agree("what is asked", ask, AskedModel.told, check_alike(team.ranks))
         model = lend_model(asked, team, lent)
         with closing(model.source):
             try:
                 yield "", torch.empty(0)  # the plan is made
-                if team is None or asked.takers == "all" or team.is_first:
+                if asked.takers == "all" or team.is_first:
                     yield from _taken(asked, model, team)
             except GeneratorExit:
                 pass  # it wants no more, which is no failure
-            if team is not None:
-                # While any rank still takes tensors all others lend theirs.
-                team.decided("all that was wanted", None, lambda parts: None)
+            # While any rank still takes tensors all others lend theirs.
+            team.meet("all that was wanted")
             model.source.check_unchanged()
 
 
-def _taken(asked: AskedModel, model: LentModel, team: Team | None) -> Tensors:
+def _taken(asked: AskedModel, model: LentModel, team: Team) -> Tensors:
     """Yield all tensors, made ahead; those that are transformed are so when they are taken, by this thread."""
     options, gather = asked.options, model.gather
     budget, room_nbytes = shared_budget(options.max_memory_nbytes, options.num_workers)
@@ -159,10 +160,10 @@ def _taken(asked: AskedModel, model: LentModel, team: Team | None) -> Tensors:
     compared = {tensor.output.name: tensor for tensor in compared_plan(gather.plan, transforms).tensors}
     names = [output.name for output in gather.selection.outputs] if transforms is None else transforms.order
     plan = tensor_plan(gather.plan, [compared[name] for name in names])
-    if team is not None:
+    if team.size > 1:
         plan = nearest(plan, model.holder, team.position)  # all replicas have been compared
     whole = WholeTensors(plan, model.source, budget)
-    failures = (lambda: False) if team is None else team.failures()
+    failures = team.make_failure_check()
     outputs = {} if transforms is None else {tensor.name: tensor.outputs for tensor in transforms.tensors}
     ahead = TensorsAhead(whole, [whole.nbytes(number) for number in range(len(names))], room_nbytes, failures)
     with closing(ahead):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from xrank.decisions.fused_experts import match_apart
 from xrank.decisions.gather_plan import layout_notes
 from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_calling, check_said, in_python
+from xrank.decisions.load_check import check_loads, describe_load
 from xrank.decisions.load_plan import Load, plan_load
 from xrank.decisions.named_source import read_source
 from xrank.decisions.options import default_workers, parse_size
@@ -27,8 +27,8 @@ from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
 from xrank.readers.live.local_model import LocalModel, local_model
 from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, names_left_out
-from xrank.teams.asked_alike import agreed_call, nbytes_text, path_text
-from xrank.teams.load_agreement import agreed_load, check_names
+from xrank.teams.agreement import check_alike, nbytes_text, path_text
+from xrank.teams.launches import find_group_team
 from xrank.teams.team import Team
 
 if TYPE_CHECKING:
@@ -114,14 +114,16 @@ def load_model(
 
     with in_python():
         check_calling(group, timeout_seconds)
-        team = Team.appointed(group, place, timeout_seconds=timeout_seconds)
-        with nullcontext() if team is None else team.together():
-            budget = Budget.within(agreed_call(team, asked, told), default_workers())
-            if team is None:
-                planned = plan()
-                check_names(planned.source, planned.load)
-            else:
-                planned = agreed_load(team, plan, lambda planned: (planned.source, planned.load))
+        team = find_group_team(group, place, timeout_seconds=timeout_seconds, joins_launch=False)
+        with team.together():
+            max_memory_nbytes, _ = team.agree("what is asked", asked, told, check_alike(team.ranks))
+            budget = Budget.within(max_memory_nbytes, default_workers())
+            planned, _ = team.agree(
+                "the plan",
+                plan,
+                lambda planned: describe_load(planned.source, planned.load),
+                lambda planned, loads: check_loads(planned.source, team.ranks, loads),
+            )
             outcome = _fill(module, planned, budget, team)
     return _report(planned, outcome, started)
 
@@ -162,7 +164,7 @@ def _named(path: str, recipe: str | os.PathLike[str] | None, local: LocalModel) 
     return model, padded_names(matched, model)
 
 
-def _fill(module: FilledModule, planned: _Planned, budget: Budget, team: Team | None) -> Outcome:
+def _fill(module: FilledModule, planned: _Planned, budget: Budget, team: Team) -> Outcome:
     """Read every byte of the plan to its place."""
     load = planned.load
     views = [planned.local.views[view] for view in load.views]
@@ -177,7 +179,7 @@ def _fill(module: FilledModule, planned: _Planned, budget: Budget, team: Team | 
             # As shares of files: of a record that others read, too, nobody reads the rest for its checksum alone.
             shares={index: (range(-(-file.output.nbytes // WINDOW_NBYTES)),) for index, file in enumerate(plan.files)},
             finish_share=planned.digests.compare,
-            cancelled=team.failures() if team is not None else lambda: False,
+            cancelled=team.make_failure_check(),
         )
         source.check_unchanged()
     finally:

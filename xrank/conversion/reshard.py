@@ -7,9 +7,8 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from xrank import environment
 from xrank.conversion.report import peak_rss_nbytes, source_facts
 from xrank.decisions.options import DTypeChoice, GatherOptions
 from xrank.decisions.reshard_plan import Reshard, plan_reshard
@@ -21,13 +20,12 @@ from xrank.plan.buffers import FileSource
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Budget
 from xrank.plan.report import Report
-from xrank.teams.launches import find_launch
+from xrank.teams.agreement import check_plans
+from xrank.teams.launches import find_launched_team
+from xrank.teams.team import Team
 from xrank.writers.manifest import MANIFEST_NAME, ManifestFile, ManifestSource, manifest_text
 from xrank.writers.stage import Stage
 from xrank.writers.staging import check_apart, check_output, check_room, open_stage
-
-if TYPE_CHECKING:
-    from xrank.teams.team import Team
 
 __all__ = ["reshard_checkpoint"]
 
@@ -88,46 +86,38 @@ def reshard_checkpoint(
         dtype=_checked_dtype(dtype), max_memory=max_memory, workers=workers, overwrite=overwrite, dry_run=dry_run
     )
     path = os.fspath(out)
-    launch = find_launch(environment.environ(), distributed=True)[0] if distributed and not dry_run else None
-    team = None
-    if launch is not None:
-        from xrank.teams.team import Team  # one process is done without
+    team = find_launched_team(path, distributed=distributed and not dry_run, timeout_seconds=timeout_seconds)
 
-        team = Team.launched(launch, path, timeout_seconds=timeout_seconds)
-
-    def plan(host: str | None = None) -> Reshard:
+    def plan(host: str) -> Reshard:
         check_apart(os.fspath(source), path)
-        if team is None or team.is_first:
+        if team.is_first:
             check_output(out, overwrite=overwrite, replaces_states=True)
         reshard = plan_reshard(os.fspath(source), layouts, options, recipe=recipe, base_model=base_model, host=host)
         check_apart(reshard.source.path, path)  # again: the source may have been found further down
         return reshard
 
     if dry_run:
-        reshard = plan()
+        reshard = plan(socket.gethostname())
         check_room(out, [file.output.nbytes for file in reshard.plan.files], reshard.source.path)
         return _report(reshard, path, started, None, ())
-    show = progress or (lambda done, total: None)
-    if team is None:
-        reshard = plan()
-        return _report(reshard, path, started, *_make(reshard, path, show, None))
+    written: WrittenFiles | None = None
+    notes: tuple[str, ...] = ()
     with team.together():
+        # States name one host, whichever rank writes them.
+        host = team.broadcast("host", socket.gethostname() if team.is_first else None)
+        reshard, _ = team.agree("the plan", lambda: plan(host), lambda reshard: reshard.digest, check_plans(team.ranks))
         if team.is_first:
-            team.tell("host", socket.gethostname())
-        host = team.hear("host")  # states say one, whichever rank writes them
-        reshard = team.agree(lambda: plan(host), lambda reshard: reshard.digest)
-        if team.is_first:
-            written, notes = _make(reshard, path, show, team)
+            written, notes = _make(reshard, path, progress or (lambda done, total: None), team)
         else:
             from xrank.making.shared_writing import help_to_write_files
 
             with closing(FileSource(reshard.plan.source)) as files:
                 help_to_write_files(team, _work(reshard, files), path, reshard.digest)
-    return _report(reshard, path, started, *((written, notes) if team.is_first else (None, ())))
+    return _report(reshard, path, started, written, notes)
 
 
 def _make(
-    reshard: Reshard, out: str, progress: Callable[[int, int], None], team: Team | None
+    reshard: Reshard, out: str, progress: Callable[[int, int], None], team: Team
 ) -> tuple[WrittenFiles, tuple[str, ...]]:
     """Fill a stage and make it the output; return what was found, and what is to be noted of the stage."""
     overwrite = reshard.options.overwrite
@@ -137,11 +127,9 @@ def _make(
     ):
         written = write_files(_work(reshard, files), stage, progress, team, verify=overwrite)
         _write_small_files(reshard, stage, written)
-        if team is not None:
-            team.check()
+        team.check_failures()
         stage.commit()
-        if team is not None:
-            team.committed()
+        team.mark_committed()
     return written, stage.notes
 
 

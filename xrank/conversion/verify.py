@@ -10,7 +10,6 @@ from typing import Any
 
 import xxhash
 
-from xrank import environment
 from xrank.conversion.report import peak_rss_nbytes
 from xrank.decisions.base_check import check_source, not_compared
 from xrank.decisions.base_model import BaseModel, check_against, open_base_model
@@ -30,7 +29,8 @@ from xrank.plan.planner import make_plan
 from xrank.plan.report import Report
 from xrank.readers.hugging_face.folder import read_headers
 from xrank.readers.workspace import WorkspaceReader
-from xrank.teams.launches import find_launch
+from xrank.teams.agreement import check_plans
+from xrank.teams.launches import find_launched_team
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
@@ -138,18 +138,14 @@ def verify(
 
     facts: dict[str, Any] = {}
     error: XrankError | None = None
-    launch = find_launch(environment.environ(), distributed=True)[0] if distributed else None
+    paths = [os.path.abspath(one) for one in (text, against or "")]
     try:
-        if launch is None:
-            facts = carried_out(plan(), budget, progress, None)
-        else:
-            from xrank.teams.team import Team  # one process is done without
-
-            team = Team.launched(launch, text, timeout_seconds=timeout_seconds)
-            paths = [os.path.abspath(one) for one in (text, against or "")]
-            with team.together():
-                check = team.agree(plan, lambda check: digest_of_plan(check.plan, *paths))
-                facts = carried_out(check, budget, progress, team)
+        team = find_launched_team(text, distributed=distributed, timeout_seconds=timeout_seconds)
+        with team.together():
+            check, _ = team.agree(
+                "the plan", plan, lambda check: digest_of_plan(check.plan, *paths), check_plans(team.ranks)
+            )
+            facts = carried_out(check, budget, progress, team)
     except UsageError:
         raise
     except XrankError as found:

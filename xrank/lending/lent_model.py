@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from xrank import environment
 from xrank.decisions.export_plan import plan_export
 from xrank.decisions.gather_plan import Gather
-from xrank.decisions.live_arguments import check_calling, notes_in_python
+from xrank.decisions.live_arguments import notes_in_python
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig, own_config
 from xrank.decisions.transformed_plan import compared_plan
@@ -28,16 +27,13 @@ from xrank.plan.planner import Plan
 from xrank.plan.replicas import digests_of_twins, first_different
 from xrank.readers.live.local_model import LocalModel, local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
-from xrank.teams.agreement import agreed
-from xrank.teams.asked_alike import nbytes_text, path_text, value_text
-from xrank.teams.attempt import check_plans
-from xrank.teams.launches import find_launch
+from xrank.teams.agreement import check_plans, nbytes_text, path_text, value_text
 from xrank.teams.team import Team
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AskedModel", "LentModel", "find_team", "lend_model"]
+__all__ = ["AskedModel", "LentModel", "lend_model"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,75 +91,48 @@ class LentModel:
     """By record, the position in the team of the rank in whose memory it lies."""
 
 
-def find_team(group: Any, place: str, *, timeout_seconds: float) -> Team | None:
-    """Return the ranks of a process group, or of a launch where torch.distributed is not initialised; None: one alone.
-
-    Args:
-        group: None: all of the world.
-        place: a path whose folder carries messages between hosts.
-        timeout_seconds: how long ranks that live may take to come.
-
-    Raises:
-        RankTimeoutError, UsageError: as `Team.appointed` and `Team.launched`.
-    """
-    check_calling(group, timeout_seconds)
-    team = Team.appointed(group, place, timeout_seconds=timeout_seconds)
-    if team is None and not _is_initialised():
-        launch, _ = find_launch(environment.environ(), distributed=False)
-        if launch is not None:
-            return Team.launched(launch, place, timeout_seconds=timeout_seconds)
-    return team
-
-
 def _world_size() -> int:
     import torch.distributed
 
     distributed: Any = torch.distributed  # its stubs leave much out
-    return int(distributed.get_world_size()) if _is_initialised() else 0
-
-
-def _is_initialised() -> bool:
-    import torch.distributed
-
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    is_initialised = distributed.is_available() and distributed.is_initialized()
+    return int(distributed.get_world_size()) if is_initialised else 0
 
 
 def lend_model(
-    asked: AskedModel, team: Team | None, lent: ExitStack, *, check: Callable[[], None] = lambda: None
+    asked: AskedModel, team: Team, lent: ExitStack, *, check: Callable[[], None] = lambda: None
 ) -> LentModel:
     """Lend this rank's part to all others, and return the whole as this rank reads it, planned and compared.
 
     Args:
-        asked: what all ranks ask for alike (`agreed_call`).
-        team: the ranks, together; None: this one alone.
+        asked: what all ranks ask for alike.
+        team: the ranks, together.
         lent: ends the loan; to be closed when all ranks have ended.
         check: called on the first rank once all have told what they hold; what it raises, all raise.
 
     Raises:
         XrankError: as `xrank.conversion.export.export_model`, before anything is written or handed out.
     """
-    rank, ranks = (0, (0,)) if team is None else (team.rank, team.ranks)
+    rank, ranks = team.rank, team.ranks
 
     def own_part() -> tuple[LocalModel, OwnConfig]:
         # The ranks of a group may hold parts of what lies on more ranks: then those are named.
-        world_size = max(max(ranks) + 1, 0 if team is None else _world_size())
+        world_size = max(max(ranks) + 1, _world_size() if team.size > 1 else 0)
         local = local_model(asked.model, layouts=asked.layouts, mesh=asked.mesh, rank=rank, world_size=world_size)
         return local, own_config(asked.model)
 
     # What is wrong on all ranks is each one's own error.
-    local, config = own_part() if team is None else team.agree(own_part, lambda made: "")
-    offer = MemoryOffer(
-        [local_bytes(view) for view in local.views], across_hosts=not (team is None or team.is_one_host)
-    )
+    (local, config), _ = team.agree("what this rank holds", own_part, lambda _: None, lambda _, __: None)
+    offer = MemoryOffer([local_bytes(view) for view in local.views], across_hosts=not team.is_one_host)
     lent.callback(offer.close)
     lent.push(partial(_raise_own, rank, offer))
     told = json.dumps({"model": local.described(), "offer": offer.told(), "own": asdict(config)})
 
-    def all_told(parts: Sequence[str]) -> list[str]:
+    def collect_all(_: object, parts: Sequence[str]) -> list[str]:
         check()
         return list(parts)
 
-    parts = all_told([told]) if team is None else team.decided("what ranks hold", told, all_told)
+    _, parts = team.agree("what ranks hold", lambda: told, lambda text: text, collect_all)
     held = [json.loads(one) for one in parts]
 
     def plan() -> tuple[Gather, LiveModel]:
@@ -188,18 +157,18 @@ def lend_model(
             made = replace(made, notes=(*made.notes, ("config-differs", told)))
         return made, live
 
-    gather, live = plan() if team is None else agreed(team, "the plan", plan, _told_plan, partial(_check_plans, team))
+    (gather, live), _ = team.agree("the plan", plan, _told_plan, partial(_check_plans, team))
     source = PeerSource(
         offer,
         rank,
         {other: one["offer"] for other, one in zip(ranks, held, strict=True)},
         live.rank.tolist(),
         live.view.tolist(),
-        check=(lambda: None) if team is None else team.failures(),
+        check=team.make_failure_check(),
         timeout_seconds=asked.timeout_seconds,
     )
     holder = live.stored.records.file
-    if team is not None:
+    if team.size > 1:
         try:
             _compare_replicas(compared_plan(gather.plan, gather.transforms), source, holder, team)
         except BaseException:
@@ -240,7 +209,7 @@ def _check_plans(team: Team, made: tuple[Gather, LiveModel], told: Sequence[dict
                     want=f"{ways.get(want, 'transformed')}, into the same names, shapes and dtypes on all ranks",
                     next_step="give all ranks the same function, one that does not look at the rank",
                 )
-    check_plans(team.ranks, [one["digest"] for one in told])
+    check_plans(team.ranks)(made, [one["digest"] for one in told])
 
 
 def _read(told: Sequence[str], ranks: Sequence[int]) -> LiveModel:
@@ -266,10 +235,10 @@ def _compare_replicas(plan: Plan, source: PeerSource, holder: IntArray, team: Te
     Raises:
         ContradictionError: two ranks hold different copies; on every rank.
     """
-    failures = team.failures()
+    failures = team.make_failure_check()
     own = digests_of_twins(plan, holder, team.position, source, failures)
 
-    def compare(parts: Sequence[Any]) -> None:
+    def compare(_: object, parts: Sequence[Any]) -> None:
         different = first_different(plan, holder, [part.numpy().tobytes() for part in parts])
         if different is not None:
             error = difference_error(plan, *different, source)
@@ -281,7 +250,8 @@ def _compare_replicas(plan: Plan, source: PeerSource, holder: IntArray, team: Te
 
     import torch
 
-    team.decided("digests of replicas", torch.frombuffer(bytearray(own) or bytearray(1), dtype=torch.uint8), compare)
+    digests = torch.frombuffer(bytearray(own) or bytearray(1), dtype=torch.uint8)
+    team.agree("digests of replicas", lambda: digests, lambda digests: digests, compare)
 
 
 def _first_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:

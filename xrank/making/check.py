@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xrank.errors import XrankError
 from xrank.making.rereading import read_through
 from xrank.plan.buffers import FileSource
 from xrank.plan.executor import Budget, Outcome
 from xrank.plan.planner import Plan
-
-if TYPE_CHECKING:
-    from xrank.teams.team import Team
+from xrank.teams.team import Team
 
 __all__ = ["Check", "carried_out"]
 
@@ -31,7 +29,7 @@ class Check:
 
 
 def carried_out(
-    check: Check, budget: Budget, progress: Callable[[int, int], None] | None, team: Team | None
+    check: Check, budget: Budget, progress: Callable[[int, int], None] | None, team: Team
 ) -> dict[str, Any]:
     """Read, and return what the report says; nothing on the ranks of a team but the first, which judges.
 
@@ -39,20 +37,20 @@ def carried_out(
         check: on all ranks of a team the same.
         budget: threads and buffers.
         progress: called, on the first rank, with (bytes put together so far, bytes in all).
-        team: the ranks that share the reading, together; None: this process alone.
+        team: the ranks that share the reading, together.
 
     Raises:
         XrankError: what was read is wrong.
         RankFailedError: another rank found it so, or failed.
     """
     try:
-        if team is None:
+        if team.size == 1:
             outcome = read_through(check.plan, budget, progress)
         else:
             outcome = _read_together(check.plan, budget, progress, team)
     except XrankError as error:
         raise check.explain(error) from error
-    return check.judge(outcome) if team is None or team.is_first else {}
+    return check.judge(outcome) if team.is_first else {}
 
 
 def _read_together(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Outcome:

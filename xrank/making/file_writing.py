@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from xrank.errors import CorruptError, XrankError
 from xrank.making.rereading import FileDigests, reread
@@ -17,11 +16,9 @@ from xrank.plan.digests import digest_text
 from xrank.plan.executor import Budget, FinishedFile, Outcome, execute
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
+from xrank.teams.team import Team
 from xrank.writers.disk import explaining, in_memory
 from xrank.writers.stage import Stage
-
-if TYPE_CHECKING:
-    from xrank.teams.team import Team
 
 __all__ = ["WrittenFiles", "write_files"]
 
@@ -52,7 +49,7 @@ class WrittenFiles:
 
 
 def write_files(
-    work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team | None = None, *, verify: bool = False
+    work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team, *, verify: bool = False
 ) -> WrittenFiles:
     """Write every file of a plan that the stage does not yet hold.
 
@@ -60,7 +57,7 @@ def write_files(
         work: what to write, and how.
         stage: where.
         progress: called with (bytes written so far, bytes in all).
-        team: the ranks that help, of which this is the first; None: it is alone.
+        team: the ranks that help, of which this is the first.
         verify: read all back when it is written.
 
     Raises:
@@ -80,8 +77,8 @@ def write_files(
     def count(nbytes: int) -> None:
         progress(resumed_nbytes + nbytes, total_nbytes)
 
-    if team is None:
-        outcome = _write_alone(work, stage, unfinished, count)
+    if team.size == 1:
+        outcome = _write_alone(team, work, stage, unfinished, count)
     else:
         from xrank.making.shared_writing import write_together  # one process is done without
 
@@ -93,7 +90,9 @@ def write_files(
     return WrittenFiles(digests, resumed_nbytes, outcome, _num_compared(plan, () if is_live else resumed))
 
 
-def _write_alone(work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]) -> Outcome:
+def _write_alone(
+    team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
+) -> Outcome:
     writing = _Writing(work.plan, stage, progress)
     copied, last = work.parted(unfinished)
     try:
@@ -111,7 +110,7 @@ def _write_alone(work: Work, stage: Stage, unfinished: Sequence[int], progress: 
         if last:
             from xrank.making.transformed_files import make_transformed  # files are done without
 
-            made = make_transformed(None, work, last, writing, what="the files", finish=writing.finish_joined)
+            made = make_transformed(team, work, last, writing, what="the files", finish=writing.finish_joined)
             outcome.files |= made.files
         work.source.check_unchanged()
     finally:
@@ -197,9 +196,9 @@ def _resumed_files(plan: Plan, stage: Stage, budget: Budget) -> dict[int, FileDi
     return resumed
 
 
-def _still_so(work: Work, stage: Stage, resumed: dict[int, FileDigests], team: Team | None) -> dict[int, FileDigests]:
+def _still_so(work: Work, stage: Stage, resumed: dict[int, FileDigests], team: Team) -> dict[int, FileDigests]:
     """Return the files that would be written now as they were; discard the others."""
-    if team is not None:
+    if team.size > 1:
         from xrank.making.shared_writing import read_together
 
         now = read_together(team, work, sorted(resumed))
@@ -210,7 +209,7 @@ def _still_so(work: Work, stage: Stage, resumed: dict[int, FileDigests], team: T
             from xrank.making.rounds import NoOutputs
             from xrank.making.transformed_files import make_transformed
 
-            now |= make_transformed(None, work, last, NoOutputs(), what="what was kept").files
+            now |= make_transformed(team, work, last, NoOutputs(), what="what was kept").files
     for index, kept in list(resumed.items()):
         if _digests_of(work.plan, now[index]) != kept:
             stage.discard(kept.name)

@@ -122,7 +122,7 @@ def make_in_rounds(
 
     for number, round_ in enumerate(division.rounds):
         results = share.make(number, count if team.is_first else lambda nbytes: None)
-        with team.gathered(f"{what}, round {number + 1}", results.to_message(), early_exit=True) as messages:
+        with team.collect(f"{what}, round {number + 1}", results.to_message()) as messages:
             if team.is_first:
                 joining.join(number, [PartialResults.from_message(message) for message in messages])
         if team.is_first:
@@ -130,10 +130,8 @@ def make_in_rounds(
             progress(done)
             _logger.debug("round %d of %d: %d files", number + 1, len(division.rounds), len(round_.files))
     if division.rounds:
-        # Now that nobody reads any more.
-        work.source.check_unchanged()
-        with team.gathered(f"{what}, all of it", None, early_exit=True):
-            pass
+        work.source.check_unchanged()  # no rank reads any more
+        team.meet(f"{what}, all of it")
     return joining.outcome() if team.is_first else Outcome()
 
 
@@ -161,7 +159,7 @@ class _Share:
                     replicas=work.replicas,
                     begin=self._outputs.begin,
                     finish_share=self._outputs.finish_share,
-                    cancelled=self._team.failures(),
+                    cancelled=self._team.make_failure_check(),
                     progress=count,
                 )
         finally:

@@ -43,7 +43,7 @@ _ELSEWHERE_SECONDS = 5.0
 
 def read_together(team: Team, work: Work, files: Sequence[int]) -> dict[int, FinishedFile]:
     """Return, as rank 0 and with the help of all others, what is said of files as they would be written now."""
-    team.tell("files to read", json.dumps([*files]))
+    team.broadcast("files to read", json.dumps([*files]))
     return _read(team, work, files).files
 
 
@@ -73,7 +73,7 @@ def write_together(
         output = files[index].output
         os.close(stage.create_part(output.name, output.nbytes))
     told = {"name": os.path.basename(stage.path), "files": [*unfinished], "above": _above(stage.path)}
-    team.tell("stage", json.dumps(told))
+    team.broadcast("stage", json.dumps(told))
     parts = SharedParts(stage.path)
 
     def finish(file: JoinedFile, index: int) -> FinishedFile:
@@ -106,13 +106,15 @@ def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> N
         RankFailedError: another rank failed.
     """
     if work.holder is not None:
-        _read(team, work, json.loads(team.hear("files to read")))
-    told = json.loads(team.hear("stage"))
+        _read(team, work, json.loads(team.broadcast("files to read")))
+    told = json.loads(team.broadcast("stage"))
     parts = SharedParts(os.path.join(OutputPlace.of(out).parent, told["name"]))
     if told["files"]:  # else rank 0 waits for nobody, and the stage may be the output already
         # Where it is for certain another folder, no client of a network file system need be waited for.
         seconds = _ELSEWHERE_SECONDS if _is_elsewhere(parts.path, told["above"]) else STALE_SECONDS
-        _await_sight(lambda: parts.is_of(plan_digest) or None, team.failures(), parts.path, team.rank, seconds)
+        _await_sight(
+            lambda: parts.is_of(plan_digest) or None, team.make_failure_check(), parts.path, team.rank, seconds
+        )
     _make(team, work, told["files"], _Parts(team, work.plan, parts), what="the files")
 
 
@@ -142,7 +144,7 @@ class _Parts:
     def __init__(self, team: Team, plan: Plan, parts: SharedParts) -> None:
         self.target = FileTarget({})
         self._plan, self._parts, self._rank = plan, parts, team.rank
-        self._failures = team.failures()  # for threads, too, that are in no gather
+        self._failures = team.make_failure_check()  # for threads, too, that are in no gather
 
     def begin(self, index: int) -> None:
         """Open a file, which may become visible here a little later than rank 0 made it."""

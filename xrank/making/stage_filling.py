@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xrank.decisions.adapters import merged_texts
 from xrank.decisions.gather_plan import Gather
@@ -17,6 +17,7 @@ from xrank.plan.buffers import OpenSource
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Budget
 from xrank.plan.planner import Plan, TensorPlan
+from xrank.teams.team import Team
 from xrank.writers.hf_folder import INDEX_NAME, index_text
 from xrank.writers.journal import JournalLine
 from xrank.writers.manifest import (
@@ -30,10 +31,7 @@ from xrank.writers.manifest import (
 from xrank.writers.stage import Stage
 from xrank.writers.staging import open_stage
 
-if TYPE_CHECKING:
-    from xrank.teams.team import Team
-
-__all__ = ["Made", "fill_stage", "help_to_fill_stage", "make_output"]
+__all__ = ["Made", "make_output"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +43,53 @@ class Made:
     notes: tuple[tuple[str, str], ...]
 
 
-def fill_stage(
+def make_output(
     gather: Gather,
     source: OpenSource,
-    stage: Stage,
-    progress: Callable[[int, int], None],
-    team: Team | None = None,
+    out: str,
+    progress: Callable[[int, int], None] | None,
+    team: Team,
     holder: IntArray | None = None,
 ) -> Made:
-    """Write everything of a gather into its stage; only the commit is left.
+    """Make the output with all ranks of a team: the first fills a stage and commits it, the others write their shares.
 
     Args:
-        gather: what to write.
+        gather: what to write; the same on all ranks.
         source: where this rank reads.
-        stage: where.
-        progress: called with (bytes written so far, bytes in all).
-        team: the ranks that help, of which this is the first; None: it is alone.
+        out: the output's path.
+        progress: called, on the first rank, with (bytes written so far, bytes in all).
+        team: the ranks.
         holder: of a live model, as `Work`.
+
+    Returns:
+        On the first rank the facts of the whole output; on the others those known from the plan.
 
     Raises:
         CorruptError, ContradictionError: the source is not what its metadata promised.
-        NoSpaceError, XrankError: it could not be written.
+        NoSpaceError, XrankError: the output could not be written.
         RankFailedError: another rank of the team failed.
     """
     options = gather.options
+    work = _work(gather, source, holder)
+    if not team.is_first:
+        from xrank.making.shared_writing import help_to_write_files  # a process alone does without
+
+        help_to_write_files(team, work, out, gather.digest)
+        files = [{"name": file.output.name, "nbytes": file.output.nbytes} for file in gather.plan.files]
+        return Made({}, {"files": files, "resumed_nbytes": 0}, ())
+    with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
+        made = _fill_stage(gather, work, stage, progress or (lambda done, total: None), team)
+        team.check_failures()
+        stage.commit()
+        team.mark_committed()
+    return replace(made, notes=(*made.notes, *(("stage", note) for note in stage.notes)))
+
+
+def _fill_stage(gather: Gather, work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team) -> Made:
+    """Write everything of a gather into its stage; only the commit is left."""
+    options = gather.options
     verify = options.overwrite if options.verify is None else options.verify
-    written = write_files(_work(gather, source, holder), stage, progress, team, verify=verify)
+    written = write_files(work, stage, progress, team, verify=verify)
     files = _write_small_files(gather, stage, written.digests, written.notes)
     return Made(
         proof={
@@ -80,17 +99,6 @@ def fill_stage(
         output={"files": files, "resumed_nbytes": written.resumed_nbytes},
         notes=written.notes,
     )
-
-
-def help_to_fill_stage(
-    gather: Gather, source: OpenSource, out: str, team: Team, holder: IntArray | None = None
-) -> Made:
-    """Do the part of any rank but the first in `fill_stage`; errors are its. Returns what this rank knows of it."""
-    from xrank.making.shared_writing import help_to_write_files
-
-    help_to_write_files(team, _work(gather, source, holder), out, gather.digest)
-    files = [{"name": file.output.name, "nbytes": file.output.nbytes} for file in gather.plan.files]
-    return Made({}, {"files": files, "resumed_nbytes": 0}, ())
 
 
 def _work(gather: Gather, source: OpenSource, holder: IntArray | None) -> Work:
@@ -160,23 +168,3 @@ def _manifest_tensor(plan: Plan, tensor: TensorPlan, digests: FileDigests) -> Ma
         tuple(seen.values()),
         sum(map(len, tensor.compared)),
     )
-
-
-def make_output(
-    gather: Gather,
-    source: OpenSource,
-    out: str,
-    progress: Callable[[int, int], None],
-    team: Team | None,
-    holder: IntArray | None = None,
-) -> Made:
-    """Fill a stage and make it the output; errors as `fill_stage`, and those of the commit."""
-    options = gather.options
-    with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
-        made = fill_stage(gather, source, stage, progress, team, holder)
-        if team is not None:
-            team.check()
-        stage.commit()
-        if team is not None:
-            team.committed()
-    return replace(made, notes=(*made.notes, *(("stage", note) for note in stage.notes)))

@@ -44,7 +44,7 @@ _CHUNK_NBYTES = 1 << 20
 
 
 def make_transformed(
-    team: Team | None,
+    team: Team,
     work: Work,
     files: Sequence[int],
     outputs: Outputs,
@@ -55,7 +55,7 @@ def make_transformed(
     """Make files of what is transformed together with all other ranks, which make the same call.
 
     Args:
-        team: the ranks; None: this one alone.
+        team: the ranks.
         work: this rank's.
         files: indices of the files to make, all of them of what is transformed.
         outputs: where this rank's shares go.
@@ -71,11 +71,11 @@ def make_transformed(
     """
     plan, transforms, holder = work.plan, work.transforms, work.holder
     assert transforms is not None
-    size, position = (1, 0) if team is None else (team.size, team.position)
-    sources = transforms.sources if team is None or holder is None else nearest(transforms.sources, holder, position)
+    size, position = team.size, team.position
+    sources = transforms.sources if holder is None or size == 1 else nearest(transforms.sources, holder, position)
     whole = WholeTensors(sources, work.source, work.budget)
-    shares_pages = team is not None and not team.is_one_host
-    failures = _no_failures if team is None else team.failures()
+    shares_pages = not team.is_one_host
+    failures = team.make_failure_check()
     outcome = Outcome()
     rounds = list(groups(plan, files, size * ROUND_NBYTES))
     for number, group in enumerate(rounds):
@@ -94,21 +94,13 @@ def make_transformed(
         except BaseException:
             outputs.close()
             raise
-        if team is None:
-            found: list[_Found] = [(parts, made.odd)]
-        else:
-            found = _told(team, f"{what} of transform, round {number + 1}", parts, made.odd)
+        found = _collect(team, f"{what} of transform, round {number + 1}", parts, made.odd)
         if position == 0:
             _finish(plan, group, found, outputs, finish, outcome)
-    if team is not None and rounds:
-        work.source.check_unchanged()  # now that nobody reads any more
-        with team.gathered(f"{what} of transform, all of it", None, early_exit=True):
-            pass
+    if rounds and size > 1:  # a process alone checks its source after the last file
+        work.source.check_unchanged()  # no rank reads any more
+        team.meet(f"{what} of transform, all of it")
     return outcome
-
-
-def _no_failures() -> bool:
-    return False
 
 
 def _makers(sources: Plan, tensors: Sequence[Transformed], holder: IntArray | None, num_ranks: int) -> list[int]:
@@ -215,8 +207,10 @@ def _make(
 _Found = tuple[tuple[FilePart, ...], Sequence[tuple[int, int, bytes]]]
 
 
-def _told(team: Team, key: str, parts: tuple[FilePart, ...], odd: Sequence[tuple[int, int, bytes]]) -> list[_Found]:
-    """Tell the first rank what was made, and return there what all have told."""
+def _collect(team: Team, key: str, parts: tuple[FilePart, ...], odd: Sequence[tuple[int, int, bytes]]) -> list[_Found]:
+    """Return on the first rank what all ranks made, and nothing on the others."""
+    if team.size == 1:
+        return [(parts, odd)]
     import torch
 
     told: dict[str, Any] = {
@@ -224,7 +218,7 @@ def _told(team: Team, key: str, parts: tuple[FilePart, ...], odd: Sequence[tuple
         "odd": torch.tensor([(file, offset, len(data)) for file, offset, data in odd], dtype=torch.int64).view(-1, 3),
         "bytes": torch.frombuffer(bytearray(b"".join(data for _, _, data in odd)) or bytearray(1), dtype=torch.uint8),
     }
-    with team.gathered(key, told, early_exit=True) as messages:
+    with team.collect(key, told) as messages:
         return [_heard(message) for message in messages]
 
 

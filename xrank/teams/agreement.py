@@ -1,53 +1,85 @@
-"""Agreement: something made on every rank of a team that is of use only if all could make it, and alike."""
+"""What ranks must have alike: the arguments of a call, as each rank describes them, and the plan that follows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from xrank.errors import XrankError
-from xrank.teams.attempt import Attempt, check_failures
+from xrank.errors import ContradictionError, UsageError
 
-if TYPE_CHECKING:
-    from xrank.teams.team import Team
-
-__all__ = ["agreed"]
-
-Made = TypeVar("Made")
+__all__ = ["check_alike", "check_plans", "nbytes_text", "path_text", "value_text"]
 
 
-def agreed(
-    team: Team,
-    key: str,
-    make: Callable[[], Made],
-    tell: Callable[[Made], Any],
-    check: Callable[[Made, Sequence[Any]], None],
-) -> Made:
-    """Make something on every rank, and return it if all could and the first finds nothing wrong.
+def check_alike(ranks: Sequence[int]) -> Callable[[object, Sequence[Mapping[str, str | None]]], None]:
+    """Return the decision for `Team.agree` that all ranks make the same call.
 
-    Args:
-        team: the ranks; each of them calls this.
-        key: what is made, in a word that errors name.
-        make: makes it.
-        tell: says of it, in what JSON holds, what the first is to know.
-        check: called on the first rank with what that made, and what all tell of theirs.
+    A rank describes its call by argument -> value as text; "call" is the name of the function.
 
-    Raises:
-        XrankError: what `check` raised, on every rank; what `make` raised, on the rank where it did.
-        RankFailedError: `make` raised elsewhere only.
+    Raises (from the decision):
+        UsageError: it names the argument, two ranks and their values.
     """
-    attempt = Attempt.of(make)
-    failure = attempt.told(team.rank)
-    told = {"failure": failure, "told": tell(attempt.result()) if failure is None else None}
 
-    def decide(parts: Sequence[dict[str, Any]]) -> None:
-        check_failures(part["failure"] for part in parts)
-        check(attempt.result(), [part["told"] for part in parts])
+    def check(_: object, calls: Sequence[Mapping[str, str | None]]) -> None:
+        for rank, call in zip(ranks, calls, strict=True):
+            _check_call(ranks[0], calls[0], rank, call)
 
+    return check
+
+
+def _check_call(first: int, wanted: Mapping[str, str | None], rank: int, call: Mapping[str, str | None]) -> None:
+    for name, want in wanted.items():
+        got = call.get(name)
+        if got != want:
+            verb = "calls" if name == "call" else f"has {name}"
+            raise UsageError(
+                f"rank {rank} {verb} {got}, rank {first} {want}",
+                rank=rank,
+                got=f"{name} {got} on rank {rank}",
+                want=f"{name} {want}, as on rank {first}",
+                next_step="make the same call with the same arguments on all ranks",
+            )
+
+
+def value_text(value: Any) -> str:
+    """Return an argument as text that is the same on all ranks for the same value."""
     try:
-        team.decided(key, told, decide)
-    except XrankError:
-        # A fault that all ranks see is on each of them its own.
-        if failure is None:
-            raise
-    return attempt.result()
+        return json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def nbytes_text(nbytes: int) -> str:
+    """Return a size as text, in whatever words it was given."""
+    return f"{nbytes:,} bytes"
+
+
+def path_text(path: str | os.PathLike[str] | None) -> str | None:
+    """Return a path or a name as text. Existing paths become absolute."""
+    if path is None:
+        return None
+    text = os.fspath(path) if isinstance(path, os.PathLike) else str(path)
+    return os.path.abspath(text) if os.path.exists(text) else text
+
+
+def check_plans(ranks: Sequence[int]) -> Callable[[object, Sequence[str]], None]:
+    """Return the decision for `Team.agree` that all ranks made the same plan; descriptions are digests.
+
+    Raises (from the decision):
+        ContradictionError: it names the first rank whose plan is not the first rank's.
+    """
+
+    def check(_: object, digests: Sequence[str]) -> None:
+        for rank, digest in zip(ranks, digests, strict=True):
+            if digest != digests[0]:
+                raise ContradictionError(
+                    f"rank {rank} plans another output than rank {ranks[0]}: its source or its arguments differ",
+                    rank=rank,
+                    got=f"plan {digest}",
+                    want=f"plan {digests[0]}, as on rank {ranks[0]}: the same names, sizes, times and options",
+                    next_step="give all ranks the same command, and one file system; where its clients keep what they "
+                    "saw for a while, wait a minute; then run the same command",
+                )
+
+    return check

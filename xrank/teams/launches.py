@@ -1,14 +1,18 @@
-"""Which processes share a conversion: those that a launcher started, and others only where they are told to."""
+"""Which processes share a conversion: those of a launcher or of a process group, or this process alone."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 from xrank import environment
 from xrank.environment import Launch
 from xrank.errors import UsageError
+from xrank.teams.team import Team
+from xrank.writers.output_place import OutputPlace
 
-__all__ = ["find_launch"]
+__all__ = ["find_group_team", "find_launch", "find_launched_team"]
 
 _MARKS = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
@@ -41,3 +45,77 @@ def find_launch(environ: Mapping[str, str], *, distributed: bool) -> tuple[Launc
         message = f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} were left alone: one process did all of it"
         return None, (("one-process", f"{message}; --distributed shares it among such ranks"),)
     return launch, ()
+
+
+def find_launched_team(out: str, *, distributed: bool, timeout_seconds: float) -> Team:
+    """Return the team of all ranks that a launcher started, or of this process alone.
+
+    Args:
+        out: a path whose folder carries messages between hosts.
+        distributed: whether a launcher's ranks share the work; without it, each works alone.
+        timeout_seconds: how long a live rank may take to arrive.
+
+    Raises:
+        UsageError: as `find_launch`.
+        RankTimeoutError: rank 0 opened no store.
+    """
+    launch = find_launch(environment.environ(), distributed=True)[0] if distributed else None
+    return Team() if launch is None else _team_of_launch(launch, out, timeout_seconds)
+
+
+def find_group_team(group: Any, place: str, *, timeout_seconds: float, joins_launch: bool = True) -> Team:
+    """Return the team of a process group, of the world where the group is None, or of this process alone.
+
+    Args:
+        group: torch's process group, or None.
+        place: a path whose folder carries messages between hosts.
+        timeout_seconds: how long a live rank may take to arrive.
+        joins_launch: whether a launcher's ranks are a team where torch.distributed is not initialised.
+
+    Raises:
+        UsageError: this rank is not in the group.
+        RankTimeoutError: ranks did not arrive.
+    """
+    from xrank.ranks.appointment import appoint
+
+    found = appoint(group, environment.environ(), timeout_seconds=timeout_seconds)
+    if found is not None:
+        from xrank.teams.shared_team import SharedTeam  # a process alone does without
+
+        return SharedTeam(
+            found.group,
+            found.ranks,
+            found.rank,
+            None if found.is_one_host else OutputPlace.of(place).parent,
+            num_here=found.num_here,
+            timeout_seconds=timeout_seconds,
+            next_step="make the same call on all ranks, or raise timeout_seconds if they are slow; it goes on then",
+        )
+    if joins_launch and not _is_initialised():
+        launch, _ = find_launch(environment.environ(), distributed=False)
+        if launch is not None:
+            return _team_of_launch(launch, place, timeout_seconds)
+    return Team()
+
+
+def _team_of_launch(launch: Launch, out: str, timeout_seconds: float) -> Team:
+    from xrank.ranks.store import launched_ranks
+    from xrank.teams.shared_team import SharedTeam
+
+    group = launched_ranks(launch, environment.environ(), timeout_seconds=timeout_seconds)
+    # Only torchrun shows for certain that all ranks are on one host; the way across hosts is right for one host too.
+    is_one_host = launch.launcher == "torchrun" and launch.local_world_size == launch.world_size
+    return SharedTeam(
+        group,
+        range(launch.world_size),
+        launch.rank,
+        None if is_one_host else OutputPlace.of(out).parent,
+        num_here=launch.local_world_size or 1,
+        timeout_seconds=timeout_seconds,
+        next_step="give all ranks the same command, or --timeout if they are slow; it goes on then",
+    )
+
+
+def _is_initialised() -> bool:
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

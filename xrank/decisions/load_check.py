@@ -1,77 +1,53 @@
-"""What the ranks of a load agree on before any of them touches a tensor: one source, and every name of it held."""
+"""The check of a load before any rank touches a tensor: all see one source, and together hold every name of it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
 
+from xrank.decisions.load_plan import Load
 from xrank.errors import ContradictionError, UsageError
 from xrank.plan.source import StoredModel
-from xrank.teams.agreement import agreed
 
-if TYPE_CHECKING:
-    from xrank.decisions.load_plan import Load
-    from xrank.teams.team import Team
+__all__ = ["check_loads", "describe_load"]
 
-__all__ = ["agreed_load", "check_names"]
-
-Made = TypeVar("Made")
-
-_MAX_TOLD = 20
-"""Names that a rank tells of those that the source has not."""
+_MAX_MISSING = 20
+"""Names missing in the source that a rank describes."""
 
 
-def agreed_load(team: Team, make: Callable[[], Made], parts: Callable[[Made], tuple[StoredModel, Load]]) -> Made:
-    """Make a plan on every rank and return it if all could, for one source, and have all of its names between them.
-
-    Args:
-        team: the ranks; each of them calls this.
-        make: plans.
-        parts: gives a plan's source, and what it loads.
-
-    Raises:
-        UsageError: names of the module and the source differ: on every rank.
-        ContradictionError: ranks see different sources: on every rank.
-        XrankError: what `make` raised here; RankFailedError where it raised elsewhere only.
-    """
-
-    def tell(made: Made) -> dict[str, Any]:
-        source, load = parts(made)
-        return {"source": _digest(source), **_told(source, load)}
-
-    def check(made: Made, told: Sequence[dict[str, Any]]) -> None:
-        _check_sources(team.ranks, [one["source"] for one in told])
-        _check_names(parts(made)[0], told)
-
-    return agreed(team, "the plan", make, tell, check)
-
-
-def check_names(source: StoredModel, load: Load) -> None:
-    """Check that one process alone has all names of the source, and no others.
-
-    Raises:
-        UsageError: it has not.
-    """
-    _check_names(source, [_told(source, load)])
-
-
-def _told(source: StoredModel, load: Load) -> dict[str, Any]:
-    """Return which of the source's tensors a rank has, a bit for each, and names that the source has not."""
+def describe_load(source: StoredModel, load: Load) -> dict[str, Any]:
+    """Return the part of a load that the first rank checks: the source, a bit for each tensor held, missing names."""
     held = set(load.names)
     bits = np.packbits([shard.name in held for shard in source.shards])
-    return {"held": bits.tobytes().hex(), "missing": list(load.missing[:_MAX_TOLD])}
+    return {"source": _digest(source), "held": bits.tobytes().hex(), "missing": list(load.missing[:_MAX_MISSING])}
 
 
-def _check_names(source: StoredModel, told: Sequence[dict[str, Any]]) -> None:
+def check_loads(source: StoredModel, ranks: Sequence[int], loads: Sequence[dict[str, Any]]) -> None:
+    """Check that ranks see one source, and hold all of its names and no others between them.
+
+    Args:
+        source: the source as the first rank sees it.
+        ranks: the ranks' numbers.
+        loads: what `describe_load` returned on each of them.
+
+    Raises:
+        UsageError: names of the module and the source differ.
+        ContradictionError: ranks see different sources.
+    """
+    _check_sources(ranks, [load["source"] for load in loads])
+    _check_names(source, loads)
+
+
+def _check_names(source: StoredModel, loads: Sequence[dict[str, Any]]) -> None:
     """Refuse names that ranks have and the source has not, and those that no rank has."""
-    missing = list(dict.fromkeys(name for one in told for name in one["missing"]))
+    missing = list(dict.fromkeys(name for load in loads for name in load["missing"]))
     held = np.zeros(-(-len(source.shards) // 8), np.uint8)
-    for one in told:
-        held |= np.frombuffer(bytes.fromhex(one["held"]), np.uint8)
+    for load in loads:
+        held |= np.frombuffer(bytes.fromhex(load["held"]), np.uint8)
     bits = np.unpackbits(held, count=len(source.shards))
     unexpected = [shard.name for shard, bit in zip(source.shards, bits.tolist(), strict=True) if not bit]
     if not missing and not unexpected:
