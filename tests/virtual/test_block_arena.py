@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.virtual.shared_ends import memory_of
-from xrank.virtual.channels.block_arena import BlockArena, give_back, lend, view
+from xrank.virtual.channels.block_arena import BlockArena, free_block, lend, view
 from xrank.virtual.channels.segment import Segment
 
 STEPS = st.lists(st.one_of(st.integers(0, 300_000), st.floats(0, 1, exclude_max=True)), max_size=60)
@@ -24,7 +24,7 @@ def test_no_byte_has_two_users_and_no_room_is_lost(steps):
                 if blocks:
                     block, fill = blocks.pop(int(step * len(blocks)))
                     assert (view(segment, block) == fill).all()
-                    give_back(segment, block.mark)
+                    free_block(segment, block.mark)
                     held -= _room(block.nbytes)
                 continue
             block = arena.take(step)
@@ -36,7 +36,7 @@ def test_no_byte_has_two_users_and_no_room_is_lost(steps):
             most = max(most, held)
         for block, fill in blocks:
             assert (view(segment, block) == fill).all()
-            give_back(segment, block.mark)
+            free_block(segment, block.mark)
         assert arena.take(most).offset == segment.arena(1)  # all is one piece again
         assert arena.num_used == 1
     finally:

@@ -120,8 +120,8 @@ def test_a_mesh_in_any_form(virtual_cluster, mesh):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"engine": "threads"}, "no engine is called 'threads'"),
-        ({"algorithm": "tree"}, "no algorithm is called 'tree'"),
+        ({"engine": "threads"}, "unknown engine 'threads'"),
+        ({"algorithm": "tree"}, "unknown algorithm 'tree'"),
         ({"timeout_seconds": 0}, "must be positive"),
         ({"timeout_seconds": None}, "must be positive"),
         ({"timeout_seconds": "60"}, "must be positive"),
@@ -134,7 +134,7 @@ def test_options_that_cannot_be(options, message):
 
 @pytest.mark.parametrize("mesh", ["x=2 y=2", 2.0, None, {"x": 2}, np.array([2, 2])])
 def test_what_is_no_mesh_is_refused(mesh):
-    with pytest.raises(UsageError, match="is no mesh") as raised:
+    with pytest.raises(UsageError, match="is not a mesh") as raised:
         VirtualCluster(mesh)
     assert "DeviceMesh" in raised.value.next_step
 
@@ -162,7 +162,7 @@ def test_functions_and_operations_take_their_arguments_each_in_its_way(virtual_c
     cluster = virtual_cluster(2)
     with pytest.raises(UsageError, match="are for operations"):
         cluster.run(lambda device: None, activations=(np.ones(2),))
-    with pytest.raises(UsageError, match="takes its arrays by name"):
+    with pytest.raises(UsageError, match="takes its arrays as keywords"):
         cluster.run(RandomOperation(cluster.mesh, 0), np.ones(2))
 
 
@@ -284,7 +284,7 @@ def test_who_is_late_is_named_with_the_place_where_it_stands(virtual_cluster, mo
 
     def sleep_here(device):
         if device.index == 1:
-            while device._links.room.waits.keys() != {0, 2}:
+            while device._links.monitor.waits.keys() != {0, 2}:
                 time.sleep(0.001)
             is_over.set()
             let_go.wait()
@@ -305,7 +305,7 @@ def test_who_is_late_is_named_with_the_place_where_it_stands(virtual_cluster, mo
 
 @engines
 def test_what_nobody_received_is_refused(virtual_cluster, engine):
-    with pytest.raises(UsageError, match="device 0 sent device 1 messages that it never received") as raised:
+    with pytest.raises(UsageError, match="device 1 never received messages that device 0 sent") as raised:
         virtual_cluster(2, engine=engine).run(lambda d: d.send(np.ones(2), 1) if d.index == 0 else None)
     assert raised.value.rank == 1 and raised.value.got == "0 received"
 
@@ -342,13 +342,13 @@ def test_the_threads_are_gone_for_the_system_too(virtual_cluster):
 
 
 def test_threads_that_have_left_are_awaited_longer_than_those_that_may_never_end(virtual_cluster, monkeypatch):
-    live = in_process._live
+    live = in_process._run_device
 
     def live_slowly(*arguments):
         live(*arguments)
         time.sleep(0.2)  # as a busy machine lets it wait
 
-    monkeypatch.setattr(in_process, "_live", live_slowly)
+    monkeypatch.setattr(in_process, "_run_device", live_slowly)
     monkeypatch.setattr(in_process, "_GRACE_SECONDS", 0.0)
     assert virtual_cluster(3).run(lambda device: device.index).outputs == [0, 1, 2]
     assert device_threads() == []
@@ -356,7 +356,7 @@ def test_threads_that_have_left_are_awaited_longer_than_those_that_may_never_end
 
 def test_one_that_is_started_when_the_run_is_over_does_nothing(virtual_cluster, monkeypatch):
     """As on a busy machine, which has not let it run before."""
-    live, begun, is_over = in_process._live, [], threading.Event()
+    live, begun, is_over = in_process._run_device, [], threading.Event()
 
     def live_late(job, *arguments):
         if job.device == 0:
@@ -367,7 +367,7 @@ def test_one_that_is_started_when_the_run_is_over_does_nothing(virtual_cluster, 
         begun.append(device.index)
         fail_on_one(device)
 
-    monkeypatch.setattr(in_process, "_live", live_late)
+    monkeypatch.setattr(in_process, "_run_device", live_late)
     monkeypatch.setattr(in_process, "_GRACE_SECONDS", 0.0)
     before = torch.get_num_threads()
     try:

@@ -14,7 +14,7 @@ from xrank.virtual.collectives import (
     ALWAYS_PUSH,
     COLLECTIVES,
     ROOTED,
-    Give,
+    SendSlot,
     check_algorithm,
     course,
     output_spec,
@@ -42,7 +42,7 @@ def played(collective, algorithm, size, root):
         for member, steps in enumerate(todo):
             while steps:
                 step = steps[0]
-                if isinstance(step, Give):
+                if isinstance(step, SendSlot):
                     wires[member, step.member].append(slots[member][step.slot])
                 elif wires[step.member, member]:
                     got = wires[step.member, member].popleft()
@@ -114,9 +114,9 @@ def test_messages_and_bytes_are_the_closed_forms(collective, algorithm, size, ro
         specs = step_specs(collective, algorithm, given, member, dim=0, root=root)
         assert len(specs) == len(steps)
         for step, spec in zip(steps, specs, strict=True):
-            messages += isinstance(step, Give)
-            nbytes += spec.nbytes if isinstance(step, Give) else 0
-            received += 0 if isinstance(step, Give) else spec.nbytes
+            messages += isinstance(step, SendSlot)
+            nbytes += spec.nbytes if isinstance(step, SendSlot) else 0
+            received += 0 if isinstance(step, SendSlot) else spec.nbytes
     assert (messages, nbytes) == closed_form(collective, algorithm, size, given[0].nbytes)
     assert received == nbytes
 
@@ -128,7 +128,7 @@ def test_on_a_ring_everyone_sends_to_the_next_alone(size):
         for member in range(size):
             after, before = (member + 1) % size, (member - 1) % size
             for step in course(collective, "ring", size, member).steps:
-                assert step.member == (after if isinstance(step, Give) != back else before)
+                assert step.member == (after if isinstance(step, SendSlot) != back else before)
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), list(product(COLLECTIVES, ALGORITHMS)))
@@ -137,17 +137,17 @@ def test_what_uneven_parts_weigh(collective, algorithm):
     size, root, dim = 3, 1, 1
     own = collective in ("all_scatter", "all_gather", "gather", "all_to_all")
     given = [ArraySpec((2, 5 + m * own), "BF16") for m in range(size)]
-    gives, gets = {}, {}
+    sends, gets = {}, {}
     for member in range(size):
         steps = course(collective, algorithm, size, member, root).steps
         for step, spec in zip(steps, step_specs(collective, algorithm, given, member, dim=dim, root=root), strict=True):
-            if isinstance(step, Give):
-                gives.setdefault((member, step.member), []).append(spec)
+            if isinstance(step, SendSlot):
+                sends.setdefault((member, step.member), []).append(spec)
             else:
                 gets.setdefault((step.member, member), []).append(spec)
-    assert gives == gets
+    assert sends == gets
     if collective == "reduce_scatter":
-        assert {spec.shape for specs in gives.values() for spec in specs} == {(2, 2), (2, 1)}
+        assert {spec.shape for specs in sends.values() for spec in specs} == {(2, 2), (2, 1)}
 
 
 def test_output_specs_are_those_of_numpy():

@@ -13,7 +13,7 @@ import pytest
 from tests.virtual.remains import own_nbytes, remains
 from xrank.errors import LayoutError, RankFailedError, RankTimeoutError
 from xrank.virtual import VirtualCluster
-from xrank.virtual.channels.channel import heading_of
+from xrank.virtual.channels.channel import make_heading
 from xrank.virtual.channels.segment import Segment
 from xrank.virtual.channels.shared_channel import SharedChannel
 from xrank.virtual.engines import process_engine
@@ -128,7 +128,7 @@ FAILING = {
     crashes: (r"^device {d} died: killed by SIGSEGV$", None),
     raises_what_cannot_travel: (r"^device {d} failed: LocalTroubleError: of a device$", None),
     raises_what_cannot_arrive: (r"^device {d} failed: TwoPartsError: this and that$", None),
-    raises_without_words: (r"^device {d} failed: WordlessError: \(it cannot be told\)$", WordlessError),
+    raises_without_words: (r"^device {d} failed: WordlessError: \(its text cannot be shown\)$", WordlessError),
     is_interrupted: (r"^device {d} failed: KeyboardInterrupt", KeyboardInterrupt),
 }
 HANGING = [stops, sleeps, computes]
@@ -222,14 +222,14 @@ def test_a_device_that_hangs_is_named_a_second_after_the_deadline(failing):
     for other in (0, 1, 3):
         assert f"device {other} waits for device" in notes and "all_reduce sum by push, call" in notes
     stands = f"in {failing.__name__}" if failing is not stops else "it is stopped by a signal"
-    assert "device 2 stands here" in notes and stands in notes
+    assert "stack of device 2" in notes and stands in notes
 
 
 def test_a_device_that_sends_to_the_host_for_ever_is_late(monkeypatch):
     """Whenever the host looks, there is one more."""
 
     def collect(channel):
-        channel._arrays.append((heading_of("return", call=channel.received.messages), np.zeros(1)))
+        channel._arrays.append((make_heading("return", call=channel.received.messages), np.zeros(1)))
         return True
 
     monkeypatch.setattr(SharedChannel, "collect", collect)

@@ -7,7 +7,7 @@ import pytest
 
 from xrank.errors import UsageError
 from xrank.virtual.array_spec import ArraySpec
-from xrank.virtual.collectives import ALGORITHMS, COLLECTIVES, ROOTED, Give, course, step_specs
+from xrank.virtual.collectives import ALGORITHMS, COLLECTIVES, ROOTED, SendSlot, course, step_specs
 from xrank.virtual.costs.group_traffic import group_traffic
 from xrank.virtual.costs.planning import plan
 from xrank.virtual.operations.matmul import MatMul, MatMulSharding
@@ -26,8 +26,8 @@ def stepped(collective, algorithm, given, member, dim, root):
     total = Traffic(1)
     steps = course(collective, algorithm, len(given), member, root).steps
     for step, spec in zip(steps, step_specs(collective, algorithm, given, member, dim=dim, root=root), strict=True):
-        gives = isinstance(step, Give)
-        total += Traffic(0, 1, 0, spec.nbytes, 0) if gives else Traffic(0, 0, 1, 0, spec.nbytes)
+        sends = isinstance(step, SendSlot)
+        total += Traffic(0, 1, 0, spec.nbytes, 0) if sends else Traffic(0, 0, 1, 0, spec.nbytes)
     return total
 
 

@@ -34,11 +34,11 @@ def test_an_explicit_group_keeps_its_order():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"group": [5, 0]}, "not in"),
+        ({"group": [5, 0]}, "lacks the device itself"),
         ({"group": [3, 5, 3]}, "3 twice"),
         ({"group": [3, 9]}, "no device 9"),
         ({"group": [3, "a"]}, "no device 'a'"),
-        ({"group": []}, "not in"),
+        ({"group": []}, "lacks the device itself"),
         ({"group": [3, 5], "axes": "tp"}, "and over axes"),
     ],
 )

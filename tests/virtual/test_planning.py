@@ -139,14 +139,17 @@ def head(x):
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ([Receive("x", FOUR), Compute("test.head", ("x",), ("y",), (FOUR,))], "kernel 'test.head' gives 'y' otherwise"),
-        ([Receive("x", FOUR), Compute("test.head", ("x",), ("y", "z"), (TWO, TWO))], "gives 1 arrays"),
+        (
+            [Receive("x", FOUR), Compute("test.head", ("x",), ("y",), (FOUR,))],
+            "'test.head' returns 'y' with another",
+        ),
+        ([Receive("x", FOUR), Compute("test.head", ("x",), ("y", "z"), (TWO, TWO))], "returns 1 arrays"),
         ([Receive("x", FOUR), Compute("test.none", ("x",), ("y",), (FOUR,))], "no kernel is called 'test.none'"),
-        ([Receive("x", FOUR), Communicate("all_sum", (0,), "x", "y", (FOUR,), FOUR)], "no collective is called"),
+        ([Receive("x", FOUR), Communicate("all_sum", (0,), "x", "y", (FOUR,), FOUR)], "unknown collective"),
         ([Receive("x", FOUR), Communicate("gather", (0,), "x", "y", (FOUR,), FOUR, dim=0)], "gather has no root"),
         (
             [Receive("x", FOUR), Communicate("all_reduce", (0,), "x", "y", (FOUR,), TWO, reduction="sum")],
-            "all_reduce gives 'y' otherwise",
+            "all_reduce returns 'y' with another shape",
         ),
     ],
 )
@@ -199,7 +202,7 @@ def test_outputs_are_an_array_or_a_dict_or_none():
 
 def test_a_send_that_nobody_takes_is_refused():
     programs = [[Receive("x", FOUR), Send("x", 1, FOUR)], []]
-    with pytest.raises(UsageError, match="device 0 sent device 1 messages that it never received"):
+    with pytest.raises(UsageError, match="device 1 never received messages that device 0 sent"):
         VirtualCluster(2, engine="in-process").run(Made(*programs))
     programs = [[Receive("x", FOUR), Send("x", 1, FOUR)], [Take("y", 0, FOUR)]]
     assert VirtualCluster(2, engine="in-process").run(Made(*programs)).statistics == plan(Made(*programs), 2)

@@ -22,7 +22,7 @@ from xrank.virtual import VirtualCluster
 from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.arrays import bytes_of, from_bytes, kind_of, spec_of
 from xrank.virtual.channels import segment
-from xrank.virtual.channels.channel import HOST, heading_of
+from xrank.virtual.channels.channel import HOST, make_heading
 from xrank.virtual.engines import process_engine
 from xrank.virtual.engines.engine import Job
 
@@ -123,10 +123,10 @@ def test_packets_come_in_order_and_returned_arrays_outlive_the_run():
 
     def body(links):
         for number, packet in enumerate(packets):
-            got = links.from_host.receive(heading_of("packet", call=number))
+            got = links.from_host.receive(make_heading("packet", call=number))
             assert np.array_equal(got, packet)
             got += 1
-            links.to_host.send(got, heading_of("return", call=number))
+            links.to_host.send(got, make_heading("return", call=number))
         return links.to_host.sent.messages
 
     outcome = process_engine.run([Job(5, body, packets, 50), Job(2, body, packets, 50)], timeout_seconds=30)
@@ -370,7 +370,7 @@ def _is_running(pid):
 
 
 def test_too_many_devices_are_refused():
-    with pytest.raises(UsageError, match="300 devices are too many processes"):
+    with pytest.raises(UsageError, match="300 devices need too many processes"):
         VirtualCluster(300).run(lambda device: None)
     assert VirtualCluster(1).run(lambda device: device.all_reduce(np.ones(2)).tolist()).outputs == [[1.0, 1.0]]
 
@@ -420,5 +420,5 @@ def test_processors_that_see_stores_out_of_order_are_refused(monkeypatch):
 
 
 def test_what_cannot_travel_is_named():
-    with pytest.raises(RankFailedError, match=r"device 1 failed: UsageError: what device 1 gave back cannot be sent"):
+    with pytest.raises(RankFailedError, match=r"device 1 failed: UsageError: the return value of .* 1 cannot be sent"):
         VirtualCluster(2).run(lambda device: (lambda: 3) if device.index else 0)

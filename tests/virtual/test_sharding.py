@@ -76,7 +76,7 @@ def test_an_axis_that_cuts_a_dim_twice_or_is_not_there_is_refused():
     with pytest.raises(LayoutError, match="cannot be cut by '%'"):
         DimSharding(("x",), "%")
     for axes in (2, ("x", 2), [None]):
-        with pytest.raises(LayoutError, match="told by its name"):
+        with pytest.raises(LayoutError, match="must be a name"):
             DimSharding(axes)
 
 

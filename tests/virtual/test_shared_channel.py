@@ -16,7 +16,7 @@ from xrank.errors import NoSpaceError, UsageError
 from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.arrays import bytes_of, from_bytes, kind_of, spec_of
 from xrank.virtual.channels import segment as segment_module
-from xrank.virtual.channels.channel import HOST, heading_of
+from xrank.virtual.channels.channel import HOST, make_heading
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (100_003,), (2, 33, 1025)]
 
@@ -122,7 +122,7 @@ def test_memory_is_that_of_what_is_held_at_once():
             sender.to_device(1).send(array)
             held.append(receiver.from_device(0).receive())
         assert 3.9 * array.nbytes < memory_of(segment) - empty < 4.2 * array.nbytes
-        # Pieces of other sizes find room where those lay.
+        # Pieces of other sizes find monitor where those lay.
         held.clear()
         for size in (3 << 20, 5 << 20, 1 << 20, 7 << 20, 100_000):
             sender.to_device(1).send(np.zeros(size, np.uint8))
@@ -194,9 +194,9 @@ def test_objects_bring_their_arrays_and_what_they_share():
 
 def test_a_message_of_something_else_is_refused_by_both_names():
     with shared_ends() as ((sender, receiver, _), _):
-        sender.to_device(1).send(np.zeros(3), heading_of("all_reduce", reduction="sum", group=(0, 1), call=4))
-        with pytest.raises(UsageError, match=r"device 1 is at broadcast .* device 0 sent it all_reduce sum .*call 4"):
-            receiver.from_device(0).receive(heading_of("broadcast", root=0, group=(0, 1), call=4))
+        sender.to_device(1).send(np.zeros(3), make_heading("all_reduce", reduction="sum", group=(0, 1), call=4))
+        with pytest.raises(UsageError, match=r"device 1 expects broadcast .* device 0 sent it all_reduce sum .*call 4"):
+            receiver.from_device(0).receive(make_heading("broadcast", root=0, group=(0, 1), call=4))
 
 
 def test_a_receiver_that_forks_keeps_its_arrays_to_itself():
@@ -222,7 +222,7 @@ def test_a_receiver_that_waits_is_woken_and_seen(monkeypatch):
     """The receiver sleeps in poll; the board says for what, until the message has come."""
     with shared_ends() as ((sender, receiver, _), _):
         got = []
-        heading = heading_of("send", call=9)
+        heading = make_heading("send", call=9)
         thread = threading.Thread(target=lambda: got.append(receiver.from_device(0).receive(heading)))
         thread.start()
         while (wait := sender.board.read(1)) is None:
@@ -238,7 +238,7 @@ def test_memory_that_is_full_is_an_error_and_no_signal(monkeypatch, number):
     with shared_ends() as ((sender, receiver, _), _):
         sender.to_device(1).send(np.zeros(5))
         monkeypatch.setattr(segment_module, "os", FailingOs("pwrite", number))
-        with pytest.raises(NoSpaceError, match="what a device sends") as caught:
+        with pytest.raises(NoSpaceError, match="the shared memory is full") as caught:
             sender.to_device(1).send(np.zeros(1 << 20))
         assert caught.value.needed_nbytes == 8 << 20
         with pytest.raises(NoSpaceError):

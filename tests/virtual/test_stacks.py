@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from xrank.virtual.engines import stacks
-from xrank.virtual.engines.stacks import Asked, state_of, told_stacks
+from xrank.virtual.engines.stacks import StackRequest, collect_stacks, state_of
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def process(body):
     os.close(there)
     try:
         assert os.read(here, 1) == b"x"
-        yield Asked(pid, reading, lambda: os.kill(pid, signal.SIGUSR1))
+        yield StackRequest(pid, reading, lambda: os.kill(pid, signal.SIGUSR1))
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -104,14 +104,14 @@ def test_stacks_come_whole_at_once(monkeypatch):
     with process(stands_here) as one, process(has_a_thread_that_hears_nothing) as other:
         begun = time.monotonic()
         for _ in range(3):
-            said = told_stacks([one, other])
+            said = collect_stacks([one, other])
             assert all(words.count("in stands_here") == 1 for words in said)
         assert time.monotonic() - begun < 30, "nobody was waited for: here it takes milliseconds"
 
 
 def test_what_halts_in_the_middle_is_told_whole():
     with process(halts_in_the_middle) as one, process(stands_here) as other:
-        said = told_stacks([one, other])
+        said = collect_stacks([one, other])
     assert said[0] == "one half, the other" and "in stands_here" in said[1]
 
 
@@ -119,7 +119,7 @@ def test_one_that_runs_may_take_its_time():
     """A signal that comes late stands for a machine that lets the process wait."""
     with process(runs_here) as one:
         late = replace(one, ask=threading.Timer(1, one.ask).start)
-        assert "in runs_here" in told_stacks([late])[0]
+        assert "in runs_here" in collect_stacks([late])[0]
 
 
 def test_what_is_said_just_after_a_look_is_heard(monkeypatch):
@@ -137,7 +137,7 @@ def test_what_is_said_just_after_a_look_is_heard(monkeypatch):
     monkeypatch.setattr(stacks, "_readable", readable_before_it_spoke)
     monkeypatch.setattr(stacks, "_PATIENCE_SECONDS", (0.0, 50.0))
     with process(runs_and_then_sleeps) as one:
-        assert "in runs_and_then_sleeps" in told_stacks([one])[0]
+        assert "in runs_and_then_sleeps" in collect_stacks([one])[0]
 
 
 @pytest.mark.parametrize("body", [never_hears, ends])
@@ -147,5 +147,5 @@ def test_one_that_cannot_tell_is_not_waited_for(body, monkeypatch):
         while state_of(one.pid) == "R":
             pass
         begun = time.monotonic()
-        assert told_stacks([one]) == [""]
+        assert collect_stacks([one]) == [""]
         assert time.monotonic() - begun < 20

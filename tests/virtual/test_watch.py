@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from tests.virtual.shared_ends import shared_ends
-from xrank.virtual.channels.channel import HOST, heading_of
+from xrank.virtual.channels.channel import HOST, make_heading
 from xrank.virtual.engines import watch
 from xrank.virtual.engines.watch import find_deadlock
 
-HEADING = heading_of("broadcast", root=0, group=(0, 1, 2), call=3)
+HEADING = make_heading("broadcast", root=0, group=(0, 1, 2), call=3)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_circle_that_is_over_while_one_looks_was_none(ends, monkeypatch):
     """Device 0 waits for another message when it is looked at again: it was not waiting all the time."""
     waits(ends, 0, 1)
     waits(ends, 1, 0)
-    look = watch.waits_of
+    look = watch.find_waits
     looks = []
 
     def look_and_go_on(links, devices):
@@ -66,6 +66,6 @@ def test_a_circle_that_is_over_while_one_looks_was_none(ends, monkeypatch):
         looks.append(found)
         return found
 
-    monkeypatch.setattr(watch, "waits_of", look_and_go_on)
+    monkeypatch.setattr(watch, "find_waits", look_and_go_on)
     assert find_deadlock(ends[-1], (0, 1, 2), {0, 1}) == {}
     assert list(find_deadlock(ends[-1], (0, 1, 2), {0, 1})) == [0, 1]

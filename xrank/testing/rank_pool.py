@@ -25,7 +25,7 @@ from typing import Any
 from xrank import environment
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.testing.rank_worker import Failure, Task
-from xrank.virtual.engines.stacks import Asked, told_stacks
+from xrank.virtual.engines.stacks import StackRequest, collect_stacks
 
 __all__ = ["MAX_RANKS", "RankPool"]
 
@@ -294,7 +294,7 @@ class _Rank:
 
     def stack(self) -> str:
         """Return where the rank's threads stand; its handler is C, so it answers from within any Python call."""
-        (stack,) = told_stacks([Asked(self._process.pid, self._stacks, self._ask_for_stack)])
+        (stack,) = collect_stacks([StackRequest(self._process.pid, self._stacks, self._ask_for_stack)])
         return stack or "(it does not react: stopped, or inside the kernel)"
 
     def _ask_for_stack(self) -> None:

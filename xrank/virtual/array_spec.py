@@ -1,4 +1,4 @@
-"""What is known of an array before there is one: its shape and element type."""
+"""The shape and element type of an array, without its elements."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Arrays: what differs between numpy's and torch's, so that nothing else of the cluster has to know which it has.
+"""Array functions that work alike on numpy arrays and torch tensors; the only module that knows the differences.
 
-Both kinds are allowed everywhere, and a result is of the kind of what it was made from. Torch is never imported
-before the user's own arrays bring it.
+A result has the kind of its input. Torch is imported only after the caller has created a tensor.
 """
 
 from __future__ import annotations
@@ -50,20 +49,20 @@ ArrayKind: TypeAlias = Literal["numpy", "torch"]
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 _UFUNCS = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "prod": "multiply"}
-"""Numpy's functions of two arrays, by reduction."""
+"""Numpy's binary function for each reduction."""
 
 _TORCH_FUNCTIONS = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "prod": "mul"}
 
 _TORCH_COMPUTES = frozenset(("F64", "F32", "F16", "BF16", "C64", "I64", "I32", "I16", "I8", "U8", "BOOL"))
-"""Element types with which torch computes on a CPU; numpy and ml_dtypes compute with all."""
+"""Element types that torch can compute with on a CPU; numpy and ml_dtypes compute with all types."""
 
 
 def kind_of(array: Array) -> ArrayKind:
-    """Return whose array it is.
+    """Return whether numpy or torch owns an array.
 
     Raises:
-        UsageError: it is no array, or one that is more than its elements (a masked array, a DTensor), or not dense in
-            main memory.
+        UsageError: the value is not an array, is a subclass with more than elements (a masked array, a DTensor), or is
+            not dense in main memory.
     """
     if type(array) is np.ndarray or isinstance(array, np.generic | np.memmap):
         return "numpy"
@@ -84,10 +83,10 @@ def kind_of(array: Array) -> ArrayKind:
 
 
 def check_one_kind(arrays: Mapping[str, Array]) -> None:
-    """Refuse arrays, told by name, of which some are numpy's and some torch's: nothing computes on both.
+    """Check that named arrays are all numpy arrays or all tensors; no kernel computes on both.
 
     Raises:
-        UsageError: names the first that is of another kind than the first of all.
+        UsageError: an array differs in kind from the first one.
     """
     first = next(iter(arrays), "")
     for name, array in arrays.items():
@@ -105,7 +104,7 @@ def spec_of(array: Array) -> ArraySpec:
     """Return the shape and element type of an array.
 
     Raises:
-        UsageError: as `kind_of`, or of an element type that `xrank.dtypes` has not.
+        UsageError: as in `kind_of`, or `xrank.dtypes` lacks the element type.
     """
     if kind_of(array) == "torch":
         return ArraySpec(tuple(array.shape), dtypes.by_torch_name(str(array.dtype).removeprefix("torch.")).name)
@@ -121,12 +120,12 @@ def spec_of(array: Array) -> ArraySpec:
 
 
 def nbytes_of(array: Array) -> int:
-    """Return the bytes of an array's elements."""
+    """Return the number of bytes of an array's elements."""
     return int(array.nbytes)
 
 
 def copy_of(array: Array) -> Array:
-    """Return a copy of one's own, its elements one after another; a tensor's has no gradient."""
+    """Return a contiguous copy; the copy of a tensor is detached."""
     if kind_of(array) == "torch":
         import torch
 
@@ -135,14 +134,14 @@ def copy_of(array: Array) -> Array:
 
 
 def reshape(array: Array, shape: Sequence[int]) -> Array:
-    """Return the elements, row-major, in another shape; a view where that can be."""
+    """Return the elements in another shape, in row-major order; a view where possible."""
     if kind_of(array) == "torch":
         return array.detach().reshape(tuple(shape))
     return np.asarray(array).reshape(tuple(shape))
 
 
 def concatenate(arrays: Sequence[Array], dim: int) -> Array:
-    """Return arrays of one kind joined along a dim, as a new array; the only one of a sequence is copied too."""
+    """Return a new array that joins arrays of one kind along a dim; a single array is copied."""
     if kind_of(arrays[0]) == "torch":
         import torch
 
@@ -153,15 +152,15 @@ def concatenate(arrays: Sequence[Array], dim: int) -> Array:
 def split_lengths(length: int, count: int) -> tuple[int, ...]:
     """Return the lengths of `count` parts as ``numpy.array_split`` cuts: they differ by at most 1, longer ones first.
 
-    Where there is less than one element for each, the last parts are empty. (``torch.chunk`` cuts otherwise: all parts
-    as long as the first, the last ones shorter or missing.)
+    With fewer elements than parts, the last parts are empty. (``torch.chunk`` cuts differently: all parts have the
+    length of the first, except that the last ones are shorter or missing.)
     """
     short, num_longer = divmod(length, count)
     return (short + 1,) * num_longer + (short,) * (count - num_longer)
 
 
 def split_at(array: Array, lengths: Sequence[int], dim: int) -> tuple[Array, ...]:
-    """Return views of the parts that these lengths cut out of a dim, which they add up to."""
+    """Return views of the parts of these lengths along a dim; the lengths add up to the dim's length."""
     assert sum(lengths) == array.shape[dim], (lengths, array.shape, dim)
     index: list[Any] = [slice(None)] * len(array.shape)
     parts = []
@@ -174,14 +173,14 @@ def split_at(array: Array, lengths: Sequence[int], dim: int) -> tuple[Array, ...
 
 
 def split_evenly(array: Array, count: int, dim: int) -> tuple[Array, ...]:
-    """Return views of `count` parts along a dim, of the lengths of `split_lengths`."""
+    """Return views of `count` parts along a dim, with the lengths of `split_lengths`."""
     return split_at(array, split_lengths(array.shape[dim], count), dim)
 
 
 def fold(left: Array, right: Array, reduction: str) -> Array:
-    """Return two arrays of one spec reduced to one, element by element, in their own element type.
+    """Reduce two arrays of one spec element by element, in their own element type.
 
-    Sums of integers wrap around, those of bools are "or"; a mean is a sum here, and `mean_of` finishes it.
+    Integer sums wrap around; sums of bools are "or". A mean is computed as a sum, which `mean_of` divides at the end.
     """
     name = spec_of(left).dtype
     if kind_of(left) == "numpy":
@@ -195,7 +194,7 @@ def fold(left: Array, right: Array, reduction: str) -> Array:
 
 
 def mean_of(total: Array, count: int) -> Array:
-    """Return a sum divided by how many were added."""
+    """Divide a sum by the number of its addends."""
     if kind_of(total) == "numpy":
         with np.errstate(all="ignore"):
             return np.asarray(np.divide(total, np.full((), count, total.dtype)), total.dtype)
@@ -206,7 +205,7 @@ def mean_of(total: Array, count: int) -> Array:
 
 
 def reduce(arrays: Sequence[Array], reduction: str) -> Array:
-    """Return arrays of one spec reduced to one, the first with the second, that with the third, and so on."""
+    """Reduce arrays of one spec to one array, from left to right."""
     total = copy_of(arrays[0]) if len(arrays) == 1 else arrays[0]
     for array in arrays[1:]:
         total = fold(total, array, reduction)
@@ -214,14 +213,14 @@ def reduce(arrays: Sequence[Array], reduction: str) -> Array:
 
 
 def bytes_of(array: Array) -> Bytes:
-    """Return the bytes of the elements, row-major: a view where the elements lie so, else of a copy."""
+    """Return the bytes of the elements in row-major order: a view of a contiguous array, otherwise a copy."""
     if kind_of(array) == "torch":
         return row_major_bytes(array)
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def from_bytes(content: Bytes, spec: ArraySpec, kind: ArrayKind) -> Array:
-    """Return bytes as an array of a spec, without a copy; it lives as long as the memory under the bytes."""
+    """Return an array over these bytes, without a copy; it is valid as long as the memory of the bytes."""
     assert content.nbytes == spec.nbytes, (content.nbytes, spec)
     if kind == "torch":
         import torch
@@ -240,7 +239,7 @@ def with_length(spec: ArraySpec, dim: int, length: int) -> ArraySpec:
 
 
 def num_elements(spec: ArraySpec) -> int:
-    """Return how many elements an array of a spec has."""
+    """Return the number of elements of an array of this spec."""
     return prod(spec.shape)
 
 

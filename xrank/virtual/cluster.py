@@ -1,10 +1,6 @@
-"""The virtual cluster: a mesh of devices on this machine that runs an operation, or any function, on all of them.
+"""The virtual cluster: a mesh of devices on this machine that runs an operation or a function on every device.
 
-    cluster = VirtualCluster((2, 4))
-    run = cluster.run(lambda device, x: device.all_reduce(x * device.index, "y"), numpy.ones(3))
-    run.outputs, run.statistics.nbytes
-
-An engine (`xrank.virtual.engines.engine`) gives each device a process or a thread and the channels between them.
+An engine (`xrank.virtual.engines.engine`) gives each device a process or a thread, and the channels between them.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from xrank.virtual.channels.channel import HOST, ChannelStatistics, Links
 from xrank.virtual.collectives import check_algorithm
 from xrank.virtual.costs.planning import compiled
 from xrank.virtual.device import VirtualDevice
-from xrank.virtual.engines.engine import Counts, Engine, Job, Outcome
+from xrank.virtual.engines.engine import Counts, Engine, EngineOutcome, Job
 from xrank.virtual.interpreter import interpret
 from xrank.virtual.mesh import MeshLike, as_device_mesh
 from xrank.virtual.programs.operation import Operation
@@ -38,31 +34,31 @@ ENGINES = ("processes", "in-process")
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """What the channels counted, whatever the devices say: by source and target, the host being -1."""
+    """Counts of the channels, independent of the devices' statistics, by (source, target); the host is -1."""
 
     sent: Counts
     received: Counts
 
     @property
     def between_devices(self) -> ChannelStatistics:
-        """What was sent from device to device, all together."""
+        """Sum of the messages sent between devices."""
         counts = (count for ends, count in self.sent.items() if HOST not in ends)
         return sum(counts, ChannelStatistics())
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run gave."""
+    """The result of a run."""
 
     outputs: list[Any]
-    """In the order of the mesh. Of a function: what it returned. Of an operation: the array that a device returned, a
-    dict by name where it returned several, None where it returned none."""
+    """One output per device, in mesh order. For a function: its return value. For an operation: the returned array, a
+    dict by name if a device returned several, None if it returned none."""
     statistics: Statistics
-    """What the devices counted."""
+    """Statistics counted by the devices."""
     channels: Channels
-    """What the channels between them counted."""
+    """Statistics counted by the channels between them."""
     seconds: float
-    """From the call to the last result; starting the devices is part of it."""
+    """Seconds from the call to the last result, including the start of the devices."""
 
 
 class VirtualCluster:
@@ -70,10 +66,16 @@ class VirtualCluster:
 
     Args:
         mesh: a `DeviceMesh`; a `Mesh` or a tuple of up to four lengths, whose axes are x, y, z and w; or a number.
-        engine: ``"processes"``, a process for each device; or ``"in-process"``, a thread for each: the same results bit
-            by bit, sooner, for tests and debuggers.
-        algorithm: ``"push"`` or ``"ring"``, how collectives go (`xrank.virtual.collectives`) where a call says nothing.
-        timeout_seconds: how long a run may take; who is late is named then.
+        engine: ``"processes"`` runs a process per device; ``"in-process"`` runs a thread per device, with results equal
+            bit by bit: it starts faster and suits tests and debuggers.
+        algorithm: ``"push"`` or ``"ring"``, the default of the collectives (`xrank.virtual.collectives`).
+        timeout_seconds: time limit of a run; the error names the devices that are late.
+
+    >>> import numpy as np
+    >>> cluster = VirtualCluster((2, 2), engine="in-process")
+    >>> run = cluster.run(lambda device, x: device.all_reduce(x * device.index, "y"), np.ones(3))
+    >>> run.outputs[0], run.statistics.nbytes
+    (array([1., 1., 1.]), 96)
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class VirtualCluster:
     ) -> None:
         self.mesh: DeviceMesh = as_device_mesh(mesh)
         if engine not in ENGINES:
-            raise UsageError(f"no engine is called {engine!r}", got=repr(engine), want=" or ".join(map(repr, ENGINES)))
+            raise UsageError(f"unknown engine {engine!r}", got=repr(engine), want=" or ".join(map(repr, ENGINES)))
         if not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
             raise UsageError("a timeout must be positive", got=repr(timeout_seconds), want="seconds above 0")
         self.engine = engine
@@ -106,25 +108,25 @@ class VirtualCluster:
         """Run an operation, or a function of a `VirtualDevice`, on all devices at once.
 
         Args:
-            operation: an `Operation`; or a function that every device calls with itself and the further arguments.
-            *args: for a function; each device has copies of its own, but of memory that was shared before.
-            activations: for an operation.
-            parameters: for an operation.
+            operation: an `Operation`; or a function, which every device calls with itself and `args`.
+            *args: arguments of a function; each device gets its own copies, except of memory already shared.
+            activations: input arrays of an operation.
+            parameters: parameter arrays of an operation.
 
         Raises:
-            RankFailedError: a device raised or ended; ``rank`` says which, ``__cause__`` is what it raised.
-            RankTimeoutError: the time is over, or no device can go on.
-            UsageError: the arguments do not fit; or a message was sent that no device has received.
+            RankFailedError: a device raised or died; ``rank`` is the device and ``__cause__`` its exception.
+            RankTimeoutError: the time limit is over, or all devices wait.
+            UsageError: the arguments do not fit; or a device never received a message that was sent.
         """
         begin = monotonic()
         if isinstance(operation, Operation):
             if args:
                 raise UsageError(
-                    "an operation takes its arrays by name",
+                    "an operation takes its arrays as keywords",
                     got=f"{len(args)} further arguments",
                     want="activations=(...), parameters=(...)",
                 )
-            jobs, names = self._compiled_jobs(operation, activations, parameters)
+            jobs, names = self._make_program_jobs(operation, activations, parameters)
         else:
             if activations or parameters:
                 raise UsageError(
@@ -133,11 +135,11 @@ class VirtualCluster:
                     want="its arguments after it: run(function, x, y)",
                 )
             _check_function(operation)
-            jobs, names = self._called_jobs(operation, args), None
+            jobs, names = self._make_function_jobs(operation, args), None
         outcome = self._engine()(jobs, timeout_seconds=self.timeout_seconds)
         _check_received(outcome)
         statistics = Statistics(tuple(statistics for _, statistics in outcome.results))
-        outputs = [value for value, _ in outcome.results] if names is None else _named_outputs(names, outcome)
+        outputs = [value for value, _ in outcome.results] if names is None else _name_outputs(names, outcome)
         return Run(outputs, statistics, Channels(outcome.sent, outcome.received), monotonic() - begin)
 
     def _engine(self) -> Engine:
@@ -149,11 +151,11 @@ class VirtualCluster:
 
         return process_engine.run
 
-    def _called_jobs(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Job]:
-        # A forked process has copies by itself.
+    def _make_function_jobs(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Job]:
+        # A forked process has its own copies.
         copied = self.engine == "in-process"
         return [
-            Job(device, partial(self._call, device, function, _copied(args) if copied else args))
+            Job(device, partial(self._call, device, function, _copy_arguments(args) if copied else args))
             for device in self.mesh.ranks
         ]
 
@@ -164,10 +166,10 @@ class VirtualCluster:
         value = function(device, *args)
         return value, device.statistics
 
-    def _compiled_jobs(
+    def _make_program_jobs(
         self, operation: Operation, activations: Sequence[Array], parameters: Sequence[Array]
     ) -> tuple[list[Job], list[tuple[str, ...]]]:
-        """Return the jobs of an operation, and the names of what each device returns."""
+        """Return the jobs of an operation, and the names of each device's outputs."""
         specs = [tuple(map(spec_of, arrays)) for arrays in (activations, parameters)]
         programs = compiled(operation, self.mesh, specs[0], specs[1])
         jobs, names = [], []
@@ -175,7 +177,7 @@ class VirtualCluster:
             packets = operation.packets(self.mesh, program.device, activations, parameters)
             returned = tuple(i.name for i in program.instructions if isinstance(i, Return))
             jobs.append(
-                Job(program.device, partial(self._interpret, program), _ordered(program, packets), len(returned))
+                Job(program.device, partial(self._interpret, program), _order_packets(program, packets), len(returned))
             )
             names.append(returned)
         return jobs, names
@@ -188,10 +190,10 @@ class VirtualCluster:
 
 
 def _check_function(function: object) -> None:
-    """Refuse what would not do its work when it is called."""
+    """Check that a call of the function runs it, unlike a generator, a coroutine or a class."""
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         got = f"the {'coroutine' if inspect.iscoroutinefunction(function) else 'generator'} {function.__qualname__}"
-        want = "a function that does its work when it is called"
+        want = "a function that runs when it is called"
     elif isinstance(function, type) and issubclass(function, Operation):
         got, want = f"the class {function.__qualname__}", f"an operation: {function.__qualname__}(...)"
     elif not callable(function):
@@ -201,7 +203,7 @@ def _check_function(function: object) -> None:
     raise UsageError("a cluster runs operations and functions", got=got, want=want)
 
 
-def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _copy_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
     try:
         return copy.deepcopy(args)
     except Exception as error:
@@ -212,8 +214,8 @@ def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
         ) from error
 
 
-def _ordered(program: Program, packets: dict[str, Array]) -> tuple[Array, ...]:
-    """Return packets in the order in which a program takes them."""
+def _order_packets(program: Program, packets: dict[str, Array]) -> tuple[Array, ...]:
+    """Return packets in the order in which a program receives them."""
     taken = [i for i in program.instructions if isinstance(i, Receive)]
     if sorted(packets) != sorted(i.output for i in taken):
         raise UsageError(
@@ -235,21 +237,21 @@ def _ordered(program: Program, packets: dict[str, Array]) -> tuple[Array, ...]:
     return tuple(packets[instruction.output] for instruction in taken)
 
 
-def _named_outputs(names: Sequence[tuple[str, ...]], outcome: Outcome) -> list[Any]:
+def _name_outputs(names: Sequence[tuple[str, ...]], outcome: EngineOutcome) -> list[Any]:
     outputs: list[Any] = []
     for its, arrays in zip(names, outcome.returned, strict=True):
         outputs.append(arrays[0] if len(its) == 1 else dict(zip(its, arrays, strict=True)) or None)
     return outputs
 
 
-def _check_received(outcome: Outcome) -> None:
-    """Refuse a run in which something was sent that nobody took: two devices meant different things."""
+def _check_received(outcome: EngineOutcome) -> None:
+    """Raise if a sent message was never received: then two devices called different collectives."""
     for (source, target), count in outcome.sent.items():
         taken = outcome.received.get((source, target), ChannelStatistics())
         if taken != count:
             ends = ["the host" if end == HOST else f"device {end}" for end in (source, target)]
             raise UsageError(
-                f"{ends[0]} sent {ends[1]} messages that it never received",
+                f"{ends[1]} never received messages that {ends[0]} sent",
                 rank=None if target == HOST else target,
                 got=f"{taken.messages} received",
                 want=f"{count.messages}, as many as were sent",

@@ -1,13 +1,13 @@
-"""Collectives as data: what each member of a group gives and gets, in order, by each algorithm.
+"""Collectives as data: the ordered sends and receives of each group member, for each algorithm.
 
-A member keeps numbered *slots*, each of which holds an array or nothing. Its `Course` says how the slots are filled
-from what the member brings, which of them it gives to whom and in which it puts what it gets, and what the result is
-made of. A device executes courses, a plan counts them, and a link model times them; nothing here touches an array.
+A member has numbered *slots* for arrays. Its `Course` defines how its input fills the slots, which slots it sends to
+which member, into which slots it receives, and how the result is built. A device executes courses, a plan counts their
+bytes, and a link model times them; this module never touches an array.
 
-*Push*: whoever has something that another needs sends it there itself, g-1 copies where all need it.
-*Ring*: everyone sends to the next member of the group alone, and passes on what it got; what the whole group must see
-travels once around, in pieces. Broadcast, gather and scatter go along the same ring, from or to the root.
-`ALWAYS_PUSH` names the collectives that have no ring.
+*Push*: each member sends its array directly to every member that needs it, up to g-1 copies.
+*Ring*: each member sends only to the next member of the group and forwards what it received, so data for the whole
+group travels once around in pieces. Broadcast, gather and scatter use the same ring, from or to the root.
+`ALWAYS_PUSH` names the collectives without a ring algorithm.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = [
     "REDUCTIONS",
     "ROOTED",
     "Course",
-    "Get",
-    "Give",
+    "ReceiveSlot",
+    "SendSlot",
     "check_algorithm",
     "course",
     "output_spec",
@@ -57,87 +57,92 @@ ROOTED = frozenset(("broadcast", "gather", "scatter"))
 
 
 @dataclass(frozen=True, slots=True)
-class Give:
-    """Send what a slot holds to a member, named by its place in the group."""
+class SendSlot:
+    """Send a slot to a member, given by its place in the group."""
 
     member: int
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
-class Get:
-    """Put what a member sends into a slot; folded with what the slot holds, if so."""
+class ReceiveSlot:
+    """Receive from a member into a slot; `fold` reduces the received array with the slot's array."""
 
     member: int
     slot: int
     fold: bool = False
 
 
-Step: TypeAlias = Give | Get
+Step: TypeAlias = SendSlot | ReceiveSlot
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What one member does in a collective."""
+    """The steps of one member in a collective."""
 
     start: Literal["whole", "flat", "parts", "nothing"]
-    """What is in the slots at first: all that the member brings, in the slot of its own number; that cut into as many
-    flat pieces as there are members; its parts, one for each member; or nothing."""
+    """Initial slots: "whole" puts the input into the member's own slot; "flat" cuts the flattened input into one piece
+    per member; "parts" has one part of the input per member; "nothing" leaves all slots empty."""
     steps: tuple[Step, ...]
     finish: Literal["all", "reduce", "flat", "one", "nothing"]
-    """What the result is: what all slots hold, in order; that reduced to one; the flat pieces put together again; what
-    one slot holds; or nothing."""
+    """The result: all slots in order; all slots reduced to one array; the flat pieces joined and reshaped; one slot;
+    or nothing."""
     slot: int = 0
-    """The one slot of the result."""
+    """The slot of the result, for finish "one"."""
 
 
 def check_algorithm(algorithm: str) -> str:
     """Return the name of an algorithm.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: the name is unknown.
     """
     if algorithm not in ALGORITHMS:
-        raise UsageError(f"no algorithm is called {algorithm!r}", got=repr(algorithm), want='"push" or "ring"')
+        raise UsageError(f"unknown algorithm {algorithm!r}", got=repr(algorithm), want='"push" or "ring"')
     return algorithm
 
 
 @lru_cache(maxsize=65536)
 def course(collective: str, algorithm: str, size: int, member: int, root: int = 0) -> Course:
-    """Return what a member does.
+    """Return the steps of one member.
 
     Args:
         collective: one of `COLLECTIVES`.
-        algorithm: one of `ALGORITHMS`; without effect for `ALWAYS_PUSH`.
-        size: the number of members.
-        member: its place in the group.
-        root: the place of the root, for `ROOTED`.
+        algorithm: one of `ALGORITHMS`; ignored for `ALWAYS_PUSH`.
+        size: number of members.
+        member: place of the member in the group.
+        root: place of the root in the group, for `ROOTED`.
+
+    >>> course("broadcast", "ring", size=3, member=1).steps
+    (ReceiveSlot(member=0, slot=0, fold=False), SendSlot(member=2, slot=0))
     """
     ring = algorithm == "ring" and collective not in ALWAYS_PUSH
-    others = _others(size, member)
+    others = _list_others(size, member)
     match collective:
         case "all_scatter" | "all_gather":
-            steps = _around(size, member, member) if ring else _all_to_all_of(others, lambda _: member)
+            steps = _pass_around(size, member, member) if ring else _exchange_directly(others, lambda _: member)
             return Course("whole", steps, "all")
         case "all_reduce":
             if ring:
-                steps = (*_reducing_around(size, member), *_around(size, member, member))
+                steps = (*_reduce_around(size, member), *_pass_around(size, member, member))
                 return Course("flat", steps, "flat")
-            return Course("whole", _all_to_all_of(others, lambda _: member), "reduce")
+            return Course("whole", _exchange_directly(others, lambda _: member), "reduce")
         case "reduce_scatter":
             if ring:
-                return Course("parts", _reducing_around(size, member), "one", member)
-            return Course("parts", _all_to_all_of(others, lambda other: other), "reduce")
+                return Course("parts", _reduce_around(size, member), "one", member)
+            return Course("parts", _exchange_directly(others, lambda other: other), "reduce")
         case "all_to_all":
-            return Course("parts", _all_to_all_of(others, lambda other: other), "all")
+            return Course("parts", _exchange_directly(others, lambda other: other), "all")
         case "broadcast":
-            steps = _down_chain(size, member, root, broadcast=True) if ring else _from_root(size, member, root, root)
+            steps = (
+                _send_along_ring(size, member, root, broadcast=True) if ring else _from_root(size, member, root, root)
+            )
             return Course("whole" if member == root else "nothing", steps, "one", root)
         case "scatter":
-            steps = _down_chain(size, member, root) if ring else _from_root(size, member, root, None)
+            steps = _send_along_ring(size, member, root) if ring else _from_root(size, member, root, None)
             return Course("parts" if member == root else "nothing", steps, "one", member)
         case "gather":
-            steps = _up_chain(size, member, root) if ring else _to_root(size, member, root)
+            steps = _collect_along_ring(size, member, root) if ring else _to_root(size, member, root)
             return Course("whole", steps, "all" if member == root else "nothing")
         case _:
             raise UsageError(
@@ -148,15 +153,15 @@ def course(collective: str, algorithm: str, size: int, member: int, root: int = 
 def step_specs(
     collective: str, algorithm: str, given: Sequence[ArraySpec], member: int, *, dim: int | None = None, root: int = 0
 ) -> tuple[ArraySpec, ...]:
-    """Return what each step of a member's course moves.
+    """Return the spec of the array that each step of a member's course moves.
 
     Args:
         collective: one of `COLLECTIVES`.
         algorithm: one of `ALGORITHMS`.
-        given: what each member brings, as in `program.Communicate`.
-        member: the place of the one in question.
-        dim: where parts are cut.
-        root: the place of the root.
+        given: the input of each member, as in `program.Communicate`.
+        member: place of the member in the group.
+        dim: the dim along which parts are cut.
+        root: place of the root in the group.
     """
     size = len(given)
     steps = course(collective, algorithm, size, member, root).steps
@@ -173,7 +178,7 @@ def step_specs(
         return tuple(_part(given[0], size, step.slot, dim) for step in steps)
     return tuple(
         _part(given[member], size, step.member, dim)
-        if isinstance(step, Give)
+        if isinstance(step, SendSlot)
         else _part(given[step.member], size, member, dim)
         for step in steps
     )
@@ -182,7 +187,7 @@ def step_specs(
 def output_spec(
     collective: str, given: Sequence[ArraySpec], member: int, *, dim: int | None = None, root: int = 0
 ) -> ArraySpec | None:
-    """Return what a member gets, joined at the dim where there are several; None where it gets nothing."""
+    """Return the spec of a member's result, joined at the dim if there are several arrays; None without a result."""
     size = len(given)
     match collective:
         case "all_reduce":
@@ -196,9 +201,9 @@ def output_spec(
         case "gather" if member != root:
             return None
         case "all_to_all":
-            return _joined([_part(one, size, member, dim) for one in given], dim)
+            return _join_specs([_part(one, size, member, dim) for one in given], dim)
         case _:
-            return _joined(given, dim)
+            return _join_specs(given, dim)
 
 
 def _part(spec: ArraySpec, size: int, number: int, dim: int | None) -> ArraySpec:
@@ -206,78 +211,83 @@ def _part(spec: ArraySpec, size: int, number: int, dim: int | None) -> ArraySpec
     return with_length(spec, where, split_lengths(spec.shape[where], size)[number])
 
 
-def _joined(specs: Sequence[ArraySpec], dim: int | None) -> ArraySpec:
+def _join_specs(specs: Sequence[ArraySpec], dim: int | None) -> ArraySpec:
     where = 0 if dim is None else dim
     return with_length(specs[0], where, sum(spec.shape[where] for spec in specs))
 
 
-def _others(size: int, member: int) -> tuple[int, ...]:
-    """Return the other members, the next one first: where all give at once, no one is the first target of all."""
+def _list_others(size: int, member: int) -> tuple[int, ...]:
+    """Return the other members, the next one first, so that simultaneous sends have distinct first targets."""
     return tuple((member + distance) % size for distance in range(1, size))
 
 
-def _all_to_all_of(others: tuple[int, ...], slot_for: Callable[[int], int]) -> tuple[Step, ...]:
-    """Return the steps of giving a slot to each other member, then getting from each into the slot of its number."""
-    gives = tuple(Give(other, slot_for(other)) for other in others)
-    return (*gives, *(Get(other, other) for other in reversed(others)))
+def _exchange_directly(others: tuple[int, ...], slot_for: Callable[[int], int]) -> tuple[Step, ...]:
+    """Return the sends of a slot to every other member, then the receives, each into the slot of its sender."""
+    sends = tuple(SendSlot(other, slot_for(other)) for other in others)
+    return (*sends, *(ReceiveSlot(other, other) for other in reversed(others)))
 
 
-def _around(size: int, member: int, first: int) -> tuple[Step, ...]:
-    """Return the steps by which each slot travels once around; at first a member has slot `first`, of its number."""
+def _pass_around(size: int, member: int, first: int) -> tuple[Step, ...]:
+    """Return the steps that pass every slot once around the ring; the member starts with slot `first`."""
     after, before = (member + 1) % size, (member - 1) % size
     steps: list[Step] = []
     for turn in range(size - 1):
-        steps += (Give(after, (first - turn) % size), Get(before, (first - turn - 1) % size))
+        steps += (SendSlot(after, (first - turn) % size), ReceiveSlot(before, (first - turn - 1) % size))
     return tuple(steps)
 
 
-def _reducing_around(size: int, member: int) -> tuple[Step, ...]:
-    """Return the steps after which the slot of a member's number is reduced over all, from the next member on."""
+def _reduce_around(size: int, member: int) -> tuple[Step, ...]:
+    """Return the steps that reduce each slot around the ring; a member ends with the reduced slot of its own place."""
     after, before = (member + 1) % size, (member - 1) % size
     steps: list[Step] = []
+    # A slot's reduction begins at the member after its owner and ends at the owner, so every member computes the same
+    # order of additions in each run: results are reproducible bit by bit.
     for turn in range(size - 1):
-        steps += (Give(after, (member - turn - 1) % size), Get(before, (member - turn - 2) % size, fold=True))
+        steps += (
+            SendSlot(after, (member - turn - 1) % size),
+            ReceiveSlot(before, (member - turn - 2) % size, fold=True),
+        )
     return tuple(steps)
 
 
 def _from_root(size: int, member: int, root: int, slot: int | None) -> tuple[Step, ...]:
-    """Return the steps of a root that gives everyone a slot, or to each that of its number where it is None."""
+    """Return the sends of the root: one slot to all members, or, if `slot` is None, each member's own slot."""
     if member == root:
-        return tuple(Give(other, other if slot is None else slot) for other in _others(size, root))
-    return (Get(root, member if slot is None else slot),)
+        return tuple(SendSlot(other, other if slot is None else slot) for other in _list_others(size, root))
+    return (ReceiveSlot(root, member if slot is None else slot),)
 
 
 def _to_root(size: int, member: int, root: int) -> tuple[Step, ...]:
     if member == root:
-        return tuple(Get(other, other) for other in _others(size, root))
-    return (Give(root, member),)
+        return tuple(ReceiveSlot(other, other) for other in _list_others(size, root))
+    return (SendSlot(root, member),)
 
 
-def _down_chain(size: int, member: int, root: int, *, broadcast: bool = False) -> tuple[Step, ...]:
-    """Return the steps by which slots leave the root along the ring, those for the farthest member first."""
+def _send_along_ring(size: int, member: int, root: int, *, broadcast: bool = False) -> tuple[Step, ...]:
+    """Return the steps that move slots from the root along the ring, the farthest member's slot first."""
     after, before = (member + 1) % size, (member - 1) % size
     distance = (member - root) % size
     steps: list[Step] = []
     if broadcast:
         if distance:
-            steps.append(Get(before, root))
+            steps.append(ReceiveSlot(before, root))
         if distance < size - 1:
-            steps.append(Give(after, root))
+            steps.append(SendSlot(after, root))
         return tuple(steps)
     for farther in range(size - 1, distance, -1):
         slot = (root + farther) % size
-        steps += (Get(before, slot), Give(after, slot)) if distance else (Give(after, slot),)
+        steps += (ReceiveSlot(before, slot), SendSlot(after, slot)) if distance else (SendSlot(after, slot),)
     if distance:
-        steps.append(Get(before, member))
+        steps.append(ReceiveSlot(before, member))
     return tuple(steps)
 
 
-def _up_chain(size: int, member: int, root: int) -> tuple[Step, ...]:
-    """Return the steps by which slots reach the root along the ring, against its direction, the nearest first."""
+def _collect_along_ring(size: int, member: int, root: int) -> tuple[Step, ...]:
+    """Return the steps that move slots to the root against the ring's direction, the nearest member's slot first."""
     after, before = (member + 1) % size, (member - 1) % size
     distance = (member - root) % size
-    steps: list[Step] = [Give(before, member)] if distance else []
+    steps: list[Step] = [SendSlot(before, member)] if distance else []
     for farther in range(distance + 1, size):
         slot = (root + farther) % size
-        steps += (Get(after, slot), Give(before, slot)) if distance else (Get(after, slot),)
+        steps += (ReceiveSlot(after, slot), SendSlot(before, slot)) if distance else (ReceiveSlot(after, slot),)
     return tuple(steps)

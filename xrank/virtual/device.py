@@ -1,14 +1,13 @@
-"""A virtual device: what stands for one rank, with the collectives as methods.
+"""A virtual device: one rank of a virtual cluster, with the collectives as methods.
 
     def train(device, x):
         whole = device.all_gather(x, "tp", dim=0)
         return device.all_reduce(whole.sum(0), "dp", reduction="mean")
 
-Every collective takes a group, either as mesh axes (one name or several; all of the mesh when nothing is said) or as
-``group=``, the members themselves; results come in the group's order. All members of a group call the same
-collectives in the same order: each message says what it is part of, and a device that gets another refuses it by
-name. What a method returns is the caller's own, and what it was given may be changed as soon as it has returned.
-Tensors come without gradients.
+Every collective takes a group: mesh axes (one name or several; None means the whole mesh) or ``group=``, the members
+themselves; results have the group's order. All members of a group call the same collectives in the same order: a
+message's heading identifies its collective, and a device that receives a different heading raises an error with both.
+The caller owns the returned array, and may change the arguments after the call. Tensors are returned detached.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import SupportsIndex
 from xrank.errors import UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.arrays import Array, spec_of
-from xrank.virtual.channels.channel import Links, heading_of
+from xrank.virtual.channels.channel import Links, make_heading
 from xrank.virtual.collectives import ALWAYS_PUSH, REDUCTIONS, ROOTED, check_algorithm, course
 from xrank.virtual.exchange import Exchange, Tally
 from xrank.virtual.groups import group_of
@@ -31,13 +30,13 @@ Axes = str | Sequence[str] | None
 
 
 class VirtualDevice:
-    """One device of a running cluster; the cluster makes it.
+    """One device of a running cluster, created by the cluster.
 
     Args:
-        links: the ends of its channels.
-        index: its number in the mesh, its rank.
-        mesh: all devices.
-        algorithm: how its collectives go where a call says nothing.
+        links: the device's ends of its channels.
+        index: the device's number in the mesh (its rank).
+        mesh: the mesh of all devices.
+        algorithm: the default algorithm of its collectives.
     """
 
     def __init__(self, links: Links, index: int, mesh: DeviceMesh, algorithm: str = "push") -> None:
@@ -45,7 +44,7 @@ class VirtualDevice:
         self.mesh = mesh
         self.algorithm = check_algorithm(algorithm)
         self.coordinate = mesh.coordinate(index)
-        """The place along every mesh axis, by name."""
+        """The device's place along every mesh axis, by axis name."""
         self._links = links
         self._tallies: dict[str, Tally] = {}
         self._from_host = Tally()
@@ -59,7 +58,7 @@ class VirtualDevice:
 
     @property
     def statistics(self) -> DeviceStatistics:
-        """What this device has counted so far."""
+        """Statistics of this device up to now."""
         return DeviceStatistics(
             {name: _traffic(tally) for name, tally in self._tallies.items()},
             _traffic(self._from_host),
@@ -69,11 +68,11 @@ class VirtualDevice:
         )
 
     def group(self, axes: Axes = None, *, group: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Return the members of the group that a collective with these arguments has, this device among them."""
+        """Return the members of the group that these arguments select, including this device."""
         return group_of(self.mesh, self.index, axes, group)
 
     def all_scatter(self, array: Array, axes: Axes = None, *, group: Sequence[int] | None = None) -> list[Array]:
-        """Send an array to all others at once, and return all in group order; shapes may differ. Always a push."""
+        """Send an array to all others at once and return all in group order; shapes may differ. Always a push."""
         result = self._exchange("all_scatter", array, axes, group)
         assert isinstance(result, list)
         return result
@@ -87,9 +86,9 @@ class VirtualDevice:
         dim: int | None = None,
         algorithm: str | None = None,
     ) -> Array:
-        """Return what all members bring: a list in group order, or, with a dim, one array joined there.
+        """Return the arrays of all members: a list in group order, or, with a dim, one array joined there.
 
-        Shapes and element types may differ in a list, lengths of the dim in what is joined.
+        Shapes and element types may differ in a list; in a joined array only the lengths of the dim may differ.
         """
         return self._exchange("all_gather", array, axes, group, dim=dim, algorithm=algorithm)
 
@@ -102,17 +101,17 @@ class VirtualDevice:
         reduction: str = "sum",
         algorithm: str | None = None,
     ) -> Array:
-        """Return what all members bring, reduced element by element in their element type.
+        """Reduce the arrays of all members element by element, in their element type.
 
-        ``"push"`` reduces in group order; ``"ring"`` reduces each flat piece from the member after its own on. Both are
-        the same at every run and on every member. Sums of bools are "or".
+        ``"push"`` reduces in group order; ``"ring"`` reduces each flat piece from the member after its own on. Both
+        orders are the same in every run and on every member. Sums of bools are "or".
 
         Args:
-            array: of one shape and element type on all members.
+            array: has one shape and element type on all members.
             axes: the group, by mesh axes.
             group: the group, by members.
             reduction: ``"sum"``, ``"mean"`` (of floats), ``"max"``, ``"min"`` or ``"prod"``.
-            algorithm: ``"push"`` or ``"ring"``, alike on all members.
+            algorithm: ``"push"`` or ``"ring"``, the same on all members.
         """
         return self._exchange("all_reduce", array, axes, group, reduction=reduction, algorithm=algorithm)
 
@@ -126,9 +125,9 @@ class VirtualDevice:
         reduction: str = "sum",
         algorithm: str | None = None,
     ) -> Array:
-        """Return this member's part, along a dim, of what all members bring, reduced.
+        """Reduce the arrays of all members and return this member's part along a dim.
 
-        Parts are cut as ``numpy.array_split`` does: lengths differ by at most 1, longer ones first.
+        Parts are cut as by ``numpy.array_split``: lengths differ by at most 1, longer ones first.
         """
         return self._exchange("reduce_scatter", array, axes, group, dim=dim, reduction=reduction, algorithm=algorithm)
 
@@ -141,14 +140,14 @@ class VirtualDevice:
         group: Sequence[int] | None = None,
         algorithm: str | None = None,
     ) -> Array:
-        """Return what the root brings; what others bring is not looked at.
+        """Return the root's array; the arrays of the other members are ignored.
 
         Args:
-            array: at the root, the array.
+            array: the array, on the root.
             root: a device of the group.
             axes: the group, by mesh axes.
             group: the group, by members.
-            algorithm: ``"push"`` or ``"ring"``, alike on all members.
+            algorithm: ``"push"`` or ``"ring"``, the same on all members.
         """
         return self._exchange("broadcast", array, axes, group, root=root, algorithm=algorithm)
 
@@ -162,7 +161,7 @@ class VirtualDevice:
         dim: int | None = None,
         algorithm: str | None = None,
     ) -> Array | None:
-        """Return at the root what all members bring, as `all_gather` does; None elsewhere."""
+        """Return the arrays of all members on the root, as `all_gather` does, and None on the other members."""
         return self._exchange("gather", array, axes, group, dim=dim, root=root, algorithm=algorithm)
 
     def scatter(
@@ -175,19 +174,19 @@ class VirtualDevice:
         dim: int = 0,
         algorithm: str | None = None,
     ) -> Array:
-        """Return this member's part, along a dim, of what the root brings; cut as `reduce_scatter` does."""
+        """Return this member's part of the root's array along a dim, cut as in `reduce_scatter`."""
         return self._exchange("scatter", array, axes, group, dim=dim, root=root, algorithm=algorithm)
 
     def all_to_all(
         self, arrays: Sequence[Array], axes: Axes = None, *, group: Sequence[int] | None = None
     ) -> list[Array]:
-        """Send each member its own array, and return what came from each, both in group order. Always a push."""
+        """Send each member its own array and return the received ones, both in group order. Always a push."""
         result = self._exchange("all_to_all", list(arrays), axes, group)
         assert isinstance(result, list)
         return result
 
     def send(self, array: Array, device: int) -> None:
-        """Send an array to one other device, which has to `receive` it; never waits for that."""
+        """Send an array to one other device, which must call `receive`; returns without waiting for it."""
         self._check_array("send", array)
         channel = self._links.to_device(self._partner(device))
         channel.send(array)
@@ -196,7 +195,7 @@ class VirtualDevice:
         tally.count_sent(array)
 
     def receive(self, device: int) -> Array:
-        """Wait for what one other device sends, in the order of its sends, and return it."""
+        """Wait for the next array that another device sends to this one, and return it."""
         array = self._links.from_device(self._partner(device)).receive()
         tally = self._tally("receive")
         tally.calls += 1
@@ -204,24 +203,24 @@ class VirtualDevice:
         return array
 
     def receive_from_host(self) -> Array:
-        """Return the next packet of the host; for interpreters of programs."""
-        array = self._links.from_host.receive(heading_of("packet", call=self._from_host.calls))
+        """Return the host's next packet; for interpreters of programs."""
+        array = self._links.from_host.receive(make_heading("packet", call=self._from_host.calls))
         self._from_host.calls += 1
         self._from_host.count_received(array)
         return array
 
     def send_to_host(self, array: Array) -> None:
-        """Return an array to the host; for interpreters of programs."""
-        self._links.to_host.send(array, heading_of("return", call=self._to_host.calls))
+        """Send a program's output to the host; for interpreters of programs."""
+        self._links.to_host.send(array, make_heading("return", call=self._to_host.calls))
         self._to_host.calls += 1
         self._to_host.count_sent(array)
 
     def count_flops(self, flops: int) -> None:
-        """Count floating-point operations that the caller has done; nothing else can know of them."""
+        """Add floating-point operations that the caller has done; the device cannot see them."""
         self._flops += flops
 
     def count_held(self, nbytes: int) -> None:
-        """Say that so many bytes are held at once: the most that is ever said is the statistics' peak."""
+        """Record that registers contain this many bytes now; the maximum becomes the statistics' peak."""
         self._peak_nbytes = max(self._peak_nbytes or 0, nbytes)
 
     def _exchange(
@@ -257,7 +256,7 @@ class VirtualDevice:
         call = self._calls.get(members, 0)
         self._calls[members] = call + 1
         shape = spec_of(brought).shape if plan.start == "flat" else None
-        heading = heading_of(
+        heading = make_heading(
             collective, algorithm=algorithm, reduction=reduction, root=root, group=members, call=call, shape=shape
         )
         tally = self._tally(collective)
@@ -268,7 +267,7 @@ class VirtualDevice:
     def _check_array(
         self, collective: str, array: Array | None, dim: int | None = None, reduction: str | None = None
     ) -> int | None:
-        """Refuse an array that no exchange can take; return the dim counted from the first."""
+        """Check an array for a collective and return the dim as a non-negative number."""
         if array is None:
             raise self._refusal(collective, "has no array", "an array on this device")
         try:

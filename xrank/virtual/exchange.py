@@ -1,4 +1,4 @@
-"""Exchanges: one device's part in a collective, carried out over its channels."""
+"""One device's part in a collective, executed over its channels."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from xrank.virtual.arrays import (
     with_length,
 )
 from xrank.virtual.channels.channel import Heading, Links
-from xrank.virtual.collectives import Course, Give
+from xrank.virtual.collectives import Course, SendSlot
 
 __all__ = ["Exchange", "Tally"]
 
 
 @dataclass(slots=True)
 class Tally:
-    """What one device has counted of one kind of exchange."""
+    """Counts of one device for one kind of exchange."""
 
     calls: int = 0
     sent_messages: int = 0
@@ -38,12 +38,12 @@ class Tally:
     received_nbytes: int = 0
 
     def count_sent(self, array: Array) -> None:
-        """Count one message."""
+        """Count one sent message."""
         self.sent_messages += 1
         self.sent_nbytes += nbytes_of(array)
 
     def count_received(self, array: Array) -> None:
-        """Count one message."""
+        """Count one received message."""
         self.received_messages += 1
         self.received_nbytes += nbytes_of(array)
 
@@ -58,7 +58,7 @@ class Exchange:
     course: Course
     heading: Heading
     dim: int | None = None
-    """Where parts are cut or joined; a list of them where None."""
+    """The dim along which parts are cut or joined; None for lists."""
     reduction: str | None = None
     slots: dict[int, Array] = field(default_factory=dict)
 
@@ -68,20 +68,20 @@ class Exchange:
         return self.members.index(self.device)
 
     def run(self, brought: Array | Sequence[Array] | None, links: Links, tally: Tally) -> Array | list[Array] | None:
-        """Give and get everything, and return the result, which is the caller's own.
+        """Execute all steps and return the result, which the caller owns.
 
         Args:
-            brought: an array; the parts for all members where the course starts with parts that nobody has to cut.
+            brought: an array; or one part per member if the course starts with ready-made parts.
             links: the device's channels.
-            tally: where messages are counted.
+            tally: receives the message counts.
 
         Raises:
-            UsageError: another member does something else, or brings what does not go with this.
+            UsageError: another member calls something else, or its array does not match.
         """
         self._fill_slots(brought)
-        wanted = self._wanted()
+        wanted = self._expected_specs()
         for step in self.course.steps:
-            if isinstance(step, Give):
+            if isinstance(step, SendSlot):
                 array = self.slots[step.slot]
                 links.to_device(self.members[step.member]).send(array, self.heading)
                 tally.count_sent(array)
@@ -89,7 +89,7 @@ class Exchange:
             array = links.from_device(self.members[step.member]).receive(self.heading)
             tally.count_received(array)
             if wanted:
-                # What is passed on around a ring comes from where its slot says, not from the neighbour.
+                # A ring forwards slots: the array comes from the member of the slot's number, not from the neighbour.
                 origin = step.member if self.course.start != "whole" else step.slot
                 self._check(array, wanted[step.slot], self.members[origin])
             assert not step.fold or self.reduction is not None
@@ -111,8 +111,8 @@ class Exchange:
                 assert brought is not None and self.dim is not None
                 self.slots.update(enumerate(split_evenly(brought, size, self.dim)))
 
-    def _wanted(self) -> Mapping[int, ArraySpec]:
-        """Return what must come into each slot, as far as this device can say: a length of -1 may be any."""
+    def _expected_specs(self) -> Mapping[int, ArraySpec]:
+        """Return the spec that each slot must receive, as far as this device knows; a length of -1 matches any."""
         own = self.slots.get(self.place)
         if self.reduction is not None:
             if self.course.finish == "reduce":
@@ -131,7 +131,7 @@ class Exchange:
             return
         mine, its = _text(wanted, kind_of(own)), _text(found, kind_of(array))
         raise UsageError(
-            f"{self.collective}: device {origin} brings {its}, which does not go with device {self.device}'s {mine}",
+            f"{self.collective}: device {origin} brings {its}, which does not match device {self.device}'s {mine}",
             rank=self.device,
             got=its,
             want=mine,
@@ -153,14 +153,16 @@ class Exchange:
                 return reduce([self.slots[slot] for slot in range(size)], self.reduction)
             case "flat":
                 whole = concatenate([self.slots[slot] for slot in range(size)], 0)
-                return reshape(self._finished(whole), spec_of(brought).shape)
+                return reshape(self._finish_mean(whole), spec_of(brought).shape)
             case "one":
                 one = self.slots[self.course.slot]
-                got_it = any(not isinstance(step, Give) and step.slot == self.course.slot for step in self.course.steps)
-                return self._finished(one if got_it else copy_of(one))
+                is_received = any(
+                    not isinstance(step, SendSlot) and step.slot == self.course.slot for step in self.course.steps
+                )
+                return self._finish_mean(one if is_received else copy_of(one))
         return None
 
-    def _finished(self, total: Array) -> Array:
+    def _finish_mean(self, total: Array) -> Array:
         return mean_of(total, len(self.members)) if self.reduction == "mean" else total
 
 

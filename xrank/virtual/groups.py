@@ -1,4 +1,4 @@
-"""Groups: the devices that take part in one collective, from mesh axes or as told."""
+"""Groups: the devices of one collective, given by mesh axes or as a list."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import SupportsIndex
 from xrank.errors import UsageError
 from xrank.layout.mesh import DeviceMesh
 
-__all__ = ["group_of", "named_axes"]
+__all__ = ["group_of", "resolve_axes"]
 
 
-def named_axes(mesh: DeviceMesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return axes as a tuple of names; all of the mesh where None.
+def resolve_axes(mesh: DeviceMesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return axis names as a tuple; None means all axes of the mesh.
 
     Raises:
-        LayoutError: the mesh has no such axis, or it is named twice.
-        UsageError: it is no name and no names.
+        LayoutError: the mesh lacks an axis, or an axis occurs twice.
+        UsageError: the value is neither a name nor several names.
     """
     if axes is None:
         return mesh.axis_names
     if not isinstance(axes, Iterable):
-        raise UsageError(f"no axes are told by {axes!r}", got=repr(axes), want="the name of an axis, or several names")
+        raise UsageError(
+            f"axes must be names, not {axes!r}", got=repr(axes), want="the name of an axis, or several names"
+        )
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     mesh.check_axes(names)
     return names
@@ -31,20 +33,21 @@ def named_axes(mesh: DeviceMesh, axes: str | Sequence[str] | None) -> tuple[str,
 def group_of(
     mesh: DeviceMesh, device: int, axes: str | Sequence[str] | None = None, group: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Return the members of the group in which a device calls a collective, in the group's order.
+    """Return the group in which a device calls a collective, in the group's order.
 
     Args:
-        mesh: the devices.
+        mesh: the mesh of all devices.
         device: the caller.
-        axes: the mesh axes along which members differ, in any order; the members come in the order of the mesh.
-        group: the members themselves, in an order that all of them must tell alike.
+        axes: mesh axes along which the members differ, in any order; members have mesh order.
+        group: the members themselves; all members must pass the same order.
 
     Raises:
-        LayoutError: the mesh has no such axis, or it is named twice.
-        UsageError: both are told; or the group lacks the caller, holds a device twice or one that is not in the mesh.
+        LayoutError: the mesh lacks an axis, or an axis occurs twice.
+        UsageError: both axes and group are given; or the group lacks the caller, contains a device twice, or contains
+            one that is not in the mesh.
     """
     if group is None:
-        return _groups(mesh, named_axes(mesh, axes))[device]
+        return _groups(mesh, resolve_axes(mesh, axes))[device]
     if not isinstance(group, Iterable):
         raise UsageError(
             f"device {device} calls a collective over no group", rank=device, got=repr(group), want="several devices"
@@ -67,9 +70,9 @@ def group_of(
             first = f"{list(mesh.ranks[:16])}{' ...' if mesh.size > 16 else ''}"
             raise refusal(f", but the mesh {mesh.grid!r} has no device {member!r}", f"devices of {first}", repr(member))
         if members.count(member) > 1:
-            raise refusal(f", which holds {member} twice", "each once")
+            raise refusal(f", which contains {member} twice", "each once")
     if device not in members:
-        raise refusal(", which it is not in", f"{device} among them")
+        raise refusal(", which lacks the device itself", f"{device} among them")
     return members
 
 

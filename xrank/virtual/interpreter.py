@@ -1,4 +1,4 @@
-"""The interpreter: does on a virtual device what a program says."""
+"""The interpreter: executes a program on a virtual device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["interpret"]
 def interpret(program: Program, device: VirtualDevice) -> None:
     """Run a program to its end.
 
-    A register is freed after the last instruction that reads it, at once where none does. What is held while an
-    instruction has its outputs and still its inputs counts for the device's peak.
+    A register is freed after the last instruction that reads it, or at once if none does. The device's peak counts
+    the inputs and the outputs of an instruction together.
 
     Raises:
-        UsageError: a kernel gives what the program does not say, or another device does something else.
+        UsageError: a kernel's output differs from the program's spec, or another device calls something else.
     """
     registers: dict[str, Array] = {}
     free_after = last_uses(program)
@@ -32,7 +32,7 @@ def interpret(program: Program, device: VirtualDevice) -> None:
         for (name, spec), array in zip(written(instruction), outputs, strict=True):
             if spec_of(array) != spec:
                 raise UsageError(
-                    f"device {device.index}: {_title(instruction)} gives {name!r} otherwise than its program says",
+                    f"device {device.index}: {_title(instruction)} returns {name!r} with another shape or element type",
                     tensor=name,
                     rank=device.index,
                     got=f"{spec_of(array).dtype} {spec_of(array).shape}",
@@ -45,7 +45,7 @@ def interpret(program: Program, device: VirtualDevice) -> None:
 
 
 def _do(instruction: Any, inputs: Sequence[Array], device: VirtualDevice) -> Sequence[Array]:
-    """Carry out an instruction, and return what goes into the registers that it writes."""
+    """Execute an instruction and return the arrays for the registers that it writes."""
     match instruction:
         case Receive():
             return (device.receive_from_host(),)
@@ -63,7 +63,7 @@ def _do(instruction: Any, inputs: Sequence[Array], device: VirtualDevice) -> Seq
             outputs = result if isinstance(result, tuple) else (result,)
             if len(outputs) != len(instruction.outputs):
                 raise UsageError(
-                    f"device {device.index}: the kernel {instruction.kernel!r} gives {len(outputs)} arrays",
+                    f"device {device.index}: the kernel {instruction.kernel!r} returns {len(outputs)} arrays",
                     rank=device.index,
                     got=str(len(outputs)),
                     want=f"{len(instruction.outputs)}: {', '.join(instruction.outputs)}",
@@ -95,7 +95,7 @@ def _communicate(instruction: Communicate, array: Array | None, device: VirtualD
             return device.scatter(array, _root(instruction), group=group, dim=cut)
         case "all_to_all":
             return concatenate(device.all_to_all(split_evenly(array, len(group), cut), group=group), cut)
-    raise UsageError(f"no collective is called {instruction.collective!r}", rank=device.index)
+    raise UsageError(f"unknown collective {instruction.collective!r}", rank=device.index)
 
 
 def _root(instruction: Communicate) -> int:

@@ -1,4 +1,4 @@
-"""Meshes by their lengths alone: what `VirtualCluster` takes beside a `DeviceMesh`."""
+"""Meshes given by their lengths alone, which `VirtualCluster` accepts beside a `DeviceMesh`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xrank.layout.mesh import DeviceMesh
 __all__ = ["AXES", "Mesh", "MeshIndex", "MeshLike", "as_device_mesh"]
 
 AXES = ("x", "y", "z", "w")
-"""What the axes are called where only their lengths are told, outermost first."""
+"""Axis names of a mesh given by lengths, outermost first."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -37,32 +37,35 @@ class MeshIndex:
 
     @property
     def y(self) -> int:
-        """The place along the second axis; 0 where there is none, as along all that follow."""
-        return self._along(1)
+        """The place along the second axis; 0 if the mesh has no such axis (as for `z` and `w`)."""
+        return self._get_place(1)
 
     @property
     def z(self) -> int:
         """The place along the third axis."""
-        return self._along(2)
+        return self._get_place(2)
 
     @property
     def w(self) -> int:
         """The place along the fourth axis."""
-        return self._along(3)
+        return self._get_place(3)
 
-    def _along(self, number: int) -> int:
+    def _get_place(self, number: int) -> int:
         return self.places[number] if number < len(self.places) else 0
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Mesh:
-    """A grid of one to four axes, x outermost: ``Mesh(2, 4)`` has eight devices, y running fastest.
+    """A grid of one to four axes, x outermost: ``Mesh(2, 4)`` has eight devices; y varies fastest.
 
-    Iteration gives every `MeshIndex` in the order of the devices.
+    Iteration yields every `MeshIndex` in device order.
 
     Raises:
-        UsageError: it has no axis, or more than four.
-        LayoutError: a length is not a whole number of 1 or more.
+        UsageError: the number of axes is not 1 to 4.
+        LayoutError: a length is not an integer of at least 1.
+
+    >>> Mesh(2, 4).flat(MeshIndex(1, 3))
+    7
     """
 
     lengths: tuple[int, ...]
@@ -70,7 +73,7 @@ class Mesh:
     def __init__(self, *lengths: int) -> None:
         if not 1 <= len(lengths) <= len(AXES):
             raise UsageError(
-                f"a mesh by lengths has 1 to {len(AXES)} axes",
+                f"a mesh given by lengths has 1 to {len(AXES)} axes",
                 got=f"{len(lengths)} lengths",
                 want=f"lengths of {', '.join(AXES)}",
                 next_step="give a DeviceMesh, which names its axes: DeviceMesh(shape, axis_names)",
@@ -98,12 +101,12 @@ class Mesh:
 
     @property
     def y_dim(self) -> int:
-        """The length of the second axis; 1 where there is none."""
+        """The length of the second axis; 1 if the mesh has one axis."""
         return self.lengths[1] if len(self.lengths) > 1 else 1
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The same with its axes' names."""
+        """The same mesh with axis names."""
         return DeviceMesh(self.lengths, AXES[: len(self.lengths)])
 
 
@@ -111,20 +114,20 @@ MeshLike: TypeAlias = DeviceMesh | Mesh | Sequence[int] | int
 
 
 def as_device_mesh(mesh: MeshLike) -> DeviceMesh:
-    """Return a mesh with its axes' names; ``x, y, z, w`` where it tells lengths alone.
+    """Convert a mesh to one with axis names; the axes of lengths alone are ``x, y, z, w``.
 
     Raises:
-        UsageError: it is no mesh, or has no axis, or more than four without names.
-        LayoutError: a length is not a whole number of 1 or more.
+        UsageError: the value is not a mesh, or has no axis or more than four without names.
+        LayoutError: a length is not an integer of at least 1.
     """
     if isinstance(mesh, DeviceMesh):
         return mesh
     if isinstance(mesh, Mesh):
         return mesh.device_mesh
-    told: object = mesh
-    if isinstance(told, str) or not isinstance(told, Sequence | Integral):
+    given: object = mesh
+    if isinstance(given, str) or not isinstance(given, Sequence | Integral):
         raise UsageError(
-            f"{mesh!r} is no mesh",
+            f"{mesh!r} is not a mesh",
             got=type(mesh).__qualname__,
             want="a number of devices, a tuple of lengths, or a DeviceMesh",
             next_step="name the axes so: DeviceMesh((2, 4), ('dp', 'tp'))",

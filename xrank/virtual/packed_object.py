@@ -1,6 +1,6 @@
-"""Objects as they travel between a cluster's own processes: pickled, the arrays in them beside the pickle.
+"""Serialization of objects between the cluster's own processes: a pickle, with the arrays as out-of-band buffers.
 
-Only what this cluster's own processes wrote is ever unpacked: it comes through memory that nobody else has.
+Unpickling is safe here: the parts come from memory that only this cluster's processes can write.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from xrank.errors import UsageError
 from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.arrays import Array, bytes_of, from_bytes, kind_of, spec_of
 
-__all__ = ["packed", "unpacked"]
+__all__ = ["pack_object", "unpack_object"]
 
 
-def packed(value: Any) -> list[memoryview]:
+def pack_object(value: Any) -> list[memoryview]:
     """Return an object as parts: its pickle, then the elements of the arrays in it.
 
     Tensors without a gradient of their own travel as their elements, each for itself, even where two share memory.
@@ -31,8 +31,8 @@ def packed(value: Any) -> list[memoryview]:
     return [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
 
 
-def unpacked(parts: Sequence[memoryview]) -> Any:
-    """Return the object of `packed`; its arrays lie where the parts lie."""
+def unpack_object(parts: Sequence[memoryview]) -> Any:
+    """Return the object of `pack_object`; its arrays lie where the parts lie."""
     return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301 - from our own processes
 
 

@@ -1,4 +1,4 @@
-"""Shardings: which axes of a mesh cut which dims of a tensor, and along which axes devices hold addends of it."""
+"""Shardings: which mesh axes cut which dims of a tensor, and along which axes the devices hold partial sums."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = ["FULL", "DimSharding", "ShardingLike", "TensorSharding", "as_sharding
 
 
 def _names(names: str | Iterable[str]) -> tuple[str, ...]:
-    told = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else (names,)
-    for name in told:
+    found = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else (names,)
+    for name in found:
         if not isinstance(name, str):
-            raise LayoutError("a mesh axis is told by its name", got=repr(name), want='such as "x"')
-    return told
+            raise LayoutError("a mesh axis must be a name", got=repr(name), want='such as "x"')
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class DimSharding:
-    """How one dim is cut: by no axis (it is full), by one, or by several, one within the other.
+    """The cut of one dim: by no axis (the dim is full), by one axis, or by several nested axes.
 
     Args:
-        axes: the axes that cut, major first; a name alone is one axis.
-        kind: sizes that do not divide: ``/=`` as `numpy.array_split` (7 over 4 is 2, 2, 2, 1), ``/~`` as
-            `torch.chunk`, with empty shards at the end where chunks run out (6 over 4 is 2, 2, 2, 0), ``/`` refused.
+        axes: the cutting axes, major first; a single name is one axis.
+        kind: the rule for sizes that do not divide evenly: ``/=`` cuts as `numpy.array_split` (7 over 4 is 2, 2, 2, 1),
+            ``/~`` as `torch.chunk`, with empty shards at the end (6 over 4 is 2, 2, 2, 0), ``/`` raises an error.
 
     Raises:
-        LayoutError: an axis is named twice, or is no name.
+        LayoutError: an axis occurs twice, or is not a string.
     """
 
     axes: tuple[str, ...] = ()
@@ -52,12 +52,12 @@ class DimSharding:
 
     @property
     def full(self) -> bool:
-        """Whether no axis cuts."""
+        """Whether no axis cuts the dim."""
         return not self.axes
 
     @property
     def axis(self) -> str | None:
-        """The one axis that cuts; None where none or several do."""
+        """The cutting axis; None if there is none or more than one."""
         return self.axes[0] if len(self.axes) == 1 else None
 
     def num_shards(self, mesh: DeviceMesh) -> int:
@@ -65,21 +65,21 @@ class DimSharding:
         return prod(mesh.axis_length(axis) for axis in self.axes)
 
     def upto(self, count: int) -> DimSharding:
-        """Return the cut by the first so many axes alone."""
+        """Return the cut by the first `count` axes alone."""
         return DimSharding(self.axes[:count], self.kind)
 
 
 FULL = DimSharding()
-"""A dim that every device holds whole."""
+"""A dim that every device has completely."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class TensorSharding:
-    """How a tensor is cut over a mesh.
+    """The cut of a tensor over a mesh.
 
     Args:
-        dims: one entry a dim: a `DimSharding`, an axis' name, several names, or None for a full dim.
-        sums: axes along which the devices hold addends of the tensor, which is their sum.
+        dims: one entry per dim: a `DimSharding`, an axis name, several names, or None for a full dim.
+        sums: axes along which each device has an addend; the tensor is the sum of the addends.
 
     Raises:
         LayoutError: an axis has two roles: it cuts two dims, or cuts and sums.
@@ -120,19 +120,19 @@ class TensorSharding:
 
     @classmethod
     def replicated(cls, num_dims: int) -> TensorSharding:
-        """Return the sharding of a tensor that every device holds whole."""
+        """Return the sharding of a tensor that every device has completely."""
         return cls((FULL,) * num_dims)
 
     @classmethod
     def from_layout(cls, layout: TensorLayout | str) -> TensorSharding:
-        """Return the sharding that a layout, or its text, says: ``"[m/x, k/~y]"``.
+        """Convert a layout, or its text such as ``"[m/x, k/~y]"``, to a sharding.
 
         Raises:
-            LayoutError: the layout says more than which axes cut which dim.
+            LayoutError: the layout contains more than cuts of dims by axes.
         """
         layout = TensorLayout.parse(layout) if isinstance(layout, str) else layout
         if layout.tree.view is not None or layout.tree.where:
-            raise _too_rich(layout, "a view" if layout.tree.view is not None else '"where"')
+            raise _unsupported_error(layout, "a view" if layout.tree.view is not None else '"where"')
         dims = []
         for position, node in enumerate(layout.dims):
             axes: list[str] = []
@@ -142,14 +142,14 @@ class TensorSharding:
                 kinds[node.kind] = None
                 node = node.of
             if not isinstance(node, Size) or len(kinds) > 1:
-                raise _too_rich(
+                raise _unsupported_error(
                     layout, f"cuts of several kinds in dim {position}" if len(kinds) > 1 else f"dim {position}"
                 )
             dims.append(DimSharding(tuple(axes), *kinds) if axes else FULL)
         return cls(tuple(dims), layout.tree.sums)
 
     def to_layout(self, mesh: DeviceMesh | None = None) -> TensorLayout:
-        """Return the layout that says the same."""
+        """Convert the sharding to a layout."""
         names = free_size_names(len(self.dims), (*self.axes, *(mesh.axis_names if mesh else ())))
         nodes: list[Size | Split] = []
         for name, dim in zip(names, self.dims, strict=True):
@@ -161,20 +161,20 @@ class TensorSharding:
 
     @property
     def full(self) -> bool:
-        """Whether every device holds the whole tensor."""
+        """Whether every device has the whole tensor."""
         return not self.axes
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that has a role."""
+        """All axes that cut a dim or sum."""
         return (*(axis for dim in self.dims for axis in dim.axes), *self.sums)
 
     def sharded_at(self, dim: int) -> bool:
-        """Say whether this dim is cut and nothing else is."""
+        """Return whether this dim is the only one that is cut."""
         return not self.dims[dim].full and len(self.axes) == len(self.dims[dim].axes)
 
     def axes_sharded_at(self, places: Mapping[str, int]) -> bool:
-        """Say whether each of these axes alone cuts its dim, and nothing else is cut: ``{"x": 0, "y": 1}``."""
+        """Return whether each of these axes alone cuts its dim and nothing else is cut: ``{"x": 0, "y": 1}``."""
         return len(self.axes) == len(places) and all(self.dims[dim].axis == axis for axis, dim in places.items())
 
     def without_sums(self) -> TensorSharding:
@@ -184,17 +184,16 @@ class TensorSharding:
     def slices(
         self, mesh: DeviceMesh, coordinate: Mapping[str, int], shape: Sequence[int]
     ) -> tuple[tuple[int, int], ...]:
-        """Return the range of each dim that the device at a coordinate holds.
+        """Return the (start, stop) of each dim on the device at a coordinate.
 
         Raises:
-            LayoutError: the tensor has another number of dims, an axis is none of the mesh, or a cut by ``/`` does not
-                divide.
+            LayoutError: the number of dims differs, the mesh lacks an axis, or a cut by ``/`` does not divide evenly.
         """
         self.check(mesh, shape)
         return tuple(bounds_of(dim, size, mesh, coordinate) for dim, size in zip(self.dims, shape, strict=True))
 
     def check(self, mesh: DeviceMesh, shape: Sequence[int]) -> None:
-        """Refuse a tensor of another number of dims, and axes that the mesh has not."""
+        """Check that a tensor has the right number of dims and that the mesh has all axes."""
         mesh.check_axes(self.axes)
         if len(shape) != len(self.dims):
             raise LayoutError(
@@ -205,16 +204,16 @@ class TensorSharding:
 
 
 ShardingLike: TypeAlias = TensorSharding | TensorLayout | str
-"""A sharding, a layout that says one, or a layout's text."""
+"""A sharding, or an equivalent layout or layout text."""
 
 
 def as_sharding(sharding: ShardingLike) -> TensorSharding:
-    """Return the sharding that is meant."""
+    """Convert a layout or its text to a sharding."""
     return sharding if isinstance(sharding, TensorSharding) else TensorSharding.from_layout(sharding)
 
 
 def bounds_of(dim: DimSharding, size: int, mesh: DeviceMesh, coordinate: Mapping[str, int]) -> tuple[int, int]:
-    """Return the range of a dim's positions that the device at a coordinate holds."""
+    """Return the (start, stop) of a dim on the device at a coordinate."""
     low, high = 0, size
     node: Size | Split = Size(size)
     for axis in dim.axes:
@@ -225,7 +224,7 @@ def bounds_of(dim: DimSharding, size: int, mesh: DeviceMesh, coordinate: Mapping
 
 
 def canonical(dim: DimSharding, size: int, mesh: DeviceMesh) -> DimSharding:
-    """Return the one sharding that cuts a dim of this size so: axes of one place left out, ``/`` where it divides."""
+    """Return the normal form of a dim's cut: without axes of length 1, and with ``/`` if the size divides evenly."""
     axes = tuple(axis for axis in dim.axes if mesh.axis_length(axis) > 1)
     if not axes:
         return FULL
@@ -238,9 +237,9 @@ def _as_dim(dim: DimSharding | str | Iterable[str] | None) -> DimSharding:
     return FULL if dim is None else DimSharding(_names(dim))
 
 
-def _too_rich(layout: TensorLayout, what: str) -> LayoutError:
+def _unsupported_error(layout: TensorLayout, what: str) -> LayoutError:
     return LayoutError(
-        f"the layout {layout} is no sharding of the virtual cluster, because of {what}",
+        f"the virtual cluster cannot use the layout {layout} because of {what}",
         got=str(layout),
         want='dims cut by axes, such as "[m/x/y, k]", and "sum"',
         next_step="write each dim as a size and the axes that cut it, all by / or all by /~ or all by /=",

@@ -1,4 +1,4 @@
-"""What a run of a virtual cluster did, or will do: calls, messages, bytes and flops, per device and collective."""
+"""Statistics of a run, measured or planned: calls, messages, bytes and flops, per device and collective."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["DeviceStatistics", "Statistics", "Traffic"]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Of one kind of exchange."""
+    """Calls, messages and bytes of one kind of exchange."""
 
     calls: int = 0
     sent_messages: int = 0
     received_messages: int = 0
     sent_nbytes: int = 0
-    """Of the arrays' elements alone: neither shapes nor other words are counted."""
+    """Bytes of the arrays' elements; headers and shapes are not counted."""
     received_nbytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -35,55 +35,55 @@ _NOTHING: Mapping[str, Traffic] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatistics:
-    """Of one device."""
+    """Statistics of one device."""
 
     collectives: Mapping[str, Traffic] = field(default_factory=lambda: _NOTHING)
-    """Between devices, by the collective's name; ``"send"`` and ``"receive"`` are among them."""
+    """Traffic between devices by collective name, including ``"send"`` and ``"receive"``."""
     from_host: Traffic = Traffic()
     to_host: Traffic = Traffic()
     flops: int = 0
     peak_nbytes: int | None = None
-    """The most that its registers hold at once; None where no program says it."""
+    """Largest number of bytes in registers at once; None for a function that never reported it."""
 
     @property
     def traffic(self) -> Traffic:
-        """All between devices."""
+        """Traffic with other devices, over all collectives."""
         return sum(self.collectives.values(), Traffic())
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of all devices, in mesh order."""
+    """Statistics of all devices, in mesh order."""
 
     devices: tuple[DeviceStatistics, ...]
 
     @property
     def flops(self) -> int:
-        """Of all devices together."""
+        """Number of floating-point operations of all devices."""
         return sum(device.flops for device in self.devices)
 
     @property
     def traffic(self) -> Traffic:
-        """All between devices."""
+        """Traffic between all devices."""
         return sum((device.traffic for device in self.devices), Traffic())
 
     @property
     def messages(self) -> int:
-        """Sent between devices."""
+        """Number of messages sent between devices."""
         return self.traffic.sent_messages
 
     @property
     def nbytes(self) -> int:
-        """Sent between devices."""
+        """Number of bytes sent between devices."""
         return self.traffic.sent_nbytes
 
     def by_collective(self) -> dict[str, Traffic]:
-        """Return the sums over all devices, by the collective's name."""
-        return merged(device.collectives for device in self.devices)
+        """Return the traffic of all devices, summed by collective name."""
+        return merge_traffic(device.collectives for device in self.devices)
 
 
-def merged(many: Iterable[Mapping[str, Traffic]]) -> dict[str, Traffic]:
-    """Return the sums by name."""
+def merge_traffic(many: Iterable[Mapping[str, Traffic]]) -> dict[str, Traffic]:
+    """Sum traffic by collective name."""
     total: dict[str, Traffic] = {}
     for one in many:
         for name, traffic in one.items():

@@ -1,1 +1,1 @@
-"""Channels from end to end: what a message is, and the shared memory that messages and arrays pass through."""
+"""Channels: message headings, and the shared memory that carries messages and arrays between processes."""

@@ -1,7 +1,7 @@
-"""Blocks of shared memory: an end takes one for each array that it sends, and has it back when its reader is done.
+"""Blocks of shared memory: the sender takes one per array and gets it back when the receiver has finished with it.
 
-Only the sender gives out blocks, from a list of its own; a byte of shared memory for each block says whether its reader
-still needs it. Blocks that came back are used again, the lowest first: fresh pages cost three times the copy.
+Only the sender allocates blocks, from its own list; one byte of shared memory per block records whether the receiver
+still uses it. Returned blocks are reused, lowest first: writing fresh pages costs three times the copy.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from xrank.virtual.arrays import Bytes
-from xrank.virtual.channels.segment import MAX_BLOCKS, Segment, no_space
+from xrank.virtual.channels.segment import MAX_BLOCKS, Segment, make_no_space_error
 
-__all__ = ["Block", "BlockArena", "give_back", "lend", "view"]
+__all__ = ["Block", "BlockArena", "free_block", "lend", "view"]
 
 _ALIGNMENT = 64
 _FREE, _TAKEN = 0, 1
@@ -24,20 +24,20 @@ _FREE, _TAKEN = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of a sender's arena; offsets are in the segment."""
+    """A piece of a sender's arena; offsets are positions in the segment."""
 
     offset: int
     nbytes: int
     mark: int
-    """Where the byte lies that says whether it is in use."""
+    """Offset of the byte that records whether the block is in use."""
 
 
 class BlockArena:
-    """The sender's side: gives out blocks.
+    """The sender's side: allocates blocks.
 
     Args:
-        segment: shared with the readers.
-        end: whose arena it is; one process alone makes it.
+        segment: the segment shared with the receivers.
+        end: the owner of the arena; only its process creates a `BlockArena` for it.
     """
 
     def __init__(self, segment: Segment, end: int) -> None:
@@ -47,24 +47,24 @@ class BlockArena:
         self._end = self._start + segment.arena_nbytes
         self._marks = np.frombuffer(segment.data, np.uint8, MAX_BLOCKS, self._table)
         self._used: list[tuple[int, int] | None] = []
-        """(start, end) of the block in each slot, None for a slot without one."""
+        """(start, end) of the block in each slot; None for an empty slot."""
         self._empty_slots: list[int] = []
         self._starts: list[int] = []
         self._ends: list[int] = []
-        """Of what came back, by address, neighbours joined."""
+        """Bounds of the returned ranges, by address; adjacent ranges are merged."""
 
     def take(self, nbytes: int) -> Block:
-        """Return a block that nobody uses, marked as in use.
+        """Allocate an unused block and mark it as in use.
 
         Raises:
-            NoSpaceError: all that could be had is in use.
+            NoSpaceError: the rest of the arena is too small.
         """
         self._sweep()
         size = max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
         slot = self._empty_slots.pop() if self._empty_slots else len(self._used)
         if slot == MAX_BLOCKS:
-            raise no_space(nbytes)
-        start = self._found(size)
+            raise make_no_space_error(nbytes)
+        start = self._find_space(size)
         if slot == len(self._used):
             self._used.append(None)
             if slot % 4096 == 0:  # the table's next page
@@ -74,11 +74,11 @@ class BlockArena:
         return Block(start, nbytes, self._table + slot)
 
     def is_warm(self, end: int) -> bool:
-        """Whether there are pages under all below `end`, so that a store finds them."""
+        """Return whether all bytes below `end` have pages, so that a plain store cannot fault."""
         return end <= self._fresh
 
     def write(self, offset: int, content: memoryview) -> None:
-        """Put bytes into a block.
+        """Write bytes into a block.
 
         Raises:
             NoSpaceError: the system has no memory for them.
@@ -88,17 +88,17 @@ class BlockArena:
             self._segment.data[offset:end] = content
             return
         if offset > self._fresh:
-            # The end of a block that was not filled: whoever takes it later must find pages there.
+            # The end of an earlier block was never written; a later block there must find pages.
             self._segment.write_fresh(self._fresh, memoryview(bytes(offset - self._fresh)))
         self._segment.write_fresh(offset, content)
         self._fresh = end
 
     @property
     def num_used(self) -> int:
-        """How many blocks are in use, as far as is known without a sweep."""
+        """Number of blocks in use, as of the last sweep."""
         return len(self._used) - len(self._empty_slots)
 
-    def _found(self, size: int) -> int:
+    def _find_space(self, size: int) -> int:
         for i, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
             if end - start >= size:
                 if end - start == size:
@@ -112,12 +112,13 @@ class BlockArena:
         else:
             start = self._top
         if start + size > self._end:
-            raise no_space(size)
+            raise make_no_space_error(size)
         self._top = start + size
         return start
 
     def _sweep(self) -> None:
         if self.num_used == 0:
+            # Receivers free blocks by a byte store, without a message, so the sender has to look for them.
             return
         for slot in np.flatnonzero(self._marks[: len(self._used)] == _FREE).tolist():
             block = self._used[slot]
@@ -143,39 +144,40 @@ class BlockArena:
 
 
 def view(segment: Segment, block: Block) -> Bytes:
-    """Return a block's bytes, as long as it is the caller's."""
+    """Return a block's bytes; valid while the caller owns the block."""
     return np.frombuffer(segment.data, np.uint8, block.nbytes, block.offset)
 
 
 def lend(segment: Segment, block: Block) -> Bytes:
-    """Return a block's bytes, writable, on the reader's side; the sender has it back when the last view is gone.
+    """Return a block's writable bytes on the receiver's side; the block is freed when their last view is gone.
 
-    What is made of them (an array, a tensor, a part of either) holds them. When this process forks meanwhile, the
-    sender never has the block back: two processes hold it then, and neither knows when the other has dropped it.
+    Arrays and tensors made of the bytes, and parts of them, are views. If this process forks meanwhile, the block is
+    never freed: both processes have views, and neither knows when the other has dropped its own.
     """
     whole = view(segment, block)
     _Lease(segment.data, block.mark, whole)
     return whole
 
 
-def give_back(segment: Segment, mark: int) -> None:
-    """Say that the reader needs a block no more."""
+def free_block(segment: Segment, mark: int) -> None:
+    """Mark a block as free."""
     segment.data[mark] = _FREE
 
 
 class _Lease:
     def __init__(self, data: memoryview, mark: int, whole: Bytes) -> None:
         self._data, self._mark = data, mark
-        self._end = weakref.ref(whole, self._ended)
+        self._end = weakref.ref(whole, self._free)
         _leases.add(self)
 
-    def _ended(self, whole: object) -> None:
-        if _leases is not None and self in _leases:  # the interpreter may be ending, and its modules before it
+    def _free(self, whole: object) -> None:
+        if _leases is not None and self in _leases:  # at interpreter exit, the module may be cleared already
             _leases.discard(self)
             self._data[self._mark] = _FREE
 
 
 _leases: set[_Lease] = set()
-"""Those that are not over: a reference that nobody holds would not be called."""
+"""The active leases: a weak reference's callback runs only while the reference itself is alive."""
 
+# Before a fork: a child must not free a block that the parent still uses.
 os.register_at_fork(before=_leases.clear)

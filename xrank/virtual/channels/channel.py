@@ -1,17 +1,17 @@
-"""Channels: one way from a device, or the host, to another; what their messages say, and what they count.
+"""Channels: one direction from a device, or the host, to another; their message headings and counts.
 
-A transport is a subclass of `VirtualChannel` with `put` and `take` (arrays) and `put_object` and `take_object`
-(anything else), and `Links` that hand out the channels' ends that one device holds. The call order of one device::
+A transport is a subclass of `VirtualChannel` with `put` and `take` (for arrays), `send_object` and `receive_object`
+(for other objects), and `Links` that return one device's ends of its channels. The call order of one device::
 
-    links.from_host.receive(...)      what the host sent before the device began
-    links.to_device(d).send(...)      never waits for the receiver: two devices may send to each other first
-    links.from_device(d).receive(...) waits; what one device sent comes in the order of sending
-    links.to_host.send(...)           what a program returns
-    links.to_host.send_object(...)    what the body of the device gave back: the engine's own business
+    links.from_host.receive(...)      the packets that the host sent before the device began
+    links.to_device(d).send(...)      never waits for the receiver: two devices may both send first
+    links.from_device(d).receive(...) waits; messages of one device arrive in the order of sending
+    links.to_host.send(...)           the outputs of a program
+    links.to_host.send_object(...)    the return value of the device's body, for the engine alone
 
-Only the device's own thread uses its ends. A wait ends by an exception of the engine when another device has failed
-or the time is over. Channels count each array that passes, on both sides, by themselves: the statistics that devices
-keep are compared with these counts. What comes out of a channel is of the kind that went in, numpy's or torch's.
+Only the device's own thread uses its ends. The engine ends a wait with an exception when another device has failed or
+the time limit is over. Both sides of a channel count every array independently of the devices' statistics, and tests
+compare the two. A received array has the kind (numpy or torch) of the sent one.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from xrank.errors import UsageError
 from xrank.virtual.arrays import Array, nbytes_of
 from xrank.virtual.collectives import ALGORITHMS, COLLECTIVES, REDUCTIONS
 
-__all__ = ["HOST", "KINDS", "Array", "ChannelStatistics", "Heading", "Links", "VirtualChannel", "heading_of"]
+__all__ = ["HOST", "KINDS", "Array", "ChannelStatistics", "Heading", "Links", "VirtualChannel", "make_heading"]
 
 HOST = -1
-"""What stands for the host where channels are named by their two ends."""
+"""The host, as source or target of a channel."""
 
 KINDS = ("packet", "return", "send", *COLLECTIVES)
-"""What a message can be part of; a heading has the place in this list."""
+"""Kinds of messages; a heading contains the place in this list."""
 
 
 class Heading(NamedTuple):
-    """What a message is part of: ``len(Heading())`` whole numbers from 0 to 2**32 - 1, which any transport can carry.
+    """The call that a message belongs to: ``len(Heading())`` integers from 0 to 2**32 - 1, for any transport.
 
-    A receiver says which heading it expects; another is a contradiction between two devices' calls.
+    A receiver passes the heading that it expects; a different one means that two devices call different things.
     """
 
     kind: int = KINDS.index("send")
@@ -46,15 +46,15 @@ class Heading(NamedTuple):
     algorithm: int = 0
     """Place in `ALGORITHMS`."""
     reduction: int = 0
-    """Place in `REDUCTIONS`, plus 1; 0 where nothing is reduced."""
+    """Place in `REDUCTIONS`, plus 1; 0 without a reduction."""
     root: int = 0
-    """The root device, plus 1; 0 where there is none."""
+    """The root device, plus 1; 0 without a root."""
     group: int = 0
     """CRC-32 of the members' numbers, in the group's order; 0 outside of collectives."""
     call: int = 0
-    """How many collectives this group has begun before, by the device's own count; of packets, their number."""
+    """Number of earlier collectives of this group, counted by the device; for packets, their number."""
     shape: int = 0
-    """CRC-32 of the shape of what all members bring, where the pieces that travel do not show it; else 0."""
+    """CRC-32 of the shape of the members' arrays, if the sent pieces do not show it; otherwise 0."""
 
     def __str__(self) -> str:
         words = [KINDS[self.kind] if self.kind < len(KINDS) else f"kind {self.kind}"]
@@ -72,7 +72,7 @@ class Heading(NamedTuple):
 PLAIN = Heading()
 
 
-def heading_of(
+def make_heading(
     kind: str,
     *,
     algorithm: str = "push",
@@ -82,7 +82,7 @@ def heading_of(
     call: int = 0,
     shape: Sequence[int] | None = None,
 ) -> Heading:
-    """Return the heading of a message, in numbers."""
+    """Encode the description of a message as a heading."""
     return Heading(
         KINDS.index(kind),
         ALGORITHMS.index(algorithm),
@@ -100,7 +100,7 @@ def _digest(numbers: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChannelStatistics:
-    """What passed one end of a channel: arrays, and the bytes of their elements. Objects are not counted."""
+    """Arrays that passed one end of a channel, and the bytes of their elements. Objects are not counted."""
 
     messages: int = 0
     nbytes: int = 0
@@ -110,32 +110,32 @@ class ChannelStatistics:
 
 
 class VirtualChannel(ABC):
-    """One way from one device, or the host, to another: first in, first out, nothing lost.
+    """One direction from one device, or the host, to another: first in, first out, lossless.
 
     Args:
-        source: the device that sends; `HOST` for the host.
-        target: the device that receives; `HOST` for the host.
+        source: the sending device; `HOST` for the host.
+        target: the receiving device; `HOST` for the host.
     """
 
     def __init__(self, source: int, target: int) -> None:
         self.source = source
         self.target = target
         self.sent = ChannelStatistics()
-        """By this end; where both ends are of one process, by the sender."""
+        """Counted by this end; if one process has both ends, by the sender."""
         self.received = ChannelStatistics()
-        """By this end; where both ends are of one process, by the receiver."""
+        """Counted by this end; if one process has both ends, by the receiver."""
 
     def send(self, array: Array, heading: Heading = PLAIN) -> None:
-        """Send an array, which may be changed afterwards; never waits for the receiver."""
+        """Send an array without waiting for the receiver; the caller may change the array afterwards."""
         nbytes = nbytes_of(array)
         self.put(array, heading)
         self.sent += ChannelStatistics(1, nbytes)
 
     def receive(self, heading: Heading = PLAIN) -> Array:
-        """Wait for the next array and return it; it is the receiver's own, to keep and to change.
+        """Wait for the next array and return it; the receiver may keep and change it.
 
         Raises:
-            UsageError: the sender says that it is part of something else.
+            UsageError: the message has a different heading.
         """
         found, array = self.take(heading)
         self.received += ChannelStatistics(1, nbytes_of(array))
@@ -145,54 +145,54 @@ class VirtualChannel(ABC):
 
     @abstractmethod
     def put(self, array: Array, heading: Heading) -> None:
-        """Send, uncounted: copy the array, whatever its strides."""
+        """Send without counting: copy the array, whatever its strides."""
 
     @abstractmethod
     def take(self, heading: Heading) -> tuple[Heading, Array]:
-        """Receive, uncounted and unchecked; the heading is what the receiver waits for, to be told where it hangs."""
+        """Receive without counting or checks; the expected heading is shown if the receiver hangs."""
 
     @abstractmethod
     def send_object(self, value: Any) -> None:
-        """Send what is no array: results of free functions, errors. Arrays inside go out of band where that pays."""
+        """Send an object that is not an array: a return value or an error. Arrays in it may travel out of band."""
 
     @abstractmethod
     def receive_object(self) -> Any:
-        """Wait for the next object; objects and arrays have an order of their own."""
+        """Wait for the next object; the order of objects is independent of that of arrays."""
 
 
 class Links(Protocol):
-    """The ends of channels that one device holds. An engine makes one for each device."""
+    """One device's ends of its channels, created by the engine."""
 
     @property
     def from_host(self) -> VirtualChannel:
-        """The end at which the host's packets come."""
+        """The end that receives the host's packets."""
         ...
 
     @property
     def to_host(self) -> VirtualChannel:
-        """The end for what a program returns."""
+        """The end that sends a program's outputs."""
         ...
 
     def to_device(self, device: int) -> VirtualChannel:
-        """Return the end for what goes to another device."""
+        """Return the end that sends to another device."""
         ...
 
     def from_device(self, device: int) -> VirtualChannel:
-        """Return the end at which that device's messages come."""
+        """Return the end that receives from another device."""
         ...
 
 
 def contradiction(source: int, target: int, found: Heading, wanted: Heading) -> UsageError:
-    """Return the error for a message that is not part of what its receiver does."""
+    """Return the error for a message with an unexpected heading."""
     sender, receiver = ("the host" if end == HOST else f"device {end}" for end in (source, target))
     if found._replace(group=wanted.group) == wanted:
-        told = "the same of another group"
+        description = "the same of another group"
     elif found._replace(shape=wanted.shape) == wanted:
-        told = "a piece of an array of another shape"
+        description = "a piece of an array of another shape"
     else:
-        told = str(found)
+        description = str(found)
     return UsageError(
-        f"{receiver} is at {wanted}, and {sender} sent it {told}",
+        f"{receiver} expects {wanted}, but {sender} sent it {description}",
         rank=target,
         got=str(found),
         want=str(wanted),

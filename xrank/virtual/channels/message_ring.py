@@ -1,16 +1,16 @@
-"""Rings: records from one process to another, in order, through shared memory; a send never waits.
+"""Rings: ordered records from one process to another through shared memory; a send never waits.
 
-A ring is a chain of chunks, blocks of the sender's arena. A record begins with its publish word: its length, written
-last; 0 where nothing was sent yet; `_ELSEWHERE` where the sender went on in the next chunk, which the chunk's own first
-word tells. Nobody waits for room: a chunk that is full gets a successor, and the reader gives the full one back. So
-two devices may send to each other as much as they like before either receives.
+A ring is a chain of chunks, which are blocks of the sender's arena. A record begins with its publish word: its length,
+stored last; 0 while there is no record; `_ELSEWHERE` if the ring continues in the next chunk, whose address is the
+first word of this chunk. A full chunk gets a successor and the reader frees the full one, so a sender never waits for
+room, and two devices may both send any amount before either receives.
 
-The ring's head tells where the first chunk lies, and how many records were sent.
+The ring's head contains the offset of the first chunk and the number of records sent.
 """
 
 from __future__ import annotations
 
-from xrank.virtual.channels.block_arena import BlockArena, give_back
+from xrank.virtual.channels.block_arena import BlockArena, free_block
 from xrank.virtual.channels.segment import Segment
 
 __all__ = ["RingReader", "RingWriter", "num_sent"]
@@ -19,16 +19,16 @@ _CHUNK_NBYTES = 32 << 10
 _ELSEWHERE = -1
 _WORD = 8
 _NEXT, _MARK, _NUM_WORDS = range(3)
-"""The words that begin a chunk."""
+"""The words at the beginning of a chunk."""
 
 
 class RingWriter:
     """The sender's side.
 
     Args:
-        segment: shared with the reader.
-        head: of the ring, in the segment.
-        arena: of the sender, for chunks.
+        segment: the segment shared with the reader.
+        head: offset of the ring's head in the segment.
+        arena: the sender's arena, for chunks.
     """
 
     def __init__(self, segment: Segment, head: int, arena: BlockArena) -> None:
@@ -38,7 +38,7 @@ class RingWriter:
         self._num_sent = 0
 
     def push(self, record: bytes) -> None:
-        """Send a record, not empty.
+        """Send a non-empty record.
 
         Raises:
             NoSpaceError: the system has no memory for it.
@@ -51,6 +51,8 @@ class RingWriter:
         self._segment.data[position + _WORD : position + _WORD + len(record)] = record
         self._position = position + step
         words[self._position // _WORD] = 0
+        # The order of these stores is the protocol: the record's bytes, then an empty publish word behind it, then its
+        # own publish word. A reader that sees the length sees the bytes too, and stops at the empty word.
         self._num_sent += 1
         words[self._head + 1] = self._num_sent
         words[position // _WORD] = len(record)
@@ -66,6 +68,7 @@ class RingWriter:
         words[first + _MARK] = block.mark
         words[first + _NUM_WORDS] = 0
         if self._chunk:
+            # Link the chunk before `_ELSEWHERE` sends the reader to it.
             words[self._chunk // _WORD + _NEXT] = block.offset
             words[self._position // _WORD] = _ELSEWHERE
         else:
@@ -75,11 +78,11 @@ class RingWriter:
 
 
 class RingReader:
-    """The receiver's side; `num_taken` counts its records.
+    """The receiver's side; `num_taken` counts the received records.
 
     Args:
-        segment: shared with the sender.
-        head: of the ring, in the segment.
+        segment: the segment shared with the sender.
+        head: offset of the ring's head in the segment.
     """
 
     def __init__(self, segment: Segment, head: int) -> None:
@@ -90,11 +93,11 @@ class RingReader:
 
     @property
     def has_record(self) -> bool:
-        """Whether `pop` has something to return."""
+        """Whether `pop` would return a record."""
         return bool(self._segment.words[self._position // _WORD if self._chunk else self._head])
 
     def pop(self) -> bytes | None:
-        """Return the next record, or None where there is none yet."""
+        """Return the next record; None if it was not sent yet."""
         words = self._segment.words
         if not self._chunk and not self._enter(words[self._head]):
             return None
@@ -103,7 +106,8 @@ class RingReader:
             first = self._chunk // _WORD
             mark = words[first + _MARK]
             self._enter(words[first + _NEXT])
-            give_back(self._segment, mark)
+            # Leave the chunk before freeing it: the sender may reuse it at once.
+            free_block(self._segment, mark)
             length = words[self._position // _WORD]
         if not length:
             return None
@@ -120,7 +124,7 @@ class RingReader:
 
 
 def num_sent(segment: Segment, head: int) -> int:
-    """Return how many records were sent through a ring, as any process sees it."""
+    """Return the number of records sent through a ring; any process may call this."""
     return segment.words[head // _WORD + 1]
 
 

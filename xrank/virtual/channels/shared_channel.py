@@ -1,8 +1,8 @@
-"""Channels between processes: a ring tells what comes, arrays lie in blocks that the receiver is lent.
+"""Channels between processes: a ring carries the records, and blocks carry the arrays.
 
-The sender copies an array once, into a block of its own arena, or into the record itself where it is small. A device
-gets it where it lies, to keep and to change, and the block goes back to the sender when its last view is gone; the
-host, whose arrays outlive the run, gets a copy. Arrays are never pickled.
+The sender copies an array once, into a block of its own arena or, if small, into the record. A receiving device uses
+the array in place and may keep and change it; the block is freed when its last view is gone. The host's arrays outlive
+the run, so the host copies them. Arrays are never pickled.
 """
 
 from __future__ import annotations
@@ -20,52 +20,52 @@ import numpy as np
 from xrank.dtypes import DTYPES
 from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.arrays import Array, ArrayKind, Bytes, bytes_of, from_bytes, kind_of, spec_of
-from xrank.virtual.channels.block_arena import Block, BlockArena, give_back, lend, view
-from xrank.virtual.channels.board import Board
+from xrank.virtual.channels.block_arena import Block, BlockArena, free_block, lend, view
+from xrank.virtual.channels.board import WaitBoard
 from xrank.virtual.channels.channel import HOST, Heading, VirtualChannel
 from xrank.virtual.channels.message_ring import RingReader, RingWriter
 from xrank.virtual.channels.segment import Segment
-from xrank.virtual.packed_object import packed, unpacked
+from xrank.virtual.packed_object import pack_object, unpack_object
 from xrank.workspace.arena import new_buffer
 
 __all__ = ["SharedChannel", "SharedLinks"]
 
 _INLINE_NBYTES = 2 << 10
-"""Arrays up to here lie in the record itself."""
+"""Largest array that is stored in the record itself."""
 _ALIGNMENT = 64
 _NUM_LOOKS = 5
-"""Before a receiver sleeps: others share the cores with it, and the one that it waits for may be among them. To yield
-between looks (sched_yield) is worse than to sleep: on a busy machine that costs the time slice, and a ring 10 times."""
+"""Polls before a receiver sleeps. Few, because the describe_wait sender may need this very core. Yielding between polls
+(sched_yield) is worse than sleeping: on a busy machine it costs a whole time slice, and slows a ring down 10 times."""
 
 _RECORD = struct.Struct(f"=BBHI{len(Heading())}Iqqq")
-"""Kind, element type, number of dims, number of parts, heading; mark, offset and nbytes of a block. Then come the
-lengths of an array's dims, or of an object's parts, and the payload where there is no block."""
+"""Kind, element type, number of dims, number of parts, heading; mark, offset and nbytes of a block. The lengths of an
+array's dims or of an object's parts follow, then the payload if there is no block."""
 _KINDS: tuple[ArrayKind, ...] = ("numpy", "torch")
 _OBJECT = len(_KINDS)
 _DTYPES = tuple(DTYPES)
 
 
 class SharedLinks:
-    """All ends of channels that one process holds.
+    """All channel ends of one process.
 
     Args:
-        segment: shared by all.
-        bells: the ends' eventfds, which tell a sleeper that something came.
-        devices: in the order of their ends; the host's end is the last one.
-        device: whose process this is; `HOST` for the host.
+        segment: the segment shared by all ends.
+        bells: the ends' eventfds, which wake a sleeping receiver.
+        devices: the devices in the order of their ends; the host's end is the last one.
+        device: the device of this process; `HOST` for the host.
     """
 
     def __init__(self, segment: Segment, bells: Sequence[int], devices: Sequence[int], device: int) -> None:
         self.segment = segment
-        self.board = Board(segment)
+        self.board = WaitBoard(segment)
         self._ends = {**{name: end for end, name in enumerate(devices)}, HOST: len(devices)}
         self.device, self.end = device, self._ends[device]
         self.arena = BlockArena(segment, self.end)
         self.copies = device == HOST
-        """Whether what is received outlives the other processes."""
+        """Whether received arrays are copied because they outlive the other processes."""
         self._bells = bells
         self.bell = bells[self.end]
-        """Is to be read when something came."""
+        """The own eventfd, readable after a record came."""
         self._poll = select.poll()
         self._poll.register(self.bell, select.POLLIN)
         self.outgoing: dict[int, SharedChannel] = {}
@@ -73,58 +73,58 @@ class SharedLinks:
 
     @property
     def from_host(self) -> SharedChannel:
-        """The end at which the host's packets come."""
+        """The end that receives the host's packets."""
         return self.from_device(HOST)
 
     @property
     def to_host(self) -> SharedChannel:
-        """The end for what goes to the host."""
+        """The end that sends to the host."""
         return self.to_device(HOST)
 
     def to_device(self, device: int) -> SharedChannel:
-        """Return the end for what goes to another device."""
+        """Return the end that sends to another device."""
         if device not in self.outgoing:
             self.outgoing[device] = SharedChannel(self, self.device, device)
         return self.outgoing[device]
 
     def from_device(self, device: int) -> SharedChannel:
-        """Return the end at which that device's messages come."""
+        """Return the end that receives from another device."""
         if device not in self.incoming:
             self.incoming[device] = SharedChannel(self, device, self.device)
         return self.incoming[device]
 
     def end_of(self, device: int) -> int:
-        """Return a device's end, or the host's."""
+        """Return the end of a device or of the host."""
         return self._ends[device]
 
     def ring_bell(self, end: int) -> None:
-        """Tell an end that something came."""
+        """Wake an end after a record was sent to it."""
         os.eventfd_write(self._bells[end], 1)
 
     def wait(self, ring: RingReader, source: int, heading: Heading | None) -> None:
-        """Return when the ring of that end has a record."""
+        """Wait until the ring from that end has a record."""
         for _ in range(_NUM_LOOKS):
             if ring.has_record:
                 return
         self.board.begin(self.end, source, ring.num_taken, heading)
         while not ring.has_record:
             self._poll.poll()
-            self.hush()
+            self.clear_bell()
         self.board.finish(self.end)
 
-    def hush(self) -> None:
-        """Let the own bell be silent until the next record comes."""
+    def clear_bell(self) -> None:
+        """Reset the own bell until the next record comes."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)
 
 
 class SharedChannel(VirtualChannel):
-    """One way between two processes, as the one at either end holds it.
+    """One direction between two processes, seen from the process at either end.
 
     Args:
-        links: of that process.
-        source: the device that sends; `HOST` for the host.
-        target: the device that receives; `HOST` for the host.
+        links: the ends of this process.
+        source: the sending device; `HOST` for the host.
+        target: the receiving device; `HOST` for the host.
     """
 
     def __init__(self, links: SharedLinks, source: int, target: int) -> None:
@@ -140,11 +140,11 @@ class SharedChannel(VirtualChannel):
         self._objects: deque[Any] = deque()
 
     def put(self, array: Array, heading: Heading) -> None:
-        """Send, uncounted."""
+        """Send without counting."""
         spec, kind = spec_of(array), kind_of(array)
-        told = (_KINDS.index(kind), _DTYPES.index(spec.dtype), len(spec.shape), 0, *heading)
+        header = (_KINDS.index(kind), _DTYPES.index(spec.dtype), len(spec.shape), 0, *heading)
         if spec.nbytes <= _INLINE_NBYTES:
-            self._push(told, spec.shape, None, bytes_of(array).tobytes())
+            self._push(header, spec.shape, None, bytes_of(array).tobytes())
             return
         arena = self._links.arena
         with self._block(spec.nbytes) as block:
@@ -156,28 +156,28 @@ class SharedChannel(VirtualChannel):
                     np.copyto(place, array)
             else:
                 arena.write(block.offset, bytes_of(array).data)
-            self._push(told, spec.shape, block)
+            self._push(header, spec.shape, block)
 
     def take(self, heading: Heading) -> tuple[Heading, Array]:
-        """Receive, uncounted and unchecked."""
+        """Receive without counting or checks."""
         while not self._arrays:
             if not self.collect():
                 self._links.wait(self._reader, self._source, heading)
         return self._arrays.popleft()
 
     def send_object(self, value: Any) -> None:
-        """Send anything that can be pickled; arrays and plain tensors in it are copied once, as by `send`."""
-        parts = packed(value)
+        """Send any picklable object; its arrays and plain tensors are copied once, as by `send`."""
+        parts = pack_object(value)
         lengths = [len(part) for part in parts]
-        told = (_OBJECT, 0, 0, len(parts), *Heading())
+        header = (_OBJECT, 0, 0, len(parts), *Heading())
         if len(parts) == 1 and lengths[0] <= _INLINE_NBYTES:
-            self._push(told, lengths, None, bytes(parts[0]))
+            self._push(header, lengths, None, bytes(parts[0]))
             return
-        starts, total = _placed(lengths)
+        starts, total = _place_parts(lengths)
         with self._block(total) as block:
             for start, part in zip(starts, parts, strict=True):
                 self._links.arena.write(block.offset + start, part)
-            self._push(told, lengths, block)
+            self._push(header, lengths, block)
 
     def receive_object(self) -> Any:
         """Wait for the next object."""
@@ -188,11 +188,11 @@ class SharedChannel(VirtualChannel):
 
     @property
     def has_array(self) -> bool:
-        """Whether `receive` returns at once."""
+        """Whether `receive` returns without waiting."""
         return bool(self._arrays)
 
     def collect(self) -> bool:
-        """Take the next record, if it has come, for `receive` or `receive_object`; return whether it has."""
+        """Queue the next record for `receive` or `receive_object`, and return whether there was one."""
         record = self._reader.pop()
         if record is None:
             return False
@@ -202,12 +202,14 @@ class SharedChannel(VirtualChannel):
         start = _RECORD.size + 8 * num_lengths
         lengths = struct.unpack_from(f"={num_lengths}q", record, _RECORD.size)
         content = (
-            self._lent(Block(offset, nbytes, mark)) if mark else np.frombuffer(bytearray(record[start:]), np.uint8)
+            self._open_block(Block(offset, nbytes, mark))
+            if mark
+            else np.frombuffer(bytearray(record[start:]), np.uint8)
         )
         if kind == _OBJECT:
-            starts, _ = _placed(lengths)
+            starts, _ = _place_parts(lengths)
             parts = [content[at : at + length].data for at, length in zip(starts, lengths, strict=True)]
-            self._objects.append(unpacked(parts))
+            self._objects.append(unpack_object(parts))
         else:
             spec = ArraySpec(tuple(lengths), _DTYPES[dtype])
             self._arrays.append((Heading(*numbers), from_bytes(content, spec, _KINDS[kind])))
@@ -219,26 +221,26 @@ class SharedChannel(VirtualChannel):
         try:
             yield block
         except BaseException:
-            # Nobody was told of it.
-            give_back(self._segment, block.mark)
+            # The receiver never learns of this block.
+            free_block(self._segment, block.mark)
             raise
 
-    def _lent(self, block: Block) -> Bytes:
+    def _open_block(self, block: Block) -> Bytes:
         if not self._links.copies:
             return lend(self._segment, block)
         content = np.frombuffer(new_buffer(block.nbytes), np.uint8)
         content[:] = view(self._segment, block)
-        give_back(self._segment, block.mark)
+        free_block(self._segment, block.mark)
         return content
 
-    def _push(self, told: Sequence[int], lengths: Sequence[int], block: Block | None, payload: bytes = b"") -> None:
+    def _push(self, header: Sequence[int], lengths: Sequence[int], block: Block | None, payload: bytes = b"") -> None:
         place = (block.mark, block.offset, block.nbytes) if block else (0, 0, len(payload))
-        record = _RECORD.pack(*told, *place) + struct.pack(f"={len(lengths)}q", *lengths) + payload
+        record = _RECORD.pack(*header, *place) + struct.pack(f"={len(lengths)}q", *lengths) + payload
         self._writer.push(record)
         self._links.ring_bell(self._target)
 
 
-def _placed(lengths: Sequence[int]) -> tuple[list[int], int]:
+def _place_parts(lengths: Sequence[int]) -> tuple[list[int], int]:
     starts, total = [], 0
     for length in lengths:
         starts.append(total)

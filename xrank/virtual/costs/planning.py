@@ -10,7 +10,7 @@ from xrank.errors import UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.arrays import Array, spec_of
-from xrank.virtual.collectives import Give, check_algorithm, course, step_specs
+from xrank.virtual.collectives import SendSlot, check_algorithm, course, step_specs
 from xrank.virtual.costs.group_traffic import group_traffic
 from xrank.virtual.mesh import MeshLike, as_device_mesh
 from xrank.virtual.programs.operation import Operation
@@ -129,7 +129,7 @@ def _count_one(program: Program, shares: _Shares) -> DeviceStatistics:
 
 
 def moves(instruction: Communicate, device: int, algorithm: str) -> Iterator[tuple[bool, int, int]]:
-    """Yield what a device gives (True) and gets in a collective, in order: to or from which device, how many bytes."""
+    """Yield what a device sends (True) and gets in a collective, in order: to or from which device, how many bytes."""
     group = instruction.group
     _check_group(instruction, device, group)
     root = 0 if instruction.root is None else group.index(instruction.root)
@@ -159,7 +159,9 @@ def _moves(
     """Return the moves of one member with the others' places; the same for all groups of a mesh that bring alike."""
     steps = course(collective, algorithm, len(given), member, root).steps
     specs = step_specs(collective, algorithm, given, member, dim=dim, root=root)
-    return tuple((isinstance(step, Give), step.member, spec.nbytes) for step, spec in zip(steps, specs, strict=True))
+    return tuple(
+        (isinstance(step, SendSlot), step.member, spec.nbytes) for step, spec in zip(steps, specs, strict=True)
+    )
 
 
 def _spec(told: Array | ArraySpec | Sequence[int]) -> ArraySpec:

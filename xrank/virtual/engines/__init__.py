@@ -1,1 +1,1 @@
-"""Engines: threads or processes as devices, and the host that starts them, watches them and says what failed."""
+"""Engines: devices as threads or processes, and the host that starts them, monitors them and reports failures."""

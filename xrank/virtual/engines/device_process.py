@@ -1,9 +1,8 @@
-"""A device as a process: forked, so that functions and closures need no name, and never older than its parent.
+"""A device as a process: forked, so that functions and closures need not be picklable, and killed with its parent.
 
-All that a device takes from its parent exists before the fork, and it leaves by ``os._exit``: none of the parent's exit
-handlers, finalizers of garbage or buffers of files run a second time. What the parent's other threads held at the
-moment of the fork stays held in the child, and a CUDA context does not work there at all: let functions that devices
-run use neither.
+The child inherits everything before the fork and exits by ``os._exit``, so the parent's exit handlers, finalizers and
+file buffers do not run twice. A lock that another thread of the parent had at the fork stays locked in the child, and a
+CUDA context does not work there at all: functions for devices must use neither.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from xrank.errors import RankFailedError, UsageError
 from xrank.virtual.channels.segment import Segment
 from xrank.virtual.channels.shared_channel import SharedLinks
 from xrank.virtual.engines.engine import Job
-from xrank.virtual.engines.failures import failed
-from xrank.virtual.engines.stacks import Asked, state_of, told_stacks
+from xrank.virtual.engines.failures import make_failure
+from xrank.virtual.engines.stacks import StackRequest, collect_stacks, state_of
 
-__all__ = ["DeviceProcess", "Failed", "Finished", "end_all", "stacks_of", "start"]
+__all__ = ["DeviceFailure", "DeviceProcess", "DeviceResult", "kill_all", "read_device_stacks", "start_device"]
 
 _PR_SET_PDEATHSIG = 1
 _NO_MESSAGE_STATUS = 70
@@ -39,16 +38,16 @@ _NO_MESSAGE_STATUS = 70
 
 @dataclass(frozen=True, slots=True)
 class DeviceProcess:
-    """A device's process as its parent knows it."""
+    """A device's process, as its parent sees it."""
 
     device: int
     pid: int
     pidfd: int
     stacks: int
-    """Where it writes its threads' stacks when asked by a signal."""
+    """Pipe to which the process writes its threads' stacks on a signal."""
 
     def death(self) -> RankFailedError:
-        """Return the error for a process that has ended without a word."""
+        """Return the error for a process that ended without a message."""
         how = self._status()
         return RankFailedError(
             f"device {self.device} died: {how}",
@@ -56,14 +55,14 @@ class DeviceProcess:
             host=socket.gethostname(),
             pid=self.pid,
             cause=how,
-            next_step="let devices end by returning or raising; one that was killed may have met the end of the memory",
+            next_step="let devices end by returning or raising; a killed device may have run out of memory",
         )
 
     def _status(self) -> str:
         try:
             info = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:
-            return "how, this program's own handling of SIGCHLD has hidden"
+            return "of unknown cause, because this program's own SIGCHLD handling hides it"
         assert info is not None
         if info.si_code == os.CLD_EXITED:
             return f"exit status {info.si_status}"
@@ -73,18 +72,18 @@ class DeviceProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped it."""
+        """Whether a signal has stopped the process."""
         return state_of(self.pid) in ("T", "t")
 
     def ask_for_stacks(self) -> None:
-        """Let it write where it stands."""
+        """Signal the process to write its threads' stacks."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A device's last word when it did not fail: what its body gave back, and what its channels counted."""
+class DeviceResult:
+    """The last message of a device that succeeded: its body's return value and its channels' counts."""
 
     result: object
     sent: dict[int, tuple[int, int]]
@@ -94,38 +93,38 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """A device's last word when its body raised: always something that travels."""
+class DeviceFailure:
+    """The last message of a device whose body raised; always picklable."""
 
     raised_at: float
-    """On the host's monotonic clock, which all its processes share: whose failure came first."""
+    """Seconds on the host's monotonic clock, which orders the failures of all processes."""
     error: RankFailedError
-    """What the caller is told."""
+    """The error for the caller."""
     cause: bytes | None
-    """What the body raised, pickled where it can be."""
+    """The body's exception, pickled; None if it cannot be pickled."""
 
     @classmethod
-    def of(cls, error: BaseException, device: int) -> Failed:
-        """Return what is told of an exception, on the device that it was raised on."""
+    def from_exception(cls, error: BaseException, device: int) -> DeviceFailure:
+        """Describe an exception, on the device that raised it."""
         raised_at = time.monotonic()
         cause = None
-        # It may do anything: it is the user's.
+        # Pickling runs the user's code, which may raise anything.
         with contextlib.suppress(Exception):
             cause = pickle.dumps(error)
-        return cls(raised_at, failed(device, error, pid=os.getpid()), cause)
+        return cls(raised_at, make_failure(device, error, pid=os.getpid()), cause)
 
     def to_error(self) -> RankFailedError:
-        """Return the caller's error, caused by the exception itself where it came."""
+        """Return the caller's error, with the original exception as its cause if that could be pickled."""
         if self.cause is not None:
             with contextlib.suppress(Exception):
                 self.error.__cause__ = pickle.loads(self.cause)  # noqa: S301 - from our own process
         return self.error
 
 
-def start(job: Job, segment: Segment, bells: Sequence[int], devices: Sequence[int]) -> DeviceProcess:
-    """Fork a device, while signals are held; it runs the job and sends `Finished`, or `Failed`, to the host."""
+def start_device(job: Job, segment: Segment, bells: Sequence[int], devices: Sequence[int]) -> DeviceProcess:
+    """Fork a device while signals are deferred; it sends the host a `DeviceResult` or `DeviceFailure`."""
     for stream in (sys.stdout, sys.stderr):
-        # What waits in a buffer would be printed twice.
+        # The child would print the buffers' content a second time.
         with contextlib.suppress(Exception):
             stream.flush()
     parent = os.getpid()
@@ -133,15 +132,15 @@ def start(job: Job, segment: Segment, bells: Sequence[int], devices: Sequence[in
     stacks, stacks_there = os.pipe()
     try:
         with warnings.catch_warnings():
-            # Python 3.12 and later warn where other threads live; the module's docstring says what that means.
+            # Python 3.12 and later warn if other threads exist; the module's docstring describes the risk.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
             try:
-                _settle(libc, parent, stacks_there)
-                _live(job, SharedLinks(segment, bells, devices, job.device))
+                _prepare_child(libc, parent, stacks_there)
+                _run_device(job, SharedLinks(segment, bells, devices, job.device))
             except BaseException:
-                # Not even its last word could be sent.
+                # Not even the error could be sent.
                 traceback.print_exc()
                 _flush()
             finally:
@@ -151,7 +150,7 @@ def start(job: Job, segment: Segment, bells: Sequence[int], devices: Sequence[in
         raise
     finally:
         os.close(stacks_there)
-    # The child does the same: whoever is first.
+    # Parent and child both do this; the first one succeeds.
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
     try:
@@ -163,11 +162,11 @@ def start(job: Job, segment: Segment, bells: Sequence[int], devices: Sequence[in
         raise
 
 
-def _settle(libc: ctypes.CDLL, parent: int, stacks: int) -> None:
+def _prepare_child(libc: ctypes.CDLL, parent: int, stacks: int) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(_NO_MESSAGE_STATUS)
-    # A group of its own ends with all that the device may start; and Ctrl-C is for the parent, which ends the device.
+    # Killing the device's own process group also kills its children, and Ctrl-C reaches only the parent.
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
@@ -177,26 +176,26 @@ def _settle(libc: ctypes.CDLL, parent: int, stacks: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    # The parent's garbage has finalizers that are the parent's business.
+    # Finalizers of the parent's objects must run in the parent only.
     gc.freeze()
-    sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as the process lives
+    sys.stdin = open(os.devnull)  # noqa: SIM115 - open until the process exits
     if "torch" in sys.modules:
         import torch
 
-        # Before anything else: the parent's threads, which torch would count on, are not here.
+        # First of all: torch would otherwise wait for the parent's threads, which do not exist here.
         torch.set_num_threads(1)
 
 
-def _live(job: Job, links: SharedLinks) -> NoReturn:
+def _run_device(job: Job, links: SharedLinks) -> NoReturn:
     pid = os.getpid()
     try:
         try:
             result = job.body(links)
         finally:
-            # A process that the body has forked, and that came back from it, has nothing to say.
+            # A process that the body forked must not return from it and send a second result.
             if os.getpid() != pid:
                 os._exit(0)
-        finished = Finished(
+        finished = DeviceResult(
             result,
             {
                 device: (end.sent.messages, end.sent.nbytes)
@@ -214,18 +213,18 @@ def _live(job: Job, links: SharedLinks) -> NoReturn:
             links.to_host.send_object(finished)
         except Exception as error:
             raise UsageError(
-                f"what device {job.device} gave back cannot be sent to the host: {error}",
+                f"the return value of device {job.device} cannot be sent to the host: {error}",
                 rank=job.device,
                 got=f"a {type(result).__module__}.{type(result).__qualname__}",
-                want="arrays, numbers, texts, or what else pickle takes",
-                next_step="give back less, or arrays alone",
+                want="arrays, numbers, texts, or other picklable objects",
+                next_step="return less, or arrays alone",
             ) from error
     except SystemExit as error:
         _flush()
         os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
     except BaseException as error:
         _flush()
-        links.to_host.send_object(Failed.of(error, job.device))
+        links.to_host.send_object(DeviceFailure.from_exception(error, job.device))
     os._exit(0)
 
 
@@ -235,25 +234,27 @@ def _flush() -> None:
             stream.flush()
 
 
-def stacks_of(processes: Sequence[DeviceProcess]) -> dict[int, str]:
-    """Return where each device's threads stand; the handler is C, so it answers from within any Python call."""
-    told = {process.device: "(it is stopped by a signal)" for process in processes if process.is_stopped}
-    processes = [process for process in processes if process.device not in told]
-    stacks = told_stacks([Asked(process.pid, process.stacks, process.ask_for_stacks) for process in processes])
-    for process, words in zip(processes, stacks, strict=True):
-        told[process.device] = words or "(it does not react: it is inside the kernel)"
-    return told
+def read_device_stacks(processes: Sequence[DeviceProcess]) -> dict[int, str]:
+    """Return the stacks of each device's threads; the handler is in C, so it works inside any Python call."""
+    found = {process.device: "(it is stopped by a signal)" for process in processes if process.is_stopped}
+    processes = [process for process in processes if process.device not in found]
+    stacks = collect_stacks(
+        [StackRequest(process.pid, process.stacks, process.ask_for_stacks) for process in processes]
+    )
+    for process, text in zip(processes, stacks, strict=True):
+        found[process.device] = text or "(it does not react: it is inside the kernel)"
+    return found
 
 
-def end_all(processes: Sequence[DeviceProcess]) -> None:
-    """Kill the processes, with all that they started, wait for their ends, and let go of them."""
+def kill_all(processes: Sequence[DeviceProcess]) -> None:
+    """Kill the processes and their children, wait until they have ended, and close their descriptors."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
     for process in processes:
-        # Somebody's handler of SIGCHLD may have been quicker.
+        # A SIGCHLD handler of the program may have waited for it already.
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process.pid, 0)
         os.close(process.pidfd)

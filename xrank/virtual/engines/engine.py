@@ -1,9 +1,9 @@
-"""Engines: how the cluster has the bodies of its devices run, and what it gets back.
+"""Engines: the interface by which the cluster runs the bodies of its devices.
 
 ``"in-process"`` is `in_process.run` (threads), ``"processes"`` is `process_engine.run`.
-Both follow this order for each device: the host sends its packets, one after another, by the channel host -> device
-with the heading ``heading_of("packet", call=number)``; the device calls ``body(links)``; what the body sent to the
-host as arrays (``heading_of("return", call=number)``) are its `returned`, what it gave back its `result`.
+Both follow this order for each device: the host sends the packets one after another on the channel host -> device,
+with the heading ``make_heading("packet", call=number)``; the device calls ``body(links)``; the arrays that the body
+sends to the host (``make_heading("return", call=number)``) become its `returned`, its return value its `result`.
 """
 
 from __future__ import annotations
@@ -14,48 +14,48 @@ from typing import Any, Protocol, TypeAlias
 
 from xrank.virtual.channels.channel import Array, ChannelStatistics, Links
 
-__all__ = ["Body", "Counts", "Engine", "Job", "Outcome"]
+__all__ = ["Body", "Counts", "Engine", "EngineOutcome", "Job"]
 
 Body: TypeAlias = Callable[[Links], Any]
 
 Counts: TypeAlias = Mapping[tuple[int, int], ChannelStatistics]
-"""By source and target of a channel, the host being `channel.HOST`; channels that carried nothing may be absent."""
+"""Counts by source and target of a channel, `channel.HOST` for the host; unused channels may be absent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one device has to do."""
+    """The work of one device."""
 
     device: int
     body: Body
     packets: tuple[Array, ...] = ()
-    """What the host sends it, in this order."""
+    """Arrays that the host sends to the device, in this order."""
     num_returned: int = 0
-    """How many arrays the body sends to the host."""
+    """Number of arrays that the body sends to the host."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What all devices did, in the order of the jobs."""
+class EngineOutcome:
+    """The results and counts of all devices, in the order of the jobs."""
 
     results: tuple[Any, ...]
-    """What the bodies gave back."""
+    """Return values of the bodies."""
     returned: tuple[tuple[Array, ...], ...]
     """The arrays that each device sent to the host, in order."""
     sent: Counts
-    """Counted by the senders' ends, the host's among them."""
+    """Counted by the senders' ends, including the host's."""
     received: Counts
-    """Counted by the receivers' ends, the host's among them."""
+    """Counted by the receivers' ends, including the host's."""
 
 
 class Engine(Protocol):
-    """Runs jobs, all at once."""
+    """A function that runs jobs in parallel."""
 
-    def __call__(self, jobs: Sequence[Job], *, timeout_seconds: float) -> Outcome:
-        """Run all jobs and return what they did; nothing of them is left afterwards, whatever happened.
+    def __call__(self, jobs: Sequence[Job], *, timeout_seconds: float) -> EngineOutcome:
+        """Run all jobs and return their outcome; release all resources in any case.
 
         Raises:
-            RankFailedError: a device raised or ended; the first, with all in ``failures``.
-            RankTimeoutError: the time is over, or all devices wait for each other.
+            RankFailedError: a device raised or died; the first such error, with all of them in ``failures``.
+            RankTimeoutError: the time limit is over, or all devices wait for each other.
         """
         ...

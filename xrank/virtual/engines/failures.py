@@ -1,4 +1,4 @@
-"""What the caller of a cluster is told when a device fails, is late, or waits for ever: one set of words."""
+"""The errors of both engines for devices that fail, are late, or wait forever."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from xrank.errors import RankFailedError, RankTimeoutError, XrankError
 from xrank.virtual.channels.channel import HOST
 
-__all__ = ["all_wait", "awaited", "failed", "late", "with_all"]
+__all__ = ["describe_wait", "join_failures", "make_deadlock_error", "make_failure", "make_timeout_error"]
 
 
-def failed(device: int, error: BaseException, *, pid: int | None = None) -> RankFailedError:
-    """Return the error for a device whose body raised; raise it ``from`` what the body raised."""
+def make_failure(device: int, error: BaseException, *, pid: int | None = None) -> RankFailedError:
+    """Return the error for a device whose body raised; the caller raises it ``from`` that exception."""
     cause = f"{type(error).__name__}: {_text(error)}"
-    told = RankFailedError(
+    failure = RankFailedError(
         f"device {device} failed: {cause}",
         rank=device,
         pid=pid,
@@ -23,12 +23,12 @@ def failed(device: int, error: BaseException, *, pid: int | None = None) -> Rank
         want=error.want if isinstance(error, XrankError) else None,
         next_step=error.next_step if isinstance(error, XrankError) else None,
     )
-    told.add_note(f"on device {device}:\n{''.join(traceback.format_exception(error)).rstrip()}")
-    return told
+    failure.add_note(f"on device {device}:\n{''.join(traceback.format_exception(error)).rstrip()}")
+    return failure
 
 
-def with_all(errors: Sequence[RankFailedError]) -> RankFailedError:
-    """Return the first of several errors, with all of them, itself among them, as its ``failures``."""
+def join_failures(errors: Sequence[RankFailedError]) -> RankFailedError:
+    """Return the first of several errors, with all of them in its ``failures``."""
     errors[0].failures = tuple(errors)
     return errors[0]
 
@@ -36,59 +36,59 @@ def with_all(errors: Sequence[RankFailedError]) -> RankFailedError:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # it is the user's
-        return "(it cannot be told)"
+    except Exception:  # the exception's own code failed
+        return "(its text cannot be shown)"
 
 
-def awaited(source: int, running: Collection[int], what: str) -> str:
-    """Return what a device waits for, in words.
+def describe_wait(source: int, running: Collection[int], message: str) -> str:
+    """Describe a device's wait.
 
     Args:
-        source: the device that it waits for, or `HOST`.
+        source: the describe_wait sender: a device, or `HOST`.
         running: the devices that have not ended.
-        what: what it is to receive.
+        message: the describe_wait message.
     """
     sender = "the host" if source == HOST else f"device {source}"
     ended = ", which has ended" if source != HOST and source not in running else ""
-    return f"{sender}{ended} ({what})"
+    return f"{sender}{ended} ({message})"
 
 
-def late(devices: Sequence[int], waits: Mapping[int, str], timeout_seconds: float) -> RankTimeoutError:
-    """Return the error for a deadline that has passed.
+def make_timeout_error(devices: Sequence[int], waits: Mapping[int, str], timeout_seconds: float) -> RankTimeoutError:
+    """Return the error for a run that exceeded its time limit.
 
     Args:
-        devices: those that have not ended and wait for nobody.
-        waits: those that wait, each with what it waits for, in words.
-        timeout_seconds: the time they had.
+        devices: devices that have not ended and do not wait for a message.
+        waits: waiting devices, each with the description of its wait.
+        timeout_seconds: the time limit.
     """
     if not devices:
-        return all_wait(waits)
+        return make_deadlock_error(waits)
     several = "" if len(devices) == 1 else "s"
     return RankTimeoutError(
-        f"device{several} {_listed(devices)} did not end within {timeout_seconds:g} seconds",
+        f"device{several} {_list_devices(devices)} did not end within {timeout_seconds:g} seconds",
         rank=devices[0],
         waiting_for=tuple(devices),
-        got=_told(waits) if waits else None,
-        next_step="look at where they stand, below; or give timeout_seconds= of more",
+        got=_describe_waits(waits) if waits else None,
+        next_step="look at their stacks, below; or give a larger timeout_seconds=",
     )
 
 
-def all_wait(waits: Mapping[int, str], *, others_work: bool = False) -> RankTimeoutError:
-    """Return the error for devices that wait for each other, or for such as have ended."""
+def make_deadlock_error(waits: Mapping[int, str], *, others_work: bool = False) -> RankTimeoutError:
+    """Return the error for devices that wait for each other or for devices that have ended."""
     return RankTimeoutError(
-        f"{'these devices can never' if others_work else 'no device can'} go on: {_told(waits)}",
+        f"{'these devices can never' if others_work else 'no device can'} go on: {_describe_waits(waits)}",
         rank=min(waits, default=None),
         waiting_for=tuple(waits),
         next_step="let the members of a group call the same collectives in one order, and let each receive have a send",
     )
 
 
-def _told(waits: Mapping[int, str]) -> str:
-    """Return who waits for what, in words, of at most eight devices."""
-    told = [f"device {device} waits for {what}" for device, what in list(waits.items())[:8]]
-    return "; ".join([*told, *([f"{len(waits) - 8} more wait"] if len(waits) > 8 else [])])
+def _describe_waits(waits: Mapping[int, str]) -> str:
+    """Describe the waits of up to eight devices."""
+    shown = [f"device {device} waits for {wait}" for device, wait in list(waits.items())[:8]]
+    return "; ".join([*shown, *([f"{len(waits) - 8} more wait"] if len(waits) > 8 else [])])
 
 
-def _listed(devices: Sequence[int]) -> str:
+def _list_devices(devices: Sequence[int]) -> str:
     shown = ", ".join(map(str, devices[:16]))
     return shown if len(devices) <= 16 else f"{shown} and {len(devices) - 16} more"

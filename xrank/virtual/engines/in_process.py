@@ -1,9 +1,9 @@
-"""The engine without processes: every device is a thread of the caller's process, every channel a queue.
+"""The engine without processes: each device is a thread of the caller's process, each channel a queue.
 
-It gives what the engine of processes gives, bit by bit, starts at once, and can be followed in a debugger. Python runs
-one thread at a time, so it is no measure of speed. A thread cannot be killed: after a failure or at the deadline the
-devices that wait end at once, one that computes or sleeps is left to itself (it ends with the process at the latest).
-What a function reaches beside its arguments is shared by all devices, where processes have copies.
+Its results equal those of the process engine bit by bit; it starts at once and works in a debugger. Python runs one
+thread at a time, so its speed is not meaningful. A thread cannot be killed: after a failure or a timeout, waiting
+devices end at once, but a computing or sleeping one continues (until the process exits at the latest). Devices share
+all objects that a function reaches other than its arguments, where processes have copies.
 """
 
 from __future__ import annotations
@@ -27,22 +27,28 @@ from xrank.virtual.channels.channel import (
     ChannelStatistics,
     Heading,
     VirtualChannel,
-    heading_of,
+    make_heading,
 )
-from xrank.virtual.engines.engine import Counts, Job, Outcome
-from xrank.virtual.engines.failures import all_wait, awaited, failed, late, with_all
+from xrank.virtual.engines.engine import Counts, EngineOutcome, Job
+from xrank.virtual.engines.failures import (
+    describe_wait,
+    join_failures,
+    make_deadlock_error,
+    make_failure,
+    make_timeout_error,
+)
 
-__all__ = ["QueueChannel", "Room", "run"]
+__all__ = ["Monitor", "QueueChannel", "run"]
 
 _GRACE_SECONDS = 0.5
-"""For threads that are about to end anyway, once the outcome is known."""
+"""Time for threads that are about to end, once the outcome is known."""
 
 _EXIT_SECONDS = 5.0
-"""For threads that have nothing more to do, until the operating system has ended them."""
+"""Time until the operating system has ended the threads that finished their work."""
 
 
-class _StoppedError(BaseException):
-    """Ends the thread of a device that waits, when another has failed; no ``except Exception`` holds it up."""
+class _DeviceStoppedError(BaseException):
+    """Ends a waiting device's thread after another failed; a BaseException, so ``except Exception`` misses it."""
 
 
 class _Wait(NamedTuple):
@@ -52,17 +58,17 @@ class _Wait(NamedTuple):
 
 
 @dataclass(slots=True)
-class Room:
-    """Where the threads of one run wait for each other: one lock, and what each of them waits for."""
+class Monitor:
+    """The monitor of one run's threads: one lock, and the wait of each thread."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     live: set[int] = field(default_factory=set)
     """Devices that have not ended."""
     waits: dict[int, _Wait] = field(default_factory=dict)
-    """What each device that waits does wait for; whoever fills its queue takes it out."""
+    """The wait of each waiting device; filling its queue removes the wait."""
     failures: list[tuple[int, BaseException]] = field(default_factory=list)
     stuck: dict[int, str] | None = None
-    """Who waited for what, when nobody was left who could go on."""
+    """Descriptions of all waits at a deadlock."""
     is_over: bool = False
     wakers: dict[int, threading.Condition] = field(default_factory=dict)
 
@@ -73,7 +79,7 @@ class Room:
         return self.wakers[device]
 
     def fill(self, queue: deque[Any], value: Any, target: int) -> None:
-        """Put a value into a queue, and wake the device that waits for it."""
+        """Append a value to a queue and wake the device that waits for it."""
         with self.lock:
             queue.append(value)
             waiting = self.waits.get(target)
@@ -82,19 +88,19 @@ class Room:
                 self.waker(target).notify()
 
     def drain(self, queue: deque[Any], device: int, source: int, what: object) -> Any:
-        """Return the next value of a queue, waiting for it."""
+        """Wait for the next value of a queue and return it."""
         with self.lock:
             while not queue:
                 self.waits[device] = _Wait(queue, source, what)
-                self.look_for_the_end()
+                self.stop_if_stuck()
                 while device in self.waits and not self.is_over:
                     self.waker(device).wait()
                 if self.is_over:
-                    raise _StoppedError
+                    raise _DeviceStoppedError
             return queue.popleft()
 
     def leave(self, device: int, error: BaseException | None) -> None:
-        """Note that a device has ended, and how."""
+        """Record that a device has ended, and its error."""
         with self.lock:
             self.live.discard(device)
             self.waits.pop(device, None)
@@ -104,20 +110,20 @@ class Room:
             elif not self.live:
                 self.waker(HOST).notify()
             else:
-                self.look_for_the_end()
+                self.stop_if_stuck()
 
-    def look_for_the_end(self) -> None:
-        """Stop all if nobody is left who could go on; called with the lock held."""
+    def stop_if_stuck(self) -> None:
+        """Stop all devices if every live one waits; the caller has the lock."""
         if not self.is_over and self.live <= self.waits.keys():
-            self.stuck = self.reasons()
+            self.stuck = self.describe_waits()
             self.stop()
 
-    def reasons(self) -> dict[int, str]:
-        """Return what each device that waits does wait for, in words; called with the lock held."""
-        return {d: awaited(wait.source, self.live, str(wait.what)) for d, wait in sorted(self.waits.items())}
+    def describe_waits(self) -> dict[int, str]:
+        """Describe the waits of all waiting devices; the caller has the lock."""
+        return {d: describe_wait(wait.source, self.live, str(wait.what)) for d, wait in sorted(self.waits.items())}
 
     def stop(self) -> None:
-        """Let no thread wait any longer; called with the lock held."""
+        """End all waits; the caller has the lock."""
         self.is_over = True
         for waker in self.wakers.values():
             waker.notify_all()
@@ -127,45 +133,45 @@ class QueueChannel(VirtualChannel):
     """A channel between two threads of one process.
 
     Args:
-        source: the device that sends, or `HOST`.
-        target: the device that receives, or `HOST`.
-        room: where the receiver waits.
+        source: the sending device, or `HOST`.
+        target: the receiving device, or `HOST`.
+        monitor: the monitor in which the receiver waits.
     """
 
-    def __init__(self, source: int, target: int, room: Room) -> None:
+    def __init__(self, source: int, target: int, monitor: Monitor) -> None:
         super().__init__(source, target)
-        self.room = room
+        self.monitor = monitor
         self.arrays: deque[tuple[Heading, Array]] = deque()
         self.objects: deque[Any] = deque()
 
     def put(self, array: Array, heading: Heading) -> None:
-        """Send a copy."""
-        self.room.fill(self.arrays, (heading, copy_of(array)), self.target)
+        """Send a copy of the array."""
+        self.monitor.fill(self.arrays, (heading, copy_of(array)), self.target)
 
     def take(self, heading: Heading) -> tuple[Heading, Array]:
-        """Receive."""
-        taken: tuple[Heading, Array] = self.room.drain(self.arrays, self.target, self.source, heading)
+        """Wait for the next array."""
+        taken: tuple[Heading, Array] = self.monitor.drain(self.arrays, self.target, self.source, heading)
         return taken
 
     def send_object(self, value: Any) -> None:
-        """Send the object itself: its sender has no more use for it."""
-        self.room.fill(self.objects, value, self.target)
+        """Send the object without a copy; the sender does not use it afterwards."""
+        self.monitor.fill(self.objects, value, self.target)
 
     def receive_object(self) -> Any:
-        """Receive."""
-        return self.room.drain(self.objects, self.target, self.source, "an object")
+        """Wait for the next object."""
+        return self.monitor.drain(self.objects, self.target, self.source, "an object")
 
 
 @dataclass(slots=True)
 class QueueLinks:
-    """The channels of one device; those between devices are made when one of both first asks."""
+    """The channels of one device; a channel between devices is created at its first use by either side."""
 
     device: int
-    room: Room
+    monitor: Monitor
     from_host: QueueChannel
     to_host: QueueChannel
     between: dict[tuple[int, int], QueueChannel]
-    """Of all devices."""
+    """Channels between devices, shared by the links of all devices."""
 
     def to_device(self, device: int) -> QueueChannel:
         """Return the channel to another device."""
@@ -177,47 +183,47 @@ class QueueLinks:
 
     def _channel(self, source: int, target: int) -> QueueChannel:
         found = self.between.get((source, target))
-        # One of two that ask at once is kept, by a step that Python does not interrupt.
-        return found or self.between.setdefault((source, target), QueueChannel(source, target, self.room))
+        # If both devices create the channel at once, one wins: setdefault is atomic.
+        return found or self.between.setdefault((source, target), QueueChannel(source, target, self.monitor))
 
 
-def run(jobs: Sequence[Job], *, timeout_seconds: float) -> Outcome:
-    """Run jobs on threads, as `engine.Engine` promises."""
+def run(jobs: Sequence[Job], *, timeout_seconds: float) -> EngineOutcome:
+    """Run jobs on threads, with the contract of `engine.Engine`."""
     end = monotonic() + timeout_seconds
-    room = Room(live={job.device for job in jobs})
+    monitor = Monitor(live={job.device for job in jobs})
     between: dict[tuple[int, int], QueueChannel] = {}
     links = [
-        QueueLinks(d, room, QueueChannel(HOST, d, room), QueueChannel(d, HOST, room), between)
+        QueueLinks(d, monitor, QueueChannel(HOST, d, monitor), QueueChannel(d, HOST, monitor), between)
         for d in (job.device for job in jobs)
     ]
     for job, link in zip(jobs, links, strict=True):
         for number, packet in enumerate(job.packets):
-            link.from_host.send(packet, heading_of("packet", call=number))
+            link.from_host.send(packet, make_heading("packet", call=number))
     results: dict[int, Any] = {}
     threads = {
         job.device: threading.Thread(
             target=contextvars.copy_context().run,
-            args=(_live, job, link, results),
+            args=(_run_device, job, link, results),
             name=f"virtual-device-{job.device}",
             daemon=True,
         )
         for job, link in zip(jobs, links, strict=True)
     }
-    with _one_torch_thread():
+    with _limit_torch_threads():
         try:
             for thread in threads.values():
                 thread.start()
-            _wait(room, threads, end, timeout_seconds)
+            _wait(monitor, threads, end, timeout_seconds)
         finally:
-            with room.lock:
-                room.stop()
-            _let_end(room, threads)
+            with monitor.lock:
+                monitor.stop()
+            _join_threads(monitor, threads)
     channels = [*between.values(), *(link.from_host for link in links), *(link.to_host for link in links)]
     returned = tuple(
-        tuple(link.to_host.receive(heading_of("return", call=number)) for number in range(job.num_returned))
+        tuple(link.to_host.receive(make_heading("return", call=number)) for number in range(job.num_returned))
         for job, link in zip(jobs, links, strict=True)
     )
-    return Outcome(
+    return EngineOutcome(
         tuple(results[job.device] for job in jobs),
         returned,
         _counts((channel, channel.sent) for channel in channels),
@@ -225,68 +231,68 @@ def run(jobs: Sequence[Job], *, timeout_seconds: float) -> Outcome:
     )
 
 
-def _live(job: Job, links: QueueLinks, results: dict[int, Any]) -> None:
-    """Be a device, from beginning to end."""
+def _run_device(job: Job, links: QueueLinks, results: dict[int, Any]) -> None:
+    """Run a device from beginning to end."""
     error: BaseException | None = None
     try:
-        if _begins(links.room):
+        if _may_begin(links.monitor):
             results[job.device] = job.body(links)
-    except _StoppedError:
+    except _DeviceStoppedError:
         pass
     except BaseException as raised:
         error = raised
-    links.room.leave(job.device, error)
+    links.monitor.leave(job.device, error)
 
 
-def _begins(room: Room) -> bool:
-    """Let this thread compute as a device does, unless a busy machine has started it when the run was over."""
+def _may_begin(monitor: Monitor) -> bool:
+    """Limit this thread's torch threads; return False if the run is already over, as on a busy machine."""
     torch = sys.modules.get("torch")
-    with room.lock:
-        if torch is not None and not room.is_over:  # then the caller gets its own number of threads back, to keep
+    with monitor.lock:
+        if torch is not None and not monitor.is_over:  # after the run, the caller's own number is restored
             torch.set_num_threads(1)
-        return not room.is_over
+        return not monitor.is_over
 
 
-def _wait(room: Room, threads: dict[int, threading.Thread], end: float, timeout_seconds: float) -> None:
-    """Wait until all devices have ended; raise what ends the run otherwise."""
-    with room.lock:
-        waker = room.waker(HOST)
-        while room.live and not room.is_over:
+def _wait(monitor: Monitor, threads: dict[int, threading.Thread], end: float, timeout_seconds: float) -> None:
+    """Wait until all devices have ended; raise the error that ends the run otherwise."""
+    with monitor.lock:
+        waker = monitor.waker(HOST)
+        while monitor.live and not monitor.is_over:
             if not waker.wait(max(0.0, end - monotonic())) and monotonic() >= end:
                 break
-        failures, stuck = list(room.failures), room.stuck
-        waits = room.reasons()
-        busy = sorted(room.live - waits.keys())
+        failures, stuck = list(monitor.failures), monitor.stuck
+        waits = monitor.describe_waits()
+        busy = sorted(monitor.live - waits.keys())
     if failures:
-        raise with_all([failed(device, error) for device, error in failures]) from failures[0][1]
+        raise join_failures([make_failure(device, error) for device, error in failures]) from failures[0][1]
     if stuck is not None:
-        raise all_wait(stuck)
-    if room.live:
-        error = late(busy, waits, timeout_seconds)
+        raise make_deadlock_error(stuck)
+    if monitor.live:
+        error = make_timeout_error(busy, waits, timeout_seconds)
         frames = sys._current_frames()
         for device in busy[:8]:
             frame = frames.get(threads[device].ident or 0)
             if frame is not None:
-                error.add_note(f"device {device} stands at:\n{''.join(traceback.format_stack(frame)).rstrip()}")
+                error.add_note(f"stack of device {device}:\n{''.join(traceback.format_stack(frame)).rstrip()}")
         raise error
 
 
-def _let_end(room: Room, threads: dict[int, threading.Thread]) -> None:
-    """Wait for the threads that end by themselves; one that computes or sleeps may do so for ever."""
+def _join_threads(monitor: Monitor, threads: dict[int, threading.Thread]) -> None:
+    """Wait for threads that are about to end; a computing or sleeping one may never end."""
     begun = monotonic()
     for thread in filter(threading.Thread.is_alive, threads.values()):
         thread.join(max(0.0, begun + _GRACE_SECONDS - monotonic()))
     for device, thread in threads.items():
-        if thread.is_alive() and device not in room.live:  # a busy machine has not let it run
+        if thread.is_alive() and device not in monitor.live:  # on a busy machine, it has not exited yet
             thread.join(max(0.0, begun + _EXIT_SECONDS - monotonic()))
     _wait_for_exits([thread for thread in threads.values() if not thread.is_alive()])
 
 
 def _wait_for_exits(threads: Sequence[threading.Thread]) -> None:
-    """Wait until threads that Python has done with are gone.
+    """Wait until the kernel has removed threads that Python has joined.
 
-    When `join` returns, C libraries still clean up after the thread, under locks of their own (MKL under a spin lock).
-    A fork at that moment, such as the other engine's, has the lock held for ever in the child.
+    After `join` returns, C libraries still clean up after the thread under their own locks (MKL under a spin lock). A
+    fork at that moment, such as the process engine's, would leave the lock locked in the child forever.
     """
     end = monotonic() + _EXIT_SECONDS
     for thread in threads:
@@ -300,12 +306,12 @@ def _counts(pairs: Iterator[tuple[VirtualChannel, ChannelStatistics]]) -> Counts
 
 _torch_lock = threading.Lock()
 _torch_runs = [0, 0]
-"""How many runs keep torch at one thread, and the number of threads to go back to."""
+"""Number of runs that limit torch to one thread, and the number of threads to restore."""
 
 
 @contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Have torch compute with one thread, as the processes do: sums are otherwise cut differently."""
+def _limit_torch_threads() -> Iterator[None]:
+    """Limit torch to one thread, as in the processes, because the number of threads changes how sums are split."""
     torch = sys.modules.get("torch")
     if torch is None:
         yield

@@ -1,7 +1,7 @@
-"""Where processes stand: each tells it by a signal, to which faulthandler answers from within any Python call.
+"""Stacks of processes: each one writes its own on a signal, by faulthandler, which works inside any Python call.
 
-The answer has no end mark, and a busy machine may let its writer wait in the middle of a line. It is over when the
-process is out of the signal's handler, which the kernel shows (proc(5): status).
+The output has no end mark, and a busy machine may suspend its writer within a line. It is complete once the process
+has left the signal handler, which the kernel shows (proc(5): status).
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Asked", "state_of", "told_stacks"]
+__all__ = ["StackRequest", "collect_stacks", "state_of"]
 
 _SIGNAL = signal.SIGUSR1
 _PATIENCE_SECONDS = (0.5, 5.0)
-"""With one that sleeps inside the kernel, and with one that runs, or would if a busy machine let it."""
+"""Time limits for a process that sleeps inside the kernel, and for one that runs or is ready to run."""
 _LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A process that is asked; SIGUSR1 is registered with faulthandler there, for all threads."""
+class StackRequest:
+    """A request to a process that has registered SIGUSR1 with faulthandler, for all threads."""
 
     pid: int
     stacks: int
-    """A descriptor of the pipe that it writes to."""
+    """File descriptor of the pipe that the process writes to."""
     ask: Callable[[], None]
-    """Sends the signal; does nothing where the process has ended."""
+    """Sends the signal; does nothing if the process has ended."""
 
 
-def told_stacks(processes: Sequence[Asked]) -> list[str]:
-    """Return what each of these processes says; empty: it does not react."""
+def collect_stacks(processes: Sequence[StackRequest]) -> list[str]:
+    """Return the stacks of each process; empty if it does not react."""
     before = [_signal_in(process.pid)[1] for process in processes]
     for process in processes:
         process.ask()
@@ -42,16 +42,16 @@ def told_stacks(processes: Sequence[Asked]) -> list[str]:
     waiting = set(range(len(processes)))
     begun = time.monotonic()
     while waiting:
-        # Looked at first: what is in the pipe after the end is all.
+        # Check the state before reading: whatever is in the pipe after the handler's end is complete.
         pending, inside, slow = set(), set(), set()
         for number in waiting:
-            # One that sleeps by now and has the signal behind it has written before what is read below.
+            # A process that sleeps now, after its handler, has already written everything that is read below.
             is_running = state_of(processes[number].pid) == "R"
             is_pending, blocking = _signal_in(processes[number].pid)
             if is_pending:
                 pending.add(number)
             if blocking - before[number]:
-                inside.add(number)  # its handler, which does not interrupt itself
+                inside.add(number)  # the handler blocks its own signal
             if is_running or number in inside:
                 slow.add(number)
         over = {number for number in waiting - pending - inside if parts[number]}
@@ -64,14 +64,14 @@ def told_stacks(processes: Sequence[Asked]) -> list[str]:
                 parts[number] += content
                 if content:
                     continue
-                waiting.discard(number)  # it has ended
+                waiting.discard(number)  # the process has ended
             if number in over or seconds > _PATIENCE_SECONDS[number in slow]:
                 waiting.discard(number)
     return [part.decode(errors="replace") for part in parts]
 
 
 def state_of(pid: int) -> str | None:
-    """Return how a process' main thread is, as one letter (proc(5): stat); None: it is gone."""
+    """Return the state of a process' main thread as one letter (proc(5): stat); None if the process is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
         return stat.read().rpartition(b")")[2].split()[0].decode()
     return None
@@ -85,7 +85,7 @@ def _readable(descriptors: Sequence[int], seconds: float) -> set[int]:
 
 
 def _signal_in(pid: int) -> tuple[bool, set[str]]:
-    """Return whether the signal waits for a process, and which of its threads block it."""
+    """Return whether the signal is pending for a process, and which of its threads block it."""
     is_pending, blocking = False, set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):

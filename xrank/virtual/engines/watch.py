@@ -1,4 +1,4 @@
-"""The watch: what the host sees of devices that wait, from the board and the rings alone."""
+"""The host's view of waiting devices, read from the board and the rings alone."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from xrank.virtual.channels.board import Wait
 from xrank.virtual.channels.channel import HOST
 from xrank.virtual.channels.message_ring import num_sent
 from xrank.virtual.channels.shared_channel import SharedLinks
-from xrank.virtual.engines.failures import awaited
+from xrank.virtual.engines.failures import describe_wait
 
-__all__ = ["find_deadlock", "told", "waits_of"]
+__all__ = ["describe_waits", "find_deadlock", "find_waits"]
 
 
-def waits_of(links: SharedLinks, devices: Collection[int]) -> dict[int, Wait]:
-    """Return the waits of those devices that wait for what was not sent yet.
+def find_waits(links: SharedLinks, devices: Collection[int]) -> dict[int, Wait]:
+    """Return the waits of those devices whose describe_wait message was not sent yet.
 
     Args:
-        links: the host's.
-        devices: that have not finished.
+        links: the host's links.
+        devices: devices that have not finished.
     """
     waits: dict[int, Wait] = {}
     for device in devices:
@@ -31,33 +31,36 @@ def waits_of(links: SharedLinks, devices: Collection[int]) -> dict[int, Wait]:
 
 
 def find_deadlock(links: SharedLinks, devices: Sequence[int], running: Collection[int]) -> dict[int, str]:
-    """Return which devices wait for what nobody will send, each with what that is, in words.
+    """Return the devices whose describe_wait message can never be sent, each with a description of its wait.
 
     Args:
-        links: the host's, which sends no more.
-        devices: all, in the order of their ends.
-        running: those that have not finished.
+        links: the host's links; the host sends no more messages.
+        devices: all devices, in the order of their ends.
+        running: the devices that have not finished.
     """
     names = (*devices, HOST)
-    waits = waits_of(links, running)
+    waits = find_waits(links, running)
+    # Remove devices that wait for a free one, directly or through others; the rest can never continue.
     while True:
         free = {device for device in running if device not in waits}
         hopeful = {device for device, wait in waits.items() if names[wait.source] in free}
         if not hopeful:
             break
         waits = {device: wait for device, wait in waits.items() if device not in hopeful}
-    # A wait that has kept its number was one wait throughout, so all of these waited at the same moment.
-    again = waits_of(links, waits)
+    # The board is read device by device. A wait that kept its number lasted throughout, so all these waits coincided.
+    again = find_waits(links, waits)
     if any(device not in again or again[device].turn != wait.turn for device, wait in waits.items()):
         return {}
-    return told(devices, running, waits)
+    return describe_waits(devices, running, waits)
 
 
-def told(devices: Sequence[int], running: Collection[int], waits: dict[int, Wait]) -> dict[int, str]:
-    """Return waits in the words of `xrank.virtual.engines.failures`."""
+def describe_waits(devices: Sequence[int], running: Collection[int], waits: dict[int, Wait]) -> dict[int, str]:
+    """Describe waits for the errors of `xrank.virtual.engines.failures`."""
     names = (*devices, HOST)
     now = time.monotonic()
     return {
-        device: awaited(names[wait.source], running, f"{wait.heading or 'an object'}, since {now - wait.since:.1f} s")
+        device: describe_wait(
+            names[wait.source], running, f"{wait.heading or 'an object'}, since {now - wait.since:.1f} s"
+        )
         for device, wait in sorted(waits.items())
     }

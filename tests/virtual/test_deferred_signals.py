@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from xrank.virtual.engines.held_signals import HeldSignals
+from xrank.virtual.engines.deferred_signals import DeferredSignals
 
 
 def interrupt():
@@ -30,11 +30,11 @@ def test_an_interrupt_waits_for_the_released_part():
     before = signal.getsignal(signal.SIGINT)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # here, so that the other thread gets it
     try:
-        with pytest.raises(KeyboardInterrupt), HeldSignals() as signals:
+        with pytest.raises(KeyboardInterrupt), DeferredSignals() as signals:
             interrupt()
             steps.append("held")
             try:
-                with signals.released():
+                with signals.allow():
                     steps.append("never")
             finally:
                 interrupt()
@@ -51,10 +51,10 @@ def test_a_handler_that_returns_is_called_as_ever():
     calls = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: calls.append(number))
     try:
-        with HeldSignals() as signals:
+        with DeferredSignals() as signals:
             signal.raise_signal(signal.SIGUSR2)
             assert calls == []
-            with signals.released():
+            with signals.allow():
                 assert len(calls) == 1
                 signal.raise_signal(signal.SIGUSR2)
                 signal.raise_signal(signal.SIGUSR2)
@@ -78,7 +78,7 @@ def test_a_signal_during_a_handler_is_taken_after_it():
 
     before = signal.signal(signal.SIGUSR2, handle)
     try:
-        with pytest.raises(KeyboardInterrupt), HeldSignals() as signals, signals.released():
+        with pytest.raises(KeyboardInterrupt), DeferredSignals() as signals, signals.allow():
             signal.raise_signal(signal.SIGUSR2)
             steps.append("never")
     finally:

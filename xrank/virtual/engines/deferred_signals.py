@@ -1,4 +1,4 @@
-"""Signals that wait: one between a fork and the note of it would leave a process that nobody knows."""
+"""Deferred signals: an exception between a fork and the record of its pid would leave an unknown process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-__all__ = ["HeldSignals"]
+__all__ = ["DeferredSignals"]
 
 
-class HeldSignals:
-    """Holds the handlers that Python calls back, in a ``with`` block, but for a part of it; then they are called.
+class DeferredSignals:
+    """Defers Python's signal handlers in a ``with`` block, except inside `allow`; runs them at the end.
 
-    To block the signals would not do: the kernel gives them to any other thread, and Python calls their handlers in the
-    main one nevertheless. In other threads than that no handler runs, and nothing has to be held.
+    Blocking the signals would not suffice: the kernel would deliver them to another thread, and Python would still run
+    the handlers in the main thread. In other threads no handler runs, so there is nothing to defer.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class HeldSignals:
                     if callable(handler):
                         self._handlers[number] = handler
                         signal.signal(number, self._take)
-            except BaseException:  # of a handler that was not held yet
+            except BaseException:  # from a handler that was not deferred yet
                 self.__exit__()
                 raise
         return self
@@ -44,8 +44,8 @@ class HeldSignals:
             self._handlers[number](number, None)
 
     @contextlib.contextmanager
-    def released(self) -> Iterator[None]:
-        """Let handlers be called, until one of them raises."""
+    def allow(self) -> Iterator[None]:
+        """Run handlers immediately, until one of them raises."""
         try:
             self._release()
             yield
@@ -56,17 +56,17 @@ class HeldSignals:
         if self._are_held:
             self._pending.append(number)
             return
-        # If it raises, what comes next must not disturb the clearing up.
+        # If the handler raises, later signals must not interrupt the cleanup.
         self._are_held = True
         self._handlers[number](number, frame)
         self._release()
 
     def _release(self) -> None:
-        """Call what has come, and what comes meanwhile; hold nothing from then on, unless a handler raises."""
+        """Run the pending handlers, then stop deferring unless a handler raises."""
         self._are_held = False
         while self._pending:
             self._are_held = True
-            while self._pending:  # one that came between the two lines above may have taken them
+            while self._pending:  # a signal between the two lines above may have emptied it
                 number = self._pending.pop(0)
                 self._handlers[number](number, None)
             self._are_held = False
