@@ -22,7 +22,7 @@ from xrank.virtual.arrays import (
     with_length,
 )
 from xrank.virtual.channels.channel import Heading, Links
-from xrank.virtual.collectives import Course, SendSlot
+from xrank.virtual.collectives import Course, ReceiveSlot, SendSlot
 
 __all__ = ["Exchange", "Tally"]
 
@@ -156,10 +156,8 @@ class Exchange:
                 return reshape(self._finish_mean(whole), spec_of(brought).shape)
             case "one":
                 one = self.slots[self.course.slot]
-                is_received = any(
-                    not isinstance(step, SendSlot) and step.slot == self.course.slot for step in self.course.steps
-                )
-                return self._finish_mean(one if is_received else copy_of(one))
+                received = {step.slot for step in self.course.steps if isinstance(step, ReceiveSlot)}
+                return self._finish_mean(one if self.course.slot in received else copy_of(one))
         return None
 
     def _finish_mean(self, total: Array) -> Array:
