@@ -148,7 +148,7 @@ def test_folders_beside_a_model_are_not_removed_with_it(bench: Bench, is_ours: b
     else:
         precious.parent.mkdir(parents=True)
     precious.write_text("mine")
-    says = ["holds 'checkpoint-500', no part of a model that xrank wrote", "move the folder elsewhere"]
+    says = ["holds 'checkpoint-500', not part of a model that xrank wrote", "move the folder elsewhere"]
     bench.refused("OutputExistsError", "--overwrite", says=says, file="checkpoint-500")
     assert precious.read_text() == "mine"
     precious.unlink()

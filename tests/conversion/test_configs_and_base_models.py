@@ -217,7 +217,7 @@ def test_no_name_of_a_model(bench: Bench, name: str) -> None:
 def test_a_tensor_that_the_base_model_has_more(bench: Bench) -> None:
     model = leave(bench.workspace)
     options = base_model(bench, {**model, "mtp.head": torch.ones(2), "mtp.norm": torch.ones(2)}, CONFIG)
-    says = ["mtp.head is in the base model and in no rank's state, and 1 more", "got   5 tensors", "--exclude"]
+    says = ["mtp.head is in the base model and in no rank's state; likewise mtp.norm", "got   5 tensors", "--exclude"]
     bench.refused("IncompleteError", *options, says=says, tensor="mtp.head")
     # What the message advises works, and is told.
     report = bench.succeeds(model, *options, "--exclude", r"mtp\..*")

@@ -77,7 +77,7 @@ DISAGREEMENTS = {
     ),
     "whether there is a layout": (
         recorded("embed.weight", layout=None, mesh=None),
-        ["embed.weight: some ranks recorded a layout", "no layout on ranks 3", "want  [v/tp, h], as on ranks 0-2"],
+        ["embed.weight: some ranks recorded a layout", "no layout on rank 3", "want  [v/tp, h], as on ranks 0-2"],
     ),
     "the mesh's shape": (
         meshes((("dp", "tp"), (1, 4), (0, 1, 2, 3))),

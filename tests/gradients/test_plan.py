@@ -400,16 +400,16 @@ def explained(told, views, rank, config=GradientConfig()):  # noqa: B008  frozen
     return [plan.explain(name) for name in (*(parameter.name for parameter in plan.parameters), *plan.frozen)]
 
 
-WORD = """word_0 is a parameter of shape [40] in float32. Its gradients on ranks 9, 11, 13 and 15, replicas along dp,
-are added up and divided by 4. Later it is summed over ranks 1 and 9 along pp, because stages 0 and 1 hold the same word
+WORD = """word_0 is a parameter of shape [40] in float32. Its gradients on ranks 9, 11, 13, 15, replicas along dp,
+are added up and divided by 4. Later it is summed over ranks 1, 9 along pp, because stages 0 and 1 hold the same word
 table: its attribute shared_embedding is True. It lies in bucket 1 of 2, elements 14 to 53 of buffer 0."""
-COPY = """copy_1 is a parameter of shape [8] in float32. Its gradients on ranks 9, 11, 13 and 15, replicas along dp, are
-added up and divided by 4. Later it is summed over ranks 8 and 9 along tp, because each has a part of its gradient: its
+COPY = """copy_1 is a parameter of shape [8] in float32. Its gradients on ranks 9, 11, 13, 15, replicas along dp, are
+added up and divided by 4. Later it is summed over ranks 8-9 along tp, because each has a part of its gradient: its
 attribute sequence_parallel is True. It lies in bucket 1 of 2, elements 6 to 13 of buffer 0."""
-EXPERT = """expert_2 is an expert's parameter of shape [13] in float32. Its gradients on ranks 9 and 13, replicas along
+EXPERT = """expert_2 is an expert's parameter of shape [13] in float32. Its gradients on ranks 9, 13, replicas along
 edp, are added up and divided by 4, the number of ranks that see different data. It lies in bucket 0 of 2, elements 0 to
 12 of buffer 1. This is known because its attribute allreduce is False, as Megatron marks experts."""
-REPLICA = """replica_3 is a parameter of shape [6] in float32. Its gradients on ranks 9, 11, 13 and 15, replicas along
+REPLICA = """replica_3 is a parameter of shape [6] in float32. Its gradients on ranks 9, 11, 13, 15, replicas along
 dp, are added up and divided by 4. It lies in bucket 1 of 2, elements 0 to 5 of buffer 0."""
 FROZEN = "frozen_4 is frozen: it has no gradient, no place in a buffer, and is never exchanged."
 
@@ -427,10 +427,10 @@ def test_explanations_of_shards_tokens_and_many_ranks():
     told = [Told("replica", 200, torch.bfloat16), Told("expert", 5), Told("replica", 3)]
     replica, expert, small = explained(told, views, 1, sharded)
     assert "in bfloat16, its gradient float32" in replica
-    assert "on ranks 0, 1, 2 ... 63 (64 in all), replicas along dp, are added up and divided by 64." in replica
-    assert replica.endswith("Ranks 0, 1, 2 ... 49 (50 in all) own shards of it: rank 1 owns elements 4 to 7 of it.")
+    assert "on ranks 0-63, replicas along dp, are added up and divided by 64." in replica
+    assert replica.endswith("Ranks 0-49 own shards of it: rank 1 owns elements 4 to 7 of it.")
     assert "Rank 1 holds the only copy, so its gradient is not added up with others but divided by 64, the" in expert
-    assert small.endswith("Ranks 0 and 1 own shards of it: rank 1 owns element 2 of it.")
+    assert small.endswith("Ranks 0-1 own shards of it: rank 1 owns element 2 of it.")
     alone = explained([Told("replica", 4)], megatron_views(2, tp=2), 1)
     assert "holds the only copy, so its gradient is not added up with others." in alone[0]
     tokens = explained([Told("replica", 4)], megatron_views(2), 1, GradientConfig(calculate_per_token_loss=True))

@@ -11,7 +11,7 @@ from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
 from xrank.plan import planner
 from xrank.plan.output import OutputTensor
-from xrank.plan.planner import Copies, divide_replicas, make_plan, ranks_text
+from xrank.plan.planner import Copies, divide_replicas, make_plan
 from xrank.plan.source import RecordTable, SourceFile, StoredModel, StoredShard
 
 ROWS = [box_nest(((i, i + 1), (0, 3)), (4, 3)) for i in range(4)]
@@ -194,11 +194,3 @@ def test_a_refused_proof_is_passed_on(monkeypatch):
     made = tied_model()
     with pytest.raises(LayoutError, match="too many boxes"):
         plan_of(made)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([], ""), ([4], "4"), ([0, 1], "0-1"), ([2, 0, 1, 4], "0-2, 4"), ([7, 5, 5, 3], "3, 5, 7"), (range(64), "0-63")],
-)
-def test_ranks_text(ranks, text):
-    assert ranks_text(ranks) == text

@@ -127,7 +127,9 @@ def test_optimizer_and_values_are_left_out_and_told(fsdp: Path) -> None:
         name.startswith("optim.") and hasattr(item, "chunks") for name, item in metadata.state_dict_metadata.items()
     )
     assert notes["left-out"].endswith(f"optim ({num_optimizer})")
-    assert notes["byte-items"].startswith(f"{len(metadata_bytes(metadata))} values that are no tensors were left out: ")
+    assert notes["byte-items"].startswith(
+        f"{len(metadata_bytes(metadata))} values that are not tensors were left out: "
+    )
     assert notes["byte-items"].endswith(f" and {len(metadata_bytes(metadata)) - 3} more")
     assert set(notes) == {"left-out", "byte-items"}
 

@@ -327,8 +327,8 @@ def test_shapes_that_leave_no_single_way(shapes):
 
 def test_without_any_hint_nothing_is_guessed():
     parts = [held(rank, np.zeros((2, 2))) for rank in (0, 2)]
-    with pytest.raises(LayoutError, match="how ranks 0, 2 share it is not known") as caught:
+    with pytest.raises(LayoutError, match="how it is cut over ranks 0, 2 is not known") as caught:
         place("w", parts, Hints(shapes={"other": (4, 2)}), world_size=3)
     assert (caught.value.tensor, caught.value.rank, caught.value.got) == ("w", 0, "plain tensors of shape [2, 2]")
-    with pytest.raises(LayoutError, match="how ranks 1 share"):
+    with pytest.raises(LayoutError, match="how it is cut over rank 1 "):
         place("w", [held(1, np.zeros(2))], Hints(), world_size=2)

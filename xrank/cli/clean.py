@@ -6,7 +6,7 @@ import click
 
 from xrank.cli.command import Output, reporting
 from xrank.cli.paths import PATH
-from xrank.cli.text import plural, size_text
+from xrank.words import plural, size_text
 
 __all__ = ["clean_command"]
 

@@ -12,8 +12,8 @@ import click
 from xrank.cli.command import Output, reporting
 from xrank.cli.paths import PATH
 from xrank.cli.sharing import report_shared, sharing
-from xrank.cli.text import plural, size_text
 from xrank.errors import UsageError
+from xrank.words import list_text, plural, size_text
 
 if TYPE_CHECKING:
     from xrank.plan.report import Report
@@ -152,8 +152,7 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         rows.append(("adapter", f"merged into {plural(len(made['merged']), 'tensor')}"))
     if made["excluded"]:
         names = made["excluded"]
-        more = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
-        rows.append(("left out", f"{plural(len(names), 'tensor')}: {', '.join(names[:5])}{more}"))
+        rows.append(("left out", f"{plural(len(names), 'tensor')}: {list_text(names)}"))
     files = plural(len(made["files"]), "file")
     if report.output is None:
         buffers = size_text(made["peak_buffer_nbytes"])

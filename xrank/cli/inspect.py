@@ -9,7 +9,7 @@ import click
 
 from xrank.cli.command import Output, reporting
 from xrank.cli.paths import PATH
-from xrank.cli.text import plural, size_text
+from xrank.words import plural, size_text
 
 if TYPE_CHECKING:
     from xrank.plan.report import Report

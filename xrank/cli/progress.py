@@ -10,7 +10,7 @@ from time import monotonic
 import click
 
 from xrank.cli.command import Output
-from xrank.cli.text import size_text
+from xrank.words import size_text
 
 __all__ = ["progress_bar"]
 

@@ -11,7 +11,7 @@ from xrank.cli.command import Output, reporting
 from xrank.cli.gather import made_rows, proof_row, source_row
 from xrank.cli.paths import PATH
 from xrank.cli.sharing import report_shared, sharing
-from xrank.cli.text import plural, size_text
+from xrank.words import plural, size_text
 
 if TYPE_CHECKING:
     from xrank.plan.report import Report

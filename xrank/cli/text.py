@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xrank.errors import XrankError
-from xrank.words import plural, size_text
 
-__all__ = ["error_text", "plural", "printable", "rows_text", "size_text"]
+__all__ = ["error_text", "printable", "rows_text"]
 
 
 def printable(text: str) -> str:

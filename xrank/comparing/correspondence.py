@@ -13,6 +13,7 @@ import numpy as np
 from xrank.decisions.selection import tied_by_config
 from xrank.errors import ContradictionError
 from xrank.plan.source import StoredModel, StoredShard
+from xrank.words import list_text
 from xrank.writers.manifest import MANIFEST_NAME
 
 __all__ = ["NOT_COPIES", "Compared", "Correspondence", "TiedName", "correspond"]
@@ -110,7 +111,7 @@ def correspond(sides: tuple[Compared, Compared], updates: Collection[str] = ()) 
         ]
         if left_out[side]:
             notes.append(
-                ("excluded", f"not compared, as {_manifest(sides[side])} says left out: {_some(left_out[side])}")
+                ("excluded", f"not compared, as {_manifest(sides[side])} says left out: {list_text(left_out[side])}")
             )
     aliases = {name for name in names if any(side.model.aliases.get(name) in names for side in sides)}
     # One storage under both names cannot differ.
@@ -125,11 +126,6 @@ def _is_on_both(name: str, sides: Sequence[Compared]) -> bool:
 
 def _manifest(side: Compared) -> str:
     return f"{side.path}/{MANIFEST_NAME}"
-
-
-def _some(names: Sequence[str], count: int = 5) -> str:
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
 
 
 def _ties(sides: Sequence[Compared]) -> dict[str, list[str]]:

@@ -14,9 +14,9 @@ from xrank.dtypes import DTYPES
 from xrank.errors import LayoutError
 from xrank.layout import LayoutMap
 from xrank.plan.holdings import Holdings, Survey, held_nbytes
-from xrank.plan.planner import ranks_text
 from xrank.plan.report import Report
 from xrank.plan.survey import survey
+from xrank.words import numbers_text, ranks_text
 
 __all__ = ["check_layouts", "check_survey", "survey_facts"]
 
@@ -97,7 +97,7 @@ def survey_facts(found: Survey) -> dict[str, Any]:
     """Return what JSON shows of a survey beside its tensors."""
     held = held_nbytes(found.tensors, _width)
     return {
-        "meshes": {name: {"grid": mesh.grid, "ranks": ranks_text(mesh.ranks)} for name, mesh in found.meshes.items()},
+        "meshes": {name: {"grid": mesh.grid, "ranks": numbers_text(mesh.ranks)} for name, mesh in found.meshes.items()},
         "unmatched": list(found.unmatched),
         "unused_rules": list(found.unused),
         "ranks": [{"rank": rank, "nbytes": nbytes} for rank, nbytes in held.items()],
@@ -126,8 +126,8 @@ def _problem(one: Holdings) -> LayoutError | None:
         return None
     what = {
         "gap": "held by no rank",
-        "overlap": f"held by ranks {ranks_text(misfit.ranks)} in different cuts",
-        "outside": f"outside the tensor, on ranks {ranks_text(misfit.ranks)}",
+        "overlap": f"held by {ranks_text(misfit.ranks)} in different cuts",
+        "outside": f"outside the tensor, on {ranks_text(misfit.ranks)}",
     }[misfit.kind]
     return LayoutError(
         f"{one.name}, {misfit.where}: {what}",

@@ -30,6 +30,7 @@ from xrank.readers.live.module_tensors import FilledModule, check_materialised, 
 from xrank.teams.agreement import check_alike, nbytes_text, path_text
 from xrank.teams.launches import find_group_team
 from xrank.teams.team import Team
+from xrank.words import list_text
 
 if TYPE_CHECKING:
     from xrank.layout import LayoutMap
@@ -198,8 +199,7 @@ def _notes(module: FilledModule, load: Load) -> Iterator[tuple[str, str]]:
         rows = ", ".join(f"{rows:,} of {name}" for name, rows in load.padded.items())
         yield "padded", f"rows that the source has not are zeros: {rows}"
     if names := names_left_out(module):
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield "not-loaded", f"buffers that no checkpoint has are left as they are: {', '.join(names[:3])}{more}"
+        yield "not-loaded", f"buffers that no checkpoint has are left as they are: {list_text(names, 3)}"
 
 
 def _report(planned: _Planned, outcome: Outcome, started: float) -> Report:

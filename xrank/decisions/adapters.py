@@ -15,6 +15,7 @@ from xrank.errors import ContradictionError, IncompleteError, UsageError
 from xrank.plan.low_rank import LowRank
 from xrank.plan.planner import Plan
 from xrank.plan.source import StoredModel, StoredShard
+from xrank.words import list_text
 
 __all__ = ["FOLDER", "WEIGHTS_NAME", "Adapted", "adapt", "adapter_beside", "check_ties", "merged_texts"]
 
@@ -199,7 +200,7 @@ def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig) -
         *config.notes(has_own_base=not names.is_alone),
     ]
     if names.trained:
-        notes.append(("adapter-trained", f"{_some(list(names.trained))}: the trained ones are in the adapter's folder"))
+        notes.append(("adapter-trained", f"{list_text(names.trained)}: the trained ones are in the adapter's folder"))
     return Adapted(
         _with_names(source, renamed),
         own=frozenset(renamed.values() if names.is_alone else names.saved.values()),
@@ -227,7 +228,7 @@ def _merged(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> 
             f"{source.path}: its adapter is more than W + scale * B @ A, and is not merged",
             tensor=biases[0] if biases else None,
             file=config.path,
-            got=", ".join([*kinds, *biases[:4]]),
+            got=list_text([*kinds, *biases]),
             want="plain LoRA",
             next_step="use --adapter separate, and merge it with peft",
         )
@@ -237,11 +238,13 @@ def _merged(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> 
     renamed.update((name, new) for new, name in names.trained.items())
     stored_as = {new: name for name, new in renamed.items()}
     updates = _updates(names, config, {new: shards[name] for new, name in stored_as.items()}, shards)
-    scales = _some([f"{scale:g}" for scale in sorted({update.scale for update in updates.values()})])
+    scales = list_text([f"{scale:g}" for scale in sorted({update.scale for update in updates.values()})])
     done = f"{len(updates)} LoRA pairs are merged: W + {scales} * B @ A, computed in float32, rounded once"
     notes = [("adapter", done), *config.notes(has_own_base=False)]
     if left_out:
-        notes.append(("adapter-trained", f"{_some(left_out)}: left out, what was trained in their place is written"))
+        notes.append(
+            ("adapter-trained", f"{list_text(left_out)}: left out, what was trained in their place is written")
+        )
     return Adapted(
         _with_names(source, renamed),
         factors=tuple(shards[name] for pair in names.pairs for name in (pair.a, pair.b)),
@@ -298,7 +301,7 @@ def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str,
         raise UsageError(
             f"{name}: is quantised, so nothing can be added to it" if held else f"{name}: is not in the source",
             tensor=name,
-            got=f"{weight.dtype} {list(weight.shape)}" if weight is not None else f"{_some(held)}",
+            got=f"{weight.dtype} {list(weight.shape)}" if weight is not None else list_text(held),
             want="a weight of floating-point numbers",
             next_step="use --adapter separate; or merge the adapter into the model that was not quantised, with peft",
         )
@@ -342,8 +345,3 @@ def _is_turned(
             next_step="give that as --adapter-config; or use --adapter separate, and merge it with peft",
         )
     return says
-
-
-def _some(texts: Sequence[str], count: int = 4) -> str:
-    more = f" and {len(texts) - count} more" if len(texts) > count else ""
-    return ", ".join(texts[:count]) + more if texts else "nothing"

@@ -13,6 +13,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Usag
 from xrank.formats.regular_file import open_regular
 from xrank.plan.output import OutputTensor
 from xrank.readers.hugging_face.folder import HfFolderReader, read_headers
+from xrank.words import likewise_text, list_text
 from xrank.writers.companions import Companion, base_companions, hub_snapshot
 
 __all__ = ["BaseModel", "check_against", "open_base_model", "read_config"]
@@ -57,7 +58,7 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
         raise UsageError(
             f"{path} is no base model: it holds neither safetensors weights nor a config.json",
             file=path,
-            got=_few(path),
+            got=list_text(sorted(os.listdir(path)), empty="an empty folder"),
             want="a model's folder, as from_pretrained takes it",
             next_step="give --base-model the folder of the model itself",
         )
@@ -105,7 +106,7 @@ def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[st
     missing = [name for name in base.tensors if name not in found and name not in excluded and name not in tied]
     if missing:
         raise IncompleteError(
-            f"{missing[0]} is in the base model and in no rank's state" + _more(missing),
+            f"{missing[0]} is in the base model and in no rank's state{likewise_text(missing[1:])}",
             tensor=missing[0],
             got=f"{len(found)} tensors",
             want=f"the {len(base.tensors)} tensors of {base.path}",
@@ -114,7 +115,7 @@ def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[st
     surplus = [name for name in found if name not in base.tensors]
     if surplus:
         raise ContradictionError(
-            f"{surplus[0]} is not in the base model" + _more(surplus),
+            f"{surplus[0]} is not in the base model{likewise_text(surplus[1:])}",
             tensor=surplus[0],
             got=f"{found[surplus[0]].dtype} {list(found[surplus[0]].shape)}",
             want=f"only the {len(base.tensors)} names of {base.path}",
@@ -131,12 +132,3 @@ def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[st
                 next_step="name the right base model, or correct the layout",
             )
     return "names and shapes"
-
-
-def _few(path: str) -> str:
-    names = sorted(os.listdir(path))
-    return (", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")) or "an empty folder"
-
-
-def _more(names: list[str]) -> str:
-    return f", and {len(names) - 1} more" if len(names) > 1 else ""

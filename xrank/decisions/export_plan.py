@@ -28,6 +28,7 @@ from xrank.plan.executor import Budget
 from xrank.plan.planner import make_plan
 from xrank.plan.source import StoredModel
 from xrank.readers.wrapper_names import plain_names, renamed
+from xrank.words import list_text
 from xrank.writers.hf_folder import lay_out
 
 __all__ = ["plan_export"]
@@ -117,8 +118,7 @@ def plan_export(
         "model's, and from_pretrained may not know these"
     )
     as_in_memory = [("names-as-in-memory", told)] if own.is_renamed and matched is None else []
-    more = f" and {len(unsaved) - 4} more" if len(unsaved) > 4 else ""
-    left_out = [("not-saved", f"save_pretrained leaves out: {', '.join(unsaved[:4])}{more}")] if unsaved else []
+    left_out = [("not-saved", f"save_pretrained leaves out: {list_text(unsaved, 4)}")] if unsaved else []
     return Gather(
         options,
         stored,

@@ -16,6 +16,7 @@ from xrank.plan.source import StoredModel
 from xrank.recipes import recipe_file
 from xrank.recipes.matching import Match, match
 from xrank.recipes.recipe import Recipe
+from xrank.words import list_text
 
 __all__ = ["match_apart", "match_fused"]
 
@@ -70,7 +71,7 @@ def _fitting(recipe: Recipe, source: StoredModel, *, is_reversed: bool) -> Match
             f"the experts of {source.path} cannot be {'fused' if is_reversed else 'taken apart'}: its names are not "
             f"those of {recipe.name}",
             tensor=found.unknown[0] if found.unknown else None,
-            got=", ".join(found.unknown[:4]) or f"nothing for {', '.join(found.missing[:4])}",
+            got=list_text(found.unknown, empty=f"nothing for {list_text(found.missing)}"),
             want="the names that transformers gives such a model",
             next_step='keep the names as they are with recipe="none", or give a recipe of your own',
         )

@@ -24,6 +24,7 @@ from xrank.plan.source import StoredModel
 from xrank.readers.discovery import find_source
 from xrank.readers.own_readers import WORKSPACE
 from xrank.recipes.matching import Match
+from xrank.words import list_text
 from xrank.writers.companions import Companion
 from xrank.writers.hf_folder import lay_out, lay_out_file
 
@@ -179,6 +180,5 @@ def layout_notes(layouts: LayoutMap | None, stored: StoredModel) -> Sequence[tup
         return []
     unused = layouts.unused([shard.name for shard in stored.shards])
     if len(unused) > 3:
-        told = f"{', '.join(map(repr, unused[:3]))} and {len(unused) - 3:,} more match no tensor"
-        return [("unused-rule", f"of the layout file's rules {told}")]
+        return [("unused-rule", f"rules of the layout file match no tensor: {list_text(map(repr, unused), 3)}")]
     return [("unused-rule", f"the layout file's rule {pattern!r} matches no tensor") for pattern in unused]

@@ -12,6 +12,7 @@ import xxhash
 from xrank.decisions.load_plan import Load
 from xrank.errors import ContradictionError, UsageError
 from xrank.plan.source import StoredModel
+from xrank.words import list_text
 
 __all__ = ["check_loads", "describe_load"]
 
@@ -53,8 +54,8 @@ def _check_names(source: StoredModel, loads: Sequence[dict[str, Any]]) -> None:
     if not missing and not unexpected:
         return
     first = (*missing, *unexpected)[0]
-    wrong = [f"{_some(missing)} in the module alone"] if missing else []
-    wrong += [f"{_some(unexpected)} in the source alone"] if unexpected else []
+    wrong = [f"{list_text(missing)} in the module alone"] if missing else []
+    wrong += [f"{list_text(unexpected)} in the source alone"] if unexpected else []
     raise UsageError(
         f"{first}: {'the source has no such tensor' if missing else 'no rank has such a tensor'}",
         tensor=first,
@@ -64,11 +65,6 @@ def _check_names(source: StoredModel, loads: Sequence[dict[str, Any]]) -> None:
         next_step="make the module with the source's config.json, and tie what to_empty took apart; where one side "
         "has a trainer's names, give recipe=",
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
 
 
 def _check_sources(ranks: Sequence[int], digests: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from xrank.readers.claims import Claim, Claims, claimed_name
 from xrank.readers.held_tensor import whole
 from xrank.readers.live.local_model import LocalModel
 from xrank.readers.live.ranks import held_in_memory
+from xrank.words import likewise_text
 
 __all__ = ["Load", "plan_load"]
 
@@ -133,10 +134,8 @@ class _Found:
         """Raise the first refusal, which names the others, too."""
         if not self.errors:
             return
-        first, *more = self.errors
-        if more:
-            names = ", ".join(error.tensor or "?" for error in more[:5])
-            first.message += f"; likewise {names}" + (f" and {len(more) - 5} more" if len(more) > 5 else "")
+        first, *others = self.errors
+        first.message += likewise_text([error.tensor or "?" for error in others])
         raise first
 
 

@@ -16,8 +16,9 @@ from xrank.layout.nests import Nest
 from xrank.layout.tensor_layout import flat_of
 from xrank.plan.coverage import Fault, contains, range_text
 from xrank.plan.output import TensorPart
-from xrank.plan.planner import divided, ranks_text
+from xrank.plan.planner import divided
 from xrank.readers.claims import Claim, Claims, own_name
+from xrank.words import ranks_text
 
 __all__ = ["NewPart", "new_claim", "new_parts"]
 
@@ -126,7 +127,7 @@ def _not_exact(
 ) -> LayoutError:
     where = range_text(shape, fault.address, fault.address)
     ranks = [rank for rank, new in parts.items() if any(contains(nest, fault.address) for nest in new.part.nests)]
-    what = "left to no rank" if fault.kind == "gap" else f"given to ranks {ranks_text(ranks)} in different cuts"
+    what = "left to no rank" if fault.kind == "gap" else f"given to {ranks_text(ranks)} in different cuts"
     return LayoutError(
         f"{name}, from {where} on: {what} by the new layout",
         tensor=name,

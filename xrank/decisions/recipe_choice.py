@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from xrank.decisions.options import GatherOptions
@@ -16,6 +16,7 @@ from xrank.recipes.recipe import Recipe
 from xrank.recipes.recipe_file import read_recipe, recipes_for, shipped_names, shipped_recipe, shipped_recipes
 from xrank.recipes.rewriting import rewritten
 from xrank.recipes.sizes import check_arguments, flags_of, solve_sizes, told_sizes
+from xrank.words import list_text
 
 __all__ = ["asked_recipe", "choose_recipe", "follow_recipe", "padded_names", "under_recipe"]
 
@@ -142,10 +143,10 @@ def _named(asked: str) -> Recipe:
 def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
     wrong = []
     if found.unknown:
-        wrong.append(f"{_some(found.unknown)} unknown to {found.recipe.name}")
+        wrong.append(f"{list_text(found.unknown)} unknown to {found.recipe.name}")
     if found.missing:
-        wrong.append(f"nothing for {_some(found.missing)} of {found.recipe.name}")
-    known = _some([str(side) for rule in found.recipe.rules for side in froms(rule, found.is_reversed)[:1]], 3)
+        wrong.append(f"nothing for {list_text(found.missing)} of {found.recipe.name}")
+    known = list_text([str(side) for rule in found.recipe.rules for side in froms(rule, found.is_reversed)[:1]], 3)
     return UsageError(
         f"{source.path}: {problem}",
         tensor=found.unknown[0] if found.unknown else None,
@@ -154,11 +155,6 @@ def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
         want=f"names like {known}",
         next_step="give a recipe of your own with --recipe FILE, or keep the names with --recipe none",
     )
-
-
-def _some(names: Sequence[str], count: int = 4) -> str:
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
 
 
 def _model_type(config: Mapping[str, Any] | None) -> str | None:

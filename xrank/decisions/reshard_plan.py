@@ -31,6 +31,7 @@ from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.claims import Claim, Claims, counted_names, own_name
+from xrank.words import likewise_text
 from xrank.workspace.state_content import plain_config
 from xrank.writers.companions import Companion
 from xrank.writers.rank_states import lay_out_state
@@ -278,7 +279,7 @@ class _States:
             return []
         first, *more = surplus
         text = f"{first} counts {counts[first]:,} tensors, and the source has {len(found[first][1]):,}"
-        likewise = f"; likewise {len(more)} more names with dims" if more else ""
+        likewise = likewise_text(more)
         return [("counts-more", f"{text}{likewise}: is the layout file of this model's size?")]
 
     def refuse_unmatched(self) -> None:
@@ -298,12 +299,7 @@ class _States:
                 )
         dims = ", ".join(f"d{i}" for i in range(len(_shape_of(self.source, first))))
         raise LayoutError(
-            f"{first}: no rule of the layout file says how it is cut"
-            + (
-                f"; likewise {', '.join(more[:5])}" + (f" and {len(more) - 5} more" if len(more) > 5 else "")
-                if more
-                else ""
-            ),
+            f"{first}: no rule of the layout file says how it is cut{likewise_text(more)}",
             tensor=first,
             got=f"{len(self.layouts)} rules",
             want="one for every tensor",

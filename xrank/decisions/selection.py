@@ -13,6 +13,7 @@ from xrank.decisions.options import GatherOptions, matches
 from xrank.errors import IncompleteError, LayoutError, UnsafeError, UsageError
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
+from xrank.words import list_text
 
 __all__ = ["Selection", "embedding_of", "select", "tied_by_config"]
 
@@ -101,11 +102,9 @@ def select(
     if untouched:
         notes.append(("not-cast", f"{len(untouched)} float8 tensors are quantised payloads and stay as they are"))
     if scales:
-        more = f"{min(scales)} and {len(scales) - 1} more" if len(scales) > 1 else min(scales)
-        notes.append(("not-cast", f"what quantised payloads are scaled with stays as it is: {more}"))
+        notes.append(("not-cast", f"scales of quantised payloads stay as they are: {list_text(sorted(scales), 3)}"))
     if uncast:
-        more = f" and {len(uncast) - 3} more" if len(uncast) > 3 else ""
-        told = f"{', '.join(uncast[:3])}{more}"
+        told = list_text(uncast, 3)
         notes.append(("kept-fp32", f"not cast, as the list of what stays in fp32 says, the recipe's or yours: {told}"))
     return Selection(tuple(outputs), tied, tuple(excluded), cast, tuple(notes))
 
@@ -178,12 +177,11 @@ def _filtered(
     left_out = {name for name in names if options.leaves_out(name)}
     missing = [name for name in source.absent if name not in left_out]
     if missing:
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise IncompleteError(
             f"{missing[0]}: no rank holds it, and its layout's name counts it",
             tensor=missing[0],
             file=source.path,
-            got=f"nothing of {', '.join(missing[:4])}{more}",
+            got=f"nothing of {list_text(missing, 4)}",
             want="a part on some rank",
             next_step="let the ranks write it, correct the name's dims, or leave it out with --exclude",
         )

@@ -10,9 +10,9 @@ from xrank.layout import DeviceMesh, LayoutMap
 from xrank.pictures.page import colour, page, page_text
 from xrank.pictures.regions import cut_dims, region_of
 from xrank.pictures.text_picture import alike, misfit_words, share_words
-from xrank.pictures.words import amount_text, ranks_words, width_of
 from xrank.plan.holdings import Holdings, Share, Survey, held_nbytes
 from xrank.plan.survey import survey
+from xrank.words import amount_text, ranks_text
 
 __all__ = ["layout_html", "survey_html"]
 
@@ -63,7 +63,7 @@ def _mesh_table(mesh: DeviceMesh) -> Iterator[str]:
     *outer, across = mesh.axis_names
     length = mesh.shape[-1]
     if mesh.size > _MAX_RANKS or length > 64:
-        yield f"<p>{page_text(ranks_words(sorted(mesh.ranks)))}</p>"
+        yield f"<p>{page_text(ranks_text(sorted(mesh.ranks), compact=True))}</p>"
         return
     heads = "".join(f"<th>{page_text(across)}={i}" for i in range(length))
     yield f'<table class="mesh"><tr><th>{heads}'
@@ -101,7 +101,7 @@ def _tensor(group: Sequence[Holdings], max_parts: int) -> Iterator[str]:
         amount = amount_text((share.num_elements + share.num_pads) * width, is_known)
         pads = f", of it padding {amount_text(share.num_pads * width, is_known)}" if share.num_pads else ""
         yield (
-            f'<tr><td style="background:{colour(number)}"><td>{page_text(ranks_words(share.ranks))}'
+            f'<tr><td style="background:{colour(number)}"><td>{page_text(ranks_text(share.ranks, compact=True))}'
             f"<td>{page_text(share_words(one, share))}<td>{'' if share.shape is None else list(share.shape)}"
             f"<td>{amount}{pads}"
         )
@@ -109,7 +109,7 @@ def _tensor(group: Sequence[Holdings], max_parts: int) -> Iterator[str]:
     if len(one.shares) > max_parts:
         yield f'<p class="note">{len(one.shares) - max_parts:,} more parts are not shown</p>'
     if one.absent:
-        yield f"<p>{page_text(ranks_words(one.absent))}: without it</p>"
+        yield f"<p>{page_text(ranks_text(one.absent, compact=True))}: without it</p>"
 
 
 def _drawing(one: Holdings, shares: Sequence[Share], max_boxes: int = 2048) -> Iterator[str]:
@@ -122,7 +122,9 @@ def _drawing(one: Holdings, shares: Sequence[Share], max_boxes: int = 2048) -> I
     width, height = (160, 160) if down_only else (480, 32) if len(lengths) == 1 else (480, 240)
     boxes: list[str] = []
     for number, share in enumerate(shares):
-        title = f"<title>{page_text(ranks_words(share.ranks))}: {page_text(share_words(one, share))}</title>"
+        title = (
+            f"<title>{page_text(ranks_text(share.ranks, compact=True))}: {page_text(share_words(one, share))}</title>"
+        )
         for nest in share.nests:
             region = region_of(nest, one.shape)
             runs = (
@@ -158,7 +160,7 @@ def _drawing(one: Holdings, shares: Sequence[Share], max_boxes: int = 2048) -> I
 
 
 def _bars(found: Survey) -> Iterator[str]:
-    has_width = width_of(one.dtype for one in found.tensors if one.shares)
+    has_width = all(one.dtype in DTYPES for one in found.tensors if one.shares)
     held = held_nbytes(found.tensors, lambda dtype: DTYPES[dtype].nbytes if has_width and dtype else 1)
     if not held:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from xrank.pictures.words import one_line
+from xrank.words import one_line
 
 __all__ = ["colour", "page", "page_text"]
 

@@ -12,9 +12,9 @@ from xrank.layout.binding import bind, global_size
 from xrank.layout.nests import Nest, size
 from xrank.layout.notation import Node, Pad, Parts, Product, Split, count_names_of, render_dim
 from xrank.layout.tensor_layout import axis_lengths
-from xrank.pictures.words import runs_text
 from xrank.plan.coverage import range_text
 from xrank.plan.holdings import Holdings
+from xrank.words import runs_text
 
 __all__ = ["Region", "cut_dims", "part_names", "region_of", "region_words", "strip"]
 
@@ -109,9 +109,13 @@ def region_words(region: Region, shape: tuple[int, ...]) -> str:
         return f"{region.num_elements:,} of the {range_text(shape, region.first, region.last)}"
     cut = [d for d, runs in enumerate(region.dims) if not _is_whole(runs, shape[d])]
     if len(shape) > 2 and cut != [0]:
-        return "[" + ", ".join(":" if d not in cut else runs_text(runs) for d, runs in enumerate(region.dims)) + "]"
+        return (
+            "["
+            + ", ".join(":" if d not in cut else runs_text(runs, compact=True) for d, runs in enumerate(region.dims))
+            + "]"
+        )
     names = ("element",) if len(shape) == 1 else ("row", "column")
-    return ", ".join(f"{names[d]}{_plural(region.dims[d])} {runs_text(region.dims[d])}" for d in cut)
+    return ", ".join(f"{names[d]}{_plural(region.dims[d])} {runs_text(region.dims[d], compact=True)}" for d in cut)
 
 
 def _plural(runs: Sequence[tuple[int, int]]) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from xrank.dtypes import DTYPES
 from xrank.layout import LayoutMap
 from xrank.pictures.regions import cut_dims, part_names, region_of, region_words, strip
-from xrank.pictures.words import amount_text, clipped, one_line, ranks_words, width_of
 from xrank.plan.holdings import Holdings, Share, Survey, held_nbytes
 from xrank.plan.survey import survey
+from xrank.words import amount_text, clip, first_lines, one_line, ranks_text
 
 __all__ = ["alike", "layout_text", "misfit_words", "share_words", "survey_text"]
 
@@ -40,7 +40,9 @@ def layout_text(
 
 def survey_text(found: Survey, *, width: int = 100, max_parts: int = 16) -> str:
     """Return the picture of a survey; as `layout_text`."""
-    lines = [f"{name:<6} {mesh.grid}: {ranks_words(sorted(mesh.ranks))}" for name, mesh in found.meshes.items()]
+    lines = [
+        f"{name:<6} {mesh.grid}: {ranks_text(sorted(mesh.ranks), compact=True)}" for name, mesh in found.meshes.items()
+    ]
     for group in alike(found.tensors):
         lines += ["", *_tensor_lines(group, max_parts)]
     lines += _held_lines(found)
@@ -49,10 +51,8 @@ def survey_text(found: Survey, *, width: int = 100, max_parts: int = 16) -> str:
         ("rules that decide for no tensor", found.unused),
     ):
         if names:
-            shown = [f"  {one_line(name)}" for name in names[:max_parts]]
-            more = [f"  and {len(names) - max_parts:,} more"] if len(names) > max_parts else []
-            lines += ["", title, *shown, *more]
-    return "\n".join(clipped(line, width) for line in lines).lstrip("\n") + "\n"
+            lines += ["", title, *(f"  {line}" for line in first_lines([*map(one_line, names)], max_parts))]
+    return "\n".join(clip(line, width) for line in lines).lstrip("\n") + "\n"
 
 
 def alike(tensors: Iterable[Holdings]) -> list[list[Holdings]]:
@@ -87,7 +87,7 @@ def _tensor_lines(group: Sequence[Holdings], max_parts: int) -> list[str]:
         cells = [f"{cell:<{size}}" for cell, size in zip(row, widths, strict=False) if size]
         lines.append(("  " + "  ".join((*cells, row[3]))).rstrip())
     if one.absent:
-        lines.append(f"  {ranks_words(one.absent)}: without it")
+        lines.append(f"  {ranks_text(one.absent, compact=True)}: without it")
     if one.misfit is not None:
         lines.append(f"  ! {misfit_words(one)}")
     return lines
@@ -106,7 +106,7 @@ def _rows(one: Holdings, most: int) -> list[tuple[str, ...]]:
     *between, last = one.shares[max(most - 2, 1) :]
     ranks = sorted(rank for share in between for rank in share.ranks)
     head = [_share_row(one, share) for share in one.shares[: max(most - 2, 1)]]
-    return [*head, (f".. {len(between):,} more parts on {ranks_words(ranks)}",), _share_row(one, last)]
+    return [*head, (f".. {len(between):,} more parts on {ranks_text(ranks, compact=True)}",), _share_row(one, last)]
 
 
 def _share_row(one: Holdings, share: Share) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def _share_row(one: Holdings, share: Share) -> tuple[str, ...]:
     amount = amount_text((share.num_elements + share.num_pads) * nbytes, is_known)
     pads = f", {share.num_pads:,} of them padding" if share.num_pads and not is_known else ""
     pads = f", {amount_text(share.num_pads * nbytes)} of it padding" if share.num_pads and is_known else pads
-    return ranks_words(share.ranks), _strips(one, share), share_words(one, share), f"{shape}{amount}{pads}"
+    return ranks_text(share.ranks, compact=True), _strips(one, share), share_words(one, share), f"{shape}{amount}{pads}"
 
 
 def share_words(one: Holdings, share: Share, most: int = 6) -> str:
@@ -140,8 +140,8 @@ def misfit_words(one: Holdings) -> str:
     if misfit.kind == "gap":
         return f"HOLE: {misfit.where}: on no rank"
     if misfit.kind == "overlap":
-        return f"OVERLAP: {misfit.where}: on {ranks_words(misfit.ranks)}, in different cuts"
-    return f"OUTSIDE: {misfit.where}: on {ranks_words(misfit.ranks)}"
+        return f"OVERLAP: {misfit.where}: on {ranks_text(misfit.ranks, compact=True)}, in different cuts"
+    return f"OUTSIDE: {misfit.where}: on {ranks_text(misfit.ranks, compact=True)}"
 
 
 def _strips(one: Holdings, share: Share) -> str:
@@ -159,17 +159,17 @@ def _strips(one: Holdings, share: Share) -> str:
 def _held_lines(found: Survey) -> list[str]:
     if not any(one.shares for one in found.tensors):
         return []
-    has_width = width_of(one.dtype for one in found.tensors if one.shares)
+    has_width = all(one.dtype in DTYPES for one in found.tensors if one.shares)
     held = held_nbytes(found.tensors, lambda dtype: DTYPES[dtype].nbytes if has_width and dtype else 1)
     by_amount: dict[int, list[int]] = {}
     for rank, amount in held.items():
         by_amount.setdefault(amount, []).append(rank)
-    rows = [(ranks_words(ranks), amount_text(amount, has_width)) for amount, ranks in by_amount.items()]
+    rows = [(ranks_text(ranks, compact=True), amount_text(amount, has_width)) for amount, ranks in by_amount.items()]
     if len(rows) > 8:
         low, high = min(by_amount), max(by_amount)
         rows = [
-            (f"least, {ranks_words(by_amount[low])}", amount_text(low, has_width)),
-            (f"most, {ranks_words(by_amount[high])}", amount_text(high, has_width)),
+            (f"least, {ranks_text(by_amount[low], compact=True)}", amount_text(low, has_width)),
+            (f"most, {ranks_text(by_amount[high], compact=True)}", amount_text(high, has_width)),
         ]
     size = max(len(row[0]) for row in rows)
     return ["", "each rank holds", *(f"  {ranks:<{size}}  {amount}" for ranks, amount in rows)]

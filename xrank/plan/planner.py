@@ -21,6 +21,7 @@ from xrank.plan.coverage import Fault, contains, destination_keys, find_fault, f
 from xrank.plan.low_rank import LowRank
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
+from xrank.words import ranks_text
 
 __all__ = [
     "Copies",
@@ -299,12 +300,11 @@ def _coverage_error(
         # The gap ends at the next element that some piece begins at; good enough to name whole missing shards.
         later = [nest.y for nest in table if nest.y > fault.address]
         where = range_text(shard.shape, fault.address, min(later, default=num_elements) - 1)
-        ranks = sorted(set(shard.rank.tolist()))
         return IncompleteError(
             f"{shard.name}, {where}: left by no rank",
             tensor=shard.name,
             index_range=where,
-            got=f"pieces of ranks {ranks_text(ranks)}" if ranks else "no piece at all",
+            got=f"pieces of {ranks_text(shard.rank.tolist())}" if len(shard.rank) else "no piece at all",
             want="every element exactly once",
             next_step="let the missing rank write again, then run the same command; nothing was written",
         )
@@ -324,9 +324,8 @@ def _coverage_error(
             next_step="check the layout that the ranks recorded, or the one given by --layout",
         )
     where = range_text(shard.shape, fault.address, fault.address)
-    ranks_holding = ranks_text([rank for rank, _ in holders])
     return ContradictionError(
-        f"{shard.name}, from {where} on: held twice, by ranks {ranks_holding}, cut differently",
+        f"{shard.name}, from {where} on: held twice, by {ranks_text(rank for rank, _ in holders)}, cut differently",
         tensor=shard.name,
         rank=holders[-1][0] if holders else None,
         file=holders[-1][1] if holders else None,
@@ -335,14 +334,3 @@ def _coverage_error(
         want="every element exactly once, or equal pieces as replicas",
         next_step="check the layout that the ranks recorded, or the one given by --layout",
     )
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks in few words: ``0-2, 4``."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -13,8 +13,8 @@ from xrank.layout.companion import Companion, inlined, is_companion, parse_compa
 from xrank.layout.companion_base import base_layout
 from xrank.layout.local_part import holds
 from xrank.layout.tensor_name import NameTable, TensorName, name_table, parse_name
-from xrank.plan.planner import ranks_text
 from xrank.readers.held_tensor import HeldTensor
+from xrank.words import ranks_text
 
 __all__ = ["Claim", "Claims", "claimed_name", "counted_names", "named", "own_name"]
 
@@ -155,7 +155,7 @@ def _recorded(held: HeldTensor, name: str) -> Claim:
         raise held.contradiction(
             name,
             f"the mesh that rank {held.rank} recorded is not one of its own",
-            got="no mesh" if held.mesh is None else f"a mesh of ranks {ranks_text(held.mesh.ranks)}",
+            got="no mesh" if held.mesh is None else f"a mesh of {ranks_text(held.mesh.ranks)}",
             want=f"a mesh with rank {held.rank}",
             next_step="let the rank write its state again",
         )

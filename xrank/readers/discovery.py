@@ -10,6 +10,7 @@ from xrank.readers.base import Reader
 from xrank.readers.own_readers import OWN_READERS
 from xrank.readers.plugins import plugin_readers
 from xrank.readers.step_marker import marked_step
+from xrank.words import list_text
 
 __all__ = ["find_source"]
 
@@ -96,7 +97,7 @@ def _found(path: str, asked: Callable[[str], Sequence[Reader]]) -> tuple[str, Re
         raise UsageError(
             f"{path} holds several sources",
             file=path,
-            got=", ".join(f"{place} ({fitting[0].name})" for place, fitting in found[:10]),
+            got=list_text((f"{place} ({fitting[0].name})" for place, fitting in found), 10),
             want="one",
             next_step="name the one to take",
         )

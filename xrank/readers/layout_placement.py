@@ -17,11 +17,11 @@ from xrank.layout.local_part import LocalPart, local_part
 from xrank.layout.notation import LayoutTree
 from xrank.layout.shape_inference import infer_shape
 from xrank.layout.tensor_layout import axis_lengths, flat_of
-from xrank.plan.planner import ranks_text
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.claims import Claim, named, own_name
 from xrank.readers.held_tensor import HeldTensor, pieces_of
+from xrank.words import ranks_text
 
 __all__ = ["Claimed", "place_claimed", "place_companion", "place_members"]
 
@@ -280,8 +280,8 @@ def _check_meshes(name: str, claimed: Sequence[Claimed]) -> None:
                 raise h.contradiction(
                     name,
                     f"ranks {other.rank} and {h.rank} disagree about its layout or mesh",
-                    got=f"{claim} on {claim.mesh.grid}, ranks {_in_order(claim.mesh.ranks)}",
-                    want=f"{others} on {others.mesh.grid}, ranks {_in_order(others.mesh.ranks)}",
+                    got=f"{claim} on {claim.mesh.grid}, {_in_order(claim.mesh.ranks)}",
+                    want=f"{others} on {others.mesh.grid}, {_in_order(others.mesh.ranks)}",
                     next_step="all ranks must come from one run; write the states again",
                 )
             if rank not in holders and own_name(claim, name, rank) is not None:
@@ -289,12 +289,12 @@ def _check_meshes(name: str, claimed: Sequence[Claimed]) -> None:
                     f"{name}: rank {rank} of its mesh holds nothing of it",
                     tensor=name,
                     rank=rank,
-                    got=f"parts on ranks {ranks_text(list(holders))}",
-                    want=f"parts on ranks {ranks_text(claim.mesh.ranks)}",
+                    got=f"parts on {ranks_text(holders)}",
+                    want=f"parts on {ranks_text(claim.mesh.ranks)}",
                     next_step=f"let rank {rank} write its state again, then run the same command",
                 )
 
 
 def _in_order(ranks: Sequence[int]) -> str:
     rising = all(a < b for a, b in pairwise(ranks))
-    return ranks_text(ranks) if rising else ", ".join(map(str, ranks))
+    return ranks_text(ranks) if rising else f"ranks {', '.join(map(str, ranks))}"

@@ -11,16 +11,14 @@ from dataclasses import dataclass, field
 
 from xrank.errors import LayoutError, UsageError, XrankError
 from xrank.layout.tensor_layout import flat_of
-from xrank.plan.planner import ranks_text
 from xrank.plan.source import StatedLayout, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.claims import Claim, Claims, claimed_name, counted_names
 from xrank.readers.held_tensor import HeldTensor, pieces_of, row_slice, whole
 from xrank.readers.layout_placement import Claimed, place_claimed, place_companion, place_members
+from xrank.words import likewise_text, list_text, ranks_text
 
 __all__ = ["Placement", "place", "place_all"]
-
-_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +42,7 @@ class Placement:
         names: dict[str, list[str]] = {}
         for name, how in self.assumptions:
             names.setdefault(how, []).append(name)
-        found = []
-        for how, own in names.items():
-            more = f" and {len(own) - _MAX_NAMED:,} more" if len(own) > _MAX_NAMED else ""
-            found.append(("assumed-layout", f"{', '.join(own[:_MAX_NAMED])}{more}: {how}"))
-        return found
+        return [("assumed-layout", f"{list_text(own, 3)}: {how}") for how, own in names.items()]
 
 
 @dataclass(slots=True)
@@ -149,12 +143,8 @@ def _stated(claims: Mapping[str, Sequence[Claim | None]]) -> dict[str, Sequence[
 
 
 def _joined(errors: Sequence[XrankError]) -> XrankError:
-    first = errors[0]
-    if len(errors) > 1:
-        names = ", ".join(error.tensor or "?" for error in errors[1:6])
-        more = f" and {len(errors) - 6} more" if len(errors) > 6 else ""
-        first.message += f"; likewise {names}{more}"
-    return first
+    errors[0].message += likewise_text([error.tensor or "?" for error in errors[1:]])
+    return errors[0]
 
 
 def _check_once(shards: Sequence[StoredShard]) -> None:
@@ -204,8 +194,8 @@ def place(
         raise without[0].contradiction(
             name,
             "some ranks recorded a layout and some did not",
-            got=f"no layout on ranks {ranks_text([h.rank for h in without])}",
-            want=f"{recording[0][1]}, as on ranks {ranks_text([h.rank for h, _ in recording])}",
+            got=f"no layout on {ranks_text(h.rank for h in without)}",
+            want=f"{recording[0][1]}, as on {ranks_text(h.rank for h, _ in recording)}",
             next_step="let all ranks write their states in the same way",
         )
     if claimed:
@@ -217,7 +207,7 @@ def place(
         shard, assumption = _by_base_shape(name, held, shape)
         return [shard], assumption
     raise LayoutError(
-        f"{name}: no layout is recorded, so how ranks {ranks_text([h.rank for h in held])} share it is not known",
+        f"{name}: no layout is recorded, so how it is cut over {ranks_text(h.rank for h in held)} is not known",
         tensor=name,
         rank=held[0].rank,
         file=held[0].file,
@@ -260,8 +250,8 @@ def _check_mesh_of_file(name: str, claimed: Sequence[Claimed], world_size: int) 
             f"{name}: the layout file's mesh is not that of the {world_size} ranks that left a state",
             tensor=name,
             rank=outside[0] if outside else None,
-            got=f"{mesh.grid}, ranks {ranks_text(mesh.ranks)}",
-            want=f"a mesh with ranks {ranks_text(ranks)}, of {world_size}",
+            got=f"{mesh.grid}, {ranks_text(mesh.ranks)}",
+            want=f"a mesh with {ranks_text(ranks)}, of {world_size}",
             next_step="correct the mesh of the layout file",
         )
 
@@ -285,9 +275,9 @@ def _check_equal(name: str, what: str, values: Mapping[int, object], held: Seque
 
 def _by_base_shape(name: str, held: Sequence[HeldTensor], shape: tuple[int, ...]) -> tuple[StoredShard, str | None]:
     """Place parts by the one way that the whole shape leaves: all whole, or cut along one dim in rank order."""
-    ranks = ranks_text([h.rank for h in held])
+    ranks = ranks_text(h.rank for h in held)
     if all(h.shape == shape for h in held):
-        assumption = f"whole on ranks {ranks}" if len(held) > 1 else None
+        assumption = f"whole on {ranks}" if len(held) > 1 else None
         return pieces_of(name, held, shape, [whole(shape) for _ in held]), assumption
     if all(len(h.shape) == len(shape) for h in held):
         dims = [d for d in range(len(shape)) if any(h.shape[d] != shape[d] for h in held)]
@@ -296,13 +286,13 @@ def _by_base_shape(name: str, held: Sequence[HeldTensor], shape: tuple[int, ...]
             for h in held:
                 nests.append(row_slice(shape, dim, start, h.shape[dim]))
                 start += h.shape[dim]
-            return pieces_of(name, held, shape, nests), f"cut along dim {dim} over ranks {ranks} in rank order"
+            return pieces_of(name, held, shape, nests), f"cut along dim {dim} over {ranks} in rank order"
     raise LayoutError(
         f"{name}: no layout is recorded, and the base model's shape leaves no single way to put its parts together",
         tensor=name,
         rank=held[0].rank,
         file=held[0].file,
-        got=f"shapes {_shapes_text(held)} on ranks {ranks}",
+        got=f"shapes {_shapes_text(held)} on {ranks}",
         want=f"parts of {list(shape)}, whole or cut along one dim",
         next_step="run again with --layout FILE that gives this tensor's layout",
     )

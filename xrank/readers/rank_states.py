@@ -12,7 +12,7 @@ from itertools import pairwise
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.formats.rank_state import state_file_name
 from xrank.formats.saved_state import SavedState, read_saved_state
-from xrank.plan.planner import ranks_text
+from xrank.words import ranks_text, runs_text
 
 __all__ = ["check_run", "read_rank_state", "run_text"]
 
@@ -91,7 +91,7 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
     if not missing:
         return
     # As text from the gaps alone: a damaged record may claim any number of ranks.
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in missing)
+    text = runs_text(missing)
     names = f"rank {text}" if text.isdecimal() else f"ranks {text}"
     raise IncompleteError(
         f"{names} of {world_size} left nothing in {path} ({run_text(ours[0])})",
@@ -104,8 +104,7 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
 
 
 def _ranks(states: Sequence[SavedState]) -> str:
-    text = ranks_text([state.rank for state in states])
-    return f"rank {text}" if len(states) == 1 else f"ranks {text}"
+    return ranks_text(state.rank for state in states)
 
 
 def _gaps(ranks: Sequence[int], world_size: int) -> Iterator[tuple[int, int]]:

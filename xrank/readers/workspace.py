@@ -16,13 +16,13 @@ from xrank.formats.rank_state import MeshRecord, TensorRecord, rank_of
 from xrank.formats.saved_state import SavedState
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
-from xrank.plan.planner import ranks_text
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.held_tensor import HeldTensor
 from xrank.readers.placement import Placement, place_all
 from xrank.readers.rank_states import check_run, read_rank_state, run_text
 from xrank.readers.records import Records
+from xrank.words import ranks_text
 
 __all__ = ["WorkspaceReader", "survey_ranks"]
 
@@ -182,7 +182,7 @@ def _notes(states: Sequence[SavedState], placement: Placement) -> tuple[tuple[st
         notes.append(("padding", f"{placement.num_pads} parts stand for padding by their names, and are left out"))
     bare = [state.rank for state in states if not state.archive.has_checksums]
     if bare:
-        notes.append(("no-checksums", f"the states of ranks {ranks_text(bare)} were written without checksums"))
+        notes.append(("no-checksums", f"the states of {ranks_text(bare)} were written without checksums"))
     if states[0].record is None:
         notes.append(("no-record", "the states record no run, world size or layout; a missing last rank can't be seen"))
     elif states[0].record.run_id is None:

@@ -15,6 +15,7 @@ from xrank.recipes.recipe import Rule
 from xrank.recipes.recipe_file import shipped_recipes
 from xrank.recipes.side import Side
 from xrank.recipes.sizes import flags_of, told_sizes
+from xrank.words import list_text
 
 __all__ = ["prove_shapes"]
 
@@ -246,12 +247,11 @@ def _check_told(
     if untold:
         size, tensor = next(iter(untold.items()))
         keys = [repr(found.recipe.config.get(size, (size,))[0]) for size in untold]
-        more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
         raise LayoutError(
             f"{tensor}: {size!r} is known by the pieces that are there alone, and a lost rank may shorten all alike",
             tensor=tensor,
             got=f"shape {list(shapes[tensor])}" if tensor in shapes else "no file with any of it",
-            want=f"config.json with {', '.join(keys[:3])}{more}",
+            want=f"config.json with {list_text(keys, 3)}",
         )
     # Names that are ignored stay where names stay.
     loose = next((name for name in found.ignored if shapes[name]), None) if found.is_reversed else None

@@ -10,10 +10,9 @@ import numpy.typing as npt
 
 from xrank.pictures.page import page, page_text
 from xrank.pictures.stacked_bars import Bar, stacked_bars
-from xrank.pictures.words import one_line
 from xrank.simulation.prediction import ASSUMED, PARTS
 from xrank.simulation.simulation import Simulation
-from xrank.words import plural, size_text
+from xrank.words import one_line, plural, size_text
 
 __all__ = ["seconds_text", "simulation_html", "simulation_rows", "simulation_table"]
 

@@ -26,6 +26,7 @@ from xrank import environment
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.testing.rank_worker import Failure, Task
 from xrank.virtual.engines.stacks import StackRequest, collect_stacks
+from xrank.words import ranks_text
 
 __all__ = ["MAX_RANKS", "RankPool"]
 
@@ -188,7 +189,7 @@ class RankPool:
             first = failures[0]
             first.failures = failures
             if stuck:
-                first.add_note(f"ended, because they still waited for rank {first.rank}: ranks {_listed(stuck)}")
+                first.add_note(f"ended, because they still waited for rank {first.rank}: {ranks_text(stuck)}")
             if broken or stuck:
                 raise first
             raise _SurvivedError(first)
@@ -198,7 +199,7 @@ class RankPool:
 
     def _hang(self, stuck: tuple[int, ...], timeout_seconds: float) -> RankTimeoutError:
         error = RankTimeoutError(
-            f"{'rank' if len(stuck) == 1 else 'ranks'} {_listed(stuck)} did not come back in {timeout_seconds:g} s",
+            f"{ranks_text(stuck)} did not come back in {timeout_seconds:g} s",
             waiting_for=stuck,
             rank=stuck[0],
             got="no answer",
@@ -320,7 +321,3 @@ def _failed(rank: int, failure: Failure, output: str) -> RankFailedError:
         with contextlib.suppress(Exception):
             error.__cause__ = pickle.loads(failure.error)  # noqa: S301 - from our own ranks
     return error
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from xrank.errors import OutputExistsError, UsageError
 from xrank.formats.rank_state import rank_of, state_file_name
-from xrank.words import plural
+from xrank.words import list_text, plural
 from xrank.writers.disk import describe, explain, explaining, free_nbytes, may_share_blocks, sync_folder
 
 __all__ = ["MANIFEST_NAME", "OutputPlace", "check_output", "check_replaceable", "check_room", "exists"]
@@ -180,10 +180,9 @@ def _check_folders(path: str, names: Sequence[str]) -> None:
     own = {name.partition("/")[0] for name in listed_files(path) if "/" in name}
     others = [name for name in folders if name not in own]
     if others:
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        told = ", ".join(map(repr, others[:3])) + more
         raise OutputExistsError(
-            f"{path}: holds {told}, no part of a model that xrank wrote, so --overwrite does not remove it",
+            f"{path}: holds {list_text(map(repr, others), 3)}, not part of a model that xrank wrote, so --overwrite "
+            "does not remove it",
             file=os.path.join(path, others[0]),
             got=f"the folder {others[0]!r} in it",
             want="a model, and files beside it at most",
@@ -253,5 +252,4 @@ def _kind(path: str) -> str:
         return "something that cannot be looked at"
     if not names:
         return "an empty folder"
-    shown = ", ".join(repr(name) for name in names[:3])
-    return f"a folder that holds {shown}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"a folder that holds {list_text(map(repr, names), 3)}"

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import xxhash
 
 from xrank.errors import ContradictionError, CorruptError, OutputExistsError, UnsafeError, XrankError
+from xrank.words import list_text
 from xrank.writers import rename
 from xrank.writers.abandoned import clear, taken_over, write_journal
 from xrank.writers.disk import describe, explain, give_room, sync_folder, write_all
@@ -27,7 +28,6 @@ from xrank.writers.output_place import (
 __all__ = ["Stage"]
 
 _COPY_NBYTES = 2**20
-_MAX_SHOWN = 5
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # The permissions are the umask's, not 0600: whoever may read the folder is to read the model.
 _FILE_MODE = 0o666
@@ -182,9 +182,8 @@ class Stage:
         if replaced is not None:
             gone = _others(replaced, self._place.path)
             if gone:
-                more = f" and {len(gone) - _MAX_SHOWN} more" if len(gone) > _MAX_SHOWN else ""
-                told = f"{', '.join(gone[:_MAX_SHOWN])}{more}"
-                self.notes += (f"the folder that was replaced held {told}, which xrank had not written: removed",)
+                removed = list_text(gone)
+                self.notes += (f"the folder that was replaced held {removed}, which xrank had not written: removed",)
             try:
                 clear(self._place, replaced)
             except XrankError as error:

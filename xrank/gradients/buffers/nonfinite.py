@@ -15,6 +15,7 @@ from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.plans.plan import GradientPlan, PlannedBucket, PlannedParameter
 from xrank.gradients.wires.faults import Fault
+from xrank.words import list_text
 
 __all__ = ["GradientWatch", "first_nonfinite", "watch"]
 
@@ -110,8 +111,7 @@ class GradientWatch:
         )
         got = f"{value} at {what} of the local shape {list(planned.shape)}"
         if others:
-            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-            got += f", and as much in {others[0]}{more} of the same bucket"
+            got += f", and as much in {list_text(others)} of the same bucket"
         return Fault(
             message,
             self._plan.rank,

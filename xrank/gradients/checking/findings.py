@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, TypeAlias
 
 from xrank.errors import GradientError
-from xrank.gradients.plans.explanation import ranks_text
+from xrank.words import first_lines, ranks_text
 
 __all__ = ["FindingKind", "GradientCheck", "GradientFinding", "encoded", "merged"]
 
@@ -37,8 +37,7 @@ class GradientFinding:
     """What the reference is multiplied by, of ``scale``."""
 
     def __str__(self) -> str:
-        word = "rank" if len(self.ranks) == 1 else "ranks"
-        return f"{self.name}: on {word} {ranks_text(self.ranks)} {self.message}"
+        return f"{self.name}: on {ranks_text(self.ranks)} {self.message}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +61,7 @@ class GradientCheck:
     def __str__(self) -> str:
         if self.is_right:
             return f"{self.num_checked} gradients of rank {self.rank} are right"
-        lines = [str(finding) for finding in self.findings[:_MAX_SHOWN]]
-        if len(self.findings) > _MAX_SHOWN:
-            lines.append(f"and {len(self.findings) - _MAX_SHOWN} more")
-        return "\n".join(lines)
+        return "\n".join(first_lines([str(finding) for finding in self.findings], _MAX_SHOWN))
 
     def raise_if_wrong(self) -> None:
         """Raise what was found; on all ranks, since all found the same.
@@ -77,10 +73,8 @@ class GradientCheck:
             return
         first, *others = self.findings
         error = GradientError(str(first), tensor=first.name, rank=first.ranks[0])
-        for other in others[: _MAX_SHOWN - 1]:
-            error.add_note(f"also: {other}")
-        if len(others) >= _MAX_SHOWN:
-            error.add_note(f"and {len(others) - _MAX_SHOWN + 1} more")
+        for line in first_lines([f"also: {other}" for other in others], _MAX_SHOWN - 1):
+            error.add_note(line)
         raise error
 
 

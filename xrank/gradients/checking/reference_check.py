@@ -11,10 +11,10 @@ import torch
 
 from xrank.gradients.buffers.nonfinite import first_nonfinite
 from xrank.gradients.checking.findings import GradientFinding
-from xrank.gradients.plans.explanation import listed
 from xrank.gradients.plans.mesh_places import MeshPlace
 from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan import GradientPlan, PlannedParameter
+from xrank.words import join_words
 
 __all__ = ["compare_with_reference", "factors_of"]
 
@@ -143,8 +143,8 @@ def _later_hint(planned: PlannedParameter) -> str:
     if not planned.later:
         return ""
     axes = dict.fromkeys(axis for later in planned.later for axis in later.axes)
-    verbs = listed(f"{later.operation} along {listed(later.axes)}" for later in planned.later)
-    return f"; the plan has a later {verbs}, without which it is a part along {listed(axes)}"
+    verbs = join_words(f"{later.operation} along {join_words(later.axes)}" for later in planned.later)
+    return f"; the plan has a later {verbs}, without which it is a part along {join_words(axes)}"
 
 
 def _local_reference(reference: Any, gradient: Any, planned: PlannedParameter) -> torch.Tensor | None:

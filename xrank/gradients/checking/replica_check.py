@@ -9,9 +9,9 @@ import torch
 from xxhash import xxh128_hexdigest
 
 from xrank.gradients.checking.findings import FindingKind, GradientFinding
-from xrank.gradients.plans.explanation import listed, ranks_text
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.wires.wire import Wire
+from xrank.words import join_words, ranks_text
 from xrank.workspace.plain_memory import row_major_bytes
 
 __all__ = ["compare_replicas"]
@@ -104,14 +104,12 @@ def _message(by_rank: Mapping[int, str], axes: Sequence[str], difference: float 
     if len(groups) == len(by_rank):
         how = "each rank has another"
     else:
-        how = "; ".join(
-            f"{ranks_text(tuple(ranks))} have one and the same" for ranks in groups.values() if len(ranks) > 1
-        )
+        how = "; ".join(f"{ranks_text(ranks)} have one and the same" for ranks in groups.values() if len(ranks) > 1)
         alone = [ranks[0] for ranks in groups.values() if len(ranks) == 1]
         if alone:
-            how += f", {ranks_text(tuple(alone))} another"
+            how += f", {ranks_text(alone)} another"
     headers = {_header(text) for text in groups}
     if len(headers) > 1:
-        return f"copies along {listed(axes)} are not alike: {how} ({' or '.join(sorted(groups))})"
+        return f"copies along {join_words(axes)} are not alike: {how} ({' or '.join(sorted(groups))})"
     by = "" if difference is None else f", by up to {difference:.3g} at element {at} of those that are compared"
-    return f"copies along {listed(axes)} are not equal{by}: {how}"
+    return f"copies along {join_words(axes)} are not equal{by}: {how}"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from xrank.words import join_words, ranks_text
 
 if TYPE_CHECKING:
     from xrank.gradients.plans.plan import GradientPlan, LaterReduction, PlannedParameter
 
-__all__ = ["explain_frozen", "explain_parameter", "listed", "ranks_text"]
-
-_MAX_LISTED = 8
+__all__ = ["explain_frozen", "explain_parameter"]
 
 
 def explain_frozen(name: str) -> str:
@@ -22,9 +21,9 @@ def explain_parameter(plan: GradientPlan, parameter: PlannedParameter) -> str:
     """Return in plain sentences what happens to a parameter's gradient on the plan's rank, and why."""
     sentences = [_replicas(plan, parameter), *(_later(later) for later in parameter.later), _place(plan, parameter)]
     if parameter.reasons:
-        sentences.append(f"This is known because {listed(parameter.reasons)}.")
+        sentences.append(f"This is known because {join_words(parameter.reasons)}.")
     if parameter.aliases:
-        sentences.append(f"It is also called {listed(parameter.aliases)}.")
+        sentences.append(f"It is also called {join_words(parameter.aliases)}.")
     return " ".join(sentences)
 
 
@@ -38,8 +37,8 @@ def _replicas(plan: GradientPlan, parameter: PlannedParameter) -> str:
     if len(parameter.ranks) == 1:
         added = f"Rank {plan.rank} holds the only copy, so its gradient is not added up with others"
     else:
-        along = listed(parameter.axes)
-        added = f"Its gradients on ranks {ranks_text(parameter.ranks)}, replicas along {along}, are added up"
+        along = join_words(parameter.axes)
+        added = f"Its gradients on {ranks_text(parameter.ranks)}, replicas along {along}, are added up"
     return f"{start} {added}{_divided(plan, parameter)}."
 
 
@@ -56,9 +55,8 @@ def _divided(plan: GradientPlan, parameter: PlannedParameter) -> str:
 
 def _later(later: LaterReduction) -> str:
     verb = "summed" if later.operation == "sum" else "averaged"
-    return (
-        f"Later it is {verb} over ranks {ranks_text(later.ranks)} along {listed(later.axes)}, because {later.reason}."
-    )
+    ranks = ranks_text(later.ranks)
+    return f"Later it is {verb} over {ranks} along {join_words(later.axes)}, because {later.reason}."
 
 
 def _place(plan: GradientPlan, parameter: PlannedParameter) -> str:
@@ -73,26 +71,13 @@ def _place(plan: GradientPlan, parameter: PlannedParameter) -> str:
     if len(owners) == 1:
         return f"{where}, and rank {owners[0]} owns all of it."
     mine = f"{_elements(start, stop)} of it" if stop > start else "none of it"
-    return f"{where}. Ranks {ranks_text(owners)} own shards of it: rank {plan.rank} owns {mine}."
+    return f"{where}. {ranks_text(owners).capitalize()} own shards of it: rank {plan.rank} owns {mine}."
 
 
 def _elements(start: int, stop: int) -> str:
     if stop - start < 2:
         return f"element {start}" if stop > start else "no element"
     return f"elements {start} to {stop - 1}"
-
-
-def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Return ranks as a person lists them: ``0, 2, 4 and 6``, or ``0, 8, 16 ... 504 (64 ranks)``."""
-    if len(ranks) <= _MAX_LISTED:
-        return listed(map(str, ranks))
-    return f"{', '.join(map(str, ranks[:3]))} ... {ranks[-1]} ({len(ranks)} in all)"
-
-
-def listed(words: Iterable[str]) -> str:
-    """Return words as a sentence lists them."""
-    *most, last = words
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _dtype(dtype: object) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from xrank.errors import UsageError
-from xrank.gradients.plans.explanation import listed
 from xrank.gradients.plans.marks import ParameterRole
 from xrank.gradients.plans.mesh_places import MeshPlace, ranks_along
 from xrank.gradients.plans.plan import LaterReduction
+from xrank.words import join_words
 
 __all__ = ["later_reductions"]
 
@@ -46,5 +46,5 @@ def later_reductions(name: str, role: ParameterRole, place: MeshPlace) -> Iterat
             next_step=f'say which stages hold it: mark(parameter, tied="{role.tied}", stages=(0, ...))',
         )
     ranks = tuple(sorted(stages[stage] for stage in holding))
-    why = f"stages {listed(map(str, holding))} hold the same {role.tied} table: {role.reasons['tied']}"
+    why = f"stages {join_words(map(str, holding))} hold the same {role.tied} table: {role.reasons['tied']}"
     yield LaterReduction(role.tied, ("pp",), ranks, "sum", why)

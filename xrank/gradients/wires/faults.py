@@ -14,6 +14,7 @@ import torch
 
 from xrank.errors import GradientError
 from xrank.gradients.wires.wire import Handle, Wire
+from xrank.words import first_lines
 
 __all__ = ["Fault", "FaultFlag", "raise_faults"]
 
@@ -81,8 +82,6 @@ def raise_faults(found: Mapping[int, Sequence[Fault]]) -> None:
         return
     error = faults[0].error()
     others = [fault.message for fault in faults[1:] if fault.message != faults[0].message]
-    for message in others[:_MAX_TOLD]:
-        error.add_note(f"also: {message}")
-    if len(others) > _MAX_TOLD:
-        error.add_note(f"and {len(others) - _MAX_TOLD} more")
+    for line in first_lines([f"also: {message}" for message in others], _MAX_TOLD):
+        error.add_note(line)
     raise error

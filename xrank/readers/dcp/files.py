@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 
 from xrank.formats.dcp_metadata import DcpMetadata
+from xrank.words import list_text
 
-__all__ = ["file_notes", "other_files", "some"]
+__all__ = ["file_notes", "other_files"]
 
 _SUFFIX = ".distcp"
-_MAX_SHOWN = 3
 
 
 def other_files(folder: str, metadata: DcpMetadata) -> tuple[list[str], list[str]]:
@@ -33,16 +33,14 @@ def file_notes(folder: str, metadata: DcpMetadata, unused: Sequence[str]) -> lis
         elif nbytes < end:
             lost.append(f"{name} ends at byte {nbytes:,} of {end:,}")
     if lost:
-        notes.append(("damage", f"the checkpoint is damaged, though no byte of the model is lost: {some(lost)}"))
+        notes.append(
+            ("damage", f"the checkpoint is damaged, though no byte of the model is lost: {list_text(lost, 3)}")
+        )
     if unused:
-        notes.append(("unused-files", f".metadata names nothing in {some(unused)}: of another save, and not read"))
+        notes.append(
+            ("unused-files", f".metadata names nothing in {list_text(unused, 3)}: of another save, and not read")
+        )
     return notes
-
-
-def some(names: Sequence[str]) -> str:
-    """Return the first few, and how many more there are."""
-    more = f" and {len(names) - _MAX_SHOWN:,} more" if len(names) > _MAX_SHOWN else ""
-    return ", ".join(names[:_MAX_SHOWN]) + more
 
 
 def _nbytes(path: str) -> int | None:

@@ -19,6 +19,7 @@ from xrank.formats.regular_file import RegularFile, open_regular, shown
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, canonical
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredShard
+from xrank.words import list_text
 
 __all__ = ["DcpPieces", "locate", "rank_of_file"]
 
@@ -120,13 +121,11 @@ def _check_presence(
         return
     name = metadata.files[missing[0]]
     lost = np.flatnonzero(np.bincount(owner[np.isin(file, missing)])).tolist()
-    more = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
-    tensors = ", ".join(shown(names[k])[1:-1] for k in lost[:3]) + (
-        f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-    )
+    files = list_text((metadata.files[number] for number in missing), 3)
+    tensors = list_text((shown(names[k])[1:-1] for k in lost), 3)
     rank = rank_of_file(name)
     raise IncompleteError(
-        f"{name}{more}, with pieces of {tensors}: not in {folder}",
+        f"{files}, with pieces of {tensors}: not in {folder}",
         tensor=names[lost[0]],
         rank=rank,
         file=os.path.join(folder, name),

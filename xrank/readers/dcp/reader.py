@@ -19,12 +19,12 @@ from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.regular_file import open_regular
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.dcp.files import file_notes, other_files, some
+from xrank.readers.dcp.files import file_notes, other_files
 from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
 from xrank.readers.dcp.selection import ModelPart, TopPart, select_model
 from xrank.readers.dcp.values import check_values
 from xrank.readers.wrapper_names import name_notes, plain_names
-from xrank.words import plural, size_text
+from xrank.words import list_text, plural, size_text
 
 __all__ = ["DcpReader"]
 
@@ -140,11 +140,11 @@ def _notes(
     notes = file_notes(path, metadata, unused)
     left = [other for other in part.parts if not other.is_model]
     if left:
-        shown = ", ".join(f"{other.key} ({other.num_tensors:,})" for other in left[:_MAX_SHOWN])
+        shown = list_text((f"{other.key} ({other.num_tensors:,})" for other in left), _MAX_SHOWN)
         notes.append(("left-out", f"tensors that are not the model's were left out: {shown}"))
     if metadata.byte_items:
         names = sorted(ascii(name)[1:-1][:100] for name in metadata.byte_items)
-        notes.append(("byte-items", f"{len(names):,} values that are no tensors were left out: {some(names)}"))
+        notes.append(("byte-items", f"{len(names):,} values that are no tensors were left out: {list_text(names, 3)}"))
     if pieces.unchecked:
         notes.append(("no-checksums", f"{_files_text(pieces.unchecked)}; damage inside a tensor there can't be seen"))
     return tuple(notes)

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from xrank.errors import LayoutError, UsageError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor
 from xrank.formats.regular_file import shown
+from xrank.words import list_text
 
 __all__ = ["ModelPart", "TopPart", "select_model"]
 
@@ -218,7 +219,7 @@ def _no_model(metadata: DcpMetadata, children: Iterable[str]) -> UsageError:
     return UsageError(
         f"{metadata.path}: there is no model in this checkpoint",
         file=metadata.path,
-        got=", ".join([*pickled, *sorted(shown(key)[1:-1] for key in children)][:10]) or "no tensor at all",
+        got=list_text([*pickled, *sorted(shown(key)[1:-1] for key in children)], 10, empty="no tensor at all"),
         want="tensors that belong to no optimizer and no trainer",
         next_step="load and save it with torch's default planner, without flatten_state_dict=False"
         if pickled

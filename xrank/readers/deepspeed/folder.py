@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
 from xrank.formats.regular_file import Origin, open_regular, shown
 from xrank.readers.deepspeed.unread import EXPERTS, SLICES, STAGES
+from xrank.words import list_text
 
 __all__ = ["CheckpointFiles", "checkpoint_folder", "list_files", "owner_of", "why_not"]
 
@@ -108,8 +109,9 @@ def checkpoint_folder(path: str) -> str:
         raise IncompleteError(
             f"{os.path.join(path, markers[0])} names {tags[markers[0]]}, where no checkpoint lies",
             file=os.path.join(path, markers[0]),
-            got=", ".join(sorted(entry for entry in os.listdir(path) if os.path.isdir(os.path.join(path, entry)))[:5])
-            or "no folder",
+            got=list_text(
+                sorted(e for e in os.listdir(path) if os.path.isdir(os.path.join(path, e))), empty="no folder"
+            ),
             want=f"{tags[markers[0]]} with *_optim_states.pt and *_model_states.pt files",
             next_step="copy that folder here, or name the checkpoint's folder itself",
         )

@@ -18,6 +18,7 @@ from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archi
 from xrank.readers.deepspeed.folder import owner_of
 from xrank.readers.deepspeed.partitions import DEALS
 from xrank.readers.deepspeed.unread import EXPERTS, STAGES
+from xrank.words import list_text
 
 __all__ = ["ModelState", "Partition", "Shape", "Shapes", "read_model_state", "read_partition"]
 
@@ -209,7 +210,7 @@ def read_partition(path: str, rank: int) -> Partition:
     if flats is None:
         raise origin.usage(
             "holds no fp32 weights",
-            got=", ".join(map(shown, list(optimizer)[:8])),
+            got=list_text(map(shown, optimizer), 8),
             want="fp32_flat_groups or single_partition_of_fp32_groups",
             next_step="gather a checkpoint that an optimizer of ZeRO saved",
         )

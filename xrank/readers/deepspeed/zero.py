@@ -10,7 +10,6 @@ from math import prod
 import numpy as np
 
 from xrank.errors import ContradictionError, IncompleteError
-from xrank.plan.planner import ranks_text
 from xrank.plan.source import StoredShard
 from xrank.readers.copies import Copies
 from xrank.readers.deepspeed.agreement import Agreement
@@ -27,6 +26,7 @@ from xrank.readers.deepspeed.partitions import (
 from xrank.readers.deepspeed.states import Partition, Shapes, read_partition
 from xrank.readers.deepspeed.unread import EXPERTS
 from xrank.readers.records import Records
+from xrank.words import ranks_text
 
 __all__ = ["Partitions", "check_ranks", "read_partitions", "trained_shards"]
 
@@ -95,19 +95,19 @@ def check_ranks(folder: str, found: Mapping[int, str], num_ranks: int, kind: str
             f"{found[beyond[0]]} is of rank {beyond[0]}, and the checkpoint has {num_ranks} partitions",
             rank=beyond[0],
             file=found[beyond[0]],
-            got=f"files of ranks {ranks_text(list(found))}",
+            got=f"files of {ranks_text(found)}",
             want=f"ranks 0-{num_ranks - 1}",
             next_step="remove what a run of more ranks left; a run with MiCS, whose partitions repeat, is not read",
         )
     missing = [rank for rank in range(num_ranks) if rank not in found]
     if missing:
         file = _file_name(list(found.values()), missing[0], kind)
-        text = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {ranks_text(missing)}"
+        text = ranks_text(missing)
         raise IncompleteError(
             f"{text} of {num_ranks} left no {file if len(missing) == 1 else f'*_{kind}.pt'} in {folder}",
             rank=missing[0],
             file=os.path.join(folder, file),
-            got=f"files of ranks {ranks_text(list(found))}" if found else "none",
+            got=f"files of {ranks_text(found)}" if found else "none",
             want=f"one of each of {num_ranks} ranks",
             next_step=f"copy {text}'s *_{kind}.pt into the folder: a node without a shared disk keeps its own",
         )

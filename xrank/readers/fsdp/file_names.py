@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
 from xrank.formats.regular_file import open_regular
-from xrank.plan.planner import ranks_text
+from xrank.words import list_text, ranks_text
 
 __all__ = ["RankFiles", "Scheme", "list_accelerate", "list_verl"]
 
@@ -49,7 +49,7 @@ class RankFiles:
                 f"{file} is of rank {beyond[0]}, and the run has {world_size} ranks",
                 rank=beyond[0],
                 file=file,
-                got=f"ranks {ranks_text(list(self.by_rank))}",
+                got=ranks_text(self.by_rank),
                 want=f"ranks 0 to {world_size - 1}",
                 next_step="remove the files that another run left, then run the same command",
             )
@@ -64,7 +64,7 @@ class RankFiles:
             + (f", nor did {count - 1} ranks more" if count > 1 else ""),
             rank=first,
             file=file,
-            got=f"files of ranks {ranks_text(list(self.by_rank))}",
+            got=f"files of {ranks_text(self.by_rank)}",
             want=f"of all {world_size} ranks",
             next_step=f"copy {os.path.basename(file)} from the node of rank {first}, then run the same command",
         )
@@ -131,7 +131,7 @@ def list_verl(folder: str) -> RankFiles:
     told = _told_world_size(folder)
     if len(worlds) > 1 or (told is not None and told not in worlds):
         file = next(iter(worlds[max(worlds)].values())) if told is None or len(worlds) > 1 else _config(folder)
-        found = "; ".join(f"world of {n}: ranks {ranks_text(sorted(ranks))}" for n, ranks in sorted(worlds.items()))
+        found = "; ".join(f"world of {n}: {ranks_text(ranks)}" for n, ranks in sorted(worlds.items()))
         raise ContradictionError(
             f"{file} is of another run than other files beside it",
             file=file,
@@ -187,7 +187,7 @@ def list_accelerate(path: str) -> RankFiles:
         raise UsageError(
             f"{folder} holds {len(models)} models",
             file=folder,
-            got=", ".join(os.path.basename(file) for file in files[:10]),
+            got=list_text(map(os.path.basename, files), 10),
             want="one",
             next_step=f"name a file of the one to take, such as {files[0]}",
         )

@@ -16,10 +16,10 @@ from typing import TypeAlias
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.layout.nests import Nest
-from xrank.plan.planner import ranks_text
 from xrank.plan.source import StoredShard
 from xrank.readers.fsdp.rank_files import RankFile
 from xrank.readers.held_tensor import HeldTensor, pieces_of
+from xrank.words import likewise_text, ranks_text
 
 __all__ = ["FlatPieces", "find_flat_pieces", "flat_shards", "is_flat", "refuse_nameless"]
 
@@ -99,7 +99,7 @@ def find_flat_pieces(files: Sequence[RankFile], indexes: Mapping[int, Index]) ->
             held_by = {piece.held.rank for piece in found[name]}
             if file.rank not in held_by and name in file.plain and 0 not in file.plain[name].shape:
                 raise ContradictionError(
-                    f"{name}: it is a piece of a flat parameter on ranks {ranks_text(sorted(held_by))}, and a tensor "
+                    f"{name}: it is a piece of a flat parameter on {ranks_text(held_by)}, and a tensor "
                     f"of its own on rank {file.rank}",
                     tensor=name,
                     rank=file.rank,
@@ -151,10 +151,9 @@ def flat_shards(pieces: FlatPieces, shapes: Mapping[str, tuple[int, ...]]) -> li
     unknown = {name: _extent(name, own) for name, own in pieces.by_name.items() if name not in shapes}
     if unknown:
         name, (start, stop) = next(iter(unknown.items()))
-        others = [other for other in unknown if other != name]
-        more = f"; likewise {', '.join(others[:5])}" + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+        more = likewise_text([other for other in unknown if other != name])
         raise LayoutError(
-            f"{name}: a flat parameter has its elements and does not tell its shape{more if others else ''}",
+            f"{name}: a flat parameter has its elements and does not tell its shape{more}",
             tensor=name,
             file=pieces.by_name[name][0].held.file,
             got=f"{stop - start} elements",
@@ -183,7 +182,7 @@ def _extent(name: str, pieces: Sequence[_Piece]) -> tuple[int, int]:
                 f"{name}: elements {stand} to {start - 1} of {pieces[0].buffer} are on no rank",
                 tensor=name,
                 file=pieces[0].held.file,
-                got=f"ranks {ranks_text([piece.held.rank for piece in pieces])}",
+                got=ranks_text(piece.held.rank for piece in pieces),
                 want="a piece on every rank in between",
                 next_step="save the state dict of all ranks again",
             )

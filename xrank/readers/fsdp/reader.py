@@ -23,6 +23,7 @@ from xrank.readers.fsdp.rank_files import RankFile, read_rank_file
 from xrank.readers.placement import Placement, place_all
 from xrank.readers.records import Records
 from xrank.readers.wrapper_names import under_own_names
+from xrank.words import list_text
 
 __all__ = ["AccelerateRanksReader", "VerlReader"]
 
@@ -140,9 +141,8 @@ def _notes(files: Sequence[RankFile], records: Records, placement: Placement) ->
         notes.append(("no-checksums", f"{len(records.bare)} files hold no checksums, {records.bare[0]} first"))
     others = list(dict.fromkeys(name for file in files for name in file.others))
     if others:
-        more = f" and {len(others) - _MAX_SHOWN} more" if len(others) > _MAX_SHOWN else ""
-        shown_names = ", ".join(shown(name)[1:-1] for name in others[:_MAX_SHOWN])
-        notes.append(("left-out", f"{len(others)} values that are no tensors were left out: {shown_names}{more}"))
+        names = list_text((shown(name)[1:-1] for name in others), _MAX_SHOWN)
+        notes.append(("left-out", f"{len(others)} values that are not tensors were left out: {names}"))
     return tuple(notes)
 
 

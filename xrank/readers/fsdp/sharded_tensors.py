@@ -11,6 +11,7 @@ from xrank.formats.inert_record import InertRecord
 from xrank.formats.regular_file import Origin, shown
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.readers.fsdp.pickled import Wrapper, attributes, is_object, local_tensor, sizes_of
+from xrank.words import list_text
 
 __all__ = ["ShardedPart", "sharded_part"]
 
@@ -72,7 +73,7 @@ def sharded_part(name: str, wrapper: Wrapper, origin: Origin) -> ShardedPart:
             raise origin.corrupt(
                 f"{shown(name)}: a shard is none of the tensor's",
                 got=f"{box_text(box)} of shape {tensor.shape}",
-                want="one of " + ", ".join(map(box_text, boxes[:8])),
+                want=f"one of {list_text(map(box_text, boxes), 8)}",
             )
         shards.append((box, tensor))
     return ShardedPart(wrapper.dtype, wrapper.shape, tuple(shards), boxes, world_size)

@@ -29,7 +29,7 @@ from xrank.readers.hugging_face.weight_files import (
 )
 from xrank.readers.records import Records
 from xrank.readers.wrapper_names import under_own_names
-from xrank.words import plural
+from xrank.words import list_text, plural
 
 __all__ = ["BinFolderReader"]
 
@@ -91,9 +91,8 @@ class BinFolderReader:
         notes = stale_index(folder, _INDEX_NAME, index) if is_folder else []
         notes += [] if index is None else [*index.notes(sum(_nbytes(t) for n, t in held.items() if n not in aliases))]
         if others:
-            notes.append(
-                ("left-out", f"{len(others)} values that are no tensors were left out: {', '.join(others[:8])}")
-            )
+            names_left = list_text(others, 8)
+            notes.append(("left-out", f"{len(others)} values that are not tensors were left out: {names_left}"))
         beside = sorted(filter(_BESIDE.fullmatch, set(os.listdir(folder)) - set(names))) if is_folder else []
         if beside:
             text = f"{plural(len(beside), 'file')} beside the model's own left out, such as {beside[0]}"
@@ -124,7 +123,7 @@ def _check_one(folder: str, names: Sequence[str]) -> None:
         raise UsageError(
             f"{folder} holds more than one model",
             file=folder,
-            got=", ".join(names[:10]),
+            got=list_text(names, 10),
             want="one",
             next_step=f"name the file of the one to take, such as {os.path.join(folder, models[0])}",
         )

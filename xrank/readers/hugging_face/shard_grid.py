@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from xrank.errors import ContradictionError, IncompleteError
-from xrank.plan.planner import ranks_text
+from xrank.words import ranks_text
 
 __all__ = ["ShardGrid", "is_shard_name", "shard_grid"]
 
@@ -53,7 +53,7 @@ class ShardGrid:
     def text(self) -> str:
         """Say which ranks left files, in few words."""
         holes = [os.path.basename(file) for file in self.holes()]
-        told = f"files of ranks {ranks_text(self.ranks)} (from 1)"
+        told = f"files of {ranks_text(self.ranks)} (from 1)"
         return told + (f", without {', '.join(holes[:3])}{' and more' if len(holes) > 3 else ''}" if holes else "")
 
 

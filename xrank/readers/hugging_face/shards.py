@@ -19,6 +19,7 @@ from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.hugging_face.shard_grid import ShardGrid, is_shard_name, shard_grid
 from xrank.readers.hugging_face.shard_pieces import ShardPieces
+from xrank.words import list_text
 
 __all__ = ["HfShardsReader"]
 
@@ -161,7 +162,6 @@ def _not_proven(
     loose: LayoutError | None,
 ) -> LayoutError | IncompleteError:
     """Return the refusal of shapes that nothing contradicts and nothing proves; `loose` says what a recipe lacks."""
-    more = f" and {len(unproven) - 1} more" if len(unproven) > 1 else ""
     tensor = (loose.tensor if loose is not None else None) or unproven[0]
     reached = f"pieces that reach to {list(shapes[tensor])}; " if tensor in shapes else ""
     wants = [f"{loose.want}, or a base model" if loose is not None else "a base model with these names"]
@@ -181,8 +181,8 @@ def _not_proven(
     return LayoutError(
         loose.message
         if loose is not None
-        else f"{unproven[0]}{more}: the format records no global shapes, and nothing else tells whether all ranks' "
-        "pieces are there",
+        else f"{list_text(unproven, 3)}: the format records no global shapes, and nothing else proves that the pieces "
+        "of all ranks are there",
         tensor=tensor,
         file=grid.folder,
         got=reached + grid.text(),

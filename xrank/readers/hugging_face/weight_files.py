@@ -16,6 +16,7 @@ from typing import Any
 from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
 from xrank.formats.regular_file import open_regular
+from xrank.words import likewise_text, list_text
 
 __all__ = ["WeightIndex", "check_index", "check_placeholders", "is_one_of_several", "list_files", "read_index"]
 __all__ += ["stale_index"]
@@ -65,7 +66,7 @@ def read_index(folder: str, name: str, whole: str) -> WeightIndex | None:
     raise UsageError(
         f"{folder} holds more than one model: {whole}, and the files of {name}",
         file=os.path.join(folder, whole),
-        got=f"{whole}, {', '.join(others[:5])}",
+        got=f"{whole}, {list_text(others)}",
         want="one",
         next_step=f"name the file {os.path.join(folder, whole)}, which is what transformers loads, or move it away",
     )
@@ -206,9 +207,8 @@ def check_placeholders(
         if shape == (0,) and dtypes.dtype(kind).is_float and known.get(name) != (0,)
     ]
     if empty:
-        more = f"; likewise {', '.join(empty[1:6])}" + (f" and {len(empty) - 6} more" if len(empty) > 6 else "")
         raise IncompleteError(
-            f"{empty[0]}: a placeholder of shape [0], as DeepSpeed leaves them (ZeRO-3){more if empty[1:] else ''}",
+            f"{empty[0]}: a placeholder of shape [0], as DeepSpeed leaves them (ZeRO-3){likewise_text(empty[1:])}",
             tensor=empty[0],
             file=files[empty[0]],
             got=f"{len(empty)} of {len(kinds)} tensors without an element, in {os.path.basename(files[empty[0]])}",

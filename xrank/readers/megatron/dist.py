@@ -19,11 +19,11 @@ from xrank.formats.regular_file import Origin, open_regular, shown
 from xrank.formats.torch_archive import read_archive
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.dcp.files import file_notes, other_files, some
+from xrank.readers.dcp.files import file_notes, other_files
 from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
 from xrank.readers.megatron.args import ParallelSizes, parallel_sizes, plain_args
 from xrank.readers.megatron.folder import checkpoint_folder, iteration_of, sibling_iterations, why_not
-from xrank.words import plural, size_text
+from xrank.words import list_text, plural, size_text
 
 __all__ = ["MegatronDistReader"]
 
@@ -138,7 +138,7 @@ def _model_tensors(metadata: DcpMetadata) -> Mapping[str, DcpTensor]:
         raise UsageError(
             f"{metadata.path}: there is no model in this checkpoint",
             file=metadata.path,
-            got=", ".join(sorted(shown(name)[1:-1] for name in metadata.tensors)[:5]) or "no tensor at all",
+            got=list_text(sorted(shown(name)[1:-1] for name in metadata.tensors), empty="no tensor at all"),
             want="tensors that are not an optimizer's",
             next_step="name a checkpoint that was saved with its model",
         )
@@ -198,7 +198,7 @@ def _notes(
         notes.append(("extra-state", f"{extra:,} _extra_state objects (Transformer Engine's own) were left out"))
     others = sorted(n for n in metadata.byte_items if "_extra_state" not in n and not _LEFT_OUT.fullmatch(n))
     if others:
-        text = some([shown(name)[1:-1] for name in others])
+        text = list_text([shown(name)[1:-1] for name in others], 3)
         notes.append(("byte-items", f"{len(others):,} values that are no tensors were left out: {text}"))
     if pieces.unchecked:
         notes.append(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from xrank.errors import ContradictionError, IncompleteError, UsageError
 from xrank.readers.megatron.args import ParallelSizes
+from xrank.words import list_text
 
 __all__ = ["FILE", "Place", "check_grid", "grid_text", "list_folders", "places_of"]
 
@@ -95,14 +96,12 @@ def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, places: 
     missing = [name for name in wanted if not os.path.lexists(os.path.join(folder, name, FILE))]
     if missing:
         place = wanted[missing[0]]
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        files = list_text((f"{name}/{FILE}" for name in missing), 3)
         raise IncompleteError(
-            f"{missing[0]}/{FILE}{more}: not in {folder} (TP {place.tensor}, PP {place.pipeline}, EP {place.expert})",
+            f"{files}: not in {folder} (TP {place.tensor}, PP {place.pipeline}, EP {place.expert})",
             rank=place.rank(sizes),
             file=os.path.join(folder, missing[0], FILE),
-            got=f"{len(wanted) - len(missing)} files; not there: "
-            + ", ".join(missing[:16])
-            + ("..." if missing[16:] else ""),
+            got=f"{len(wanted) - len(missing)} files; not there: {list_text(missing, 16)}",
             want=f"{len(wanted)}, for {sizes}",
             next_step=f"copy {missing[0]} from where it was written, then run the same command; nothing was written",
         )
@@ -111,7 +110,7 @@ def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, places: 
         raise ContradictionError(
             f"{folder} has {surplus[0]}, which is no rank of this run",
             file=os.path.join(folder, surplus[0]),
-            got=", ".join(surplus[:5]),
+            got=list_text(surplus),
             want=f"{len(wanted)} folders for {sizes}",
             next_step="remove what another run left, or name the checkpoint's own folder",
         )

@@ -36,6 +36,7 @@ from xrank.readers.megatron.grid import Place
 from xrank.readers.megatron.stages import Chunk
 from xrank.readers.megatron.states import RankFile
 from xrank.readers.records import Records
+from xrank.words import likewise_text
 
 __all__ = ["TensorParts", "collected", "gating", "layouts_of", "own_tensors", "placed"]
 
@@ -199,7 +200,7 @@ def layouts_of(
             found[name] = layout
     if unknown:
         held = tensors[unknown[0]].held[0]
-        more = f"; likewise {', '.join(shown(name)[1:-1] for name in unknown[1:6])}" if len(unknown) > 1 else ""
+        more = likewise_text([shown(name)[1:-1] for name in unknown[1:]])
         raise LayoutError(
             f"{shown(unknown[0])[1:-1]}: how Megatron cuts a tensor of this name is not known{more}",
             tensor=unknown[0],

@@ -15,6 +15,7 @@ from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archi
 from xrank.readers.copies import Copies
 from xrank.readers.megatron.args import ParallelSizes, parallel_sizes, plain_args
 from xrank.readers.megatron.grid import Place
+from xrank.words import list_text
 
 __all__ = ["EXTRA_STATE", "RankFile", "check_identities", "read_rank_file"]
 
@@ -74,7 +75,7 @@ def read_rank_file(path: str, rank: int) -> RankFile:
 
 
 def _keys(state: Mapping[object, object]) -> str:
-    return ", ".join(shown(str(key))[1:-1] for key in list(state)[:12]) or "nothing"
+    return list_text((shown(str(key))[1:-1] for key in state), 12)
 
 
 def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor], int]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from xrank.errors import RankFailedError, RankTimeoutError, XrankError
 from xrank.virtual.channels.channel import HOST
+from xrank.words import first_lines, list_text
 
 __all__ = ["describe_wait", "join_failures", "make_deadlock_error", "make_failure", "make_timeout_error"]
 
@@ -63,9 +64,9 @@ def make_timeout_error(devices: Sequence[int], waits: Mapping[int, str], timeout
     """
     if not devices:
         return make_deadlock_error(waits)
-    several = "" if len(devices) == 1 else "s"
+    noun = "device" if len(devices) == 1 else "devices"
     return RankTimeoutError(
-        f"device{several} {_list_devices(devices)} did not end within {timeout_seconds:g} seconds",
+        f"{noun} {list_text(devices, 16)} did not end within {timeout_seconds:g} seconds",
         rank=devices[0],
         waiting_for=tuple(devices),
         got=_describe_waits(waits) if waits else None,
@@ -85,10 +86,4 @@ def make_deadlock_error(waits: Mapping[int, str], *, others_work: bool = False) 
 
 def _describe_waits(waits: Mapping[int, str]) -> str:
     """Describe the waits of up to eight devices."""
-    shown = [f"device {device} waits for {wait}" for device, wait in list(waits.items())[:8]]
-    return "; ".join([*shown, *([f"{len(waits) - 8} more wait"] if len(waits) > 8 else [])])
-
-
-def _list_devices(devices: Sequence[int]) -> str:
-    shown = ", ".join(map(str, devices[:16]))
-    return shown if len(devices) <= 16 else f"{shown} and {len(devices) - 16} more"
+    return "; ".join(first_lines([f"device {device} waits for {what}" for device, what in waits.items()], 8))
