@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulation.made_layouts import llama
 from tests.simulation.test_planned_bytes import left, written
-from xrank.decisions.named_source import read_source
+from xrank.decisions.found_source import read_source
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.simulation.laid_out_model import laid_out_model, read_layouts_on, told_survey

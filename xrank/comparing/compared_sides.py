@@ -10,7 +10,7 @@ from typing import Any
 from xrank.decisions.adapter_names import PREFIX, AdapterNames, find_adapter
 from xrank.decisions.adapters import FOLDER, WEIGHTS_NAME, adapter_beside
 from xrank.decisions.base_model import BaseModel
-from xrank.decisions.named_source import NamedSource, read_found, read_source
+from xrank.decisions.found_source import FoundSource, read_found, read_source
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.layout import LayoutMap
 from xrank.plan.source import StoredModel, merged
@@ -28,7 +28,7 @@ class Side:
 
     path: str
     """As the user named it."""
-    source: NamedSource
+    source: FoundSource
     """Under its own names; an adapter that lies in a folder within is part of its model."""
     names: AdapterNames | None
     """The adapter's, where it has one."""
@@ -72,7 +72,7 @@ class _Found:
 
     path: str
     place: str
-    source: NamedSource
+    source: FoundSource
     manifest: Mapping[str, Any]
 
     @property

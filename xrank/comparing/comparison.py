@@ -13,6 +13,8 @@ from xrank.comparing.made_differences import find_differences
 from xrank.decisions.adapter_config import find_config
 from xrank.decisions.adapters import adapt, merged_texts
 from xrank.decisions.base_model import BaseModel
+from xrank.decisions.decision import Purpose, Request, decide
+from xrank.decisions.found_source import FoundSource
 from xrank.decisions.options import GatherOptions
 from xrank.errors import ContradictionError, UsageError, XrankError
 from xrank.layout import LayoutMap
@@ -114,8 +116,14 @@ def _plain(ours: Side, theirs: Side) -> _Pair:
     models = [side.source.model for side in (ours, theirs)]
     if ours.shapes.keys() != theirs.shapes.keys():
         # Whichever is under training names gets Hugging Face's; a config that one has does for both.
-        models = [ours.source.renamed(theirs.source.config), theirs.source.renamed(ours.source.config)]
+        models = [_name_model(ours.source, theirs.source), _name_model(theirs.source, ours.source)]
     return _Pair(_compared(ours, models[0]), _compared(theirs, models[1]))
+
+
+def _name_model(source: FoundSource, other: FoundSource) -> StoredModel:
+    """Return a side's model under Hugging Face's names; the other side's config serves where it has none."""
+    known = source if source.config else replace(source, config=other.config)
+    return decide(known, Request(Purpose.PROOF)).source
 
 
 def _compared(side: Side, model: StoredModel) -> Compared:

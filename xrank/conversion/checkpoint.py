@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from xrank.decisions.gather_plan import Gather, plan_gather, read_layouts
 from xrank.decisions.layout_sources import layouts_at
 from xrank.decisions.options import DTypeChoice, GatherOptions
+from xrank.decisions.output_plan import OutputPlan, plan_gather, read_layouts
 from xrank.dtypes import dtype as dtype_of
 from xrank.layout import LayoutMap
 from xrank.plan.buffers import FileSource, MemoryTarget
@@ -51,7 +51,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         CorruptError, ContradictionError: the source is not what its metadata promised.
     """
 
-    def __init__(self, gather: Gather, layouts: LayoutMap | None = None) -> None:
+    def __init__(self, gather: OutputPlan, layouts: LayoutMap | None = None) -> None:
         self._gather = gather
         self._given = layouts
         self._plans = {tensor.output.name: tensor for tensor in gather.plan.tensors}
@@ -109,7 +109,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         Raises:
             LayoutError: the pieces follow no layout that the notation says.
         """
-        return layouts_at(self.path, self._given, self._gather.base)
+        return layouts_at(self.path, self._given, self._gather.decision.base)
 
     @cached_property
     def tensors(self) -> Mapping[str, CheckpointTensor]:
@@ -179,5 +179,5 @@ def open_checkpoint(
     """
     options = GatherOptions(dtype=dtype or "keep", max_memory=max_memory, max_shard_size=1 << 62)
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
-    gather = plan_gather(os.fspath(path), options, base_model=base_model, layout=given, recipe=recipe)
+    gather = plan_gather(os.fspath(path), options, base_model=base_model, layouts=given, recipe=recipe)
     return Checkpoint(gather, given)

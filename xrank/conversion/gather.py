@@ -1,4 +1,4 @@
-"""Gather: from any source to a Hugging Face folder, proven before the first byte is written."""
+"""OutputPlan: from any source to a Hugging Face folder, proven before the first byte is written."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import closing
 from typing import Any
 
 from xrank.conversion.report import output_facts, peak_rss_nbytes, proof_facts, source_facts
-from xrank.decisions.gather_plan import Gather, plan_gather
 from xrank.decisions.options import GatherOptions
+from xrank.decisions.output_plan import OutputPlan, plan_gather
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.making.stage_filling import make_output
@@ -73,7 +73,7 @@ def gather_checkpoint(
     path = os.fspath(out)
     team = find_launched_team(path, distributed=distributed and not checked.dry_run, timeout_seconds=timeout_seconds)
 
-    def plan() -> Gather:
+    def plan() -> OutputPlan:
         check_apart(os.fspath(source), path)
         if team.is_first:  # others may still see what was there a moment ago
             check_output(out, overwrite=checked.overwrite)
@@ -81,7 +81,7 @@ def gather_checkpoint(
             os.fspath(source),
             checked,
             base_model=base_model,
-            layout=layout,
+            layouts=layout,
             format_name=format,
             workspace=workspace,
             recipe=recipe,
@@ -120,7 +120,7 @@ def _checked_options(options: Mapping[str, Any]) -> GatherOptions:
     return GatherOptions(**options)
 
 
-def _planned_report(gather: Gather, out: str, seconds: float) -> Report:
+def _planned_report(gather: OutputPlan, out: str, seconds: float) -> Report:
     budget = Budget.within(gather.options.max_memory_nbytes, gather.options.num_workers)
     files = [
         {"name": file.output.name, "nbytes": file.output.nbytes, "num_tensors": len(file.tensors)}

@@ -13,9 +13,10 @@ from xrank.conversion.report import peak_rss_nbytes
 from xrank.decisions.adapters import Adapted, adapt, adapter_beside
 from xrank.decisions.base_check import check_source, not_compared
 from xrank.decisions.base_model import open_base_model
-from xrank.decisions.gather_plan import read_layouts, renames_adapted
-from xrank.decisions.named_source import companions_of, read_found
+from xrank.decisions.decision import Purpose, Request, decide, renames_adapted
+from xrank.decisions.found_source import companions_of, read_found
 from xrank.decisions.options import AdapterChoice, GatherOptions
+from xrank.decisions.output_plan import read_layouts
 from xrank.decisions.recipe_choice import choose_recipe
 from xrank.dtypes import dtype as dtype_of
 from xrank.errors import XrankError
@@ -75,7 +76,7 @@ def inspect_source(
         problems += refusals
         if not refusals:
             notes += adapter_beside(text)
-            renamed = found.renamed()
+            renamed = decide(found, Request(Purpose.PROOF)).source
             recipe = renamed.recipe
             if base is not None and check_source(base, renamed, found.config) is None:
                 notes.append(not_compared(base, text))

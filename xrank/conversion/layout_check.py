@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xrank.conversion.report import peak_rss_nbytes
-from xrank.decisions.gather_plan import read_layouts
+from xrank.decisions.output_plan import read_layouts
 from xrank.dtypes import DTYPES
 from xrank.errors import LayoutError
 from xrank.layout import LayoutMap

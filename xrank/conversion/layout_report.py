@@ -10,7 +10,6 @@ from typing import Any
 from xrank.conversion.layout_check import check_survey, survey_facts
 from xrank.conversion.report import peak_rss_nbytes
 from xrank.decisions.base_model import open_base_model
-from xrank.decisions.gather_plan import read_layouts
 from xrank.decisions.layout_sources import (
     chosen,
     file_text,
@@ -20,6 +19,7 @@ from xrank.decisions.layout_sources import (
     stored_at,
     with_numbers,
 )
+from xrank.decisions.output_plan import read_layouts
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.layout_diff import LayoutDiff
 from xrank.layout.layout_file import write_whole

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xrank.conversion.report import peak_rss_nbytes, source_facts
-from xrank.decisions.fused_experts import match_apart
-from xrank.decisions.gather_plan import layout_notes
+from xrank.decisions.decision import Purpose, Request, decide
+from xrank.decisions.found_source import read_source
 from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_calling, check_said, in_python
 from xrank.decisions.load_check import check_loads, describe_load
 from xrank.decisions.load_plan import Load, plan_load
-from xrank.decisions.named_source import read_source
 from xrank.decisions.options import default_workers, parse_size
-from xrank.decisions.recipe_choice import asked_recipe, follow_recipe, padded_names
+from xrank.decisions.output_plan import layout_notes
 from xrank.lending.tensor_target import TensorTarget, check_fillable
 from xrank.making.manifest_digests import ManifestDigests
 from xrank.plan.buffers import FileSource
@@ -153,16 +152,8 @@ def _own_rank() -> tuple[int, int]:
 
 def _named(path: str, recipe: str | os.PathLike[str] | None, local: LocalModel) -> tuple[StoredModel, frozenset[str]]:
     """Return the source under the names that a recipe gives it, and those that a trainer may pad."""
-    found = read_source(path)
-    matched = (
-        match_apart(found.model, found.config, local.tensors.keys())
-        if recipe is None
-        else asked_recipe(found.model, recipe)
-    )
-    if matched is None:
-        return found.model, frozenset()
-    model = follow_recipe(found.model, matched, found.config)
-    return model, padded_names(matched, model)
+    decision = decide(read_source(path), Request(Purpose.MODULE, recipe=recipe, module_names=local.tensors.keys()))
+    return decision.source, decision.padded_names
 
 
 def _fill(module: FilledModule, planned: _Planned, budget: Budget, team: Team) -> Outcome:

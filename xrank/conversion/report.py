@@ -6,7 +6,7 @@ import resource
 from typing import Any
 
 from xrank.decisions.adapters import merged_texts
-from xrank.decisions.gather_plan import Gather
+from xrank.decisions.output_plan import OutputPlan
 from xrank.plan.source import StoredModel
 
 __all__ = ["output_facts", "peak_rss_nbytes", "proof_facts", "source_facts"]
@@ -26,12 +26,12 @@ def source_facts(source: StoredModel) -> dict[str, Any]:
     }
 
 
-def proof_facts(gather: Gather) -> dict[str, Any]:
+def proof_facts(gather: OutputPlan) -> dict[str, Any]:
     """Return what a report says of the proof."""
     return {"coverage": "proven", "base_model": gather.checked_against_base}
 
 
-def output_facts(gather: Gather) -> dict[str, Any]:
+def output_facts(gather: OutputPlan) -> dict[str, Any]:
     """Return what a report says of the output, before it is written."""
     outputs = gather.selection.outputs
     return {
@@ -44,8 +44,8 @@ def output_facts(gather: Gather) -> dict[str, Any]:
         "cast": dict(gather.selection.cast),
         **({"merged": list(merged)} if (merged := merged_texts(gather.plan)) else {}),
         "companions": [
-            *(c.name for c in gather.companions),
-            *(["config.json"] if gather.config_text else []),
+            *(c.name for c in gather.decision.small.companions),
+            *(["config.json"] if gather.decision.small.config_text else []),
             *gather.texts,
         ],
     }

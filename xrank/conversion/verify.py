@@ -13,9 +13,10 @@ import xxhash
 from xrank.conversion.report import peak_rss_nbytes
 from xrank.decisions.base_check import check_source, not_compared
 from xrank.decisions.base_model import BaseModel, check_against, open_base_model
-from xrank.decisions.gather_plan import read_layouts
-from xrank.decisions.named_source import read_source
+from xrank.decisions.decision import Purpose, Request, decide
+from xrank.decisions.found_source import read_source
 from xrank.decisions.options import default_workers, parse_size
+from xrank.decisions.output_plan import read_layouts
 from xrank.decisions.plan_digest import digest_of_plan
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
 from xrank.formats.safetensors_header import read_header
@@ -261,7 +262,10 @@ def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
 def _plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None) -> Check:
     """Return what proves a checkpoint as a gather would, and lets go of the bytes."""
     found = read_source(path, base=base, layouts=layouts)
-    model = found.renamed_if_clear()
+    try:
+        model = decide(found, Request(Purpose.PROOF)).source
+    except UsageError:  # a user who gathers it has to choose first; the proof needs no names of Hugging Face's
+        model = found.model
     if model.format == "safetensors":
         raise UsageError(
             f"{path} has no {MANIFEST_NAME} to verify it by",

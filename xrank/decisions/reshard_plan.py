@@ -12,13 +12,13 @@ from typing import Any
 import xxhash
 
 from xrank.decisions.base_model import BaseModel, open_base_model
-from xrank.decisions.gather_plan import layout_notes, read_layouts
-from xrank.decisions.named_source import NamedSource, read_source
+from xrank.decisions.decision import Purpose, Request, decide
+from xrank.decisions.found_source import FoundSource, read_source
 from xrank.decisions.new_parts import new_claim, new_parts
 from xrank.decisions.options import GatherOptions
+from xrank.decisions.output_plan import layout_notes, read_layouts
 from xrank.decisions.plan_digest import digest_of_plan
-from xrank.decisions.recipe_choice import asked_recipe, under_recipe
-from xrank.decisions.selection import Selection, select
+from xrank.decisions.selection import Selection
 from xrank.decisions.small_files import config_text_of
 from xrank.errors import LayoutError
 from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
@@ -92,7 +92,7 @@ def plan_reshard(
 
 
 def plan_reshard_of(
-    found: NamedSource,
+    found: FoundSource,
     source: str,
     new: LayoutMap,
     options: GatherOptions,
@@ -102,10 +102,9 @@ def plan_reshard_of(
     host: str | None = None,
 ) -> Reshard:
     """Return the proven plan of a reshard of what was read, or of what might be; as `plan_reshard`."""
-    stored, config, config_path = found.model, found.config, found.config_path
-    matched = asked_recipe(stored, recipe)
-    stored, options = under_recipe(stored, matched, config, options)
-    selection = select(stored, options, None, None, new.aliases)
+    config, config_path = found.config, found.config_path
+    decision = decide(found, Request(Purpose.STATES, options, recipe, new.aliases))
+    stored, options, selection = decision.source, decision.options, decision.selection
     claims = Claims(new)
     names = _standing_for(stored, selection, claims)
     tied: dict[str, list[str]] = {}

@@ -15,7 +15,7 @@ from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import list_text
 
-__all__ = ["Selection", "embedding_of", "select", "tied_by_config"]
+__all__ = ["Selection", "embedding_of", "keep_all", "select", "tied_by_config"]
 
 _TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
@@ -139,6 +139,11 @@ def _is_kept(shard: StoredShard, options: GatherOptions) -> bool:
     target = _TARGETS.get(options.dtype)
     is_other = target is not None and target != shard.dtype and dtypes.dtype(shard.dtype).is_float
     return is_other and matches(options.keep_fp32, shard.name)
+
+
+def keep_all(source: StoredModel) -> Selection:
+    """Return that every tensor of a source stays as it is."""
+    return Selection(tuple(OutputTensor(s.name, s.dtype, s.shape) for s in source.shards), {}, (), {}, ())
 
 
 def _check_name(name: str, path: str) -> None:

@@ -21,11 +21,11 @@ _CAST_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 class SmallFiles:
     """All of it but texts of the conversion's own."""
 
-    companions: tuple[Companion, ...]
+    companions: tuple[Companion, ...] = ()
     """Copied byte for byte, in the order of their names."""
-    config_text: str | None
+    config_text: str | None = None
     """A config.json that is made."""
-    notes: tuple[tuple[str, str], ...]
+    notes: tuple[tuple[str, str], ...] = ()
 
 
 def small_files_of(

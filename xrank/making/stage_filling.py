@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xrank.decisions.adapters import merged_texts
-from xrank.decisions.gather_plan import Gather
+from xrank.decisions.output_plan import OutputPlan
 from xrank.layout.nest_table import IntArray
 from xrank.making.file_writing import write_files
 from xrank.making.rereading import FileDigests
@@ -44,7 +44,7 @@ class Made:
 
 
 def make_output(
-    gather: Gather,
+    gather: OutputPlan,
     source: OpenSource,
     out: str,
     progress: Callable[[int, int], None] | None,
@@ -85,7 +85,7 @@ def make_output(
     return replace(made, notes=(*made.notes, *(("stage", note) for note in stage.notes)))
 
 
-def _fill_stage(gather: Gather, work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team) -> Made:
+def _fill_stage(gather: OutputPlan, work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team) -> Made:
     """Write everything of a gather into its stage; only the commit is left."""
     options = gather.options
     verify = options.overwrite if options.verify is None else options.verify
@@ -101,28 +101,28 @@ def _fill_stage(gather: Gather, work: Work, stage: Stage, progress: Callable[[in
     )
 
 
-def _work(gather: Gather, source: OpenSource, holder: IntArray | None) -> Work:
+def _work(gather: OutputPlan, source: OpenSource, holder: IntArray | None) -> Work:
     options = gather.options
     budget = Budget.within(options.max_memory_nbytes, options.num_workers)
     return Work(gather.plan, source, budget, options.replicas, holder, gather.transforms)
 
 
 def _write_small_files(
-    gather: Gather, stage: Stage, digests: dict[int, FileDigests], notes: tuple[tuple[str, str], ...]
+    gather: OutputPlan, stage: Stage, digests: dict[int, FileDigests], notes: tuple[tuple[str, str], ...]
 ) -> list[dict[str, Any]]:
     """Write all but the weights, the manifest last; return the weights' files as the report lists them."""
     plan = gather.plan
     weights = [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(digests.items())]
     files = list(weights)
-    own = gather.adapted.weights_file if gather.adapted is not None else None
+    own = gather.decision.adapted.weights_file if gather.decision.adapted is not None else None
     model = [file.output for file in plan.files if file.output.name != own]
     index = index_text(model) if model else None
     if index is not None:
         line = stage.write_file(INDEX_NAME, index.encode())
         files.append(_plain(line))
-    lines = [stage.copy_file(companion.name, companion.path) for companion in gather.companions]
-    if gather.config_text is not None:
-        lines.append(stage.write_file("config.json", gather.config_text.encode()))
+    lines = [stage.copy_file(companion.name, companion.path) for companion in gather.decision.small.companions]
+    if gather.decision.small.config_text is not None:
+        lines.append(stage.write_file("config.json", gather.decision.small.config_text.encode()))
     lines += [stage.write_file(name, text.encode()) for name, text in gather.texts.items()]
     source = gather.source
     text = manifest_text(

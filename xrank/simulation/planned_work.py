@@ -9,11 +9,10 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from xrank.decisions.export_plan import plan_export
-from xrank.decisions.gather_plan import Gather, plan_gather, read_layouts
+from xrank.decisions.found_source import FoundSource
 from xrank.decisions.layout_sources import is_layout_file, read_source
-from xrank.decisions.named_source import NamedSource
 from xrank.decisions.options import GatherOptions
+from xrank.decisions.output_plan import OutputPlan, plan_export, plan_gather, read_layouts
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.reshard_plan import plan_reshard, plan_reshard_of
 from xrank.errors import UsageError
@@ -158,7 +157,7 @@ def _laid_out(
     found, notes = told_survey(layouts, path, _DTYPES[dtype or "bf16"])
     stored = laid_out_model(found, path)
     if to is not None:
-        source = NamedSource(stored, None, None, ())
+        source = FoundSource(stored, None, None, ())
         made = plan_reshard_of(source, path, read_layouts(to), GatherOptions(), recipe=recipe)
         kept = [note for note in made.notes if note[0] not in ("new-run-id", "no-config")]
         return _of_files("reshard", path, made.source, made.plan, (*notes, *kept), layouts.device_mesh)
@@ -180,7 +179,7 @@ def _of_files(
     return PlannedWork(operation, path, source, plan, 1, None, np.zeros(1, np.int64), mesh, tuple(notes))
 
 
-def _of_memory(path: str, gather: Gather, mesh: DeviceMesh | None, notes: Sequence[tuple[str, str]]) -> PlannedWork:
+def _of_memory(path: str, gather: OutputPlan, mesh: DeviceMesh | None, notes: Sequence[tuple[str, str]]) -> PlannedWork:
     """Return the export of what each rank left, or would hold, from its memory."""
     source, records = gather.source, gather.source.records
     holder = np.zeros(len(records), np.int64)

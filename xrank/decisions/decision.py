@@ -1,0 +1,214 @@
+"""What a conversion decides about a source before it plans: adapters, recipe, names, dtypes, ties, small files.
+
+Every conversion decides here, by one function, whatever its source is and whatever it makes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from xrank.decisions.adapter_config import checked_config
+from xrank.decisions.adapter_names import find_adapter
+from xrank.decisions.adapters import Adapted, adapt
+from xrank.decisions.base_model import BaseModel
+from xrank.decisions.found_source import FoundSource
+from xrank.decisions.fused_experts import match_apart, match_fused
+from xrank.decisions.options import GatherOptions
+from xrank.decisions.own_config import OwnConfig
+from xrank.decisions.recipe_choice import asked_recipe, choose_recipe, padded_names, under_recipe
+from xrank.decisions.selection import Selection, keep_all, select
+from xrank.decisions.small_files import SmallFiles, small_files_of
+from xrank.errors import UsageError
+from xrank.plan.source import StoredModel
+from xrank.recipes.matching import Match
+
+__all__ = ["Decision", "Purpose", "Request", "decide", "renames_adapted"]
+
+
+class Purpose(Enum):
+    """What a conversion makes of a source; each purpose names tensors in its own way."""
+
+    MODEL = "a model folder, under Hugging Face's names"
+    STATES = "states of ranks, under the source's names unless a recipe is asked for, in either direction"
+    MODULE = "the tensors of a live module, under the module's names"
+    PROOF = "nothing; Hugging Face's names"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What the caller asks for."""
+
+    purpose: Purpose
+    options: GatherOptions = field(default_factory=GatherOptions)
+    recipe: str | os.PathLike[str] | None = None
+    """Name of a shipped recipe, a recipe file, or ``"none"``."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Tied name -> the name it is written under, from a layout file."""
+    config_overrides: Mapping[str, Any] | None = None
+    """Additional content of config.json."""
+    module_names: Collection[str] = ()
+    """Names of the live module to fill."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """What becomes of a source; nothing is planned or read yet."""
+
+    found: FoundSource
+    source: StoredModel
+    """The model under its new names."""
+    options: GatherOptions
+    """The caller's, with the names that the recipe keeps in fp32."""
+    base: BaseModel | None
+    """The base model to compare with; None also for an adapter alone."""
+    matched: Match | None
+    """The recipe that gave the names, and how it fits."""
+    adapted: Adapted | None
+    """What becomes of an adapter, where the source has one."""
+    selection: Selection
+    """The tensors to write, their dtypes and ties."""
+    small: SmallFiles
+    """Small files beside the weights."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether the result is a model, and not an adapter alone."""
+        return self.adapted is None or not self.adapted.is_alone
+
+    @property
+    def padded_names(self) -> frozenset[str]:
+        """Names of tensors in which rows of padding may follow, as trainers pad a vocabulary."""
+        return frozenset() if self.matched is None else padded_names(self.matched, self.source)
+
+
+def decide(found: FoundSource, request: Request, base: BaseModel | None = None) -> Decision:
+    """Return what becomes of a source; reads small files alone.
+
+    Args:
+        found: the source under its own names.
+        request: what the caller asks for.
+        base: the base model, if one is named.
+
+    Raises:
+        UsageError, LayoutError: the request must change: no recipe fits, a pattern matches nothing, a choice is open.
+        IncompleteError, ContradictionError: adapter, recipe, config and tensors do not fit each other.
+        UnsafeError: a tensor's name holds control characters or a path's way up.
+    """
+    is_selected = request.purpose in (Purpose.MODEL, Purpose.STATES)
+    adapted = _adapt(found, request.options, base) if request.purpose is Purpose.MODEL else None
+    stored = found.model if adapted is None else adapted.source
+    matched = _match(found, stored if adapted is None else adapted.base, request)
+    if matched is not None and adapted is not None:
+        raise renames_adapted(stored, matched)
+    stored, options = under_recipe(stored, matched, found.config, request.options)
+    if adapted is not None and adapted.is_alone:
+        base = None
+    if not is_selected:
+        return Decision(found, stored, options, base, matched, adapted, keep_all(stored), SmallFiles())
+    if request.purpose is Purpose.STATES:
+        # A base model gives states small files only, and no config ties what the layout file does not.
+        selection = select(stored, options, None, None, request.aliases)
+        return Decision(found, stored, options, base, matched, adapted, selection, SmallFiles())
+    selection = select(
+        stored,
+        options,
+        base,
+        found.config,
+        _rename_aliases(request.aliases, found, adapted),
+        adapted.own if adapted is not None else (),
+    )
+    small = small_files_of(
+        (*(base.companions if base is not None else ()), *found.companions),
+        found.config_path,
+        found.config,
+        options,
+        is_model=adapted is None or not adapted.is_alone,
+        place=found.place,
+        overrides=request.config_overrides,
+    )
+    return Decision(found, stored, options, base, matched, adapted, selection, small)
+
+
+def _match(found: FoundSource, stored: StoredModel, request: Request) -> Match | None:
+    """Return how a recipe fits; None where the names stay."""
+    if request.purpose is Purpose.STATES:
+        return asked_recipe(stored, request.recipe)
+    if request.purpose is Purpose.MODULE:
+        if request.recipe is None:
+            return match_apart(stored, found.config, request.module_names)
+        return asked_recipe(stored, request.recipe)
+    if request.recipe is None and found.own is not None:
+        fused = match_fused(stored, found.own.config)
+        if fused is not None:
+            return fused
+    return choose_recipe(stored, found.config, request.recipe)
+
+
+def _rename_aliases(aliases: Mapping[str, str], found: FoundSource, adapted: Adapted | None) -> dict[str, str]:
+    """Return aliases under the names that the tensors have by now."""
+    plain = found.plain_names
+    renamed = {plain.get(name, name): plain.get(target, target) for name, target in aliases.items()}
+    if adapted is None:
+        return renamed
+    return {adapted.new_name(name): adapted.new_name(target) for name, target in renamed.items()}
+
+
+def renames_adapted(source: StoredModel, matched: Match) -> UsageError:
+    """Return the refusal of a recipe that would rename what an adapter in the source is for."""
+    return UsageError(
+        f"{source.path} holds an adapter of tensors that the recipe {matched.recipe.name} would rename",
+        file=source.path,
+        got=f"an adapter, and names of {matched.recipe.name}",
+        want="an adapter of a model under Hugging Face's names",
+        next_step="keep the names with --recipe none",
+    )
+
+
+def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -> Adapted | None:
+    """Return the source with its adapter kept apart or merged; errors as `adapt`."""
+    if found.own is not None:
+        return _adapt_live(found.model, options, found.own, base)
+    assert found.place is not None
+    return adapt(found.model, options, found.place, base.tensors if base is not None else {})
+
+
+def _adapt_live(stored: StoredModel, options: GatherOptions, own: OwnConfig, base: BaseModel | None) -> Adapted | None:
+    """Return a live model with its adapter kept apart or merged; errors as `adapt`."""
+    known = base.tensors if base is not None else {}
+    names = find_adapter([shard.name for shard in stored.shards], stored.path, known)
+    if names is not None and options.adapter is None:
+        example = next(iter(names.saved))
+        raise UsageError(
+            "the model holds an adapter, and what is to become of it was not said",
+            tensor=example,
+            got=f"{len(names.saved)} tensors of it, such as {example}",
+            want="a model without one; or, of export_model, adapter=",
+            next_step='give export_model adapter="separate" (a PEFT folder beside the model) or adapter="merge" (one '
+            "model); or give what module.merge_and_unload() returns",
+        )
+    if names is None and own.adapter_text is not None:
+        kind = json.loads(own.adapter_text).get("peft_type")
+        raise UsageError(
+            f"the model is a PeftModel whose adapter, {kind}, is no LoRA",
+            got=f"peft_type {kind}",
+            want="LoRA, with adapter=, or a model without an adapter",
+            next_step="give what module.merge_and_unload() or module.unload() returns",
+        )
+    config = None
+    if names is not None:
+        if own.adapter_text is None:
+            raise UsageError(
+                "nothing says the rank and alpha of the model's adapter",
+                tensor=next(iter(names.saved)),
+                got=f"adapter={options.adapter!r}, tensors of an adapter, and no PeftModel",
+                want="the PeftModel, which knows them",
+                next_step="give the PeftModel itself; or what its merge_and_unload() returns, without adapter=",
+            )
+        shapes = {shard.name: shard.shape for shard in stored.shards}
+        config = checked_config(json.loads(own.adapter_text), "the model's peft_config", names, shapes)
+    return adapt(stored, options, stored.path, known, names=names, config=config)

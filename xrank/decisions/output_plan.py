@@ -1,0 +1,235 @@
+"""The plan of a model folder: a source found, its output decided, the proof made; no byte of a tensor is read yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from xrank.decisions.adapters import Adapted, adapter_beside, check_ties
+from xrank.decisions.base_check import not_compared
+from xrank.decisions.base_model import check_against, open_base_model
+from xrank.decisions.decision import Decision, Purpose, Request, decide
+from xrank.decisions.found_source import find_live_source, read_found
+from xrank.decisions.options import GatherOptions
+from xrank.decisions.own_config import OwnConfig
+from xrank.decisions.plan_digest import digest_of_plan
+from xrank.decisions.selection import Selection
+from xrank.decisions.transformed_plan import Transforms, plan_transformed
+from xrank.decisions.transforms import Transform
+from xrank.errors import LayoutError, UsageError
+from xrank.layout import LayoutMap
+from xrank.plan.executor import Budget
+from xrank.plan.output import OutputTensor
+from xrank.plan.planner import Plan, make_plan
+from xrank.plan.source import StoredModel
+from xrank.readers.discovery import find_source
+from xrank.readers.own_readers import WORKSPACE
+from xrank.words import list_text
+from xrank.writers.hf_folder import lay_out, lay_out_file
+
+__all__ = ["OutputPlan", "layout_notes", "plan_export", "plan_gather", "read_layouts"]
+
+_GENERATION_NAME = "generation_config.json"
+_AS_IN_MEMORY = (
+    "no recipe fits, so tensors have their names and shapes in memory; save_pretrained would change some of this "
+    "model's, and from_pretrained may not know these"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class OutputPlan:
+    """A model folder that is planned and proven; nothing is written yet."""
+
+    decision: Decision
+    plan: Plan
+    selection: Selection
+    """The tensors of the folder: those of the decision, or what a transform makes of them."""
+    checked_against_base: str | None
+    notes: tuple[tuple[str, str], ...]
+    own_texts: Mapping[str, str] = field(default_factory=dict)
+    """Further small files that are made here, by name."""
+    transforms: Transforms | None = None
+    """The tensors of a live model that a caller's function replaces."""
+
+    @property
+    def options(self) -> GatherOptions:
+        """The options that decided."""
+        return self.decision.options
+
+    @property
+    def source(self) -> StoredModel:
+        """The model under the names of the output."""
+        return self.decision.source
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Small files to write, by name, beside config.json."""
+        adapted = self.decision.adapted
+        return {**self.own_texts, **(adapted.texts if adapted is not None else {})}
+
+    @property
+    def padding_dropped(self) -> dict[str, int]:
+        """Rows of padding that outputs lost, by name."""
+        dropped = self.source.padding_dropped
+        return {output.name: dropped[output.name] for output in self.selection.outputs if output.name in dropped}
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest by which an interrupted output is known: the same source, options and output give the same."""
+        return digest_of_plan(self.plan, self.options.replicas)
+
+
+def plan_gather(
+    source: str,
+    options: GatherOptions,
+    *,
+    base_model: str | os.PathLike[str] | None = None,
+    layouts: str | os.PathLike[str] | LayoutMap | None = None,
+    format_name: str | None = None,
+    workspace: bool = False,
+    recipe: str | os.PathLike[str] | None = None,
+) -> OutputPlan:
+    """Return the proven plan of a gather; reads metadata alone. Arguments and errors as `gather_checkpoint`."""
+    base = open_base_model(base_model) if base_model is not None else None
+    given = layouts if isinstance(layouts, LayoutMap) or layouts is None else read_layouts(layouts)
+    place, reader = (source, WORKSPACE.load()) if workspace else find_source(source, format_name=format_name)
+    found = read_found(source, place, reader, base=base, layouts=given, is_left_out=options.leaves_out)
+    request = Request(Purpose.MODEL, options, recipe, {} if given is None else given.aliases)
+    decision = decide(found, request, base)
+    return _plan_output(decision, _source_notes(decision, given, place))
+
+
+def plan_export(
+    stored: StoredModel,
+    options: GatherOptions,
+    own: OwnConfig,
+    *,
+    base_model: str | os.PathLike[str] | None = None,
+    layouts: LayoutMap | None = None,
+    recipe: str | os.PathLike[str] | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+    transform: Transform | None = None,
+) -> OutputPlan:
+    """Return the proven plan of an export; arguments and errors as `xrank.conversion.export.export_model`.
+
+    Args:
+        stored: the parts of all ranks.
+        options: the caller's choices.
+        own: the knowledge of the module about itself.
+        base_model: a model folder, or the ID of one in the local Hugging Face cache.
+        layouts: for their aliases.
+        recipe: from training names to Hugging Face's.
+        config_overrides: additional content of config.json.
+        transform: function of whole tensors; the base model's names and shapes are those before it.
+    """
+    base = open_base_model(base_model) if base_model is not None else None
+    Budget.within(options.max_memory_nbytes, options.num_workers)  # refuse too small buffers before any work
+    found = find_live_source(stored, own, base)
+    aliases = layouts.aliases if layouts is not None else {}
+    decision = decide(found, Request(Purpose.MODEL, options, recipe, aliases, config_overrides), base)
+    return _plan_output(decision, tuple(_live_notes(decision)), transform)
+
+
+def _plan_output(
+    decision: Decision, more_notes: Sequence[tuple[str, str]], transform: Transform | None = None
+) -> OutputPlan:
+    """Return the proven plan of what was decided, checked against the base model."""
+    source, options, selection, adapted = decision.source, decision.options, decision.selection, decision.adapted
+    transforms = None
+    outputs = selection.outputs
+    if adapted is not None:
+        if transform is not None:
+            raise UsageError(
+                "transform= and adapter= were given together",
+                got="a model with an adapter, and a transform",
+                next_step="merge the adapter first, or leave one of the two out",
+            )
+        outputs = tuple(output for output in outputs if output.name not in adapted.own)
+        plan = _plan_with_adapter(adapted, selection, outputs, options)
+    elif transform is None:
+        plan = make_plan(source, lay_out(list(outputs), options.max_shard_nbytes), tied=selection.tied)
+    else:
+        plan, selection, transforms = plan_transformed(source, selection, transform, options.max_shard_nbytes)
+    checked, base = None, decision.base
+    if base is not None:
+        tied = {name for names in decision.selection.tied.values() for name in names}
+        checked = check_against(base, list(outputs), set(decision.selection.excluded), tied)
+    return OutputPlan(
+        decision,
+        plan,
+        selection,
+        checked,
+        (*source.notes, *decision.found.notes, *selection.notes, *decision.small.notes, *more_notes),
+        _own_texts(decision),
+        transforms,
+    )
+
+
+def _own_texts(decision: Decision) -> dict[str, str]:
+    """Return the small files that a live module makes, where the base model has none of their names."""
+    own = decision.found.own
+    text = own.generation_text if own is not None and decision.is_model else None
+    is_copied = any(companion.name == _GENERATION_NAME for companion in decision.small.companions)
+    return {} if text is None or is_copied else {_GENERATION_NAME: text}
+
+
+def _source_notes(decision: Decision, layouts: LayoutMap | None, place: str) -> list[tuple[str, str]]:
+    """Return the notes on files: unused rules, a base model without weights, an adapter."""
+    notes = [*layout_notes(layouts, decision.source)]
+    if decision.base is not None and not decision.base.tensors:
+        notes.append(not_compared(decision.base, place))
+    return [*notes, *(adapter_beside(place) if decision.adapted is None else decision.adapted.notes)]
+
+
+def _live_notes(decision: Decision) -> Iterator[tuple[str, str]]:
+    """Yield the notes on a live model: its adapter, names that stay as in memory, tensors left out."""
+    found, adapted = decision.found, decision.adapted
+    assert found.own is not None
+    yield from adapted.notes if adapted is not None else ()
+    if found.own.is_renamed and decision.matched is None:
+        yield "names-as-in-memory", _AS_IN_MEMORY
+    if found.unsaved:
+        yield "not-saved", f"save_pretrained leaves out: {list_text(found.unsaved, 4)}"
+
+
+def _plan_with_adapter(
+    adapted: Adapted, selection: Selection, outputs: Sequence[OutputTensor], options: GatherOptions
+) -> Plan:
+    """Return the plan of the model's files, with what is merged into them, or of them and the adapter's own.
+
+    Raises:
+        UsageError: as `check_ties`; IncompleteError, ContradictionError: as `make_plan`.
+    """
+    check_ties(adapted, selection.tied)
+    own = [output for output in selection.outputs if output.name in adapted.own]
+    files = [] if adapted.is_alone else list(lay_out(outputs, options.max_shard_nbytes))
+    if own:
+        files.append(lay_out_file(adapted.weights_file, own))
+    whole = replace(adapted.source, shards=(*adapted.source.shards, *adapted.factors))
+    return make_plan(whole, files, tied=selection.tied, updates=adapted.updates)
+
+
+def read_layouts(path: str | os.PathLike[str]) -> LayoutMap:
+    """Return the content of the file given as ``--layout``.
+
+    Raises:
+        LayoutError, UsageError: as `LayoutMap.read`.
+    """
+    try:
+        return LayoutMap.read(path)
+    except (LayoutError, UsageError) as error:
+        error.next_step = error.next_step or "correct --layout or the file, then run the same command"
+        raise
+
+
+def layout_notes(layouts: LayoutMap | None, stored: StoredModel) -> Sequence[tuple[str, str]]:
+    """Return what the report says of rules that decide for no tensor."""
+    if layouts is None:
+        return []
+    unused = layouts.unused([shard.name for shard in stored.shards])
+    if len(unused) > 3:
+        return [("unused-rule", f"rules of the layout file match no tensor: {list_text(map(repr, unused), 3)}")]
+    return [("unused-rule", f"the layout file's rule {pattern!r} matches no tensor") for pattern in unused]
