@@ -18,6 +18,7 @@ _TIMES = {"seconds", "peak_rss_nbytes"}
 _OF_THIS_MACHINE = {"segments"}
 """Shared memory with names, which other programs may have left."""
 _PRESENCE = ("got", "want", "try", "next_step")
+_TEXT_KEYS = {"message", "problem", "why", "assumed"}
 _VARYING = re.compile(r"[\d.,]+ [kMGT]?B/s|peak memory [\d.,]+ \w+|[\d.,]+ m?s\b|\d+ of \d+ bytes|0x[0-9a-f]+")
 _MASKED_MESSAGE = re.compile(r'("message": )"(?:[^"\\]|\\.)*"')
 
@@ -131,7 +132,7 @@ def _sort_json(value: Any, path: str, facts: dict[str, Any], texts: dict[str, An
             place = f"{path}.{key}" if path else key
             if (key in _TIMES and path in ("", "result", "result[0]")) or key in _OF_THIS_MACHINE:
                 continue
-            if has_message and (key == "message" or key in _PRESENCE):
+            if key in _TEXT_KEYS or (has_message and key in _PRESENCE):
                 if part is not None:
                     facts[f"{path} has {key}"] = True
                     texts[place] = part

@@ -31,9 +31,6 @@ from tests.recipes import made_checkpoints as families
 from tests.simulation.made_layouts import llama as llama_layout
 from xrank.testing.rank_pool import RankPool
 
-BUILD_ID = "build-id"
-"""A file of the sources: two records are comparable if they are of one build."""
-
 _TWO_RANKS = '[mesh]\ngrid = "r=2"\n\n[tensors]\n'
 _RECIPE = '[tensors]\n"w.{L} [a b]" = "x.{L}.weight [b a]"\n[config]\na = "rows"\n'
 _LINK = "read=2GB/s write=1GB/s memory=8GB/s bandwidth=25GB/s latency=5us start=1s"
@@ -68,7 +65,7 @@ def build(folder: Path) -> None:
         _models(folder)
     finally:
         pool.close()
-    (folder / BUILD_ID).write_text(secrets.token_hex(8))
+    (folder / "build-id").write_text(secrets.token_hex(8))
 
 
 def _changed(of: Path, name: str, change: Callable[[Path], object]) -> Path:
@@ -139,7 +136,8 @@ def _layout_files(folder: Path) -> None:
         "not-toml": LAYOUT_FILE + "x == 2",
         "too-large": LAYOUT_FILE.replace("dp=2 tp=2", "dp=4 tp=2"),
         "plain": '[mesh]\ngrid = "tp=2"\n\n[tensors]\n"norm.weight" = "[n]"\n"w" = "[n/tp]"\n',
-        "whole": _TWO_RANKS + '".*" = "[...]"\n',
+        "block": _TWO_RANKS
+        + '"(embed|up|down|odd).weight" = "[a/~r, b]"\n".*bias|norm.weight|mask" = "[a]"\n"steps" = "[]"\n',
         "nameless": '[mesh]\ngrid = "fsdp=4"\n\n[tensors]\n'
         '"_flat_param" = "flat(embed.weight [10, 6], up.weight [8, 6], up.bias [8], down.weight [6, 8], '
         'down.bias [6], odd.weight [5, 6], odd.bias [5])/~fsdp"\n'
@@ -201,7 +199,8 @@ def _recipes(folder: Path) -> None:
     (base / "own.toml").write_text(_RECIPE)
     (base / "bad.toml").write_text(_RECIPE.replace("[b a]", "[b c]"))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, base / "megatron.safetensors")
-    rules = (f'"{name}" = "[a/~r{", b" * (tensor.ndim - 1)}]"\n' for name, tensor in tensors.items())
+    named = {**tensors, **families.as_megatron(llama)}
+    rules = (f'"{name}" = "[a/~r{", b" * (tensor.ndim - 1)}]"\n' for name, tensor in named.items())
     (base / "megatron-rows.toml").write_text(_TWO_RANKS + "".join(rules))
     for name, model in {"llama": llama, "mixtral": families.tiny("mixtral")}.items():
         model.save_pretrained(folder / "hf" / name)
@@ -271,9 +270,10 @@ def _weights(folder: Path) -> None:
     evil = {"w": torch.ones(2), "x": _Call(os.system, "touch /tmp/xrank-corpus-was-here")}
     (base / "hostile-bin").mkdir()
     torch.save(evil, base / "hostile-bin" / "pytorch_model.bin")
+    halves = {n: t.half() if t.is_floating_point() else t for n, t in made_model().items()}
     bases = {
         "base": made_model(),
-        "base-fp16": {n: t.half() if t.is_floating_point() else t for n, t in made_model().items()},
+        "base-fp16": halves,
         "base-other-names": {"a": torch.ones(2)},
         "base-other-shape": {**made_model(), "norm.weight": torch.ones(9)},
     }
