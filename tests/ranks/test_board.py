@@ -8,7 +8,7 @@ import pytest
 from tests.named_memory import named_memory
 from xrank.ranks.board import Board
 from xrank.ranks.failure import FailureRecord
-from xrank.ranks.wire import Word
+from xrank.ranks.wire import Status
 
 
 @pytest.fixture
@@ -23,11 +23,15 @@ def boards():
 
 def test_each_rank_has_its_own_words(boards):
     mine, theirs = boards
-    assert [[theirs.heard(i, word) for word in Word] for i in range(3)] == [[0, 0, 0, 0]] * 3
-    mine.say(1, Word.ARRIVED, 1 << 40)
-    mine.say(2, Word.LEFT, 5)
-    mine.say(2, Word.ENDED, 4)
-    assert [[theirs.heard(i, word) for word in Word] for i in range(3)] == [[0] * 4, [1 << 40, 0, 0, 0], [0, 4, 5, 0]]
+    assert [[theirs.get_status(i, word) for word in Status] for i in range(3)] == [[0, 0, 0, 0]] * 3
+    mine.set_status(1, Status.ARRIVED, 1 << 40)
+    mine.set_status(2, Status.LEFT, 5)
+    mine.set_status(2, Status.ENDED, 4)
+    assert [[theirs.get_status(i, word) for word in Status] for i in range(3)] == [
+        [0] * 4,
+        [1 << 40, 0, 0, 0],
+        [0, 4, 5, 0],
+    ]
 
 
 def test_the_first_failure_stays_and_is_seen_by_all(boards):
@@ -39,7 +43,7 @@ def test_the_first_failure_stays_and_is_seen_by_all(boards):
     seen = theirs.failure(2)
     assert seen is not None and seen.cause.startswith("xxx") and seen.rank == 2
     assert theirs.failure(1) is None and theirs.failure(0) is None
-    assert theirs.heard(2, Word.ARRIVED) == 0
+    assert theirs.get_status(2, Status.ARRIVED) == 0
 
 
 def test_half_a_record_does_not_count(boards):

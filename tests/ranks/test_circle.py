@@ -22,7 +22,7 @@ from xrank.ranks.link import Link
 from xrank.ranks.peer import Peer
 from xrank.ranks.store import LocalStore
 from xrank.ranks.store_wire import StoreWire
-from xrank.ranks.wire import Message, Word
+from xrank.ranks.wire import Message, Status
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -65,7 +65,7 @@ def meet(request, monkeypatch):
 
     def meet(*ranks, lives=()):
         pids = {**dict.fromkeys(ranks, os.getpid()), **dict(lives)}
-        peers = {rank: replace(Peer.of_this_process(rank), pid=pid, host=f"host{rank}") for rank, pid in pids.items()}
+        peers = {rank: replace(Peer.from_this_process(rank), pid=pid, host=f"host{rank}") for rank, pid in pids.items()}
         wires = {"host": host_wires, "store": store_wires}[request.param](ranks, peers)
         met = {rank: Circle(ranks, rank, wire, others(rank, peers)) for rank, wire in wires.items()}
         circles.extend(met.values())
@@ -132,7 +132,7 @@ def test_a_rank_has_left_a_call_when_it_has_left_those_around_it_too(meet):
         lambda: circle.leave(4),
     ):
         act()
-        left.append(other.wire.heard(0, Word.LEFT))
+        left.append(other.wire.get_status(0, Status.LEFT))
     assert left == [0, 0, 0, 0, 3, 3, 4]
 
 
@@ -144,7 +144,7 @@ def test_the_deadline_names_who_has_not_come(meet):
     assert raised.value.waiting_for == (2, 3) and raised.value.rank == 2
     for part in (f"rank 2 (host host2, pid {os.getpid()})", "rank 3 (host host3"):
         assert part in str(raised.value)
-    assert "ranks [0, 1] did" in raised.value.got
+    assert "ranks 0-1 did" in raised.value.got
     # The first follows the others: it is named only where nobody else is missing.
     with pytest.raises(RankTimeoutError) as raised:
         circles[1].receive([0], CALL, Deadline(0.1))
@@ -195,7 +195,7 @@ class TestEveryWait:
             with soon(), meanwhile(child.kill), pytest.raises(RankFailedError) as raised:
                 wait(circles[rank])
             assert (raised.value.rank, raised.value.host, raised.value.pid) == (2, "host2", child.pid)
-            assert "ended without a word" in raised.value.cause
+            assert "ended without a report" in raised.value.cause
 
     def test_does_not_end_with_a_rank_that_had_left_the_call(self, meet, rank, wait):
         with process() as child:
@@ -277,20 +277,20 @@ def test_who_left_a_call_early_knows_that_it_failed_there(meet, failed):
     circles[2].begin(2)
     circles[failed].fail(failure(failed, number=CALL))
     circles[2].wire.pump(0)
-    assert circles[2].failed_before()
-    assert not circles[1].failed_before() and not circles[0].failed_before()  # they are there still
+    assert circles[2].has_failed_before()
+    assert not circles[1].has_failed_before() and not circles[0].has_failed_before()  # they are there still
 
 
 def test_a_failure_in_this_call_or_after_the_first_had_left_is_none_before(meet):
     circles = meet(0, 1, 2)
     circles[1].fail(failure(1, number=CALL))
     circles[2].wire.pump(0)
-    assert not circles[2].failed_before()
+    assert not circles[2].has_failed_before()
     for rank in (0, 2):  # as all are that could be left
         ended(circles[rank]).leave(CALL)
         circles[rank].begin(2)
     circles[2].wire.pump(0)
-    assert not circles[2].failed_before()  # the first hears of it where this one does
+    assert not circles[2].has_failed_before()  # the first hears of it where this one does
 
 
 def test_who_follows_a_failure_from_elsewhere_fails_its_own_call(meet):
@@ -332,7 +332,7 @@ def test_bodies_are_awaited_however_long_and_counted_where_they_nest(meet):
     ended(circles[2])
     with soon(), meanwhile(lambda: ended(circles[1])):
         circles[0].await_bodies(CALL, Deadline(60))
-    assert circles[0].wire.heard(1, Word.ENDED) == 2
+    assert circles[0].wire.get_status(1, Status.ENDED) == 2
 
 
 def test_a_body_that_never_ends_is_named_at_the_first_ranks_deadline_alone(meet):
@@ -417,7 +417,7 @@ def test_a_rank_that_reads_late_is_sent_to_when_it_reads(meet):
 
 def test_who_sends_to_a_rank_that_never_reads_hears_of_its_end():
     with process() as child:
-        peers = {rank: replace(Peer.of_this_process(rank), pid=child.pid) for rank in (0, 1)}
+        peers = {rank: replace(Peer.from_this_process(rank), pid=child.pid) for rank in (0, 1)}
         wires = host_wires((0, 1), peers)
         circle = Circle((0, 1), 0, wires[0], {1: peers[1]})
         with soon(), meanwhile(child.kill), pytest.raises(RankFailedError) as raised:
@@ -430,7 +430,7 @@ def test_who_sends_to_a_rank_that_never_reads_hears_of_its_end():
 
 @pytest.mark.parametrize("says_why", [True, False])
 def test_who_sends_to_a_rank_that_is_gone_hears_why(says_why):
-    peers = {rank: Peer.of_this_process(rank) for rank in (0, 1)}
+    peers = {rank: Peer.from_this_process(rank) for rank in (0, 1)}
     wires = host_wires((0, 1), peers)
     circle = Circle((0, 1), 0, wires[0], {1: peers[1]})
     if says_why:
@@ -439,6 +439,6 @@ def test_who_sends_to_a_rank_that_is_gone_hears_why(says_why):
     with soon(), pytest.raises(RankFailedError) as raised:
         circle.send(1, Message({}), CALL)
     assert raised.value.rank == 1
-    assert raised.value.cause == ("a cause" if says_why else "its process ended without a word")
+    assert raised.value.cause == ("a cause" if says_why else "its process ended without a report")
     circle.close()
     circle.close()

@@ -10,7 +10,7 @@ from xrank.ranks.failure import MAX_NBYTES, FailureRecord
 
 
 def test_a_record_comes_back_and_makes_the_error_of_all_others():
-    record = FailureRecord.of(UsageError("no", got="a", want="b"), 3, "call 7")
+    record = FailureRecord.from_error(UsageError("no", got="a", want="b"), 3, "call 7")
     assert record == FailureRecord(3, socket.gethostname(), os.getpid(), "UsageError: no; got a; want b", "call 7")
     assert FailureRecord.from_bytes(record.to_bytes()) == record
     error = record.to_error()
@@ -20,7 +20,7 @@ def test_a_record_comes_back_and_makes_the_error_of_all_others():
 
 @pytest.mark.parametrize("letter", ["x", "\0", "ü", "\U0001f600", '"'])
 def test_a_long_cause_is_cut(letter):
-    record = FailureRecord.of(ValueError(letter * 10_000), 0, letter * 10_000)
+    record = FailureRecord.from_error(ValueError(letter * 10_000), 0, letter * 10_000)
     content = record.to_bytes()
     assert len(content) <= MAX_NBYTES
     assert FailureRecord.from_bytes(content).cause.startswith(f"ValueError: {letter}")

@@ -10,7 +10,7 @@ from xrank.ranks.board import Board
 from xrank.ranks.host_wire import Bells, HostWire
 from xrank.ranks.link import Link
 from xrank.ranks.peer import Peer
-from xrank.ranks.wire import Message, Sleep, Word
+from xrank.ranks.wire import Message, Sleep, Status
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -26,7 +26,7 @@ def wires():
         links[2][rank], links[rank][2] = map(Link, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     wires = {}
     for rank in RANKS:
-        peers = {r: Peer.of_this_process(r) for r in RANKS if r != rank}
+        peers = {r: Peer.from_this_process(r) for r in RANKS if r != rank}
         own_bells = Bells(map(os.dup, bells.descriptors))
         wires[rank] = HostWire(RANKS, rank, Board(fd, len(RANKS)), own_bells, links[rank], peers)
     os.close(fd)
@@ -81,7 +81,7 @@ def test_a_socket_is_used_only_where_the_box_is_full(wires):
 
 
 def test_nobody_is_woken_who_does_not_sleep(wires):
-    wires[0].say(Word.ARRIVED, 1)
+    wires[0].set_status(Status.ARRIVED, 1)
     wires[0].send(2, Message({}, b"x"))
     wires[0].nudge((2,))
     wires[2].nudge((0, 1))
@@ -89,28 +89,28 @@ def test_nobody_is_woken_who_does_not_sleep(wires):
 
 
 def test_who_sleeps_lightly_is_woken_by_any_message_and_any_nudge(wires):
-    wires[2].say(Word.SLEEPS, Sleep.LIGHT)
+    wires[2].set_status(Status.SLEEPS, Sleep.LIGHT)
     wires[0].send(2, Message({}, b"x"))
     assert is_rung(wires[2])
     wires[2].pump(0)
     assert not is_rung(wires[2]), "a ring is heard once"
     wires[1].nudge((2,))
     assert is_rung(wires[2]) and not is_rung(wires[0])
-    wires[0].say(Word.SLEEPS, Sleep.LIGHT)
+    wires[0].set_status(Status.SLEEPS, Sleep.LIGHT)
     wires[2].nudge((0, 1))
     assert is_rung(wires[0])
 
 
-@pytest.mark.parametrize("word", [Word.ARRIVED, Word.ENDED])
+@pytest.mark.parametrize("word", [Status.ARRIVED, Status.ENDED])
 def test_who_waits_for_all_is_woken_by_the_last(wires, word):
-    wires[2].say(Word.SLEEPS, Sleep.UNTIL_ALL)
+    wires[2].set_status(Status.SLEEPS, Sleep.UNTIL_ALL)
     wires[0].send(2, Message({}, b"x"))
-    wires[1].say(word, 4)
-    wires[0].say(word, 5)
+    wires[1].set_status(word, 4)
+    wires[0].set_status(word, 5)
     wires[0].nudge((2,))
-    wires[1].say(Word.LEFT, 9)
+    wires[1].set_status(Status.LEFT, 9)
     assert not is_rung(wires[2])
-    wires[1].say(word, 5)
+    wires[1].set_status(word, 5)
     assert is_rung(wires[2])
 
 

@@ -48,7 +48,7 @@ def test_a_full_box_takes_nothing_until_all_before_was_taken(boxes):
     assert not put(mine, 2, b"two"), "so it goes another way"
     assert firsts.take(1) == b"one"
     assert not put(mine, 3, b"three"), "two is still on its way"
-    firsts.took(2)
+    firsts.skip(2)
     assert put(mine, 3, b"three") and firsts.take(3) == b"three"
 
 
@@ -64,10 +64,10 @@ def test_boxes_of_ranks_beside_each_other_are_apart(boards, monkeypatch):
     monkeypatch.setattr(letter_box, "STORES_ARE_ORDERED", True)
     contents = [os.urandom(BOX_NBYTES - 64) for _ in range(3)]
     for i, content in enumerate(contents):
-        boards[0].say(i, 0, 10 + i)
+        boards[0].set_status(i, 0, 10 + i)
         assert put(boards[0].box(i), 1, content)
     assert [boards[1].box(i).take(1) for i in range(3)] == contents
-    assert [boards[1].heard(i, 0) for i in range(3)] == [10, 11, 12]
+    assert [boards[1].get_status(i, 0) for i in range(3)] == [10, 11, 12]
 
 
 def test_where_stores_may_be_seen_out_of_order_no_box_is_used(boards, monkeypatch):

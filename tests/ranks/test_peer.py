@@ -17,7 +17,7 @@ ME = Peer(3, "host", 7, "boot.4026531836")
 
 
 def test_a_peer_comes_back_from_what_it_told():
-    me = Peer.of_this_process(5)
+    me = Peer.from_this_process(5)
     assert me == Peer(5, socket.gethostname(), os.getpid(), process_space())
     assert Peer.from_dict({**me.to_dict(), "address": "more that is told with it"}) == me
 
@@ -28,9 +28,9 @@ def test_a_peer_comes_back_from_what_it_told():
     ids=str,
 )
 def test_what_does_not_say_who_it_is_is_refused(wrong):
-    with pytest.raises(CorruptError, match="who it is"):
+    with pytest.raises(CorruptError, match="description of its process"):
         Peer.from_dict({**ME.to_dict(), **wrong})
-    with pytest.raises(CorruptError, match="who it is"):
+    with pytest.raises(CorruptError, match="description of its process"):
         Peer.from_dict({})
 
 

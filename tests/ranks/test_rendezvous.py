@@ -65,7 +65,7 @@ def address_of(store):
     return json.loads(text)
 
 
-def framed(content):
+def encode_message(content):
     """Return JSON as a link sends it."""
     text = json.dumps(content).encode()
     return len(text).to_bytes(4, "little") + text
@@ -86,7 +86,7 @@ def test_all_meet_and_the_name_is_gone_from_the_store(ranks):
         assert sorted(circle.peers) == sorted(r for r in ranks if r != rank)
         assert sorted(circle.wire.inboxes) == (sorted(ranks[1:]) if rank == ranks[0] else [ranks[0]])
         circle.arrive(4)
-    assert circles[ranks[-1]].absent(4) == ()
+    assert circles[ranks[-1]].find_absent(4) == ()
     assert store.peek(NAME) is None
     for circle in circles.values():
         circle.close()
@@ -98,7 +98,14 @@ def test_strangers_on_the_socket_neither_join_nor_hold_up(monkeypatch):
     strangers = []
 
     def intrude():
-        for content in (None, b"", b"no json", framed([]), framed({}), framed({"rank": 1, "nonce": "0" * 32})):
+        for content in (
+            None,
+            b"",
+            b"no json",
+            encode_message([]),
+            encode_message({}),
+            encode_message({"rank": 1, "nonce": "0" * 32}),
+        ):
             sock = connect(store)
             strangers.append(sock)
             if content is not None:
@@ -127,7 +134,7 @@ def test_a_wrong_nonce_is_a_stranger():
 
     def pretend():
         with connect(store) as sock:
-            sock.send(framed({**address_of(store), "rank": 1, "nonce": "f" * 32}))
+            sock.send(encode_message({**address_of(store), "rank": 1, "nonce": "f" * 32}))
             assert sock.recv(100) == b"", "it is sent away"
         is_sent_away.set()
 
@@ -138,7 +145,7 @@ def test_a_wrong_nonce_is_a_stranger():
 def test_ranks_that_stay_away_are_named_on_all_that_came(joined):
     said = attend(LocalStore(), [0, 1, 2, 3], [0, 1], when(lambda: 1 in joined))
     assert isinstance(said[0], RankTimeoutError) and said[0].waiting_for == (2, 3)
-    assert isinstance(said[1], RankFailedError) and "ranks [2, 3] did not come" in str(said[1])
+    assert isinstance(said[1], RankFailedError) and "ranks 2-3 did not come" in str(said[1])
 
 
 def test_a_first_rank_that_stays_away_is_named():
@@ -159,7 +166,7 @@ def test_a_rank_that_joined_and_died_is_named_at_once():
     def join_and_die():
         with connect(store) as sock:
             described = {**address_of(store), "rank": 1, "host": "elsewhere", "pid": 7}
-            sock.send(framed(described))
+            sock.send(encode_message(described))
 
     begun = time.monotonic()
     said = attend(store, [0, 1, 2], [0], meanwhile=join_and_die) | attend(store, [0, 1, 2], [2])
@@ -182,9 +189,9 @@ def test_ranks_of_two_hosts_are_an_error_with_both_names_on_both(monkeypatch):
     monkeypatch.setattr(
         rendezvous._Host, "meet", lambda host: (first.append(threading.current_thread()), original(host))[1]
     )
-    describe = Peer.of_this_process
+    describe = Peer.from_this_process
     hosts = ("far", "near")
-    monkeypatch.setattr(Peer, "of_this_process", lambda rank: dataclasses.replace(describe(rank), host=hosts[rank]))
+    monkeypatch.setattr(Peer, "from_this_process", lambda rank: dataclasses.replace(describe(rank), host=hosts[rank]))
     said = attend(OtherHost(), [0, 1], [0, 1])
     assert isinstance(said[1], UsageError) and isinstance(said[0], RankFailedError) and said[0].rank == 1
     for error in said.values():

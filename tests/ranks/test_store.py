@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.free_port import free_port
 from xrank.environment import Launch
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
-from xrank.ranks.store import GroupStore, LocalStore, find_store, launched_ranks
+from xrank.ranks.store import GroupStore, LocalStore, connect_launched_ranks, find_store
 
 
 def tcp_server():
@@ -133,7 +133,7 @@ def launch_of(rank, launcher="srun"):
 def test_launched_ranks_have_torchruns_store_a_new_part_of_it_each_time():
     server = tcp_server()
     environ = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
-    first, second = (launched_ranks(launch_of(0, "torchrun"), environ, timeout_seconds=5) for _ in range(2))
+    first, second = (connect_launched_ranks(launch_of(0, "torchrun"), environ, timeout_seconds=5) for _ in range(2))
     assert not first.is_own
     first.store.put("a", "1")
     assert find_store(first, {}) is first.store and second.store.peek("a") is None, "no name is used twice"
@@ -142,20 +142,20 @@ def test_launched_ranks_have_torchruns_store_a_new_part_of_it_each_time():
 def test_without_torchrun_rank_0_keeps_the_store():
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with pytest.raises(RankTimeoutError, match="rank 0 opened no store") as raised:
-        launched_ranks(launch_of(1), environ, timeout_seconds=0.2)
+        connect_launched_ranks(launch_of(1), environ, timeout_seconds=0.2)
     assert raised.value.waiting_for == (0,)
-    kept = launched_ranks(launch_of(0), environ, timeout_seconds=5)
+    kept = connect_launched_ranks(launch_of(0), environ, timeout_seconds=5)
     assert kept.is_own
     with pytest.raises(UsageError, match="rank 0 cannot open a store") as refused:
-        launched_ranks(launch_of(0), environ, timeout_seconds=5)
+        connect_launched_ranks(launch_of(0), environ, timeout_seconds=5)
     assert "MASTER_PORT" in refused.value.next_step
 
 
 @pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "node1"}, {"MASTER_ADDR": "node1", "MASTER_PORT": "many"}])
 def test_ranks_without_a_place_to_meet_are_told_what_to_set(environ):
     with pytest.raises(UsageError, match="srun started have no place to meet") as raised:
-        launched_ranks(launch_of(1), environ, timeout_seconds=1)
+        connect_launched_ranks(launch_of(1), environ, timeout_seconds=1)
     assert "MASTER_ADDR" in raised.value.want and "torchrun" in raised.value.next_step
     bare = replace(launch_of(1), launcher="bare")
     with pytest.raises(UsageError, match="the ranks of RANK and WORLD_SIZE have no place to meet"):
-        launched_ranks(bare, environ, timeout_seconds=1)
+        connect_launched_ranks(bare, environ, timeout_seconds=1)

@@ -23,7 +23,7 @@ from xrank.ranks.peer import Peer
 from xrank.ranks.rendezvous import meet
 from xrank.ranks.store import GroupStore, LocalStore
 from xrank.ranks.store_rendezvous import meet_across_hosts
-from xrank.ranks.wire import Message, Word
+from xrank.ranks.wire import Message, Status
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -122,9 +122,9 @@ def test_all_meet_in_whatever_order_they_come(order):
         circles = meeting.all_said()
         for rank, circle in circles.items():
             assert circle.rank == rank and circle.first == FIRST and circle.ranks == (0, 2, 1)
-            assert circle.peers == {r: Peer.of_this_process(r) for r in (0, 1, 2) if r != rank}
-            circle.wire.say(Word.ARRIVED, 4)
-        assert circles[0].absent(4) == ()
+            assert circle.peers == {r: Peer.from_this_process(r) for r in (0, 1, 2) if r != rank}
+            circle.wire.set_status(Status.ARRIVED, 4)
+        assert circles[0].find_absent(4) == ()
         circles[2].wire.send(0, Message({"hello": 2}))
         circles[0].wire.pump(5)
         assert circles[0].wire.inboxes[2].popleft().content == {"hello": 2}
@@ -146,11 +146,11 @@ def test_ranks_that_stay_away_are_named_on_all_that_came_and_on_who_comes_later(
         meeting.come(1)
         said = meeting.all_said()
         assert isinstance(said[0], RankTimeoutError) and said[0].waiting_for == (2, 3)
-        assert isinstance(said[1], RankFailedError) and "ranks [2, 3] did not come" in str(said[1])
+        assert isinstance(said[1], RankFailedError) and "ranks 2-3 did not come" in str(said[1])
         with soon():
             meeting.come(3)
             late = meeting.all_said()[3]
-        assert isinstance(late, RankFailedError) and late.rank == 0 and "ranks [2, 3] did not come" in str(late)
+        assert isinstance(late, RankFailedError) and late.rank == 0 and "ranks 2-3 did not come" in str(late)
 
 
 def test_a_first_rank_that_stays_away_is_named():
@@ -172,7 +172,7 @@ def process():
 
 
 def announced(rank, **other):
-    return json.dumps({**replace(Peer.of_this_process(rank), **other).to_dict(), "way": "a directory"})
+    return json.dumps({**replace(Peer.from_this_process(rank), **other).to_dict(), "way": "a directory"})
 
 
 def test_a_rank_that_came_and_died_is_named_by_all():
@@ -282,7 +282,7 @@ def test_a_rank_that_does_not_say_who_it_is_ends_the_meeting(told):
     with meeting_of([0, 1]) as meeting, soon():
         meeting.store.put(f"{NAME}/here/1", told)
         meeting.come(0)
-        assert "who it is" in str(meeting.all_said()[0])
+        assert "description of its process" in str(meeting.all_said()[0])
 
 
 def test_a_store_that_goes_away_ends_the_meeting():

@@ -18,7 +18,7 @@ from xrank.ranks.failure import FailureRecord
 from xrank.ranks.peer import Peer
 from xrank.ranks.store import GroupStore, LocalStore
 from xrank.ranks.store_wire import StoreWire
-from xrank.ranks.wire import Message, Word
+from xrank.ranks.wire import Message, Status
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -73,12 +73,12 @@ def test_messages_come_once_each_in_their_order_and_none_stays_in_the_store(join
 def test_two_meetings_of_one_store_do_not_hear_each_other(join):
     store = LocalStore()
     here, there = (StoreWire([0, 1], 0, store, name, period_seconds=HOURS) for name in ("meeting/1", "meeting/11"))
-    there.say(Word.LEFT, 5)
+    there.set_status(Status.LEFT, 5)
     there.fail(failure(0))
     there.send(1, Message({}))
     mine = join([0, 1], store)[1]
     mine.pump(0)
-    assert mine.heard(0, Word.LEFT) == 0 and mine.failures() == {} and contents(mine.inboxes[0]) == []
+    assert mine.get_status(0, Status.LEFT) == 0 and mine.failures() == {} and contents(mine.inboxes[0]) == []
     here.close()
     there.close()
 
@@ -105,13 +105,13 @@ def test_a_wait_ends_with_what_comes(join):
 
 def test_words_are_each_ranks_own_and_all_hear_them(join):
     wires = join([0, 1, 2])
-    words = (Word.ARRIVED, Word.ENDED, Word.LEFT)
-    assert [[wires[0].heard(rank, word) for word in words] for rank in range(3)] == [[0, 0, 0]] * 3
-    wires[1].say(Word.ARRIVED, 1 << 40)
-    wires[2].say(Word.LEFT, 5)
-    wires[2].say(Word.ENDED, 4)
+    words = (Status.ARRIVED, Status.ENDED, Status.LEFT)
+    assert [[wires[0].get_status(rank, word) for word in words] for rank in range(3)] == [[0, 0, 0]] * 3
+    wires[1].set_status(Status.ARRIVED, 1 << 40)
+    wires[2].set_status(Status.LEFT, 5)
+    wires[2].set_status(Status.ENDED, 4)
     for wire in wires.values():
-        heard = [[wire.heard(rank, word) for word in words] for rank in range(3)]
+        heard = [[wire.get_status(rank, word) for word in words] for rank in range(3)]
         assert heard == [[0, 0, 0], [1 << 40, 0, 0], [0, 4, 5]]
 
 
@@ -146,7 +146,7 @@ class SlowHearer(LocalStore):
 
 
 def test_rank_0_stays_after_a_failure_until_the_others_have_heard_of_it(join, monkeypatch):
-    monkeypatch.setattr(store_wire, "_HEARING_SECONDS", 100)  # whatever else the machine does before the third look
+    monkeypatch.setattr(store_wire, "_FAILURE_READ_SECONDS", 100)  # a busy machine may delay the third look
     store = SlowHearer()
     wires = join([0, 1], store)
     store.wire = wires[1]
@@ -170,13 +170,13 @@ def test_rank_0_stays_a_moment_at_most_and_not_at_all_after_a_good_end(join):
         if has_failed:
             wire.fail(failure(0))
         wire.close()
-        assert (clock.now - before > store_wire._HEARING_SECONDS) == has_failed
+        assert (clock.now - before > store_wire._FAILURE_READ_SECONDS) == has_failed
 
 
 def test_a_normal_end_is_heard_at_once_after_all_that_was_sent(join):
     wires = join([0, 1, 2])
     wires[1].send(0, Message({"last": 1}))
-    wires[1].say(Word.LEFT, 3)
+    wires[1].set_status(Status.LEFT, 3)
     wires[1].close()
     wires[1].close()
     started = time.monotonic()
@@ -184,7 +184,7 @@ def test_a_normal_end_is_heard_at_once_after_all_that_was_sent(join):
         wires[0].pump(50)
     assert time.monotonic() - started < 20, "no wait lasted to its end"
     assert wires[0].silent == {1} and wires[0].ended == set() and wires[0].failures() == {}
-    assert contents(wires[0].inboxes[1]) == [{"last": 1}] and wires[0].heard(1, Word.LEFT) == 3
+    assert contents(wires[0].inboxes[1]) == [{"last": 1}] and wires[0].get_status(1, Status.LEFT) == 3
 
 
 class Periods:
@@ -244,7 +244,7 @@ def test_ranks_whose_beats_stop_are_known_to_all_that_live(join, monkeypatch, dy
 def test_a_process_of_this_host_that_ends_is_seen_without_its_beat(join):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     wires = join([0, 1])
-    peer = replace(Peer.of_this_process(1), pid=child.pid)
+    peer = replace(Peer.from_this_process(1), pid=child.pid)
     wires[0].watch({1: peer})
     wires[0].watch({1: peer})
     wires[0].pump(0)
@@ -269,17 +269,17 @@ def test_a_store_that_is_gone_is_named_by_its_process(join, rank_0_is_known):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     wires = join([1, 0], GroupStore(client))
-    wires[0].say(Word.ARRIVED, 1)
+    wires[0].set_status(Status.ARRIVED, 1)
     if rank_0_is_known:
         wires[1].watch({0: Peer(0, "the host of rank 0", 77, "elsewhere")})
     del server
     gc.collect()
     started = time.monotonic()
     for use in (
-        lambda: wires[1].heard(0, Word.ARRIVED),
+        lambda: wires[1].get_status(0, Status.ARRIVED),
         lambda: wires[1].pump(50),
         lambda: wires[1].send(0, Message({})),
-        lambda: wires[1].say(Word.LEFT, 1),
+        lambda: wires[1].set_status(Status.LEFT, 1),
     ):
         with pytest.raises(RankFailedError, match="the store that the ranks meet through is gone") as raised:
             use()
@@ -289,7 +289,7 @@ def test_a_store_that_is_gone_is_named_by_its_process(join, rank_0_is_known):
     # Nobody is left to be told, or asked, and letting go does not wait for an answer: a rank keeps its own error.
     circle = Circle([1, 0], 1, wires[1], {0: Peer(0, "the host of rank 0", 77, "elsewhere")})
     circle.fail(failure(1))
-    assert not circle.failed_before()
+    assert not circle.has_failed_before()
     circle.close()
     assert time.monotonic() - started < 30
 

@@ -229,9 +229,9 @@ class Exchange:
 
         Return whether the others make this call elsewhere: they failed in an earlier one, which this rank left early.
         """
-        is_behind = self._failure is None and self.circle.failed_before()
+        is_behind = self._failure is None and self.circle.has_failed_before()
         if self._failure is None:
-            self._failure = FailureRecord.of(error, self.circle.rank, str(call), call.number)
+            self._failure = FailureRecord.from_error(error, self.circle.rank, str(call), call.number)
             self.circle.fail(self._failure)
         return is_behind
 

@@ -196,7 +196,7 @@ def _directory_messages(path: str, circle: Circle) -> DirectoryMessages:
     try:
         return DirectoryMessages(path, circle.rank)
     except BaseException as error:
-        circle.fail(FailureRecord.of(error, circle.rank, CALL))
+        circle.fail(FailureRecord.from_error(error, circle.rank, CALL))
         circle.close()
         raise
 

@@ -1,1 +1,1 @@
-"""How ranks find each other, wait, notice death, and pass on failure. Nothing else in xrank waits."""
+"""Rendezvous, waiting, death detection and failure reports of ranks. No other package waits for a rank."""

@@ -1,8 +1,8 @@
-"""The appointment: where ranks of a process group begin one piece of work, under a name that no earlier one had.
+"""The appointment: the beginning of one piece of work by the ranks of a process group, under a new name.
 
-The first rank makes up a name and puts it in the group's store; the others wait for one that they do not know yet and
-that has not ended. So a rank that missed one piece of work, or left it early, joins the next like all others. Each says
-where it is, and so all know whether they are of one host.
+The first rank puts a random name into the group's store; the others wait for a name that is new to them and whose work
+has not ended. A rank that missed one piece of work, or left it early, thus joins the next like all others. Each rank
+publishes its host, so that all know whether they share one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.peer import process_space
 from xrank.ranks.store import GroupStore, LaunchedRanks, find_store
+from xrank.words import ranks_text
 
 __all__ = ["Appointment", "appoint"]
 
 _NAME = "appointment"
 _PAUSE_SECONDS = (0.0005, 0.02)
-"""Between two looks, at first and at last: ranks of one program come almost together."""
+"""Shortest and longest pause between two looks: ranks of one program come almost together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,13 @@ class Appointment:
     """One piece of work, as one of its ranks sees it."""
 
     group: LaunchedRanks
-    """With a store of this work's own."""
+    """The ranks, with a store for this work alone."""
     ranks: tuple[int, ...]
-    """Their numbers in the world, the first rank first."""
+    """Numbers of the ranks in the world, the first rank first."""
     rank: int
-    """This one's."""
+    """Number of this rank in the world."""
     num_here: int
-    """How many of them see this one's process and sockets: those of this host."""
+    """Number of ranks on this rank's host, which see its process and sockets."""
 
     @property
     def is_one_host(self) -> bool:
@@ -49,17 +50,17 @@ class Appointment:
 
 
 _known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""By process group: the name of the last work that this rank joined."""
+"""Process group -> name of the last work that this rank joined."""
 
 
 def appoint(group: Any, environ: Mapping[str, str], *, timeout_seconds: float) -> Appointment | None:
-    """Return where the ranks of a process group, or of the world if None, begin; every one of them must call it.
+    """Let the ranks of a process group, or of the world if None, begin a piece of work; each of them must call it.
 
     Returns:
-        None where there is one rank alone.
+        The appointment; None if there is one rank alone.
 
     Raises:
-        RankTimeoutError: ranks did not come; `waiting_for` has them.
+        RankTimeoutError: ranks did not come; `waiting_for` names them.
         UsageError: this rank is not in the group.
     """
     import torch.distributed
@@ -92,7 +93,7 @@ def appoint(group: Any, environ: Mapping[str, str], *, timeout_seconds: float) -
         with suppress(RankFailedError):  # the store may be what failed
             store.put(_NAME, json.dumps({"name": name, "open": False}))
 
-    own = store.under(f"xrank/{name}")
+    own = store.with_prefix(f"xrank/{name}")
     try:
         places = _await_places(own, rank, ranks, deadline)
     except BaseException:
@@ -107,9 +108,9 @@ def appoint(group: Any, environ: Mapping[str, str], *, timeout_seconds: float) -
 def _await_name(store: GroupStore, known: str | None, ranks: Sequence[int], deadline: Deadline) -> str:
     pause = _PAUSE_SECONDS[0]
     while True:
-        told = json.loads(store.peek(_NAME) or "{}")
-        if told.get("open") and told["name"] != known:
-            return str(told["name"])
+        found = json.loads(store.peek(_NAME) or "{}")
+        if found.get("open") and found["name"] != known:
+            return str(found["name"])
         if deadline.has_passed:
             raise _timeout(ranks[:1], ranks, deadline)
         sleep(pause)
@@ -117,7 +118,7 @@ def _await_name(store: GroupStore, known: str | None, ranks: Sequence[int], dead
 
 
 def _await_places(store: GroupStore, rank: int, ranks: Sequence[int], deadline: Deadline) -> list[str]:
-    """Say where this rank is, and return where all are."""
+    """Publish this rank's host, and return those of all ranks."""
     store.put(f"place/{rank}", f"{process_space()}.{os.stat('/proc/self/ns/net').st_ino}")
     places: dict[int, str] = {}
     pause = _PAUSE_SECONDS[0]
@@ -135,11 +136,10 @@ def _await_places(store: GroupStore, rank: int, ranks: Sequence[int], deadline: 
 
 
 def _timeout(absent: Sequence[int], ranks: Sequence[int], deadline: Deadline) -> RankTimeoutError:
-    names = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {list(absent)}"
     return RankTimeoutError(
-        f"{names} did not come within {deadline.timeout_seconds:g} s",
+        f"{ranks_text(absent)} did not come within {deadline.timeout_seconds:g} s",
         rank=absent[0],
         waiting_for=tuple(absent),
-        want=f"all of ranks {list(ranks)}",
+        want=f"all of {ranks_text(ranks)}",
         next_step="make the same call on all ranks; raise timeout_seconds if they are slow",
     )

@@ -1,7 +1,7 @@
-"""A circle: ranks that have met, and how each waits for the others.
+"""A circle: ranks that have met, and the waits of each for the others.
 
-Each hears of all others' failures and deaths, so that whoever raises, dies, leaves or stays away is named by everybody
-who waits. Nothing else in xrank waits for a rank that has been met.
+Every wait checks all other ranks for failures and deaths, so each waiting rank names the rank that raised, died, left
+or did not come. All waits for a rank that has been met are in this module.
 """
 
 from __future__ import annotations
@@ -15,35 +15,37 @@ from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.peer import Peer
-from xrank.ranks.wire import Message, Sleep, Wire, Word
+from xrank.ranks.wire import Message, Sleep, Status, Wire
+from xrank.words import ranks_text
 
 __all__ = ["Circle"]
 
 _TICK_SECONDS = 0.1
-"""How long a wait sleeps before it looks whether anyone has failed: so soon is a failure known to all."""
+"""Longest sleep of a wait between two checks for failures: the time until all ranks know of a failure."""
 _FIRST_TICK_SECONDS = 200e-6
-"""The first sleep, where no message may announce what is waited for; each further one is twice as long."""
+"""First sleep of a wait for an event that may come without a message; each further one is twice as long."""
 _NUM_LOOKS = 20
-"""At memory, before a wait lets other processes have the processor between its looks."""
+"""Looks at memory before a wait yields the processor between two looks."""
 _LONG_YIELD_SECONDS = 300e-6
 _BUSY_SECONDS = 0.05
 _BUSY_SPIN_SECONDS = 50e-6
-"""Other processes had the processor for so long: they have more to do than ranks that wait, and for a while waits only
-look for a moment, and then sleep. Who sleeps is woken before such a process has had its turn; who yields is not."""
+"""A yield longer than `_LONG_YIELD_SECONDS` means that the processor is busy with other work than waiting ranks. For
+`_BUSY_SECONDS`, waits then spin for `_BUSY_SPIN_SECONDS` only and sleep: the kernel runs a woken sleeper before such
+work has used up its time slice, but not a process that yielded."""
 _LOOKS_PER_PUMP = 8
-"""What comes through a socket, and deaths, are looked for less often: that takes a system call."""
+"""Looks at memory for each look at sockets and deaths, which takes a system call."""
 
 
 class Circle:
     """This rank's view of the ranks that have met; one thread at a time uses it.
 
     Args:
-        ranks: all, the first rank first.
-        rank: this one.
-        wire: to the others.
-        peers: every other rank's process.
-        spin_seconds: how long a wait looks without sleeping: most answers come at once, and a sleep costs as much as
-            the whole call. 0 where ranks have to share processors: there the answer needs the one that would spin.
+        ranks: all ranks, the first rank first.
+        rank: this rank.
+        wire: connection to the other ranks.
+        peers: processes of the other ranks.
+        spin_seconds: seconds for which a wait looks without sleeping: most answers come at once, and a sleep costs as
+            much as the whole call. 0 if ranks share processors: the answering rank then needs this one's.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Circle:
         self._spin_seconds = spin_seconds
         self.others = tuple(r for r in self.ranks if r != rank)
         self.check_around: Callable[[], None] = lambda: None
-        """Raises if a gather failed in whose body those of this circle are; every wait asks it."""
+        """Raises if a gather failed whose body contains those of this circle; every wait calls it."""
         self._busy_until = 0.0
         self._last = 0
         self._num_ended = 0
@@ -70,7 +72,7 @@ class Circle:
         """The rank that gathers."""
         return self.ranks[0]
 
-    # ---- how far each rank is
+    # ---- progress of the ranks
 
     def begin(self, call: int) -> None:
         """Take part in a call, until `leave`."""
@@ -78,72 +80,76 @@ class Circle:
         self._open.add(call)
 
     def arrive(self, call: int) -> None:
-        """Say that this rank has done its part of a call: sent its message or, on the first rank, received all."""
-        self.wire.say(Word.ARRIVED, call)
+        """Report this rank's part of a call as done: message sent or, on the first rank, all received."""
+        self.wire.set_status(Status.ARRIVED, call)
 
     def end_body(self) -> None:
-        """Say that this rank's body of its innermost call has ended well."""
+        """Report that this rank's body of its innermost call has ended without an error."""
         self._num_ended += 1
         if self.rank != self.first:
-            self.wire.say(Word.ENDED, self._num_ended)
+            self.wire.set_status(Status.ENDED, self._num_ended)
             self.wire.nudge((self.first,))
 
     def release(self) -> None:
-        """Say, as the first rank, that all bodies have ended well, and that all may leave."""
-        self.wire.say(Word.ENDED, self._num_ended)
+        """On the first rank: report that all bodies have ended without an error, so that all ranks may leave."""
+        self.wire.set_status(Status.ENDED, self._num_ended)
         self.wire.nudge(self.others)
 
     def leave(self, call: int) -> None:
-        """Say that nobody needs this rank any more for a call, and for those before it that it has left too."""
+        """Report that no rank needs this one any more for a call, and for all calls before it that it has left."""
         self._open.discard(call)
-        self.wire.say(Word.LEFT, min(self._open, default=self._last + 1) - 1)
+        self.wire.set_status(Status.LEFT, min(self._open, default=self._last + 1) - 1)
 
-    def absent(self, call: int) -> tuple[int, ...]:
-        """Return the other ranks that have not come to a call yet; the first, which follows them, only by itself."""
-        absent = [r for r in self.others if self.wire.heard(r, Word.ARRIVED) < call]
+    def find_absent(self, call: int) -> tuple[int, ...]:
+        """Return the other ranks that have not come to a call yet; the first only if it alone is absent.
+
+        The first rank arrives after all others, so its absence is a consequence of theirs.
+        """
+        absent = [r for r in self.others if self.wire.get_status(r, Status.ARRIVED) < call]
         return tuple(r for r in absent if r != self.first or len(absent) == 1)
 
     # ---- failures
 
     def fail(self, record: FailureRecord) -> None:
-        """Let all others know that this rank failed."""
+        """Report this rank's failure to all others."""
         self.wire.fail(record)
 
     def look(self, call: int) -> None:
-        """Raise as `check` does, after a look at who has ended meanwhile."""
+        """Look for ranks that have ended meanwhile, then `check`."""
         self.wire.pump(0)
         self.check(call)
 
     def check(self, call: int) -> None:
-        """Raise if any other rank has failed, or died, before it left the call.
+        """Raise if another rank failed or died before it left the call.
 
         Raises:
-            RankFailedError: names the first, in rank order; all are in its `failures`.
+            RankFailedError: names the first failure in rank order; `failures` contains all.
         """
-        # Those that only follow another repeat its record. Who has left this call may have failed in a later one.
-        said = self.wire.failures()
-        records = {record.rank: record for rank, record in said.items() if not self._has_left(rank, call)}
+        # Ranks that fail because another failed repeat its record, so there is one record a failure. A rank that has
+        # left this call may have failed in a later one, which is not this call's failure.
+        found = self.wire.failures()
+        records = {record.rank: record for rank, record in found.items() if not self._has_left(rank, call)}
         if not records and self.wire.ended:
             ended = (r for r in self.wire.ended if not self._has_left(r, call))
-            records = {r: self._death(r) for r in sorted(ended, key=self.ranks.index)}
+            records = {r: self._record_death(r) for r in sorted(ended, key=self.ranks.index)}
         if records:
-            raise self._error(list(records.values()))
+            raise self._make_error(list(records.values()))
 
-    def failed_before(self) -> bool:
-        """Say whether a rank failed in a call that this one had left, and the first had not: it raises there."""
+    def has_failed_before(self) -> bool:
+        """Return whether a rank failed in a call that this rank has left and the first has not, which raises there."""
         first_open = min(self._open, default=self._last + 1)
-        with suppress(RankFailedError):  # what the others say through may be gone
+        with suppress(RankFailedError):  # the store may be gone
             numbers = (record.number for record in self.wire.failures().values() if 0 < record.number < first_open)
             return self.rank != self.first and any(not self._has_left(self.first, number) for number in numbers)
         return False
 
     def _has_left(self, rank: int, call: int) -> bool:
-        return self.wire.heard(rank, Word.LEFT) >= call
+        return self.wire.get_status(rank, Status.LEFT) >= call
 
     # ---- messages
 
     def send(self, rank: int, message: Message, call: int) -> None:
-        """Send a message to a rank; where it has too much to read already, as long as it lives wait for it.
+        """Send a message to a rank; while its buffers are full, wait as long as it lives.
 
         Raises:
             RankFailedError: that rank is gone, or any rank failed meanwhile.
@@ -160,17 +166,17 @@ class Circle:
             self._wait(lambda: not unsent or is_sent(), [rank], call, None, first_tick_seconds=_FIRST_TICK_SECONDS)
         except ConnectionError:
             self.check(call)
-            raise self._error([self._death(rank)]) from None
+            raise self._make_error([self._record_death(rank)]) from None
 
     def receive(self, sources: Iterable[int], call: int, deadline: Deadline) -> tuple[int, Message]:
-        """Return the next message of any of these ranks, and whose it is.
+        """Return the next message of any of these ranks, with its sender.
 
-        The deadline counts until all ranks have come to the call; from then on their lives are what is waited on:
-        the first rank's body may take any time.
+        The deadline counts until all ranks have come to the call. After that the wait lasts as long as they live,
+        since the first rank's body may take any time.
 
         Raises:
             RankFailedError: a rank failed or died.
-            RankTimeoutError: the deadline passed; `waiting_for` has the ranks that did not come.
+            RankTimeoutError: the deadline passed; `waiting_for` names the ranks that did not come.
         """
         inboxes = [(source, self.wire.inboxes[source]) for source in sources]
         for is_last_try in (False, True):
@@ -188,36 +194,36 @@ class Circle:
         raise AssertionError(inboxes)
 
     def await_bodies(self, call: int, deadline: Deadline) -> None:
-        """Wait until all bodies have ended: the first rank for all others, which wait for the first to `release` them.
+        """Wait until all bodies have ended: the first rank for all others, the others for its `release`.
 
-        For the first rank the deadline counts until they have; for others as in `receive`.
+        On the first rank the deadline counts until all have ended; on others as in `receive`.
 
         Raises:
             RankFailedError: a rank failed or died.
-            RankTimeoutError: the deadline passed; `waiting_for` has the ranks that are waited for.
+            RankTimeoutError: the deadline passed; `waiting_for` names the ranks whose bodies have not ended.
         """
         if self.rank == self.first:
-            have_ended = lambda: not self._in_bodies()  # noqa: E731
-            self._wait(have_ended, self.others, call, deadline, self._in_bodies, sleep=Sleep.UNTIL_ALL)
+            have_ended = lambda: not self._find_open_bodies()  # noqa: E731
+            self._wait(have_ended, self.others, call, deadline, self._find_open_bodies, sleep=Sleep.UNTIL_ALL)
         else:
-            is_released = lambda: self.wire.heard(self.first, Word.ENDED) >= self._num_ended  # noqa: E731
+            is_released = lambda: self.wire.get_status(self.first, Status.ENDED) >= self._num_ended  # noqa: E731
             self._wait(is_released, (self.first,), call, deadline)
 
-    def _in_bodies(self) -> tuple[int, ...]:
-        """Return which of the other ranks have ended fewer bodies than this one."""
-        return tuple([r for r in self.others if self.wire.heard(r, Word.ENDED) < self._num_ended])
+    def _find_open_bodies(self) -> tuple[int, ...]:
+        """Return the other ranks that have ended fewer bodies than this one."""
+        return tuple([r for r in self.others if self.wire.get_status(r, Status.ENDED) < self._num_ended])
 
     def await_arrival(self, rank: int, call: int, deadline: Deadline) -> None:
         """Wait until a rank has done its part of a call; errors as `receive`."""
-        # Nobody nudges for that: most ranks do not wait for it.
-        has_arrived = lambda: self.wire.heard(rank, Word.ARRIVED) >= call  # noqa: E731
+        # An arrival sends no nudge, as most ranks do not wait for one.
+        has_arrived = lambda: self.wire.get_status(rank, Status.ARRIVED) >= call  # noqa: E731
         self._wait(has_arrived, [rank], call, deadline, first_tick_seconds=_FIRST_TICK_SECONDS)
 
     def await_sight(self, is_over: Callable[[], bool], call: int, patience: Deadline) -> bool:
-        """Wait until what a rank has told of becomes visible here, and say whether it did; looks ever less often.
+        """Wait until something that a rank announced becomes visible here; return False if `patience` ends first.
 
         Raises:
-            RankFailedError: a rank failed or died, which may be why it does not.
+            RankFailedError: a rank failed or died, which may be the reason.
         """
         tick = _FIRST_TICK_SECONDS
         while not is_over():
@@ -240,59 +246,60 @@ class Circle:
         first_tick_seconds: float = _TICK_SECONDS,
         sleep: Sleep = Sleep.LIGHT,
     ) -> None:
-        """Wait; the deadline counts as long as ranks are `late`: as a rule, have not come to the call."""
+        """Wait; the deadline counts while there are `late` ranks: by default, ranks that have not come to the call."""
         if self._is_soon(is_over):
             return
         next_tick = first_tick_seconds
         while True:
-            # Who says a word from now on knows that a nudge is needed; what was said before is looked for once more.
-            self.wire.say(Word.SLEEPS, sleep)
+            # Announce the sleep, then look once more: a rank that sets a status after the announcement sends a nudge,
+            # and the look finds what was set before it. The other order could miss an update and sleep through it.
+            self.wire.set_status(Status.SLEEPS, sleep)
             try:
-                self.wire.look()  # what has come otherwise ends the sleep at once
+                self.wire.look()
                 if is_over():
                     return
                 self._check_all(sources, call)
-                # Messages and nudges end the sleep; what comes without one is looked for ever less often.
+                # Messages and nudges end the sleep; events without either are looked for ever less often.
                 tick, next_tick = next_tick, min(_TICK_SECONDS, 2 * next_tick)
                 if deadline is not None and deadline.remaining_seconds < tick:
                     tick = self._last_tick(tick, call, deadline, late)
                 self.wire.pump(tick)
             except RankFailedError:
-                # What it is waited for may have come before the failure, which was of a later call.
+                # The awaited event may have come before the failure, which then belongs to a later call.
                 self.wire.pump(0)
                 if is_over():
                     return
                 raise
             finally:
-                self.wire.say(Word.SLEEPS, Sleep.NOT)
+                self.wire.set_status(Status.SLEEPS, Sleep.NOT)
             if is_over():
                 return
 
     def _last_tick(
         self, tick: float, call: int, deadline: Deadline, late: Callable[[], tuple[int, ...]] | None
     ) -> float:
-        """Return how long a wait may sleep that the deadline is near for, if it counts for anyone.
+        """Return the seconds of a sleep that ends near the deadline, which counts only while ranks are late.
 
         Raises:
-            RankTimeoutError: it has passed, and it does.
+            RankTimeoutError: the deadline has passed, and ranks are late.
         """
         if deadline.has_passed:
-            self.look(call)  # who has ended is not late
-        waiting_for = late() if late else self.absent(call)
+            self.look(call)  # a rank that has ended is a failure, not late
+        waiting_for = late() if late else self.find_absent(call)
         if waiting_for and deadline.has_passed:
-            raise self._timeout(waiting_for, deadline, "end the body of" if late else "come to")
+            raise self._make_timeout_error(waiting_for, deadline, "end the body of" if late else "come to")
         return deadline.remaining_seconds if waiting_for else tick
 
     def _check_all(self, sources: Sequence[int], call: int) -> None:
-        """Raise if any rank has failed, or one that is waited for will send no more, or a gather around failed."""
+        """Raise if any rank failed, a source has closed its end, or an enclosing gather failed."""
         self.check_around()
         self.check(call)
-        # Who has left the call needs to say no more: it may have gone on to another one that failed, or have ended.
+        # A rank that has left the call owes it nothing: it may have failed in another call, or have ended.
         if silent := [r for r in sources if r in self.wire.silent and not self._has_left(r, call)]:
-            raise self._error([self._death(r) for r in silent])
+            raise self._make_error([self._record_death(r) for r in silent])
 
     def _is_soon(self, is_over: Callable[[], bool]) -> bool:
-        """Look for a moment without sleeping, and say whether the wait is over."""
+        """Spin for a moment without sleeping; return whether the wait is over."""
         self.wire.look()
         if is_over() or not self._spin_seconds:
             return is_over()
@@ -314,26 +321,26 @@ class Circle:
             now = monotonic()
         return False
 
-    def _death(self, rank: int) -> FailureRecord:
+    def _record_death(self, rank: int) -> FailureRecord:
         peer = self.peers[rank]
-        return FailureRecord(rank, peer.host, peer.pid, "its process ended without a word", "a gather")
+        return FailureRecord(rank, peer.host, peer.pid, "its process ended without a report", "a gather")
 
-    def _error(self, records: Sequence[FailureRecord]) -> RankFailedError:
+    def _make_error(self, records: Sequence[FailureRecord]) -> RankFailedError:
         errors = tuple(record.to_error() for record in records)
         errors[0].failures = errors
         return errors[0]
 
-    def _timeout(self, absent: tuple[int, ...], deadline: Deadline, what: str) -> RankTimeoutError:
+    def _make_timeout_error(self, absent: tuple[int, ...], deadline: Deadline, what: str) -> RankTimeoutError:
         names = ", ".join(f"rank {r} (host {self.peers[r].host}, pid {self.peers[r].pid})" for r in absent)
         return RankTimeoutError(
             f"{names} did not {what} the gather within {deadline.timeout_seconds:g} s",
             rank=absent[0],
             waiting_for=absent,
-            got=f"ranks {[r for r in self.ranks if r not in absent]} did",
-            want=f"all of ranks {list(self.ranks)}",
+            got=f"{ranks_text(r for r in self.ranks if r not in absent)} did",
+            want=f"all of {ranks_text(self.ranks)}",
             next_step="find out where those ranks are (py-spy dump --pid PID); raise timeout_seconds if they are slow",
         )
 
     def close(self) -> None:
-        """Let go of everything; ranks that still wait hear of it."""
+        """Release all resources; ranks that still wait see this rank as gone."""
         self.wire.close()

@@ -1,4 +1,4 @@
-"""A moment after which a wait is given up."""
+"""A moment at which a wait is given up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Deadline"]
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """`timeout_seconds` from the moment it was made, by a clock that never steps back."""
+    """The moment `timeout_seconds` after construction, by a clock that never steps back."""
 
     timeout_seconds: float
     clock: Callable[[], float] = monotonic
@@ -26,7 +26,7 @@ class Deadline:
 
     @property
     def remaining_seconds(self) -> float:
-        """Seconds left; 0 when it has passed."""
+        """Seconds left; 0 after the deadline."""
         return max(0.0, self._end - self.clock())
 
     @property

@@ -1,4 +1,4 @@
-"""The failure record: what a rank that fails leaves for all others, so that each can name it."""
+"""The failure record that a failing rank leaves for all others, so that each can name it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from xrank.errors import RankFailedError, XrankError
 __all__ = ["MAX_NBYTES", "FailureRecord"]
 
 MAX_NBYTES = 3072
-"""Of a record as text; a longer cause is cut."""
+"""Largest size of a record as JSON; a longer cause is cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureRecord:
-    """Who failed, where, and why."""
+    """The rank that failed, its process and the cause."""
 
     rank: int
     host: str
     pid: int
     cause: str
-    """The exception's type and message; or what was seen of the rank's end."""
+    """The exception's type and message, or a description of the rank's end."""
     call: str
-    """The call it failed in, with its place in the user's code."""
+    """The call in which it failed, with its place in the user's code."""
     number: int = 0
-    """Of the call in which whoever left this record heard of it; 0 where calls are not counted."""
+    """Number of the call in which the writer of this record learnt of the failure; 0 if calls are not counted."""
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, call: str, number: int = 0) -> FailureRecord:
-        """Return the record of an exception on this rank; of another's failure, if that is all that it says."""
+    def from_error(cls, error: BaseException, rank: int, call: str, number: int = 0) -> FailureRecord:
+        """Return the record of an exception on this rank; of the other rank's failure if the exception names one."""
         if isinstance(error, RankFailedError) and error.rank is not None:
             return cls(error.rank, error.host or "unknown", error.pid or 0, error.cause or str(error), call, number)
         cause = f"{type(error).__name__}: {error}"
@@ -50,7 +50,7 @@ class FailureRecord:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> FailureRecord:
-        """Return the record that `to_bytes` gave."""
+        """Return the record that `to_bytes` wrote."""
         return cls(**json.loads(content))
 
     def to_error(self) -> RankFailedError:

@@ -1,9 +1,9 @@
-"""The heartbeat: how ranks on several hosts know of each other that they live.
+"""The heartbeat by which ranks on several hosts notice each other's deaths.
 
-Each rank's thread counts up a number in the store, and watches the number of the next rank in the list, by its own
-clock: clocks of two hosts are never compared. Where the next rank has not come yet, or has ended, it watches the one
-after it, so that nobody is without a watch. A rank's death is found whatever the others are doing, and each rank asks
-for one number, however many there are.
+Each rank's thread counts up a number in the store and watches the number of the next rank in the list, by its own
+clock: clocks of two hosts are never compared. While the next rank has not come yet, or has ended, it watches the one
+after it, so that every rank is watched. Deaths are found whatever the main threads do, and each rank reads one number
+a period, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MAX_MISSED = 5
 
 
 class Heartbeat:
-    """This rank's own beat, and its watch on the others; begins at once and lasts until `stop`.
+    """This rank's own beat and its watch on the others, from construction until `stop`.
 
     Args:
-        store: one that no other thread uses.
-        mine: the name of this rank's number.
-        others: the names of the other ranks' numbers, in the order in which this rank is to watch them; as long as a
-            rank has none, it has not come yet.
-        tell: is called on the heartbeat's thread, once for each rank that has missed five beats.
+        store: a store that no other thread uses.
+        mine: name of this rank's number.
+        others: names of the other ranks' numbers, in the order in which this rank watches them. A rank without a
+            number has not come yet.
+        report: called on the heartbeat's thread, once for each rank that has missed five beats.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class Heartbeat:
         store: Store,
         mine: str,
         others: Mapping[int, str],
-        tell: Callable[[Store, int], None],
+        report: Callable[[Store, int], None],
         *,
         period_seconds: float = PERIOD_SECONDS,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._stopped = threading.Event()
-        arguments = (self._stopped, store, mine, dict(others), tell, period_seconds, clock)
+        arguments = (self._stopped, store, mine, dict(others), report, period_seconds, clock)
         self._thread = threading.Thread(target=_beat, args=arguments, name="xrank heartbeat", daemon=True)
         _running.add(self)
         self._thread.start()
 
     def stop(self) -> None:
-        """End; the others see this rank as gone soon."""
+        """Stop the beat; the others soon see this rank as gone."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)  # it may be in a store that does not answer
@@ -64,31 +64,31 @@ def _beat(
     store: Store,
     mine: str,
     others: dict[int, str],
-    tell: Callable[[Store, int], None],
+    report: Callable[[Store, int], None],
     period_seconds: float,
     clock: Callable[[], float],
 ) -> None:
     seen, seen_at, num_missed, count = None, clock(), 0, 0
-    # Whoever uses the store in the main thread hears of its end; here there is nobody to tell.
+    # If the store is gone, its next user in the main thread raises.
     with suppress(XrankError):
         while True:
             count += 1
             store.put(mine, str(count))
-            told = _next_beat(store, others)
-            if told != seen:
-                seen, seen_at, num_missed = told, clock(), 0
-            elif told is not None:
-                # Seconds alone would not do: where the store itself stands still, so do all beats.
+            beat = _find_beat(store, others)
+            if beat != seen:
+                seen, seen_at, num_missed = beat, clock(), 0
+            elif beat is not None:
+                # Both count: if the store itself is stalled, seconds pass, but this rank makes no reads either.
                 num_missed += 1
                 if num_missed >= _MAX_MISSED and clock() - seen_at >= _MAX_MISSED * period_seconds:
-                    rank, _ = told
-                    tell(store, rank)
+                    rank, _ = beat
+                    report(store, rank)
                     del others[rank]
             if stopped.wait(period_seconds):
                 return
 
 
-def _next_beat(store: Store, others: dict[int, str]) -> tuple[int, str] | None:
+def _find_beat(store: Store, others: dict[int, str]) -> tuple[int, str] | None:
     """Return the first of the others that has come, and its number."""
     for rank, name in others.items():
         if (number := store.peek(name)) is not None:
@@ -100,7 +100,7 @@ _running: WeakSet[Heartbeat] = WeakSet()
 
 
 def _stop_all() -> None:
-    # A thread inside the store's C++ must not be there when the interpreter goes.
+    # No thread may be inside the store's C++ code when the interpreter ends.
     for heartbeat in list(_running):
         heartbeat.stop()
 

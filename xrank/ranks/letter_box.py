@@ -1,9 +1,9 @@
-"""The letter box: memory where a rank leaves the first a message, without a system call on either side.
+"""The letter box: shared memory for messages to the first rank, without a system call on either side.
 
-It holds one message at a time. Messages have numbers, whichever way they go, so that the first takes them in their
-order: one that finds the box full, or does not fit, goes another way, and so do all after it until the first has taken
-them. A word says which message lies in the box, and one, which the first sets, how many it has taken. Where processors
-may see stores in another order, no message lies in a box.
+A box contains one message at a time. Messages are numbered whether they go through the box or the link, so that the
+first rank takes them in order: a message that finds the box full, or does not fit, goes through the link, and so do all
+after it until the first rank has taken them. One number in the box is that of its message; another, which the first
+rank sets, counts the messages it has taken. Processors that may reorder stores do not use boxes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xrank.ranks.store_order import STORES_ARE_ORDERED
 __all__ = ["BOX_NBYTES", "LetterBox"]
 
 BOX_NBYTES = 40 << 10
-"""Of a box with its words: whole pages."""
+"""Bytes of a box with its numbers: whole pages."""
 _WORD_NBYTES = 8
 _POSTED, _TAKEN, _NBYTES = range(3)
 _CONTENT = 64
@@ -27,9 +27,9 @@ class LetterBox:
     """One rank's box, as it or the first rank sees it.
 
     Args:
-        memory: shared.
-        words: the same, as numbers.
-        start: of the box, in bytes.
+        memory: shared memory.
+        words: the same memory as 8-byte numbers.
+        start: first byte of the box.
     """
 
     def __init__(self, memory: mmap.mmap, words: memoryview, start: int) -> None:
@@ -38,7 +38,7 @@ class LetterBox:
         self._word = start // _WORD_NBYTES
 
     def put(self, number: int, parts: Sequence[bytes], nbytes: int) -> bool:
-        """Leave a message, which is all of `parts`, if the first has taken all before it; say whether it is left."""
+        """Put a message, the concatenation of `parts`, if all before it were taken; return whether it was put."""
         words, word = self._words, self._word
         if words[word + _TAKEN] != number - 1 or nbytes > _CAPACITY or not STORES_ARE_ORDERED:
             return False
@@ -48,11 +48,11 @@ class LetterBox:
             self._memory[at:end] = part
             at = end
         words[word + _NBYTES] = nbytes
-        words[word + _POSTED] = number
+        words[word + _POSTED] = number  # last: the first rank reads the box once it sees the number
         return True
 
     def take(self, number: int) -> bytes | None:
-        """Return the message of that number, if it lies here; the box can then be used again."""
+        """Return the message of that number if it is here, and free the box."""
         words, word = self._words, self._word
         if words[word + _POSTED] != number:
             return None
@@ -60,6 +60,6 @@ class LetterBox:
         words[word + _TAKEN] = number
         return content
 
-    def took(self, number: int) -> None:
-        """Say, as the first rank, that the message of that number came another way."""
+    def skip(self, number: int) -> None:
+        """On the first rank: count the message of that number, which came through the link, as taken."""
         self._words[self._word + _TAKEN] = number

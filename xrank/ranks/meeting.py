@@ -1,4 +1,4 @@
-"""The meeting: what ranks that are to become a circle tell each other through the store, whichever way they then go."""
+"""The meeting: values that ranks exchange through the store before they become a circle, over either wire."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.peer import Peer
 from xrank.ranks.store import Store
+from xrank.words import ranks_text
 
 __all__ = ["CALL", "Meeting"]
 
 CALL = "the first gather"
 _PAUSE_SECONDS = (0.0005, 0.02)
-"""Between two looks for the first rank, at first and at last: ranks of one program come almost together."""
+"""Shortest and longest pause between two looks for the first rank: ranks of one program come almost together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +28,13 @@ class Meeting:
     """One meeting, as one of its ranks sees it.
 
     Args:
-        ranks: all, the first rank first.
-        rank: this one, among them.
-        store: seen by all.
-        name: of this meeting; never used twice.
-        deadline: until which all must have come.
-        way: how they will reach each other; all must want the same.
-        check: raises if there is no use in waiting any longer, because a gather failed in whose body this one is.
+        ranks: all ranks, the first rank first.
+        rank: this rank, one of them.
+        store: shared by all ranks.
+        name: name of this meeting; never used twice.
+        deadline: the moment until which all must have come.
+        way: the medium of the gathers, which must be the same on all ranks.
+        check: raises if an enclosing gather has failed, so that waiting is of no use.
     """
 
     ranks: Sequence[int]
@@ -45,87 +46,88 @@ class Meeting:
     check: Callable[[], None] = lambda: None
 
     def announce(self, **more: Any) -> None:
-        """Tell, as the first rank, that it is here."""
-        me = Peer.of_this_process(self.rank).to_dict()
+        """On the first rank: announce its process."""
+        me = Peer.from_this_process(self.rank).to_dict()
         self.store.put(self.name, json.dumps({**me, "way": self.way, **more}))
 
     def await_first(self) -> dict[str, Any]:
-        """Return what the first rank announced.
+        """Return the first rank's announcement.
 
         Raises:
             RankTimeoutError: it did not come.
-            RankFailedError: it came, and ended the meeting already.
-            ContradictionError: it goes another way.
+            RankFailedError: it has ended the meeting already.
+            ContradictionError: it gathers through another medium.
         """
         try:
-            return self._awaited_first()
+            return self._await_announcement()
         except BaseException as error:
             self.refuse(error)  # the first may come, or wait for this one already
             raise
 
-    def _awaited_first(self) -> dict[str, Any]:
+    def _await_announcement(self) -> dict[str, Any]:
         first, pause = self.ranks[0], _PAUSE_SECONDS[0]
         while (text := self.store.peek(self.name)) is None:
             if self.deadline.has_passed:
-                raise self.timeout((first,))
+                raise self.make_timeout_error((first,))
             self.check()
             sleep(min(pause, self.deadline.remaining_seconds))
             pause = min(2 * pause, _PAUSE_SECONDS[1])
         self.raise_end()
-        told: dict[str, Any] = json.loads(text)
-        if told["way"] != self.way:
+        announced: dict[str, Any] = json.loads(text)
+        if announced["way"] != self.way:
             raise ContradictionError(
-                f"rank {self.rank} gathers through {self.way}, and rank {first} through {told['way']}",
+                f"rank {self.rank} gathers through {self.way}, and rank {first} through {announced['way']}",
                 rank=self.rank,
                 got=self.way,
-                want=str(told["way"]),
+                want=str(announced["way"]),
                 next_step="give workspace_path on all ranks or on none",
             )
-        return told
+        return announced
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the first rank, which waits for this one, why it can't take part."""
+        """Send the first rank, which waits for this one, the reason why it can't take part."""
         with suppress(RankFailedError):  # the store may be what failed
-            self.store.put(f"{self.name}/{self.rank}", FailureRecord.of(error, self.rank, CALL).to_bytes().decode())
+            self.store.put(
+                f"{self.name}/{self.rank}", FailureRecord.from_error(error, self.rank, CALL).to_bytes().decode()
+            )
 
-    def refusal(self, rank: int) -> FailureRecord | None:
-        """Return, on the first rank, why another can't take part, if it said so."""
+    def read_refusal(self, rank: int) -> FailureRecord | None:
+        """On the first rank: return the reason why another can't take part, if it sent one."""
         text = self.store.peek(f"{self.name}/{rank}")
         return None if text is None else FailureRecord.from_bytes(text.encode())
 
     def raise_refusal(self, ranks: Sequence[int]) -> None:
-        """Raise, on the first rank, if any of these can't take part.
+        """On the first rank: raise if any of these can't take part.
 
         Raises:
-            RankFailedError: names it.
+            RankFailedError: a rank sent a refusal.
         """
         for rank in ranks:
-            if (refusal := self.refusal(rank)) is not None:
+            if (refusal := self.read_refusal(rank)) is not None:
                 raise refusal.to_error()
 
     def end(self, error: BaseException) -> None:
-        """Leave in the store, as the first rank, why the meeting ended: others may come later."""
-        record = FailureRecord.of(error, self.ranks[0], CALL)
+        """On the first rank: leave the reason for the end in the store, for ranks that come later."""
+        record = FailureRecord.from_error(error, self.ranks[0], CALL)
         with suppress(Exception):  # the store may be what failed
             self.announce(ended=record.to_bytes().decode())
 
     def raise_end(self) -> None:
-        """Raise what the first rank said of a meeting that it ended.
+        """Raise if the first rank has ended the meeting.
 
         Raises:
-            RankFailedError: it did.
+            RankFailedError: it has; with its reason.
         """
         ended = json.loads(self.store.peek(self.name) or "{}").get("ended")
         if ended is not None:
             raise FailureRecord.from_bytes(ended.encode()).to_error()
 
-    def timeout(self, absent: Sequence[int]) -> RankTimeoutError:
+    def make_timeout_error(self, absent: Sequence[int]) -> RankTimeoutError:
         """Return the error that names the ranks that did not come."""
-        names = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {list(absent)}"
         return RankTimeoutError(
-            f"{names} did not come to {CALL} within {self.deadline.timeout_seconds:g} s",
+            f"{ranks_text(absent)} did not come to {CALL} within {self.deadline.timeout_seconds:g} s",
             rank=absent[0],
             waiting_for=tuple(absent),
-            want=f"all of ranks {list(self.ranks)}",
+            want=f"all of {ranks_text(self.ranks)}",
             next_step="every rank in `ranks` must make the call; raise timeout_seconds if they are slow",
         )

@@ -1,4 +1,4 @@
-"""Whose process a rank is, told to the others so that they can name it, and watch it where they share a host."""
+"""The process of a rank: its identity for the other ranks' messages, and its pidfd on the same host."""
 
 from __future__ import annotations
 
@@ -22,31 +22,35 @@ class Peer:
     host: str
     pid: int
     space: str
-    """Within which `pid` means this process."""
+    """Kernel and process namespace in which `pid` is this process."""
 
     @classmethod
-    def of_this_process(cls, rank: int) -> Peer:
-        """Return what to tell of this rank."""
+    def from_this_process(cls, rank: int) -> Peer:
+        """Return the peer of a rank that runs in this process."""
         return cls(rank, socket.gethostname(), os.getpid(), process_space())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the peer as JSON holds it."""
+        """Return the peer as a JSON object."""
         return {"rank": self.rank, "host": self.host, "pid": self.pid, "space": self.space}
 
     @classmethod
-    def from_dict(cls, told: dict[str, Any]) -> Peer:
-        """Return what `to_dict` gave; other entries are left out.
+    def from_dict(cls, description: dict[str, Any]) -> Peer:
+        """Return the peer of a `to_dict`; other entries are ignored.
 
         Raises:
-            CorruptError: it did not give that.
+            CorruptError: an entry is missing or has another type.
         """
-        rank, host, pid, space = (told.get(name) for name in ("rank", "host", "pid", "space"))
+        rank, host, pid, space = (description.get(name) for name in ("rank", "host", "pid", "space"))
         if type(rank) is int and type(host) is str and type(pid) is int and type(space) is str:
             return cls(rank, host, pid, space)
-        raise CorruptError("a rank does not say who it is", got=ascii(told)[:200], want="rank, host, pid and space")
+        raise CorruptError(
+            "a rank's description of its process is damaged",
+            got=ascii(description)[:200],
+            want="rank, host, pid and space",
+        )
 
     def open_life(self) -> int | None:
-        """Return a pidfd (pidfd_open(2)), readable once the process has ended; None where it can't be watched."""
+        """Return a pidfd (pidfd_open(2)), readable once the process has ended; None if it can't be watched."""
         if self.space == process_space():
             with suppress(OSError):
                 return os.pidfd_open(self.pid)
@@ -55,8 +59,8 @@ class Peer:
 
 @cache
 def process_space() -> str:
-    """Return what process numbers mean the same in: the running kernel and its namespace (pid_namespaces(7))."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as boot:  # what is imported anyway
+    """Return an id of the space in which process numbers are unique: boot and namespace (pid_namespaces(7))."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as boot:  # no module beyond those imported anyway
         return f"{boot.read().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
 
 

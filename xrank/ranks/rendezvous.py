@@ -1,7 +1,7 @@
 """The rendezvous of ranks of one host: they find each other through the store, once, and become a circle.
 
-The first rank listens on a socket whose name no one can guess and no file holds (unix(7): abstract), and puts the name
-into the store. The others connect: that they can is the proof of one host, whatever the hosts are called.
+The first rank listens on a socket with a random name outside the file system (unix(7): abstract) and puts the name
+into the store. The others connect, which is possible on the same host only, whatever the hosts are called.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["meet"]
 
 _TICK_SECONDS = 0.02
 _PEERS_PER_MESSAGE = 100
-"""The roster of a large circle would not fit in one."""
+"""The roster of a large circle does not fit into one message."""
 _SPIN_SECONDS = 200e-6
 _GRACE_SECONDS = 2.0
-"""For the first rank, whose deadline may be a little later, to say which rank did not come."""
+"""Extra wait for the first rank, whose deadline may be a little later, to report the ranks that did not come."""
 
 
 def meet(meeting: Meeting) -> Circle:
     """Return the circle of a meeting's ranks; every one of them must call it once.
 
     Raises:
-        RankTimeoutError: ranks did not come; `waiting_for` has them.
+        RankTimeoutError: ranks did not come; `waiting_for` names them.
         RankFailedError: a rank could not join, or failed meanwhile.
         UsageError: this rank shares no memory, or no process numbers, with the first.
     """
@@ -53,7 +53,7 @@ class _Host:
         self.others = tuple(meeting.ranks[1:])
         self.nonce = secrets.token_hex(16)
         self.links: dict[int, Link] = {}
-        self.guests: list[Link] = []  # connected, and nothing said yet
+        self.guests: list[Link] = []  # connected, first message not yet received
         self.peers: dict[int, Peer] = {}
         self.next_look = Deadline(_TICK_SECONDS)
 
@@ -67,7 +67,7 @@ class _Host:
             listener.listen(len(meeting.ranks))
             meeting.announce(address=address, nonce=self.nonce)
             undo.callback(self._close_links)
-            undo.push(self._tell_late_ranks)
+            undo.push(self._record_end)
             while len(self.links) < len(self.others):
                 self._gather_guests(listener)
             board, bells = self._start()
@@ -80,8 +80,8 @@ class _Host:
             return circle
 
     def _gather_guests(self, listener: socket.socket) -> None:
-        """Take in for a moment who comes; find out who has gone."""
-        if self.next_look.has_passed:  # not for each that comes: the store may be slow
+        """Accept connections for a moment; raise if a rank has failed or gone."""
+        if self.next_look.has_passed:  # not for each guest: the store may be slow
             self.next_look = Deadline(_TICK_SECONDS)
             self.meeting.check()
             self.meeting.raise_refusal([rank for rank in self.others if rank not in self.links])
@@ -90,21 +90,21 @@ class _Host:
             poller.register(fd, select.POLLIN)
         for fd, _ in poller.poll(1000 * min(_TICK_SECONDS, self.meeting.deadline.remaining_seconds)):
             joined = [rank for rank, link in self.links.items() if link.fileno() == fd]
-            if joined:  # there is nothing to read from a rank that has joined but its end
-                raise self._dead(joined[0]).to_error()
+            if joined:  # a rank that has joined sends nothing, so this is its end
+                raise self._record_death(joined[0]).to_error()
             if fd == listener.fileno():
                 self._admit(listener.accept()[0])
             for guest in [guest for guest in self.guests if guest.fileno() == fd]:
                 self._welcome(guest)
         if self.meeting.deadline.has_passed:
-            raise self.meeting.timeout([rank for rank in self.others if rank not in self.links])
+            raise self.meeting.make_timeout_error([rank for rank in self.others if rank not in self.links])
 
     def _start(self) -> tuple[Board, Bells]:
-        """Give everybody the board, the bells and each other's names."""
+        """Send all ranks the board, the bells and the roster."""
         ranks = self.meeting.ranks
         fd = Board.create(len(ranks))
         board, bells = Board(fd, len(ranks)), Bells.create()
-        peers = [peer.to_dict() for peer in (Peer.of_this_process(ranks[0]), *self.peers.values())]
+        peers = [peer.to_dict() for peer in (Peer.from_this_process(ranks[0]), *self.peers.values())]
         try:
             for rank, link in self.links.items():
                 try:
@@ -112,9 +112,9 @@ class _Host:
                         link.send(Message({"peers": peers[start : start + _PEERS_PER_MESSAGE]}))
                     link.send(Message({"board": len(ranks)}), (fd, *bells.descriptors))
                 except (BrokenPipeError, ConnectionResetError):
-                    board.fail(0, self._dead(rank))  # for those that have the board already
+                    board.fail(0, self._record_death(rank))  # for ranks that have the board already
                     bells.close()
-                    raise self._dead(rank).to_error() from None
+                    raise self._record_death(rank).to_error() from None
         finally:
             os.close(fd)
         return board, bells
@@ -123,13 +123,13 @@ class _Host:
         for link in (*self.links.values(), *self.guests):
             link.close()
 
-    def _tell_late_ranks(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def _record_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self.meeting.end(error)
 
-    def _dead(self, rank: int) -> FailureRecord:
-        """Return why a rank that had joined is gone: what it said, or else what is seen."""
-        if (refusal := self.meeting.refusal(rank)) is not None:
+    def _record_death(self, rank: int) -> FailureRecord:
+        """Return the reason why a rank that had joined is gone: its own refusal, if it sent one."""
+        if (refusal := self.meeting.read_refusal(rank)) is not None:
             return refusal
         peer = self.peers[rank]
         return FailureRecord(rank, peer.host, peer.pid, "it ended, or gave up, before all had come", CALL)
@@ -157,28 +157,28 @@ class _Host:
             or peer.rank not in self.others
             or peer.rank in self.links
         ):
-            link.close()  # a stranger: whoever it is, it is none of ours
+            link.close()  # a process of another run
             return
         self.links[peer.rank] = link
         self.peers[peer.rank] = peer
 
 
 def _join(meeting: Meeting) -> Circle:
-    told = meeting.await_first()
-    host, me = Peer.from_dict(told), Peer.of_this_process(meeting.rank)
+    announced = meeting.await_first()
+    host, me = Peer.from_dict(announced), Peer.from_this_process(meeting.rank)
     if host.space != process_space():
-        raise _refused(meeting, host, me)
+        raise _refuse_first(meeting, host, me)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        sock.connect(f"\0{told['address']}")
+        sock.connect(f"\0{announced['address']}")
     except (ConnectionRefusedError, FileNotFoundError):
         sock.close()
         meeting.raise_end()
-        raise _refused(meeting, host, me) from None
+        raise _refuse_first(meeting, host, me) from None
     link = Link(sock)
     try:
-        with suppress(BrokenPipeError, ConnectionResetError):  # the first has given up: `_roster` says so
-            link.send(Message({**me.to_dict(), "nonce": told["nonce"]}))
+        with suppress(BrokenPipeError, ConnectionResetError):  # the first has given up: `_roster` raises
+            link.send(Message({**me.to_dict(), "nonce": announced["nonce"]}))
         peers, board, bells = _roster(meeting, link, host)
         return _circle(meeting, board, bells, {host.rank: link}, peers)
     except BaseException as error:
@@ -188,7 +188,7 @@ def _join(meeting: Meeting) -> Circle:
 
 
 def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], Board, Bells]:
-    """Return the other ranks' processes, the board and the bells, as the first rank tells when all have come."""
+    """Return the other ranks' processes, the board and the bells, which the first rank sends when all have come."""
     peers: dict[int, Peer] = {}
     poller = select.poll()
     poller.register(link.fileno(), select.POLLIN)
@@ -235,8 +235,8 @@ def _circle(
     return Circle(meeting.ranks, meeting.rank, wire, peers, spin_seconds=spin_seconds)
 
 
-def _refused(meeting: Meeting, first: Peer, me: Peer) -> UsageError:
-    """Return the error of a rank that shares no memory with the first, after telling the first."""
+def _refuse_first(meeting: Meeting, first: Peer, me: Peer) -> UsageError:
+    """Send the first rank the refusal of this one, which shares no memory with it; return the error."""
     error = UsageError(
         f"rank {me.rank} on host {me.host} shares no memory with rank {first.rank} on host {first.host}",
         rank=me.rank,

@@ -1,4 +1,4 @@
-"""The store through which ranks find each other: small values under names, seen by all ranks of a group."""
+"""The store through which ranks find each other: small values under names, shared by all ranks of a group."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any, Protocol
 from xrank.environment import Launch
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 
-__all__ = ["GroupStore", "LaunchedRanks", "LocalStore", "Store", "find_store", "launched_ranks"]
+__all__ = ["GroupStore", "LaunchedRanks", "LocalStore", "Store", "connect_launched_ranks", "find_store"]
 
 _PREFIX = "xrank/"
 _groups = count(1)
 
 
 class Store(Protocol):
-    """Values by name. Nothing here waits for a value.
+    """Values by name. No method waits for a value.
 
     Raises:
-        RankFailedError: from every method; the store is gone, and with it the process that kept it.
+        RankFailedError: from every method; the store is gone, with the process that kept it.
     """
 
     def put(self, name: str, value: str) -> None:
         """Set a value that all ranks then see."""
 
     def peek(self, name: str) -> str | None:
-        """Return the value, or None where there is none yet."""
+        """Return the value, or None before it was put."""
 
     def remove(self, name: str) -> None:
-        """Forget a value; one that is not there is no error."""
+        """Forget a value, if it is there."""
 
     def clone(self) -> Store:
         """Return the same store for another thread to use."""
@@ -45,29 +45,29 @@ class GroupStore:
 
     def put(self, name: str, value: str) -> None:
         """Set a value that all ranks then see."""
-        with _gone_named():
+        with _name_store_failure():
             self._store.set(_PREFIX + name, value)
 
     def peek(self, name: str) -> str | None:
-        """Return the value, or None where there is none yet."""
-        with _gone_named():
+        """Return the value, or None before it was put."""
+        with _name_store_failure():
             # get alone would block until there is one (torch/csrc/distributed/c10d/Store.hpp).
             if not self._store.check([_PREFIX + name]):
                 return None
             return str(self._store.get(_PREFIX + name).decode())
 
     def remove(self, name: str) -> None:
-        """Forget a value; one that is not there is no error."""
+        """Forget a value, if it is there."""
         with suppress(RuntimeError, NotImplementedError):  # a store that keeps every value; no name is used twice
             self._store.delete_key(_PREFIX + name)
 
     def clone(self) -> GroupStore:
-        """Return the same store for another thread: where it is a connection, one of its own."""
-        with _gone_named():
+        """Return the same store for another thread, over a connection of its own."""
+        with _name_store_failure():
             return GroupStore(self._store.clone())
 
-    def under(self, name: str) -> GroupStore:
-        """Return a store of its own names in this one."""
+    def with_prefix(self, name: str) -> GroupStore:
+        """Return a part of this store: a prefix keeps its names apart."""
         import torch.distributed
 
         distributed: Any = torch.distributed
@@ -81,15 +81,15 @@ class LocalStore:
         self._values: dict[str, str] = {}
 
     def put(self, name: str, value: str) -> None:
-        """Set a value that all who have this store then see."""
+        """Set a value that all users of this store then see."""
         self._values[name] = value
 
     def peek(self, name: str) -> str | None:
-        """Return the value, or None where there is none yet."""
+        """Return the value, or None before it was put."""
         return self._values.get(name)
 
     def remove(self, name: str) -> None:
-        """Forget a value; one that is not there is no error."""
+        """Forget a value, if it is there."""
         self._values.pop(name, None)
 
     def clone(self) -> LocalStore:
@@ -98,12 +98,12 @@ class LocalStore:
 
 
 class LaunchedRanks:
-    """Stands for a process group where there is none: all ranks that a launcher started, and their store.
+    """All ranks that a launcher started, and their store; takes the place of a process group.
 
     Args:
-        store: seen by all of them.
-        is_own: whether rank 0's process keeps it, so that it ends with that.
-        on_end: what the first of them does when their work has ended.
+        store: shared by all of them.
+        is_own: whether rank 0's process keeps the store, which then ends with it.
+        on_end: called on the first of them when their work has ended.
     """
 
     def __init__(self, store: GroupStore, *, is_own: bool, on_end: Callable[[], None] = lambda: None) -> None:
@@ -112,15 +112,15 @@ class LaunchedRanks:
         self._on_end = on_end
 
     def end(self, *, is_first: bool) -> None:
-        """Say that this rank's part of the work has ended."""
+        """End this rank's part of the work."""
         if is_first:
             self._on_end()
 
 
 def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:
-    """Return the store of a process group; of the world where the group is None.
+    """Return the store of a process group, or of the world if None.
 
-    Where torch.distributed is not initialised, a launcher's own store is used (torchrun's agent keeps one for its
+    If torch.distributed is not initialised, a launcher's own store is used (torchrun's agent keeps one for its
     ranks: torch/distributed/elastic/agent/server/api.py).
 
     Raises:
@@ -144,23 +144,23 @@ def find_store(group: Any, environ: Mapping[str, str]) -> GroupStore:
     )
 
 
-def launched_ranks(launch: Launch, environ: Mapping[str, str], *, timeout_seconds: float) -> LaunchedRanks:
+def connect_launched_ranks(launch: Launch, environ: Mapping[str, str], *, timeout_seconds: float) -> LaunchedRanks:
     """Return the ranks of a launcher as a new group: with torchrun's store, or with one that rank 0 keeps.
 
-    Every rank must make as many of them.
+    Every rank must call it equally often.
 
     Raises:
-        UsageError: nothing says where a store is or could be.
-        RankTimeoutError: rank 0 opened none in time.
+        UsageError: the environment names no address of a store.
+        RankTimeoutError: rank 0 opened no store in time.
     """
     name = f"group_{next(_groups)}"  # a name in a store is not used twice
     if _has_agent_store(environ):
         return LaunchedRanks(_agent_store(environ, name), is_own=False)
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
-        of_whom = "of RANK and WORLD_SIZE" if launch.launcher == "bare" else f"that {launch.launcher} started"
+        origin = "of RANK and WORLD_SIZE" if launch.launcher == "bare" else f"that {launch.launcher} started"
         raise UsageError(
-            f"the ranks {of_whom} have no place to meet at",
+            f"the ranks {origin} have no place to meet at",
             got=f"MASTER_ADDR={address or ''} MASTER_PORT={port}",
             want="MASTER_ADDR, rank 0's host, and MASTER_PORT, a free port there, in the environment of every rank",
             next_step="set both, or start the ranks by torchrun, which does",
@@ -212,7 +212,7 @@ def _agent_store(environ: Mapping[str, str], *names: str) -> GroupStore:
 
 
 @contextmanager
-def _gone_named() -> Iterator[None]:
+def _name_store_failure() -> Iterator[None]:
     """Turn the store's own error (torch.distributed.DistError, a RuntimeError) into ours."""
     try:
         yield

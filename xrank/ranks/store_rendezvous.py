@@ -1,4 +1,4 @@
-"""The rendezvous of ranks of several hosts: all that they say to each other goes through the store."""
+"""The rendezvous of ranks of several hosts, through the store alone."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["meet_across_hosts"]
 
 _TICK_SECONDS = 0.02
 _GRACE_SECONDS = 2.0
-"""For the first rank, whose deadline may be a little later, to say which rank did not come."""
+"""Extra wait for the first rank, whose deadline may be a little later, to report the ranks that did not come."""
 
 
 def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECONDS) -> Circle:
     """Return the circle of a meeting's ranks; every one of them must call it once.
 
     Raises:
-        RankTimeoutError: ranks did not come; `waiting_for` has them.
+        RankTimeoutError: ranks did not come; `waiting_for` names them.
         RankFailedError: a rank could not join, failed meanwhile, or came and died.
     """
     is_first = meeting.rank == meeting.ranks[0]
@@ -37,7 +37,7 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
     wire = StoreWire(meeting.ranks, meeting.rank, meeting.store, meeting.name, period_seconds=period_seconds)
     try:
         wire.watch(known)
-        me = Peer.of_this_process(meeting.rank)
+        me = Peer.from_this_process(meeting.rank)
         meeting.store.put(_name(meeting, me.rank), json.dumps(me.to_dict()))
         if is_first:
             _collect(meeting, wire, known)
@@ -51,27 +51,27 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
         if is_first:
             meeting.end(error)
         else:
-            wire.fail(FailureRecord.of(error, meeting.rank, CALL))
+            wire.fail(FailureRecord.from_error(error, meeting.rank, CALL))
         wire.close()
         raise
 
 
 def _collect(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
-    """Wait, as the first rank, until all have come."""
+    """On the first rank: wait until all have come."""
     while absent := [rank for rank in meeting.ranks[1:] if rank not in known]:
         for rank in absent:
-            if (peer := _who_came(meeting, rank)) is not None:
+            if (peer := _find_peer(meeting, rank)) is not None:
                 known[rank] = peer
         wire.watch(known)
         _check(meeting, wire, known)
         meeting.raise_refusal(absent)
         if meeting.deadline.has_passed and (absent := [rank for rank in absent if rank not in known]):
-            raise meeting.timeout(absent)
+            raise meeting.make_timeout_error(absent)
         wire.pump(_TICK_SECONDS)
 
 
 def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
-    """Wait, as another rank, until the first says that all have come."""
+    """On another rank: wait until the first publishes the roster, when all have come."""
     first = meeting.ranks[0]
     patience = Deadline(meeting.deadline.remaining_seconds + _GRACE_SECONDS)
     while (text := meeting.store.peek(f"{meeting.name}/roster")) is None:
@@ -85,7 +85,7 @@ def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> 
                 next_step=f"look at rank {first}'s own error first",
             )
         wire.pump(_TICK_SECONDS)
-    peers = [Peer.from_dict(told) for told in json.loads(text)]
+    peers = [Peer.from_dict(description) for description in json.loads(text)]
     known |= {peer.rank: peer for peer in peers if peer.rank != meeting.rank}
 
 
@@ -94,14 +94,14 @@ def _check(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
     if failures := wire.failures():
         raise next(iter(failures.values())).to_error()
     for rank in sorted(wire.ended | wire.silent):
-        meeting.raise_end()  # the first says why before it goes
-        peer = known.get(rank) or _who_came(meeting, rank)
+        meeting.raise_end()  # the first writes the reason before it ends
+        peer = known.get(rank) or _find_peer(meeting, rank)
         host, pid = ("unknown", 0) if peer is None else (peer.host, peer.pid)
         raise FailureRecord(rank, host, pid, "it ended, or gave up, before all had come", CALL).to_error()
 
 
-def _who_came(meeting: Meeting, rank: int) -> Peer | None:
-    """Return whose process a rank is, if it has come."""
+def _find_peer(meeting: Meeting, rank: int) -> Peer | None:
+    """Return a rank's process, if it has come."""
     text = meeting.store.peek(_name(meeting, rank))
     return None if text is None else Peer.from_dict(json.loads(text))
 

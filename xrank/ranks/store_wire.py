@@ -1,6 +1,6 @@
-"""The wire between ranks of several hosts: messages, words, failures and lives as small values in the store.
+"""The wire between ranks of several hosts: messages, statuses, failures and heartbeats as small values in the store.
 
-Names are never used twice: the n-th message from one rank to another has n in its name, and goes once it is taken.
+Names are never used twice: the n-th message from one rank to another has n in its name, and its reader removes it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from xrank.ranks.heartbeat import PERIOD_SECONDS, Heartbeat
 from xrank.ranks.link import is_readable
 from xrank.ranks.peer import Peer
 from xrank.ranks.store import Store
-from xrank.ranks.wire import NUDGE, Message, Word
+from xrank.ranks.wire import NUDGE, Message, Status
 
 __all__ = ["StoreWire"]
 
 _LOOK_SECONDS = 0.1
-"""How often failures and ends are asked for."""
+"""Seconds between two reads of failures and ends."""
 _POLL_SECONDS = (0.0005, 0.02)
-"""How long a wait sleeps between two looks at the store, at first and at last."""
-_HEARING_SECONDS = 5.0
-"""How long rank 0, whose process as a rule keeps the store, stays after a failure for the others to hear of it: those
-that wait hear at once, and one that a busy machine holds up for seconds would take rank 0's end for the failure."""
+"""Shortest and longest sleep of a wait between two reads of the store; each is twice as long as the last."""
+_FAILURE_READ_SECONDS = 5.0
+"""Longest stay of rank 0 after a failure. Its process usually keeps the store, and a rank that a busy machine delays
+for seconds would otherwise find the store gone and take rank 0's end for the failure."""
 
 
 class StoreWire:
-    """A `Wire`; from its construction on this rank is known to live.
+    """A `Wire`; its heartbeat begins with its construction.
 
     Args:
-        ranks: all, the first rank first.
-        rank: this one.
-        store: seen by all.
-        name: of the meeting; names in the store begin with it.
+        ranks: all ranks, the first rank first.
+        rank: this rank.
+        store: shared by all ranks.
+        name: name of the meeting, with which the names in the store begin.
     """
 
     max_payload_nbytes = 0
@@ -61,7 +61,7 @@ class StoreWire:
         self._ranks, self._rank, self._store, self._name, self._clock = tuple(ranks), rank, store, name, clock
         self._sent = dict.fromkeys(sources, 0)
         self._taken = dict.fromkeys(sources, 0)
-        self._words = [0] * len(Word)
+        self._statuses = [0] * len(Status)
         self._lives: dict[int, int] = {}
         self._peers: dict[int, Peer] = {}
         self._failures: dict[int, FailureRecord] = {}
@@ -70,7 +70,7 @@ class StoreWire:
         self._pid = os.getpid()
         position = ranks.index(rank)
 
-        def tell(store: Store, missed: int) -> None:
+        def report(store: Store, missed: int) -> None:
             store.put(f"{name}/missed/{missed}", "1")
             store.put(f"{name}/alarm", "1")
 
@@ -78,13 +78,13 @@ class StoreWire:
             store.clone(),
             f"{name}/beat/{rank}",
             {r: f"{name}/beat/{r}" for r in (*ranks[position + 1 :], *ranks[:position])},
-            tell,
+            report,
             period_seconds=period_seconds,
             clock=clock,
         )
 
     def watch(self, peers: Mapping[int, Peer]) -> None:
-        """Learn whose processes the other ranks are; those of this host are watched directly from now on."""
+        """Record the other ranks' processes; from now on those of this host are watched by pidfd."""
         for rank, peer in peers.items():
             if rank not in self._peers:
                 self._peers[rank] = peer
@@ -98,17 +98,17 @@ class StoreWire:
         self._put(f"{self._rank}-{rank}/{self._sent[rank]}", json.dumps(message.content, separators=(",", ":")))
 
     def look(self) -> None:
-        """Take in nothing: what has come is in the store, which `pump` asks."""
+        """Do nothing: messages are in the store, which `pump` reads."""
 
     def pump(self, seconds: float) -> None:
-        """Take in what has come; see `Wire`."""
+        """Receive messages and notice ends; see `Wire`."""
         end, pause = self._clock() + seconds, _POLL_SECONDS[0]
         while not self._take() and not self._look() and (remaining := end - self._clock()) > 0:
             sleep(min(pause, remaining))
             pause = min(2 * pause, _POLL_SECONDS[1])
 
     def _take(self) -> bool:
-        """Move messages from the store to the inboxes; say whether there was any."""
+        """Move messages from the store to the inboxes; return whether there were any."""
         any_came = False
         for rank, inbox in self.inboxes.items():
             while (text := self._peek(key := f"{rank}-{self._rank}/{self._taken[rank] + 1}")) is not None:
@@ -120,17 +120,17 @@ class StoreWire:
         return any_came
 
     def _look(self) -> bool:
-        """Ask, not too often, who has failed or ended; say whether there is news."""
+        """Read failures and ends from the store, every 0.1 s at most; return whether any are new."""
         if self._clock() - self._looked < _LOOK_SECONDS:
             return False
         self._looked = self._clock()
         before = len(self._failures), len(self.ended), len(self.silent)
-        self._see_deaths()
+        self._check_lives()
         if self._peek("alarm") is not None:
             for rank in self._ranks:
                 if rank == self._rank:
                     continue
-                # Why a rank goes is asked last: it was told before the rank went.
+                # The failure is read last: a rank writes it before it closes, so an end is never seen without it.
                 if rank not in self.silent and self._peek(f"closed/{rank}") is not None:
                     self.silent.add(rank)
                 if rank not in self.ended and self._peek(f"missed/{rank}") is not None:
@@ -139,7 +139,7 @@ class StoreWire:
                     self._failures[rank] = FailureRecord.from_bytes(text.encode())
         return (len(self._failures), len(self.ended), len(self.silent)) != before
 
-    def _see_deaths(self) -> None:
+    def _check_lives(self) -> None:
         self.ended.update(rank for rank, life in self._lives.items() if is_readable(life))
 
     def nudge(self, ranks: Sequence[int]) -> None:
@@ -147,39 +147,39 @@ class StoreWire:
         for rank in ranks:
             self.send(rank, NUDGE)
 
-    def say(self, word: Word, value: int) -> None:
-        """Set one of this rank's own words."""
-        if word == Word.SLEEPS:  # to say it would take as long as a nudge
+    def set_status(self, status: Status, value: int) -> None:
+        """Set one of this rank's own statuses."""
+        if status == Status.SLEEPS:  # writing it would take as long as a nudge
             return
-        self._words[word] = value
-        self._put(f"words/{self._rank}", json.dumps(self._words))
+        self._statuses[status] = value
+        self._put(f"words/{self._rank}", json.dumps(self._statuses))
 
-    def heard(self, rank: int, word: Word) -> int:
-        """Return a word of any rank."""
+    def get_status(self, rank: int, status: Status) -> int:
+        """Return a status of any rank."""
         text = self._peek(f"words/{rank}")
-        return 0 if text is None else int(json.loads(text)[word])
+        return 0 if text is None else int(json.loads(text)[status])
 
     def fail(self, record: FailureRecord) -> None:
-        """Let all others know; the first record stays."""
+        """Report this rank's failure; see `Wire`."""
         self._has_failed = True
-        with suppress(RankFailedError):  # the store is what failed
+        with suppress(RankFailedError):  # the failure may be the store's
             if self._peek(f"failed/{self._rank}") is None:
                 self._put(f"failed/{self._rank}", record.to_bytes().decode())
                 self._put("alarm", "1")
 
     def failures(self) -> dict[int, FailureRecord]:
-        """Return the other ranks' failures."""
+        """Return the other ranks' failure records."""
         self._look()
         return {rank: self._failures[rank] for rank in self._ranks if rank in self._failures}
 
     def close(self) -> None:
-        """Let go of everything; see `Wire`."""
+        """Release all resources; see `Wire`."""
         if self._is_closed:
             return
         self._is_closed = True
         if os.getpid() == self._pid:  # a forked process is not the rank, and shares its connection to the store
             if self._rank == 0 and self._has_failed:
-                self._await_hearers()
+                self._await_readers()
             self._heartbeat.stop()
             with suppress(RankFailedError):
                 self._put(f"closed/{self._rank}", "1")
@@ -188,9 +188,9 @@ class StoreWire:
             os.close(fd)
         self._lives.clear()
 
-    def _await_hearers(self) -> None:
-        """Wait a moment until all others have closed, failed or ended: with this process what they might hear goes."""
-        end, others = self._clock() + _HEARING_SECONDS, set(self._ranks) - {self._rank}
+    def _await_readers(self) -> None:
+        """Wait until all others have closed, failed or ended: the store that they read may end with this process."""
+        end, others = self._clock() + _FAILURE_READ_SECONDS, set(self._ranks) - {self._rank}
         with suppress(RankFailedError):
             while others - self.ended - self.silent - set(self._failures) and self._clock() < end:
                 self.pump(_POLL_SECONDS[1])
@@ -203,7 +203,7 @@ class StoreWire:
         return text
 
     def _ask(self, operation: Callable[..., Any], *arguments: str) -> Any:
-        """Return what the store answers; where it is gone, name the process that most likely kept it."""
+        """Return the store's answer; if the store is gone, name the process that most likely kept it."""
         try:
             return operation(*arguments)
         except RankFailedError as error:

@@ -1,4 +1,4 @@
-"""The wire: how the ranks of a circle reach each other, by memory and sockets on one host, or by a store."""
+"""The wire between the ranks of a circle: memory and sockets on one host, a store across hosts."""
 
 from __future__ import annotations
 
@@ -10,85 +10,85 @@ from typing import Any, Protocol
 
 from xrank.ranks.failure import FailureRecord
 
-__all__ = ["NUDGE", "Message", "Sleep", "Wire", "Word"]
+__all__ = ["NUDGE", "Message", "Sleep", "Status", "Wire"]
 
 
-class Word(IntEnum):
-    """How far a rank is: numbers that only grow, which it says and all others hear."""
+class Status(IntEnum):
+    """Numbers that each rank publishes to all others; the first three only grow."""
 
     ARRIVED = 0
-    """The last call it has done its part of: sent its message or, on the first rank, received all."""
+    """Last call whose part the rank has done: message sent or, on the first rank, all received."""
     ENDED = 1
-    """How many bodies it has ended well; on the first rank, how many have ended well everywhere."""
+    """Bodies that the rank has ended without an error; on the first rank, bodies that have ended so on all ranks."""
     LEFT = 2
-    """The call up to which nobody needs it any more."""
+    """Call up to which no other rank needs this one."""
     SLEEPS = 3
-    """Whether it may be asleep, so that only a message or a nudge wakes it: a member of `Sleep`."""
+    """Whether the rank may be asleep, so that only a message or a nudge wakes it: a member of `Sleep`."""
 
 
 class Sleep(IntEnum):
-    """What wakes a rank."""
+    """The events that wake a rank."""
 
     NOT = 0
-    """It looks by itself."""
+    """None are needed: the rank is awake."""
     LIGHT = 1
-    """Any nudge, any message."""
+    """Any nudge or message."""
     UNTIL_ALL = 2
-    """The last of all others that comes to where it is: to wake it for each would cost more than the gather."""
+    """The status of the last of all others: a wake-up for each of them would cost more than the gather."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank sends another: JSON, and bytes beside it."""
+    """A message from one rank to another: a JSON object and bytes."""
 
     content: dict[str, Any]
     payload: bytes = b""
 
 
 NUDGE = Message({})
-"""Says nothing; whoever gets it looks again at the words that it waits for."""
+"""Empty; the receiver looks again at the statuses that it waits for."""
 
 
 class Wire(Protocol):
-    """One rank's way to the others. One thread at a time uses it; nothing but `pump` waits."""
+    """One rank's connection to the others. One thread at a time uses it; only `pump` waits."""
 
     max_payload_nbytes: int
-    """Of a message; 0 where bytes do not belong on this wire."""
+    """Largest payload of a message; 0 if the wire carries JSON only."""
     inboxes: dict[int, deque[Message]]
-    """By rank: what has come and was not yet taken, in its order."""
+    """Rank -> received messages that were not yet taken, in their order."""
     ended: set[int]
     """Ranks whose processes were seen to have ended."""
     silent: set[int]
-    """Ranks that closed their end: nothing more will come from them."""
+    """Ranks that closed their end, so that they send nothing more."""
 
     def send(self, rank: int, message: Message) -> None:
         """Send; messages to one rank keep their order.
 
         Raises:
             ConnectionError: that rank is gone.
-            BlockingIOError: that rank has too much to read already; nothing was sent.
+            BlockingIOError: that rank's buffer is full; nothing was sent.
         """
 
     def look(self) -> None:
-        """Take in what has come, as far as a look at memory tells; who has ended is not seen."""
+        """Receive messages that lie in shared memory, without a system call; ends of ranks are not noticed."""
 
     def pump(self, seconds: float) -> None:
-        """Take in what has come, and who has ended; wait up to `seconds` if nothing has."""
+        """Receive messages and notice ends of ranks; wait up to `seconds` for the first."""
 
-    def say(self, word: Word, value: int) -> None:
-        """Set one of this rank's own words; wake the first rank if it sleeps until all have said as much."""
+    def set_status(self, status: Status, value: int) -> None:
+        """Set one of this rank's own statuses; wake the first rank if it sleeps until all ranks have reached it."""
 
     def nudge(self, ranks: Sequence[int]) -> None:
-        """Wake ranks that wait for a word of this one's; those that are gone, or awake, need it not."""
+        """Wake ranks that wait for a status of this one; those that are gone or awake are left alone."""
 
-    def heard(self, rank: int, word: Word) -> int:
-        """Return a word of any rank, as far as it is known here."""
+    def get_status(self, rank: int, status: Status) -> int:
+        """Return a status of any rank, as far as it is known here."""
 
     def fail(self, record: FailureRecord) -> None:
-        """Let all others know that this rank failed; the first record stays."""
+        """Report this rank's failure to all others; the first record stays."""
 
     def failures(self) -> dict[int, FailureRecord]:
-        """Return what other ranks said of their failing, by who says it, in the order of ranks."""
+        """Return the failure records of other ranks by the rank that wrote them, in the order of ranks."""
 
     def close(self) -> None:
-        """Let go of everything; ranks that still wait hear of it. Calling it again does nothing."""
+        """Release all resources; ranks that still wait see this rank as gone. A second call does nothing."""

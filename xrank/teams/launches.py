@@ -99,10 +99,10 @@ def find_group_team(group: Any, place: str, *, timeout_seconds: float, joins_lau
 
 
 def _team_of_launch(launch: Launch, out: str, timeout_seconds: float) -> Team:
-    from xrank.ranks.store import launched_ranks
+    from xrank.ranks.store import connect_launched_ranks
     from xrank.teams.shared_team import SharedTeam
 
-    group = launched_ranks(launch, environment.environ(), timeout_seconds=timeout_seconds)
+    group = connect_launched_ranks(launch, environment.environ(), timeout_seconds=timeout_seconds)
     # Only torchrun shows for certain that all ranks are on one host; the way across hosts is right for one host too.
     is_one_host = launch.launcher == "torchrun" and launch.local_world_size == launch.world_size
     return SharedTeam(

@@ -106,7 +106,7 @@ class SharedTeam(Team):
             message["description"] = describe(made[0])
         except XrankError as error:
             failure = error
-            message["failure"] = FailureRecord.of(error, self.rank, what).to_bytes().decode()
+            message["failure"] = FailureRecord.from_error(error, self.rank, what).to_bytes().decode()
 
         def decide_for_all(parts: Sequence[dict[str, Any]]) -> Decision:
             _check_records(part["failure"] for part in parts)
@@ -231,7 +231,7 @@ def _check_records(records: Iterable[str | None]) -> None:
 def _describe_error(error: XrankError, rank: int, what: str) -> dict[str, Any]:
     """Return an error as JSON can hold it."""
     if isinstance(error, RankFailedError):  # it has more parts than others
-        return {"record": FailureRecord.of(error, rank, what).to_bytes().decode()}
+        return {"record": FailureRecord.from_error(error, rank, what).to_bytes().decode()}
     return error.to_dict()
 
 
