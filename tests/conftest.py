@@ -42,10 +42,16 @@ def runs_in_full(config: pytest.Config) -> bool:
     return bool(config.option.soak or not config.option.markexpr)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give ranks the time that a busy machine takes; one that hangs is still told before the test's own limit."""
+    """Give ranks the time that a busy machine takes; one that hangs is still told before the test's own limit.
+
+    Tests of more than four ranks are slow: each rank is an interpreter that imports torch.
+    """
     for item in items:
         marker = item.get_closest_marker("ranks")
+        if marker is not None and marker.args[:1] > (4,):
+            item.add_marker(pytest.mark.slow)
         if marker is not None and "timeout_seconds" not in marker.kwargs:
             item.add_marker(pytest.mark.ranks(*marker.args, timeout_seconds=150), append=False)
 

@@ -18,6 +18,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from xrank import NFSWorkspace, gather_checkpoint, verify_model
 from xrank.errors import XrankError
 from xrank.layout import DeviceMesh, LayoutMap
@@ -164,7 +165,10 @@ def expected(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[str, list[int]
 @given(st.data())
 # Without the phase that explains, a failure is small in half of a test's minute.
 @settings(
-    max_examples=100, deadline=None, report_multiple_bugs=False, phases=[Phase.reuse, Phase.generate, Phase.shrink]
+    max_examples=count_of(100),
+    deadline=None,
+    report_multiple_bugs=False,
+    phases=[Phase.reuse, Phase.generate, Phase.shrink],
 )
 def test_what_ranks_hold_becomes_the_model(data):
     draw = data.draw
@@ -223,7 +227,7 @@ def test_every_dtype_in_one_model(tmp_path):
 
 
 @given(st.sampled_from(["bf16", "fp16", "fp32"]), st.integers(0, 999), st.sampled_from([1, 50, "5GB"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=count_of(20), deadline=None)
 def test_casts_are_torchs(dtype, seed, max_shard_size):
     target = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     grid, cut = Grid((2, 2), ("dp", "tp"), (0, 1, 2, 3)), Cut((("dp",), ("tp",)))

@@ -18,6 +18,7 @@ import torch
 import xrank
 from tests.cli.bench import Bench, Ended, refusal, run
 from tests.conversion.made_workspaces import RUN, STEP, assert_holds, leave, leave_plain, state_of
+from tests.sampled import sampled
 from xrank.cli.command import Output
 
 XRANK = os.path.join(os.path.dirname(sys.executable), "xrank")
@@ -266,7 +267,7 @@ STREAMS += [
 STREAMS += ["$GATHER --json | head -c 0; exit ${PIPESTATUS[0]}"]
 
 
-@pytest.mark.parametrize("script", STREAMS)
+@pytest.mark.parametrize("script", sampled(STREAMS, 3))
 def test_a_stream_that_takes_nothing_changes_nothing(bench: Bench, script: str) -> None:
     model = leave(bench.workspace)
     ended = shell(script, bench)

@@ -17,6 +17,7 @@ import torch
 
 from tests.cli.bench import Bench, made_bench
 from tests.conversion.made_workspaces import leave
+from tests.sampled import sampled
 from xrank.layout import DeviceMesh
 
 XRANK = os.path.join(os.path.dirname(sys.executable), "xrank")
@@ -103,7 +104,7 @@ def finished(bench: Bench) -> int:
     return len(list(bench.folder.glob(".model.xrank-*/*.safetensors")))
 
 
-@pytest.mark.parametrize("after", [0, 1, 4, 7])
+@pytest.mark.parametrize("after", sampled([1, 0, 4, 7], 4))
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
 def test_at_many_moments(large: tuple[Bench, dict[str, str]], number: signal.Signals, status: int, after: int) -> None:
     bench, digests = large
@@ -129,7 +130,7 @@ def verify_nothing_left(bench: Bench) -> bool:
     return bench.names() == ["run42"]
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", sampled([signal.SIGINT, signal.SIGTERM], 2))
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_twice_quickly(large: tuple[Bench, dict[str, str]], first: signal.Signals, second: signal.Signals) -> None:
     bench, digests = large

@@ -206,7 +206,8 @@ def test_from_the_hugging_face_cache(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("name", ["../base", "a/b/c", "a--b", "", "/absent"])
-def test_no_name_of_a_model(bench: Bench, name: str) -> None:
+def test_no_name_of_a_model(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(bench.folder)
     leave(bench.workspace)
     bench.refused("UsageError", "--base-model", name, says=["neither a folder nor a model's name", "organisation/name"])
 

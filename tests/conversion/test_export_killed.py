@@ -21,6 +21,7 @@ from tests.conversion.exported import tensors_of
 from tests.conversion.forked_exports import ForkedExports, forked_exports, parts_of
 from tests.conversion.made_workspaces import wide_model
 from tests.conversion.strikes import REPLACING, STEPS, contents, digests
+from tests.sampled import sampled
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -137,11 +138,11 @@ def exports(ranks: ForkedExports, tmp_path_factory: pytest.TempPathFactory) -> E
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give the moments: all in `make soak`; in `make test` the first ones, and each step once."""
+    """Give the moments: all in `make soak`, the first and each step once in `make test-all`, some in `make test`."""
     soak = metafunc.config.getoption("soak")
     if "seed" in metafunc.fixturenames:
         num_seeds = 20 if metafunc.function is test_a_rank_killed_at_any_moment else 3
-        metafunc.parametrize("seed", range(100 if soak else num_seeds))
+        metafunc.parametrize("seed", sampled(range(100 if soak else num_seeds), 5))
     if "struck" in metafunc.fixturenames:
         # The first rank and another, a new model and one that replaces; where time is short one of these for each.
         steps = [
@@ -158,7 +159,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         if not soak:
             cases = [case for i, case in enumerate(cases) if i % 4 == (0, 3, 1, 2)[i // 4 % 4]]
-        metafunc.parametrize("struck", cases, ids=lambda case: " ".join(map(str, case)))
+        metafunc.parametrize("struck", sampled(cases, 4), ids=lambda case: " ".join(map(str, case)))
 
 
 def test_a_rank_killed_at_any_moment(exports: Exports, seed: int) -> None:
@@ -192,16 +193,16 @@ def test_a_model_appears_at_one_instant(exports: Exports, overwrite: bool) -> No
     assert said[0]["seen"] == [old if overwrite else None, new]
 
 
-def test_a_run_that_finds_all_files_finished_ends_well_on_all_ranks(exports: Exports) -> None:
+def test_a_run_that_finds_all_files_finished_ends_well_on_all_ranks(exports: Exports, every: int) -> None:
     """The first rank commits while the others may not yet have looked for its stage."""
-    for _ in range(3):
+    for _ in range(3 // every or 1):
         seen, report = exports.strike(victim=0, step="manifest")
         assert seen is None and report is not None
         weights = sum(len(data) for name, data in exports.known[NEW].items() if name.endswith(".safetensors"))
         assert report["output"]["resumed_nbytes"] == weights
 
 
-@pytest.mark.parametrize("step", ["file finished", "manifest"])
+@pytest.mark.parametrize("step", sampled(["file finished", "manifest"], 2))
 def test_a_rank_that_stops_is_named_at_the_deadline(exports: Exports, step: str) -> None:
     exports.clear(old=False)
     said = exports(options={"timeout_seconds": PATIENCE_SECONDS}, strike={"victim": 2, "what": "stop", "step": step})
@@ -215,13 +216,13 @@ def test_a_rank_that_stops_is_named_at_the_deadline(exports: Exports, step: str)
 
 
 @pytest.mark.parametrize(
-    ("victim", "calls", "what"),
-    [(0, 1, "fail"), (1, 40, "fail"), (3, 25, "fail"), (0, 1, "fail to lend"), (2, 3, "fail to lend")],
+    "fault",
+    sampled([(1, 40, "fail"), (0, 1, "fail"), (3, 25, "fail"), (2, 3, "fail to lend"), (0, 1, "fail to lend")], 3),
+    ids=lambda fault: " ".join(map(str, fault)),
 )
-def test_a_rank_whose_tensors_cannot_be_read_any_more_is_named(
-    exports: Exports, victim: int, calls: int, what: str
-) -> None:
+def test_a_rank_whose_tensors_cannot_be_read_any_more_is_named(exports: Exports, fault: tuple[int, int, str]) -> None:
     """To itself it is its own error, also where only those that it lends to can have met it."""
+    victim, calls, what = fault
     exports.clear(old=False)
     said = exports(strike={"victim": victim, "what": what, "calls": calls})
     for rank, one in enumerate(said):

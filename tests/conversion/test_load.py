@@ -244,6 +244,7 @@ print(status("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_whatever_the_size(tmp_path):
     """330 MB: contiguous, strided and cast ones; of zeros, which a disk need not hold."""
     shapes = {**{f"layer.{i}": (2500, 3000) for i in range(8)}, "strided": (5000, 3000), "cast": (3000, 5000)}

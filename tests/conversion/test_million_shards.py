@@ -13,6 +13,7 @@ from xrank.plan.told_shapes import told_shapes
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "layouts.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_million_shards_are_proven_in_the_time_and_memory_that_are_promised(tmp_path: Path) -> None:
     made = runpy.run_path(str(BENCHMARK))

@@ -17,6 +17,7 @@ import torch
 from tests.cli.bench import Bench
 from tests.conversion.made_workspaces import assert_holds, copied, flip, leave, leave_plain, record, state_of
 from tests.formats.crafted_zip import archive_of
+from tests.sampled import count_of
 from xrank.conversion.gather import gather_checkpoint
 from xrank.errors import CorruptError
 from xrank.formats.torch_archive import read_archive
@@ -130,7 +131,7 @@ def test_bits_flipped_anywhere(bench: Bench) -> None:
     content = path.read_bytes()
     used = [at for at in range(len(content)) if content[at] not in b"\0Z"]  # torch pads by Z
     random.seed(5)
-    places = [*random.sample(used, 200), *random.sample(range(len(content)), 40)]
+    places = [*random.sample(used, count_of(200)), *random.sample(range(len(content)), count_of(40))]
     harmless = 0
     for at in places:
         flip(path, at, bit=at % 8)

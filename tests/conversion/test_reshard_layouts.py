@@ -36,6 +36,7 @@ from tests.conversion.made_workspaces import (
     rewrite,
     state_of,
 )
+from tests.sampled import count_of
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.reshard import reshard_checkpoint
 from xrank.decisions import new_parts
@@ -140,7 +141,7 @@ def some_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.
     return data.to(torch.uint8).view(dtype).view(shape)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_of(60), deadline=None)
 @given(data=st.data())
 def test_there_and_back_is_the_identity(data: st.DataObject) -> None:
     shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)

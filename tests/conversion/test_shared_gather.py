@@ -19,6 +19,7 @@ import torch
 from tests.cli.bench import Ended, run
 from tests.conversion.forked_ranks import ForkedRanks, Rank, forked_ranks
 from tests.conversion.made_workspaces import assert_holds, flip, layout_of, leave, made_model, state_of, wide_model
+from tests.sampled import sampled
 from xrank.layout import DeviceMesh, LayoutMap
 
 SMALL: dict[str, Any] = {"window_nbytes": 4096, "round_nbytes": 20_000}
@@ -81,19 +82,19 @@ def check_follows(rank: Rank, failed: int) -> None:
 # ---- the same output
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("num_ranks", sampled([3, 2, 4], 3))
 @pytest.mark.parametrize("files", [(), FILES], ids=["one file", "ten files"])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_ranks_make_what_one_process_makes(
-    ranks: ForkedRanks, source: Path, tmp_path: Path, num_ranks: int, files: tuple[str, ...]
+    ranks: ForkedRanks, source: Path, tmp_path: Path, num_ranks: int, files: tuple[str, ...], workers: int
 ) -> None:
     want = alone(source, tmp_path / "alone", *files)
     assert_holds(tmp_path / "alone", wide_model())
-    for workers in (1, 2):
-        out = tmp_path / f"shared by {workers}"
-        command = ("gather", source, "--out", out, "--json", "--workers", workers, *files)
-        assert shared(ranks(*command, num_ranks=num_ranks, **SMALL)) == want
-        assert content(out) == content(tmp_path / "alone")
-        assert not beside(out)
+    out = tmp_path / "shared"
+    command = ("gather", source, "--out", out, "--json", "--workers", workers, *files)
+    assert shared(ranks(*command, num_ranks=num_ranks, **SMALL)) == want
+    assert content(out) == content(tmp_path / "alone")
+    assert not beside(out)
 
 
 @pytest.mark.parametrize("where", [{"far": True}, {"launcher": "srun"}, {"launcher": "bare"}], ids=str)
@@ -248,7 +249,7 @@ def test_damage_is_named_by_the_rank_that_reads_it(ranks: ForkedRanks, tmp_path:
     assert not beside(out)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", sampled([2, 0], 2))
 def test_a_rank_whose_disk_is_full_is_named(ranks: ForkedRanks, source: Path, tmp_path: Path, victim: int) -> None:
     out = tmp_path / "model"
     ended = ranks("gather", source, "--out", out, "--json", *FILES, act=(victim, "full", 12), **SMALL)
@@ -281,7 +282,7 @@ def test_a_rank_that_is_stopped_is_named_at_the_deadline(ranks: ForkedRanks, sou
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give the seeds: all in `make soak`, the first ones in `make test`."""
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(100 if metafunc.config.getoption("soak") else 4))
+        metafunc.parametrize("seed", sampled(range(100 if metafunc.config.getoption("soak") else 4), 4))
 
 
 def test_a_rank_killed_at_any_moment(ranks: ForkedRanks, source: Path, tmp_path: Path, seed: int) -> None:
@@ -310,6 +311,7 @@ def test_a_rank_killed_at_any_moment(ranks: ForkedRanks, source: Path, tmp_path:
     assert not beside(out), (victim, moment)
 
 
+@pytest.mark.slow
 def test_torchrun(source: Path, tmp_path: Path) -> None:
     """The real launcher, 4 real processes: windows of the real size, and a tensor of several."""
     big, out = tmp_path / "run42", tmp_path / "model"

@@ -12,6 +12,7 @@ import pytest
 from tests.cli.bench import run
 from tests.conversion.forked_ranks import ForkedRanks, Rank, forked_ranks
 from tests.conversion.made_workspaces import flip, layout_of, leave, wide_model
+from tests.sampled import sampled
 
 SMALL: dict[str, Any] = {"window_nbytes": 4096, "round_nbytes": 20_000}
 """Of the engine: so that a small model crosses windows, ranks and rounds."""
@@ -47,7 +48,7 @@ def check_follows(rank: Rank, failed: int) -> None:
     assert f"xrank: RankFailedError: rank {failed} failed: " in rank.stderr, rank
 
 
-@pytest.mark.parametrize("where", [{}, {"far": True}, {"launcher": "srun"}, {"launcher": "bare"}], ids=str)
+@pytest.mark.parametrize("where", sampled([{"far": True}, {}, {"launcher": "srun"}, {"launcher": "bare"}], 4), ids=str)
 @pytest.mark.parametrize("what", [["model"], ["workspace"], ["workspace", "--against", "model"]], ids=" ".join)
 def test_ranks_find_what_one_process_finds(
     ranks: ForkedRanks, kept: Path, what: list[str], where: dict[str, Any]
@@ -62,7 +63,7 @@ def test_ranks_find_what_one_process_finds(
     assert others == [Rank(0, "", "")] * 2
 
 
-@pytest.mark.parametrize("moment", [3, 5])
+@pytest.mark.parametrize("moment", sampled([3, 5], 2))
 def test_a_rank_that_dies_is_missed(ranks: ForkedRanks, kept: Path, moment: int) -> None:
     ended = ranks("verify", kept / "model", num_ranks=3, **SMALL, act=(1, "kill", moment))
     assert ended[1].exit_code == -9

@@ -16,6 +16,7 @@ refused:
 """
 
 import itertools
+import operator
 import random
 from math import prod
 
@@ -33,6 +34,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.dialects.cut_layouts import cases, elements
+from tests.sampled import count_of
 from xrank.dialects import describe_mesh, from_placements, to_placements
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
@@ -129,7 +131,7 @@ def test_offsets_and_elements_are_torchs_over_hundreds_of_random_placements():
     """Whatever is not refused is as torch has it: shape, first element, and all elements where the dims are even."""
     rng = random.Random(23)
     read = refused = uneven = strided = 0
-    for _ in range(600):
+    for _ in range(count_of(600)):
         lengths = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
         mesh = DeviceMesh(lengths, [f"m{i}" for i in range(len(lengths))])
         ndim = rng.randint(1, 3)
@@ -160,7 +162,8 @@ def test_offsets_and_elements_are_torchs_over_hundreds_of_random_placements():
             assert held[rank][0] == local
             if held[rank][1]:
                 assert tuple(int(i) for i in torch.unravel_index(torch.tensor(held[rank][1][0]), shape)) == offset
-    assert read > 300 and refused > 30 and uneven > 100 and strided > 20, (read, refused, uneven, strided)
+    found = (read, refused, uneven, strided)
+    assert all(map(operator.gt, found, map(count_of, (300, 30, 100, 20)))), found
 
 
 def test_a_layout_gives_the_shapes_and_offsets_of_a_real_mesh(fake_rank):

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 pytestmark = [
+    pytest.mark.slow,  # and `make demo` is the same
     pytest.mark.timeout(180),  # each of five processes imports torch and transformers
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="the examples need transformers"),
 ]

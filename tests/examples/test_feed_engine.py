@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "feed_engine.py")
 
 
+@pytest.mark.slow
 def test_the_engine_answers_as_the_whole_model():
     command = [sys.executable, "-W", "error", SCRIPT, "--ranks", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)

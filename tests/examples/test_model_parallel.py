@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "model_parallel.py")
 
 
+@pytest.mark.slow
 def test_four_ranks_train_as_one_process():
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr

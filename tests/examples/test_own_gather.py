@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_gather_test.py"
 
 
@@ -26,6 +28,7 @@ def test_it_passes(tmp_path: Path) -> None:
     assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_gather_does_not(tmp_path: Path) -> None:
     copy = tmp_path / EXAMPLE.name
     right = "start = sum(map(columns_of, range(place)))\n    joined"

@@ -10,7 +10,10 @@ import time
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("huggingface_hub") is None, reason="the example needs it")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("huggingface_hub") is None, reason="the example needs it"),
+]
 
 EXAMPLES = os.path.join(os.path.dirname(__file__), "..", "..", "examples")
 SCRIPT = os.path.join(EXAMPLES, "quantize_int8.py")

@@ -22,6 +22,7 @@ def printed(*options: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)  # eight processes import torch
 def test_eight_ranks_have_the_gradients_of_one_process(tmp_path: Path) -> None:
     lines = printed("--workspace", str(tmp_path / "eight"))

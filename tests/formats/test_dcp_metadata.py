@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tests.sampled import count_of
 from xrank.errors import CorruptError, UnsafeError, UsageError, XrankError
 from xrank.formats.dcp_metadata import DcpMetadata, read_metadata
 from xrank.formats.dcp_metadata_pickle import MetadataMachine
@@ -344,7 +345,7 @@ def test_every_cut_and_many_flips_end_in_one_error_or_none(tmp_path: Path) -> No
             read(tmp_path, data[:length])
     draw = random.Random(5)
     outcomes = set()
-    for _ in range(700):
+    for _ in range(count_of(700)):
         flipped = bytearray(data)
         for _ in range(draw.choice([1, 1, 2, 8])):
             flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)

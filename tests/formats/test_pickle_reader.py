@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from xrank.errors import CorruptError, UnsafeError, XrankError
 from xrank.formats.inert_record import InertRecord, check_tree, refuse_inert
 from xrank.formats.pickle_reader import read_pickle
@@ -61,7 +62,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=count_of(200), deadline=None)
 @given(values, st.sampled_from([2, 3, 4, 5]))
 def test_what_pickle_writes_is_what_is_read(value, protocol):
     assert repr(read_pickle(pickle.dumps(value, protocol), ORIGIN)) == repr(value)

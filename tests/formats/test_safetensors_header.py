@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tests.sampled import count_of
 from xrank.errors import CorruptError, IncompleteError, UsageError, XrankError
 from xrank.formats.safetensors_header import HeaderTensor, build_header, read_header
 
@@ -250,7 +251,7 @@ def test_damage_is_refused_or_read_as_it_stands(tmp_path):
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda name: name != "__metadata__")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=count_of(200), deadline=None)
 @given(
     st.dictionaries(names, st.tuples(st.sampled_from(["U8", "BF16", "C64"]), st.lists(st.integers(0, 3), max_size=3))),
     st.dictionaries(names, st.text(st.characters(exclude_categories=["Cs"]))),

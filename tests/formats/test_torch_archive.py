@@ -18,6 +18,7 @@ from torch.utils.serialization import config
 
 from tests.formats.crafted_zip import Member, archive_of
 from tests.open_files import open_files
+from tests.sampled import count_of
 from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
 from xrank.formats.regular_file import open_regular
 from xrank.formats.torch_archive import ArchivedTensor, read_archive, read_archive_in, refuse_inert
@@ -547,7 +548,7 @@ def test_random_damage_without_checksums_raises_nothing_foreign(tmp_path):
     pickled = range(raw.index(b"\x80\x02}"), raw.index(b"PK\7\x08"))
     chance = random.Random(4)
     read = 0
-    for _ in range(4000):
+    for _ in range(count_of(4000)):
         mangled = bytearray(raw)
         for _ in range(chance.choice([1, 1, 2, 4])):
             at = chance.choice(pickled) if chance.random() < 0.7 else chance.randrange(len(raw))

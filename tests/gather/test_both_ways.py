@@ -19,8 +19,9 @@ from xrank.testing.workspace_contract import same_bytes, tensor_zoo
 
 
 def worlds(*counts):
-    """Run a test's body in a world of each of these numbers of ranks."""
-    return pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in counts])
+    """Run a test's body in a world of each of these numbers of ranks; two and four are enough for `make test`."""
+    cases = [pytest.param(n, marks=[pytest.mark.ranks(n), *([pytest.mark.slow] if n == 3 else [])]) for n in counts]
+    return pytest.mark.parametrize("num_ranks", cases)
 
 
 @pytest.fixture(params=["memory", "directory"])
@@ -259,7 +260,7 @@ def test_nothing_is_left_after_many_gathers(rank, workspace_path, num_repeats):
     for number in range(6):
         gather(number)
     before = left()
-    for number in range(2000 if workspace_path is None else num_repeats):
+    for number in range(6 * num_repeats if workspace_path is None else num_repeats):
         gather(number, early_exit=number % 5 == 0)
     for number in range(6):
         gather(number)

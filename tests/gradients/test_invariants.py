@@ -22,6 +22,7 @@ from tests.gradients.parallel_models import (
     whole_batch,
     whole_place,
 )
+from tests.sampled import sampled
 from xrank.gradients import (
     DistributedDataParallel,
     GradientConfig,
@@ -163,13 +164,13 @@ def _assert_biases_are_right(ddp: DistributedDataParallel, whole: Stage) -> None
 
 
 @pytest.mark.ranks(2, timeout_seconds=90)
-@pytest.mark.parametrize("sizes", _TWO, ids=_id)
+@pytest.mark.parametrize("sizes", sampled(_TWO, 3), ids=_id)
 def test_two_ranks_have_the_gradients_of_one_process(rank: int, world_size: int, sizes: dict[str, int]) -> None:
     _assert_every_way_is_right(rank, world_size, sizes)
 
 
 @pytest.mark.ranks(4, timeout_seconds=90)
-@pytest.mark.parametrize("sizes", _FOUR, ids=_id)
+@pytest.mark.parametrize("sizes", sampled(_FOUR, 3), ids=_id)
 def test_four_ranks_have_the_gradients_of_one_process(rank: int, world_size: int, sizes: dict[str, int]) -> None:
     _assert_every_way_is_right(rank, world_size, sizes)
 

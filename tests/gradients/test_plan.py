@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.gradients.planned_modules import KINDS, Told, module_of
+from tests.sampled import count_of
 from xrank.errors import LayoutError, UsageError
 from xrank.gradients import GradientConfig, GradientPlan, mark
 from xrank.gradients.plans.agreement import agreement_lines, check_lines
@@ -63,7 +64,7 @@ def plans_of(told, views, config) -> dict[int, GradientPlan]:
     }
 
 
-@settings(max_examples=40)
+@settings(max_examples=count_of(40))
 @given(meshes(), modules, configs)
 def test_all_ranks_agree(views, told, config):
     plans = plans_of(told, views, config)
@@ -85,7 +86,7 @@ def test_all_ranks_agree(views, told, config):
                 assert plans[other].digest(theirs) == plan.digest(buffer)
 
 
-@settings(max_examples=40)
+@settings(max_examples=count_of(40))
 @given(meshes(), modules, configs)
 def test_buckets_leave_in_the_order_of_a_backward(views, told, config):
     """I11 over all buffers of a rank, and ids."""
@@ -119,7 +120,7 @@ def test_buckets_leave_in_the_order_of_a_backward(views, told, config):
             assert taken.sum() == sum(parameter.numel for parameter in plan.parameters if parameter.buffer == buffer.id)
 
 
-@settings(max_examples=40)
+@settings(max_examples=count_of(40))
 @given(meshes(), modules, configs)
 def test_every_element_is_added_up_once_over_all_that_saw_data(views, told, config):
     """I8 as arithmetic: each rank's gradient counts 1 for an element; what the plan makes of it is known."""
@@ -156,7 +157,7 @@ def test_every_element_is_added_up_once_over_all_that_saw_data(views, told, conf
             assert [(later.kind, later.operation, later.ranks) for later in parameter.later] == wanted
 
 
-@settings(max_examples=40)
+@settings(max_examples=count_of(40))
 @given(meshes(), modules, configs)
 def test_owned_parts_are_the_parameter(views, told, config):
     plans = plans_of(told, views, config)
@@ -204,6 +205,7 @@ def test_a_plan_is_a_value():
     assert plan.data_ranks == (5, 7)
 
 
+@pytest.mark.slow
 def test_every_rank_of_4096_is_planned_in_seconds_without_a_process():
     views = megatron_views(4096, tp=8, cp=2, ep=16, pp=4, etp=1)
     module = two_layers()

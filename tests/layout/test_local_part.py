@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from xrank.errors import IncompleteError, LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.dim_part import compile_dim
@@ -102,7 +103,7 @@ def cases(draw, even: bool = False):
 
 
 @given(cases() | cases(even=True))
-@settings(max_examples=200)
+@settings(max_examples=count_of(200))
 def test_every_rank_holds_what_chunks_hold_and_every_element_is_held(case):
     layout, mesh, shape = case
     distinct = {}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.layout.plain_meaning import whole
 from tests.layout.test_plain_meaning import made_case
+from tests.sampled import count_of
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.companion import parse_companion
@@ -79,7 +80,7 @@ def test_random_layouts_hold_what_each_rank_is_said_to_hold():
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_of(60), deadline=None)
 def test_layouts_that_hypothesis_makes_hold_what_each_rank_is_said_to_hold(data):
     check_random(lambda low, high: data.draw(st.integers(low, high)))
 

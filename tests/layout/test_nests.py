@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from xrank.errors import LayoutError
 from xrank.layout.nests import MAX_UNROLLED, Loop, Nest, addresses, canonical, intersect, restrict, size, span, swap
 
@@ -74,26 +75,26 @@ def test_intersect_is_the_join_on_the_shared_side(a, b):
 def test_fifty_thousand_random_pairs():
     rng = random.Random(20261101)
     met = 0
-    for _ in range(50_000):
+    for _ in range(count_of(50_000)):
         a, b = drawn_nest(rng.randint, 3, 3), drawn_nest(rng.randint, 3, 3)
         ends = dict(addresses(b))
         expected = sorted((y, ends[x]) for x, y in addresses(a) if x in ends)
         assert pairs(intersect(Nest(a.y, a.x, tuple((n, ys, xs) for n, xs, ys in a.loops)), b)) == expected, (a, b)
         met += bool(expected)
-    assert met > 15_000
+    assert met > count_of(15_000)
 
 
 def test_fifty_thousand_random_ranges():
     rng = random.Random(20261122)
     cut = 0
-    for _ in range(50_000):
+    for _ in range(count_of(50_000)):
         nest = drawn_nest(rng.randint, 3, 3)
         low = nest.x + rng.randint(-2, span(nest.loops))
         high = low + rng.randint(-1, span(nest.loops))
         expected = sorted((x, y) for x, y in addresses(nest) if low <= x < high)
         assert pairs(restrict(nest, low, high)) == expected, (nest, low, high)
         cut += 0 < len(expected) < size(nest)
-    assert cut > 15_000
+    assert cut > count_of(15_000)
 
 
 @given(nests())

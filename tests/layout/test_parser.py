@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from xrank.errors import LayoutError
 from xrank.layout.notation import (
     MAX_CHARACTERS,
@@ -93,7 +94,7 @@ VALID = [
 
 
 @given(trees)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_of(60), deadline=None)
 def test_text_and_tree_round_trip(tree):
     text = render(tree)
     assert parse(text) == tree
@@ -101,7 +102,7 @@ def test_text_and_tree_round_trip(tree):
 
 
 @given(trees, st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=count_of(40), deadline=None)
 def test_blanks_between_tokens_do_not_matter(tree, data):
     text = render(tree)
     for mark in "[],<>|*%{}=":

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.layout.plain_meaning import NOTHING, Made, combined, local_shape, places, whole
+from tests.sampled import count_of
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import local_part
@@ -55,12 +56,12 @@ def check_case(made, mesh, layout) -> None:
 
 def test_thousands_of_random_layouts_mean_what_they_say():
     rng = random.Random(20261106)
-    for _ in range(800):
+    for _ in range(count_of(800)):
         check_case(*made_case(rng.randint))
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_of(60), deadline=None)
 def test_layouts_that_hypothesis_makes(data):
     check_case(*made_case(lambda low, high: data.draw(st.integers(low, high))))
 

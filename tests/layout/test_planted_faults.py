@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 
 from tests.layout.plain_meaning import Made, places, whole
+from tests.sampled import count_of
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import local_part
 from xrank.layout.nest_table import NestTable
@@ -60,7 +61,7 @@ def planted(rng: random.Random, nests: list[Nest]) -> list[Nest]:
 def test_ten_thousand_planted_faults_are_found():
     rng = random.Random(20261112)
     found = wrong_already = 0
-    while found < 10_000:
+    while found < count_of(10_000):
         text, nests, num_elements = held_nests(rng)
         if not nests:
             continue

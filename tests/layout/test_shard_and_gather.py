@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.layout.shaped_layouts import shaped_case
+from tests.sampled import count_of
 from xrank.layout import TensorLayout
 from xrank.layout.local_part import local_part
 from xrank.layout.nests import intersect, swap
@@ -92,7 +93,7 @@ def cases(draw, axis):
     return lambda shape: shaped_case(lambda low, high: draw(st.integers(low, high)), shape, axis)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=count_of(400), deadline=None)
 @given(st.data())
 def test_shard_then_gather_is_the_identity(data):
     shape, whole = data.draw(tensors())
@@ -103,7 +104,7 @@ def test_shard_then_gather_is_the_identity(data):
     assert times.all() or not len(whole)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count_of(300), deadline=None)
 @given(st.data())
 def test_there_and_back_is_the_identity(data):
     shape, whole = data.draw(tensors())
@@ -117,7 +118,7 @@ def test_there_and_back_is_the_identity(data):
     assert {rank: part.tobytes() for rank, part in back.items()} == {r: part.tobytes() for r, part in held.items()}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count_of(300), deadline=None)
 @given(st.data())
 def test_print_then_parse_is_the_identity(data):
     shape = data.draw(shapes(10**6))

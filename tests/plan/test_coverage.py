@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.engine_cases import Integer, box_nest, cut_boxes, pairs_of, shuffled
+from tests.sampled import count_of
 from xrank.errors import LayoutError
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, canonical, restrict, size
@@ -89,7 +90,7 @@ def plant_fault(integer: Integer, nests: list[Nest]) -> list[Nest]:
 def test_thousands_of_planted_faults_are_found_at_their_first_element(partition):
     rng = random.Random(20261102)
     planted = 0
-    while planted < 5_500:
+    while planted < count_of(5_500):
         nests, num_elements = partition(rng.randint)
         broken = plant_fault(rng.randint, nests)
         expected = counted(broken, num_elements)
@@ -100,7 +101,7 @@ def test_thousands_of_planted_faults_are_found_at_their_first_element(partition)
 @pytest.mark.parametrize("partition", [box_partition, stride_partition])
 def test_what_covers_once_is_never_refused(partition):
     rng = random.Random(20261103)
-    for _ in range(1_500):
+    for _ in range(count_of(1_500)):
         nests, num_elements = partition(rng.randint)
         assert counted(nests, num_elements) is None
         assert find_fault(NestTable.of(shuffled(rng.randint, nests)), num_elements) is None, (num_elements, nests)
@@ -126,7 +127,7 @@ def test_arbitrary_nests_that_cover_nothing_in_particular():
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=count_of(150), deadline=None)
 def test_faults_that_hypothesis_makes(data):
     def integer(low: int, high: int) -> int:
         return data.draw(st.integers(low, high))

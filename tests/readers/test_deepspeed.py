@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from tests.readers.made_zero import MadeModel, Zero, made_model, write_universal, write_zero
+from tests.sampled import count_of
 from xrank.cli.main import cli
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
@@ -79,7 +80,7 @@ def test_every_way_to_cut(tmp_path, way):
 
 
 def test_random_models_ranks_and_stages(tmp_path, soak):
-    for seed in range(2000 if soak else 40):
+    for seed in range(2000 if soak else count_of(40)):
         draw = random.Random(seed)
         values = torch.Generator().manual_seed(seed)
         names = iter(f"p{number}" for number in range(100))

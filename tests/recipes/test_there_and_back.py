@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from xrank.layout.binding import global_size, names_of_dim
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses
@@ -63,7 +64,7 @@ def hugging_face_shapes(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=count_of(12), deadline=None)
 @given(data=st.data())
 def test_there_and_back(name: str, data: st.DataObject) -> None:
     recipe = RECIPES[name]

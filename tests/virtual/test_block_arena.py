@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from tests.virtual.shared_ends import memory_of
 from xrank.virtual.channels.block_arena import BlockArena, free_block, lend, view
 from xrank.virtual.channels.segment import Segment
@@ -11,7 +12,7 @@ from xrank.virtual.channels.segment import Segment
 STEPS = st.lists(st.one_of(st.integers(0, 300_000), st.floats(0, 1, exclude_max=True)), max_size=60)
 
 
-@settings(max_examples=60)
+@settings(max_examples=count_of(60))
 @given(STEPS)
 def test_no_byte_has_two_users_and_no_room_is_lost(steps):
     """Whole numbers take a block of that size; a fraction gives back one of those that are in use."""

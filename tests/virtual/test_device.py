@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from tests.virtual.sample_arrays import NAMES, NUMPY_DTYPES, REDUCIBLE, made, of_kind, plain
 from xrank.errors import LayoutError, RankFailedError, RankTimeoutError, UsageError
 from xrank.layout import DeviceMesh
@@ -133,7 +134,7 @@ def cases(draw, dtypes=NAMES, min_dims=1):
     )  # fmt: skip
 
 
-quick = settings(max_examples=40)
+quick = settings(max_examples=count_of(40))
 
 
 @quick

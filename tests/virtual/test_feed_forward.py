@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.cluster import VirtualCluster
@@ -174,7 +175,7 @@ def shardings(draw, num_dims):
     return TensorSharding([DimSharding(axes, draw(st.sampled_from(["/=", "/~"]))) for axes in dims])
 
 
-@settings(max_examples=40)
+@settings(max_examples=count_of(40))
 @given(st.data())
 def test_any_shardings_give_the_layer(data):
     lengths = st.tuples(*[st.integers(1, 3)] * 3).filter(lambda lengths: np.prod(lengths) <= 8)

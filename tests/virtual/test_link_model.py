@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from tests.virtual.random_programs import RandomOperation
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh
@@ -124,7 +125,7 @@ def test_the_host_sends_to_one_device_after_another():
     assert LinkModel(1.0, 100.0, flops_per_second=5.0).seconds([Program(0, program)]) == pytest.approx(5.5)
 
 
-@settings(max_examples=40)
+@settings(max_examples=count_of(40))
 @given(st.sampled_from([(2,), (3, 2), (2, 2, 2)]), st.integers(0, 1 << 30), st.sampled_from(["push", "ring"]))
 def test_random_programs_come_to_an_end_whatever_the_order(shape, seed, algorithm):
     mesh = DeviceMesh(shape, "abc"[: len(shape)])

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.cluster import VirtualCluster
@@ -262,7 +263,7 @@ def shardings(draw, num_dims, sums=False):
     return TensorSharding([DimSharding(axes, draw(st.sampled_from(["/=", "/~"]))) for axes in dims], left)
 
 
-@settings(max_examples=60)
+@settings(max_examples=count_of(60))
 @given(st.data())
 def test_any_shardings_by_any_policy_give_the_product(data):
     mesh = DeviceMesh(

@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from xrank.virtual.channels.block_arena import BlockArena
 from xrank.virtual.channels.message_ring import RingReader, RingWriter, num_sent
 from xrank.virtual.channels.segment import Segment
@@ -10,7 +11,7 @@ from xrank.virtual.channels.segment import Segment
 STEPS = st.lists(st.one_of(st.integers(1, 200), st.integers(1, 100_000), st.none()), max_size=80)
 
 
-@settings(max_examples=60)
+@settings(max_examples=count_of(60))
 @given(STEPS)
 def test_records_come_whole_and_in_order(steps):
     """Numbers send a record of that length; None takes one."""

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from tests.virtual.random_programs import RandomOperation
 from tests.virtual.sample_arrays import of_kind, plain
 from xrank.errors import RankFailedError, UsageError
@@ -20,7 +21,7 @@ meshes = st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda shape
 )  # fmt: skip
 
 
-@settings(max_examples=60)
+@settings(max_examples=count_of(60))
 @given(meshes, st.integers(0, 1 << 30), st.sampled_from(["push", "ring"]), st.sampled_from(["numpy", "torch"]))
 def test_a_plan_is_what_a_run_counts(mesh, seed, algorithm, kind):
     operation = RandomOperation(mesh, seed, kind)
@@ -36,7 +37,7 @@ def test_a_plan_is_what_a_run_counts(mesh, seed, algorithm, kind):
         assert {name: plain(array) for name, array in found.items()} == wanted
 
 
-@settings(max_examples=60)
+@settings(max_examples=count_of(60))
 @given(meshes, st.integers(0, 1 << 30))
 def test_what_registers_hold_at_once(mesh, seed):
     for program in RandomOperation(mesh, seed).compile(mesh, (), ()):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import count_of
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.cluster import VirtualCluster
@@ -68,7 +69,7 @@ def shardings(draw, names: tuple[str, ...], num_dims: int, sums: tuple[str, ...]
     return TensorSharding([DimSharding(axes, draw(st.sampled_from(["/=", "/~"]))) for axes in dims], left)
 
 
-@settings(max_examples=150)
+@settings(max_examples=count_of(150))
 @given(st.data())
 def test_a_value_gets_from_any_sharding_to_any_other(data):
     names = ("x", "y", "z")

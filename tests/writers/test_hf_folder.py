@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from tests.sampled import count_of
 from xrank import dtypes
 from xrank.errors import UsageError
 from xrank.plan.output import OutputFile, OutputTensor
@@ -106,7 +107,7 @@ def test_the_limit_is_safetensors_own() -> None:
     assert hf_folder._MAX_HEADER_NBYTES == MAX_HEADER_NBYTES
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_of(60), deadline=None)
 @given(
     shapes=st.lists(
         st.tuples(
