@@ -14,6 +14,8 @@ from tests.conversion.made_workspaces import LAYOUTS, leave, leave_plain
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.workspace.nfs import NFSWorkspace
 
+pytestmark = pytest.mark.quick
+
 GRID = '[mesh]\ngrid = "dp=2 tp=2"\n\n[tensors]\n'
 TOML = GRID + "".join(f'"{name}" = "{layout}"\n' for name, layout in LAYOUTS.items())
 

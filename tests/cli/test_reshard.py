@@ -13,6 +13,8 @@ from tests.cli.bench import Bench, Ended, refusal, run
 from tests.conversion.made_workspaces import RUN, assert_holds, flip, leave, state_of
 from xrank.readers.rank_states import read_rank_state
 
+pytestmark = pytest.mark.quick
+
 LAYOUT = """
 [mesh]
 grid = "r=2"

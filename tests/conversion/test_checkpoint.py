@@ -14,6 +14,8 @@ from xrank.errors import CorruptError, IncompleteError
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.plan import buffers
 
+pytestmark = pytest.mark.quick
+
 
 def test_whole_tensors_by_name(bench: Bench) -> None:
     model = leave(bench.workspace)

@@ -23,6 +23,8 @@ from tests.conversion.made_workspaces import (
 )
 from xrank.layout import DeviceMesh
 
+pytestmark = pytest.mark.quick
+
 
 def mended(bench: Bench, good: object, model: dict[str, torch.Tensor]) -> None:
     """Put the good workspace back; the same command must then succeed."""

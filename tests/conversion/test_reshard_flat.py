@@ -13,6 +13,8 @@ from xrank.conversion.reshard import reshard_checkpoint
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap
 
+pytestmark = pytest.mark.quick
+
 _MESH = DeviceMesh((3, 2), ("dp", "tp"))
 _COUNTS = {
     "embed.weight": ("[16/tp, 8]", (10, 0, 54)),

@@ -21,6 +21,8 @@ from xrank.formats.inert_record import InertRecord, check_tree, refuse_inert
 from xrank.formats.pickle_reader import read_pickle
 from xrank.formats.regular_file import Origin
 
+pytestmark = pytest.mark.quick
+
 ORIGIN = Origin("state.pt", 3)
 PLAIN = {
     "none": None,

@@ -7,6 +7,8 @@ import pytest
 from xrank.errors import CorruptError, UsageError
 from xrank.formats.rank_state import RankRecord, TensorRecord, rank_of, state_file_name
 
+pytestmark = pytest.mark.quick
+
 RECORD = RankRecord(
     run_id="7f3a",
     attempt="0",

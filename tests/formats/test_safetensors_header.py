@@ -15,6 +15,8 @@ from tests.sampled import count_of
 from xrank.errors import CorruptError, IncompleteError, UsageError, XrankError
 from xrank.formats.safetensors_header import HeaderTensor, build_header, read_header
 
+pytestmark = pytest.mark.quick
+
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 B = {"dtype": "U8", "shape": [3], "data_offsets": [8, 11]}
 

@@ -23,6 +23,8 @@ from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError,
 from xrank.formats.regular_file import open_regular
 from xrank.formats.torch_archive import ArchivedTensor, read_archive, read_archive_in, refuse_inert
 
+pytestmark = pytest.mark.quick
+
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,

@@ -13,6 +13,8 @@ from xrank.errors import CorruptError, XrankError
 from xrank.formats.regular_file import open_regular
 from xrank.formats.zip_index import open_item, read_members
 
+pytestmark = pytest.mark.quick
+
 THREE = [Member("a/x", b"12345"), Member("a/empty", b"", flags=0x800), Member("a/y", b"6" * 300, padding=40)]
 
 

@@ -19,6 +19,8 @@ import pytest
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.local_part import local_part
 
+pytestmark = pytest.mark.quick
+
 MESH = DeviceMesh((2, 4), ("data", "model"))
 
 

@@ -2,8 +2,12 @@
 
 import os
 
+import pytest
+
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.companion import Companion
+
+pytestmark = pytest.mark.quick
 
 PAGE = """\
 [mesh]

@@ -11,6 +11,8 @@ from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.layout_file import parse_tables, to_text
 from xrank.layout.layout_map import _from_file
 
+pytestmark = pytest.mark.quick
+
 MESH = DeviceMesh((2, 4), ("batch", "model"))
 
 

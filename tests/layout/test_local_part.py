@@ -16,6 +16,8 @@ from xrank.layout.nests import Nest, addresses, canonical
 from xrank.layout.notation import Size, Split
 from xrank.layout.shape_inference import infer_shape
 
+pytestmark = pytest.mark.quick
+
 
 def part_of(text: str, grid: str, rank: int, shape: tuple[int, ...]):
     mesh = DeviceMesh.parse_grid(grid)

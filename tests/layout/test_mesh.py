@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh
 
+pytestmark = pytest.mark.quick
+
 
 def test_ranks_lie_row_major_last_axis_fastest():
     mesh = DeviceMesh((2, 2, 2), ("pp", "dp", "tp"))

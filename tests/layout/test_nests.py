@@ -11,6 +11,8 @@ from tests.sampled import count_of
 from xrank.errors import LayoutError
 from xrank.layout.nests import MAX_UNROLLED, Loop, Nest, addresses, canonical, intersect, restrict, size, span, swap
 
+pytestmark = pytest.mark.quick
+
 
 def drawn_nest(draw, max_loops: int = 3, max_count: int = 4) -> Nest:
     """Return a nest whose x loops are nested and whose pairs are one to one on both sides, with gaps and offsets."""

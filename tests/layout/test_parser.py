@@ -31,6 +31,8 @@ from xrank.layout.notation import (
 )
 from xrank.layout.parser import parse
 
+pytestmark = pytest.mark.quick
+
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.]{0,6}", fullmatch=True)
 size_names = names.filter(lambda name: name != "pad")
 counts = st.lists(st.integers(0, MAX_SIZE) | names, min_size=1, max_size=3).map(tuple)

@@ -4,6 +4,7 @@ import math
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,8 @@ from xrank.layout.nests import addresses, canonical
 from xrank.layout.notation import render
 from xrank.layout.parser import parse
 from xrank.layout.shape_inference import infer_shape
+
+pytestmark = pytest.mark.quick
 
 
 def made_case(integer, pads=True):

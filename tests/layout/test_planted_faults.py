@@ -5,6 +5,7 @@ import random
 from itertools import product
 
 import numpy as np
+import pytest
 
 from tests.layout.plain_meaning import Made, places, whole
 from tests.sampled import count_of
@@ -13,6 +14,8 @@ from xrank.layout.local_part import local_part
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, canonical, restrict, size
 from xrank.plan.coverage import find_fault
+
+pytestmark = pytest.mark.quick
 
 
 def first_wrong(nests: list[Nest], num_elements: int) -> tuple[str, int] | None:

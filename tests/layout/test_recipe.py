@@ -13,6 +13,8 @@ from xrank.layout.notation import Parts, Product, Size
 from xrank.recipes.pairing import Pairing, pair, reversed_pairing, single_tensors
 from xrank.recipes.side import parse_side
 
+pytestmark = pytest.mark.quick
+
 QKV = "[g <q: r d | k: d | v: d>, h]"
 TARGETS = {"q": "q [g r d, h]", "k": "k [g d, h]", "v": "v [g d, h]"}
 SIZES = {"g": 3, "r": 2, "d": 4, "h": 5}

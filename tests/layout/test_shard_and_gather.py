@@ -7,6 +7,7 @@ import math
 
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,8 @@ from xrank.layout.local_part import local_part
 from xrank.layout.nests import intersect, swap
 from xrank.layout.notation import render
 from xrank.layout.parser import parse
+
+pytestmark = pytest.mark.quick
 
 DTYPES = ("f8", "f4", "f2", "c8", "i8", "i4", "i2", "i1", "u8", "u2", "?")
 DTYPES += tuple(getattr(ml_dtypes, name) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"))

@@ -6,6 +6,8 @@ from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.notation import Size, Split
 
+pytestmark = pytest.mark.quick
+
 MESH = DeviceMesh((2, 4), ("data", "model"))
 
 

@@ -10,6 +10,8 @@ from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.notation import render_dim
 from xrank.layout.tensor_name import has_groups, name_table, parse_name
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     "text",

@@ -15,6 +15,8 @@ from xrank.layout.nests import addresses, size
 from xrank.layout.tensor_name import name_table, parse_name
 from xrank.recipes.pairing import pair
 
+pytestmark = pytest.mark.quick
+
 
 def names_held(name: str, layout: str, grid: str, group: int, **sizes: int) -> list[list[int]]:
     """Return, rank by rank, the global index in one group of each tensor that it holds, by rising local index."""

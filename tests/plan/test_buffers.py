@@ -13,6 +13,8 @@ from xrank.layout.nest_table import int_array
 from xrank.plan.buffers import FileSource, FileTarget, MemorySource, MemoryTarget, NullTarget
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
 
+pytestmark = pytest.mark.quick
+
 
 def model_of(paths, records: list[tuple[int, int, int]]) -> StoredModel:
     """Return a model of these files with records of (file, offset, nbytes)."""

@@ -13,6 +13,8 @@ from xrank import dtypes
 from xrank.layout.nests import Loop
 from xrank.plan.casts import CastOverflowError, copy_cast, copy_same, count_cast_different, count_different
 
+pytestmark = pytest.mark.quick
+
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 

@@ -13,6 +13,8 @@ from xrank.layout.nest_table import int_array
 from xrank.plan.checksums import RecordChecksums
 from xrank.plan.source import NO_CHECKSUM, RecordTable
 
+pytestmark = pytest.mark.quick
+
 Pieces = list[tuple[int, int, int]]
 """(record, start, end)."""
 

@@ -17,6 +17,8 @@ from xrank.layout.nests import Nest, canonical, restrict, size
 from xrank.plan import coverage
 from xrank.plan.coverage import Fault, contains, destination_keys, find_fault, range_text
 
+pytestmark = pytest.mark.quick
+
 
 def counted(nests: list[Nest], num_elements: int) -> tuple[str, int] | None:
     """Return kind and address of the first element that is not there once, by counting all."""

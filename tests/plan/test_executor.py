@@ -30,6 +30,8 @@ from xrank.plan.digests import digest_of_file
 from xrank.plan.executor import Budget, CancelledError, execute
 from xrank.plan.planner import make_plan
 
+pytestmark = pytest.mark.quick
+
 BUDGET = Budget(2, 4096)
 MIB = 1 << 20
 

@@ -16,6 +16,8 @@ from xrank.plan.buffers import MemorySource
 from xrank.plan.faults import checksum_error, difference_error, overflow_error
 from xrank.plan.planner import make_plan
 
+pytestmark = pytest.mark.quick
+
 
 def halves(whole: np.ndarray, dtype: str = "F32", *, has_checksum: bool = True) -> MadeModel:
     """Return a model of [4, 6]: left columns on ranks 0 and 2, right ones on 1 and 3, rank 3's stored transposed."""

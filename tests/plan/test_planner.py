@@ -14,6 +14,8 @@ from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Copies, divide_replicas, make_plan
 from xrank.plan.source import RecordTable, SourceFile, StoredModel, StoredShard
 
+pytestmark = pytest.mark.quick
+
 ROWS = [box_nest(((i, i + 1), (0, 3)), (4, 3)) for i in range(4)]
 
 

@@ -14,6 +14,8 @@ from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import Copies, FilePlan, TensorPlan, make_plan
 from xrank.plan.windows import FileWindows, PreparedCopies
 
+pytestmark = pytest.mark.quick
+
 NO_COPIES = Copies(int_array([]), int_array([]), NestTable.of([]))
 
 

@@ -52,6 +52,7 @@ class DcpContract(ReaderContract):
         yield Made(saved(rank_pool, folder / "checkpoint-20", cls.cut, **cls.options), expected())
 
 
+@pytest.mark.quick
 class TestFsdp(DcpContract):
     options: ClassVar = {"nesting": "trainer"}
 

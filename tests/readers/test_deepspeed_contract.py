@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
 import torch
 
 from tests.readers.made_zero import MadeModel, Zero, write_universal, write_zero
 from xrank.readers.deepspeed import DeepSpeedReader
 from xrank.testing.reader_contract import Made, ReaderContract, whole
+
+pytestmark = pytest.mark.quick
 
 
 def small_model() -> MadeModel:

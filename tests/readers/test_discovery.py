@@ -15,6 +15,8 @@ from xrank.conversion.gather import gather_checkpoint
 from xrank.errors import UnknownFormatError, UsageError
 from xrank.readers.discovery import find_source
 
+pytestmark = pytest.mark.quick
+
 
 def model(folder: Path) -> Path:
     folder.mkdir(parents=True)

@@ -31,6 +31,7 @@ from xrank.testing.reader_contract import Made, ReaderContract, WholeTensor, rea
 BUFFER = {"a_buffer": whole(torch.arange(5))}
 
 
+@pytest.mark.quick
 class TestVerl(ReaderContract):
     reader = VerlReader()
 

@@ -75,6 +75,7 @@ def saved(
     return folder
 
 
+@pytest.mark.quick
 class TestHfShards(ReaderContract):
     reader = HfShardsReader()
     unseen: ClassVar = {

@@ -23,6 +23,8 @@ from xrank.readers.discovery import find_source
 from xrank.readers.megatron.dist import MegatronDistReader
 from xrank.testing.reader_contract import Made, ReaderContract, read_model, whole
 
+pytestmark = pytest.mark.quick
+
 RUN = Run(tp=2, pp=2, chunks=((1, 1),), args={"vocab_size": 13})
 
 

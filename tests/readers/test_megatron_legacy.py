@@ -20,6 +20,8 @@ from xrank.readers.base import Hints
 from xrank.readers.megatron.legacy import MegatronLegacyReader
 from xrank.testing.reader_contract import Made, ReaderContract, read_model, whole
 
+pytestmark = pytest.mark.quick
+
 RUNS = {
     "one rank": Run(),
     "tp": Run(tp=2, gated=False, bias=True),

@@ -9,6 +9,8 @@ from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.readers.base import Hints
 from xrank.readers.placement import place_all
 
+pytestmark = pytest.mark.quick
+
 TP2, TP4 = DeviceMesh.parse_grid("tp=2"), DeviceMesh.parse_grid("tp=4")
 GRID = DeviceMesh.parse_grid("dp=2 tp=2")
 

@@ -19,6 +19,8 @@ from xrank.readers.hugging_face.folder import HfFolderReader
 from xrank.readers.workspace import WorkspaceReader
 from xrank.testing.reader_contract import Made, ReaderContract, whole
 
+pytestmark = pytest.mark.quick
+
 
 class TestWorkspace(ReaderContract):
     reader = WorkspaceReader()

@@ -21,6 +21,8 @@ from xrank.readers.discovery import find_source
 from xrank.readers.hugging_face.bin_folder import BinFolderReader
 from xrank.testing.reader_contract import Made, ReaderContract, WholeTensor, read_model, whole
 
+pytestmark = pytest.mark.quick
+
 KINDS = ["bin", "safetensors"]
 
 

@@ -20,7 +20,7 @@ from xrank.recipes.matching import match
 from xrank.recipes.recipe_file import read_recipe, recipes_for, shipped_recipes
 from xrank.recipes.sizes import check_arguments
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 
 # As Megatron-LM's training/arguments.py leaves them in a checkpoint.
 ARGS = {

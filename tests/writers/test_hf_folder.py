@@ -17,6 +17,8 @@ from xrank.plan.output import OutputFile, OutputTensor
 from xrank.writers import hf_folder
 from xrank.writers.hf_folder import index_text, lay_out
 
+pytestmark = pytest.mark.quick
+
 
 def tensor(name: str, *shape: int, dtype: str = "F32") -> OutputTensor:
     return OutputTensor(name, dtype, shape)

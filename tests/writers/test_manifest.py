@@ -21,6 +21,8 @@ from xrank.writers.manifest import (
     read_manifest,
 )
 
+pytestmark = pytest.mark.quick
+
 DIGEST = "0123456789abcdef" * 2
 
 
