@@ -3,7 +3,9 @@
     python -m tests.corpus build /tmp/sources
     python -m tests.corpus record /tmp/sources /tmp/before.json --tree /path/of/another/checkout
     python -m tests.corpus record /tmp/sources /tmp/after.json
-    python -m tests.corpus compare /tmp/before.json /tmp/after.json
+    python -m tests.corpus compare /tmp/before.json /tmp/after.json -v
+
+Both take ``--only PATTERN``. An exit code that is corrected on purpose is named in `tests.corpus.compare`.
 
 The sources are built once and read by both versions: the run id of a reshard is made of their inodes and times.
 """
@@ -20,15 +22,18 @@ def main() -> int:
     """Run one of the three commands; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.corpus", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
+    chosen = argparse.ArgumentParser(add_help=False)
+    chosen.add_argument("--only", default="", help="regular expression, searched in the names of commands")
     build = commands.add_parser("build", help="make the sources in a new folder")
     build.add_argument("sources", type=Path)
-    record = commands.add_parser("record", help="run all commands and write what they did")
+    record = commands.add_parser("record", parents=[chosen], help="run all commands and write what they did")
     record.add_argument("sources", type=Path)
     record.add_argument("record", type=Path)
     record.add_argument("--tree", type=Path, default=Path(__file__).parents[2], help="the checkout whose xrank is run")
-    record.add_argument("--only", default="", help="regular expression, searched in the names of commands")
     record.add_argument("--jobs", type=int, default=2, help="commands at the same time")
-    compare = commands.add_parser("compare", help="print what differs; exit status 1 if anything but texts does")
+    compare = commands.add_parser(
+        "compare", parents=[chosen], help="print what differs; exit status 1 if anything but texts does"
+    )
     compare.add_argument("records", type=Path, nargs=2)
     compare.add_argument("-v", "--verbose", action="store_true", help="print the texts that differ, too")
     options = parser.parse_args()
@@ -46,7 +51,8 @@ def main() -> int:
     else:
         from tests.corpus import compare as comparing
 
-        differences = comparing.compare(*(json.loads(path.read_text()) for path in options.records))
+        records = (json.loads(path.read_text()) for path in options.records)
+        differences = comparing.compare(*records, only=options.only)
         return 0 if comparing.report(differences, verbose=options.verbose) else 1
     return 0
 

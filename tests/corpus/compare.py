@@ -19,7 +19,7 @@ _OF_THIS_MACHINE = {"segments"}
 """Shared memory with names, which other programs may have left."""
 _PRESENCE = ("got", "want", "try", "next_step")
 _TEXT_KEYS = {"message", "problem", "why", "assumed"}
-_VARYING = re.compile(r"[\d.,]+ [kMGT]?B/s|peak memory [\d.,]+ \w+|[\d.,]+ m?s\b|\d+ of \d+ bytes|0x[0-9a-f]+")
+_VARYING = re.compile(r"[\d.,]+ [KMGT]?B/s|pid \d+|peak memory [\d.,]+ \w+|[\d.,]+ m?s\b|\d+ of \d+ bytes|0x[0-9a-f]+")
 _MASKED_MESSAGE = re.compile(r'("message": )"(?:[^"\\]|\\.)*"')
 
 Difference = tuple[str, str, str]
@@ -27,13 +27,13 @@ Difference = tuple[str, str, str]
 TEXTS = "texts"
 
 
-def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
-    """Return all differences; those of the class ``texts`` may be, if no fact was lost."""
+def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, only: str = "") -> list[Difference]:
+    """Return all differences in commands that have the pattern; texts may differ, if no fact was lost."""
     found = []
     if old["build_id"] != new["build_id"]:
         found.append(("sources", "all", "the records are of different builds of the sources"))
     ours, theirs = old["commands"], new["commands"]
-    for name in sorted(ours.keys() | theirs.keys()):
+    for name in sorted(name for name in ours.keys() | theirs.keys() if re.search(only, name)):
         if name not in ours or name not in theirs:
             found.append(("missing", name, f"only in the {'second' if name in theirs else 'first'} record"))
             continue
@@ -88,6 +88,8 @@ def _compare_step(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tu
             yield "stderr", f"stderr {part}: {ours} -> {theirs}"
         for stream in ("stdout", "stderr"):
             ours, theirs = (_VARYING.sub("~", step[stream]) for step in (old, new))
+            if stream == "stderr":  # threads finish files in any order
+                ours, theirs = ("\n".join(sorted(text.splitlines())) for text in (ours, theirs))
             if ours != theirs:
                 yield TEXTS, f"{stream}\n{_diff(ours, theirs)}"
 
