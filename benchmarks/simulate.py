@@ -25,8 +25,8 @@ from xrank.conversion.export import export_model
 from xrank.layout import LayoutMap
 from xrank.layout.local_part import local_part
 from xrank.plan.told_shapes import told_shapes
-from xrank.simulation.fitting import Sample, fitted_rates
-from xrank.simulation.prediction import predicted
+from xrank.simulation.fitting import Sample, fit_rates
+from xrank.simulation.prediction import predict
 from xrank.simulation.simulation import simulate
 
 GRIDS = {"FSDP": "dp={n} tp=1", "FSDP x TP": "dp={half} tp=2", "TP, replicas": "ddp=2 tp={half}"}
@@ -50,11 +50,11 @@ def main() -> None:
         seconds = queue.get()
         traffic = [simulate(file, "export").traffic for file in files]
     num_small = len(cases) - len(GRIDS)
-    rates = fitted_rates([Sample(*pair) for pair in zip(traffic[:num_small], seconds, strict=False)])
+    rates = fit_rates([Sample(*pair) for pair in zip(traffic[:num_small], seconds, strict=False)])
     print(f"fitted  {rates.to_dict()}")
     print("| layout | layers | exported | predicted | measured | predicted / measured |\n" + "| --- " * 6 + "|")
     for number, ((name, layers), moved, took) in enumerate(zip(cases, traffic, seconds, strict=True)):
-        told = predicted(moved, rates, None).seconds
+        told = predict(moved, rates, None).seconds
         what = f"{name}{' (fitted)' if number < num_small else ''}"
         nbytes = int(moved.total("written_nbytes").sum())
         print(f"| {what} | {layers} | {nbytes / 1e6:.0f} MB | {told:.2f} s | {took:.2f} s | {told / took:.2f} |")

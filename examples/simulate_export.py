@@ -14,7 +14,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from xrank.simulation.shown import seconds_text, simulation_html
+from xrank.simulation.display import seconds_text, simulation_html
 from xrank.simulation.simulation import simulate
 from xrank.words import size_text
 

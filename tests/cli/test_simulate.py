@@ -125,7 +125,7 @@ def test_the_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "kind", "says"),
     [
-        (("--operation", "merge"), "UsageError", ["no operation 'merge'", "gather, export, reshard"]),
+        (("--operation", "merge"), "UsageError", ["'merge' cannot be simulated", "gather, export, reshard"]),
         (("--operation", "reshard"), "UsageError", ["--to was not given"]),
         (("--to", "x.toml"), "UsageError", ["--to was given"]),
         (("--operation", "export", "--ranks", "2"), "UsageError", ["--ranks"]),
@@ -134,7 +134,7 @@ def test_the_page(tmp_path: Path) -> None:
         (("--mesh", "pp=1 dp=1 tp=7"), "LayoutError", ["7"]),
         (("--mesh", "pp"), "LayoutError", ["'pp'", "name=length"]),
         (("--link", "bandwith=2GB/s"), "UsageError", ["bandwith"]),
-        (("--link", "bandwidth=2GB/s"), "UsageError", ["does not tell read"]),
+        (("--link", "bandwidth=2GB/s"), "UsageError", ["does not give read"]),
         (("--operation", "export", "--link", f"{LINK} xp.latency=1s"), "UsageError", ["'xp'", "pp=2 dp=1 tp=2"]),
         (("--dtype", "int4"), "UsageError", ["int4", "bf16, fp16, fp32"]),
         (("--html", "/nowhere/page.html"), "UsageError", ["/nowhere/page.html"]),
@@ -150,7 +150,7 @@ def test_what_is_refused(tmp_path: Path, words: tuple[str, ...], kind: str, says
 def test_options_of_layout_files_are_refused_of_checkpoints(bench: Bench) -> None:
     leave(bench.workspace)
     for words in (("--mesh", "tp=2"), ("--dtype", "bf16")):
-        refusal(run("simulate", bench.workspace, *words, "--json"), "UsageError", says=[words[0], "no layout file"])
+        refusal(run("simulate", bench.workspace, *words, "--json"), "UsageError", says=[words[0], "not a layout file"])
     refusal(run("simulate", bench.folder / "nothing", "--json"), "IncompleteError", says=["nothing"])
 
 

@@ -16,10 +16,10 @@ from tests.simulation.test_planned_bytes import NEW, PAGE
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses
 from xrank.plan.tiles import tiles
-from xrank.simulation.counted_reads import elements_below, num_places, taken_along
-from xrank.simulation.planned_work import PlannedWork, planned_work
-from xrank.simulation.simulation import traffic_of
-from xrank.simulation.traffic import Traffic
+from xrank.simulation.counted_reads import compute_read_overhead, elements_below, num_places
+from xrank.simulation.planned_work import PlannedWork, plan_work
+from xrank.simulation.simulation import compute_traffic
+from xrank.simulation.traffic import ConversionTraffic
 
 BYTES = ("read_nbytes", "own_nbytes", "taken_nbytes", "given_nbytes", "written_nbytes")
 STAGING_NBYTES = 2 << 20
@@ -49,15 +49,15 @@ def test_elements_below(many: list[Nest], data: st.DataObject) -> None:
 @given(nests(), st.integers(1, 60))
 @settings(deadline=None)
 def test_what_a_read_takes_along(nest: Nest, most: int) -> None:
-    told = float(taken_along(NestTable.of([nest]), most)[0])
+    told = float(compute_read_overhead(NestTable.of([nest]), most)[0])
     each = list(tiles(nest, most))
     first = each[0]  # a tile of its full length, as the loop is cut
     assert told == first.length / prod(n for n, _, _ in first.loops)
     assert told > 1 or all(tile.is_dense for tile in each)
 
 
-def both(work: PlannedWork) -> tuple[Traffic, Traffic]:
-    return traffic_of(work, STAGING_NBYTES, follow=True), traffic_of(work, STAGING_NBYTES, follow=False)
+def both(work: PlannedWork) -> tuple[ConversionTraffic, ConversionTraffic]:
+    return compute_traffic(work, STAGING_NBYTES, follow=True), compute_traffic(work, STAGING_NBYTES, follow=False)
 
 
 def assert_close(work: PlannedWork, of: float) -> None:
@@ -78,7 +78,7 @@ def assert_close(work: PlannedWork, of: float) -> None:
 )
 def test_a_llama_to_the_byte(tmp_path: Path, operation: str, options: dict[str, int], fsdp: bool) -> None:
     file = llama(tmp_path, "pp=2 dp=2 tp=2", fsdp=fsdp)
-    assert_close(planned_work(str(file), operation, **options), 0)
+    assert_close(plan_work(str(file), operation, **options), 0)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_pieces_with_gaps(tmp_path: Path, operation: str, options: dict[str, int
     file.write_text(PAGE)
     new.write_text(NEW)
     to = new if operation == "reshard" else None
-    assert_close(planned_work(str(file), operation, to=to, **options), 0.01)
+    assert_close(plan_work(str(file), operation, to=to, **options), 0.01)
 
 
 def test_all_is_made_read_and_given_once(tmp_path: Path) -> None:
-    work = planned_work(str(llama(tmp_path, "pp=2 dp=3 tp=2", fsdp=False)), "export")
+    work = plan_work(str(llama(tmp_path, "pp=2 dp=3 tp=2", fsdp=False)), "export")
     for traffic in both(work):
         assert traffic.total("written_nbytes").sum() == work.plan.nbytes
         assert traffic.total("taken_nbytes").sum() == traffic.total("given_nbytes").sum() > 0
@@ -106,7 +106,7 @@ def test_all_is_made_read_and_given_once(tmp_path: Path) -> None:
 
 
 def test_places_are_counted_of_what_is_looked_at(tmp_path: Path) -> None:
-    work = planned_work(str(llama(tmp_path, "pp=1 dp=1 tp=2", hidden=1024, layers=1)), "gather")
+    work = plan_work(str(llama(tmp_path, "pp=1 dp=1 tp=2", hidden=1024, layers=1)), "gather")
     tensors = list(work.plan.tensors)
     one = replace(work.plan, files=tuple(replace(f, tensors=f.tensors[:1]) for f in work.plan.files))
     windows = -(-tensors[0].output.nbytes // (1 << 20))

@@ -7,9 +7,9 @@ import pytest
 
 from xrank.errors import UsageError
 from xrank.layout import DeviceMesh
-from xrank.simulation.prediction import PARTS, predicted
+from xrank.simulation.prediction import PARTS, predict
 from xrank.simulation.rates import read_rates
-from xrank.simulation.traffic import FROM_FILES, Flow, Traffic, round_of
+from xrank.simulation.traffic import FROM_FILES, ConversionTraffic, Flow, build_round
 
 
 def flow(*rows: tuple[int, int, int, int]) -> Flow:
@@ -17,16 +17,18 @@ def flow(*rows: tuple[int, int, int, int]) -> Flow:
     return Flow(*np.array(rows, np.int64).reshape(-1, 4).T)
 
 
-def traffic(*rounds: tuple[list[int], list[tuple[int, int, int, int]]], compared: list[int] | None = None) -> Traffic:
-    made = tuple(round_of(np.array(written, np.int64), [flow(*rows)]) for written, rows in rounds)
-    return Traffic(made, np.array(compared or [0] * len(rounds[0][0]), np.int64), True)
+def traffic(
+    *rounds: tuple[list[int], list[tuple[int, int, int, int]]], compared: list[int] | None = None
+) -> ConversionTraffic:
+    made = tuple(build_round(np.array(written, np.int64), [flow(*rows)]) for written, rows in rounds)
+    return ConversionTraffic(made, np.array(compared or [0] * len(rounds[0][0]), np.int64), True)
 
 
 ALL = "read=4MB/s write=2MB/s memory=10MB/s bandwidth=1MB/s latency=1ms start=3s"
 
 
 def test_a_round_sorts_reads_by_where_they_are_from() -> None:
-    one = round_of(
+    one = build_round(
         np.array([5, 6, 7]),
         [flow((0, FROM_FILES, 10, 2), (1, 1, 20, 1)), flow((2, 0, 3, 1), (0, 1, 30, 1), (2, 0, 4, 2), (2, 1, 1, 1))],
     )
@@ -41,7 +43,7 @@ def test_a_round_sorts_reads_by_where_they_are_from() -> None:
 
 
 def test_one_process_reads_then_writes() -> None:
-    found = predicted(traffic(([2_000_000], [(0, FROM_FILES, 4_000_000, 9)])), read_rates(ALL), None)
+    found = predict(traffic(([2_000_000], [(0, FROM_FILES, 4_000_000, 9)])), read_rates(ALL), None)
     assert found.seconds == pytest.approx(3 + 1 + 1)
     assert {name: found.parts[name].tolist() for name in PARTS} == {
         "compare": [0], "read": [1], "exchange": [0], "write": [1],
@@ -50,14 +52,14 @@ def test_one_process_reads_then_writes() -> None:
 
 def test_each_round_waits_for_its_slowest_rank() -> None:
     fast, slow = ([2_000_000, 0], []), ([0, 6_000_000], [])
-    found = predicted(traffic(fast, slow, compared=[10_000_000, 5_000_000]), read_rates(ALL), None)
+    found = predict(traffic(fast, slow, compared=[10_000_000, 5_000_000]), read_rates(ALL), None)
     assert found.seconds == pytest.approx(3 + 1 + 1 + 3)
     assert found.busy.tolist() == [2, 3.5]
 
 
 def test_who_gives_much_is_as_busy_as_who_takes_it() -> None:
     rows = [(taker, 0, 500_000, 10) for taker in (1, 2, 3)]
-    found = predicted(traffic(([0] * 4, rows)), read_rates(ALL), None)
+    found = predict(traffic(([0] * 4, rows)), read_rates(ALL), None)
     assert found.parts["exchange"].tolist() == pytest.approx([1.5, 0.51, 0.51, 0.51])
 
 
@@ -65,24 +67,24 @@ def test_the_slowest_axis_along_which_ranks_differ_counts() -> None:
     mesh = DeviceMesh((2, 2), ("dp", "tp"))
     rates = read_rates(f"{ALL} tp.bandwidth=10MB/s dp.latency=0s dp.bandwidth=2MB/s")
     rows = [(0, 1, 1_000_000, 1), (0, 2, 1_000_000, 1), (0, 3, 1_000_000, 1)]
-    found = predicted(traffic(([0] * 4, rows)), rates, mesh)
+    found = predict(traffic(([0] * 4, rows)), rates, mesh)
     # Along tp its own bandwidth with the latency of all; along dp its own two; along both the slower of each.
     assert found.parts["exchange"].tolist() == pytest.approx([(0.1 + 0.001) + 0.5 + (0.5 + 0.001), 0.1, 0.5, 0.5])
-    plain = predicted(traffic(([0] * 4, rows)), read_rates(ALL), mesh)
+    plain = predict(traffic(([0] * 4, rows)), read_rates(ALL), mesh)
     assert plain.parts["exchange"][0] == pytest.approx(3.003)
 
 
 def test_an_axis_that_is_not_told_of_has_the_general_link() -> None:
     mesh = DeviceMesh((2, 2), ("dp", "tp"))
-    found = predicted(traffic(([0] * 4, [(0, 2, 1_000_000, 0)])), read_rates(f"{ALL} tp.bandwidth=10MB/s"), mesh)
+    found = predict(traffic(([0] * 4, [(0, 2, 1_000_000, 0)])), read_rates(f"{ALL} tp.bandwidth=10MB/s"), mesh)
     assert found.parts["exchange"].tolist() == pytest.approx([1, 0, 1, 0])
 
 
 def test_files_of_all_are_shared_by_those_that_use_them() -> None:
     rates = read_rates(f"{ALL} all_write=3MB/s all_read=100MB/s")
-    found = predicted(traffic(([1_500_000, 1_500_000, 0], [(0, FROM_FILES, 4_000_000, 1)])), rates, None)
+    found = predict(traffic(([1_500_000, 1_500_000, 0], [(0, FROM_FILES, 4_000_000, 1)])), rates, None)
     assert found.parts["write"].tolist() == [1, 1, 0] and found.parts["read"].tolist() == [1, 0, 0]
-    alone = predicted(traffic(([1_500_000, 0, 0], [])), rates, None)
+    alone = predict(traffic(([1_500_000, 0, 0], [])), rates, None)
     assert alone.parts["write"].tolist() == [0.75, 0, 0]
 
 
@@ -90,19 +92,19 @@ def test_files_of_all_are_shared_by_those_that_use_them() -> None:
 def test_a_rate_that_is_needed_must_be_told(name: str) -> None:
     words = [word for word in ALL.split() if not word.startswith(f"{name}=")]
     moved = traffic(([1, 1], [(0, FROM_FILES, 1, 1), (0, 0, 1, 1), (0, 1, 1, 1)]))
-    predicted(moved, read_rates(ALL), None)
-    with pytest.raises(UsageError, match=f"does not tell {name}, which"):
-        predicted(moved, read_rates(" ".join(words)), None)
+    predict(moved, read_rates(ALL), None)
+    with pytest.raises(UsageError, match=f"does not give {name}, which"):
+        predict(moved, read_rates(" ".join(words)), None)
     # What is not needed need not be told.
-    predicted(traffic(([0], [])), read_rates("start=1s"), None)
+    predict(traffic(([0], [])), read_rates("start=1s"), None)
 
 
 def test_an_axis_must_be_the_meshs() -> None:
     for mesh in (None, DeviceMesh((2,), ("tp",))):
         with pytest.raises(UsageError, match="the axis 'dp'"):
-            predicted(traffic(([0, 0], [(0, 1, 1, 1)])), read_rates(f"{ALL} dp.latency=1s"), mesh)
+            predict(traffic(([0, 0], [(0, 1, 1, 1)])), read_rates(f"{ALL} dp.latency=1s"), mesh)
         # Who reads files alone needs no links.
-        predicted(traffic(([0, 0], [(0, FROM_FILES, 1, 1)])), read_rates(f"{ALL} dp.latency=1s"), mesh)
+        predict(traffic(([0, 0], [(0, FROM_FILES, 1, 1)])), read_rates(f"{ALL} dp.latency=1s"), mesh)
 
 
 def test_rates_of_a_file_are_those_of_words(tmp_path) -> None:

@@ -244,12 +244,12 @@ def test_policies_are_told_by_the_shardings():
 @pytest.mark.parametrize(
     ("place", "text", "match"),
     [
-        (0, "[b, s, m] sum(x)", "x cannot be held as addends"),
-        (3, "[b, s, h] sum(y)", "hidden cannot be held as addends"),
-        (6, "[b, s, m] sum(y)", "out cannot be held as addends"),
-        (1, "[m]", "the sharding of w1 has not the dims"),
-        (3, "[b, h]", "the sharding of hidden has not the dims"),
-        (0, "[m]", "the sharding of x has not the dims"),
+        (0, "[b, s, m] sum(x)", "x cannot be a sum of addends"),
+        (3, "[b, s, h] sum(y)", "hidden cannot be a sum of addends"),
+        (6, "[b, s, m] sum(y)", "out cannot be a sum of addends"),
+        (1, "[m]", "the sharding of w1 does not match a feed-forward"),
+        (3, "[b, h]", "the sharding of hidden does not match a feed-forward"),
+        (0, "[m]", "the sharding of x does not match a feed-forward"),
     ],
 )
 def test_shardings_of_no_layer_are_refused(place, text, match):

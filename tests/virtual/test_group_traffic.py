@@ -42,7 +42,7 @@ def test_sums_are_those_of_the_steps(collective, algorithm):
 
 
 def test_what_is_no_collective_is_refused():
-    with pytest.raises(UsageError, match="no collective is called 'all_sum'"):
+    with pytest.raises(UsageError, match="unknown collective 'all_sum'"):
         group_traffic("all_sum", "push", (ArraySpec((1,)),))
 
 

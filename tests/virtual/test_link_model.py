@@ -12,7 +12,7 @@ from xrank.errors import UsageError
 from xrank.layout import DeviceMesh
 from xrank.virtual import ArraySpec, LinkModel, MatMul, MatMulSharding, Program
 from xrank.virtual.costs import link_model
-from xrank.virtual.costs.link_model import Sample
+from xrank.virtual.costs.link_model import LinkSample
 from xrank.virtual.programs.program import Communicate, Compute, Receive, Return, Send, Take
 
 L, B = 0.25, 1000.0
@@ -144,7 +144,7 @@ def test_random_programs_come_to_an_end_whatever_the_order(shape, seed, algorith
 
 def test_programs_that_would_wait_for_ever_are_refused():
     x = ArraySpec((4,))
-    with pytest.raises(UsageError, match="device 0 waits for ever: device 1 does not send") as raised:
+    with pytest.raises(UsageError, match="device 0 waits forever: device 1 does not send") as raised:
         MODEL.seconds([Program(0, (Take("x", 1, x),)), Program(1, (Take("x", 0, x),))])
     assert raised.value.rank == 0
     with pytest.raises(UsageError, match="'tree'"):
@@ -168,7 +168,7 @@ def test_large_groups_are_timed_at_once_as_message_by_message(name, algorithm, m
     programs.insert(0, Program(0, (call, *taken, again)))
     model = LinkModel(0.5, 100.0, flops_per_second=3.0)
     at_once = model.play(programs, algorithm)
-    monkeypatch.setattr(link_model, "_MEETING_SIZE", size + 1)
+    monkeypatch.setattr(link_model, "_MIN_WHOLE_GROUP_SIZE", size + 1)
     one_by_one = model.play(programs, algorithm)
     for found, want in zip(at_once.devices, one_by_one.devices, strict=True):
         assert astuple(found) == pytest.approx(astuple(want))
@@ -188,7 +188,7 @@ def test_an_operation_is_played_by_its_programs():
 def test_one_that_stays_away_from_a_large_group_is_told():
     call = Communicate("all_gather", tuple(range(40)), "x", "y", (ArraySpec((1,)),) * 40, ArraySpec((40,)))
     programs = [Program(device, (call,) if device else ()) for device in range(40)]
-    with pytest.raises(UsageError, match="device 1 waits for ever: someone of its group does not send"):
+    with pytest.raises(UsageError, match="device 1 waits forever: a member of its group does not send"):
         LinkModel().play(programs)
 
 
@@ -240,8 +240,8 @@ def test_a_model_is_read_from_words_or_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("speed=5GB/s", "there is no 'speed'"),
-        ("tp.speed=5GB/s", r"there is no 'tp\.speed'"),
+        ("speed=5GB/s", "unknown name 'speed'"),
+        ("tp.speed=5GB/s", r"unknown name 'tp\.speed'"),
         ("bandwidth=5", "bandwidth = '5'"),
         ("bandwidth=5GB", "bandwidth = '5GB'"),
         ("bandwidth=0GB/s", "bandwidth = '0GB/s'"),
@@ -252,9 +252,9 @@ def test_a_model_is_read_from_words_or_a_file(tmp_path):
         ("latency=5m", "latency = '5m'"),
         ("flops=1GB/s", "flops = '1GB/s'"),
         ("tp.flops=1GFLOP/s", "only links have axes"),
-        ("latency=5us latency=6us", "'latency' is there twice"),
-        (".latency=5us", r"there is no '\.latency'"),
-        ("tp..latency=5us", r"there is no 'tp\.\.latency'"),
+        ("latency=5us latency=6us", "'latency' occurs twice"),
+        (".latency=5us", r"unknown name '\.latency'"),
+        ("tp..latency=5us", r"unknown name 'tp\.\.latency'"),
         ("latency", "file latency cannot be read: No such file"),
         ("", "cannot be read: nothing"),
         ("latency = 5us", "'latency' has no value"),
@@ -273,8 +273,8 @@ def test_words_that_cannot_be_read_are_named(words, message):
     [
         (b"latency = 5", "latency = 5"),
         (b"[tp]\nlatency = 5.0", r"tp\.latency = 5\.0"),
-        (b"latency = '5us", "no TOML"),
-        (b"\xff", "no TOML"),
+        (b"latency = '5us", "not TOML"),
+        (b"\xff", "not TOML"),
         (b"[tp.x]\nspeed = '1s'", r"tp\.x\.speed"),
     ],
 )
@@ -301,7 +301,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
     ],
 )
 def test_models_that_cannot_be(arguments):
-    with pytest.raises(UsageError, match="is like this"):
+    with pytest.raises(UsageError, match="is impossible"):
         LinkModel(**arguments)
 
 
@@ -311,10 +311,10 @@ def test_models_that_cannot_be(arguments):
 def test_a_fit_finds_what_made_the_samples():
     told = LinkModel(3e-6, 2e9, flops_per_second=5e10)
     samples = [
-        Sample(m, n, m * 3e-6 + n / 2e9 + f / 5e10, f)
+        LinkSample(m, n, m * 3e-6 + n / 2e9 + f / 5e10, f)
         for m, n, f in [(1, 1000, 0), (10, 10**6, 10**6), (100, 10**8, 0), (2, 64, 10**9), (7, 10**7, 10**7)]
     ]
-    found = LinkModel.fitted(samples)
+    found = LinkModel.from_samples(samples)
     assert found.latency_seconds == pytest.approx(told.latency_seconds)
     assert found.bandwidth_nbytes_per_second == pytest.approx(told.bandwidth_nbytes_per_second)
     assert found.flops_per_second == pytest.approx(told.flops_per_second)
@@ -322,18 +322,18 @@ def test_a_fit_finds_what_made_the_samples():
 
 def test_a_fit_weighs_short_and_long_alike_and_takes_no_rate_that_cannot_be():
     noise = [1.1, 0.9, 1.05, 0.95]
-    samples = [Sample(1, n, (2e-5 + n / 1e9) * f) for n, f in zip([10, 10**4, 10**6, 10**8], noise, strict=True)]
-    found = LinkModel.fitted(samples)
+    samples = [LinkSample(1, n, (2e-5 + n / 1e9) * f) for n, f in zip([10, 10**4, 10**6, 10**8], noise, strict=True)]
+    found = LinkModel.from_samples(samples)
     assert found.latency_seconds == pytest.approx(2e-5, rel=0.15)
     assert found.bandwidth_nbytes_per_second == pytest.approx(1e9, rel=0.15)
     assert found.flops_per_second == math.inf
     # A line through these would have a latency below 0.
-    found = LinkModel.fitted([Sample(1, 1000, 0.5), Sample(1, 3000, 2.0)])
+    found = LinkModel.from_samples([LinkSample(1, 1000, 0.5), LinkSample(1, 3000, 2.0)])
     assert found.latency_seconds == 0 and 1000 < found.bandwidth_nbytes_per_second < 3000
-    assert LinkModel.fitted([Sample(4, 0, 2.0)]) == LinkModel(0.5)
+    assert LinkModel.from_samples([LinkSample(4, 0, 2.0)]) == LinkModel(0.5)
 
 
-@pytest.mark.parametrize("samples", [[], [Sample(1, 1, 0.0)], [Sample(1, 1, 1.0), Sample(1, 1, -1.0)]])
+@pytest.mark.parametrize("samples", [[], [LinkSample(1, 1, 0.0)], [LinkSample(1, 1, 1.0), LinkSample(1, 1, -1.0)]])
 def test_a_fit_needs_times(samples):
     with pytest.raises(UsageError, match="measured times"):
-        LinkModel.fitted(samples)
+        LinkModel.from_samples(samples)

@@ -416,8 +416,8 @@ def test_layers_are_chosen_from_as_products_are():
     ("texts", "match"),
     [
         (("[m/x, k/x]", "[k, n]"), "the layout .* is cut twice by 'x'"),
-        (("[m, k] sum(x)", "[k, n]"), "A cannot be held as addends along 'x'"),
-        (("[m, k]", "[k, n] sum(y)"), "B cannot be held as addends"),
+        (("[m, k] sum(x)", "[k, n]"), "A cannot be a sum of addends along 'x'"),
+        (("[m, k]", "[k, n] sum(y)"), "B cannot be a sum of addends"),
         (("[k]", "[k, n]"), "not of a product"),
         (("[m, k]", "[e, k, n]"), "not of a product"),
         (("[b, m, k]", "[k, n]", "[m, n]"), "not of a product"),

@@ -11,7 +11,7 @@ from xrank.virtual.costs.link_model import LinkModel
 from xrank.virtual.pipelines.mlp import MLP
 from xrank.virtual.pipelines.optimizers import SGD
 from xrank.virtual.pipelines.pipeline import Pipeline
-from xrank.virtual.programs.registers import last_uses, written
+from xrank.virtual.programs.registers import find_last_uses, list_outputs
 
 
 def flops_of(widths, num_rows):
@@ -84,8 +84,8 @@ def test_the_host_sends_shards_and_gets_each_result_once():
 def live_activations(program):
     """Return the most stage inputs that a program's registers hold at once."""
     held, peak = set(), 0
-    for instruction, ends in zip(program.instructions, last_uses(program), strict=True):
-        held |= {name for name, _ in written(instruction) if name.startswith(("inputs.", "forward."))}
+    for instruction, ends in zip(program.instructions, find_last_uses(program), strict=True):
+        held |= {name for name, _ in list_outputs(instruction) if name.startswith(("inputs.", "forward."))}
         peak = max(peak, len(held))
         held -= set(ends)
     return peak

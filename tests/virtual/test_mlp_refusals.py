@@ -26,7 +26,7 @@ def refused(error, match, activations, parameters, mlp=None):
 
 def test_fewer_layers_than_parts_are_refused():
     for stages, chunks in ((5, 1), (2, 3)):
-        with pytest.raises(LayoutError, match="4 layers cannot be shared out") as failure:
+        with pytest.raises(LayoutError, match="4 layers cannot be divided") as failure:
             MLP(Pipeline(stages, 8, schedule="interleaved", num_chunks=chunks))
         assert f"{stages} stages x {chunks} chunks" in failure.value.want
 
@@ -35,17 +35,17 @@ def test_a_learning_rate_beside_an_optimizer_is_refused():
     with pytest.raises(UsageError, match="one learning rate"):
         MLP(Pipeline(2, 3), 0.1, optimizer=SGD(0.2))
     for make in (lambda: SGD(0.1, momentum=1.0), lambda: Adam(betas=(0.9, -0.1))):
-        with pytest.raises(UsageError, match="of an optimizer is no part of 1"):
+        with pytest.raises(UsageError, match="of an optimizer is out of range"):
             make()
 
 
 def test_what_is_no_pipeline_no_rate_and_no_number_is_refused():
     for make, message in (
         (lambda: MLP(4, 0.1), "MLP takes a Pipeline"),
-        (lambda: MLP(Pipeline(2, 3), float("nan")), "is no number"),
-        (lambda: MLP(Pipeline(2, 3), "0.1"), "is no number"),
-        (lambda: Adam(float("inf")), "is no number"),
-        (lambda: MLP(Pipeline(2, 3), 0.1, num_layers=4.5), "a number of layers"),
+        (lambda: MLP(Pipeline(2, 3), float("nan")), "must be a number"),
+        (lambda: MLP(Pipeline(2, 3), "0.1"), "must be a number"),
+        (lambda: Adam(float("inf")), "must be a number"),
+        (lambda: MLP(Pipeline(2, 3), 0.1, num_layers=4.5), "number of layers must"),
     ):
         with pytest.raises(UsageError, match=message):
             make()
@@ -54,7 +54,7 @@ def test_what_is_no_pipeline_no_rate_and_no_number_is_refused():
 def test_batches_that_leave_a_device_nothing_are_refused():
     activations, parameters = arguments(num_rows=11)
     replicas = MLP(Pipeline(DeviceMesh.parse_grid("pp=2 dp=3"), 4))
-    failure = refused(LayoutError, "a batch of 11 rows leaves nothing to do", activations, parameters, replicas)
+    failure = refused(LayoutError, "a batch of 11 rows has no rows for some", activations, parameters, replicas)
     assert (failure.got, failure.want) == ("11 rows", "12 rows or more")
     activations, parameters = arguments(num_rows=12)
     result, _ = step(replicas, activations, parameters)
@@ -107,7 +107,7 @@ def test_outputs_of_something_else_are_no_result():
     with pytest.raises(UsageError, match="all devices' outputs") as failure:
         mlp.result([])
     assert (failure.value.got, failure.value.want) == ("0 outputs", "2, as Run.outputs has them")
-    with pytest.raises(UsageError, match="no device gave back 'losses'"):
+    with pytest.raises(UsageError, match="no device returned 'losses'"):
         mlp.result([None, np.ones(3)])
 
 

@@ -11,7 +11,7 @@ from xrank.virtual.costs.planning import plan
 from xrank.virtual.mesh import Mesh
 from xrank.virtual.pipelines.pipeline import Pipeline, PipelineStage
 from xrank.virtual.pipelines.pipelined_operation import PipelinedOperation, StageProgram
-from xrank.virtual.pipelines.schedule import gpipe, make_schedule
+from xrank.virtual.pipelines.schedule import make_gpipe, make_schedule
 from xrank.virtual.programs.program import Send, Take
 from xrank.virtual.sharding import TensorSharding
 
@@ -47,10 +47,10 @@ def test_axes_may_have_other_names_and_may_be_absent():
 
 
 def test_a_mesh_of_other_stages_is_refused():
-    with pytest.raises(LayoutError, match="has not 3 stages") as failure:
+    with pytest.raises(LayoutError, match="does not have 3 stages") as failure:
         Pipeline((2, 2), 8, 3)
     assert (failure.value.got, failure.value.want) == ("4 stages", "3 stages")
-    with pytest.raises(LayoutError, match="has not 4 stages"):
+    with pytest.raises(LayoutError, match="does not have 4 stages"):
         Pipeline(DeviceMesh((2, 2), ("pp", "tp")), 8, 4)
 
 
@@ -58,15 +58,15 @@ def test_an_axis_without_a_part_is_refused():
     with pytest.raises(LayoutError, match="the axis 'ep'") as failure:
         Pipeline(DeviceMesh((2, 2), ("pp", "ep")), 8)
     assert failure.value.got == "ep=2"
-    with pytest.raises(LayoutError, match="have one name"):
+    with pytest.raises(LayoutError, match="must differ"):
         Pipeline(DeviceMesh((2, 2), ("pp", "tp")), 8, tp="pp")
 
 
 def test_a_schedule_of_another_pipeline_is_refused():
-    with pytest.raises(UsageError, match="of another pipeline") as failure:
-        Pipeline(2, 4, schedule=gpipe(3, 2))
+    with pytest.raises(UsageError, match="for another pipeline") as failure:
+        Pipeline(2, 4, schedule=make_gpipe(3, 2))
     assert (failure.value.got, failure.value.want) == ("3 runs over 2 stages", "4 runs over 2 stages")
-    assert Pipeline(2, 4, schedule=gpipe(4, 2)).num_cycles == 10
+    assert Pipeline(2, 4, schedule=make_gpipe(4, 2)).num_cycles == 10
 
 
 def test_pipelines_are_values():
@@ -80,7 +80,7 @@ def test_a_stage_says_what_its_schedule_says(name, chunks):
     pipeline = Pipeline(3, 4, schedule=name, num_chunks=chunks)
     for index, stage in enumerate(pipeline.stages):
         for cycle in range(pipeline.num_cycles):
-            work = pipeline.schedule.at(index, cycle)
+            work = pipeline.schedule.find_work(index, cycle)
             with stage as inside:
                 assert inside is stage and stage.cycle == cycle
                 assert (stage.forward, stage.backward, stage.idle) == (
@@ -114,7 +114,7 @@ def test_a_cycle_that_raises_is_over_and_the_last_one_is_the_last():
     assert stage.cycle == 1
     with stage:
         assert stage.last_cycle
-    with pytest.raises(UsageError, match="has done all cycles"), stage:
+    with pytest.raises(UsageError, match="has finished all cycles"), stage:
         pass
 
 
@@ -261,7 +261,7 @@ def test_messages_say_along_which_axes_they_go():
 def test_an_operation_refuses_before_anything_starts():
     operation = Chain(Pipeline(2, 3))
     x = [np.zeros(3, np.float32)] * 3
-    with pytest.raises(LayoutError, match="of another mesh than the cluster") as failure:
+    with pytest.raises(LayoutError, match="has another mesh than the cluster") as failure:
         VirtualCluster(3).run(operation, activations=x, parameters=x[:2])
     assert (failure.value.got, failure.value.want) == ("'x=2' of 2 devices", "'x=3' of 3 devices")
     with pytest.raises(UsageError, match="a bias a part"):

@@ -9,11 +9,11 @@ from xrank.errors import UsageError
 from xrank.virtual.pipelines.schedule import (
     SCHEDULES,
     Schedule,
-    Work,
-    gpipe,
-    interleaved,
+    StageWork,
+    make_1f1b,
+    make_gpipe,
+    make_interleaved,
     make_schedule,
-    one_forward_one_backward,
 )
 
 RUNS = (*range(1, 13), 17, 32)
@@ -21,7 +21,7 @@ STAGES = (1, 2, 3, 4, 6, 8)
 SIZES = [(runs, stages) for runs in RUNS for stages in STAGES]
 
 
-@pytest.mark.parametrize("make", [gpipe, one_forward_one_backward])
+@pytest.mark.parametrize("make", [make_gpipe, make_1f1b])
 def test_cycles_and_bubble_are_those_of_the_closed_forms(make):
     for runs, stages in SIZES:
         schedule = make(runs, stages)
@@ -31,19 +31,19 @@ def test_cycles_and_bubble_are_those_of_the_closed_forms(make):
 
 def test_gpipe_keeps_every_run_and_1f1b_no_more_than_there_are_stages_to_come():
     for runs, stages in SIZES:
-        assert gpipe(runs, stages).peak_live_activations == (runs,) * stages
-        peaks = one_forward_one_backward(runs, stages).peak_live_activations
+        assert make_gpipe(runs, stages).peak_live_activations == (runs,) * stages
+        peaks = make_1f1b(runs, stages).peak_live_activations
         assert peaks == tuple(min(runs, stages - stage) for stage in range(stages))
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 def test_interleaved_stages_are_idle_less(chunks):
     for runs, stages in SIZES:
-        schedule = interleaved(runs, stages, chunks)
+        schedule = make_interleaved(runs, stages, chunks)
         assert schedule.num_cycles == 2 * (chunks * max(runs, stages) + min(runs, stages) - 1)
         if runs >= stages:
             assert schedule.bubble_fraction == pytest.approx((stages - 1) / (chunks * runs + stages - 1))
-        plain = one_forward_one_backward(runs, stages)
+        plain = make_1f1b(runs, stages)
         if chunks == 1:
             assert schedule.stages == plain.stages
         elif stages > 1 and runs > 1:
@@ -58,12 +58,12 @@ def test_interleaved_stages_are_idle_less(chunks):
 def test_gpipe_works_in_the_cycles_in_which_it_must():
     # Stage p begins its forwards in cycle p and its backwards in cycle R + 2S - 2 - p, and then does one a cycle.
     for runs, stages in SIZES:
-        schedule = gpipe(runs, stages)
+        schedule = make_gpipe(runs, stages)
         for stage in range(stages):
             for run in range(runs):
-                assert schedule.at(stage, stage + run) == Work(stage + run, "forward", run)
+                assert schedule.find_work(stage, stage + run) == StageWork(stage + run, "forward", run)
                 cycle = runs + 2 * stages - 2 - stage + run
-                assert schedule.at(stage, cycle) == Work(cycle, "backward", run)
+                assert schedule.find_work(stage, cycle) == StageWork(cycle, "backward", run)
 
 
 def test_1f1b_as_drawn_in_its_paper():
@@ -73,20 +73,20 @@ def test_1f1b_as_drawn_in_its_paper():
         ".. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..",
         ".. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..",
     ]
-    schedule = one_forward_one_backward(4, 3)
+    schedule = make_1f1b(4, 3)
     for stage, line in enumerate(drawn):
-        works = [schedule.at(stage, cycle) for cycle in range(schedule.num_cycles)]
+        works = [schedule.find_work(stage, cycle) for cycle in range(schedule.num_cycles)]
         assert " ".join(".." if work is None else work.direction[0].upper() + str(work.run) for work in works) == line
 
 
 def test_interleaved_passes_runs_in_groups_of_as_many_as_there_are_stages():
-    order = [(work.run, work.chunk) for work in interleaved(4, 2, 2).stages[0] if work.direction == "forward"]
+    order = [(work.run, work.chunk) for work in make_interleaved(4, 2, 2).stages[0] if work.direction == "forward"]
     assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
 
 
 def test_backwards_come_in_the_order_of_the_runs_whatever_the_schedule():
     for runs, stages in SIZES:
-        for schedule in (gpipe(runs, stages), one_forward_one_backward(runs, stages), interleaved(runs, stages, 2)):
+        for schedule in (make_gpipe(runs, stages), make_1f1b(runs, stages), make_interleaved(runs, stages, 2)):
             for works in schedule.stages:
                 for chunk in range(schedule.num_chunks):
                     backwards = [work.run for work in works if (work.direction, work.chunk) == ("backward", chunk)]
@@ -94,9 +94,9 @@ def test_backwards_come_in_the_order_of_the_runs_whatever_the_schedule():
 
 
 def test_in_order_gives_every_work_after_what_it_needs():
-    schedule = interleaved(5, 3, 2)
+    schedule = make_interleaved(5, 3, 2)
     done = set()
-    for stage, work in schedule.in_order():
+    for stage, work in schedule.iterate_works():
         part = work.chunk * 3 + stage
         if work.direction == "forward":
             assert part == 0 or ("forward", work.run, part - 1) in done
@@ -109,11 +109,11 @@ def test_in_order_gives_every_work_after_what_it_needs():
 
 def test_names_make_their_schedules():
     assert [make_schedule(name, 3, 2).name for name in SCHEDULES] == list(SCHEDULES)
-    assert make_schedule("interleaved", 3, 2, 2) == interleaved(3, 2, 2)
-    with pytest.raises(UsageError, match="no schedule 'zb'") as failure:
+    assert make_schedule("interleaved", 3, 2, 2) == make_interleaved(3, 2, 2)
+    with pytest.raises(UsageError, match="unknown schedule 'zb'") as failure:
         make_schedule("zb", 3, 2)
     assert failure.value.want == "one of gpipe, 1f1b, interleaved"
-    with pytest.raises(UsageError, match="'1f1b' has one chunk a stage"):
+    with pytest.raises(UsageError, match="'1f1b' has one chunk per stage"):
         make_schedule("1f1b", 3, 2, 2)
 
 
@@ -123,7 +123,7 @@ def test_counts_that_are_none_are_refused(runs, stages):
         with pytest.raises(UsageError, match="a pipeline has 1 or more"):
             make_schedule(name, runs, stages)
     with pytest.raises(UsageError, match="1 or more chunks"):
-        interleaved(2, 2, 0)
+        make_interleaved(2, 2, 0)
 
 
 def with_works(schedule, stage, works):
@@ -134,7 +134,7 @@ def with_works(schedule, stage, works):
 
 def test_a_schedule_of_ones_own_is_taken_when_it_can_be_kept():
     # The first stage does its backwards two cycles later than it could.
-    schedule = gpipe(2, 2)
+    schedule = make_gpipe(2, 2)
     later = [
         work if work.direction == "forward" else replace(work, cycle=work.cycle + 2) for work in schedule.stages[0]
     ]
@@ -144,49 +144,49 @@ def test_a_schedule_of_ones_own_is_taken_when_it_can_be_kept():
 
 
 def test_a_forward_before_it_is_sent_is_refused():
-    schedule = gpipe(2, 2)
+    schedule = make_gpipe(2, 2)
     sooner = [replace(work, cycle=work.cycle - 1) for work in schedule.stages[1]]
-    with pytest.raises(UsageError, match="'gpipe' cannot be kept") as failure:
+    with pytest.raises(UsageError, match="'gpipe' is impossible") as failure:
         with_works(schedule, 1, sooner)
     assert failure.value.got == "the forward of run 0 on part 1 of the model in cycle 0"
-    assert failure.value.want == "a cycle after 0, in which the forward on part 0 is done"
+    assert failure.value.want == "a cycle after 0, the cycle of the forward on part 0"
 
 
 def test_a_backward_before_it_is_sent_is_refused():
-    schedule = gpipe(2, 2)
+    schedule = make_gpipe(2, 2)
     first = schedule.stages[0]
     sooner = [*first[:2], *(replace(work, cycle=work.cycle - 1) for work in first[2:])]
-    with pytest.raises(UsageError, match="cannot be kept") as failure:
+    with pytest.raises(UsageError, match="is impossible") as failure:
         with_works(schedule, 0, sooner)
     assert failure.value.got == "the backward of run 0 on part 0 of the model in cycle 3"
-    assert failure.value.want == "a cycle after 3, in which the backward on part 1 is done"
+    assert failure.value.want == "a cycle after 3, the cycle of the backward on part 1"
 
 
 def test_a_backward_without_its_forward_is_refused():
-    with pytest.raises(UsageError, match="cannot be kept") as failure:
-        Schedule("own", 1, 1, 1, ((Work(0, "backward", 0), Work(1, "forward", 0)),))
-    assert "after 1, in which the forward on part 0" in failure.value.want
+    with pytest.raises(UsageError, match="is impossible") as failure:
+        Schedule("own", 1, 1, 1, ((StageWork(0, "backward", 0), StageWork(1, "forward", 0)),))
+    assert "after 1, the cycle of the forward on part 0" in failure.value.want
 
 
 @pytest.mark.parametrize(
     ("works", "got"),
     [
-        ([Work(0, "forward", 0)], "1 works"),
-        ([Work(0, "forward", 0), Work(0, "backward", 0)], "after cycle 0"),
-        ([Work(1, "forward", 0), Work(0, "backward", 0)], "after cycle 1"),
-        ([Work(0, "forward", 0), Work(1, "forward", 0)], "a second time"),
-        ([Work(0, "forward", 1), Work(1, "backward", 1)], "run 1, chunk 0"),
-        ([Work(0, "forward", 0, 1), Work(1, "backward", 0, 1)], "run 0, chunk 1"),
-        ([Work(0, "forward", 0, -1), Work(1, "backward", 0)], "run 0, chunk -1"),
+        ([StageWork(0, "forward", 0)], "1 works"),
+        ([StageWork(0, "forward", 0), StageWork(0, "backward", 0)], "after cycle 0"),
+        ([StageWork(1, "forward", 0), StageWork(0, "backward", 0)], "after cycle 1"),
+        ([StageWork(0, "forward", 0), StageWork(1, "forward", 0)], "a second time"),
+        ([StageWork(0, "forward", 1), StageWork(1, "backward", 1)], "run 1, chunk 0"),
+        ([StageWork(0, "forward", 0, 1), StageWork(1, "backward", 0, 1)], "run 0, chunk 1"),
+        ([StageWork(0, "forward", 0, -1), StageWork(1, "backward", 0)], "run 0, chunk -1"),
     ],
 )
 def test_works_that_are_missing_doubled_or_of_nothing_are_refused(works, got):
-    with pytest.raises(UsageError, match="cannot be kept") as failure:
+    with pytest.raises(UsageError, match="is impossible") as failure:
         Schedule("own", 1, 1, 1, (tuple(works),))
     assert got in failure.value.got
 
 
 def test_a_schedule_of_other_stages_than_it_says_is_refused():
-    with pytest.raises(UsageError, match="cannot be kept") as failure:
-        replace(gpipe(2, 2), num_stages=3)
+    with pytest.raises(UsageError, match="is impossible") as failure:
+        replace(make_gpipe(2, 2), num_stages=3)
     assert (failure.value.got, failure.value.want) == ("2 stages", "3 stages")

@@ -180,7 +180,7 @@ def test_addends_are_added_and_replicas_compared():
     assert joined.tolist() == [[6, 6, 6, 22, 22, 22]] * 2
     replicas = [np.zeros((2, 3), np.float32) for _ in range(8)]
     replicas[6][1, 2] = 1e-30
-    with pytest.raises(ContradictionError, match="devices 4 and 6 hold the same part") as caught:
+    with pytest.raises(ContradictionError, match="devices 4 and 6 have the same part") as caught:
         join_shards(replicas, TensorSharding((None, "x")), MESH)
     assert (caught.value.rank, caught.value.index_range) == (6, "0:2, 3:6")
 
@@ -193,11 +193,11 @@ def test_what_is_no_shard_does_not_join(wrong, device):
     shards = [np.zeros((2, 3)) for _ in range(8)]
     shards[5] = wrong
     # One column too many is 25 columns, of which the first device would have 4.
-    with pytest.raises(LayoutError, match=f"device {device} holds no shard"):
+    with pytest.raises(LayoutError, match=f"device {device} has no shard"):
         join_shards(shards, TensorSharding((None, ("x", "y"))), MESH)
-    with pytest.raises(LayoutError, match="every device has one shard"):
+    with pytest.raises(LayoutError, match="each device has one shard"):
         join_shards(shards[:7], TensorSharding((None, "x")), MESH)
-    with pytest.raises(LayoutError, match="not cut into addends"):
+    with pytest.raises(LayoutError, match="cannot be cut into addends"):
         shards_of(wrong, TensorSharding((None,) * wrong.ndim, "x"), MESH)
 
 

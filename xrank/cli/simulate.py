@@ -39,12 +39,12 @@ def simulate_command(output: Output, path: str, operation: str, html: str | None
     PATH is a checkpoint or a workspace; FILE is a layout file, whose ranks nobody need have, and of which those tensors
     count whose sizes it tells. No byte of a tensor is read. An export is made by the ranks that hold the model.
     """
-    from xrank.simulation.report import report_of
-    from xrank.simulation.shown import simulation_html, simulation_rows, simulation_table
+    from xrank.simulation.display import simulation_html, simulation_rows, simulation_table
+    from xrank.simulation.report import simulation_report
     from xrank.simulation.simulation import simulate
 
     found = simulate(path, operation, **options)
-    report = report_of(found)
+    report = simulation_report(found)
     if html is not None:
         from xrank.conversion.layout_report import write_page
 

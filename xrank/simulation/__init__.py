@@ -1,1 +1,1 @@
-"""Predictions: what a conversion will read, write, exchange and take, from its real plan; no byte moves."""
+"""Predictions of a conversion's reads, writes, exchanges and time, from its real plan without moving data."""

@@ -1,4 +1,4 @@
-"""Rates that come nearest to what was measured: from some small conversions, for the prediction of larger ones."""
+"""Fits the rates of a machine to measured small conversions, to predict larger ones."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import numpy as np
 from xrank.errors import UsageError
 from xrank.layout.nest_table import IntArray
 from xrank.simulation.rates import NO_LIMIT, Rates
-from xrank.simulation.traffic import Traffic
+from xrank.simulation.traffic import ConversionTraffic
 from xrank.virtual.costs.link_model import LinkModel
 from xrank.virtual.costs.unit_seconds import unit_seconds
 
-__all__ = ["Sample", "fitted_rates"]
+__all__ = ["Sample", "fit_rates"]
 
 
 class Sample(NamedTuple):
-    """A conversion that was measured."""
+    """A measured conversion."""
 
-    traffic: Traffic
+    traffic: ConversionTraffic
     seconds: float
 
 
-def fitted_rates(samples: Sequence[Sample]) -> Rates:
-    """Return the rates by which the samples' traffic takes most nearly their seconds, all weighing alike.
+def fit_rates(samples: Sequence[Sample]) -> Rates:
+    """Fit rates to the samples' times by least squares, with equal weights.
 
-    A rate of something that no sample does is not known; one that the samples do not need has no limit. Where samples
-    do two things always in one proportion, their rates are good only for what does them so, too.
+    A rate that no sample exercises is unknown; a rate that the samples do not need has no limit. If two kinds of work
+    always occur in one proportion, their rates are valid only for work in that proportion.
 
     Raises:
-        UsageError: there are no samples, or some took no time.
+        UsageError: there are no samples, or one has no positive time.
     """
     if not samples or not all(sample.seconds > 0 for sample in samples):
-        raise UsageError("rates are fitted to measured times", want="samples of more than 0 seconds")
+        raise UsageError("fitting rates needs measured times", want="samples of more than 0 seconds")
     seconds = np.array([sample.seconds for sample in samples])
     columns = np.array([_amounts(sample.traffic) for sample in samples]) / seconds[:, None]
     is_used = columns.any(axis=0)
@@ -47,8 +47,8 @@ def fitted_rates(samples: Sequence[Sample]) -> Rates:
     return Rates(read=read, write=write, memory=memory, link=link, start_seconds=start)
 
 
-def _amounts(traffic: Traffic) -> tuple[float, ...]:
-    """Return what the busiest ranks do: (starts, from memory, from files, written, exchanged, messages)."""
+def _amounts(traffic: ConversionTraffic) -> tuple[float, ...]:
+    """Return the busiest ranks' amounts: (starts, from memory, from files, written, exchanged, messages)."""
 
     def most(amounts: Sequence[IntArray]) -> float:
         return float(sum(int(each.max(initial=0)) for each in amounts))

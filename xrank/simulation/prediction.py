@@ -1,6 +1,6 @@
-"""Seconds: what the traffic of a conversion takes at the rates of a machine.
+"""Predicted seconds of a conversion's traffic at the rates of a machine.
 
-What is assumed is said in `ASSUMED`, and wherever seconds are shown.
+`ASSUMED` lists the assumptions; every display of seconds includes them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from xrank.errors import UsageError
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray, int_array
 from xrank.simulation.rates import Rates
-from xrank.simulation.traffic import Exchange, Traffic
+from xrank.simulation.traffic import ConversionTraffic, RankExchange
 
-__all__ = ["ASSUMED", "PARTS", "Prediction", "predicted"]
+__all__ = ["ASSUMED", "PARTS", "Prediction", "predict"]
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
@@ -33,30 +33,30 @@ ASSUMED = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """How long a conversion takes."""
+    """Predicted time of a conversion."""
 
     parts: dict[str, FloatArray]
-    """By name of `PARTS`: each rank's seconds; what is missing from `seconds` it waits."""
+    """Seconds of each rank by name of `PARTS`; the rest of `seconds` is waiting."""
     start_seconds: float
     seconds: float
-    """From the start of the first rank to the end of the last."""
+    """Seconds from the start of the first rank to the end of the last."""
 
     @property
     def busy(self) -> FloatArray:
-        """By rank, without waiting."""
+        """Seconds of each rank without waiting."""
         return sum((self.parts[name] for name in PARTS), np.zeros_like(self.parts[PARTS[0]]))
 
 
-def predicted(traffic: Traffic, rates: Rates, mesh: DeviceMesh | None) -> Prediction:
-    """Return how long the traffic takes.
+def predict(traffic: ConversionTraffic, rates: Rates, mesh: DeviceMesh | None) -> Prediction:
+    """Predict the time of traffic.
 
     Args:
-        traffic: what moves.
-        rates: of the machine.
-        mesh: of the ranks, where rates are told along its axes.
+        traffic: the traffic of a conversion.
+        rates: rates of the machine.
+        mesh: mesh of the ranks, for rates along its axes.
 
     Raises:
-        UsageError: a rate that is needed is not told; or ranks exchange anything, and an axis is none of the mesh.
+        UsageError: a needed rate is unknown; or ranks exchange data, and the mesh lacks an axis of the rates.
     """
     is_exchanged = any(len(one.exchange.taker) for one in traffic.rounds)
     links = _Links(rates if is_exchanged else Rates(), mesh, traffic.num_ranks)
@@ -65,10 +65,12 @@ def predicted(traffic: Traffic, rates: Rates, mesh: DeviceMesh | None) -> Predic
     total = rates.start_seconds + float(parts["compare"].max(initial=0.0))
     for one in traffic.rounds:
         made = {
-            "read": _seconds("read", one.read_nbytes, _shared(rates.read, rates.all_read, one.read_nbytes))
+            "read": _seconds("read", one.read_nbytes, _limit_rate(rates.read, rates.all_read, one.read_nbytes))
             + _seconds("memory", one.own_nbytes, rates.memory),
             "exchange": links.seconds(one.exchange),
-            "write": _seconds("write", one.written_nbytes, _shared(rates.write, rates.all_write, one.written_nbytes)),
+            "write": _seconds(
+                "write", one.written_nbytes, _limit_rate(rates.write, rates.all_write, one.written_nbytes)
+            ),
         }
         for name, seconds in made.items():
             parts[name] += seconds
@@ -76,8 +78,8 @@ def predicted(traffic: Traffic, rates: Rates, mesh: DeviceMesh | None) -> Predic
     return Prediction(parts, rates.start_seconds, total)
 
 
-def _shared(own: float | None, of_all: float | None, nbytes: IntArray) -> float | None:
-    """Return the rate of one rank where those that have anything to do share that of all evenly."""
+def _limit_rate(own: float | None, of_all: float | None, nbytes: IntArray) -> float | None:
+    """Return the rate of one rank; active ranks share the common rate evenly."""
     if of_all is None:
         return own
     each = of_all / max(1, int(np.count_nonzero(nbytes)))
@@ -87,14 +89,14 @@ def _shared(own: float | None, of_all: float | None, nbytes: IntArray) -> float 
 def _seconds(name: str, nbytes: IntArray, rate: float | None) -> FloatArray:
     if rate is None:
         if nbytes.any():
-            raise _untold(name)
+            raise _unknown_rate(name)
         return np.zeros(len(nbytes))
     return nbytes / rate
 
 
-def _untold(name: str) -> UsageError:
+def _unknown_rate(name: str) -> UsageError:
     return UsageError(
-        f"--link does not tell {name}, which this operation needs",
+        f"--link does not give {name}, which this operation needs",
         got=f"rates without {name}",
         want=f"{name}=2GB/s, or whatever the machine does",
         next_step=f"add {name} to --link; or leave --link out, for bytes and messages alone",
@@ -102,7 +104,7 @@ def _untold(name: str) -> UsageError:
 
 
 class _Links:
-    """The links between ranks: of all axes along which two differ the slowest, as `LinkModel.link` has it."""
+    """The links between ranks; for several differing axes, the slowest, as in `LinkModel.link`."""
 
     def __init__(self, rates: Rates, mesh: DeviceMesh | None, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -111,7 +113,7 @@ class _Links:
         for axis in rates.link.axes:
             if mesh is None or axis not in mesh.axis_names:
                 raise UsageError(
-                    f"--link tells of the axis {axis!r}, which the mesh of the ranks has not",
+                    f"--link names the axis {axis!r}, but the ranks' mesh does not have it",
                     got=f"{axis}.bandwidth or {axis}.latency",
                     want="no axis, as no mesh is known" if mesh is None else f"an axis of {mesh.grid!r}",
                     next_step="correct the axis in --link, or leave it out",
@@ -122,8 +124,8 @@ class _Links:
                 self._places[axis] = np.zeros(num_ranks, np.int64)
                 self._places[axis][int_array(mesh.ranks)] = places
 
-    def seconds(self, exchange: Exchange) -> FloatArray:
-        """Return by rank what it needs for what it takes, or for what others take of it, whichever is longer."""
+    def seconds(self, exchange: RankExchange) -> FloatArray:
+        """Return each rank's seconds: the longer of its own reads and of others' reads from it."""
         a_byte, a_message = np.zeros(len(exchange.taker)), np.zeros(len(exchange.taker))
         chosen = {axis: at[exchange.taker] != at[exchange.giver] for axis, at in self._places.items()}
         for axis, along in chosen.items() or [("", np.ones(len(exchange.taker), np.bool_))]:
@@ -131,7 +133,7 @@ class _Links:
                 continue
             latency, bandwidth = self._link.link((axis,))
             if bandwidth == inf:
-                raise _untold("bandwidth")
+                raise _unknown_rate("bandwidth")
             a_byte[along] = np.maximum(a_byte[along], 1 / bandwidth)
             a_message[along] = np.maximum(a_message[along], latency)
         moved = exchange.nbytes * a_byte

@@ -1,4 +1,4 @@
-"""What a machine can do, as far as a prediction needs it: rates of files and of memory, and the links between ranks."""
+"""Rates of a machine that a prediction needs: of files, of memory, and of the links between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xrank.virtual.costs.link_words import Kind, read_words
 __all__ = ["NO_LIMIT", "Rates", "read_rates"]
 
 NO_LIMIT = 1e18
-"""Bytes a second of what is known to cost nothing; what is not known is None, or has no bandwidth at all."""
+"""Bytes per second of work that is known to be free; an unknown rate is None, or no bandwidth."""
 
 _RATES = ("read", "write", "memory", "all_read", "all_write")
 _KINDS: dict[str, Kind] = {"start": "seconds", **dict.fromkeys(_RATES, "bandwidth")}
@@ -21,50 +21,53 @@ _KINDS: dict[str, Kind] = {"start": "seconds", **dict.fromkeys(_RATES, "bandwidt
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second, and seconds; a rate of None is not known."""
+    """Rates in bytes per second, and times in seconds; None is an unknown rate."""
 
     read: float | None = None
-    """From files, by one rank."""
+    """Reading from files, by one rank."""
     write: float | None = None
-    """To files, by one rank, until they are synced."""
+    """Writing to files, by one rank, including the sync."""
     memory: float | None = None
-    """From a rank's own memory: copied, or digested."""
+    """Copying or digesting a rank's own memory."""
     all_read: float | None = None
-    """From files, by all ranks together; None: as much as all of them can."""
+    """Reading from files, by all ranks together; None means no common limit."""
     all_write: float | None = None
     link: LinkModel = field(default_factory=LinkModel)
-    """Between ranks: the latency is of each read of another's memory; a bandwidth without limit is not known."""
+    """Links between ranks; latency applies to each read of another's memory, and an infinite bandwidth is unknown."""
     start_seconds: float = 0.0
-    """Before and after all else: to start, meet and plan, and to make the output visible."""
+    """Time before and after the work: starting, meeting, planning, and making the output visible."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON shows."""
+        """Return the rates for JSON."""
 
-        def known(rate: float | None) -> float | None:
+        def finite(rate: float | None) -> float | None:
             return None if rate is None or rate >= NO_LIMIT else rate
 
-        def told(latency: float, bandwidth: float) -> dict[str, Any]:
-            return {"latency_seconds": latency, "bandwidth_nbytes_per_second": known(bandwidth)}
+        def link_facts(latency: float, bandwidth: float) -> dict[str, Any]:
+            return {"latency_seconds": latency, "bandwidth_nbytes_per_second": finite(bandwidth)}
 
         return {
-            **{f"{name}_nbytes_per_second": known(getattr(self, name)) for name in _RATES},
-            **told(*self.link.link()),
-            "axes": {axis: told(*link) for axis, link in self.link.axes.items()},
+            **{f"{name}_nbytes_per_second": finite(getattr(self, name)) for name in _RATES},
+            **link_facts(*self.link.link()),
+            "axes": {axis: link_facts(*link) for axis, link in self.link.axes.items()},
             "start_seconds": self.start_seconds,
         }
 
 
-def read_rates(told: str | os.PathLike[str]) -> Rates:
-    """Return the rates that ``--link`` says: words of the form name=value, or the path of a TOML file with the same.
+def read_rates(source: str | os.PathLike[str]) -> Rates:
+    """Read the value of ``--link``: words of the form name=value, or the path of a TOML file with the same names.
 
     ``read write memory all_read all_write start`` as in `Rates`; ``bandwidth latency`` of a link, and
-    ``tp.bandwidth tp.latency`` of one along the axis ``tp``, as `LinkModel.read` takes them.
+    ``tp.bandwidth tp.latency`` along the axis ``tp``, as in `LinkModel.read`.
 
     Raises:
-        UsageError: it cannot be read; names the word.
+        UsageError: the text or file is invalid; names the word.
+
+    >>> read_rates("read=2GB/s start=500ms").start_seconds
+    0.5
     """
     try:
-        values, general, axes = read_words(told, _KINDS)
+        values, general, axes = read_words(source, _KINDS)
     except UsageError as error:
         error.next_step = error.next_step or "correct --link, or the file it names"
         raise

@@ -1,4 +1,4 @@
-"""The report of a simulation, as JSON has it."""
+"""The report of a simulation for JSON."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from xrank.plan.report import Report
 from xrank.simulation.prediction import ASSUMED, PARTS
 from xrank.simulation.simulation import Simulation
 
-__all__ = ["report_of"]
+__all__ = ["simulation_report"]
 
 _AMOUNTS = ("read_nbytes", "reads", "own_nbytes", "taken_nbytes", "given_nbytes", "messages", "written_nbytes")
-"""What is told of each rank: arrays of `RoundTraffic`."""
+"""Reported amounts of each rank: arrays of `RoundTraffic`."""
 
 
-def report_of(found: Simulation) -> Report:
-    """Return the report of a simulation."""
+def simulation_report(found: Simulation) -> Report:
+    """Convert a simulation to a report."""
     work, traffic, prediction = found.work, found.traffic, found.prediction
     outputs = [tensor.output for tensor in work.plan.tensors]
     columns = {name: traffic.total(name) for name in _AMOUNTS}

@@ -1,4 +1,4 @@
-"""What a plan moves: bytes that each rank reads, exchanges and writes, round by round; data alone."""
+"""ConversionTraffic of a plan as data: the bytes that each rank reads, exchanges and writes, per round."""
 
 from __future__ import annotations
 
@@ -12,28 +12,36 @@ from xrank.plan.division import Round
 from xrank.plan.planner import Plan
 from xrank.plan.windows import WINDOW_NBYTES
 
-__all__ = ["FROM_FILES", "Exchange", "Flow", "RoundTraffic", "Traffic", "round_of", "written_nbytes"]
+__all__ = [
+    "FROM_FILES",
+    "ConversionTraffic",
+    "Flow",
+    "RankExchange",
+    "RoundTraffic",
+    "build_round",
+    "count_written_nbytes",
+]
 
 FROM_FILES = -1
-"""In `Flow.giver`: no rank's memory, but files."""
+"""Value of `Flow.giver` for reads from files instead of a rank's memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flow:
-    """Reads; row i is of one rank, from one place."""
+    """Groups of reads; row i is by one rank from one place."""
 
     taker: IntArray
-    """Who reads."""
+    """The reading rank."""
     giver: IntArray
-    """The rank whose memory is read, which may be the same; `FROM_FILES`."""
+    """The rank whose memory is read, possibly the reading one, or `FROM_FILES`."""
     nbytes: IntArray
     messages: IntArray
-    """How many reads."""
+    """Number of reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exchange:
-    """What ranks read of each other's memory; row i is a pair of ranks, each pair once, by rising taker, then giver."""
+class RankExchange:
+    """Reads from other ranks' memory; row i is a unique pair of ranks, sorted by taker, then giver."""
 
     taker: IntArray
     giver: IntArray
@@ -43,60 +51,60 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundTraffic:
-    """One round, at whose end the ranks wait for the slowest; arrays are by rank."""
+    """ConversionTraffic of one round, after which the ranks wait for the slowest; arrays are indexed by rank."""
 
     written_nbytes: IntArray
     read_nbytes: IntArray
-    """From files."""
+    """Bytes read from files."""
     reads: IntArray
-    """Of files: calls."""
+    """Number of read calls on files."""
     own_nbytes: IntArray
-    """From the rank's own memory."""
-    exchange: Exchange
+    """Bytes read from the rank's own memory."""
+    exchange: RankExchange
 
     @property
     def taken_nbytes(self) -> IntArray:
-        """By rank, from others' memory."""
-        return self._by(self.exchange.taker, self.exchange.nbytes)
+        """Bytes that each rank reads from others' memory."""
+        return self._sum_by_rank(self.exchange.taker, self.exchange.nbytes)
 
     @property
     def given_nbytes(self) -> IntArray:
-        """By rank, what others take of its memory."""
-        return self._by(self.exchange.giver, self.exchange.nbytes)
+        """Bytes that others read from each rank's memory."""
+        return self._sum_by_rank(self.exchange.giver, self.exchange.nbytes)
 
     @property
     def messages(self) -> IntArray:
-        """By rank, reads of others' memory."""
-        return self._by(self.exchange.taker, self.exchange.messages)
+        """Number of reads of each rank from others' memory."""
+        return self._sum_by_rank(self.exchange.taker, self.exchange.messages)
 
-    def _by(self, rank: IntArray, amount: IntArray) -> IntArray:
+    def _sum_by_rank(self, rank: IntArray, amount: IntArray) -> IntArray:
         found = np.zeros_like(self.written_nbytes)
         np.add.at(found, rank, amount)
         return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Traffic:
-    """All of a conversion."""
+class ConversionTraffic:
+    """ConversionTraffic of a whole conversion."""
 
     rounds: tuple[RoundTraffic, ...]
     compared_nbytes: IntArray
-    """By rank, of its own memory: what it digests before the first round, to compare replicas."""
+    """Bytes of its own memory that each rank digests before the first round, to compare replicas."""
     is_each_read: bool
-    """Whether each read was followed; else messages are estimated, and so is what reads take along between pieces."""
+    """Whether each read was traced; otherwise messages, and bytes read between wanted ones, are estimated."""
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks work."""
+        """Number of working ranks."""
         return len(self.compared_nbytes)
 
     def total(self, name: str) -> IntArray:
-        """Return the sum over all rounds of an array of `RoundTraffic`, by rank."""
+        """Return the sum of an array of `RoundTraffic` over all rounds, by rank."""
         return sum((getattr(one, name) for one in self.rounds), np.zeros_like(self.compared_nbytes))
 
 
-def written_nbytes(plan: Plan, one: Round) -> IntArray:
-    """Return what each rank writes in a round."""
+def count_written_nbytes(plan: Plan, one: Round) -> IntArray:
+    """Count the bytes that each rank writes in a round."""
     found = np.zeros(len(one.shares), np.int64)
     for rank, share in enumerate(one.shares):
         for index, ranges in share.items():
@@ -105,8 +113,8 @@ def written_nbytes(plan: Plan, one: Round) -> IntArray:
     return found
 
 
-def round_of(written_nbytes: IntArray, flows: Iterable[Flow]) -> RoundTraffic:
-    """Return a round of what each rank writes and of all reads."""
+def build_round(written_nbytes: IntArray, flows: Iterable[Flow]) -> RoundTraffic:
+    """Build a round from the bytes written by each rank and all reads."""
     num_ranks = len(written_nbytes)
     none = np.zeros(0, np.int64)
     parts = [(flow.taker, flow.giver, flow.nbytes, flow.messages) for flow in flows]
@@ -129,5 +137,5 @@ def round_of(written_nbytes: IntArray, flows: Iterable[Flow]) -> RoundTraffic:
         sums(files, nbytes),
         sums(files, messages),
         sums(own, nbytes),
-        Exchange(keys[firsts] // num_ranks, keys[firsts] % num_ranks, *both),
+        RankExchange(keys[firsts] // num_ranks, keys[firsts] % num_ranks, *both),
     )

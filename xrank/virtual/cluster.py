@@ -18,7 +18,7 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.arrays import Array, spec_of
 from xrank.virtual.channels.channel import HOST, ChannelStatistics, Links
 from xrank.virtual.collectives import check_algorithm
-from xrank.virtual.costs.planning import compiled
+from xrank.virtual.costs.planning import compile_programs
 from xrank.virtual.device import VirtualDevice
 from xrank.virtual.engines.engine import Counts, Engine, EngineOutcome, Job
 from xrank.virtual.interpreter import interpret
@@ -171,7 +171,7 @@ class VirtualCluster:
     ) -> tuple[list[Job], list[tuple[str, ...]]]:
         """Return the jobs of an operation, and the names of each device's outputs."""
         specs = [tuple(map(spec_of, arrays)) for arrays in (activations, parameters)]
-        programs = compiled(operation, self.mesh, specs[0], specs[1])
+        programs = compile_programs(operation, self.mesh, specs[0], specs[1])
         jobs, names = [], []
         for program in programs:
             packets = operation.packets(self.mesh, program.device, activations, parameters)

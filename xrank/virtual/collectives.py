@@ -146,7 +146,7 @@ def course(collective: str, algorithm: str, size: int, member: int, root: int = 
             return Course("whole", steps, "all" if member == root else "nothing")
         case _:
             raise UsageError(
-                f"no collective is called {collective!r}", got=repr(collective), want=f"one of {list(COLLECTIVES)}"
+                f"unknown collective {collective!r}", got=repr(collective), want=f"one of {list(COLLECTIVES)}"
             )
 
 

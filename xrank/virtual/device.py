@@ -20,7 +20,7 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.arrays import Array, spec_of
 from xrank.virtual.channels.channel import Links, make_heading
 from xrank.virtual.collectives import ALWAYS_PUSH, REDUCTIONS, ROOTED, check_algorithm, course
-from xrank.virtual.exchange import Exchange, Tally
+from xrank.virtual.exchange import CollectiveCall, Tally
 from xrank.virtual.groups import group_of
 from xrank.virtual.statistics import DeviceStatistics, Traffic
 
@@ -261,7 +261,7 @@ class VirtualDevice:
         )
         tally = self._tally(collective)
         tally.calls += 1
-        exchange = Exchange(self.index, collective, members, plan, heading, dim, reduction)
+        exchange = CollectiveCall(self.index, collective, members, plan, heading, dim, reduction)
         return exchange.run(brought, self._links, tally)
 
     def _check_array(

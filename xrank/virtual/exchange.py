@@ -24,7 +24,7 @@ from xrank.virtual.arrays import (
 from xrank.virtual.channels.channel import Heading, Links
 from xrank.virtual.collectives import Course, ReceiveSlot, SendSlot
 
-__all__ = ["Exchange", "Tally"]
+__all__ = ["CollectiveCall", "Tally"]
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class CollectiveCall:
     """One call of a collective by one device."""
 
     device: int

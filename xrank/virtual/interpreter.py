@@ -10,7 +10,7 @@ from xrank.virtual.arrays import Array, concatenate, nbytes_of, spec_of, split_e
 from xrank.virtual.device import VirtualDevice
 from xrank.virtual.programs.kernels import find_kernel
 from xrank.virtual.programs.program import Communicate, Compute, Program, Receive, Return, Send, Take
-from xrank.virtual.programs.registers import last_uses, read, written
+from xrank.virtual.programs.registers import find_last_uses, list_inputs, list_outputs
 
 __all__ = ["interpret"]
 
@@ -25,11 +25,11 @@ def interpret(program: Program, device: VirtualDevice) -> None:
         UsageError: a kernel's output differs from the program's spec, or another device calls something else.
     """
     registers: dict[str, Array] = {}
-    free_after = last_uses(program)
+    free_after = find_last_uses(program)
     for instruction, unused in zip(program.instructions, free_after, strict=True):
-        inputs = [registers[name] for name in read(instruction)]
+        inputs = [registers[name] for name in list_inputs(instruction)]
         outputs = _do(instruction, inputs, device)
-        for (name, spec), array in zip(written(instruction), outputs, strict=True):
+        for (name, spec), array in zip(list_outputs(instruction), outputs, strict=True):
             if spec_of(array) != spec:
                 raise UsageError(
                     f"device {device.index}: {_title(instruction)} returns {name!r} with another shape or element type",

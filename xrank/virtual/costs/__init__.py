@@ -1,1 +1,1 @@
-"""What a run will cost, told without one: bytes and flops of programs, and seconds over links."""
+"""Predicted costs of a run: bytes and flops of its programs, and seconds over links."""

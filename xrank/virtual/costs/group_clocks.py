@@ -1,8 +1,8 @@
-"""When the members of a large group leave a collective, from when they enter it: all of them at once, in arrays.
+"""Times at which the members of a large group leave a collective, computed for all members at once with arrays.
 
-The same steps as those of `xrank.virtual.collectives`, by the same rules as `xrank.virtual.costs.link_model`'s, for the
-collectives that nobody leaves before all have entered; there are g(g-1) messages and more, too many to be told one by
-one where the group has thousands of members.
+The steps are those of `xrank.virtual.collectives` and the timing rules those of `xrank.virtual.costs.link_model`, for
+collectives that every member leaves only after all have entered. A group of g members exchanges g(g-1) messages or
+more, too many to simulate one by one for thousands of members.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from xrank.virtual.collectives import ALWAYS_PUSH, ROOTED
 from xrank.virtual.costs.group_traffic import flat_nbytes, part_nbytes
 from xrank.virtual.programs.program import Communicate
 
-__all__ = ["GroupTimes", "group_times", "nobody_leaves_early"]
+__all__ = ["GroupTimes", "group_times", "waits_for_all"]
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
 class GroupTimes(NamedTuple):
-    """Of each member, in the group's order."""
+    """Times of each member, in the group's order, in seconds."""
 
     left: FloatArray
-    """When it leaves."""
+    """Time at which the member leaves."""
     sent: FloatArray
-    """The seconds in which it sends."""
+    """Time spent sending."""
     waited: FloatArray
-    """The seconds in which it waits for others."""
+    """Time spent waiting for others."""
 
 
-def nobody_leaves_early(collective: str) -> bool:
-    """Return whether every member needs something of every other, so that `group_times` can tell its times."""
+def waits_for_all(collective: str) -> bool:
+    """Return whether every member needs data of every other, as `group_times` assumes."""
     return collective not in ROOTED
 
 
 def group_times(
     instruction: Communicate, algorithm: str, entered: FloatArray, latency: float, bandwidth: float
 ) -> GroupTimes:
-    """Return when members leave.
+    """Compute when the members leave a collective.
 
     Args:
-        instruction: any member's.
+        instruction: the instruction of any member.
         algorithm: ``"push"`` or ``"ring"``.
-        entered: when each member comes to it, in the group's order.
-        latency: of each message.
-        bandwidth: of each sender.
+        entered: time at which each member enters, in the group's order.
+        latency: seconds per message.
+        bandwidth: bytes per second of each sender.
     """
     given, size, collective = instruction.given, len(instruction.group), instruction.collective
     if algorithm == "ring" and collective not in ALWAYS_PUSH:
@@ -72,7 +72,7 @@ def group_times(
 
 
 def _push(entered: FloatArray, seconds_to: Callable[[int], FloatArray], latency: float) -> GroupTimes:
-    """Everyone sends to the next member first, to the one before it last, and then waits for all."""
+    """Each member sends to the next member first and to the previous one last, then waits for all."""
     now, sent = entered.copy(), np.zeros(len(entered))
     last = np.full(len(entered), -np.inf)
     for far in range(1, len(entered)):
@@ -85,7 +85,7 @@ def _push(entered: FloatArray, seconds_to: Callable[[int], FloatArray], latency:
 
 
 def _ring(entered: FloatArray, slots: FloatArray, shifts: tuple[int, ...], latency: float) -> GroupTimes:
-    """Slots go around, once for each shift: a member first sends the slot so many places before its own number."""
+    """Slots go around once per shift; a member first sends the slot `shift` places before its own number."""
     now, sent, waited = entered.copy(), np.zeros(len(entered)), np.zeros(len(entered))
     for shift in shifts:
         for turn in range(len(entered) - 1):

@@ -1,7 +1,7 @@
-"""What each member of a group sends and gets in a collective: sums in closed form, for groups of thousands.
+"""Messages and bytes of each member in a collective, in closed form, for groups of thousands of members.
 
-The steps behind these sums are those of `xrank.virtual.collectives`, one by one; a group of g members has g(g-1) of
-them, while a plan needs the sums of each member alone.
+The sums are those of the steps in `xrank.virtual.collectives`. A group of g members has g(g-1) steps, but a plan needs
+only the sums of each member.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["flat_nbytes", "group_traffic", "part_nbytes"]
 def group_traffic(
     collective: str, algorithm: str, given: Sequence[ArraySpec], *, dim: int | None = None, root: int = 0
 ) -> tuple[Traffic, ...]:
-    """Return what each member counts in one call, in the group's order; arguments as of `collectives.step_specs`.
+    """Return each member's counts for one call, in the group's order; arguments as for `collectives.step_specs`.
 
     Raises:
-        UsageError: there is no such collective.
+        UsageError: the collective is unknown.
     """
     size = len(given)
-    course(collective, algorithm, 1, 0)  # Refuses what is no collective.
+    course(collective, algorithm, 1, 0)  # Raises for an unknown collective.
     ring = algorithm == "ring" and collective not in ALWAYS_PUSH
     nbytes = [spec.nbytes for spec in given]
     others = size - 1
@@ -35,15 +35,15 @@ def group_traffic(
             total = sum(nbytes)
             return tuple(Traffic(1, others, others, others * own, total - own) for own in nbytes)
         case "all_gather":
-            return _around(nbytes)
+            return _count_ring(nbytes)
         case "all_reduce":
             pieces = flat_nbytes(given[0], size)
-            rounds = zip(_reducing_around(pieces), _around(pieces), strict=True)
+            rounds = zip(_count_reduce_ring(pieces), _count_ring(pieces), strict=True)
             return tuple(Traffic(1, 2 * others, 2 * others, *_sums(reducing, whole)) for reducing, whole in rounds)
         case "reduce_scatter" if ring:
-            return _reducing_around(part_nbytes(given[0], size, dim))
+            return _count_reduce_ring(part_nbytes(given[0], size, dim))
         case "reduce_scatter" | "all_to_all":
-            return _each_to_each(given, dim)
+            return _count_all_to_all(given, dim)
         case "broadcast":
             gives = [1] * others + [0] if ring else [others] + [0] * others
             return tuple(
@@ -57,13 +57,13 @@ def group_traffic(
                 for distance in ((member - root) % size for member in range(size))
             )
         case "scatter":
-            return _rooted(part_nbytes(given[root], size, dim), root, ring)
+            return _count_from_root(part_nbytes(given[root], size, dim), root, ring)
         case _:
-            return tuple(map(_turned, _rooted(nbytes, root, ring)))
+            return tuple(map(_reverse, _count_from_root(nbytes, root, ring)))
 
 
-def _around(slots: Sequence[int]) -> tuple[Traffic, ...]:
-    """Each slot once around: a member gives all but its next one's, and gets all but its own."""
+def _count_ring(slots: Sequence[int]) -> tuple[Traffic, ...]:
+    """Each slot once around: a member sends all but the next member's, and receives all but its own."""
     size, total = len(slots), sum(slots)
     return tuple(
         Traffic(1, size - 1, size - 1, total - slots[(member + 1) % size], total - slots[member])
@@ -71,16 +71,16 @@ def _around(slots: Sequence[int]) -> tuple[Traffic, ...]:
     )
 
 
-def _reducing_around(slots: Sequence[int]) -> tuple[Traffic, ...]:
-    """Each slot reduced around: a member gives all but its own, and gets all but that of the one before it."""
+def _count_reduce_ring(slots: Sequence[int]) -> tuple[Traffic, ...]:
+    """Each slot reduced around: a member sends all but its own, and receives all but the previous member's."""
     size, total = len(slots), sum(slots)
     return tuple(
         Traffic(1, size - 1, size - 1, total - slots[member], total - slots[member - 1]) for member in range(size)
     )
 
 
-def _each_to_each(given: Sequence[ArraySpec], dim: int | None) -> tuple[Traffic, ...]:
-    """Everyone gives part j of its own to member j."""
+def _count_all_to_all(given: Sequence[ArraySpec], dim: int | None) -> tuple[Traffic, ...]:
+    """Each member sends part j of its array to member j."""
     size = len(given)
     where = dim or 0
     shorts = 0
@@ -101,8 +101,8 @@ def _each_to_each(given: Sequence[ArraySpec], dim: int | None) -> tuple[Traffic,
     )
 
 
-def _rooted(slots: Sequence[int], root: int, ring: bool) -> tuple[Traffic, ...]:
-    """The slots leave the root, each for the member of its number: straight there, or along the ring."""
+def _count_from_root(slots: Sequence[int], root: int, ring: bool) -> tuple[Traffic, ...]:
+    """The root sends each member its slot, directly or along the ring."""
     size = len(slots)
     if not ring:
         leaving = Traffic(1, size - 1, 0, sum(slots) - slots[root], 0)
@@ -118,8 +118,8 @@ def _rooted(slots: Sequence[int], root: int, ring: bool) -> tuple[Traffic, ...]:
     return tuple(traffic[(member - root) % size] for member in range(size))
 
 
-def _turned(one: Traffic) -> Traffic:
-    """Return the same in the other direction: what a scatter gives, a gather gets."""
+def _reverse(one: Traffic) -> Traffic:
+    """Swap sent and received: a gather receives what a scatter sends."""
     return Traffic(one.calls, one.received_messages, one.sent_messages, one.received_nbytes, one.sent_nbytes)
 
 
@@ -128,13 +128,13 @@ def _sums(left: Traffic, right: Traffic) -> tuple[int, int]:
 
 
 def flat_nbytes(spec: ArraySpec, size: int) -> list[int]:
-    """Return the bytes of the flat pieces of an array, one for each member."""
+    """Return the bytes of each member's flat piece of an array."""
     each = spec.nbytes // (num_elements(spec) or 1)
     return [length * each for length in split_lengths(num_elements(spec), size)]
 
 
 def part_nbytes(spec: ArraySpec, size: int, dim: int | None) -> list[int]:
-    """Return the bytes of the parts of an array along a dim, one for each member."""
+    """Return the bytes of each member's part of an array along a dim."""
     length = spec.shape[dim or 0]
     each = spec.nbytes // (length or 1)
     return [part * each for part in split_lengths(length, size)]

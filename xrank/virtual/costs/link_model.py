@@ -1,12 +1,12 @@
-"""Link models: how long programs would take over links and devices that need not exist.
+"""Link models: predicted durations of programs over links and devices that need not exist.
 
     model = LinkModel.read("latency=5us bandwidth=25GB/s tp.bandwidth=300GB/s flops=100TFLOP/s")
     model.play(programs, "ring").seconds
 
-Every device has a clock. A sender is busy for ``nbytes / bandwidth``, then the message is on its way for the latency; a
-taker waits for it. So waiting shows where it comes from: bubbles of pipelines, stragglers, the root of a gather. What
-is assumed: a device sends one message at a time and computes nothing meanwhile; receiving costs nothing but the wait;
-links do not slow each other; the host sends the packets of one device after another.
+Every device has a clock. A sender is busy for ``nbytes / bandwidth``, then the message travels for the latency; the
+receiver waits for it. Waiting times therefore show their causes: pipeline bubbles, stragglers, the root of a gather.
+Assumptions: a device sends one message at a time and does not compute meanwhile; receiving costs only the wait; links
+do not slow each other down; the host sends all packets of one device before those of the next.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import numpy as np
 from xrank.errors import UsageError
 from xrank.virtual.channels.channel import HOST
 from xrank.virtual.collectives import check_algorithm
-from xrank.virtual.costs.group_clocks import group_times, nobody_leaves_early
+from xrank.virtual.costs.group_clocks import group_times, waits_for_all
 from xrank.virtual.costs.link_words import read_words
 from xrank.virtual.costs.planning import moves
 from xrank.virtual.costs.unit_seconds import unit_seconds
 from xrank.virtual.programs.program import Communicate, Compute, Program, Receive, Return, Send, Take
 
-__all__ = ["DeviceTime", "LinkModel", "Sample", "Timeline"]
+__all__ = ["DeviceTime", "LinkModel", "LinkSample", "Timeline"]
 
 
-class Sample(NamedTuple):
-    """Something that was measured, for `LinkModel.fitted`: what one device did, one thing after another."""
+class LinkSample(NamedTuple):
+    """A measurement for `LinkModel.from_samples`: the sequential work of one device."""
 
     messages: int
     nbytes: int
@@ -43,10 +43,10 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceTime:
-    """What one device does with its time."""
+    """Predicted time of one device."""
 
     seconds: float
-    """When it ends."""
+    """Time at which the device ends."""
     compute_seconds: float = 0.0
     send_seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -54,15 +54,15 @@ class DeviceTime:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What all devices do with their time, in the order of their programs."""
+    """Predicted times of all devices, in the order of their programs."""
 
     devices: tuple[DeviceTime, ...]
     seconds: float
-    """When the last has ended, and the host has all that was returned to it."""
+    """Time at which the last device has ended and the host has received all outputs."""
 
     @property
     def idle_fraction(self) -> float:
-        """The share of all devices' time in which they neither compute nor send: 0 where there is no time at all."""
+        """Share of the devices' time without computing or sending; 0 if there is no time."""
         busy = sum(device.compute_seconds + device.send_seconds for device in self.devices)
         whole = self.seconds * len(self.devices)
         return 1 - busy / whole if whole else 0.0
@@ -70,18 +70,21 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """How fast devices and the links between them are; times are seconds, rates are per second.
+    """Speed of devices and of the links between them; times are in seconds, rates per second.
 
     Args:
-        latency_seconds: from the end of sending to the arrival.
-        bandwidth_nbytes_per_second: of a sender.
-        axes: the same two where devices differ along these mesh axes; of several axes, the slower of each.
-        host: the same two between the host and each device; as between devices where None.
-        flops_per_second: of a device.
-        slowdowns: by what factor some devices compute slower.
+        latency_seconds: time from the end of sending to the arrival.
+        bandwidth_nbytes_per_second: bandwidth of a sender.
+        axes: (latency, bandwidth) between devices that differ along a mesh axis; for several axes, the slower values.
+        host: (latency, bandwidth) between the host and each device; None means as between devices.
+        flops_per_second: speed of a device.
+        slowdowns: factors by which some devices compute slower.
 
     Raises:
-        UsageError: a latency is negative, a rate not above 0.
+        UsageError: a latency is negative, or a rate is not above 0.
+
+    >>> LinkModel.read("latency=5us bandwidth=25GB/s").message_seconds(1_000_000)
+    4.5e-05
     """
 
     latency_seconds: float = 0.0
@@ -96,36 +99,36 @@ class LinkModel:
         for latency, bandwidth in [*links, *([self.host] if self.host else [])]:
             if not 0 <= latency < inf or not bandwidth > 0:
                 got = f"latency {latency} s, bandwidth {bandwidth} B/s"
-                raise UsageError("no link is like this", got=got, want="a latency of 0 or more, a bandwidth above 0")
+                raise UsageError("a link is impossible", got=got, want="a latency of 0 or more, a bandwidth above 0")
         if not self.flops_per_second > 0 or not all(factor > 0 for factor in self.slowdowns.values()):
             got = f"{self.flops_per_second} FLOP/s, slowdowns {dict(self.slowdowns)}"
-            raise UsageError("no device is like this", got=got, want="rates and factors above 0")
+            raise UsageError("a device is impossible", got=got, want="rates and factors above 0")
 
     @classmethod
-    def read(cls, told: str | os.PathLike[str]) -> LinkModel:
-        """Return the model that words say, or a TOML file with the same names.
+    def read(cls, source: str | os.PathLike[str]) -> LinkModel:
+        """Read a model from text, or from a TOML file with the same names.
 
-        ``latency bandwidth flops`` for all, ``host.latency host.bandwidth``, ``tp.latency tp.bandwidth`` along the axis
-        ``tp``; what an axis or the host does not say is as for all.
+        ``latency bandwidth flops`` apply to all, ``host.latency host.bandwidth`` to the host, and ``tp.latency
+        tp.bandwidth`` to the axis ``tp``; omitted values of an axis or the host are those for all.
 
         Raises:
-            UsageError: it cannot be read; names the word.
+            UsageError: the text or file is invalid; names the word.
         """
-        values, general, axes = read_words(told, {"flops": "flops"})
+        values, general, axes = read_words(source, {"flops": "flops"})
         host = axes.pop("host", None)
         return cls(*general, axes, host, values.get("flops", inf))
 
     @classmethod
-    def fitted(cls, samples: Sequence[Sample]) -> LinkModel:
-        """Return the model that comes nearest to measurements, all of them weighing alike whatever time they took.
+    def from_samples(cls, samples: Sequence[LinkSample]) -> LinkModel:
+        """Fit a model to measurements; all samples have the same weight, whatever time they took.
 
-        Of latency, bandwidth and flops those are left at nothing (no latency, no limit) that the samples do not need.
+        A latency, bandwidth or flop rate that the samples do not need has no effect in the model.
 
         Raises:
-            UsageError: there are no samples, or none that took time.
+            UsageError: there are no samples, or one has no positive time.
         """
         if not samples or not all(sample.seconds > 0 for sample in samples):
-            raise UsageError("a link model is fitted to measured times", want="samples of more than 0 seconds")
+            raise UsageError("a link model needs measured times", want="samples of more than 0 seconds")
         seconds = np.array([sample.seconds for sample in samples])
         columns = np.array([(s.messages, s.nbytes, s.flops) for s in samples], np.float64) / seconds[:, None]
         latency, *others = map(float, unit_seconds(columns))
@@ -139,25 +142,25 @@ class LinkModel:
         return max(latency for latency, _ in links), min(bandwidth for _, bandwidth in links)
 
     def message_seconds(self, nbytes: int, axes: Sequence[str] = ()) -> float:
-        """Return how long one message takes, from the begin of sending to the arrival."""
+        """Return the seconds of one message, from the start of sending to the arrival."""
         latency, bandwidth = self.link(axes)
         return latency + nbytes / bandwidth
 
     def seconds(self, programs: Sequence[Program], algorithm: str = "push") -> float:
-        """Return how long programs take, all together."""
+        """Return the seconds that the programs take together."""
         return self.play(programs, algorithm).seconds
 
     def play(self, programs: Sequence[Program], algorithm: str = "push") -> Timeline:
-        """Return what each device does with its time.
+        """Simulate the programs and return the time of each device.
 
         Raises:
-            UsageError: they are no programs, or would wait for each other for ever.
+            UsageError: the values are not programs, or the programs wait for each other forever.
         """
-        told: object = programs
-        if not isinstance(told, Sequence) or not all(isinstance(each, Program) for each in told):
+        given: object = programs
+        if not isinstance(given, Sequence) or not all(isinstance(each, Program) for each in given):
             raise UsageError(
                 "a link model plays programs",
-                got=type(told).__qualname__,
+                got=type(given).__qualname__,
                 want="the programs of all devices",
                 next_step="let the operation make them: operation.compile(mesh, activation_specs, parameter_specs)",
             )
@@ -165,20 +168,20 @@ class LinkModel:
 
 
 _Event: TypeAlias = tuple[float, int | None, int | None, float]
-"""What moves a clock, in a plain tuple as there are many: seconds that the device is busy, to whom it sends, from whom
-it takes, and the latency. Computing neither sends nor takes."""
+"""(busy seconds, device sent to, device received from, latency) of a step; a plain tuple because there are many.
+A computation has neither device."""
 
 
-_MEETING = -2
-"""In place of a device from whom another takes: all of its group."""
+_WHOLE_GROUP = -2
+"""In place of the device received from: all members of the group."""
 
-_MEETING_SIZE = 32
-"""Of how many members on a collective is told at once, when all have come to it, and not message by message."""
+_MIN_WHOLE_GROUP_SIZE = 32
+"""Size from which a group's collective is computed at once with arrays instead of message by message."""
 
 
 @dataclass(slots=True)
-class _Meeting:
-    """One collective of a large group."""
+class _GroupCall:
+    """One call of a collective by a large group."""
 
     instruction: Communicate
     num_entered: int = 0
@@ -192,20 +195,20 @@ class _Clock:
     send: float = 0.0
     wait: float = 0.0
     taking: _Event | None = None
-    meeting: _Meeting | None = None
-    num_meetings: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """By group."""
+    call: _GroupCall | None = None
+    num_calls: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Number of calls so far, by group."""
 
 
 class _Play:
-    """Programs on clocks. Each ordered pair has a queue, so that the order in which clocks advance changes nothing."""
+    """A simulation of programs. Each ordered pair has a queue, so the order of advancing clocks has no effect."""
 
     def __init__(self, model: LinkModel, algorithm: str) -> None:
         self.model = model
         self.algorithm = algorithm
         self.arrivals: dict[tuple[int, int], deque[float]] = {}
         self.clocks: dict[int, _Clock] = {}
-        self.meetings: dict[tuple[int, ...], list[_Meeting]] = {}
+        self.calls: dict[tuple[int, ...], list[_GroupCall]] = {}
 
     def run(self, programs: Sequence[Program]) -> Timeline:
         self._send_packets(programs)
@@ -215,19 +218,19 @@ class _Play:
             self._advance(ready.popleft(), ready)
         for device, clock in self.clocks.items():
             if clock.taking is not None:
-                sources = {HOST: "the host", _MEETING: "someone of its group"}
+                sources = {HOST: "the host", _WHOLE_GROUP: "a member of its group"}
                 source = sources.get(clock.taking[2] or 0, f"device {clock.taking[2]}")
                 raise UsageError(
-                    f"device {device} waits for ever: {source} does not send what it takes",
+                    f"device {device} waits forever: {source} does not send what it receives",
                     rank=device,
-                    want="for each take a send, for each collective the like on all members",
+                    want="a send for each receive, and each collective on all members",
                 )
         arrived = [time for (_, target), times in self.arrivals.items() if target == HOST for time in times]
         times = tuple(DeviceTime(c.now, c.compute, c.send, c.wait) for c in self.clocks.values())
         return Timeline(times, max([time.seconds for time in times] + arrived, default=0.0))
 
     def _advance(self, device: int, ready: deque[int]) -> None:
-        """Let a device go on until it has to wait for what nobody has sent yet, or ends."""
+        """Advance a device's clock until it waits for a message that was not sent yet, or ends."""
         clock = self.clocks[device]
         arrivals = self.arrivals
         while True:
@@ -236,9 +239,9 @@ class _Play:
             if event is None:
                 return
             seconds, target, source, latency = event
-            if source == _MEETING:
+            if source == _WHOLE_GROUP:
                 clock.taking = event
-                if not self._meet(clock, ready):
+                if not self._enter_call(clock, ready):
                     return
                 continue
             if source is not None:
@@ -264,36 +267,36 @@ class _Play:
             if other is not None and other.taking is not None and other.taking[2] == device:
                 ready.append(target)
 
-    def _meet(self, clock: _Clock, ready: deque[int]) -> bool:
-        """Let one more member of a group come to a collective; when all have, let them leave it, and return True."""
-        meeting = clock.meeting
-        assert meeting is not None
-        group = meeting.instruction.group
-        meeting.num_entered += 1
-        if meeting.num_entered < len(group):
+    def _enter_call(self, clock: _Clock, ready: deque[int]) -> bool:
+        """Let one more member enter a collective; when all have entered, let them leave and return True."""
+        call = clock.call
+        assert call is not None
+        group = call.instruction.group
+        call.num_entered += 1
+        if call.num_entered < len(group):
             return False
         members = [self.clocks[device] for device in group]
         entered = np.array([member.now for member in members])
-        link = self.model.link(meeting.instruction.axes)
+        link = self.model.link(call.instruction.axes)
         for member, left, sent, waited in zip(
-            members, *group_times(meeting.instruction, self.algorithm, entered, *link), strict=True
+            members, *group_times(call.instruction, self.algorithm, entered, *link), strict=True
         ):
             member.now = float(left)
             member.send += float(sent)
             member.wait += float(waited)
-            member.taking = member.meeting = None
+            member.taking = member.call = None
         ready.extend(device for device, member in zip(group, members, strict=True) if member is not clock)
         return True
 
-    def _meeting(self, device: int, instruction: Communicate) -> _Meeting:
-        """Return the meeting of a device's next collective with this group."""
+    def _find_call(self, device: int, instruction: Communicate) -> _GroupCall:
+        """Return the call that is the device's next one with this group."""
         clock, group = self.clocks[device], instruction.group
-        number = clock.num_meetings.get(group, 0)
-        clock.num_meetings[group] = number + 1
-        meetings = self.meetings.setdefault(group, [])
-        if number == len(meetings):
-            meetings.append(_Meeting(instruction))
-        return meetings[number]
+        number = clock.num_calls.get(group, 0)
+        clock.num_calls[group] = number + 1
+        calls = self.calls.setdefault(group, [])
+        if number == len(calls):
+            calls.append(_GroupCall(instruction))
+        return calls[number]
 
     def _events(self, program: Program) -> Iterator[_Event]:
         model, device = self.model, program.device
@@ -312,11 +315,11 @@ class _Play:
                     yield instruction.spec.nbytes / bandwidth, instruction.device, None, latency
                 case Take():
                     yield 0.0, None, instruction.device, 0.0
-                case Communicate() if len(instruction.group) >= _MEETING_SIZE and nobody_leaves_early(
+                case Communicate() if len(instruction.group) >= _MIN_WHOLE_GROUP_SIZE and waits_for_all(
                     instruction.collective
                 ):
-                    self.clocks[device].meeting = self._meeting(device, instruction)
-                    yield 0.0, None, _MEETING, 0.0
+                    self.clocks[device].call = self._find_call(device, instruction)
+                    yield 0.0, None, _WHOLE_GROUP, 0.0
                 case Communicate():
                     latency, bandwidth = model.link(instruction.axes)
                     for is_given, other, nbytes in moves(instruction, device, self.algorithm):

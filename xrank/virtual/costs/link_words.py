@@ -1,4 +1,4 @@
-"""The words that say how fast links are: ``bandwidth=25GB/s latency=5us tp.bandwidth=300GB/s``, in a line or TOML."""
+"""The text form of link speeds: ``bandwidth=25GB/s latency=5us tp.bandwidth=300GB/s``, in a line or a TOML file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xrank.errors import UsageError
 __all__ = ["Kind", "Words", "read_words"]
 
 Kind: TypeAlias = Literal["seconds", "bandwidth", "flops"]
-"""What the value of a name is."""
+"""Kind of a name's value."""
 
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "Ki": 2.0**10, "Mi": 2.0**20,
              "Gi": 2.0**30, "Ti": 2.0**40}  # fmt: skip
@@ -37,32 +37,32 @@ _MAX_FILE_NBYTES = 1 << 20
 
 
 class Words(NamedTuple):
-    """What was said, in seconds and per second."""
+    """Parsed values, in seconds and per second."""
 
     values: dict[str, float]
-    """Of names that are no link's, those that were said."""
+    """Values of the given names other than latency and bandwidth."""
     general: tuple[float, float]
-    """Latency and bandwidth of all links; 0 and no limit where not said."""
+    """(latency, bandwidth) of all links; defaults are 0 and no limit."""
     axes: dict[str, tuple[float, float]]
-    """The same of links along an axis: what it does not say is as for all."""
+    """(latency, bandwidth) of links along an axis; omitted values are those of all links."""
 
 
-def read_words(told: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Words:
-    """Return what a line of words says, or a TOML file with the same names.
+def read_words(source: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Words:
+    """Parse a line of words, or a TOML file with the same names.
 
     Args:
-        told: words ``name=value`` between blanks; anything else is the path of a file, where a table ``[tp]`` stands
-            for names that begin with ``tp.``.
-        kinds: of the names beside ``latency`` and ``bandwidth``, what their values are.
+        source: words ``name=value`` separated by blanks; anything else is the path of a file, where a table ``[tp]``
+            stands for names that begin with ``tp.``.
+        kinds: kinds of the names other than ``latency`` and ``bandwidth``.
 
     Raises:
-        UsageError: there is no such file, a name is unknown or there twice, a value is no such amount.
+        UsageError: the file is missing, a name is unknown or occurs twice, or a value is invalid.
     """
-    text = os.fspath(told)
+    text = os.fspath(source)
     words = text.split()
     if not words:
         raise _unreadable(None, "nothing", "words name=value, or a file")
-    # One "=" anywhere and no such file: words with a slip, better told than a file that is missing.
+    # With a "=" and no such file, the text is words with a typo: a better message than a missing file.
     if "=" in words[0] or (len(words) > 1 and "=" in text and not os.path.exists(text)):
         for word in words:
             if "=" not in word:
@@ -80,7 +80,7 @@ def _links(values: dict[str, float], kinds: Mapping[str, Kind]) -> Words:
         axis, _, what = name.rpartition(".")
         if what not in _LINK:
             raise UsageError(
-                f"the link says {name!r}: only links have axes", got=repr(name), want=f"{what!r}, which has no axis"
+                f"the link has {name!r}, but only links have axes", got=repr(name), want=f"{what!r}, which has no axis"
             )
         latency, bandwidth = axes.get(axis, general)
         axes[axis] = (value, bandwidth) if what == "latency" else (latency, value)
@@ -92,19 +92,19 @@ def _values(pairs: Iterable[tuple[str, ...]], kinds: Mapping[str, Kind], file: s
     for name, text in pairs:
         *axis, what = name.split(".")
         if what not in kinds or "" in axis:
-            raise _unreadable(file, f"there is no {name!r}", f"{', '.join(kinds)}; or latency, bandwidth of an axis")
+            raise _unreadable(file, f"unknown name {name!r}", f"{', '.join(kinds)}; or latency, bandwidth of an axis")
         kind = kinds[what]
         if name in values:
-            raise _unreadable(file, f"{name!r} is there twice", "each name once")
+            raise _unreadable(file, f"{name!r} occurs twice", "each name once")
         match = _UNITS[kind].fullmatch(text)
         factors = _PARTS_OF_A_SECOND if kind == "seconds" else _PREFIXES
         if match is None or match["unit"] not in factors:
             raise _unreadable(file, f"{name} = {text!r}", f"an amount such as {_EXAMPLES[kind]}")
         number, factor = float(match["number"]), factors[match["unit"]]
-        # By a whole number, so that 5us is 5e-6 to the last bit.
+        # Divide by an integer, so that 5us equals 5e-6 exactly.
         value = number / factor if kind == "seconds" else number * factor
         if not isfinite(value) or (value == 0 and kind != "seconds"):
-            raise _unreadable(file, f"{name} = {text!r}", "an amount above 0 that can be")
+            raise _unreadable(file, f"{name} = {text!r}", "a finite amount above 0")
         values[name] = value
     return values
 
@@ -116,14 +116,14 @@ def _pairs_of_file(path: str) -> list[tuple[str, str]]:
     except OSError as error:
         raise _unreadable(path, f"{error.strerror}", "words name=value, or a file") from error
     except (ValueError, RecursionError) as error:
-        raise _unreadable(path, f"no TOML: {error}", "a TOML file") from error
-    return list(_flattened(tables, "", path))
+        raise _unreadable(path, f"not TOML: {error}", "a TOML file") from error
+    return list(_flatten(tables, "", path))
 
 
-def _flattened(table: dict[str, object], prefix: str, path: str) -> Iterable[tuple[str, str]]:
+def _flatten(table: dict[str, object], prefix: str, path: str) -> Iterable[tuple[str, str]]:
     for name, value in table.items():
         if isinstance(value, dict):
-            yield from _flattened(value, f"{prefix}{name}.", path)
+            yield from _flatten(value, f"{prefix}{name}.", path)
         elif isinstance(value, str):
             yield prefix + name, value
         else:

@@ -1,4 +1,4 @@
-"""Plans: what a run will count, from the programs alone, without a device."""
+"""Plans: the counts of a run, computed from its programs without a device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xrank.virtual.programs.program import Communicate, Compute, Program, Receiv
 from xrank.virtual.programs.registers import peak_nbytes
 from xrank.virtual.statistics import DeviceStatistics, Statistics, Traffic
 
-__all__ = ["compiled", "count", "plan"]
+__all__ = ["compile_programs", "count", "plan"]
 
 
 def plan(
@@ -29,23 +29,28 @@ def plan(
     parameters: Sequence[Array | ArraySpec | Sequence[int]] = (),
     algorithm: str = "push",
 ) -> Statistics:
-    """Return the statistics that a run of an operation will have, equal in every count, without running it.
+    """Return the statistics of a run of an operation, equal in every count, without running it.
 
     Args:
         operation: an `Operation`.
-        mesh: as of `VirtualCluster`.
-        activations: arrays, their specs, or shapes (then of F32).
-        parameters: the same.
+        mesh: as for `VirtualCluster`.
+        activations: arrays, their specs, or shapes (meaning F32).
+        parameters: likewise.
         algorithm: ``"push"`` or ``"ring"``.
 
     Raises:
-        UsageError: the operation is a function: nobody knows what it does before it runs; or what it is to take is no
-            array and no shape.
-        LayoutError: the operation cannot be done on this mesh with these sizes.
+        UsageError: the operation is a function, whose work is unknown before it runs; or an argument is neither an
+            array nor a shape.
+        LayoutError: the operation does not fit this mesh and these sizes.
+
+    >>> from xrank.virtual import MatMul, MatMulSharding
+    >>> product = MatMul(MatMulSharding(("[m, k/x]", "[k/x, n]")))
+    >>> plan(product, 4, activations=[(64, 8)], parameters=[(8, 64)]).nbytes
+    196608
     """
     if not isinstance(operation, Operation):
         raise UsageError(
-            "a function has no plan: what it does is known when it has run",
+            "a function cannot be planned: its work is known only after a run",
             got=f"the {'class' if isinstance(operation, type) else 'function'} "
             f"{getattr(operation, '__qualname__', operation)}",
             want="an Operation, which compiles to programs",
@@ -53,21 +58,21 @@ def plan(
         )
     check_algorithm(algorithm)
     specs = [tuple(map(_spec, arrays)) for arrays in (activations, parameters)]
-    return count(compiled(operation, as_device_mesh(mesh), specs[0], specs[1]), algorithm)
+    return count(compile_programs(operation, as_device_mesh(mesh), specs[0], specs[1]), algorithm)
 
 
-def compiled(
+def compile_programs(
     operation: Operation, mesh: DeviceMesh, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
 ) -> tuple[Program, ...]:
-    """Return the programs of an operation, one for each device in the order of the mesh.
+    """Compile an operation to one program per device, in mesh order.
 
     Raises:
-        UsageError: the operation gave programs of other devices.
+        UsageError: the programs are for other devices.
     """
     programs = tuple(operation.compile(mesh, activations, parameters))
     if tuple(program.device for program in programs) != mesh.ranks:
         raise UsageError(
-            f"{type(operation).__qualname__} compiled to programs of other devices than the mesh {mesh.grid!r} has",
+            f"{type(operation).__qualname__} compiled to programs for other devices than the mesh {mesh.grid!r}",
             got=str([program.device for program in programs][:32]),
             want=str(list(mesh.ranks[:32])),
         )
@@ -75,22 +80,22 @@ def compiled(
 
 
 def count(programs: Sequence[Program], algorithm: str) -> Statistics:
-    """Return what a run of programs will count."""
+    """Count the costs of programs."""
     shares = _Shares(algorithm)
     return Statistics(tuple(_count_one(program, shares) for program in programs))
 
 
 class _Shares:
-    """What each member of a group counts, found once for all of them: a group may be a whole mesh of thousands."""
+    """Counts of each member of a group, computed once for all: a group may be a whole mesh of thousands."""
 
     def __init__(self, algorithm: str) -> None:
         self._algorithm = algorithm
         self._places: dict[int, dict[int, int]] = {}
         self._traffic: dict[tuple[object, ...], tuple[Traffic, ...]] = {}
 
-    def of(self, instruction: Communicate, device: int) -> Traffic:
-        """Return what a device counts in a collective."""
-        # Tuples by their identity, as the programs keep them: to compare two of thousands is what has to be spared.
+    def traffic(self, instruction: Communicate, device: int) -> Traffic:
+        """Return the counts of a device in a collective."""
+        # Keys use the tuples' identities, which the programs preserve: comparing tuples of thousands is too slow.
         group, given = instruction.group, instruction.given
         places = self._places.get(id(group))
         if places is None:
@@ -119,7 +124,7 @@ def _count_one(program: Program, shares: _Shares) -> DeviceStatistics:
                 flops += instruction.flops
             case Communicate():
                 name = instruction.collective
-                collectives[name] = collectives.get(name, Traffic()) + shares.of(instruction, program.device)
+                collectives[name] = collectives.get(name, Traffic()) + shares.traffic(instruction, program.device)
             case Send():
                 collectives["send"] = collectives.get("send", Traffic()) + Traffic(1, 1, 0, instruction.spec.nbytes, 0)
             case Take():
@@ -129,7 +134,7 @@ def _count_one(program: Program, shares: _Shares) -> DeviceStatistics:
 
 
 def moves(instruction: Communicate, device: int, algorithm: str) -> Iterator[tuple[bool, int, int]]:
-    """Yield what a device sends (True) and gets in a collective, in order: to or from which device, how many bytes."""
+    """Yield (is sent, other device, bytes) for each message of a device in a collective, in order."""
     group = instruction.group
     _check_group(instruction, device, group)
     root = 0 if instruction.root is None else group.index(instruction.root)
@@ -144,9 +149,9 @@ def _check_group(instruction: Communicate, device: int, members: Container[int])
     group, root = instruction.group, instruction.root
     if len(instruction.given) != len(group) or device not in members or not (root is None or root in members):
         raise UsageError(
-            f"device {device}: its program's {instruction.collective} does not go with its group",
+            f"device {device}: its program's {instruction.collective} does not match its group",
             rank=device,
-            got=f"{len(instruction.given)} specs of what members give, group {list(group)[:32]}"
+            got=f"{len(instruction.given)} specs of the members' arrays, group {list(group)[:32]}"
             + ("" if root is None else f", root {root}"),
             want="a spec for each member, this device among them" + ("" if root is None else ", and the root"),
         )
@@ -156,7 +161,7 @@ def _check_group(instruction: Communicate, device: int, members: Container[int])
 def _moves(
     collective: str, algorithm: str, given: tuple[ArraySpec, ...], member: int, dim: int | None, root: int
 ) -> tuple[tuple[bool, int, int], ...]:
-    """Return the moves of one member with the others' places; the same for all groups of a mesh that bring alike."""
+    """Return one member's messages with the others' places; equal for all groups of a mesh with equal specs."""
     steps = course(collective, algorithm, len(given), member, root).steps
     specs = step_specs(collective, algorithm, given, member, dim=dim, root=root)
     return tuple(
@@ -164,17 +169,17 @@ def _moves(
     )
 
 
-def _spec(told: Array | ArraySpec | Sequence[int]) -> ArraySpec:
-    if isinstance(told, int | str):
+def _spec(given: Array | ArraySpec | Sequence[int]) -> ArraySpec:
+    if isinstance(given, int | str):
         raise UsageError(
-            f"{told!r} is no array, and no shape of one",
-            got=repr(told),
+            f"{given!r} is neither an array nor a shape",
+            got=repr(given),
             want="an array, its ArraySpec or its shape, for each",
             next_step="give several: activations=((64, 32),)",
         )
-    spec = ArraySpec(tuple(told)) if isinstance(told, tuple | list) else told
+    spec = ArraySpec(tuple(given)) if isinstance(given, tuple | list) else given
     if not isinstance(spec, ArraySpec):
-        return spec_of(told)
+        return spec_of(given)
     if not all(isinstance(length, SupportsIndex) and length >= 0 for length in spec.shape):
-        raise UsageError(f"no array has the shape {spec.shape}", got=str(spec.shape), want="lengths of 0 or more")
+        raise UsageError(f"the shape {spec.shape} is impossible", got=str(spec.shape), want="lengths of 0 or more")
     return spec

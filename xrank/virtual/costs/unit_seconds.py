@@ -1,4 +1,4 @@
-"""What one of each thing takes, to come nearest to measured times."""
+"""Least-squares fit of the seconds per unit of work to measured times."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ __all__ = ["unit_seconds"]
 
 
 def unit_seconds(amounts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return how long one of each thing takes, none less than 0: that is for what no sample does, or needs to.
+    """Fit the seconds per unit of each kind of work; a kind that would be negative or is unused gets 0.
 
     Args:
-        amounts: a row for each sample: how much it does of each thing, for each second that it took. So they all
-            weigh alike, whatever time they took.
+        amounts: one row per sample: its amount of each kind of work per second of its time, for equal weights.
     """
     used = np.flatnonzero(amounts.any(axis=0)).tolist()
     seconds = np.zeros(amounts.shape[1])
     while used:
-        # Equal scales, so that a second a byte and a second to start are found alike well.
+        # Equal scales keep the problem well-conditioned: a second per byte is tiny against a second per start.
         scales = np.linalg.norm(amounts[:, used], axis=0)
         found = np.linalg.lstsq(amounts[:, used] / scales, np.ones(len(amounts)), rcond=None)[0] / scales
         if (found >= 0).all():
             seconds[used] = found
             break
         used.pop(int(np.argmin(found * scales)))
+        # Non-negative least squares: drop the most negative kind and fit the rest again.
     return seconds

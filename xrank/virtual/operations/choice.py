@@ -1,4 +1,4 @@
-"""Choices: which of several ways to do an operation sends the fewest bytes on a mesh."""
+"""The choice among several operations: the one that sends the fewest bytes on a mesh."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["Choice", "cheapest"]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The operation chosen, and what it was chosen by."""
+    """The chosen operation, with the costs of all candidates."""
 
     operation: Operation
     statistics: Statistics
-    """What a run of it will count."""
+    """Planned statistics of the operation."""
     costs: tuple[tuple[Operation, int, int], ...]
-    """Of every operation that could be done, in the order of the candidates: bytes sent, and flops."""
+    """(operation, bytes sent, flops) of each possible operation, in the order of the candidates."""
     refused: tuple[tuple[Operation, LayoutError], ...] = ()
-    """What cannot be done on this mesh with these sizes."""
+    """Operations that do not fit this mesh and these sizes, with the reason."""
 
 
 def cheapest(
@@ -39,24 +39,27 @@ def cheapest(
     parameters: Sequence[Array | ArraySpec | Sequence[int]] = (),
     algorithm: str = "push",
 ) -> Choice:
-    """Return the candidate that sends the fewest bytes between devices; of equals that of fewer flops, then the first.
+    """Choose the candidate that sends the fewest bytes between devices; ties go to fewer flops, then to the first.
 
     Args:
-        candidates: operations; the shardings of a product stand for it by each of their policies, those of a
-            feed-forward layer for the layer.
-        mesh: as of `VirtualCluster`.
-        activations: as of `plan`; of all candidates.
-        parameters: the same.
+        candidates: operations; a `MatMulSharding` means its product by each policy, a `FeedForwardSharding` its layer
+        mesh: as for `VirtualCluster`.
+        activations: as for `plan`; the same for all candidates.
+        parameters: as for `plan`; the same for all candidates.
         algorithm: ``"push"`` or ``"ring"``.
 
     Raises:
-        LayoutError: none can be done on this mesh with these sizes; the first one's.
+        LayoutError: no candidate fits this mesh and these sizes; the first candidate's error.
         UsageError: there is no candidate.
+
+    >>> choice = cheapest(MatMulSharding(("[m, k/x]", "[k/x, n]")), 4, activations=[(64, 8)], parameters=[(8, 64)])
+    >>> choice.operation.policy.name, choice.statistics.nbytes
+    ('UnmatchedInnerSharding', 12288)
     """
-    told = [candidates] if isinstance(candidates, MatMulSharding) else candidates
+    given = [candidates] if isinstance(candidates, MatMulSharding) else candidates
     planned: list[tuple[Operation, Statistics]] = []
     refused: list[tuple[Operation, LayoutError]] = []
-    for operation in (each for one in told for each in _operations(one)):
+    for operation in (each for one in given for each in _operations(one)):
         try:
             statistics = plan(operation, mesh, activations=activations, parameters=parameters, algorithm=algorithm)
         except LayoutError as error:
@@ -73,7 +76,7 @@ def cheapest(
 
 
 def _operations(candidate: Operation | MatMulSharding | FeedForwardSharding) -> list[Operation]:
-    """Return the operations that a candidate stands for."""
+    """Expand a candidate to operations."""
     if isinstance(candidate, MatMulSharding):
         return [MatMul(candidate, policy) for policy in candidate.policies]
     return [FeedForward(candidate)] if isinstance(candidate, FeedForwardSharding) else [candidate]

@@ -1,4 +1,4 @@
-"""Feed-forward layers over a mesh: relu(x w1 + b1) w2 + b2 with every tensor cut as one likes, forward and backward."""
+"""Feed-forward layers over a mesh: relu(x w1 + b1) w2 + b2 with any sharding of each tensor, forward and backward."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from xrank.errors import LayoutError, UsageError
-from xrank.virtual.operations.matmul import check_gradient, check_whole, checked_factors
-from xrank.virtual.operations.products import Block, MatMulShardingPolicy, block_of, product, product_backward
+from xrank.virtual.operations.matmul import check_factors, check_gradient, check_whole
+from xrank.virtual.operations.products import MatMulShardingPolicy, MatrixBlock, choose_block, product, product_backward
 from xrank.virtual.operations.sharded_operation import ShardedOperation, check_cuts, check_sharding
 from xrank.virtual.programs.program_builder import ProgramBuilder, Value
 from xrank.virtual.programs.redistribution import redistribute
@@ -18,14 +18,14 @@ __all__ = ["FeedForward", "FeedForwardBackward", "FeedForwardSharding", "FeedFor
 
 
 class FeedForwardShardingPolicy(Enum):
-    """How the work of a feed-forward layer is shared out."""
+    """How the devices share the work of a feed-forward layer."""
 
     Unsharded = "unsharded"
-    """Every device has everything whole."""
+    """Every device has all tensors completely."""
     GSPMD = "gspmd"
     """x [b/X, s, m/Y], w1 [m/X, h/Y], b1 [h/Y], hidden [b/X, s, h/Y], w2 [h/Y, m/X], b2 [m/Y], out [b/X, s, m/Y]."""
     Mixed = "mixed"
-    """Any other shardings, Megatron's (w1 cut by columns, w2 by rows) among them."""
+    """Any other shardings, such as Megatron's (w1 cut by columns, w2 by rows)."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -33,11 +33,11 @@ class FeedForwardSharding:
     """The shardings of the seven tensors of a feed-forward layer.
 
     Args:
-        tensors: of x (..., m), w1 (m, h), b1 (h), hidden (..., h), w2 (h, m), b2 (m) and out (..., m), each a
-            `TensorSharding`, a `TensorLayout` or a layout's text. Hidden is what goes in and out of relu.
+        tensors: shardings of x (..., m), w1 (m, h), b1 (h), hidden (..., h), w2 (h, m), b2 (m) and out (..., m), each a
+            `TensorSharding`, a `TensorLayout` or a layout's text. Hidden is the input and output of relu.
 
     Raises:
-        LayoutError: the numbers of dims do not fit, or a tensor would be held as addends.
+        LayoutError: the numbers of dims do not fit, or a tensor would be a sum of addends.
     """
 
     x: TensorSharding
@@ -61,19 +61,19 @@ class FeedForwardSharding:
         for name, want in zip(names, (max(num_dims, 2), 2, 1, num_dims, 2, 1, num_dims), strict=True):
             if len(shardings[name].dims) != want:
                 raise LayoutError(
-                    f"the sharding of {name} has not the dims of a feed-forward layer of x {shardings['x']}",
+                    f"the sharding of {name} does not match a feed-forward layer of x {shardings['x']}",
                     tensor=name,
                     got=str(shardings[name]),
                     want=f"{want} dims",
                 )
-        # A bias, or a relu, of addends is none of their sum.
+        # Adding a bias to each addend, or applying relu to it, would not give the sum's result.
         check_whole(**shardings)
         for name, sharding in shardings.items():
             object.__setattr__(self, name, sharding)
 
     @classmethod
     def unsharded(cls, num_dims: int = 3) -> FeedForwardSharding:
-        """Return the sharding by which every device has everything."""
+        """Return the sharding with all tensors complete on every device."""
         return cls([TensorSharding.replicated(count) for count in (num_dims, 2, 1, num_dims, 2, 1, num_dims)])
 
     @classmethod
@@ -102,7 +102,7 @@ class FeedForwardSharding:
 
     @property
     def policy(self) -> FeedForwardShardingPolicy:
-        """The policy that these shardings have."""
+        """The policy of these shardings."""
         policies = FeedForwardShardingPolicy
         tensors = (self.x, self.w1, self.b1, self.hidden, self.w2, self.b2, self.out)
         if all(sharding.full for sharding in tensors):
@@ -119,7 +119,7 @@ class FeedForwardSharding:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward(ShardedOperation):
-    """out = relu(x w1 + b1) w2 + b2: ``activations=(x,), parameters=(w1, b1, w2, b2)`` gives the shards of out.
+    """out = relu(x w1 + b1) w2 + b2: ``activations=(x,), parameters=(w1, b1, w2, b2)`` returns the shards of out.
 
     With P devices, a mesh of X by Y, x (b, s, m), w1 (m, h), and the push algorithm:
 
@@ -130,9 +130,9 @@ class FeedForward(ShardedOperation):
     GSPMD      4bsmh         P 2(X-1 + Y-1)      P[2(Y-1)bsm/XY + 2(X-1)mh/XY]
     =========  ============  ==================  =======================================
 
-    Each of the two products is multiplied by `MatMulShardingPolicy.MatchedInnerSharding` where both factors' inner
-    dims are cut equally, else by `FullSharding`. Megatron's shardings over g devices so send P(g-1)bsm elements, one
-    all-reduce. Flops are those of the products.
+    Each of the two products uses `MatMulShardingPolicy.MatchedInnerSharding` if both factors' inner dims are cut
+    equally, and `FullSharding` otherwise. Megatron's shardings over g devices thus send P(g-1)bsm elements in one
+    all-reduce. Flops count the products.
     """
 
     sharding: FeedForwardSharding
@@ -142,31 +142,31 @@ class FeedForward(ShardedOperation):
 
     @property
     def activation_shardings(self) -> Mapping[str, TensorSharding]:
-        """Of x."""
+        """Sharding of x."""
         return {"x": self.sharding.x}
 
     @property
     def parameter_shardings(self) -> Mapping[str, TensorSharding]:
-        """Of the weights and biases."""
+        """Shardings of the weights and biases."""
         sharding = self.sharding
         return {"w1": sharding.w1, "b1": sharding.b1, "w2": sharding.w2, "b2": sharding.b2}
 
     @property
     def output_shardings(self) -> Mapping[str, TensorSharding]:
-        """Of the layer's output."""
+        """Sharding of the layer's output."""
         return {"out": self.sharding.out}
 
     def build(self, builder: ProgramBuilder, inputs: Mapping[str, Value]) -> Mapping[str, Value]:
         """Write the layer."""
-        hidden = _hidden(builder, inputs, self.sharding)
+        hidden = _write_hidden(builder, inputs, self.sharding)
         w2 = inputs["w2"]
         out = product(
-            builder, hidden.after, w2, _block(builder, hidden.after, w2, self.sharding.out), self.sharding.out
+            builder, hidden.after, w2, _choose_block(builder, hidden.after, w2, self.sharding.out), self.sharding.out
         )
-        return {"out": _biased(builder, out, inputs["b2"])}
+        return {"out": _add_bias(builder, out, inputs["b2"])}
 
     def backward(self) -> FeedForwardBackward:
-        """Return the operation that gives the gradients of all five arguments."""
+        """Return the operation that computes the gradients of all five arguments."""
         return FeedForwardBackward(self)
 
 
@@ -174,8 +174,8 @@ class FeedForward(ShardedOperation):
 class FeedForwardBackward(ShardedOperation):
     """The gradients: ``activations=(x, dout), parameters=(w1, b1, w2, b2)``, outputs dx, dw1, db1, dw2 and db2.
 
-    Each is cut as its tensor is, and dout as out. What relu got is computed again from x. Relu's gradient at 0 is 0,
-    as torch has it. As for `FeedForward`:
+    Each gradient is cut as its tensor, and dout as out. The input of relu is recomputed from x. As in torch, relu's
+    gradient at 0 is 0. Costs, with the symbols of `FeedForward`:
 
     =========  ============  =============================  =======================================================
     policy     flops in all  messages in all                elements sent in all
@@ -191,29 +191,29 @@ class FeedForwardBackward(ShardedOperation):
 
     @property
     def activation_shardings(self) -> Mapping[str, TensorSharding]:
-        """Of x and of the output's gradient."""
+        """Shardings of x and of the output's gradient."""
         return {"x": self.forward.sharding.x, "dout": self.forward.sharding.out}
 
     @property
     def parameter_shardings(self) -> Mapping[str, TensorSharding]:
-        """Of the weights and biases."""
+        """Shardings of the weights and biases."""
         return self.forward.parameter_shardings
 
     @property
     def output_shardings(self) -> Mapping[str, TensorSharding]:
-        """Of the gradients: each as its tensor."""
+        """Shardings of the gradients: each as its tensor."""
         return {
             f"d{name}": sharding
             for name, sharding in (*self.forward.activation_shardings.items(), *self.parameter_shardings.items())
         }
 
     def build(self, builder: ProgramBuilder, inputs: Mapping[str, Value]) -> Mapping[str, Value]:
-        """Write the layer again up to relu, then all gradients."""
+        """Recompute the layer up to relu, then write all gradients."""
         sharding = self.forward.sharding
         x, dout, w2 = inputs["x"], inputs["dout"], inputs["w2"]
-        hidden = _hidden(builder, inputs, sharding)
+        hidden = _write_hidden(builder, inputs, sharding)
         check_gradient("dout", dout, x.shape, x.dtype)
-        block = _block(builder, hidden.after, w2, sharding.out)
+        block = _choose_block(builder, hidden.after, w2, sharding.out)
         dhidden, dw2 = product_backward(builder, hidden.after, w2, dout, block)
         before = builder.compute("relu_backward", (hidden.before, dhidden), dhidden.shape, dhidden.sharding)
         dx, dw1 = product_backward(builder, x, inputs["w1"], before, hidden.block)
@@ -223,15 +223,15 @@ class FeedForwardBackward(ShardedOperation):
 
 @dataclass(frozen=True, slots=True)
 class _Hidden:
-    """The middle of the layer: before relu, after it, and the block of the product that made it."""
+    """The middle of the layer: before relu, after it, and the block of the first product."""
 
     before: Value
     after: Value
-    block: Block = field(repr=False)
+    block: MatrixBlock = field(repr=False)
 
 
-def _hidden(builder: ProgramBuilder, inputs: Mapping[str, Value], sharding: FeedForwardSharding) -> _Hidden:
-    x, w1 = checked_factors("x", inputs["x"], "w1", inputs["w1"])
+def _write_hidden(builder: ProgramBuilder, inputs: Mapping[str, Value], sharding: FeedForwardSharding) -> _Hidden:
+    x, w1 = check_factors("x", inputs["x"], "w1", inputs["w1"])
     sizes = (w1.shape[1], w1.shape[0])
     for name, shape in (("w2", sizes), ("b1", sizes[:1]), ("b2", sizes[1:])):
         if inputs[name].shape != shape or inputs[name].dtype != x.dtype:
@@ -243,21 +243,21 @@ def _hidden(builder: ProgramBuilder, inputs: Mapping[str, Value], sharding: Feed
             )
     check_cuts(builder, "hidden", (*x.shape[:-1], w1.shape[1]), sharding.hidden)
     check_cuts(builder, "out", x.shape, sharding.out)
-    block = _block(builder, x, w1, sharding.hidden)
-    before = _biased(builder, product(builder, x, w1, block, sharding.hidden), inputs["b1"])
+    block = _choose_block(builder, x, w1, sharding.hidden)
+    before = _add_bias(builder, product(builder, x, w1, block, sharding.hidden), inputs["b1"])
     after = builder.compute("relu", (before,), before.shape, before.sharding)
     return _Hidden(before, after, block)
 
 
-def _block(builder: ProgramBuilder, left: Value, right: Value, wanted: TensorSharding) -> Block:
-    """Return the block of a product: the inner dim stays cut where both factors cut it equally."""
+def _choose_block(builder: ProgramBuilder, left: Value, right: Value, wanted: TensorSharding) -> MatrixBlock:
+    """Choose the block of a product: the inner dim stays cut if both factors cut it equally."""
     is_matched = not left.sharding[-1].full and left.sharding[-1] == right.sharding[0]
     policies = MatMulShardingPolicy
     policy = policies.MatchedInnerSharding if is_matched else policies.FullSharding
-    return block_of(builder, left, right, wanted, policy)
+    return choose_block(builder, left, right, wanted, policy)
 
 
-def _biased(builder: ProgramBuilder, value: Value, bias: Value) -> Value:
+def _add_bias(builder: ProgramBuilder, value: Value, bias: Value) -> Value:
     bias = redistribute(builder, bias, TensorSharding((value.sharding[-1],)))
     return builder.compute("add_last", (value, bias), value.shape, value.sharding)
 

@@ -1,4 +1,4 @@
-"""Matrix products over a mesh: C = A B with each of the three cut as one likes, forward and backward."""
+"""Matrix products over a mesh: C = A B with any sharding of each matrix, forward and backward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xrank.errors import LayoutError, UsageError
-from xrank.virtual.operations.products import MatMulShardingPolicy, block_of, product, product_backward
+from xrank.virtual.operations.products import MatMulShardingPolicy, choose_block, product, product_backward
 from xrank.virtual.operations.sharded_operation import ShardedOperation, check_cuts, check_sharding
 from xrank.virtual.programs.program_builder import ProgramBuilder, Value
 from xrank.virtual.sharding import ShardingLike, TensorSharding, as_sharding
@@ -19,11 +19,11 @@ class MatMulSharding:
     """The shardings of a product's tensors: A (..., k), B (k, n) and C (..., n).
 
     Args:
-        tensors: of A, B and C, or of A and B with C whole on every device; each a `TensorSharding`, a `TensorLayout` or
-            a layout's text: ``("[m/x, k/y]", "[k/x, n/y]", "[m, n]")``.
+        tensors: shardings of A, B and C, or of A and B with C complete on every device; each a `TensorSharding`, a
+            `TensorLayout` or a layout's text: ``("[m/x, k/y]", "[k/x, n/y]", "[m, n]")``.
 
     Raises:
-        LayoutError: the numbers of dims do not fit, or A or B would be held as addends.
+        LayoutError: the numbers of dims do not fit, or A or B would be a sum of addends.
     """
 
     a: TensorSharding
@@ -51,9 +51,9 @@ class MatMulSharding:
 
     @property
     def policy(self) -> MatMulShardingPolicy:
-        """The policy that these shardings of A and B have by themselves; how C is cut does not matter to it.
+        """The default policy for these shardings of A and B; the sharding of C does not affect it.
 
-        It is chosen by the shardings' form alone. `xrank.virtual.operations.choice.cheapest` tries all of `policies`.
+        It depends on the form of the shardings alone. `xrank.virtual.operations.choice.cheapest` tries all `policies`.
         """
         policies = MatMulShardingPolicy
         a, b = self.a, self.b
@@ -66,7 +66,7 @@ class MatMulSharding:
 
     @property
     def policies(self) -> tuple[MatMulShardingPolicy, ...]:
-        """Every policy that these shardings can be multiplied by, their own first."""
+        """All possible policies for these shardings, the default first."""
         policies = MatMulShardingPolicy
         is_matched = not self.a[-1].full and self.a[-1].axes == self.b[0].axes
         possible = [policies.UnmatchedInnerSharding, policies.OuterSharding, policies.FullSharding]
@@ -77,7 +77,7 @@ class MatMulSharding:
 
 @dataclass(frozen=True, slots=True)
 class MatMul(ShardedOperation):
-    """C = A B: ``run(MatMul(sharding), activations=(a,), parameters=(b,))`` gives every device's shard of C.
+    """C = A B: ``run(MatMul(sharding), activations=(a,), parameters=(b,))`` returns every device's shard of C.
 
     With P devices, a mesh of X by Y, A (m, k), B (k, n), C whole on every device, and the push algorithm:
 
@@ -91,12 +91,12 @@ class MatMul(ShardedOperation):
     Full (A X,Y; B X,Y)         2mkn            P(Y-1 + X-1 + XY-1)   P[(Y-1)mk/XY + (X-1)kn/XY + (XY-1)mn/XY]
     ==========================  ==============  ====================  ==============================================
 
-    A C that is cut, or wanted as addends, costs less: rows and columns are cut before the product where that is free,
-    addends are reduce-scattered, and what C has cut is not gathered at the end.
+    A C that is cut, or a sum, costs less: rows and columns are cut before the product where that is free, addends are
+    reduce-scattered, and dims that C cuts are not gathered at the end.
 
     Args:
-        sharding: of A, B and C.
-        policy: one of ``sharding.policies``; None: the shardings' own.
+        sharding: the shardings of A, B and C.
+        policy: one of ``sharding.policies``; None means the default policy.
 
     Raises:
         UsageError: the shardings cannot be multiplied by this policy.
@@ -112,43 +112,43 @@ class MatMul(ShardedOperation):
                 f"A {self.sharding.a} and B {self.sharding.b} cannot be multiplied by {self.policy.name}",
                 got=self.policy.name,
                 want="one of " + ", ".join(policy.name for policy in self.sharding.policies),
-                next_step="leave the policy out to have the shardings' own",
+                next_step="leave the policy out to use the default policy of the shardings",
             )
 
     @property
     def activation_shardings(self) -> Mapping[str, TensorSharding]:
-        """Of A."""
+        """Sharding of A."""
         return {"a": self.sharding.a}
 
     @property
     def parameter_shardings(self) -> Mapping[str, TensorSharding]:
-        """Of B."""
+        """Sharding of B."""
         return {"b": self.sharding.b}
 
     @property
     def output_shardings(self) -> Mapping[str, TensorSharding]:
-        """Of C."""
+        """Sharding of C."""
         return {"c": self.sharding.c}
 
     def build(self, builder: ProgramBuilder, inputs: Mapping[str, Value]) -> Mapping[str, Value]:
         """Write the product."""
-        a, b = checked_factors("a", inputs["a"], "b", inputs["b"])
+        a, b = check_factors("a", inputs["a"], "b", inputs["b"])
         wanted = self.sharding.c
         check_cuts(builder, "c", (*a.shape[:-1], b.shape[1]), wanted)
-        block = block_of(builder, a, b, wanted, self.policy or self.sharding.policy)
+        block = choose_block(builder, a, b, wanted, self.policy or self.sharding.policy)
         return {"c": product(builder, a, b, block, wanted)}
 
     def backward(self) -> MatMulBackward:
-        """Return the operation that gives dA and dB."""
+        """Return the operation that computes dA and dB."""
         return MatMulBackward(self)
 
 
 @dataclass(frozen=True, slots=True)
 class MatMulBackward(ShardedOperation):
-    """dA = dC Bᵀ as A is cut and dB = Aᵀ dC as B is: ``activations=(a, dc), parameters=(b,)``, outputs da and db.
+    """dA = dC Bᵀ cut as A and dB = Aᵀ dC cut as B: ``activations=(a, dc), parameters=(b,)``, outputs da and db.
 
-    dC is cut as C is; where C is held as addends, every device has dC. Each device multiplies by the block of the
-    forward product: what that gathered is gathered here, and reduce-scattered where it is a gradient. As for `MatMul`:
+    dC is cut as C; if C is a sum of addends, every device has dC. Each device uses its block of the forward product:
+    tensors gathered there are gathered here, and their gradients reduce-scattered. Costs, as for `MatMul`:
 
     ==========================  ====================  ===================  ===========================================
     policy                      flops in all          messages in all      elements sent in all
@@ -165,43 +165,43 @@ class MatMulBackward(ShardedOperation):
 
     @property
     def activation_shardings(self) -> Mapping[str, TensorSharding]:
-        """Of A and of C's gradient."""
+        """Shardings of A and of C's gradient."""
         return {"a": self.forward.sharding.a, "dc": self.forward.sharding.c.without_sums()}
 
     @property
     def parameter_shardings(self) -> Mapping[str, TensorSharding]:
-        """Of B."""
+        """Sharding of B."""
         return {"b": self.forward.sharding.b}
 
     @property
     def output_shardings(self) -> Mapping[str, TensorSharding]:
-        """Of the gradients: as A and B."""
+        """Shardings of the gradients: as A and B."""
         return {"da": self.forward.sharding.a, "db": self.forward.sharding.b}
 
     def build(self, builder: ProgramBuilder, inputs: Mapping[str, Value]) -> Mapping[str, Value]:
         """Write both products."""
-        a, b = checked_factors("a", inputs["a"], "b", inputs["b"])
+        a, b = check_factors("a", inputs["a"], "b", inputs["b"])
         check_gradient("dc", inputs["dc"], (*a.shape[:-1], b.shape[1]), a.dtype)
         sharding = self.forward.sharding
-        block = block_of(builder, a, b, sharding.c, self.forward.policy or sharding.policy)
+        block = choose_block(builder, a, b, sharding.c, self.forward.policy or sharding.policy)
         da, db = product_backward(builder, a, b, inputs["dc"], block)
         return {"da": da, "db": db}
 
 
 def check_whole(**shardings: TensorSharding) -> None:
-    """Refuse shardings of tensors that devices cannot hold as addends."""
+    """Check that none of these tensors is a sum of addends."""
     for name, sharding in shardings.items():
         if sharding.sums:
             raise LayoutError(
-                f"{name} cannot be held as addends along {sharding.sums[0]!r}",
+                f"{name} cannot be a sum of addends along {sharding.sums[0]!r}",
                 tensor=name,
                 got=str(sharding),
                 want=str(sharding.without_sums()),
             )
 
 
-def checked_factors(left_name: str, left: Value, right_name: str, right: Value) -> tuple[Value, Value]:
-    """Return both, or refuse factors whose sizes or element types do not fit each other."""
+def check_factors(left_name: str, left: Value, right_name: str, right: Value) -> tuple[Value, Value]:
+    """Check that the sizes and element types of two factors fit each other, and return both."""
     if left.shape[-1] != right.shape[0] or left.dtype != right.dtype:
         raise LayoutError(
             f"{left_name} cannot be multiplied by {right_name}",
@@ -213,7 +213,7 @@ def checked_factors(left_name: str, left: Value, right_name: str, right: Value) 
 
 
 def check_gradient(name: str, value: Value, shape: tuple[int, ...], dtype: str) -> None:
-    """Refuse a gradient that is not of the tensor's shape and element type."""
+    """Check that a gradient has the tensor's shape and element type."""
     if value.shape != shape or value.dtype != dtype:
         raise LayoutError(
             f"{name} is not the gradient of its tensor",

@@ -1,4 +1,4 @@
-"""Sharded operations: the host cuts the arguments by shardings, and each device gives back its shard of the results."""
+"""Sharded operations: the host cuts the arguments by shardings, and each device returns its shard of the results."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _T = TypeVar("_T")
 class ShardedOperation(Operation):
     """An operation on tensors, each of which has a sharding.
 
-    A subclass says the three shardings, by the names of the tensors and in the order of the arguments, and `build`.
+    A subclass defines the three mappings of shardings, by tensor name in argument order, and `build`.
     """
 
     @property
     @abstractmethod
     def activation_shardings(self) -> Mapping[str, TensorSharding]:
-        """How the activations are cut."""
+        """Shardings of the activations."""
 
     @property
     @abstractmethod
     def parameter_shardings(self) -> Mapping[str, TensorSharding]:
-        """How the parameters are cut."""
+        """Shardings of the parameters."""
 
     @property
     @abstractmethod
     def output_shardings(self) -> Mapping[str, TensorSharding]:
-        """How the devices hold what they give back."""
+        """Shardings of the outputs."""
 
     @abstractmethod
     def build(self, builder: ProgramBuilder, inputs: Mapping[str, Value]) -> Mapping[str, Value]:
-        """Write the steps, and return the outputs by name, in any sharding but of the right sum."""
+        """Write the steps and return the outputs by name; their shardings may differ from the wanted except in sums."""
 
     def compile(
         self, mesh: DeviceMesh, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
@@ -54,7 +54,7 @@ class ShardedOperation(Operation):
         """Return the programs of all devices; see `Operation.compile`."""
         builder = ProgramBuilder(mesh)
         inputs: dict[str, Value] = {}
-        for name, (spec, sharding) in self._named(activations, parameters).items():
+        for name, (spec, sharding) in self._zip_arguments(activations, parameters).items():
             check_cuts(builder, name, spec.shape, sharding)
             inputs[name] = builder.receive(name, spec.shape, spec.dtype, sharding)
         outputs = self.build(builder, inputs)
@@ -68,9 +68,9 @@ class ShardedOperation(Operation):
         """Return a device's shards of the arguments.
 
         Raises:
-            UsageError: some arguments are numpy's and some torch's.
+            UsageError: some arguments are numpy arrays and some are tensors.
         """
-        named, at = self._named(activations, parameters), mesh.coordinate(device)
+        named, at = self._zip_arguments(activations, parameters), mesh.coordinate(device)
         check_one_kind({name: array for name, (array, _) in named.items()})
         return {
             name: array[tuple(slice(low, high) for low, high in sharding.slices(mesh, at, spec_of(array).shape))]
@@ -78,10 +78,10 @@ class ShardedOperation(Operation):
         }
 
     def join(self, outputs: Sequence[Array | Mapping[str, Array]], mesh: MeshLike) -> Array | dict[str, Array]:
-        """Return the whole tensors that a run's outputs are shards of: by name, where there are several.
+        """Join a run's outputs to whole tensors; a dict by name if there are several.
 
         Raises:
-            ContradictionError: devices that hold the same part do not hold equal elements.
+            ContradictionError: devices have the same part with different elements.
         """
         devices, shardings = as_device_mesh(mesh), self.output_shardings
         if len(shardings) == 1:
@@ -89,7 +89,9 @@ class ShardedOperation(Operation):
             return join_shards(outputs, sharding, devices)
         return {name: join_shards([each[name] for each in outputs], shardings[name], devices) for name in shardings}
 
-    def _named(self, activations: Sequence[_T], parameters: Sequence[_T]) -> dict[str, tuple[_T, TensorSharding]]:
+    def _zip_arguments(
+        self, activations: Sequence[_T], parameters: Sequence[_T]
+    ) -> dict[str, tuple[_T, TensorSharding]]:
         """Return the arguments and their shardings by name."""
         named: dict[str, tuple[_T, TensorSharding]] = {}
         for what, given, shardings in (
@@ -107,7 +109,7 @@ class ShardedOperation(Operation):
 
 
 def check_cuts(builder: ProgramBuilder, name: str, shape: Sequence[int], sharding: TensorSharding) -> None:
-    """Refuse, by the tensor's name, a sharding that does not cut a tensor of this shape."""
+    """Check that a sharding can cut a tensor of this shape; errors name the tensor."""
     try:
         sharding.check(builder.mesh, shape)
         builder.ranges(shape, sharding.dims)
@@ -118,10 +120,10 @@ def check_cuts(builder: ProgramBuilder, name: str, shape: Sequence[int], shardin
 
 
 def check_sharding(operation: ShardedOperation, sharding: object, kind: type) -> None:
-    """Refuse an operation that was not given the shardings that it needs.
+    """Check that an operation received its kind of shardings.
 
     Raises:
-        UsageError: it was given something else.
+        UsageError: it received something else.
     """
     if not isinstance(sharding, kind):
         name = type(operation).__qualname__

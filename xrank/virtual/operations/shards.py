@@ -1,4 +1,4 @@
-"""Shards: a whole array cut for the devices of a mesh, and put together again, every element proven to be there."""
+"""Shards: an array cut for the devices of a mesh, and joined again with a check of every element."""
 
 from __future__ import annotations
 
@@ -18,43 +18,48 @@ __all__ = ["join_shards", "shards_of"]
 
 
 def shards_of(array: Array, sharding: ShardingLike, mesh: MeshLike) -> list[Array]:
-    """Return views of what each device holds of an array, in the order of the mesh.
+    """Return views of each device's shard of an array, in mesh order.
 
     Args:
-        array: whole.
-        sharding: how it is cut.
-        mesh: as of `VirtualCluster`.
+        array: the whole array.
+        sharding: the sharding to cut it by.
+        mesh: as for `VirtualCluster`.
 
     Raises:
-        LayoutError: the sharding does not cut such an array, or into addends.
+        LayoutError: the sharding does not fit the array, or contains sums.
+
+    >>> [shard.tolist() for shard in shards_of(np.arange(4), "[n/x]", 2)]
+    [[0, 1], [2, 3]]
     """
     mesh = as_device_mesh(mesh)
     sharding, shape = as_sharding(sharding), spec_of(array).shape
     if sharding.sums:
-        raise LayoutError("an array is not cut into addends", got=str(sharding), want=str(sharding.without_sums()))
+        raise LayoutError("an array cannot be cut into addends", got=str(sharding), want=str(sharding.without_sums()))
     ranges = (sharding.slices(mesh, mesh.coordinate(device), shape) for device in mesh.ranks)
     return [array[tuple(slice(low, high) for low, high in each)] for each in ranges]
 
 
 def join_shards(shards: Sequence[Array], sharding: ShardingLike, mesh: MeshLike) -> Array:
-    """Return the array that the devices' shards make: the inverse of `shards_of`, for a run's outputs.
+    """Join the devices' shards to the whole array: the inverse of `shards_of`, for a run's outputs.
 
-    Addends are added up in the order of the mesh. Replicas are compared bit by bit.
+    Addends are summed in mesh order. Replicas are compared bit by bit.
 
     Args:
-        shards: what each device holds, in the order of the mesh.
-        sharding: how it holds it.
-        mesh: as of `VirtualCluster`.
+        shards: one shard per device, in mesh order.
+        sharding: the sharding of the shards.
+        mesh: as for `VirtualCluster`.
 
     Raises:
-        LayoutError: there are not as many shards as devices, or they have not the shapes that the sharding cuts, or
-            not one element type and kind.
-        ContradictionError: devices that hold the same part do not hold equal elements; the first such device.
+        LayoutError: the number, shapes, element types or kinds of the shards do not fit the sharding.
+        ContradictionError: devices have the same part with different elements; names the first such device.
+
+    >>> join_shards([np.array([0, 1]), np.array([2, 3])], "[n/x]", 2)
+    array([0, 1, 2, 3])
     """
     mesh = as_device_mesh(mesh)
     sharding = as_sharding(sharding)
     if len(shards) != mesh.size:
-        raise LayoutError("every device has one shard", got=f"{len(shards)} shards", want=f"{mesh.size} devices")
+        raise LayoutError("each device has one shard", got=f"{len(shards)} shards", want=f"{mesh.size} devices")
     shape = _global_shape(shards, sharding, mesh)
     whole = (
         np.empty(shape, shards[0].dtype)
@@ -71,7 +76,7 @@ def join_shards(shards: Sequence[Array], sharding: ShardingLike, mesh: MeshLike)
             whole[tuple(slice(low, high) for low, high in ranges)] = shard
         elif not np.array_equal(bytes_of(shard), bytes_of(first[ranges][1])):
             raise ContradictionError(
-                f"devices {first[ranges][0]} and {members[0]} hold the same part, and other elements",
+                f"devices {first[ranges][0]} and {members[0]} have the same part with different elements",
                 rank=members[0],
                 index_range=", ".join(f"{low}:{high}" for low, high in ranges),
                 want="equal elements",
@@ -80,7 +85,7 @@ def join_shards(shards: Sequence[Array], sharding: ShardingLike, mesh: MeshLike)
 
 
 def _global_shape(shards: Sequence[Array], sharding: TensorSharding, mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the shape whose shards these are."""
+    """Return the shape of the whole array."""
     at = [mesh.coordinate(device) for device in mesh.ranks]
     specs = [spec_of(shard) for shard in shards]
     for device, spec in zip(mesh.ranks, specs, strict=True):
@@ -90,7 +95,7 @@ def _global_shape(shards: Sequence[Array], sharding: TensorSharding, mesh: Devic
     if len(set(kinds)) > 1:
         odd = next(number for number, kind in enumerate(kinds) if kind != kinds[0])
         raise LayoutError(
-            "shards of two kinds do not join", rank=mesh.ranks[odd], got=f"a {kinds[odd]} array", want=f"{kinds[0]}"
+            "shards of two kinds cannot be joined", rank=mesh.ranks[odd], got=f"a {kinds[odd]} array", want=kinds[0]
         )
     sharding.check(mesh, specs[0].shape)
     shape = []
@@ -108,7 +113,7 @@ def _global_shape(shards: Sequence[Array], sharding: TensorSharding, mesh: Devic
 
 def _misfit(device: int, spec: ArraySpec, sharding: TensorSharding, want: str) -> LayoutError:
     return LayoutError(
-        f"device {device} holds no shard of a tensor cut as {sharding}",
+        f"device {device} has no shard of a tensor cut as {sharding}",
         rank=device,
         got=f"{spec.shape} {spec.dtype}",
         want=want,

@@ -1,1 +1,1 @@
-"""Pipelines: schedules, stages, and a perceptron that they train."""
+"""Pipelines: schedules, stages, and a multi-layer perceptron trained by them."""

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron that a pipeline trains: forward, backward and a step of an optimizer, over PP x DP x TP."""
+"""A multi-layer perceptron trained by a pipeline: forward, backward and an optimizer step, over PP x DP x TP."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["MLP", "MLPResult"]
 
 @dataclass(frozen=True, slots=True)
 class MLPResult:
-    """What a step gave, whole again, in arrays of the kind of the arguments."""
+    """The joined results of a step, in arrays of the same kind as the arguments."""
 
     losses: Array
-    """Of each run; their sum is the mean squared error of the batch."""
+    """Loss of each run; their sum is the mean squared error of the batch."""
     input_gradients: Array
-    """By the inputs of the whole batch."""
+    """Gradients with respect to the inputs of the whole batch."""
     gradients: tuple[Array, ...]
-    """By the parameters, in their order."""
+    """Gradients with respect to the parameters, in their order."""
     parameters: tuple[Array, ...]
-    """After the step; none without an optimizer."""
+    """Parameters after the step; empty without an optimizer."""
     states: tuple[Array, ...]
-    """The optimizer's, after the step."""
+    """Optimizer states after the step."""
 
     @property
     def loss(self) -> float:
@@ -43,33 +43,33 @@ class MLPResult:
 
     @property
     def next_parameters(self) -> tuple[Array, ...]:
-        """What the next step takes: ``run(mlp, activations=..., parameters=result.next_parameters)``."""
+        """Parameters of the next step: ``run(mlp, activations=..., parameters=result.next_parameters)``."""
         return self.parameters + self.states
 
 
 class MLP(PipelinedOperation):
-    """Dense layers, relu between them, mean squared error, all gradients, and a step of an optimizer.
+    """Dense layers with relu between them, mean squared error, all gradients, and an optimizer step.
 
-    A layer is ``x @ weight + bias``. The layers are shared out over the parts of the model (`Schedule.num_parts`), as
-    evenly as `numpy.array_split` does; so are the rows of a batch over the runs, each run's rows over `dp`, and the
-    columns of every weight and bias over `tp`.
+    A layer is ``x @ weight + bias``. The parts of the model (`Schedule.num_parts`) divide the layers as evenly as
+    `numpy.array_split`; so do the runs divide a batch's rows, `dp` the rows of each run, and `tp` the columns of every
+    weight and bias.
 
-    The activations of a step are inputs and targets. Its parameters are weight and bias of every layer in turn; after a
-    first step the optimizer's states follow: each parameter's, by the names of `Optimizer.states`, then the number of
-    steps if it counts them. `result` puts together what the devices return.
+    The activations of a step are inputs and targets. Its parameters are the weight and bias of every layer in turn;
+    after the first step the optimizer's states follow: those of each parameter, by the names of `Optimizer.states`,
+    then the number of steps if the optimizer counts them. `result` joins the devices' outputs.
 
-    What is sent for a run, over `tp`: the inputs of every layer but the first are all-gathered, and their gradients
-    reduce-scattered (as much as one all-reduce, in a ring); the gradients of the first layer's inputs are all-reduced.
-    From stage to stage goes each device's share of the columns. After the last cycle the gradients, summed over the
-    runs, are all-reduced over `dp`, and the losses over both. Of devices that hold the same, the first alone returns
-    it. The flops are those of products: 2 for each row and weight in the forward, 4 in the backward.
+    Communication of a run over `tp`: the inputs of every layer except the first are all-gathered and their gradients
+    reduce-scattered (as many bytes as one all-reduce, in a ring); the gradients of the first layer's inputs are
+    all-reduced. Between stages, each device sends its columns. After the last cycle, the gradients summed over the runs
+    are all-reduced over `dp`, and the losses over both axes. Of devices with equal results, only the first returns
+    them. Flops count the products: 2 for each row and weight in the forward, 4 in the backward.
 
     Args:
-        pipeline: who does what when.
-        learning_rate: of an `SGD` without momentum.
-        optimizer: how the parameters change, instead; neither: they do not.
-        num_layers: how many layers there are.
-        relu_last: whether relu follows the last layer, too.
+        pipeline: the stages and their schedule.
+        learning_rate: shorthand for an `SGD` without momentum.
+        optimizer: the optimizer; without it and a learning rate, the parameters do not change.
+        num_layers: number of layers.
+        relu_last: whether relu also follows the last layer.
 
     Raises:
         LayoutError: there are fewer layers than parts of the model.
@@ -92,10 +92,10 @@ class MLP(PipelinedOperation):
             )
         schedule = pipeline.schedule
         if not isinstance(num_layers, int):
-            raise UsageError("an MLP has a number of layers", got=repr(num_layers), want="an integer")
+            raise UsageError("the number of layers must be an integer", got=repr(num_layers), want="an integer")
         if num_layers < schedule.num_parts:
             raise LayoutError(
-                f"{num_layers} layers cannot be shared out over {schedule.num_parts} parts of a model",
+                f"{num_layers} layers cannot be divided over {schedule.num_parts} parts of a model",
                 got=f"{num_layers} layers",
                 want=f"a layer or more for each of {schedule.num_stages} stages x {schedule.num_chunks} chunks",
                 next_step="take fewer stages or chunks, or more layers",
@@ -106,25 +106,25 @@ class MLP(PipelinedOperation):
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Of the layers: ``"weight.0"``, ``"bias.0"``, ``"weight.1"``, ..."""
+        """Names of the layers' parameters: ``"weight.0"``, ``"bias.0"``, ``"weight.1"``, ..."""
         return tuple(f"{what}.{layer}" for layer in range(self.num_layers) for what in ("weight", "bias"))
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Of the optimizer's arrays: ``"mean.weight.0"``, ..., ``"steps"``."""
+        """Names of the optimizer's arrays: ``"mean.weight.0"``, ..., ``"steps"``."""
         if self.optimizer is None:
             return ()
         each = tuple(f"{state}.{name}" for state in self.optimizer.states for name in self.parameter_names)
         return (*each, "steps") if self.optimizer.counts_steps else each
 
     def check(self, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]) -> None:
-        """Refuse arguments that do not fit each other, and sizes that leave a device nothing.
+        """Check that the arguments fit each other and that every device has some work.
 
         Raises:
             LayoutError: a shape or an element type does not fit; a batch has too few rows, a layer too few columns.
-            UsageError: there are too many arguments, or too few.
+            UsageError: the number of arguments is wrong.
         """
-        specs = self._named(activations, parameters)
+        specs = self._name_arguments(activations, parameters)
         inputs = specs["inputs"]
         if len(inputs.shape) != 2 or not dtypes.dtype(inputs.dtype).is_float:
             raise _misfit("inputs", inputs, "rows of floating point numbers")
@@ -149,7 +149,7 @@ class MLP(PipelinedOperation):
         num_replicas = self.pipeline.stage_meshes[0].axis_length(self.pipeline.dp)
         if inputs.shape[0] < self.pipeline.num_runs * num_replicas:
             raise LayoutError(
-                f"a batch of {inputs.shape[0]} rows leaves nothing to do for some of {self.pipeline.num_runs} runs"
+                f"a batch of {inputs.shape[0]} rows has no rows for some of {self.pipeline.num_runs} runs"
                 f" x {num_replicas} replicas",
                 tensor="inputs",
                 got=f"{inputs.shape[0]} rows",
@@ -161,7 +161,7 @@ class MLP(PipelinedOperation):
         self, stage: int, builder: ProgramBuilder, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
     ) -> StageProgram:
         """Return the writer of one stage's program."""
-        return MLPStage(self._setting(self._named(activations, parameters)), stage, builder)
+        return MLPStage(self._make_setting(self._name_arguments(activations, parameters)), stage, builder)
 
     def packets(
         self, mesh: DeviceMesh, device: int, activations: Sequence[Array], parameters: Sequence[Array]
@@ -169,11 +169,11 @@ class MLP(PipelinedOperation):
         """Return a device's shards of the arguments of its stage.
 
         Raises:
-            UsageError: some arguments are numpy's and some torch's.
+            UsageError: some arguments are numpy arrays and some are tensors.
         """
-        arrays = self._named(activations, parameters)
+        arrays = self._name_arguments(activations, parameters)
         check_one_kind(arrays)
-        setting = self._setting({name: ArraySpec(tuple(array.shape)) for name, array in arrays.items()})
+        setting = self._make_setting({name: ArraySpec(tuple(array.shape)) for name, array in arrays.items()})
         stage = self.pipeline.stage_of(device)
         devices = self.pipeline.stage_meshes[stage]
         packets: dict[str, Array] = {}
@@ -186,17 +186,17 @@ class MLP(PipelinedOperation):
         return packets
 
     def result(self, outputs: Sequence[Any]) -> MLPResult:
-        """Return what a run gave, put together.
+        """Join the outputs of a run.
 
         Args:
-            outputs: of each device, in the order of the mesh (`Run.outputs`).
+            outputs: output of each device, in mesh order (`Run.outputs`).
 
         Raises:
-            UsageError: they are no outputs of this operation.
+            UsageError: the outputs are not from this operation.
         """
         if len(outputs) != self.pipeline.mesh.size:
             raise UsageError(
-                "an MLP's result is made of all devices' outputs",
+                "an MLP's result needs all devices' outputs",
                 got=f"{len(outputs)} outputs",
                 want=f"{self.pipeline.mesh.size}, as Run.outputs has them",
             )
@@ -204,15 +204,15 @@ class MLP(PipelinedOperation):
         found = dict(zip(self.pipeline.mesh.ranks, outputs, strict=True))
         for devices in self.pipeline.stage_meshes:
             for device in devices.ranks:
-                for name, array in _by_name(found[device]).items():
+                for name, array in _to_mapping(found[device]).items():
                     pieces.setdefault(name, []).append(array)
 
         def whole(name: str) -> Array:
-            """Join what is cut: columns of weights, numbers of biases, rows of the rest; others are one piece."""
+            """Join weights along columns, other pieces along their first dim; return a single piece unchanged."""
             parts = pieces.get(name)
             if parts is None:
                 raise UsageError(
-                    f"no device gave back {name!r}: these are no outputs of this MLP",
+                    f"no device returned {name!r}: these are not outputs of this MLP",
                     tensor=name,
                     got=str(list(pieces)[:16]),
                     want="Run.outputs of its own run",
@@ -228,7 +228,7 @@ class MLP(PipelinedOperation):
             states=tuple(whole(name) for name in self.state_names),
         )
 
-    def _named(self, activations: Sequence[Any], parameters: Sequence[Any]) -> dict[str, Any]:
+    def _name_arguments(self, activations: Sequence[Any], parameters: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments, or their specs, by name."""
         if len(activations) != 2:
             raise UsageError(
@@ -237,7 +237,7 @@ class MLP(PipelinedOperation):
         first, later = self.parameter_names, self.parameter_names + self.state_names
         if len(parameters) not in (len(first), len(later)):
             raise UsageError(
-                f"the parameters of an MLP of {self.num_layers} layers are weight and bias of each"
+                f"the parameters of an MLP of {self.num_layers} layers are the weight and bias of each"
                 + (", and after a step the optimizer's states" if self.state_names else ""),
                 got=f"{len(parameters)} arrays",
                 want=" or ".join(str(len(names)) for names in dict.fromkeys((first, later))) + " arrays",
@@ -245,7 +245,7 @@ class MLP(PipelinedOperation):
         names = later if len(parameters) == len(later) else first
         return {"inputs": activations[0], "targets": activations[1], **dict(zip(names, parameters, strict=True))}
 
-    def _setting(self, specs: Mapping[str, ArraySpec]) -> Setting:
+    def _make_setting(self, specs: Mapping[str, ArraySpec]) -> Setting:
         return Setting(self.pipeline, self.optimizer, self.num_layers, self.relu_last, specs)
 
     def _check_like(self, specs: Mapping[str, ArraySpec], name: str, want: ArraySpec) -> None:
@@ -257,8 +257,8 @@ def _misfit(name: str, spec: ArraySpec, want: str) -> LayoutError:
     return LayoutError(f"{name} does not fit the MLP", tensor=name, got=f"{spec.shape} {spec.dtype}", want=want)
 
 
-def _by_name(output: Any) -> Mapping[str, Array]:
-    """Return a device's output by name; a device that returns one array gives it bare, and only one can be alone."""
+def _to_mapping(output: Any) -> Mapping[str, Array]:
+    """Return a device's output as a dict; a device with a single output returns it bare, and only one kind can be."""
     if output is None or isinstance(output, Mapping):
         return output or {}
     return {"input_gradients.0": output}

@@ -20,14 +20,14 @@ __all__ = ["MLPStage", "Packet", "Setting"]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all stages of one step know."""
+    """Properties of a step that all its stages share."""
 
     pipeline: Pipeline
     optimizer: Optimizer | None
     num_layers: int
     relu_last: bool
     specs: Mapping[str, ArraySpec]
-    """Of the arguments: ``"inputs"``, ``"targets"``, ``"weight.0"``, ``"bias.0"``, ``"velocity.weight.0"``, ..."""
+    """Specs of the arguments: ``"inputs"``, ``"targets"``, ``"weight.0"``, ``"bias.0"``, ``"mean.weight.0"``, ..."""
 
     def layers(self, stage: int, chunk: int) -> range:
         """Return the layers of a stage's chunk."""
@@ -41,15 +41,15 @@ class Setting:
         return range(sum(lengths[:run]), sum(lengths[: run + 1]))
 
     def has_relu(self, layer: int) -> bool:
-        """Say whether relu follows a layer."""
+        """Return whether relu follows a layer."""
         return self.relu_last or layer < self.num_layers - 1
 
     def cut(self, rows: bool = False, columns: bool = False) -> TensorSharding:
         """Return the sharding of two dims, rows over `dp` and columns over `tp`."""
         return TensorSharding((self.pipeline.dp if rows else None, self.pipeline.tp if columns else None))
 
-    def of_parameter(self, name: str) -> TensorSharding:
-        """Return the sharding of a parameter, or of a state of it, by its name."""
+    def parameter_sharding(self, name: str) -> TensorSharding:
+        """Return the sharding of a parameter, or of one of its states, by name."""
         if name.rpartition("weight.")[1]:
             return self.cut(columns=True)
         return TensorSharding((self.pipeline.tp,) if name.rpartition("bias.")[1] else ())
@@ -62,9 +62,9 @@ class Setting:
                 yield f"bias.{layer}"
 
     def packets(self, stage: int) -> Iterator[Packet]:
-        """Yield what the host sends to a stage, in the order in which the stage first wants it."""
+        """Yield the host's packets for a stage, in the order of their first use."""
         for name in self.parameters(stage):
-            yield Packet(name, name, None, self.of_parameter(name))
+            yield Packet(name, name, None, self.parameter_sharding(name))
         for run in range(self.pipeline.num_runs):
             if stage == 0:
                 yield Packet(f"inputs.{run}", "inputs", self.rows(run), self.cut(rows=True))
@@ -73,30 +73,30 @@ class Setting:
         for state in self.optimizer.states if self.optimizer else ():
             for name in self.parameters(stage):
                 if (kept := f"{state}.{name}") in self.specs:
-                    yield Packet(kept, kept, None, self.of_parameter(kept))
+                    yield Packet(kept, kept, None, self.parameter_sharding(kept))
         if "steps" in self.specs:
             yield Packet("steps", "steps", None, TensorSharding(()))
 
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """What the host sends to the devices of a stage under one name, each its shard."""
+    """An array that the host sends to the devices of a stage; each device receives its shard."""
 
     name: str
     argument: str
-    """The name of the array that it is cut from."""
+    """Name of the array that the packet is cut from."""
     rows: range | None
-    """Those of the array that it holds; None: all."""
+    """Rows of the array in the packet; None means all."""
     sharding: TensorSharding
 
 
 class MLPStage(StageProgram):
-    """Writes one stage's program.
+    """Writes the program of one stage.
 
     Args:
-        setting: of the step.
-        stage: which one.
-        builder: of its devices.
+        setting: properties of the step.
+        stage: index of the stage.
+        builder: program builder of the stage's devices.
     """
 
     def __init__(self, setting: Setting, stage: int, builder: ProgramBuilder) -> None:
@@ -107,17 +107,17 @@ class MLPStage(StageProgram):
         self._parameters: dict[str, Value] = {}
         self._gradients: dict[str, Value] = {}
         self._kept: dict[tuple[int, int], tuple[Value, Value]] = {}
-        """By run and layer what its backward wants: the inputs, and the outputs."""
+        """Inputs and outputs of a layer that its backward needs, by run and layer."""
         self._output_gradients: dict[int, Value] = {}
         self._losses: dict[int, Value] = {}
 
     def begin(self) -> None:
-        """Take the parameters."""
+        """Receive the parameters."""
         for name in self._setting.parameters(self._stage):
             self._parameters[name] = self._receive(name)
 
     def forward(self, run: int, chunk: int, given: Value | None) -> Value | None:
-        """Write the chunk's layers; after the last one the loss and its gradient."""
+        """Write the chunk's layers; after the last layer also the loss and its gradient."""
         setting, builder = self._setting, self._builder
         x = self._receive(f"inputs.{run}") if given is None else given
         for layer in setting.layers(self._stage, chunk):
@@ -141,19 +141,19 @@ class MLPStage(StageProgram):
         return None
 
     def backward(self, run: int, chunk: int, given: Value | None) -> Value | None:
-        """Write the gradients of the chunk's layers, added to those of the runs before."""
+        """Write the gradients of the chunk's layers, added to those of earlier runs."""
         setting, builder = self._setting, self._builder
         dy = self._output_gradients.pop(run) if given is None else given
         for layer in reversed(setting.layers(self._stage, chunk)):
             x, y = self._kept.pop((run, layer))
             if setting.has_relu(layer):
-                # Of relu's output, which is above 0 where its input is: one array less to keep.
+                # relu's output is positive where its input is, so the output suffices and the input need not be kept.
                 dy = builder.compute("relu_backward", (y, dy), dy.shape, dy.sharding)
             self._add(f"weight.{layer}", builder.matmul(x, dy, "tn"))
             sums = TensorSharding((dy.sharding[1],), sums=(setting.pipeline.dp,))
             self._add(f"bias.{layer}", builder.compute("column_sum", (dy,), dy.shape[1:], sums))
             dx = builder.matmul(dy, self._parameters[f"weight.{layer}"], "nt")
-            # The layer below needs its own columns alone: half of what an all-reduce sends.
+            # The layer below needs only its own columns: a reduce-scatter sends half the bytes of an all-reduce.
             dy = redistribute(builder, dx, setting.cut(rows=True, columns=layer > 0))
         if layer > 0:
             return dy
@@ -161,7 +161,7 @@ class MLPStage(StageProgram):
         return None
 
     def end(self) -> None:
-        """Sum the gradients and the losses over the devices, do the step, and return all."""
+        """Sum gradients and losses over the devices, write the optimizer step, and return the results."""
         setting, builder = self._setting, self._builder
         if self._losses:
             losses = tuple(self._losses[run] for run in range(setting.pipeline.num_runs))
@@ -185,8 +185,8 @@ class MLPStage(StageProgram):
             kept = [f"{state}.{name}" for state in setting.optimizer.states]
             states = [self._receive(state) for state in kept if state in self._packets]
             new = setting.optimizer.step(builder, self._parameters[name], self._gradients[name], states, count)
-            for value, told in zip(new, (name, *kept), strict=True):
-                self._give(value, told)
+            for value, result_name in zip(new, (name, *kept), strict=True):
+                self._give(value, result_name)
 
     def _receive(self, name: str) -> Value:
         packet = self._packets[name]
@@ -195,14 +195,14 @@ class MLPStage(StageProgram):
         return self._builder.receive(name, shape, spec.dtype, packet.sharding)
 
     def _add(self, name: str, gradient: Value) -> None:
-        """Add a run's gradient of a parameter."""
+        """Add one run's gradient to a parameter's sum."""
         before = self._gradients.get(name)
         if before is not None:
             gradient = self._builder.compute("add", (before, gradient), gradient.shape, gradient.sharding)
         self._gradients[name] = gradient
 
     def _give(self, value: Value, name: str) -> None:
-        """Have a value returned, of those devices that hold the same by the first alone."""
+        """Return a value to the host; of devices with equal data, only the first returns it."""
         builder = self._builder
         free = [axis for axis in builder.mesh.axis_names if axis not in value.sharding.axes]
         for device, spec in zip(builder.mesh.ranks, builder.specs(value), strict=True):

@@ -1,8 +1,8 @@
-"""Optimizers of the virtual cluster: the step from gradients to new parameters, in the formulas of torch.
+"""Optimizers of the virtual cluster: the step from gradients to new parameters, by torch's formulas.
 
-An optimizer keeps some arrays for each parameter, its states, cut as the parameter is; some count their steps in one
-number besides. A first step begins without states: with zeros. States of parameters of 16 bits are float32, because
-squares of small gradients are 0 in fewer bits; this is more than torch's own optimizers keep for such parameters.
+An optimizer has some arrays for each parameter, its states, cut as the parameter; some also count their steps. Before
+the first step the states are zero, and are not passed. States of 16-bit parameters are float32, because squares of
+small gradients underflow in 16 bits; torch's own optimizers keep 16-bit states for such parameters.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ __all__ = ["SGD", "Adam", "Optimizer", "state_dtype"]
 
 
 class Optimizer(ABC):
-    """How a parameter changes; one instance serves all parameters, for it holds numbers alone."""
+    """The update rule of parameters; one instance serves all parameters, because it contains only numbers."""
 
     counts_steps: ClassVar[bool] = False
-    """Whether it keeps the number of steps."""
+    """Whether the optimizer stores the number of steps."""
 
     @property
     @abstractmethod
     def states(self) -> tuple[str, ...]:
-        """The names of the arrays that it keeps for each parameter."""
+        """Names of the arrays that it keeps for each parameter."""
 
     @abstractmethod
     def step(
         self, builder: ProgramBuilder, parameter: Value, gradient: Value, states: Sequence[Value], count: Value | None
     ) -> tuple[Value, ...]:
-        """Write one parameter's step; return the new parameter and its new states.
+        """Write the step of one parameter; return the new parameter and its new states.
 
         Args:
-            builder: of the devices that hold the parameter.
-            parameter: as it was.
-            gradient: summed over all rows, cut as the parameter.
-            states: as they were, in the order of `states`; none in the first step.
-            count: the number of steps, this one included; None where `counts_steps` is False.
+            builder: builder of the devices that have the parameter.
+            parameter: the parameter before the step.
+            gradient: the gradient summed over all rows, cut as the parameter.
+            states: the states before the step, in the order of `states`; empty in the first step.
+            count: the number of steps including this one; None if `counts_steps` is False.
         """
 
 
@@ -51,8 +51,8 @@ class SGD(Optimizer):
     """Stochastic gradient descent: ``v = momentum * v + g``, then ``w = w - learning_rate * v``.
 
     Args:
-        learning_rate: the step's length.
-        momentum: what is left of the velocity in the next step; with 0 no velocity is kept.
+        learning_rate: factor of the step.
+        momentum: factor of the old velocity in the next step; 0 means no velocity.
     """
 
     learning_rate: float
@@ -64,7 +64,7 @@ class SGD(Optimizer):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The velocity, if there is momentum."""
+        """The velocity, if the momentum is not 0."""
         return ("velocity",) if self.momentum else ()
 
     def step(
@@ -83,9 +83,9 @@ class Adam(Optimizer):
     """Adam (Kingma and Ba): steps along the mean of gradients, over the root of the mean of their squares.
 
     Args:
-        learning_rate: the step's length.
-        betas: what is left of the two means in the next step.
-        epsilon: is added to the root.
+        learning_rate: factor of the step.
+        betas: factors of the old means in the next step.
+        epsilon: added to the root.
     """
 
     counts_steps: ClassVar[bool] = True
@@ -131,23 +131,23 @@ def state_dtype(dtype: str) -> str:
 
 
 def _state(builder: ProgramBuilder, kernel: str, inputs: Sequence[Value], **options: float) -> Value:
-    """Call a kernel whose output is a state; its first input is the gradient."""
+    """Call a kernel that returns a state; its first input is the gradient."""
     first = inputs[0]
     dtype = state_dtype(first.dtype)
     return builder.compute(kernel, inputs, first.shape, first.sharding, dtype=dtype, options=lambda _: dict(options))
 
 
 def _like(builder: ProgramBuilder, kernel: str, inputs: Sequence[Value], **options: float) -> Value:
-    """Call a kernel whose output is as its first input."""
+    """Call a kernel whose output has the shape and type of its first input."""
     first = inputs[0]
     return builder.compute(kernel, inputs, first.shape, first.sharding, options=lambda _: dict(options))
 
 
 def _check_rate(value: float) -> None:
     if not isinstance(value, SupportsFloat) or not isfinite(value):
-        raise UsageError("the learning rate of an optimizer is no number", got=repr(value), want="such as 0.01")
+        raise UsageError("the learning rate of an optimizer must be a number", got=repr(value), want="such as 0.01")
 
 
 def _check_part(what: str, value: float) -> None:
     if not 0 <= value < 1:
-        raise UsageError(f"the {what} of an optimizer is no part of 1", got=repr(value), want="0 or more, below 1")
+        raise UsageError(f"the {what} of an optimizer is out of range", got=repr(value), want="0 or more, below 1")

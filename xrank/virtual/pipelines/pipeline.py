@@ -1,4 +1,4 @@
-"""Pipelines: the devices of a mesh as the stages of a model, and what each does in a cycle."""
+"""Pipelines: the devices of a mesh as stages of a model, and each stage's view of the schedule."""
 
 from __future__ import annotations
 
@@ -10,32 +10,36 @@ from typing import Self
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.mesh import MeshLike, as_device_mesh
-from xrank.virtual.pipelines.schedule import Schedule, Work, make_schedule
+from xrank.virtual.pipelines.schedule import Schedule, StageWork, make_schedule
 
 __all__ = ["Pipeline", "PipelineStage"]
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Pipeline:
-    """A mesh whose devices are the stages of a model; each stage may be many devices.
+    """A mesh whose devices are grouped into the stages of a model.
 
-    Where the mesh has one of the axes `pp`, `dp` and `tp`, the stages lie along `pp`, a stage's devices share the rows
-    of a batch along `dp` and the columns of weights along `tp`; an axis that is not there has length 1. Where it has
-    none of them, every device is a stage, in the order of the mesh.
+    If the mesh has any of the axes `pp`, `dp` and `tp`, the stages lie along `pp`, and a stage's devices divide a
+    batch's rows along `dp` and the columns of weights along `tp`; a missing axis counts as length 1. Otherwise every
+    device is a stage, in mesh order.
 
     Args:
-        mesh: the devices: a mesh, its shape, or their number.
-        num_runs: R, the runs (micro-batches) into which a batch is cut.
-        num_stages: S; None: as the mesh has.
-        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, or a schedule of one's own.
-        num_chunks: v, the chunks of the model that each stage holds; of ``"interleaved"`` alone.
-        pp: the name of the axis of stages.
-        dp: the name of the axis that shares rows.
-        tp: the name of the axis that shares columns.
+        mesh: a mesh, its shape, or the number of devices.
+        num_runs: R, the number of runs (micro-batches) per batch.
+        num_stages: S; None means that of the mesh.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, or a `Schedule`.
+        num_chunks: v, the number of the model's chunks per stage; only for ``"interleaved"``.
+        pp: name of the axis of stages.
+        dp: name of the axis that divides rows.
+        tp: name of the axis that divides columns.
 
     Raises:
-        LayoutError: the mesh has not so many stages, or an axis with no part in this.
-        UsageError: the schedule cannot be made, or is of other counts.
+        LayoutError: the mesh has another number of stages, or a further axis.
+        UsageError: the schedule is impossible, or its counts differ.
+
+    >>> pipeline = Pipeline(4, num_runs=8, schedule="1f1b")
+    >>> pipeline.num_cycles, pipeline.stage_of(3)
+    (22, 3)
     """
 
     mesh: DeviceMesh
@@ -46,7 +50,7 @@ class Pipeline:
     dp: str
     tp: str
     stage_meshes: tuple[DeviceMesh, ...] = field(repr=False, compare=False)
-    """Of each stage its devices, along the axes `dp` and `tp`; devices at the same place of two stages correspond."""
+    """Devices of each stage, along the axes `dp` and `tp`; devices at equal places of two stages communicate."""
 
     def __init__(
         self,
@@ -66,16 +70,16 @@ class Pipeline:
             num_stages = len(stage_meshes)
         if num_stages != len(stage_meshes):
             raise LayoutError(
-                f"the mesh {mesh.grid!r} has not {num_stages} stages",
+                f"the mesh {mesh.grid!r} does not have {num_stages} stages",
                 got=f"{len(stage_meshes)} stages",
                 want=f"{num_stages} stages",
-                next_step=f"make {pp} as long, or give a mesh of as many devices without {pp}, {dp} and {tp}",
+                next_step=f"make {pp} as long, or give a mesh of that many devices without {pp}, {dp} and {tp}",
             )
         if isinstance(schedule, str):
             schedule = make_schedule(schedule, num_runs, num_stages, num_chunks)
         if (schedule.num_runs, schedule.num_stages) != (num_runs, num_stages):
             raise UsageError(
-                f"the schedule {schedule.name!r} is of another pipeline",
+                f"the schedule {schedule.name!r} is for another pipeline",
                 got=f"{schedule.num_runs} runs over {schedule.num_stages} stages",
                 want=f"{num_runs} runs over {num_stages} stages",
             )
@@ -88,12 +92,12 @@ class Pipeline:
 
     @property
     def num_cycles(self) -> int:
-        """The cycles of a batch, from the first forward to the last backward."""
+        """Number of cycles per batch, from the first forward to the last backward."""
         return self.schedule.num_cycles
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
-        """A new `PipelineStage` of each stage, before its first cycle."""
+        """A new `PipelineStage` for each stage, before its first cycle."""
         return tuple(PipelineStage(self, index) for index in range(self.num_stages))
 
     def stage_of(self, device: int) -> int:
@@ -106,7 +110,7 @@ class Pipeline:
         return next(index for index, mesh in enumerate(self.stage_meshes) if device in mesh)
 
     def stage(self, device: int) -> PipelineStage:
-        """Return a new `PipelineStage` of a device's stage, before its first cycle.
+        """Return a new `PipelineStage` for a device's stage, before its first cycle.
 
         Raises:
             LayoutError: the mesh has no such device.
@@ -115,7 +119,7 @@ class Pipeline:
 
 
 class PipelineStage:
-    """A stage on its way through the cycles of a batch; each cycle is one ``with`` block.
+    """The position of one stage in the cycles of a batch; each cycle is one ``with`` block.
 
         stage = pipeline.stage(device.index)
         for _ in range(pipeline.num_cycles):
@@ -123,13 +127,13 @@ class PipelineStage:
                 if stage.forward:
                     ...
 
-    Each device has a stage of its own and counts its own cycles. What depends on the cycle can be asked inside of the
-    block only: outside it is a RuntimeError.
+    Each device has its own stage object and counts its own cycles. Properties that depend on the cycle raise a
+    RuntimeError outside of the block.
 
     Args:
         pipeline: the pipeline.
-        index: which of its stages.
-        device: which of the stage's devices; None: the first.
+        index: index of the stage.
+        device: one of the stage's devices; None means the first.
     """
 
     def __init__(self, pipeline: Pipeline, index: int, device: int | None = None) -> None:
@@ -141,19 +145,19 @@ class PipelineStage:
         self.index = index
         self.device = pipeline.stage_meshes[index].ranks[0] if device is None else device
         self.cycle = 0
-        """The cycle of the current block, or of the next one."""
+        """Number of the current block's cycle, or of the next one between blocks."""
         self._inside = False
         self._works = {work.cycle: work for work in pipeline.schedule.stages[index]}
 
     def __enter__(self) -> Self:
         if self._inside:
-            raise RuntimeError(f"stage {self.index} is in cycle {self.cycle} already: a cycle is one block")
+            raise RuntimeError(f"stage {self.index} is in cycle {self.cycle} already: use one block per cycle")
         if self.cycle == self.pipeline.num_cycles:
             raise UsageError(
-                f"stage {self.index} has done all cycles",
+                f"stage {self.index} has finished all cycles",
                 got=f"cycle {self.cycle}",
                 want=f"{self.pipeline.num_cycles} cycles",
-                next_step="take a new stage for a new batch",
+                next_step="create a new stage for a new batch",
             )
         self._inside = True
         return self
@@ -165,7 +169,7 @@ class PipelineStage:
         self.cycle += 1
 
     def __add__(self, offset: int) -> PipelineStage:
-        """Return the stage so many further on; the device there is the one that this one sends to."""
+        """Return the stage `offset` places further on, with the device there that this device sends to."""
         index = self.index + offset
         if not 0 <= index < self.pipeline.num_stages:
             raise UsageError(
@@ -184,17 +188,17 @@ class PipelineStage:
 
     @property
     def first_stage(self) -> bool:
-        """Whether the model's beginning lies here."""
+        """Whether this is the first stage of the model."""
         return self.index == 0
 
     @property
     def last_stage(self) -> bool:
-        """Whether the model's end lies here."""
+        """Whether this is the last stage of the model."""
         return self.index == self.pipeline.num_stages - 1
 
     @property
-    def work(self) -> Work | None:
-        """What the schedule says for this cycle; None: nothing."""
+    def work(self) -> StageWork | None:
+        """The scheduled work of this cycle; None in an idle cycle."""
         self._check_inside()
         return self._works.get(self.cycle)
 
@@ -210,28 +214,28 @@ class PipelineStage:
 
     @property
     def idle(self) -> bool:
-        """Whether this cycle is neither."""
+        """Whether this cycle has no work."""
         return self.work is None
 
     @property
     def current_run(self) -> int:
-        """The micro-batch of this cycle; in an idle cycle a ValueError."""
+        """The micro-batch of this cycle; raises a ValueError in an idle cycle."""
         return self._busy("run").run
 
     @property
     def current_chunk(self) -> int:
-        """The chunk of the stage that this cycle is about; in an idle cycle a ValueError."""
+        """The stage's chunk in this cycle; raises a ValueError in an idle cycle."""
         return self._busy("chunk").chunk
 
     @property
     def first_cycle(self) -> bool:
-        """Whether the batch begins."""
+        """Whether this is the first cycle of the batch."""
         self._check_inside()
         return self.cycle == 0
 
     @property
     def last_cycle(self) -> bool:
-        """Whether the batch ends."""
+        """Whether this is the last cycle of the batch."""
         self._check_inside()
         return self.cycle == self.pipeline.num_cycles - 1
 
@@ -239,14 +243,14 @@ class PipelineStage:
         if not self._inside:
             raise RuntimeError(f"stage {self.index} is between two cycles: ask inside of the block (with stage: ...)")
 
-    def _busy(self, what: str) -> Work:
+    def _busy(self, what: str) -> StageWork:
         work = self.work
         if work is None:
             raise UsageError(
                 f"stage {self.index} is idle in cycle {self.cycle} and has no {what}",
                 got="an idle cycle",
                 want="a forward or a backward",
-                next_step="ask stage.idle before",
+                next_step="check stage.idle first",
             )
         return work
 
@@ -254,14 +258,14 @@ class PipelineStage:
 def _stage_meshes(mesh: DeviceMesh, pp: str, dp: str, tp: str) -> tuple[DeviceMesh, ...]:
     """Return the devices of each stage, along `dp` and `tp`."""
     if len({pp, dp, tp}) < 3:
-        raise LayoutError("the axes of a pipeline have one name", got=f"pp={pp}, dp={dp}, tp={tp}", want="three names")
+        raise LayoutError("axes of a pipeline must differ", got=f"pp={pp}, dp={dp}, tp={tp}", want="three names")
     if not {pp, dp, tp} & set(mesh.axis_names):
         return tuple(DeviceMesh((1, 1), (dp, tp), (rank,)) for rank in mesh.ranks)
     lengths = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     for axis, length in lengths.items():
         if axis not in (pp, dp, tp) and length > 1:
             raise LayoutError(
-                f"the axis {axis!r} of the mesh {mesh.grid!r} has no part in a pipeline",
+                f"the axis {axis!r} of the mesh {mesh.grid!r} has no role in a pipeline",
                 got=f"{axis}={length}",
                 want=f"the axes {pp}, {dp} and {tp}, or others of length 1",
                 next_step="name the axes: Pipeline(..., pp=, dp=, tp=)",

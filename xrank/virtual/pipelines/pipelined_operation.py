@@ -1,4 +1,4 @@
-"""Pipelined operations: a model in parts, whose stages send each other what the schedule says."""
+"""Pipelined operations: a model in parts, whose stages communicate according to the schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.pipelines.pipeline import Pipeline
-from xrank.virtual.pipelines.schedule import Direction, Work
+from xrank.virtual.pipelines.schedule import Direction, StageWork
 from xrank.virtual.programs.operation import Operation
 from xrank.virtual.programs.program import Program, Send, Take
 from xrank.virtual.programs.program_builder import ProgramBuilder, Value
@@ -19,60 +19,59 @@ from xrank.virtual.programs.program_builder import ProgramBuilder, Value
 __all__ = ["PipelinedOperation", "StageProgram"]
 
 _Message: TypeAlias = tuple[Direction, int, int]
-"""What a message is for: the direction, the run, and the part of the model that takes it."""
+"""Direction, run, and the part of the model that receives the message."""
 
 
 class StageProgram(ABC):
-    """What one stage does, written with its builder.
+    """Writes the program of one stage with its builder.
 
-    Call order: `begin` once; `forward` and `backward` in the order of the schedule, each once for every run and chunk;
-    `end` once.
+    Call order: `begin` once; `forward` and `backward` in schedule order, each once for every run and chunk; `end` once.
     """
 
     @abstractmethod
     def begin(self) -> None:
-        """Write what comes before the first cycle: the parameters come."""
+        """Write the instructions before the first cycle, which receive the parameters."""
 
     @abstractmethod
     def forward(self, run: int, chunk: int, given: Value | None) -> Value | None:
-        """Write a forward; return what the next part of the model gets (of its last part, nothing).
+        """Write a forward; return the input of the model's next part (None after the last part).
 
         Args:
             run: the micro-batch.
-            chunk: which of the stage's chunks.
-            given: what the part before returned; None: this is the first one.
+            chunk: the stage's chunk.
+            given: the value from the previous part; None for the first part.
         """
 
     @abstractmethod
     def backward(self, run: int, chunk: int, given: Value | None) -> Value | None:
-        """Write a backward; return what the part before gets (of the model's first part, nothing).
+        """Write a backward; return the gradient for the previous part (None before the first part).
 
         Args:
             run: the micro-batch.
-            chunk: which of the stage's chunks.
-            given: what the part behind returned; None: this is the last one.
+            chunk: the stage's chunk.
+            given: the value from the next part; None for the last part.
         """
 
     @abstractmethod
     def end(self) -> None:
-        """Write what comes after the last cycle: results go to the host."""
+        """Write the instructions after the last cycle, which send results to the host."""
 
 
 class PipelinedOperation(Operation):
-    """An operation that the stages of a pipeline do together: a subclass says what one stage does.
+    """An operation that the stages of a pipeline execute together; a subclass defines the program of one stage.
 
-    Each stage is written as one program of its devices (`stage_program`); what a stage returns, every device of it
-    sends to the device at the same place of the next stage.
+    Each stage is written as one program for all its devices (`stage_program`). Every device of a stage sends the
+    returned value to the device at the same place of the next stage.
 
     Args:
-        pipeline: who does what when.
+        pipeline: the stages and their schedule.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        told: object = pipeline
-        if not isinstance(told, Pipeline):
+        given: object = pipeline
+        if not isinstance(given, Pipeline):
             name = type(self).__qualname__
-            raise UsageError(f"{name} takes a Pipeline", got=repr(told), want=f"{name}(Pipeline(mesh, num_runs))")
+            raise UsageError(f"{name} takes a Pipeline", got=repr(given), want=f"{name}(Pipeline(mesh, num_runs))")
         self.pipeline = pipeline
 
     @abstractmethod
@@ -83,11 +82,11 @@ class PipelinedOperation(Operation):
 
     @abstractmethod
     def check(self, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]) -> None:
-        """Refuse what the operation cannot do, before anything of it is written.
+        """Check the arguments before anything is written.
 
         Raises:
             LayoutError: sizes do not fit each other or the pipeline.
-            UsageError: the arguments are not those that the operation takes.
+            UsageError: the operation takes other arguments.
         """
 
     def compile(
@@ -96,15 +95,15 @@ class PipelinedOperation(Operation):
         """Return the programs of all devices.
 
         Raises:
-            LayoutError: as `check`, or the mesh is not the pipeline's.
-            UsageError: as `check`.
+            LayoutError: as in `check`, or the pipeline has another mesh.
+            UsageError: as in `check`.
         """
         if mesh != self.pipeline.mesh:
             raise LayoutError(
-                "the pipeline is of another mesh than the cluster",
+                "the pipeline has another mesh than the cluster",
                 got=f"{self.pipeline.mesh.grid!r} of {self.pipeline.mesh.size} devices",
                 want=f"{mesh.grid!r} of {mesh.size} devices",
-                next_step="make both of one DeviceMesh",
+                next_step="use one DeviceMesh for both",
             )
         self.check(activations, parameters)
         schedule = self.pipeline.schedule
@@ -113,7 +112,7 @@ class PipelinedOperation(Operation):
         mail = _Mail(builders, self.pipeline)
         for program in stages:
             program.begin()
-        for stage, work in schedule.in_order():
+        for stage, work in schedule.iterate_works():
             mail.pass_on(stage, work, stages[stage])
         for program in stages:
             program.end()
@@ -122,7 +121,7 @@ class PipelinedOperation(Operation):
 
 
 class _Mail:
-    """What is under way between stages while their programs are written, cycle by cycle."""
+    """Messages in transit between stages while their programs are written, cycle by cycle."""
 
     def __init__(self, builders: Sequence[ProgramBuilder], pipeline: Pipeline) -> None:
         self._builders = builders
@@ -130,11 +129,11 @@ class _Mail:
         named = pipeline.pp in pipeline.mesh.axis_names
         self._axes = (pipeline.pp,) if named else pipeline.mesh.axis_names
         self._sent: dict[tuple[int, int], deque[tuple[_Message, Value]]] = {}
-        """By sender and taker, in the order of sending."""
+        """Messages by (sender, receiver) stage, in sending order."""
         self._arrived: dict[_Message, Value] = {}
 
-    def pass_on(self, stage: int, work: Work, program: StageProgram) -> None:
-        """Write one work: take what it needs, do it, send what comes of it."""
+    def pass_on(self, stage: int, work: StageWork, program: StageProgram) -> None:
+        """Write one work: receive its input, execute it, send its result."""
         step = 1 if work.direction == "forward" else -1
         part = work.chunk * len(self._builders) + stage
         source, target = part - step, part + step
@@ -156,11 +155,12 @@ class _Mail:
         self._sent.setdefault((stage, target), deque()).append((message, value))
 
     def _take(self, source: int, stage: int, message: _Message) -> Value:
-        """Take messages of a stage, in the order of their sending, up to this one."""
+        """Receive messages from a stage, in sending order, until this one has arrived."""
         source %= len(self._builders)
         taker = self._builders[stage]
         devices = self._builders[source].mesh.ranks
         while message not in self._arrived:
+            # A channel delivers in sending order, so messages for later works may have to be received first.
             found, value = self._sent[source, stage].popleft()
             direction, run, part = found
             taken = Value(taker.register(f"{direction}.{run}.{part}"), value.shape, value.dtype, value.sharding)

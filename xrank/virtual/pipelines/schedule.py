@@ -1,18 +1,18 @@
-"""Schedules of pipelines, as data: which stage works at which micro-batch in which cycle.
+"""Pipeline schedules as data: which stage works on which micro-batch in which cycle.
 
-A batch is cut into R runs (micro-batches) and a model into S stages. A cycle is the time of one forward or one backward
-of one chunk of the model; a stage does one of them in a cycle, or is idle. With v chunks a stage, stage p holds the
-chunks p, S + p, 2S + p, ... of the model's S * v, so that a run passes every stage v times.
+A batch is divided into R runs (micro-batches) and a model into S stages. A cycle is the time of one forward or one
+backward of one chunk of the model; a stage does one of them per cycle, or is idle. With v chunks per stage, stage p has
+the chunks p, S + p, 2S + p, ... of the model's S * v, so a run passes every stage v times.
 
 | schedule | cycles | bubble | live activations of stage p |
 | --- | --- | --- | --- |
 | `gpipe` | 2(R + S - 1) | (S - 1) / (R + S - 1) | R |
-| `one_forward_one_backward` | 2(R + S - 1) | (S - 1) / (R + S - 1) | min(R, S - p) |
+| `1f1b` | 2(R + S - 1) | (S - 1) / (R + S - 1) | min(R, S - p) |
 | `interleaved`, R >= S | 2(vR + S - 1) | (S - 1) / (vR + S - 1) | more, each of 1/v the size |
 | `interleaved`, R < S | 2(vS + R - 1) | 1 - vR / (vS + R - 1) | the same |
 
-The runs' backwards come in the runs' order on every stage under each of the three, so that gradients which are summed
-as they come are equal to the last bit whichever is chosen.
+In all three, every stage does the backwards in the order of the runs, so gradients that are summed on arrival are equal
+bit by bit under every schedule.
 """
 
 from __future__ import annotations
@@ -23,49 +23,52 @@ from typing import Literal, NoReturn, TypeAlias
 
 from xrank.errors import UsageError
 
-__all__ = ["SCHEDULES", "Schedule", "Work", "gpipe", "interleaved", "make_schedule", "one_forward_one_backward"]
+__all__ = ["SCHEDULES", "Schedule", "StageWork", "make_1f1b", "make_gpipe", "make_interleaved", "make_schedule"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-"""The names that `make_schedule` knows."""
+"""The names that `make_schedule` accepts."""
 
 Direction: TypeAlias = Literal["forward", "backward"]
 _Order: TypeAlias = list[tuple[Direction, int, int]]
-"""What a stage does, first to last: direction, run, chunk."""
+"""(direction, run, chunk) of a stage's works, first to last."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What one stage does in one cycle."""
+class StageWork:
+    """The work of one stage in one cycle."""
 
     cycle: int
     direction: Direction
     run: int
     """The micro-batch."""
     chunk: int = 0
-    """Which of the stage's chunks of the model, from the model's beginning."""
+    """Index of the stage's chunk, from the model's beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Who does what when.
+    """The works of all stages by cycle.
 
     Args:
-        name: what it is called.
-        num_runs: R, the micro-batches of a batch.
-        num_stages: S, the stages.
-        num_chunks: v, the chunks of the model that each stage holds.
-        stages: of each stage, its works by cycle.
+        name: name of the schedule.
+        num_runs: R, the number of micro-batches per batch.
+        num_stages: S, the number of stages.
+        num_chunks: v, the number of the model's chunks per stage.
+        stages: works of each stage, by cycle.
 
     Raises:
-        UsageError: a stage has two works in a cycle, takes what no one sent in an earlier cycle, or does a work never,
-            or twice.
+        UsageError: a stage has two works in a cycle, needs an input that was not sent in an earlier cycle, or does a
+            work twice or never.
+
+    >>> make_schedule("1f1b", num_runs=8, num_stages=4).bubble_fraction
+    0.2727272727272727
     """
 
     name: str
     num_runs: int
     num_stages: int
     num_chunks: int
-    stages: tuple[tuple[Work, ...], ...] = field(repr=False)
+    stages: tuple[tuple[StageWork, ...], ...] = field(repr=False)
 
     def __post_init__(self) -> None:
         for count, what in ((self.num_runs, "runs"), (self.num_stages, "stages"), (self.num_chunks, "chunks")):
@@ -77,84 +80,89 @@ class Schedule:
             last = -1
             for work in works:
                 if work.cycle <= last:
-                    self._refuse(f"stage {stage} does {_said(work)} after cycle {last}", "one work a cycle, in order")
+                    self._refuse(f"stage {stage} does {_text(work)} after cycle {last}", "one work a cycle, in order")
                 last = work.cycle
                 if not (0 <= work.run < self.num_runs and 0 <= work.chunk < self.num_chunks):
                     self._refuse(
-                        f"{_said(work)} on stage {stage}", f"runs below {self.num_runs}, chunks below {self.num_chunks}"
+                        f"{_text(work)} on stage {stage}",
+                        f"runs below {self.num_runs}, chunks below {self.num_chunks}",
                     )
                 key = (work.direction, work.run, work.chunk * self.num_stages + stage)
                 if key in done:
-                    self._refuse(f"stage {stage} does {_said(work)} a second time", "each work once")
+                    self._refuse(f"stage {stage} does {_text(work)} a second time", "each work once")
                 done[key] = work.cycle
         wanted = 2 * self.num_runs * self.num_chunks * self.num_stages
         if len(done) != wanted:
-            self._refuse(f"{len(done)} works", f"{wanted}: a forward and a backward of every run, stage and chunk")
+            self._refuse(f"{len(done)} works", f"{wanted}: a forward and a backward for each run, stage and chunk")
         for (direction, run, part), cycle in done.items():
             for needed in _needs(direction, run, part, self.num_parts):
                 if done[needed] >= cycle:
                     self._refuse(
                         f"the {direction} of run {run} on part {part} of the model in cycle {cycle}",
-                        f"a cycle after {done[needed]}, in which the {needed[0]} on part {needed[2]} is done",
+                        f"a cycle after {done[needed]}, the cycle of the {needed[0]} on part {needed[2]}",
                     )
 
     @property
     def num_parts(self) -> int:
-        """The parts of the model, S * v; part k lies on stage k mod S, as its chunk k // S."""
+        """Number of the model's parts, S * v; part k is chunk k // S of stage k mod S."""
         return self.num_stages * self.num_chunks
 
     @property
     def num_cycles(self) -> int:
-        """The cycles from the first work to the last."""
+        """Number of cycles from the first work to the last."""
         return 1 + max(works[-1].cycle for works in self.stages)
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all stages' cycles that is idle."""
+        """Idle fraction of all stages' cycles."""
         return 1 - sum(map(len, self.stages)) / (self.num_stages * self.num_cycles)
 
     @property
     def peak_live_activations(self) -> tuple[int, ...]:
-        """Of each stage, the most forwards (of one chunk each) whose backward is still to come, at any time."""
+        """Per stage, the largest number of forwards (of one chunk each) that wait for their backward."""
         return tuple(_peak(works) for works in self.stages)
 
-    def at(self, stage: int, cycle: int) -> Work | None:
-        """Return what a stage does in a cycle; None where it is idle."""
+    def find_work(self, stage: int, cycle: int) -> StageWork | None:
+        """Return the work of a stage in a cycle; None if it is idle."""
         return next((work for work in self.stages[stage] if work.cycle == cycle), None)
 
-    def in_order(self) -> Iterator[tuple[int, Work]]:
-        """Yield stages with their works, cycle by cycle: what a work needs has come before it."""
+    def iterate_works(self) -> Iterator[tuple[int, StageWork]]:
+        """Yield (stage, work) cycle by cycle; a work comes after the works that it needs."""
         everything = ((work.cycle, stage, work) for stage, works in enumerate(self.stages) for work in works)
         return ((stage, work) for _, stage, work in sorted(everything, key=lambda one: one[:2]))
 
     def _refuse(self, got: str, want: str) -> NoReturn:
-        raise UsageError(f"the schedule {self.name!r} cannot be kept", got=got, want=want)
+        raise UsageError(f"the schedule {self.name!r} is impossible", got=got, want=want)
 
 
-def gpipe(num_runs: int, num_stages: int) -> Schedule:
-    """Return the schedule that does all forwards, then all backwards."""
-    order: _Order = [("forward", run, 0) for run in _counted(num_runs, "runs")]
+def make_gpipe(num_runs: int, num_stages: int) -> Schedule:
+    """Schedule all forwards, then all backwards."""
+    order: _Order = [("forward", run, 0) for run in _range(num_runs, "runs")]
     order += [("backward", run, 0) for run in range(num_runs)]
-    return _timed("gpipe", num_runs, num_stages, 1, [order for _ in _counted(num_stages, "stages")])
+    return _assign_cycles("gpipe", num_runs, num_stages, 1, [order for _ in _range(num_stages, "stages")])
 
 
-def one_forward_one_backward(num_runs: int, num_stages: int) -> Schedule:
-    """Return the schedule that does a run's backward as soon as it can: fewer activations live than under `gpipe`."""
-    forwards: _Order = [("forward", run, 0) for run in _counted(num_runs, "runs")]
+def make_1f1b(num_runs: int, num_stages: int) -> Schedule:
+    """Schedule each backward as soon as possible: fewer live activations than in `gpipe`."""
+    forwards: _Order = [("forward", run, 0) for run in _range(num_runs, "runs")]
     backwards: _Order = [("backward", run, 0) for run in range(num_runs)]
-    orders = [_alternating(forwards, backwards, num_stages - 1 - stage) for stage in _counted(num_stages, "stages")]
-    return _timed("1f1b", num_runs, num_stages, 1, orders)
+    orders = [_alternating(forwards, backwards, num_stages - 1 - stage) for stage in _range(num_stages, "stages")]
+    return _assign_cycles("1f1b", num_runs, num_stages, 1, orders)
 
 
-def interleaved(num_runs: int, num_stages: int, num_chunks: int) -> Schedule:
-    """Return the 1f1b of several chunks a stage (Megatron-LM's): smaller bubbles for more messages.
+def make_interleaved(num_runs: int, num_stages: int, num_chunks: int) -> Schedule:
+    """Schedule 1f1b with several chunks per stage (as Megatron-LM): smaller bubbles but more messages.
 
-    Runs pass the chunks in groups of at least S, so that no stage waits for a group's first run to come around;
-    Megatron asks for groups of exactly S, and so for R divisible by S.
+    Runs pass the chunks in groups of at least S, so no stage waits for a group's first run to return. Megatron
+    requires groups of exactly S, and so an R divisible by S.
     """
-    runs, stages, chunks = _counted(num_runs, "runs"), _counted(num_stages, "stages"), _counted(num_chunks, "chunks")
+    runs, stages, chunks = (
+        _range(num_runs, "runs"),
+        _range(num_stages, "stages"),
+        _range(num_chunks, "chunks"),
+    )
     if num_chunks == 1:
-        plain = one_forward_one_backward(num_runs, num_stages)
+        plain = make_1f1b(num_runs, num_stages)
         return Schedule("interleaved", num_runs, num_stages, 1, plain.stages)
     num_groups = max(1, num_runs // num_stages)
     groups = [
@@ -162,32 +170,32 @@ def interleaved(num_runs: int, num_stages: int, num_chunks: int) -> Schedule:
     ]
     forwards: _Order = [("forward", run, chunk) for group in groups for chunk in chunks for run in group]
     backwards: _Order = [("backward", run, chunk) for group in groups for chunk in reversed(chunks) for run in group]
-    # Before its first backward, the last stage has all chunks but one of a group behind it; each stage before it has
-    # two works more, for a run needs a cycle to get to the last stage and one to come back.
+    # Before its first backward, the last stage has done all chunks but one of a group. Each earlier stage is two works
+    # further ahead, because a run needs one cycle to reach the next stage and one to come back.
     before_last = (num_chunks - 1) * max(map(len, groups))
     orders = [_alternating(forwards, backwards, before_last + 2 * (num_stages - 1 - stage)) for stage in stages]
-    return _timed("interleaved", num_runs, num_stages, num_chunks, orders)
+    return _assign_cycles("interleaved", num_runs, num_stages, num_chunks, orders)
 
 
 def make_schedule(name: str, num_runs: int, num_stages: int, num_chunks: int = 1) -> Schedule:
-    """Return the schedule of that name, one of `SCHEDULES`.
+    """Create a schedule by name, one of `SCHEDULES`.
 
     Raises:
-        UsageError: there is no such schedule, or it has no chunks.
+        UsageError: the name is unknown, or the schedule does not support chunks.
     """
     if name == "interleaved":
-        return interleaved(num_runs, num_stages, num_chunks)
+        return make_interleaved(num_runs, num_stages, num_chunks)
     if name not in SCHEDULES:
-        raise UsageError(f"there is no schedule {name!r}", got=repr(name), want="one of " + ", ".join(SCHEDULES))
+        raise UsageError(f"unknown schedule {name!r}", got=repr(name), want="one of " + ", ".join(SCHEDULES))
     if num_chunks != 1:
         raise UsageError(
-            f"the schedule {name!r} has one chunk a stage", got=f"num_chunks={num_chunks}", want='1, or "interleaved"'
+            f"the schedule {name!r} has one chunk per stage", got=f"num_chunks={num_chunks}", want='1, or "interleaved"'
         )
-    return gpipe(num_runs, num_stages) if name == "gpipe" else one_forward_one_backward(num_runs, num_stages)
+    return make_gpipe(num_runs, num_stages) if name == "gpipe" else make_1f1b(num_runs, num_stages)
 
 
 def _alternating(forwards: _Order, backwards: _Order, num_before: int) -> _Order:
-    """Return some forwards, then a forward and a backward in turns, then the backwards that are left."""
+    """Return the first forwards, then forwards and backwards in turn, then the remaining backwards."""
     num_before = min(num_before, len(forwards))
     order = forwards[:num_before]
     for forward, backward in zip(forwards[num_before:], backwards, strict=False):
@@ -195,11 +203,11 @@ def _alternating(forwards: _Order, backwards: _Order, num_before: int) -> _Order
     return order + backwards[len(forwards) - num_before :]
 
 
-def _timed(name: str, num_runs: int, num_stages: int, num_chunks: int, orders: Sequence[_Order]) -> Schedule:
-    """Return the schedule in which each stage does its works in its order, each as soon as it can."""
+def _assign_cycles(name: str, num_runs: int, num_stages: int, num_chunks: int, orders: Sequence[_Order]) -> Schedule:
+    """Assign cycles: each stage keeps its order and does each work as early as possible."""
     num_parts = num_stages * num_chunks
     done: dict[tuple[Direction, int, int], int] = {}
-    stages: list[list[Work]] = [[] for _ in orders]
+    stages: list[list[StageWork]] = [[] for _ in orders]
     cycle = 0
     while len(done) < sum(map(len, orders)):
         new = []
@@ -209,7 +217,7 @@ def _timed(name: str, num_runs: int, num_stages: int, num_chunks: int, orders: S
             direction, run, chunk = order[len(stages[stage])]
             part = chunk * num_stages + stage
             if all(needed in done for needed in _needs(direction, run, part, num_parts)):
-                stages[stage].append(Work(cycle, direction, run, chunk))
+                stages[stage].append(StageWork(cycle, direction, run, chunk))
                 new.append((direction, run, part))
         assert new, f"the stages of {name} wait for each other in cycle {cycle}"
         done.update(dict.fromkeys(new, cycle))
@@ -218,7 +226,7 @@ def _timed(name: str, num_runs: int, num_stages: int, num_chunks: int, orders: S
 
 
 def _needs(direction: Direction, run: int, part: int, num_parts: int) -> Iterator[tuple[Direction, int, int]]:
-    """Yield what must be done in earlier cycles."""
+    """Yield the works that must be done in earlier cycles."""
     if direction == "backward":
         yield "forward", run, part
         if part < num_parts - 1:
@@ -227,7 +235,7 @@ def _needs(direction: Direction, run: int, part: int, num_parts: int) -> Iterato
         yield "forward", run, part - 1
 
 
-def _peak(works: Iterable[Work]) -> int:
+def _peak(works: Iterable[StageWork]) -> int:
     live = peak = 0
     for work in works:
         live += 1 if work.direction == "forward" else -1
@@ -235,7 +243,7 @@ def _peak(works: Iterable[Work]) -> int:
     return peak
 
 
-def _counted(count: int, what: str) -> range:
+def _range(count: int, what: str) -> range:
     _check_count(count, what)
     return range(count)
 
@@ -245,5 +253,5 @@ def _check_count(count: int, what: str) -> None:
         raise UsageError(f"a pipeline has 1 or more {what}", got=repr(count), want="an integer, 1 or more")
 
 
-def _said(work: Work) -> str:
+def _text(work: StageWork) -> str:
     return f"the {work.direction} of run {work.run}, chunk {work.chunk}, in cycle {work.cycle}"

@@ -1,1 +1,1 @@
-"""Programs as data: their steps and registers, what builds them, and the kernels that they call by name."""
+"""Programs as data: instructions and registers, the program builder, and the kernels that programs call by name."""

@@ -3,9 +3,9 @@
     @kernel("relu")
     def relu(x: Array) -> Array: ...
 
-A kernel gets the arrays of its inputs (all numpy, or all torch), and its options as keyword arguments. It gives back
-an array, or a tuple where the instruction has several outputs, of the same kind, with the shapes and element types
-that the instruction says. It changes none of its inputs; an output may be a view of one.
+A kernel receives its input arrays (all numpy, or all torch) and its options as keyword arguments. It returns an array,
+or a tuple if the instruction has several outputs, of the same kind and with the instruction's shapes and element types.
+It must not change its inputs; an output may be a view of one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xrank.errors import UsageError
 __all__ = ["find_kernel", "kernel"]
 
 _HOMES = ("xrank.virtual.programs.kernels_dense", "xrank.virtual.programs.kernels_mlp")
-"""The modules whose import registers xrank's own kernels; imported when a name is not yet known."""
+"""Modules that register xrank's own kernels when they are imported, at the first unknown name."""
 
 _KERNELS: dict[str, Callable[..., Any]] = {}
 
@@ -27,17 +27,23 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def kernel(name: str) -> Callable[[_F], _F]:
-    """Return the decorator that gives a function its name among the kernels.
+    """Return a decorator that registers a function as a kernel.
 
     Raises:
-        UsageError: another function has the name.
+        UsageError: another function has this name.
+
+    >>> @kernel("example.double")
+    ... def double(x):
+    ...     return 2 * x
+    >>> find_kernel("example.double")(21)
+    42
     """
 
     def register(function: _F) -> _F:
         known = _KERNELS.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
             raise UsageError(
-                f"there are two kernels {name!r}",
+                f"two kernels are named {name!r}",
                 got=f"{function.__module__}.{function.__qualname__}",
                 want=f"{known.__module__}.{known.__qualname__} alone",
                 next_step="choose another name",
@@ -52,7 +58,7 @@ def find_kernel(name: str) -> Callable[..., Any]:
     """Return the kernel of that name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the name is unknown.
     """
     if name not in _KERNELS:
         for home in _HOMES:
@@ -61,7 +67,7 @@ def find_kernel(name: str) -> Callable[..., Any]:
         return _KERNELS[name]
     except KeyError:
         raise UsageError(
-            f"no kernel is called {name!r}",
+            f"unknown kernel {name!r}",
             got=repr(name),
             want=f"one of {sorted(_KERNELS)}",
             next_step="import the module that registers it before the run",

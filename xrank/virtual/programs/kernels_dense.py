@@ -1,4 +1,4 @@
-"""Kernels of dense layers: products, biases, relu, and what lays shards out; on numpy arrays and torch tensors."""
+"""Kernels of dense layers: products, biases, relu and the layout of blocks; for numpy arrays and torch tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
     "relu_backward",
     "slice_dim",
     "tile",
-    "widened",
+    "widen",
 ]
 
 
@@ -32,7 +32,7 @@ def matmul(left: Array, right: Array, *, form: str = "nn") -> Array:
     Elements of 16 bits or fewer are multiplied and summed in float32, and rounded once.
     """
     dtype = left.dtype
-    left, right = widened(left), widened(right)
+    left, right = widen(left), widen(right)
     if form == "tn":
         product = _matrix(left).T @ _matrix(right)
     else:
@@ -55,7 +55,7 @@ def flatten(x: Array) -> Array:
 
 @kernel("tile")
 def tile(x: Array, *, shape: Sequence[int], starts: Sequence[Sequence[int]], shapes: Sequence[Sequence[int]]) -> Array:
-    """Return the whole that blocks make, which lie flat one after another; each begins there and has that shape."""
+    """Assemble an array from blocks, which are flat in `x` one after another; a block has a start and a shape."""
     whole = np.empty(shape, x.dtype) if isinstance(x, np.ndarray) else x.new_empty(tuple(shape))
     position = 0
     for start, block in zip(starts, shapes, strict=True):
@@ -79,7 +79,7 @@ def relu(x: Array) -> Array:
 
 @kernel("relu_backward")
 def relu_backward(x: Array, gradient: Array) -> Array:
-    """Return the gradient of relu's input x from that of its output. At 0 it is 0, as torch has it."""
+    """Return the gradient of relu's input from that of its output; as in torch, it is 0 where x is 0."""
     if isinstance(x, np.ndarray):
         return np.where(x > 0, gradient, gradient.dtype.type(0))
     return gradient * (x > 0)
@@ -88,22 +88,22 @@ def relu_backward(x: Array, gradient: Array) -> Array:
 @kernel("column_sum")
 def column_sum(x: Array) -> Array:
     """Return the sum over all dims but the last."""
-    return cast(_matrix(widened(x)).sum(0), x.dtype)
+    return cast(_matrix(widen(x)).sum(0), x.dtype)
 
 
 def _matrix(x: Array) -> Array:
-    # The number of rows is said, because -1 cannot be told of a matrix without columns.
+    # Explicit number of rows: numpy and torch cannot infer -1 for a matrix without columns.
     return x.reshape((prod(x.shape[:-1]), x.shape[-1]))
 
 
-def widened(x: Array) -> Array:
-    """Return narrow floats in float32: numpy would round every partial sum, and has no fast product of them."""
+def widen(x: Array) -> Array:
+    """Convert narrow floats to float32: numpy would round every partial sum, and its product of them is slow."""
     if isinstance(x, np.ndarray):
-        # Narrow floats of ml_dtypes are of kind "V" for numpy, so that only "no integer, no bool" finds them all.
+        # numpy reports kind "V" for narrow floats of ml_dtypes, so exclude integers and bools instead.
         return x.astype(np.float32) if x.dtype.itemsize < 4 and x.dtype.kind not in "iub" else x
     return x.float() if x.is_floating_point() and x.element_size() < 4 else x
 
 
 def cast(x: Array, dtype: Any) -> Array:
-    """Return an array in another element type of its kind."""
+    """Convert an array to another element type of its kind."""
     return x.astype(dtype, copy=False) if isinstance(x, np.ndarray) else x.to(dtype)

@@ -1,4 +1,4 @@
-"""Operations: what the cluster runs when it knows beforehand what each device does."""
+"""Operations: work that the cluster can compile to programs before it runs."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ __all__ = ["Operation"]
 
 
 class Operation(ABC):
-    """Something that compiles to one program a device.
+    """Work that compiles to one program per device.
 
-    `VirtualCluster.run` calls `compile` once, then `packets` once for each device, all before any device begins, so
-    that what does not fit is refused while nothing runs. `plan` calls `compile` alone.
+    `VirtualCluster.run` calls `compile` once, then `packets` once per device, before any device starts, so invalid
+    arguments are reported before anything runs. `plan` calls only `compile`.
     """
 
     @abstractmethod
     def compile(
         self, mesh: DeviceMesh, activations: Sequence[ArraySpec], parameters: Sequence[ArraySpec]
     ) -> tuple[Program, ...]:
-        """Return the programs of all devices, in the order of the mesh.
+        """Return the programs of all devices, in mesh order.
 
         Args:
-            mesh: the devices.
-            activations: the specs of what changes from call to call.
-            parameters: the specs of what is kept.
+            mesh: the mesh of all devices.
+            activations: specs of the arrays that change from call to call.
+            parameters: specs of the arrays that persist between calls.
 
         Raises:
-            LayoutError: the operation cannot be done on this mesh with these sizes; names the dim and the axis.
-            UsageError: the arguments are not those that the operation takes.
+            LayoutError: the operation does not fit this mesh and these sizes; names the dim and the axis.
+            UsageError: the operation takes other arguments.
         """
 
     @abstractmethod
     def packets(
         self, mesh: DeviceMesh, device: int, activations: Sequence[Array], parameters: Sequence[Array]
     ) -> dict[str, Array]:
-        """Return what the host sends to a device: an array for each `Receive` of its program, by the name there."""
+        """Return the host's arrays for a device: one per `Receive` of its program, by packet name."""

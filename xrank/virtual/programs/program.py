@@ -1,8 +1,8 @@
-"""Programs: what each device of a mesh does, step by step, as data.
+"""Programs: the steps of each device of a mesh, as data.
 
-An operation compiles to one program a device. Both engines of the cluster interpret the same programs, a dry plan
-counts them without running anything, and a link model times them. Values live in registers, which have names; each
-register is written once, and lives until the last instruction that reads it.
+An operation compiles to one program per device. Both engines interpret the same programs, a plan counts their costs
+without a run, and a link model times them. Values are in named registers; each register is written once and freed
+after the last instruction that reads it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["Communicate", "Compute", "Instruction", "Program", "Receive", "Retur
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Take a packet from the host."""
+    """Receive a packet from the host."""
 
     output: str
-    """The register, and the packet's name."""
+    """The register; also the packet's name."""
     spec: ArraySpec
 
 
@@ -32,7 +32,7 @@ class Compute:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     specs: tuple[ArraySpec, ...]
-    """Of the outputs."""
+    """Specs of the outputs."""
     flops: int = 0
     options: tuple[tuple[str, Any], ...] = ()
     """Keyword arguments of the kernel, plain values."""
@@ -40,33 +40,33 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Communicate:
-    """Take part in a collective of a group of devices; each member has the like at the same place of the order."""
+    """Take part in a collective; the other members have matching instructions in the same order."""
 
     collective: str
     """A name of `xrank.virtual.collectives`: ``"all_gather"``."""
     group: tuple[int, ...]
     """The members, in the group's order; this device is one of them."""
     input: str
-    """What this member gives; "" where it gives nothing (a receiver of a broadcast)."""
+    """Register with this member's input; "" if it has none (a receiver of a broadcast)."""
     output: str
-    """What it gets; "" where it gets nothing."""
+    """Register of the result; "" without a result."""
     given: tuple[ArraySpec, ...]
-    """What each member gives, in the group's order; for those who give nothing, what they get."""
+    """Spec of each member's input, in the group's order; for members without input, the spec of their result."""
     spec: ArraySpec
-    """Of the output."""
+    """Spec of the result."""
     dim: int | None = None
-    """Where parts are joined or cut."""
+    """The dim along which parts are joined or cut."""
     reduction: str | None = None
     """``"sum"``, ``"mean"``, ``"max"``, ``"min"``, ``"prod"``."""
     root: int | None = None
     """The device that broadcasts, scatters or gathers."""
     axes: tuple[str, ...] = ()
-    """The mesh axes that the group spans, for the link model."""
+    """Mesh axes that the group spans, for the link model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a register to another device, which has a `Take` for it; returns before it is taken."""
+    """Send a register to another device, which receives it with a `Take`; does not wait for it."""
 
     input: str
     device: int
@@ -76,7 +76,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Take what another device sends, in the order of its sends."""
+    """Receive the next array that another device sends to this one."""
 
     output: str
     device: int
@@ -86,7 +86,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """Send a register to the host, which knows it by this name."""
+    """Send a register to the host under a name."""
 
     input: str
     name: str
@@ -98,7 +98,7 @@ Instruction: TypeAlias = Receive | Compute | Communicate | Send | Take | Return
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one device does, first to last."""
+    """The instructions of one device, in order."""
 
     device: int
     instructions: tuple[Instruction, ...]

@@ -1,8 +1,7 @@
-"""Program builders: the programs of all devices of a mesh at once, written as steps on sharded values.
+"""Program builders: write the programs of all devices of a mesh at once, as steps on sharded values.
 
-A `Value` is one tensor, which the devices hold by a sharding. Each step adds one instruction to every device's
-program, of the local sizes, and says the value that comes of it. The module ``redistribution`` brings a value from one
-sharding to another.
+A `Value` is one tensor, distributed over the devices by a sharding. Each step appends one instruction with local sizes
+to every device's program and returns the resulting value. Module ``redistribution`` changes the sharding of a value.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from xrank.virtual.sharding import DimSharding, TensorSharding, bounds_of, canon
 __all__ = ["Form", "ProgramBuilder", "Ranges", "Value"]
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Per dim the range that a device holds."""
+"""(start, stop) of a device's shard in each dim."""
 
 Form: TypeAlias = Literal["nn", "nt", "tn"]
-"""Of a product: nn is (..., k) by (k, n); nt is (..., n) by (k, n) transposed; tn is (..., k) transposed by (..., n),
-where all dims but the last are contracted."""
+"""Form of a product: nn is (..., k) by (k, n); nt is (..., n) by (k, n) transposed; tn is (..., k) transposed by
+(..., n), which contracts all dims but the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that all devices of a builder's mesh hold by one sharding, in a register of one name."""
+    """A tensor distributed over all devices of a mesh by one sharding, in a register of one name."""
 
     register: str
     shape: tuple[int, ...]
-    """Global."""
+    """Global shape."""
     dtype: str
     sharding: TensorSharding
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The axes along which devices hold addends."""
+        """Axes along which the devices have addends."""
         return self.sharding.sums
 
 
@@ -50,49 +49,49 @@ class ProgramBuilder:
     """Writes the programs of the devices of a mesh.
 
     Args:
-        mesh: the devices; a part of a mesh (`DeviceMesh.submesh`) keeps the devices' numbers, so that the stages of a
-            pipeline can each have a builder.
+        mesh: the mesh; a submesh (`DeviceMesh.submesh`) keeps the devices' numbers, so each pipeline stage can have its
+            own builder.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.instructions: dict[int, list[Instruction]] = {device: [] for device in mesh.ranks}
-        """By device, in the order of the mesh; what no step here says may be added by hand."""
+        """Instructions by device, in mesh order; callers may append further ones."""
         self.redistributed: dict[tuple[Value, TensorSharding], Value] = {}
-        """What `xrank.virtual.programs.redistribution` has made: a value that is wanted twice is gathered once."""
+        """Cache of `xrank.virtual.programs.redistribution`: a value used twice is gathered once."""
         self._coordinates = [mesh.coordinate(device) for device in mesh.ranks]
         self._groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
         self._bounds: dict[tuple[DimSharding, int], list[tuple[int, int]]] = {}
         self._count = 0
 
     def programs(self) -> tuple[Program, ...]:
-        """Return the programs, in the order of the mesh."""
+        """Return the programs in mesh order."""
         return tuple(Program(device, tuple(instructions)) for device, instructions in self.instructions.items())
 
     def register(self, name: str) -> str:
-        """Return a name for a register that no other has."""
+        """Return an unused register name."""
         self._count += 1
         return f"{name}.{self._count}"
 
     def canonical(self, shape: Sequence[int], sharding: TensorSharding) -> TensorSharding:
-        """Return the one sharding that cuts a tensor of this shape so; equal ones need no step between them."""
+        """Return the normal form of a sharding for this shape; shardings with equal forms need no redistribution."""
         sharding.check(self.mesh, shape)
         dims = tuple(canonical(dim, size, self.mesh) for dim, size in zip(sharding.dims, shape, strict=True))
         lengths = zip(self.mesh.axis_names, self.mesh.shape, strict=True)
         return TensorSharding(dims, tuple(axis for axis, length in lengths if length > 1 and axis in sharding.sums))
 
     def ranges(self, shape: Sequence[int], dims: Sequence[DimSharding]) -> list[Ranges]:
-        """Return the ranges that each device holds, in the order of the mesh."""
+        """Return each device's ranges, in mesh order."""
         if not shape:
             return [()] * len(self._coordinates)
         return list(zip(*map(self._bounds_of, dims, shape), strict=True))
 
     def specs(self, value: Value) -> list[ArraySpec]:
-        """Return the spec of what each device holds, in the order of the mesh."""
+        """Return the spec of each device's shard, in mesh order."""
         return [local_spec(ranges, value.dtype) for ranges in self.ranges(value.shape, value.sharding.dims)]
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return each device's group along these axes, its members in the order of cutting by them."""
+        """Return each device's group along these axes, with members ordered as the axes cut."""
         key = tuple(axes)
         if key not in self._groups:
             self.mesh.check_axes(key)
@@ -105,7 +104,7 @@ class ProgramBuilder:
         return self._groups[key]
 
     def receive(self, packet: str, shape: Sequence[int], dtype: str, sharding: TensorSharding) -> Value:
-        """Take a tensor from the host: every device its shard, as a packet of this name."""
+        """Receive a tensor from the host: each device gets its shard, as a packet of this name."""
         value = Value(packet, tuple(shape), dtype, self.canonical(shape, sharding))
         for own, spec in zip(self.instructions.values(), self.specs(value), strict=True):
             own.append(Receive(packet, spec))
@@ -127,44 +126,44 @@ class ProgramBuilder:
         options: Callable[[int], dict[str, Any]] | None = None,
         flops: Callable[[int], int] | None = None,
     ) -> Value:
-        """Call a kernel of one output on the devices' shards of the inputs.
+        """Call a kernel with one output on the devices' shards of the inputs.
 
         Args:
-            kernel: its name.
-            inputs: what it gets.
-            shape: the output's global shape.
-            sharding: how the devices hold the output; that this follows from the kernel is the caller's to know.
-            dtype: the output's element type; None: the first input's.
-            options: the keyword arguments on the device at a place of the mesh's order.
-            flops: the flops there.
+            kernel: name of the kernel.
+            inputs: the kernel's inputs.
+            shape: global shape of the output.
+            sharding: sharding of the output; the caller must ensure that the kernel produces it.
+            dtype: element type of the output; None means that of the first input.
+            options: returns the kernel's keyword arguments for the device at a place in mesh order.
+            flops: returns the flops for the device at a place in mesh order.
         """
         sharding = self.canonical(shape, sharding)
         value = Value(self.register(kernel), tuple(shape), dtype or inputs[0].dtype, sharding)
         names = tuple(each.register for each in inputs)
         for place, (own, spec) in enumerate(zip(self.instructions.values(), self.specs(value), strict=True)):
-            told = () if options is None else tuple(options(place).items())
+            keywords = () if options is None else tuple(options(place).items())
             cost = 0 if flops is None else flops(place)
-            own.append(Compute(kernel, names, (value.register,), (spec,), cost, told))
+            own.append(Compute(kernel, names, (value.register,), (spec,), cost, keywords))
         return value
 
     def matmul(self, left: Value, right: Value, form: Form = "nn") -> Value:
-        """Multiply the shards, which fit each other; axes that cut what is contracted are then summed over.
+        """Multiply shards that match locally; axes that cut the contracted dims become sums.
 
         Raises:
-            LayoutError: the sizes or element types do not fit, or an axis cuts rows and columns both.
+            LayoutError: the sizes or element types do not fit, or an axis cuts both rows and columns.
         """
         rows, left_inner = (slice(0, -1), slice(-1, None)) if form != "tn" else (slice(-1, None), slice(0, -1))
         right_inner, columns = {"nn": (slice(0, 1), 1), "nt": (slice(1, 2), 0), "tn": (slice(0, -1), -1)}[form]
         if left.dtype != right.dtype or left.shape[left_inner] != right.shape[right_inner]:
             raise LayoutError(
-                f"a product of {_told(left)} and {_told(right)} does not fit",
+                f"a product of {_describe(left)} and {_describe(right)} does not fit",
                 got=f"{left.shape[left_inner]} and {right.shape[right_inner]} in {left.dtype} and {right.dtype}",
-                want="equal sizes of what is contracted, in one element type",
+                want="equal sizes of the contracted dims, in one element type",
             )
         inner = left.sharding.dims[left_inner]
         if inner != right.sharding.dims[right_inner]:
             raise LayoutError(
-                f"a product of {_told(left)} and {_told(right)} is not local: they cut what is contracted differently",
+                f"a product of {_describe(left)} and {_describe(right)} is not local: it contracts differing cuts",
                 got=f"{left.sharding} and {right.sharding}",
                 want="equal cuts",
             )
@@ -181,13 +180,13 @@ class ProgramBuilder:
         )
 
     def slice(self, value: Value, dim: int, axis: str, kind: SplitKind) -> Value:
-        """Keep one's own range of a dim, which an axis cuts further; costs nothing.
+        """Keep each device's range of a dim that an axis cuts further; needs no communication.
 
         Args:
-            value: the value.
+            value: the value to cut.
             dim: the dim to cut.
-            axis: the axis, along which the devices hold the same.
-            kind: how sizes are cut that do not divide.
+            axis: the axis; the devices along it have equal data.
+            kind: the rule for sizes that do not divide evenly.
         """
         target = _with_dim(value.sharding, dim, DimSharding((*value.sharding[dim].axes, axis), kind))
         before = self.ranges(value.shape, value.sharding.dims)
@@ -200,13 +199,13 @@ class ProgramBuilder:
         return self.compute("slice", (value,), value.shape, target, options=options)
 
     def all_reduce(self, value: Value, axes: Sequence[str], reduction: str = "sum") -> Value:
-        """Add up the addends along these axes."""
+        """Sum the addends along these axes."""
         left = tuple(axis for axis in value.sums if axis not in axes)
         target = TensorSharding(value.sharding.dims, left)
         return self.communicate("all_reduce", value, target, axes, reduction=reduction)
 
     def reduce_scatter(self, value: Value, dim: int, axis: str, kind: SplitKind) -> Value:
-        """Add up the addends along an axis, and keep one's own range of a dim, which the axis cuts further."""
+        """Sum the addends along an axis and keep each device's range of a dim, which the axis cuts further."""
         left = TensorSharding(value.sharding.dims, tuple(each for each in value.sums if each != axis))
         target = _with_dim(left, dim, DimSharding((*left[dim].axes, axis), kind))
         return self.communicate("reduce_scatter", value, target, (axis,), dim=dim, reduction="sum")
@@ -218,11 +217,11 @@ class ProgramBuilder:
         return self.communicate("all_gather", value, target, own.axes[count:], dim=dim)
 
     def all_gather_blocks(self, value: Value, counts: Sequence[int]) -> Value:
-        """Join the shards of several dims in one collective: every member sends its block flat, and all lay them out.
+        """Join the shards of several dims in one collective: members send flat blocks and assemble them locally.
 
         Args:
-            value: the value.
-            counts: per dim, how many of the axes that cut it still do afterwards.
+            value: the value to gather.
+            counts: for each dim, how many of its cutting axes remain.
         """
         axes = tuple(axis for dim, count in zip(value.sharding.dims, counts, strict=True) for axis in dim.axes[count:])
         target = TensorSharding(
@@ -234,9 +233,9 @@ class ProgramBuilder:
         wholes = self.ranges(value.shape, target.dims)
         tilings: dict[int, _Tiling] = {}
         for (device, own), group, whole in zip(self.instructions.items(), self.groups(axes), wholes, strict=True):
-            # All members of a group share one tuple, and what is known of it: it may be a whole mesh of thousands.
+            # The members share one tuple and one tiling: the group may be a whole mesh of thousands of devices.
             if id(group) not in tilings:
-                tilings[id(group)] = _tiling([blocks[member] for member in group], whole, value.dtype)
+                tilings[id(group)] = _plan_tiling([blocks[member] for member in group], whole, value.dtype)
             known = tilings[id(group)]
             own.append(Compute("flatten", (value.register,), (flat,), (known.given[group.index(device)],)))
             own.append(Communicate("all_gather", group, flat, gathered, known.given, known.joined, dim=0, axes=axes))
@@ -253,7 +252,7 @@ class ProgramBuilder:
         dim: int | None = None,
         reduction: str | None = None,
     ) -> Value:
-        """Have the devices of each group along these axes take part in a collective, by which they hold the target."""
+        """Append a collective of each group along these axes; it changes the value's sharding to the target."""
         result = Value(self.register(collective), value.shape, value.dtype, self.canonical(value.shape, target))
         before = dict(zip(self.mesh.ranks, self.specs(value), strict=True))
         given: dict[int, tuple[ArraySpec, ...]] = {}
@@ -269,7 +268,7 @@ class ProgramBuilder:
         return result
 
     def _bounds_of(self, dim: DimSharding, size: int) -> list[tuple[int, int]]:
-        """Return the range of one dim that each device holds."""
+        """Return each device's (start, stop) of one dim."""
         key = (dim, size)
         if key not in self._bounds:
             found: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -283,18 +282,18 @@ class ProgramBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """What the members of a group do alike when they join blocks of several dims."""
+    """The part of a multi-dim all-gather that is equal for all members of a group."""
 
     given: tuple[ArraySpec, ...]
-    """The flat blocks of all members."""
+    """Specs of all members' flat blocks."""
     joined: ArraySpec
-    """These, one after another."""
+    """Spec of the concatenated blocks."""
     whole: ArraySpec
     options: tuple[tuple[str, Any], ...]
-    """Of the kernel "tile", which lays the blocks out."""
+    """Options of the kernel "tile", which assembles the blocks."""
 
 
-def _tiling(blocks: Sequence[Ranges], whole: Ranges, dtype: str) -> _Tiling:
+def _plan_tiling(blocks: Sequence[Ranges], whole: Ranges, dtype: str) -> _Tiling:
     shapes = tuple(local_spec(block, dtype).shape for block in blocks)
     given = tuple(ArraySpec((prod(shape),), dtype) for shape in shapes)
     starts = tuple(tuple(low - first for (low, _), (first, _) in zip(block, whole, strict=True)) for block in blocks)
@@ -310,9 +309,9 @@ def local_spec(ranges: Ranges, dtype: str) -> ArraySpec:
 
 
 def _with_dim(sharding: TensorSharding, dim: int, to: DimSharding) -> TensorSharding:
-    """Return the sharding with another cut of one dim."""
+    """Replace the cut of one dim."""
     return TensorSharding((*sharding.dims[:dim], to, *sharding.dims[dim + 1 :]), sharding.sums)
 
 
-def _told(value: Value) -> str:
+def _describe(value: Value) -> str:
     return f"a tensor of shape {value.shape} cut as {value.sharding}"

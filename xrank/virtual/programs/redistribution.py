@@ -1,4 +1,4 @@
-"""Redistribution: the steps that bring a value from one sharding to another, with little sent."""
+"""Redistribution: the steps from one sharding of a value to another, with little communication."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from xrank.errors import LayoutError
 from xrank.virtual.programs.program_builder import ProgramBuilder, Value
 from xrank.virtual.sharding import DimSharding, TensorSharding, canonical
 
-__all__ = ["common_axes", "extended", "redistribute"]
+__all__ = ["common_axes", "extend_cut", "redistribute"]
 
 
 def redistribute(builder: ProgramBuilder, value: Value, sharding: TensorSharding) -> Value:
-    """Return the value as this sharding has it; done once for each value and sharding.
+    """Return the value with another sharding; computed once per value and sharding.
 
-    In this order: dims are cut where every device holds the same (free), and where an axis holds addends by a
-    reduce-scatter; what is left of the sum is all-reduced; shards are gathered (of several dims in one collective);
-    dims are cut that could not be before.
+    The order of steps: cut dims where devices have equal data (free), or by a reduce-scatter where an axis sums;
+    all-reduce the remaining sums; gather shards (several dims in one collective); cut the remaining dims.
 
     Raises:
-        LayoutError: the devices hold the tensor, and the sharding wants addends of it.
+        LayoutError: the sharding requires addends of a tensor that is not a sum.
     """
     target = builder.canonical(value.shape, sharding)
     key = (value, target)
@@ -30,16 +29,17 @@ def _redistribute(builder: ProgramBuilder, value: Value, target: TensorSharding)
     more = [axis for axis in target.sums if axis not in value.sums]
     if more:
         raise LayoutError(
-            f"a whole tensor is not held as addends along {more[0]!r}",
+            f"a whole tensor has no addends along {more[0]!r}",
             got=str(value.sharding),
             want=str(target),
-            next_step="leave the axis out of the sum, or cut by it what is contracted",
+            next_step="leave the axis out of the sum, or cut the contracted dim by it",
         )
     for dim in range(len(value.shape)):
         value = _cut(builder, value, dim, target)
     rest = tuple(axis for axis in value.sums if axis not in target.sums)
     if rest:
         value = builder.all_reduce(value, rest)
+    # Cutting comes before gathering because it makes the gathered blocks smaller.
     counts = [common_axes(builder, value, dim, target[dim]) for dim in range(len(value.shape))]
     gathered = [dim for dim, count in enumerate(counts) if count < len(value.sharding[dim].axes)]
     if len(gathered) == 1:
@@ -52,7 +52,7 @@ def _redistribute(builder: ProgramBuilder, value: Value, target: TensorSharding)
 
 
 def common_axes(builder: ProgramBuilder, value: Value, dim: int, wanted: DimSharding) -> int:
-    """Return how many of the axes that cut a dim of a value cut it so in the wanted sharding too, from the first."""
+    """Return the number of leading axes by which a value's dim and the wanted sharding are cut alike."""
     own, size = value.sharding[dim], value.shape[dim]
     count = min(len(own.axes), len(wanted.axes))
     while canonical(own.upto(count), size, builder.mesh) != canonical(wanted.upto(count), size, builder.mesh):
@@ -60,10 +60,12 @@ def common_axes(builder: ProgramBuilder, value: Value, dim: int, wanted: DimShar
     return count
 
 
-def extended(builder: ProgramBuilder, size: int, own: DimSharding, wanted: DimSharding, taken: set[str]) -> DimSharding:
-    """Return a dim's cut with the further axes that the wanted one has, up to the first that is taken; and take them.
+def extend_cut(
+    builder: ProgramBuilder, size: int, own: DimSharding, wanted: DimSharding, taken: set[str]
+) -> DimSharding:
+    """Extend a dim's cut by further axes of the wanted cut, up to the first taken axis, and add them to `taken`.
 
-    The dim's own cut comes back where the wanted one does not begin with it.
+    Returns the dim's own cut if the wanted one does not begin with it.
     """
     own, wanted = canonical(own, size, builder.mesh), canonical(wanted, size, builder.mesh)
     count = len(own.axes)
@@ -76,7 +78,7 @@ def extended(builder: ProgramBuilder, size: int, own: DimSharding, wanted: DimSh
 
 
 def _cut(builder: ProgramBuilder, value: Value, dim: int, target: TensorSharding) -> Value:
-    """Cut a dim as far as the target has it and nothing must be gathered before."""
+    """Cut a dim by the target's axes as far as possible without a gather."""
     wanted = target[dim]
     if common_axes(builder, value, dim, wanted) < len(value.sharding[dim].axes):
         return value
@@ -93,6 +95,6 @@ def _cut(builder: ProgramBuilder, value: Value, dim: int, target: TensorSharding
 
 
 def _is_even(builder: ProgramBuilder, value: Value, dim: int, wanted: DimSharding) -> bool:
-    """Say whether a reduce-scatter cuts a dim as it is wanted: evenly, or as `numpy.array_split` does."""
+    """Return whether a reduce-scatter cuts a dim as wanted: evenly, or as `numpy.array_split` does."""
     count = len(value.sharding[dim].axes) + 1
     return canonical(wanted.upto(count), value.shape[dim], builder.mesh).kind != "/~"

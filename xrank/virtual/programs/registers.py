@@ -1,4 +1,4 @@
-"""Registers of a program: who reads and writes them, how long each lives, how much is held at once."""
+"""Registers of a program: the instructions' inputs and outputs, lifetimes, and peak memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from xrank.errors import UsageError
 from xrank.virtual.array_spec import ArraySpec
 from xrank.virtual.programs.program import Communicate, Compute, Instruction, Program, Receive, Return, Send, Take
 
-__all__ = ["last_uses", "peak_nbytes", "read", "written"]
+__all__ = ["find_last_uses", "list_inputs", "list_outputs", "peak_nbytes"]
 
 
-def read(instruction: Instruction) -> tuple[str, ...]:
+def list_inputs(instruction: Instruction) -> tuple[str, ...]:
     """Return the registers that an instruction reads, in its order."""
     match instruction:
         case Compute():
@@ -22,7 +22,7 @@ def read(instruction: Instruction) -> tuple[str, ...]:
             return ()
 
 
-def written(instruction: Instruction) -> tuple[tuple[str, ArraySpec], ...]:
+def list_outputs(instruction: Instruction) -> tuple[tuple[str, ArraySpec], ...]:
     """Return the registers that an instruction writes, each with its spec."""
     match instruction:
         case Compute():
@@ -35,21 +35,21 @@ def written(instruction: Instruction) -> tuple[tuple[str, ArraySpec], ...]:
             return ()
 
 
-def last_uses(program: Program) -> list[tuple[str, ...]]:
-    """Return, for each instruction, the registers that nothing reads after it, and that are there until then.
+def find_last_uses(program: Program) -> list[tuple[str, ...]]:
+    """Return, for each instruction, the registers that are no longer needed after it.
 
     Raises:
         UsageError: a register is read before it is written, or written twice.
     """
     last: dict[str, int] = {}
     for number, instruction in enumerate(program.instructions):
-        for name in read(instruction):
+        for name in list_inputs(instruction):
             if name not in last:
-                raise _misuse(program, number, name, "reads", "which nothing has written")
+                raise _misuse(program, number, name, "reads", "which no instruction has written")
             last[name] = number
-        for name, _ in written(instruction):
+        for name, _ in list_outputs(instruction):
             if name in last:
-                raise _misuse(program, number, name, "writes", "which is written before")
+                raise _misuse(program, number, name, "writes", "which was written before")
             last[name] = number
     ends: list[list[str]] = [[] for _ in program.instructions]
     for name, number in last.items():
@@ -58,11 +58,11 @@ def last_uses(program: Program) -> list[tuple[str, ...]]:
 
 
 def peak_nbytes(program: Program) -> int:
-    """Return the most that the registers hold at once: an instruction's outputs are there beside its inputs."""
+    """Return the largest number of bytes in registers at once; an instruction's inputs and outputs coexist."""
     sizes: dict[str, int] = {}
     held = peak = 0
-    for instruction, unused in zip(program.instructions, last_uses(program), strict=True):
-        for name, spec in written(instruction):
+    for instruction, unused in zip(program.instructions, find_last_uses(program), strict=True):
+        for name, spec in list_outputs(instruction):
             sizes[name] = spec.nbytes
             held += spec.nbytes
         peak = max(peak, held)

@@ -12,14 +12,14 @@ from tests.simulation.test_planned_bytes import left, written
 from xrank.decisions.found_source import read_source
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.simulation.laid_out_model import laid_out_model, read_layouts_on, told_survey
+from xrank.simulation.layout_model import build_layout_model, read_layouts_on, survey_layouts
 
 
 def test_the_pieces_are_those_that_real_ranks_left(tmp_path: Path) -> None:
     real = read_source(str(left(tmp_path))).model
     file = str(written(tmp_path))
-    found, notes = told_survey(read_layouts_on(file, None), file, "F32")
-    made = laid_out_model(found, file)
+    found, notes = survey_layouts(read_layouts_on(file, None), file, "F32")
+    made = build_layout_model(found, file)
     assert notes == () and made.world_size == 4
     shards = {shard.name: shard for shard in real.shards}
     assert {shard.name for shard in made.shards} == set(shards)
@@ -41,10 +41,10 @@ def test_the_pieces_are_those_that_real_ranks_left(tmp_path: Path) -> None:
 
 def test_another_mesh(tmp_path: Path) -> None:
     file = str(llama(tmp_path, "pp=1 dp=1 tp=1"))
-    found, _ = told_survey(read_layouts_on(file, "pp=2 dp=4 tp=2"), file, "BF16")
-    made = laid_out_model(found, file)
+    found, _ = survey_layouts(read_layouts_on(file, "pp=2 dp=4 tp=2"), file, "BF16")
+    made = build_layout_model(found, file)
     assert made.world_size == 16 and len(made.files) == 16
-    whole = laid_out_model(told_survey(read_layouts_on(file, None), file, "BF16")[0], file)
+    whole = build_layout_model(survey_layouts(read_layouts_on(file, None), file, "BF16")[0], file)
     assert whole.nbytes * 1.5 > made.nbytes >= whole.nbytes
     assert LayoutMap.read(file, mesh=DeviceMesh((1, 1, 1), ("pp", "dp", "tp"))) == LayoutMap.read(file)
 
@@ -69,7 +69,7 @@ def test_views_follow_the_mesh(tmp_path: Path) -> None:
             "dp=2 tp=2",
             "both a size and an axis",
         ),
-        ('[mesh]\ngrid = "tp=2"\n[tensors]\n"a" = "[h/tp]"\n', None, "tells the size of no tensor"),
+        ('[mesh]\ngrid = "tp=2"\n[tensors]\n"a" = "[h/tp]"\n', None, "defines the size of no tensor"),
         ('[tensors]\n"a" = "[8, 8]"\n', None, "mesh"),
         ('[mesh]\ngrid = "tp=2"\n[tensors]\n"a" = "[8] sum(tp)"\n', None, "addends"),
         ('[mesh]\ngrid = "a=2 b=2"\nview.e = "e=4"\n[tensors]\n"x" = "[8/e] in e where b=0"\n', None, "held by no"),
@@ -79,21 +79,21 @@ def test_what_no_ranks_can_hold_is_refused(tmp_path: Path, text: str, mesh: str 
     file = tmp_path / "layout.toml"
     file.write_text(text)
     with pytest.raises(LayoutError, match=says) as raised:
-        told_survey(read_layouts_on(str(file), mesh), str(file), "F32")
+        survey_layouts(read_layouts_on(str(file), mesh), str(file), "F32")
     assert "--toml" not in str(raised.value.next_step)  # what layout show prints names sizes, and tells none
 
 
 def test_ranks_with_gaps_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "layout.toml"
     file.write_text('[mesh]\ngrid = "tp=2"\nranks = [1, 2]\n[tensors]\n"a" = "[8/tp]"\n')
-    found, _ = told_survey(read_layouts_on(str(file), None), str(file), "F32")
+    found, _ = survey_layouts(read_layouts_on(str(file), None), str(file), "F32")
     with pytest.raises(UsageError, match="not numbered from 0"):
-        laid_out_model(found, str(file))
+        build_layout_model(found, str(file))
 
 
 def test_tensors_without_sizes_are_noted(tmp_path: Path) -> None:
     file = tmp_path / "layout.toml"
     file.write_text('[mesh]\ngrid = "tp=2"\n[tensors]\n"a" = "[8/tp]"\n"b" = "[n/tp]"\n')
-    found, notes = told_survey(read_layouts_on(str(file), None), str(file), "F32")
+    found, notes = survey_layouts(read_layouts_on(str(file), None), str(file), "F32")
     assert [one.name for one in found.tensors] == ["a"]
     assert [code for code, _ in notes] == ["no-shape"] and "'b'" in notes[0][1]

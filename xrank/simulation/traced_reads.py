@@ -1,6 +1,6 @@
-"""Each read that a conversion makes, followed by the executor's own steps; nothing is read.
+"""Every read of a conversion, traced through the executor's own steps without reading.
 
-Exact, and slow where windows are many: `counted_reads` is for those.
+The result is exact, but tracing is slow for many windows; `counted_reads` handles those.
 """
 
 from __future__ import annotations
@@ -20,58 +20,58 @@ from xrank.plan.planner import Plan
 from xrank.plan.replicas import DIGEST_STAGING_NBYTES, digested_tiles, nearest, to_digest
 from xrank.plan.tiles import tiles
 from xrank.plan.windows import FileWindows, PreparedCopies
-from xrank.simulation.traffic import FROM_FILES, Flow, RoundTraffic, round_of, written_nbytes
+from xrank.simulation.traffic import FROM_FILES, Flow, RoundTraffic, build_round, count_written_nbytes
 
-__all__ = ["followed_compared_nbytes", "followed_rounds"]
+__all__ = ["trace_compared_nbytes", "trace_rounds"]
 
 
 class _Read(NamedTuple):
     record: int
     start: int
-    """First byte of the record."""
+    """Offset of the first byte in the record."""
     nbytes: int
     is_checked: bool
-    """Whether its bytes count for the record's checksum."""
+    """Whether the read contributes to the record's checksum."""
 
 
-def followed_rounds(
+def trace_rounds(
     plan: Plan, division: Division, holder: IntArray | None, staging_nbytes: int
 ) -> tuple[RoundTraffic, ...]:
-    """Return what the ranks of a division move, round by round.
+    """Trace the traffic of a division's ranks per round.
 
     Args:
-        plan: all files.
-        division: of these.
-        holder: by record, the rank that holds it; None: records of files.
-        staging_nbytes: of each worker's buffer.
+        plan: the plan of all files.
+        division: the division of the plan over ranks.
+        holder: the rank whose memory contains each record; None if the records are in files.
+        staging_nbytes: size of each worker's buffer.
     """
     num_ranks = len(division.rounds[0].shares) if division.rounds else 1
     is_alone = num_ranks == 1
     left_open = None if is_alone else division.left_open
     plans = [plan if holder is None else nearest(plan, holder, rank) for rank in range(num_ranks)]
-    checksums = [_Checked(plan, staging_nbytes, left_open) for _ in range(num_ranks)]
-    joined = _Checked(plan, staging_nbytes)
+    checksums = [_ChecksumCoverage(plan, staging_nbytes, left_open) for _ in range(num_ranks)]
+    joined = _ChecksumCoverage(plan, staging_nbytes)
     rounds = []
     for number, one in enumerate(division.rounds):
         reads: list[list[_Read]] = [[] for _ in range(num_ranks)]
         for rank, share in enumerate(one.shares):
             for index, ranges in share.items():
                 file = FileWindows(plans[rank].files[index], index, ranges)
-                reads[rank] += checksums[rank].seen(_reads(file, ranges, staging_nbytes))
-                if is_alone:  # it finishes file by file
-                    reads[rank] += checksums[rank].rest(file.records)
+                reads[rank] += checksums[rank].record(_reads(file, ranges, staging_nbytes))
+                if is_alone:  # it finishes each file alone
+                    reads[rank] += checksums[rank].take_rest(file.records)
             if not is_alone:
-                reads[rank] += checksums[rank].rest(division.own_records(rank, number))
+                reads[rank] += checksums[rank].take_rest(division.own_records(rank, number))
                 joined.join(checksums[rank], division.open_records(number))
         if not is_alone:
-            reads[0] += joined.rest(division.open_records(number))
+            reads[0] += joined.take_rest(division.open_records(number))
         flows = [_flow(rank, each, holder) for rank, each in enumerate(reads)]
-        rounds.append(round_of(written_nbytes(plan, one), flows))
+        rounds.append(build_round(count_written_nbytes(plan, one), flows))
     return tuple(rounds)
 
 
-def followed_compared_nbytes(plan: Plan, holder: IntArray, num_ranks: int) -> IntArray:
-    """Return by rank the bytes that it reads of what it holds, to compare replicas by digests."""
+def trace_compared_nbytes(plan: Plan, holder: IntArray, num_ranks: int) -> IntArray:
+    """Trace the bytes that each rank digests of its own memory to compare replicas."""
     found = np.zeros(num_ranks, np.int64)
     for tensor, copies, row in to_digest(plan):
         width = dtypes.dtype(tensor.source_dtype).nbytes
@@ -80,37 +80,37 @@ def followed_compared_nbytes(plan: Plan, holder: IntArray, num_ranks: int) -> In
     return found
 
 
-class _Checked:
-    """Which bytes of records one rank has read for their checksums."""
+class _ChecksumCoverage:
+    """The bytes of records that one rank has read for their checksums."""
 
     def __init__(self, plan: Plan, staging_nbytes: int, left_open: BoolArray | None = None) -> None:
         self._checksums = RecordChecksums(plan.source.records, lambda record, crc: None, left_open=left_open)
         self._step = staging_nbytes
 
-    def seen(self, reads: Iterable[_Read]) -> Iterator[_Read]:
-        """Take note of reads, which are passed on."""
+    def record(self, reads: Iterable[_Read]) -> Iterator[_Read]:
+        """Record reads and pass them on."""
         for read in reads:
             if read.is_checked:
                 self._checksums.join(read.record, read.start, read.start + read.nbytes, 0)
             yield read
 
-    def join(self, other: _Checked, records: Sequence[int]) -> None:
-        """Take over what another has seen of records."""
+    def join(self, other: _ChecksumCoverage, records: Sequence[int]) -> None:
+        """Add the coverage of another rank for these records."""
         for record, start, end, crc in other._checksums.take_parts(records):
             self._checksums.join(record, start, end, crc)
 
-    def rest(self, records: Sequence[int]) -> list[_Read]:
-        """Return the reads of what nobody has read of these records."""
+    def take_rest(self, records: Sequence[int]) -> list[_Read]:
+        """Return reads of all bytes of these records that were not read before."""
         found = [
             _Read(record, position, min(self._step, stop - position), True)
             for record, start, stop in self._checksums.missing(records)
             for position in range(start, stop, self._step)
         ]
-        return list(self.seen(found))
+        return list(self.record(found))
 
 
 def _reads(file: FileWindows, ranges: Sequence[range], staging_nbytes: int) -> Iterator[_Read]:
-    """Yield the reads that a worker makes for windows of a file."""
+    """Yield the reads of a worker for windows of a file."""
     for window in chain(*ranges):
         for portion in file.portions(window):
             tensor = file.prepared(portion.tensor)
@@ -125,7 +125,7 @@ def _cut(
 ) -> Iterator[_Read]:
     for _, record, nest in copies.cut(low, high):
         length = _run_length(nest)
-        if may_be_straight and length:  # the worker reads it to where it belongs
+        if may_be_straight and length:  # the worker reads directly into the output
             yield _Read(record, nest.x * width, length * width, True)
             continue
         for tile in tiles(nest, staging_nbytes // width):
@@ -133,7 +133,7 @@ def _cut(
 
 
 def _run_length(nest: Nest) -> int:
-    """Return the elements of a nest that is one run on both sides; 0 of another."""
+    """Return the number of elements if both sides of a nest are one contiguous run, otherwise 0."""
     if not nest.loops:
         return 1
     return nest.loops[0][0] if len(nest.loops) == 1 and nest.loops[0][1:] == (1, 1) else 0

@@ -1,4 +1,4 @@
-"""A model that nobody has: what ranks would hold of it by a layout file, as a reader would describe it."""
+"""A model described only by a layout file, in the form in which a reader describes a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from xrank.plan.source import RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.plan.survey import survey
 from xrank.plan.told_shapes import told_shapes
 
-__all__ = ["laid_out_model", "read_layouts_on", "told_survey"]
+__all__ = ["build_layout_model", "read_layouts_on", "survey_layouts"]
 
 _SOME_CHECKSUM = 0
-"""States record one for each tensor: what of it no copy needs, padding above all, is read for its sake."""
+"""Any checksum: saved states have one per tensor, and verifying it reads bytes (mostly padding) that no copy needs."""
 
 
 def read_layouts_on(file: str, mesh: str | None) -> LayoutMap:
-    """Return the content of a layout file, on another mesh where one is given.
+    """Read a layout file, and replace its mesh if another one is given.
 
     Raises:
-        LayoutError: the mesh cannot be read, or does not fit the layouts.
+        LayoutError: the mesh is invalid, or does not fit the layouts.
         UsageError: the file cannot be read.
     """
     try:
@@ -38,26 +38,26 @@ def read_layouts_on(file: str, mesh: str | None) -> LayoutMap:
         raise
 
 
-def told_survey(layouts: LayoutMap, file: str, dtype: str) -> tuple[Survey, tuple[tuple[str, str], ...]]:
-    """Return who holds what of all tensors whose sizes a layout file tells, proven, and notes on the others.
+def survey_layouts(layouts: LayoutMap, file: str, dtype: str) -> tuple[Survey, tuple[tuple[str, str], ...]]:
+    """Survey all tensors whose sizes a layout file defines, and return notes on the others.
 
     Args:
-        layouts: the file's content.
-        file: its path.
-        dtype: safetensors name of every tensor's element type.
+        layouts: content of the file.
+        file: path of the file.
+        dtype: safetensors name of the element type of all tensors.
 
     Raises:
-        LayoutError: no size is told, nothing says the mesh, a tensor is not held exactly once, or its parts are
-            addends.
+        LayoutError: no size or no mesh is defined, the ranks do not cover a tensor exactly once, or they have addends
+            of it.
     """
     shapes, untold = told_shapes(layouts)
     if not shapes:
         raise LayoutError(
-            f"{file} tells the size of no tensor",
+            f"{file} defines the size of no tensor",
             file=file,
             got=next(iter(untold.values()), "no rule"),
             want="numbers in the layouts or in [sizes]",
-            next_step=f"write numbers in place of the names in {file}, or say them in its [sizes]",
+            next_step=f"write numbers in place of the names in {file}, or define them in its [sizes]",
         )
     found = survey(layouts, shapes, dtypes=dict.fromkeys(shapes, dtype))
     _, problem = check_survey(found)
@@ -66,25 +66,25 @@ def told_survey(layouts: LayoutMap, file: str, dtype: str) -> tuple[Survey, tupl
     for one in found.tensors:
         if one.sums:
             raise LayoutError(
-                f"{one.name}: its ranks hold addends of a sum over {', '.join(one.sums)}, which are no values to copy",
+                f"{one.name}: its ranks have addends of a sum over {', '.join(one.sums)}, which cannot be copied",
                 tensor=one.name,
                 got=one.text,
                 want="parts or replicas",
-                next_step="give the layout that it has when it is reduced",
+                next_step="give the layout of the reduced tensor",
             )
     notes = (("no-shape", f"the rule {rule!r} is left out: {reason}") for rule, reason in untold.items())
     return found, tuple(notes)
 
 
-def laid_out_model(found: Survey, path: str) -> StoredModel:
-    """Return the model that ranks hold by a survey: a file for each rank, a record for each tensor that it holds.
+def build_layout_model(found: Survey, path: str) -> StoredModel:
+    """Build the stored model of a survey: one file per rank, and one record per tensor on a rank.
 
     Args:
-        found: who holds what; no problem is in it, and every type is known.
-        path: what the model is called by.
+        found: a survey without problems, with all element types.
+        path: name of the model in messages.
 
     Raises:
-        UsageError: there is no rank, or ranks are not numbered from 0.
+        UsageError: there are no ranks, or they are not numbered from 0.
     """
     held = [one for one in found.tensors if one.parts is not None and len(one.parts.ranks)]
     meshes = [one.mesh for one in held if one.mesh is not None]
@@ -122,7 +122,7 @@ def laid_out_model(found: Survey, path: str) -> StoredModel:
 
 
 def _shard(one: Holdings, first: int) -> tuple[StoredShard, IntArray]:
-    """Return a tensor with its pieces, of records from `first` on, and the bytes of each of these."""
+    """Return a tensor's shard, with records numbered from `first`, and the bytes of each record."""
     parts, dtype = one.parts, one.dtype
     assert parts is not None and dtype is not None
     rows, holder = rows_of(parts.owner, parts.part, len(parts.local_sizes))

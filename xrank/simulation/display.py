@@ -1,4 +1,4 @@
-"""What is shown of a simulation: a table for a terminal, and a page with a chart."""
+"""Displays of a simulation: a table for the terminal, and an HTML page with charts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from xrank.words import one_line, plural, size_text
 
 __all__ = ["seconds_text", "simulation_html", "simulation_rows", "simulation_table"]
 
-_MOST_LISTED = 16
-"""Ranks that a table lists one by one."""
-_MOST_BARS = 64
-"""Bars of a chart; of more ranks each bar is the slowest of its neighbours."""
+_MAX_LISTED = 16
+"""Number of ranks up to which the table has a row per rank."""
+_MAX_BARS = 64
+"""Maximum number of bars in a chart; with more ranks, a bar is the slowest of several adjacent ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Column:
-    """One amount, by rank."""
+    """One amount of all ranks."""
 
     name: str
     values: npt.NDArray[np.int64] | npt.NDArray[np.float64]
@@ -32,7 +32,7 @@ class _Column:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time: ``4.1 us``, ``96 ms``, ``12.3 s``, ``1,204 s``."""
+    """Format a time: ``4.1 us``, ``96 ms``, ``12.3 s``, ``1,204 s``."""
     if seconds == 0:
         return "0 s"
     if seconds < 0.9995:
@@ -45,7 +45,7 @@ def _count_text(count: float) -> str:
 
 
 def _columns(found: Simulation) -> list[_Column]:
-    """Return what there is to be told of each rank; what no rank does is left out."""
+    """Return the amounts of each rank, without those that are 0 for all ranks."""
     traffic = found.traffic
     columns = [
         _Column("compared", traffic.compared_nbytes, size_text),
@@ -68,14 +68,14 @@ def simulation_rows(found: Simulation) -> list[tuple[str, str]]:
     """Return the labelled lines above the table."""
     work, traffic, prediction = found.work, found.traffic, found.prediction
     source = work.source
-    told = [work.path if source.format == "layout file" else f"{work.path}: {source.format}"]
-    told += [work.mesh.grid] if work.mesh is not None else []
+    facts = [work.path if source.format == "layout file" else f"{work.path}: {source.format}"]
+    facts += [work.mesh.grid] if work.mesh is not None else []
     held = f"{plural(source.world_size, 'rank')} hold " if source.world_size is not None else ""
-    told.append(f"{held}{size_text(source.nbytes)}")
+    facts.append(f"{held}{size_text(source.nbytes)}")
     tensors = len({tensor.output.name for tensor in work.plan.tensors})
     made = f"{plural(tensors, 'tensor')}, {plural(len(work.plan.files), 'file')}, {size_text(work.plan.nbytes)}"
     rows = [
-        ("source", one_line("; ".join(told))),
+        ("source", one_line("; ".join(facts))),
         (work.operation, f"{made}, by {plural(work.num_ranks, 'rank')}; every element exactly once"),
     ]
     if prediction is None:
@@ -98,9 +98,9 @@ def simulation_rows(found: Simulation) -> list[tuple[str, str]]:
 
 
 def simulation_table(found: Simulation) -> str:
-    """Return the table: a row for each rank, or for each amount the least, the median and the most."""
+    """Return the table: a row per rank, or for many ranks a row per amount with its least, median and most."""
     columns = _columns(found)
-    if found.work.num_ranks <= _MOST_LISTED:
+    if found.work.num_ranks <= _MAX_LISTED:
         heads = ["rank", *(column.name for column in columns)]
         rows = [
             [str(rank), *(column.text(float(column.values[rank])) for column in columns)]
@@ -108,8 +108,8 @@ def simulation_table(found: Simulation) -> str:
         ]
         if len(rows) > 1:
             rows.append(["all", *_sums(columns)])
-        return _aligned([heads, *rows])
-    return _aligned([["", "least", "median", "most", "of rank", "all"], *_spread(columns)])
+        return _align([heads, *rows])
+    return _align([["", "least", "median", "most", "of rank", "all"], *_spread(columns)])
 
 
 def _sums(columns: Sequence[_Column]) -> list[str]:
@@ -130,8 +130,8 @@ def _spread(columns: Sequence[_Column]) -> list[list[str]]:
     ]
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows with the first column to the left and the others to the right."""
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    """Align the first column left and the others right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = (
         [text.rjust(width) if i else text.ljust(width) for i, (text, width) in enumerate(zip(row, widths, strict=True))]
@@ -141,7 +141,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def simulation_html(found: Simulation) -> str:
-    """Return the page of a simulation: what is told, a chart of seconds, a chart of bytes, the table."""
+    """Return the HTML page: facts, a chart of seconds, a chart of bytes, and the table."""
     work = found.work
     body = [f"<h1>{page_text(f'{work.operation} of {work.path}')}</h1>", "<table>"]
     body += [f"<tr><th>{page_text(k)}<td>{page_text(v)}" for k, v in (*simulation_rows(found), *_note_rows(found))]
@@ -168,10 +168,10 @@ def _note_rows(found: Simulation) -> list[tuple[str, str]]:
 def _chart(
     names: Sequence[str], parts: Sequence[npt.NDArray[np.int64] | npt.NDArray[np.float64]], text: Callable[[float], str]
 ) -> Iterator[str]:
-    """Yield a bar for each rank, or for the most of some neighbours each; parts that are all nothing are left out."""
+    """Yield a bar per rank, or for the slowest of several adjacent ranks, without parts that are 0 everywhere."""
     shown = [(name, part.astype(np.float64)) for name, part in zip(names, parts, strict=True) if part.any()]
     total = sum((part for _, part in shown), np.zeros(len(parts[0])))
-    step = -(-len(total) // _MOST_BARS)
+    step = -(-len(total) // _MAX_BARS)
     bars = []
     for low in range(0, len(total), step):
         high = min(low + step, len(total))
