@@ -22,7 +22,7 @@ from xrank.conversion.inspect import inspect_source
 from xrank.errors import IncompleteError
 from xrank.workspace.abandoned_memory import find_abandoned_segments
 from xrank.workspace.directory_messages import DirectoryMessages
-from xrank.writers import stage_inspection
+from xrank.writers import cleaning, stage_inspection
 from xrank.writers.journal import JOURNAL_NAME, journal_text
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace
@@ -203,7 +203,7 @@ def test_a_stage_that_becomes_the_output_meanwhile_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage(tmp_path, pid=os.getpid())
-    committed_once_read(monkeypatch, clean_module, tmp_path / "model")
+    committed_once_read(monkeypatch, cleaning, tmp_path / "model")
     assert clean([tmp_path], dry_run=True).details["stages"] == []
 
 

@@ -17,7 +17,8 @@ from tests.readers.dcp_checkpoints import CUTS, expected
 from tests.readers.rank_checkpoints import accelerate, base_model, verl
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
-from xrank.conversion.layout_report import check_file, diff_layouts
+from xrank.conversion.layout_check import check_file
+from xrank.conversion.layout_show import diff_layouts
 from xrank.decisions.layout_sources import file_text, layouts_at
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UnsafeError, UsageError
 from xrank.readers.base import Hints
@@ -148,7 +149,7 @@ def test_files_of_two_worlds(checkpoint: Path) -> None:
     shutil.copy(checkpoint / "model_world_size_4_rank_0.pt", checkpoint / "model_world_size_8_rank_5.pt")
     with pytest.raises(ContradictionError, match="of another run") as caught:
         gathered(checkpoint)
-    assert caught.value.got == "world of 4: ranks 0-3; world of 8: ranks 5; fsdp_config.json: world of 4"
+    assert caught.value.got == "world of 4: ranks 0-3; world of 8: rank 5; fsdp_config.json: world of 4"
 
 
 def test_a_config_of_another_world(checkpoint: Path) -> None:

@@ -36,7 +36,7 @@ def show(output: Output, path: str, tensor: str | None, html: str | None, toml: 
 
     PATH is a workspace or a model folder; FILE is a layout file, of which those tensors are drawn whose sizes it tells.
     """
-    from xrank.conversion.layout_report import show_layouts, write_page
+    from xrank.conversion.layout_show import show_layouts, write_page
 
     report, found, text = show_layouts(path, tensor=tensor, toml=toml)
     if html is not None:
@@ -60,7 +60,7 @@ def show(output: Output, path: str, tensor: str | None, html: str | None, toml: 
 @reporting
 def diff(output: Output, a: str, b: str) -> None:
     """Say what the layouts at B say otherwise than those at A: layout files, or sources that record layouts."""
-    from xrank.conversion.layout_report import diff_layouts
+    from xrank.conversion.layout_show import diff_layouts
 
     report, found = diff_layouts(a, b)
     output.report(report, _diff_rows(found) or [("equal", "both say the same")])
@@ -76,7 +76,7 @@ def check(output: Output, file: str, path: str | None, base_model: str | None) -
 
     PATH, a workspace or a model folder, gives names and shapes; without it those are proven whose sizes FILE tells.
     """
-    from xrank.conversion.layout_report import check_file
+    from xrank.conversion.layout_check import check_file
 
     report, error = check_file(file, path, base_model=base_model, started=time.monotonic())
     if error is not None:

@@ -46,7 +46,7 @@ def simulate_command(output: Output, path: str, operation: str, html: str | None
     found = simulate(path, operation, **options)
     report = simulation_report(found)
     if html is not None:
-        from xrank.conversion.layout_report import write_page
+        from xrank.conversion.layout_show import write_page
 
         report = write_page(report, simulation_html(found), html)
         output.report(report, [*simulation_rows(found), ("wrote", str(report.path))])

@@ -1,155 +1,19 @@
-"""A checkpoint as a lazy mapping of whole tensors: proven when it is opened, each tensor read when it is asked for."""
+"""Open: any source as a lazy mapping of whole tensors."""
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-from xrank.decisions.layout_sources import layouts_at
 from xrank.decisions.options import DTypeChoice, GatherOptions
-from xrank.decisions.output_plan import OutputPlan, plan_gather, read_layouts
-from xrank.dtypes import dtype as dtype_of
+from xrank.decisions.output_plan import plan_gather, read_layouts
 from xrank.layout import LayoutMap
-from xrank.plan.buffers import FileSource, MemoryTarget
-from xrank.plan.checksums import RecordChecksums
-from xrank.plan.executor import Budget, execute
-from xrank.plan.faults import checksum_error
-from xrank.plan.planner import TensorPlan, tensor_plan
+from xrank.making.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
-__all__ = ["Checkpoint", "CheckpointTensor", "open_checkpoint"]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointTensor:
-    """What is known of a tensor before it is read."""
-
-    dtype: str
-    """Safetensors name of the element type."""
-    shape: tuple[int, ...]
-    nbytes: int
-    num_pieces: int
-    """Pieces that it is made of."""
-    num_replicas: int
-    """Pieces that are compared with those."""
-
-
-class Checkpoint(Mapping[str, "torch.Tensor"]):
-    """Whole tensors by name, under the names that a gather would write; made by `open_checkpoint`.
-
-    A look-up reads the tensor's bytes, compares checksums and replicas, and returns a new tensor on the CPU, the
-    caller's own; nothing is kept. Any thread may look up; threads take turns.
-
-    Raises (from look-ups):
-        KeyError: there is no such tensor.
-        CorruptError, ContradictionError: the source is not what its metadata promised.
-    """
-
-    def __init__(self, gather: OutputPlan, layouts: LayoutMap | None = None) -> None:
-        self._gather = gather
-        self._given = layouts
-        self._plans = {tensor.output.name: tensor for tensor in gather.plan.tensors}
-        self._lock = threading.Lock()
-        self._checksums = self._no_checksums()
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        import torch
-
-        plan = self._plans[name]
-        output = plan.output
-        memory = torch.empty(output.nbytes, dtype=torch.uint8)
-        if output.nbytes:
-            with self._lock:
-                self._read(plan, memory.numpy().data)
-        element = getattr(torch, dtype_of(output.dtype).torch_name)
-        return memory.view(element).view(output.shape) if output.nbytes else torch.empty(output.shape, dtype=element)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._plans)
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._plans
-
-    def __repr__(self) -> str:
-        return f"<Checkpoint {self.path}: {self.format}, {len(self)} tensors>"
-
-    @property
-    def path(self) -> str:
-        """Where the source was found."""
-        return self._gather.source.path
-
-    @property
-    def format(self) -> str:
-        """The source's format, as reports name it."""
-        return self._gather.source.format
-
-    @property
-    def world_size(self) -> int | None:
-        """Ranks that wrote the source, where it says so."""
-        return self._gather.source.world_size
-
-    @property
-    def step(self) -> int | None:
-        """The training step, where the source says it."""
-        return self._gather.source.step
-
-    @cached_property
-    def layouts(self) -> LayoutMap:
-        """How the source's tensors lie on its ranks, under the source's own names.
-
-        Raises:
-            LayoutError: the pieces follow no layout that the notation says.
-        """
-        return layouts_at(self.path, self._given, self._gather.decision.base)
-
-    @cached_property
-    def tensors(self) -> Mapping[str, CheckpointTensor]:
-        """What is known of each tensor from metadata alone."""
-        return {
-            name: CheckpointTensor(
-                plan.output.dtype, plan.output.shape, plan.output.nbytes, len(plan.copies), len(plan.replicas)
-            )
-            for name, plan in self._plans.items()
-        }
-
-    @property
-    def problems(self) -> tuple[tuple[str, str], ...]:
-        """What a gather would note, as (code, message): assumptions, missing checksums, what is left out."""
-        return self._gather.notes
-
-    def _no_checksums(self) -> RecordChecksums:
-        """Return that no record has been read; one that holds many tensors is read whole by the first, once."""
-
-        def mismatch(record: int, crc32: int) -> None:
-            raise checksum_error(self._gather.plan, record, crc32)
-
-        return RecordChecksums(self._gather.source.records, mismatch)
-
-    def _read(self, plan: TensorPlan, into: memoryview) -> None:
-        options = self._gather.options
-        source = FileSource(self._gather.source)
-        try:
-            execute(
-                tensor_plan(self._gather.plan, (plan,)),
-                source,
-                MemoryTarget([into]),
-                budget=Budget.within(options.max_memory_nbytes, options.num_workers),
-                checksums=self._checksums,
-            )
-        except BaseException:
-            self._checksums = self._no_checksums()  # what was bad, or half read, is read again
-            raise
-        finally:
-            source.close()
+__all__ = ["open_checkpoint"]
 
 
 def open_checkpoint(

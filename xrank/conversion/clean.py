@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from xrank.conversion.report import peak_rss_nbytes
-from xrank.errors import OutputExistsError, UsageError
+from xrank.errors import UsageError
 from xrank.plan.report import Report
-from xrank.workspace.abandoned_memory import find_abandoned_segments
-from xrank.workspace.directory_messages import MessageName
-from xrank.writers.abandoned import clear, owner_text, roll_forward
-from xrank.writers.journal import read_journal
-from xrank.writers.output_lock import hold_lock
-from xrank.writers.output_place import OutputPlace
-from xrank.writers.stage_inspection import owner_state
+from xrank.writers.cleaning import clean_places, list_messages, list_segments
 
 __all__ = ["clean"]
-
-_STAGE = re.compile(r"\.(.+)\.xrank-[0-9a-f]{16}(-old)?")
-_ABANDONED_SECONDS = 3600
-"""After this long without a change, a stage whose owner can't be asked (another host's) counts as abandoned."""
 
 
 def clean(
@@ -56,10 +45,9 @@ def clean(
     for path in paths:
         if not os.path.isdir(path):
             raise UsageError(f"{os.fspath(path)} is no folder", file=os.fspath(path), next_step="check the path")
-        for place in _places(os.fspath(path)):
-            stages += _clean_place(place, dry_run, now())
-        messages += _messages(os.fspath(path), now())
-    segments = _segments(memory, now())
+        stages += clean_places(os.fspath(path), dry_run=dry_run, now=now())
+        messages += list_messages(os.fspath(path), now())
+    segments = list_segments(memory, now())
     for row in (*messages, *segments):
         if row["removed"] and not dry_run:
             with contextlib.suppress(FileNotFoundError):
@@ -78,85 +66,3 @@ def clean(
             "dry_run": dry_run,
         },
     )
-
-
-def _messages(path: str, now: float) -> list[dict[str, Any]]:
-    rows = []
-    for entry in os.scandir(path):
-        state = MessageName.owner_state(entry.name)
-        if state is not None:
-            with contextlib.suppress(FileNotFoundError):  # a rank that lives removes its message once it was read
-                status = entry.stat(follow_symlinks=False)
-                age_seconds = now - status.st_mtime
-                rows.append({"path": entry.path, "nbytes": status.st_size, **_verdict(state, "", age_seconds)})
-    return rows
-
-
-def _segments(memory: str, now: float) -> list[dict[str, Any]]:
-    return [
-        {"path": path, "nbytes": status.st_size, "removed": True, "why": "no process holds it"}
-        for path, status in find_abandoned_segments(memory, older_than=now - _ABANDONED_SECONDS)
-    ]
-
-
-def _places(path: str) -> Iterator[OutputPlace]:
-    """Yield the places of outputs that may have left something: those in a folder, and the folder itself as one."""
-    names = {match[1] for entry in os.listdir(path) if (match := _STAGE.fullmatch(entry)) is not None}
-    places = [OutputPlace.of(os.path.join(path, name)) for name in sorted(names)]
-    for place in [*places, OutputPlace.of(path)]:
-        if place.identifiers() or place.identifiers("-old"):
-            yield place
-
-
-def _clean_place(place: OutputPlace, dry_run: bool, now: float) -> list[dict[str, Any]]:
-    if dry_run:
-        return _rows(place, now)
-    try:
-        with hold_lock(place.lock_path, place.path, owner=lambda: owner_text(place)):
-            rows = _rows(place, now)
-            roll_forward(place)
-            for row in rows:
-                if row["removed"]:
-                    clear(place, row["path"])
-            return rows
-    except OutputExistsError:
-        return [{**row, "removed": False, "why": "its gather is running"} for row in _rows(place, now)]
-
-
-def _rows(place: OutputPlace, now: float) -> list[dict[str, Any]]:
-    rows = []
-    for identifier in place.identifiers():
-        with contextlib.suppress(FileNotFoundError):  # a gather that is running has made it its output
-            rows.append(_row(place.stage(identifier), now))
-    return rows
-
-
-def _row(path: str, now: float) -> dict[str, Any]:
-    journal = read_journal(path)
-    nbytes, changed = _size_and_change(path)
-    state = "unknown" if journal is None else owner_state(journal)
-    pid = str(journal.pid) if journal else ""
-    return {"path": path, "nbytes": nbytes, **_verdict(state, pid, now - changed)}
-
-
-def _verdict(state: str, pid: str, age_seconds: float) -> dict[str, Any]:
-    """Return whether something of a process that is alive, gone or unknown is abandoned, and why."""
-    is_old = age_seconds > _ABANDONED_SECONDS
-    process = f"its process {pid}".rstrip()
-    why = {
-        "gone": f"{process} is gone",
-        "alive": f"{process} is running",
-        "unknown": "nothing has changed in it for an hour" if is_old else "its owner can't be asked, and it is recent",
-    }[state]
-    return {"removed": state == "gone" or (state == "unknown" and is_old), "why": why}
-
-
-def _size_and_change(path: str) -> tuple[int, float]:
-    nbytes, changed = 0, os.lstat(path).st_mtime
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # a gather that is running renames what it has finished
-                status = os.lstat(os.path.join(folder, name))
-                nbytes += status.st_size
-                changed = max(changed, status.st_mtime)
-    return nbytes, changed

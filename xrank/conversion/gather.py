@@ -15,7 +15,6 @@ from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.making.stage_filling import make_output
 from xrank.plan.buffers import FileSource
-from xrank.plan.executor import Budget
 from xrank.plan.merging import factors_nbytes
 from xrank.plan.report import Report
 from xrank.plan.windows import WINDOW_NBYTES
@@ -121,7 +120,7 @@ def _checked_options(options: Mapping[str, Any]) -> GatherOptions:
 
 
 def _planned_report(gather: OutputPlan, out: str, seconds: float) -> Report:
-    budget = Budget.within(gather.options.max_memory_nbytes, gather.options.num_workers)
+    budget = gather.options.budget
     files = [
         {"name": file.output.name, "nbytes": file.output.nbytes, "num_tensors": len(file.tensors)}
         for file in gather.plan.files

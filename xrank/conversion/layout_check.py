@@ -6,19 +6,23 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from xrank.conversion.report import peak_rss_nbytes
+from xrank.decisions.base_model import open_base_model
+from xrank.decisions.layout_sources import stored_at
 from xrank.decisions.output_plan import read_layouts
 from xrank.dtypes import DTYPES
-from xrank.errors import LayoutError
+from xrank.errors import LayoutError, UsageError
 from xrank.layout import LayoutMap
-from xrank.plan.holdings import Holdings, Survey, held_nbytes
+from xrank.plan.holdings import Survey, find_problem, held_nbytes
 from xrank.plan.report import Report
 from xrank.plan.survey import survey
-from xrank.words import numbers_text, ranks_text
+from xrank.plan.told_shapes import told_shapes
+from xrank.words import numbers_text
 
-__all__ = ["check_layouts", "check_survey", "survey_facts"]
+__all__ = ["check_file", "check_layouts", "check_survey", "survey_facts"]
 
 
 def check_layouts(
@@ -47,6 +51,59 @@ def check_layouts(
     return report
 
 
+def check_file(
+    file: str,
+    path: str | None,
+    *,
+    base_model: str | os.PathLike[str] | None = None,
+    started: float | None = None,
+) -> tuple[Report, LayoutError | None]:
+    """Return the report of a layout file's proof, and its first problem.
+
+    Args:
+        file: the layout file.
+        path: a workspace or model folder that says names, shapes and types; None for the sizes that the file tells.
+        base_model: a folder, or a cached ID, that tells whole shapes where neither the source nor the file does.
+        started: when the check began, on the monotonic clock.
+
+    Raises:
+        UsageError, LayoutError, ...: the file or the source cannot be read.
+    """
+    layouts = read_layouts(file)
+    if path is None and base_model is not None:
+        raise UsageError(
+            "--base-model was given and PATH was not",
+            got=f"--base-model {os.fspath(base_model)}",
+            want="PATH, a source whose shapes it tells",
+            next_step=f"run: xrank layout check {file} {os.fspath(base_model)}, if its tensors are meant",
+        )
+    if path is None:
+        shapes, untold = told_shapes(layouts)
+        if not shapes and len(layouts):
+            raise LayoutError(
+                f"{file} tells the size of no tensor, so nothing can be proven",
+                file=file,
+                got=next(iter(untold.values()), "no rule"),
+                want="numbers in [sizes], or a source of shapes",
+                next_step=f"run: xrank layout check {file} PATH, with a workspace or model folder",
+            )
+        found = survey(layouts, shapes)
+        found = replace(found, unused=tuple(rule for rule in found.unused if rule not in untold))
+        notes = [("not-proven", f"the rule {rule!r} is not proven: {reason}") for rule, reason in untold.items()]
+        return check_survey(found, path=file, notes=notes, started=started)
+    try:
+        place, stored = stored_at(path, layouts, open_base_model(base_model) if base_model is not None else None)
+    except LayoutError as error:
+        error.next_step = f"add its rule to {file}, or give a base model that has the tensor by --base-model"
+        raise
+    found = survey(
+        layouts,
+        {shard.name: shard.shape for shard in stored.shards},
+        dtypes={shard.name: shard.dtype for shard in stored.shards},
+    )
+    return check_survey(found, path=file, source={"path": place, "format": stored.format}, started=started)
+
+
 def check_survey(
     found: Survey,
     *,
@@ -64,7 +121,7 @@ def check_survey(
         notes: what else is to be said; where there is some, not everything was proven.
         started: when the check began, on the monotonic clock.
     """
-    problems = [error for one in found.tensors if (error := _problem(one)) is not None]
+    problems = [error for one in found.tensors if (error := find_problem(one)) is not None]
     first = problems[0] if problems else None
     addends = [one for one in found.tensors if one.sums]
     said = [
@@ -106,36 +163,3 @@ def survey_facts(found: Survey) -> dict[str, Any]:
 
 def _width(dtype: str | None) -> int:
     return DTYPES[dtype].nbytes if dtype in DTYPES else 0
-
-
-def _problem(one: Holdings) -> LayoutError | None:
-    if one.problem is not None:
-        one.problem.next_step = one.problem.next_step or "correct the layout file"
-        return one.problem
-    if one.rule is None and not one.shares:
-        dims = ", ".join(f"d{i}" for i in range(len(one.shape)))
-        return LayoutError(
-            f"{one.name}: no rule says how it is cut",
-            tensor=one.name,
-            got=f"shape {list(one.shape)}",
-            want="a rule for every tensor",
-            next_step=f'add a rule, such as "{one.name}" = "[{dims}]" for a tensor that every rank holds whole',
-        )
-    misfit = one.misfit
-    if misfit is None:
-        return None
-    what = {
-        "gap": "held by no rank",
-        "overlap": f"held by {ranks_text(misfit.ranks)} in different cuts",
-        "outside": f"outside the tensor, on {ranks_text(misfit.ranks)}",
-    }[misfit.kind]
-    return LayoutError(
-        f"{one.name}, {misfit.where}: {what}",
-        tensor=one.name,
-        rank=misfit.ranks[0] if misfit.ranks else None,
-        index_range=misfit.where,
-        got=f"{one.text or 'what the ranks recorded'} of {list(one.shape)}"
-        + ("" if one.mesh is None else f" on {one.mesh.grid}"),
-        want="every element exactly once, or in equal parts as replicas",
-        next_step="correct the layout" if one.rule is None else f"correct the rule {one.rule!r}",
-    )

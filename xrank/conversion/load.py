@@ -17,18 +17,16 @@ from xrank.decisions.load_check import check_loads, describe_load
 from xrank.decisions.load_plan import Load, plan_load
 from xrank.decisions.options import default_workers, parse_size
 from xrank.decisions.output_plan import layout_notes
-from xrank.lending.tensor_target import TensorTarget, check_fillable
+from xrank.lending.tensor_target import check_fillable
 from xrank.making.manifest_digests import ManifestDigests
-from xrank.plan.buffers import FileSource
-from xrank.plan.executor import Budget, Outcome, execute
+from xrank.making.module_filling import fill_module
+from xrank.plan.executor import Budget, Outcome
 from xrank.plan.report import Report
 from xrank.plan.source import StoredModel
-from xrank.plan.windows import WINDOW_NBYTES
 from xrank.readers.live.local_model import LocalModel, local_model
-from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, names_left_out
+from xrank.readers.live.module_tensors import FilledModule, check_materialised, names_left_out
 from xrank.teams.agreement import check_alike, nbytes_text, path_text
 from xrank.teams.launches import find_group_team
-from xrank.teams.team import Team
 from xrank.words import list_text
 
 if TYPE_CHECKING:
@@ -124,7 +122,7 @@ def load_model(
                 lambda planned: describe_load(planned.source, planned.load),
                 lambda planned, loads: check_loads(planned.source, team.ranks, loads),
             )
-            outcome = _fill(module, planned, budget, team)
+            outcome = fill_module(module, planned.local, planned.load, planned.digests, budget, team)
     return _report(planned, outcome, started)
 
 
@@ -154,31 +152,6 @@ def _named(path: str, recipe: str | os.PathLike[str] | None, local: LocalModel) 
     """Return the source under the names that a recipe gives it, and those that a trainer may pad."""
     decision = decide(read_source(path), Request(Purpose.MODULE, recipe=recipe, module_names=local.tensors.keys()))
     return decision.source, decision.padded_names
-
-
-def _fill(module: FilledModule, planned: _Planned, budget: Budget, team: Team) -> Outcome:
-    """Read every byte of the plan to its place."""
-    load = planned.load
-    views = [planned.local.views[view] for view in load.views]
-    plan = load.plan
-    target, source = TensorTarget(views), FileSource(plan.source)
-    try:
-        outcome = execute(
-            plan,
-            source,
-            target,
-            budget=budget,
-            # As shares of files: of a record that others read, too, nobody reads the rest for its checksum alone.
-            shares={index: (range(-(-file.output.nbytes // WINDOW_NBYTES)),) for index, file in enumerate(plan.files)},
-            finish_share=planned.digests.compare,
-            cancelled=team.make_failure_check(),
-        )
-        source.check_unchanged()
-    finally:
-        source.close()
-        target.finish()
-        count_changes(module, views)
-    return outcome
 
 
 def _notes(module: FilledModule, load: Load) -> Iterator[tuple[str, str]]:

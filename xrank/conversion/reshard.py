@@ -6,7 +6,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any, cast
 
 from xrank.conversion.report import peak_rss_nbytes, source_facts
@@ -14,18 +13,13 @@ from xrank.decisions.options import DTypeChoice, GatherOptions
 from xrank.decisions.reshard_plan import Reshard, plan_reshard
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
-from xrank.making.file_writing import WrittenFiles, write_files
-from xrank.making.work import Work
-from xrank.plan.buffers import FileSource
+from xrank.making.file_writing import WrittenFiles
+from xrank.making.states_filling import make_states
 from xrank.plan.digests import digest_text
-from xrank.plan.executor import Budget
 from xrank.plan.report import Report
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
-from xrank.teams.team import Team
-from xrank.writers.manifest import MANIFEST_NAME, ManifestFile, ManifestSource, manifest_text
-from xrank.writers.stage import Stage
-from xrank.writers.staging import check_apart, check_output, check_room, open_stage
+from xrank.writers.staging import check_apart, check_output, check_room
 
 __all__ = ["reshard_checkpoint"]
 
@@ -100,45 +94,12 @@ def reshard_checkpoint(
         reshard = plan(socket.gethostname())
         check_room(out, [file.output.nbytes for file in reshard.plan.files], reshard.source.path)
         return _report(reshard, path, started, None, ())
-    written: WrittenFiles | None = None
-    notes: tuple[str, ...] = ()
     with team.together():
         # States name one host, whichever rank writes them.
         host = team.broadcast("host", socket.gethostname() if team.is_first else None)
         reshard, _ = team.agree("the plan", lambda: plan(host), lambda reshard: reshard.digest, check_plans(team.ranks))
-        if team.is_first:
-            written, notes = _make(reshard, path, progress or (lambda done, total: None), team)
-        else:
-            from xrank.making.shared_writing import help_to_write_files
-
-            with closing(FileSource(reshard.plan.source)) as files:
-                help_to_write_files(team, _work(reshard, files), path, reshard.digest)
+        written, notes = make_states(reshard, path, progress, team)
     return _report(reshard, path, started, written, notes)
-
-
-def _make(
-    reshard: Reshard, out: str, progress: Callable[[int, int], None], team: Team
-) -> tuple[WrittenFiles, tuple[str, ...]]:
-    """Fill a stage and make it the output; return what was found, and what is to be noted of the stage."""
-    overwrite = reshard.options.overwrite
-    with (
-        closing(FileSource(reshard.plan.source)) as files,
-        open_stage(out, plan_digest=reshard.digest, overwrite=overwrite, replaces_states=True) as stage,
-    ):
-        written = write_files(_work(reshard, files), stage, progress, team, verify=overwrite)
-        _write_small_files(reshard, stage, written)
-        team.check_failures()
-        stage.commit()
-        team.mark_committed()
-    return written, stage.notes
-
-
-def _work(reshard: Reshard, source: FileSource) -> Work:
-    return Work(reshard.plan, source, _budget(reshard))
-
-
-def _budget(reshard: Reshard) -> Budget:
-    return Budget.within(reshard.options.max_memory_nbytes, reshard.options.num_workers)
 
 
 def _checked_dtype(dtype: str | None) -> DTypeChoice:
@@ -150,26 +111,6 @@ def _checked_dtype(dtype: str | None) -> DTypeChoice:
             next_step="choose a dtype",
         )
     return cast(DTypeChoice, dtype or "keep")  # GatherOptions refuses what it does not know
-
-
-def _write_small_files(reshard: Reshard, stage: Stage, written: WrittenFiles) -> None:
-    """Write the companions, and the manifest last."""
-    lines = []
-    for companion in reshard.companions:
-        if companion.name == "config.json" and reshard.config_text is not None:
-            lines.append(stage.write_file(companion.name, reshard.config_text.encode()))
-        else:
-            lines.append(stage.copy_file(companion.name, companion.path))
-    source = reshard.source
-    text = manifest_text(
-        ManifestSource(source.format, source.world_size, source.run_id, source.step),
-        [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(written.digests.items())],
-        {},
-        companions=[ManifestFile(line.file, line.nbytes, f"xxh128:{line.digest}") for line in lines],
-        cast=reshard.selection.cast,
-        notes=[list(note) for note in (*reshard.notes, *written.notes)],
-    )
-    stage.write_file(MANIFEST_NAME, text.encode())
 
 
 def _report(
@@ -195,7 +136,7 @@ def _report(
         for file in plan.files
     ]
     if written is None:
-        buffers = _budget(reshard).nbytes
+        buffers = reshard.options.budget.nbytes
         made: dict[str, Any] = {"plan": {**facts, "files": files, "peak_buffer_nbytes": buffers}}
         made["proof"] = {**proof, "num_replicas_to_compare": sum(len(tensor.replicas) for tensor in plan.tensors)}
     else:

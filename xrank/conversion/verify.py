@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import xxhash
-
+from xrank.comparing.manifest_check import plan_manifest_check
+from xrank.comparing.proof import plan_proof
 from xrank.conversion.report import peak_rss_nbytes
-from xrank.decisions.base_check import check_source, not_compared
-from xrank.decisions.base_model import BaseModel, check_against, open_base_model
-from xrank.decisions.decision import Purpose, Request, decide
-from xrank.decisions.found_source import read_source
+from xrank.decisions.base_model import open_base_model
 from xrank.decisions.options import default_workers, parse_size
 from xrank.decisions.output_plan import read_layouts
 from xrank.decisions.plan_digest import digest_of_plan
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError, XrankError
-from xrank.formats.safetensors_header import read_header
+from xrank.errors import UsageError, XrankError
 from xrank.layout import LayoutMap
 from xrank.making.check import Check, carried_out
-from xrank.making.rereading import FileDigests, digests_of, plan_of_headers
-from xrank.plan.digests import digest_text
-from xrank.plan.executor import Budget, Outcome
+from xrank.plan.executor import Budget
 from xrank.plan.output import OutputTensor
-from xrank.plan.planner import make_plan
 from xrank.plan.report import Report
-from xrank.readers.hugging_face.folder import read_headers
 from xrank.readers.workspace import WorkspaceReader
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
-from xrank.writers.hf_folder import lay_out
-from xrank.writers.manifest import MANIFEST_NAME, read_manifest
+from xrank.writers.manifest import MANIFEST_NAME
 
 __all__ = ["verify", "verify_model"]
 
@@ -134,8 +124,8 @@ def verify(
                     want="a checkpoint whose layouts are not recorded, or --against one",
                     next_step="leave --layout out",
                 )
-            return _plan_manifest_check(text, base)
-        return _plan_proof(text, base, given)
+            return plan_manifest_check(text, base)
+        return plan_proof(text, base, given)
 
     facts: dict[str, Any] = {}
     error: XrankError | None = None
@@ -165,140 +155,6 @@ def verify(
         error=None if error is None else error.to_dict(),
     )
     return report, error
-
-
-def _plan_manifest_check(path: str, base: BaseModel | None) -> Check:
-    """Return what compares a model folder with its manifest: files, tensors, digests; companions are read here."""
-    manifest = read_manifest(os.path.join(path, MANIFEST_NAME))
-    listed = {file["name"]: file for file in manifest["files"]}
-    surplus = sorted(name for name in os.listdir(path) if name.endswith(".safetensors") and name not in listed)
-    if surplus:
-        raise ContradictionError(
-            f"{surplus[0]} is in {path} and not in its manifest",
-            file=os.path.join(path, surplus[0]),
-            got=surplus[0],
-            want=f"only {', '.join(sorted(listed))}",
-            next_step="remove the file, or gather the model again",
-        )
-    # What lies in a folder within, as an adapter does, is in the manifest alone.
-    apart = [name for name in listed if name.endswith(".safetensors") and "/" in name]
-    headers = [*read_headers(path), *(read_header(os.path.join(path, *name.split("/"))) for name in apart)]
-    found = [os.path.relpath(header.path, path).replace(os.sep, "/") for header in headers]
-    _check_plain_files(path, [*manifest["companions"], *(f for f in listed.values() if f["name"] not in found)])
-    plan = plan_of_headers(headers)
-
-    def judge(outcome: Outcome) -> dict[str, Any]:
-        for name, read in zip(found, digests_of(plan, outcome), strict=True):
-            _check_digests(path, manifest, listed, replace(read, name=name))
-        checked = [OutputTensor(t.name, t.dtype, t.shape) for h in headers for t in h.tensors]
-        told = {"manifest": os.path.join(path, MANIFEST_NAME), "num_digests": len(manifest["tensors"])}
-        notes = []
-        if base is not None:
-            # The base model's names and shapes are those before a transform.
-            made = manifest.get("transformed", {})
-            own = [o for o in checked if o.name not in made and manifest["tensors"][o.name]["file"] not in apart]
-            absent = {*manifest["excluded"], *made.values()}
-            told["base_model"] = check_against(base, own, absent, set(manifest["tied"]))
-            if told["base_model"] is None:
-                notes.append(not_compared(base, path))
-            elif made:
-                notes.append(("base-model", f"of {len(made)} tensors that a transform made, no shape was compared"))
-        return {"source": {"path": path, "format": "safetensors"}, "proof": told, "notes": notes, "checked": checked}
-
-    return Check(plan, judge)
-
-
-def _check_digests(
-    path: str, manifest: Mapping[str, Any], listed: Mapping[str, Mapping[str, Any]], digests: FileDigests
-) -> None:
-    """Compare a file that was read with the manifest."""
-    names = {name for name, tensor in manifest["tensors"].items() if tensor["file"] == digests.name}
-    if names != set(digests.tensors):
-        name = sorted(names ^ set(digests.tensors))[0]
-        raise ContradictionError(
-            f"{name}: {digests.name} and the manifest disagree about where it is",
-            tensor=name,
-            file=os.path.join(path, digests.name),
-            got="in the file alone" if name in digests.tensors else "in the manifest alone",
-            want="in both",
-            next_step="gather the model again, or copy the file again from a good copy",
-        )
-    for name, digest in digests.tensors.items():
-        if digest_text(digest) != manifest["tensors"][name]["digest"]:
-            raise _damaged(path, digests.name, name, digest_text(digest), manifest["tensors"][name]["digest"])
-    if digest_text(digests.digest) != listed[digests.name]["digest"]:
-        raise _damaged(path, digests.name, None, digest_text(digests.digest), listed[digests.name]["digest"])
-
-
-def _damaged(path: str, file: str, tensor: str | None, got: str, want: str) -> CorruptError:
-    return CorruptError(
-        f"{tensor or file}: its bytes are not those that were gathered" + (f" ({file})" if tensor else ""),
-        tensor=tensor,
-        file=os.path.join(path, file),
-        got=got,
-        want=f"{want}, as in {MANIFEST_NAME}",
-        next_step="gather the model again, or copy the file again from a good copy",
-    )
-
-
-def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
-    for file in files:
-        name = os.path.join(path, file["name"])
-        try:
-            with open(name, "rb") as stream:
-                digest = xxhash.xxh3_128()
-                while chunk := stream.read(1 << 20):
-                    digest.update(chunk)
-        except FileNotFoundError:
-            raise IncompleteError(
-                f"{file['name']} is in the manifest and not in {path}",
-                file=name,
-                next_step="gather the model again, or copy the file again from a good copy",
-            ) from None
-        if digest.hexdigest() != file["digest"].rpartition(":")[2]:
-            raise _damaged(path, file["name"], None, digest.hexdigest(), file["digest"])
-
-
-def _plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None) -> Check:
-    """Return what proves a checkpoint as a gather would, and lets go of the bytes."""
-    found = read_source(path, base=base, layouts=layouts)
-    try:
-        model = decide(found, Request(Purpose.PROOF)).source
-    except UsageError:  # a user who gathers it has to choose first; the proof needs no names of Hugging Face's
-        model = found.model
-    if model.format == "safetensors":
-        raise UsageError(
-            f"{path} has no {MANIFEST_NAME} to verify it by",
-            file=path,
-            next_step="give --against a copy to compare with; a gather writes a manifest",
-        )
-    outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in model.shards]
-    checked = check_source(base, model, found.config) if base is not None else None
-    notes = [*model.notes] if base is not None or layouts is not None else []
-    if base is not None and checked is None:
-        notes.append(not_compared(base, path))
-    plan = make_plan(model, lay_out(outputs, 1 << 62) if outputs else ())
-
-    def judge(outcome: Outcome) -> dict[str, Any]:
-        return {
-            "source": {
-                "path": path,
-                "format": model.format,
-                "recipe": model.recipe,
-                "world_size": model.world_size,
-                "step": model.step,
-            },
-            "proof": {
-                "coverage": "proven",
-                "num_checksums": outcome.num_checksums,
-                "num_replicas_compared": sum(len(tensor.replicas) for tensor in plan.tensors),
-                **({"base_model": checked} if base is not None else {}),
-            },
-            "notes": notes,
-            "checked": outputs,
-        }
-
-    return Check(plan, judge)
 
 
 def _counts(outputs: Sequence[OutputTensor]) -> dict[str, Any]:

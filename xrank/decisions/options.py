@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from xrank.errors import UsageError
+from xrank.plan.executor import Budget
 
 __all__ = ["AdapterChoice", "DTypeChoice", "GatherOptions", "ReplicaChoice", "default_workers", "matches", "parse_size"]
 
@@ -135,6 +136,15 @@ class GatherOptions:
     def num_workers(self) -> int:
         """Threads."""
         return default_workers() if self.workers is None else self.workers
+
+    @property
+    def budget(self) -> Budget:
+        """Threads and buffers of a process.
+
+        Raises:
+            UsageError: the buffers are too small for so many threads.
+        """
+        return Budget.within(self.max_memory_nbytes, self.num_workers)
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:

@@ -21,7 +21,6 @@ from xrank.decisions.transformed_plan import Transforms, plan_transformed
 from xrank.decisions.transforms import Transform
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import LayoutMap
-from xrank.plan.executor import Budget
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel
@@ -126,7 +125,7 @@ def plan_export(
         transform: function of whole tensors; the base model's names and shapes are those before it.
     """
     base = open_base_model(base_model) if base_model is not None else None
-    Budget.within(options.max_memory_nbytes, options.num_workers)  # refuse too small buffers before any work
+    _ = options.budget  # refuse too small buffers before any work
     found = find_live_source(stored, own, base)
     aliases = layouts.aliases if layouts is not None else {}
     decision = decide(found, Request(Purpose.MODEL, options, recipe, aliases, config_overrides), base)

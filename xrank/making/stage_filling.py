@@ -15,7 +15,6 @@ from xrank.making.rereading import FileDigests
 from xrank.making.work import Work
 from xrank.plan.buffers import OpenSource
 from xrank.plan.digests import digest_text
-from xrank.plan.executor import Budget
 from xrank.plan.planner import Plan, TensorPlan
 from xrank.teams.team import Team
 from xrank.writers.hf_folder import INDEX_NAME, index_text
@@ -103,7 +102,7 @@ def _fill_stage(gather: OutputPlan, work: Work, stage: Stage, progress: Callable
 
 def _work(gather: OutputPlan, source: OpenSource, holder: IntArray | None) -> Work:
     options = gather.options
-    budget = Budget.within(options.max_memory_nbytes, options.num_workers)
+    budget = options.budget
     return Work(gather.plan, source, budget, options.replicas, holder, gather.transforms)
 
 

@@ -14,8 +14,18 @@ from xrank.layout.mesh_parts import MeshParts, mesh_parts
 from xrank.layout.nest_table import IntArray
 from xrank.layout.nests import Nest, canonical, size
 from xrank.plan.misfit import Misfit, find_misfit
+from xrank.words import ranks_text
 
-__all__ = ["Holdings", "Share", "Survey", "held_by_layout", "held_by_parts", "held_by_pieces", "held_nbytes"]
+__all__ = [
+    "Holdings",
+    "Share",
+    "Survey",
+    "find_problem",
+    "held_by_layout",
+    "held_by_parts",
+    "held_by_pieces",
+    "held_nbytes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +169,37 @@ def held_nbytes(tensors: Iterable[Holdings], width: Callable[[str | None], int])
         for rank, nbytes in zip(ranks.tolist(), held.tolist(), strict=True):
             found[rank] = found.get(rank, 0) + nbytes
     return dict(sorted(found.items()))
+
+
+def find_problem(one: Holdings) -> LayoutError | None:
+    """Return the first reason why a tensor is not held exactly once per replica, or None."""
+    if one.problem is not None:
+        one.problem.next_step = one.problem.next_step or "correct the layout file"
+        return one.problem
+    if one.rule is None and not one.shares:
+        dims = ", ".join(f"d{i}" for i in range(len(one.shape)))
+        return LayoutError(
+            f"{one.name}: no rule says how it is cut",
+            tensor=one.name,
+            got=f"shape {list(one.shape)}",
+            want="a rule for every tensor",
+            next_step=f'add a rule, such as "{one.name}" = "[{dims}]" for a tensor that every rank holds whole',
+        )
+    misfit = one.misfit
+    if misfit is None:
+        return None
+    what = {
+        "gap": "held by no rank",
+        "overlap": f"held by {ranks_text(misfit.ranks)} in different cuts",
+        "outside": f"outside the tensor, on {ranks_text(misfit.ranks)}",
+    }[misfit.kind]
+    return LayoutError(
+        f"{one.name}, {misfit.where}: {what}",
+        tensor=one.name,
+        rank=misfit.ranks[0] if misfit.ranks else None,
+        index_range=misfit.where,
+        got=f"{one.text or 'what the ranks recorded'} of {list(one.shape)}"
+        + ("" if one.mesh is None else f" on {one.mesh.grid}"),
+        want="every element exactly once, or in equal parts as replicas",
+        next_step="correct the layout" if one.rule is None else f"correct the rule {one.rule!r}",
+    )

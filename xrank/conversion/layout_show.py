@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from xrank.conversion.layout_check import check_survey, survey_facts
+from xrank.conversion.layout_check import survey_facts
 from xrank.conversion.report import peak_rss_nbytes
-from xrank.decisions.base_model import open_base_model
 from xrank.decisions.layout_sources import (
     chosen,
     file_text,
     is_layout_file,
     layouts_at,
     read_source,
-    stored_at,
     with_numbers,
 )
-from xrank.decisions.output_plan import read_layouts
-from xrank.errors import LayoutError, UsageError
+from xrank.errors import UsageError
 from xrank.layout.layout_diff import LayoutDiff
 from xrank.layout.layout_file import write_whole
 from xrank.pictures.text_picture import share_words
 from xrank.plan.holdings import Holdings, Survey
 from xrank.plan.report import Report
-from xrank.plan.survey import survey
-from xrank.plan.told_shapes import told_shapes
 
-__all__ = ["check_file", "diff_layouts", "show_layouts", "write_page"]
+__all__ = ["diff_layouts", "show_layouts", "write_page"]
 
 
 def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) -> tuple[Report, Survey, str | None]:
@@ -102,59 +96,6 @@ def diff_layouts(a: str, b: str) -> tuple[Report, LayoutDiff]:
         details={"equal": not found, "differences": asdict(found)},
     )
     return report, found
-
-
-def check_file(
-    file: str,
-    path: str | None,
-    *,
-    base_model: str | os.PathLike[str] | None = None,
-    started: float | None = None,
-) -> tuple[Report, LayoutError | None]:
-    """Return the report of a layout file's proof, and its first problem.
-
-    Args:
-        file: the layout file.
-        path: a workspace or model folder that says names, shapes and types; None for the sizes that the file tells.
-        base_model: a folder, or a cached ID, that tells whole shapes where neither the source nor the file does.
-        started: when the check began, on the monotonic clock.
-
-    Raises:
-        UsageError, LayoutError, ...: the file or the source cannot be read.
-    """
-    layouts = read_layouts(file)
-    if path is None and base_model is not None:
-        raise UsageError(
-            "--base-model was given and PATH was not",
-            got=f"--base-model {os.fspath(base_model)}",
-            want="PATH, a source whose shapes it tells",
-            next_step=f"run: xrank layout check {file} {os.fspath(base_model)}, if its tensors are meant",
-        )
-    if path is None:
-        shapes, untold = told_shapes(layouts)
-        if not shapes and len(layouts):
-            raise LayoutError(
-                f"{file} tells the size of no tensor, so nothing can be proven",
-                file=file,
-                got=next(iter(untold.values()), "no rule"),
-                want="numbers in [sizes], or a source of shapes",
-                next_step=f"run: xrank layout check {file} PATH, with a workspace or model folder",
-            )
-        found = survey(layouts, shapes)
-        found = replace(found, unused=tuple(rule for rule in found.unused if rule not in untold))
-        notes = [("not-proven", f"the rule {rule!r} is not proven: {reason}") for rule, reason in untold.items()]
-        return check_survey(found, path=file, notes=notes, started=started)
-    try:
-        place, stored = stored_at(path, layouts, open_base_model(base_model) if base_model is not None else None)
-    except LayoutError as error:
-        error.next_step = f"add its rule to {file}, or give a base model that has the tensor by --base-model"
-        raise
-    found = survey(
-        layouts,
-        {shard.name: shard.shape for shard in stored.shards},
-        dtypes={shard.name: shard.dtype for shard in stored.shards},
-    )
-    return check_survey(found, path=file, source={"path": place, "format": stored.format}, started=started)
 
 
 def _row(one: Holdings) -> dict[str, Any]:

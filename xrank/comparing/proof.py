@@ -1,0 +1,62 @@
+"""Proves a checkpoint as a gather would, and writes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xrank.decisions.base_check import check_source, not_compared
+from xrank.decisions.base_model import BaseModel
+from xrank.decisions.decision import Purpose, Request, decide
+from xrank.decisions.found_source import read_source
+from xrank.errors import UsageError
+from xrank.layout import LayoutMap
+from xrank.making.check import Check
+from xrank.plan.executor import Outcome
+from xrank.plan.output import OutputTensor
+from xrank.plan.planner import make_plan
+from xrank.writers.hf_folder import lay_out
+from xrank.writers.manifest import MANIFEST_NAME
+
+__all__ = ["plan_proof"]
+
+
+def plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None) -> Check:
+    """Return what proves a checkpoint as a gather would, and lets go of the bytes."""
+    found = read_source(path, base=base, layouts=layouts)
+    try:
+        model = decide(found, Request(Purpose.PROOF)).source
+    except UsageError:  # a user who gathers it has to choose first; the proof needs no names of Hugging Face's
+        model = found.model
+    if model.format == "safetensors":
+        raise UsageError(
+            f"{path} has no {MANIFEST_NAME} to verify it by",
+            file=path,
+            next_step="give --against a copy to compare with; a gather writes a manifest",
+        )
+    outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in model.shards]
+    checked = check_source(base, model, found.config) if base is not None else None
+    notes = [*model.notes] if base is not None or layouts is not None else []
+    if base is not None and checked is None:
+        notes.append(not_compared(base, path))
+    plan = make_plan(model, lay_out(outputs, 1 << 62) if outputs else ())
+
+    def judge(outcome: Outcome) -> dict[str, Any]:
+        return {
+            "source": {
+                "path": path,
+                "format": model.format,
+                "recipe": model.recipe,
+                "world_size": model.world_size,
+                "step": model.step,
+            },
+            "proof": {
+                "coverage": "proven",
+                "num_checksums": outcome.num_checksums,
+                "num_replicas_compared": sum(len(tensor.replicas) for tensor in plan.tensors),
+                **({"base_model": checked} if base is not None else {}),
+            },
+            "notes": notes,
+            "checked": outputs,
+        }
+
+    return Check(plan, judge)

@@ -1,0 +1,99 @@
+"""The tensors of a live model, whole, one after another, on the ranks that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from xrank.decisions.live_arguments import in_python
+from xrank.decisions.transformed_plan import compared_plan
+from xrank.decisions.transforms import transformed
+from xrank.lending.lent_model import AskedModel, LentModel, lend_model
+from xrank.making.whole_tensors import TensorsAhead, WholeTensors, shared_budget
+from xrank.plan.planner import tensor_plan
+from xrank.plan.replicas import nearest
+from xrank.teams.agreement import check_alike
+from xrank.teams.team import Team
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = Generator[tuple[str, torch.Tensor], None, None]
+
+__all__ = ["ModelTensors", "make_tensors"]
+
+
+class ModelTensors(Iterator[tuple[str, "torch.Tensor"]]):
+    """What `iter_model` returns; one thread uses it. Dropping it is closing it."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._tensors)
+
+    def close(self) -> None:
+        """Want no more; waits for the ranks that still do. Twice is once."""
+        self._tensors.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self._tensors.throw(error)  # all other ranks hear of it
+        except BaseException as raised:
+            if raised is not error:
+                raise
+
+
+def make_tensors(ask: Callable[[], AskedModel], team: Team) -> Tensors:
+    """Yield what this rank gets, after one that is none."""
+    import torch
+
+    with in_python(), ExitStack() as lent, team.together():
+        asked, _ = team.agree("what is asked", ask, AskedModel.told, check_alike(team.ranks))
+        model = lend_model(asked, team, lent)
+        with closing(model.source):
+            try:
+                yield "", torch.empty(0)  # the plan is made
+                if asked.takers == "all" or team.is_first:
+                    yield from _taken(asked, model, team)
+            except GeneratorExit:
+                pass  # it wants no more, which is no failure
+            # While any rank still takes tensors all others lend theirs.
+            team.meet("all that was wanted")
+            model.source.check_unchanged()
+
+
+def _taken(asked: AskedModel, model: LentModel, team: Team) -> Tensors:
+    """Yield all tensors, made ahead; those that are transformed are so when they are taken, by this thread."""
+    options, gather = asked.options, model.gather
+    budget, room_nbytes = shared_budget(options.max_memory_nbytes, options.num_workers)
+    transforms = gather.transforms
+    compared = {tensor.output.name: tensor for tensor in compared_plan(gather.plan, transforms).tensors}
+    names = [output.name for output in gather.selection.outputs] if transforms is None else transforms.order
+    plan = tensor_plan(gather.plan, [compared[name] for name in names])
+    if team.size > 1:
+        plan = nearest(plan, model.holder, team.position)  # all replicas have been compared
+    whole = WholeTensors(plan, model.source, budget)
+    failures = team.make_failure_check()
+    outputs = {} if transforms is None else {tensor.name: tensor.outputs for tensor in transforms.tensors}
+    ahead = TensorsAhead(whole, [whole.nbytes(number) for number in range(len(names))], room_nbytes, failures)
+    with closing(ahead):
+        # No tensor is bound to a name here while it is yielded: it is the caller's alone.
+        for number, name in enumerate(names):
+            if name not in outputs:
+                yield name, ahead.take(number)
+                continue
+            assert transforms is not None
+            made = transformed(transforms.function, name, ahead.take(number), outputs[name])
+            for output in outputs[name]:
+                yield output.name, made.pop(0).detach()

@@ -1,0 +1,65 @@
+"""Writes the states of a reshard with a team: each rank its share, the first the small files and the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+from xrank.decisions.reshard_plan import Reshard
+from xrank.making.file_writing import WrittenFiles, write_files
+from xrank.making.work import Work
+from xrank.plan.buffers import FileSource
+from xrank.plan.digests import digest_text
+from xrank.teams.team import Team
+from xrank.writers.manifest import MANIFEST_NAME, ManifestFile, ManifestSource, manifest_text
+from xrank.writers.stage import Stage
+from xrank.writers.staging import open_stage
+
+__all__ = ["make_states"]
+
+
+def make_states(
+    reshard: Reshard, out: str, progress: Callable[[int, int], None] | None, team: Team
+) -> tuple[WrittenFiles | None, tuple[str, ...]]:
+    """Make the states with all ranks of a team; return, on the first rank, what was written and notes on the stage.
+
+    Raises:
+        CorruptError, ContradictionError: the source is not what its metadata promised.
+        NoSpaceError, XrankError: the output could not be written.
+        RankFailedError: another rank failed.
+    """
+    with closing(FileSource(reshard.plan.source)) as source:
+        work = Work(reshard.plan, source, reshard.options.budget)
+        if not team.is_first:
+            from xrank.making.shared_writing import help_to_write_files  # a process alone does without
+
+            help_to_write_files(team, work, out, reshard.digest)
+            return None, ()
+        overwrite = reshard.options.overwrite
+        with open_stage(out, plan_digest=reshard.digest, overwrite=overwrite, replaces_states=True) as stage:
+            written = write_files(work, stage, progress or (lambda done, total: None), team, verify=overwrite)
+            _write_small_files(reshard, stage, written)
+            team.check_failures()
+            stage.commit()
+            team.mark_committed()
+    return written, stage.notes
+
+
+def _write_small_files(reshard: Reshard, stage: Stage, written: WrittenFiles) -> None:
+    """Write the companions, and the manifest last."""
+    lines = []
+    for companion in reshard.companions:
+        if companion.name == "config.json" and reshard.config_text is not None:
+            lines.append(stage.write_file(companion.name, reshard.config_text.encode()))
+        else:
+            lines.append(stage.copy_file(companion.name, companion.path))
+    source = reshard.source
+    text = manifest_text(
+        ManifestSource(source.format, source.world_size, source.run_id, source.step),
+        [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(written.digests.items())],
+        {},
+        companions=[ManifestFile(line.file, line.nbytes, f"xxh128:{line.digest}") for line in lines],
+        cast=reshard.selection.cast,
+        notes=[list(note) for note in (*reshard.notes, *written.notes)],
+    )
+    stage.write_file(MANIFEST_NAME, text.encode())
