@@ -27,8 +27,6 @@ _CALLS = Path(__file__).with_name("calls.py")
 _SERVER = Path(__file__).with_name("serve.py")
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 _LEFT_OUT = re.compile(r"XRANK_|HF_|TORCHELASTIC_|SLURM_|OMPI_|(MASTER_|LOCAL_)|(RANK|WORLD_SIZE)$")
-_STAGE = re.compile(r"\.xrank-[0-9a-f]{16}")
-"""What was finished before a failure depends on which thread was first."""
 _SECONDS = 600.0
 _TEXT_NBYTES = 20_000
 """Smaller files of text are kept whole, so that a difference can be shown."""
@@ -181,12 +179,8 @@ def _record_calls(place: _Place, num_ranks: int, only: str) -> dict[str, Any]:
 
 
 def _files(work: Path, place: _Place) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return each file below a folder: its digest, and its text where it is short; of a stage, that it is there."""
+    """Return each file below a folder: its digest, and its text where it is short."""
     for path in sorted(work.rglob("*")):
-        if stage := _STAGE.search(str(path.relative_to(work))):
-            if stage.end() == len(str(path.relative_to(work))):
-                yield _STAGE.sub(".xrank-ID", str(path.relative_to(work))), {"nbytes": 0, "sha256": ""}
-            continue
         name = str(path.relative_to(work)) + ("/" if path.is_dir() else "")
         content = b"" if path.is_dir() else path.read_bytes()
         found: dict[str, Any] = {"nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
