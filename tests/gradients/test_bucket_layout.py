@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xrank.gradients.config import GradientConfig
-from xrank.gradients.plans.bucket_layout import bucket_size_of, default_bucket_size, lay_out, shard_of
+from xrank.gradients.plans.bucket_layout import choose_bucket_size, default_bucket_size, lay_out, shard_bounds
 
 parameters = st.lists(st.tuples(st.integers(0, 700), st.booleans()), max_size=12)
 
@@ -39,7 +39,7 @@ def test_invariant_11(told, bucket_size, num_shards, is_wide):
     for bucket in layout.buckets:
         multiple = lcm(num_shards, 128, 65536 if is_wide else 1)
         assert bucket.stop % multiple == 0 and bucket.stop - bucket.start - bucket.numel_unpadded < multiple
-        shards = [shard_of(bucket.start, bucket.stop, num_shards, place) for place in range(num_shards)]
+        shards = [shard_bounds(bucket.start, bucket.stop, num_shards, place) for place in range(num_shards)]
         assert shards[0][0] == bucket.start and shards[-1][1] == bucket.stop
         assert all(a[1] == b[0] for a, b in pairwise(shards))
         assert len({stop - start for start, stop in shards}) == 1
@@ -87,7 +87,7 @@ def test_the_same_arguments_give_the_same_layout_and_nothing_none():
 def test_the_default_follows_the_size_of_the_model(numel, size):
     assert default_bucket_size(numel) == size
     overlapped = GradientConfig(overlap_grad_reduce=True)
-    assert bucket_size_of(overlapped, [numel // 2, numel - numel // 2]) == size
-    assert bucket_size_of(GradientConfig(), [numel]) is None
-    assert bucket_size_of(GradientConfig(bucket_size=7), [numel]) is None
-    assert bucket_size_of(GradientConfig(overlap_grad_reduce=True, bucket_size=7), [numel]) == 7
+    assert choose_bucket_size(overlapped, [numel // 2, numel - numel // 2]) == size
+    assert choose_bucket_size(GradientConfig(), [numel]) is None
+    assert choose_bucket_size(GradientConfig(bucket_size=7), [numel]) is None
+    assert choose_bucket_size(GradientConfig(overlap_grad_reduce=True, bucket_size=7), [numel]) == 7

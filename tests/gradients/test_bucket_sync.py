@@ -10,8 +10,8 @@ from xrank.errors import GradientError
 from xrank.gradients import GradientConfig, GradientPlan, mark
 from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.buffers.buffer import GradientBuffer
-from xrank.gradients.plans.plan import PlannedBucket
-from xrank.gradients.wires.faults import Fault
+from xrank.gradients.plans.plan_entries import PlannedBucket
+from xrank.gradients.wires.faults import GradientFault
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh_views import megatron_views
 
@@ -47,10 +47,10 @@ def _gradient(sync: BucketSync, index: int) -> torch.Tensor:
 def test_the_same_gradient_comes_out_however_it_came_in(is_overlapped: bool, options: dict[str, bool]) -> None:
     sync, _ = _synced(_module(), DeviceMesh((3,), ("dp",)), overlap_grad_reduce=is_overlapped, bucket_size=8, **options)
     value = torch.tensor([1.0, -2.0, 3.0, 0.1])
-    sync.arrived(0, value, is_last=False)
-    sync.arrived(0, value, is_last=False)
+    sync.add_gradient(0, value, is_last=False)
+    sync.add_gradient(0, value, is_last=False)
     for index in (0, 1, 1):  # the second of b comes before its bucket is full
-        sync.arrived(index, value, is_last=True)
+        sync.add_gradient(index, value, is_last=True)
     assert not sync.next_bucket
     sync.finish()
     factor = 3.0 if options.get("calculate_per_token_loss") else 1.0  # all three ranks have the same
@@ -67,7 +67,7 @@ def test_experts_are_divided_by_all_ranks_that_see_other_data_though_few_hold_th
         views = megatron_views(4, tp=1, ep=4)
         sync, wire = _synced(module, views, average_in_collective=is_averaged, overlap_grad_reduce=True)
         for index in range(3):
-            sync.arrived(index, torch.full((4,), 8.0), is_last=True)
+            sync.add_gradient(index, torch.full((4,), 8.0), is_last=True)
         sync.finish()
         # Four ranks hold a and c with the same gradient; b is on rank 1 alone.
         assert [_gradient(sync, index)[0].item() for index in range(3)] == [8.0, 2.0, 8.0]
@@ -84,7 +84,7 @@ def test_shards_are_added_up_inside_an_instance_and_then_over_all() -> None:
         bucket_size=300,
     )
     for index in (2, 1, 0):
-        sync.arrived(index, torch.full((300,), 4.0), is_last=True)
+        sync.add_gradient(index, torch.full((300,), 4.0), is_last=True)
     assert len(sync.plan.buckets) == 3
     assert [(sent.kind, sent.ranks) for sent in wire.sent] == [("reduce_scatter", (0, 1))] * 3
     sync.finish()
@@ -102,9 +102,9 @@ def test_shards_are_added_up_inside_an_instance_and_then_over_all() -> None:
 def test_a_kernel_that_added_by_itself_counts_as_a_gradient() -> None:
     sync, wire = _synced(_module(), DeviceMesh((2,), ("dp",)), overlap_grad_reduce=True, bucket_size=12, unused="error")
     _gradient(sync, 1).fill_(6.0)
-    sync.arrived(1, None, is_last=True)
-    sync.arrived(0, torch.ones(4), is_last=True)
-    sync.arrived(2, torch.ones(4), is_last=True)
+    sync.add_gradient(1, None, is_last=True)
+    sync.add_gradient(0, torch.ones(4), is_last=True)
+    sync.add_gradient(2, torch.ones(4), is_last=True)
     assert len(wire.sent) == 1
     sync.finish()
     assert torch.equal(_gradient(sync, 1), torch.full((4,), 6.0))
@@ -123,9 +123,9 @@ def test_what_was_left_is_replaced_where_zeros_are_spared(is_overlapped: bool, i
     for _ in range(3):
         sync._buffers[0].data.fill_(float("nan"))
         sync.reset(lazily=True)
-        sync.arrived(0, value, is_last=False)
-        sync.arrived(0, value, is_last=True)
-        sync.arrived(1, value, is_last=True)
+        sync.add_gradient(0, value, is_last=False)
+        sync.add_gradient(0, value, is_last=True)
+        sync.add_gradient(1, value, is_last=True)
         sync.finish()
         assert [_gradient(sync, index).tolist() for index in range(3)] == [
             (2 * value).tolist(),
@@ -133,7 +133,7 @@ def test_what_was_left_is_replaced_where_zeros_are_spared(is_overlapped: bool, i
             [0.0] * 4,
         ]
     sync.reset(lazily=True)
-    sync.arrived(1, None, is_last=True)
+    sync.add_gradient(1, None, is_last=True)
     with pytest.raises(GradientError, match="b: on rank 1 a kernel added its gradient to that of the last step"):
         sync.finish()
 
@@ -141,7 +141,7 @@ def test_what_was_left_is_replaced_where_zeros_are_spared(is_overlapped: bool, i
 def test_complex_gradients_travel_as_pairs() -> None:
     sync, wire = _synced(_module(dtype=torch.complex64), DeviceMesh((2,), ("dp",)))
     for index in range(3):
-        sync.arrived(index, torch.full((4,), 1 + 2j), is_last=True)
+        sync.add_gradient(index, torch.full((4,), 1 + 2j), is_last=True)
     sync.finish()
     assert wire.sent[0].numel == 24
     assert torch.equal(_gradient(sync, 0), torch.full((4,), 1 + 2j))
@@ -151,13 +151,13 @@ def test_inspections_see_each_bucket_before_it_leaves_and_their_faults_are_raise
     sync, wire = _synced(_module(), DeviceMesh((2,), ("dp",)), overlap_grad_reduce=True, bucket_size=4)
     seen = []
 
-    def inspect(bucket: PlannedBucket) -> Fault | None:
+    def inspect(bucket: PlannedBucket) -> GradientFault | None:
         seen.append((bucket.id, len(wire.sent)))
-        return Fault(f"{bucket.names[0]}: it is odd", 1, bucket.names[0]) if bucket.id == 1 else None
+        return GradientFault(f"{bucket.names[0]}: it is odd", 1, bucket.names[0]) if bucket.id == 1 else None
 
     sync.inspections.append(inspect)
     for index in (2, 1, 0):
-        sync.arrived(index, torch.ones(4), is_last=True)
+        sync.add_gradient(index, torch.ones(4), is_last=True)
     assert seen == [(0, 0), (1, 1), (2, 2)]
     with pytest.raises(GradientError, match="b: it is odd") as caught:
         sync.finish()

@@ -86,7 +86,7 @@ def test_replicas_that_differ_are_named_with_their_ranks_and_by_how_much(rank: i
     assert first.difference == pytest.approx(0.5, rel=1e-6)
     assert str(first) == (
         "dense: on ranks 1, 3 copies along dp are not equal, by up to 0.5 at element 7 of those that are compared: "
-        "each rank has another"
+        "each rank has another value"
     )
     with pytest.raises(GradientError, match="dense: on ranks 1, 3") as caught:
         check.raise_if_wrong()
@@ -121,7 +121,7 @@ _CASES = [
     ("dense", 3.0, "3 times", "tp"),
     ("dense", 6.0, "6 times", "dp x tp"),
     ("expert", 2.0, "2 times", "ep"),
-    ("dense", 1.7, "1.7 times", "no length of an axis"),
+    ("dense", 1.7, "1.7 times", "not a length of an axis"),
 ]
 
 

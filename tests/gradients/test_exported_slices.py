@@ -268,10 +268,10 @@ def test_what_no_layout_says_is_refused_by_name(rank: int) -> None:
     module.row.partition_dim = -1
     ddp = DistributedDataParallel(module, GradientPlan.from_module(module, mesh, _SHARDED))
     ddp.finish_grad_sync()
-    with pytest.raises(LayoutError, match="row: it is cut along tp, and nothing says in which dim"):
+    with pytest.raises(LayoutError, match="row: it is cut along tp, and the dim is unknown"):
         export_gradients(ddp)
-    with pytest.raises(UsageError, match="column: the optimizer steps what is no shard"):
+    with pytest.raises(UsageError, match="column: the optimizer steps a tensor that is not a shard"):
         export_optimizer_shards(torch.optim.SGD(module.parameters(), lr=1.0), ddp)
     optimizer = torch.optim.Adafactor(cut_module(0, 1).parameters())
-    with pytest.raises(UsageError, match="a parameter: the optimizer steps what is no shard"):
+    with pytest.raises(UsageError, match="a parameter: the optimizer steps a tensor that is not a shard"):
         export_optimizer_shards(optimizer, ddp)

@@ -165,7 +165,7 @@ def test_chunks_whose_embedders_are_no_copies_are_named(rank: int) -> None:
         mark(module.embedder, over_pp=True)
         models.append(wrapped(module, (2,), ("pp",)))
     error = raised_everywhere(lambda: finalize_model_grads(models))
-    assert str(error) == "embedder: chunk 1 of rank 0 holds it otherwise than chunk 0"
+    assert str(error) == "embedder: its shapes in chunks 0 and 1 of rank 0 differ"
     for model in models:
         model.zero_grad_buffer(discard=True)  # all chunks are finished: none is left half way
 
@@ -233,11 +233,11 @@ def test_token_counts_that_are_missing_or_too_many_are_told_to_all_ranks(rank: i
     for missing in (0, 1):
         filled(ddp, 1.0)
         error = raised_everywhere(lambda missing=missing: finalize_model_grads(ddp, None if rank == missing else 3))
-        assert str(error) == f"rank {missing} gives no num_tokens, and nothing else divides its gradients"
+        assert str(error) == f"rank {missing} gives no num_tokens, and its gradients are not divided otherwise"
     for wrong in (-1, float("nan"), [3], 1j, 10**400, torch.tensor([])):
         filled(ddp, 1.0)
         error = raised_everywhere(lambda wrong=wrong: finalize_model_grads(ddp, wrong if rank else 3))
-        assert str(error) == "num_tokens of rank 1 is no count"
+        assert str(error) == "num_tokens of rank 1 is not a count"
     ddp = wrapped(Parts(0, 1), (2,), ("dp",))
     filled(ddp, 1.0)
     error = raised_everywhere(lambda: finalize_model_grads(ddp, 3 if rank else None))
@@ -291,7 +291,7 @@ def test_a_router_without_a_rate_is_named(rank: int) -> None:
     module = nn.ModuleDict({"moe": Router([1.0, 2.0], None)})
     ddp = wrapped(module, (2,), ("dp",))
     error = raised_everywhere(lambda: finalize_model_grads(ddp))
-    assert str(error) == "moe: nothing says by how much its expert_bias moves in a step"
+    assert str(error) == "moe: the rate at which its expert_bias moves is unknown"
     module["moe"].expert_bias_update_rate = 0.5
     ddp.zero_grad_buffer()
     finalize_model_grads(ddp)
@@ -313,5 +313,5 @@ def test_a_model_that_is_frozen_goes_through_every_step(rank: int) -> None:
 
 def test_models_that_are_not_wrapped_are_refused() -> None:
     for models in (nn.Linear(2, 2), [nn.Linear(2, 2)], []):
-        with pytest.raises(UsageError, match="gradients are finalized of models that are wrapped"):
+        with pytest.raises(UsageError, match="models must be wrapped before their gradients"):
             finalize_model_grads(models)

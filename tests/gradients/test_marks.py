@@ -88,7 +88,7 @@ def test_a_mark_says_what_config_and_attributes_do_not():
 def test_norms_of_queries_and_keys_are_known_by_name(name):
     assert role(parameter(), name, qk_layernorm=True).over_tp == "sum"
     assert role(parameter(), name, qk_layernorm=False).over_tp is None
-    with pytest.raises(UsageError, match="nothing says") as caught:
+    with pytest.raises(UsageError, match="it is unknown whether") as caught:
         role(parameter(), name)
     assert caught.value.tensor == name and "qk_layernorm=True" in caught.value.next_step
     # Along one rank there is nothing to know; a cut one sees its own part alone; attributes say it before.

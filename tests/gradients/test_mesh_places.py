@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xrank.errors import LayoutError
-from xrank.gradients.plans.mesh_places import MeshPlace, check_shard_order, described_views, ranks_along
+from xrank.gradients.plans.mesh_places import MeshPlace, as_mesh_views, check_shard_order, ranks_along
 from xrank.layout import DeviceMesh, MeshViews
 from xrank.layout.mesh_views import megatron_views
 
@@ -68,5 +68,5 @@ def test_meshes_of_torch_are_described():
         mesh_dim_names = ("dp", "tp")
         mesh = Ranks()
 
-    assert described_views(TorchLike()).main == DeviceMesh((2, 2), ("dp", "tp"))
-    assert described_views(DeviceMesh((2,), ("dp",))) == MeshViews(DeviceMesh((2,), ("dp",)))
+    assert as_mesh_views(TorchLike()).main == DeviceMesh((2, 2), ("dp", "tp"))
+    assert as_mesh_views(DeviceMesh((2,), ("dp",))) == MeshViews(DeviceMesh((2,), ("dp",)))

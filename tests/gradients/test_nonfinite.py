@@ -84,7 +84,7 @@ def test_every_rank_says_the_same_and_the_next_step_is_right(rank: int) -> None:
         assert "from micro-batch 1 of the 3" in str(error)
         is_same = ddp.plan["layers.2.weight"].bucket == ddp.plan["layers.2.bias"].bucket
         assert error.got == "inf at element [7] of the local shape [8]" + (
-            ", and as much in layers.2.weight of the same bucket" if is_same else ""
+            ", and likewise in layers.2.weight of the same bucket" if is_same else ""
         )
         assert is_same or options
         assert any("layers.2.bias: its gradient on rank 2 is inf" in note for note in error.__notes__)

@@ -8,7 +8,7 @@ from torch import nn
 from xrank.errors import GradientError, UsageError
 from xrank.gradients import GradientPlan
 from xrank.gradients.wires import process_groups
-from xrank.gradients.wires.process_groups import exchanged_texts, make_groups
+from xrank.gradients.wires.process_groups import exchange_texts, make_groups
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh_views import megatron_views
 
@@ -79,13 +79,13 @@ def test_a_mesh_larger_than_the_world_is_refused(rank):
 @pytest.mark.ranks(3)
 def test_texts_of_any_length_are_exchanged(rank):
     texts = ["", "héllo", "x" * 5000]
-    assert exchanged_texts(texts[rank]) == texts
-    assert exchanged_texts("") == [""] * 3
+    assert exchange_texts(texts[rank]) == texts
+    assert exchange_texts("") == [""] * 3
 
 
 def test_without_a_world():
     assert not dist.is_initialized()
-    with pytest.raises(UsageError, match="there is none"):
+    with pytest.raises(UsageError, match="none is initialized"):
         make_groups([(0, 1)])
 
 

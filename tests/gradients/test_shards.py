@@ -8,7 +8,7 @@ import torch
 from tests.gradients.wires import batch_of, loss_of, made_module
 from xrank.errors import GradientError, UsageError
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, ParameterShards
-from xrank.gradients.sharding.shards import owned_slices
+from xrank.gradients.sharding.shards import list_owned_slices
 from xrank.layout import DeviceMesh
 
 pytestmark = pytest.mark.timeout(90)
@@ -79,7 +79,9 @@ def test_narrow_parameters_are_stepped_in_wide_copies(rank: int) -> None:
             assert shard.dtype == torch.float32
             one = shards.slices[name]
             # Steps that bfloat16 would round away add up.
-            torch.testing.assert_close(shard, one.of(before[name]).float() - 1e-4 * total[name], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(
+                shard, one.take_from(before[name]).float() - 1e-4 * total[name], rtol=1e-6, atol=1e-7
+            )
             assert torch.equal(one.values(), shard.to(torch.bfloat16))
         with torch.no_grad():
             for one in ddp.module.parameters():
@@ -103,12 +105,12 @@ def test_steps_that_would_be_wrong_are_refused(rank: int) -> None:
     ddp.finish_grad_sync()
     with pytest.raises(UsageError, match="a closure runs a backward"):
         optimizer.step(lambda: None)
-    with pytest.raises(UsageError, match="no shards of these models"):
+    with pytest.raises(UsageError, match="not shards of these models"):
         shards.attach(torch.optim.SGD(ddp.module.parameters(), lr=0.1))
     ddp.release()
     with pytest.raises(GradientError, match="released"):
         optimizer.step()
-    assert next(iter(owned_slices([ddp, ddp]))) == "0.layers.0.weight"
+    assert next(iter(list_owned_slices([ddp, ddp]))) == "0.layers.0.weight"
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)

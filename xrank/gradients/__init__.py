@@ -1,6 +1,6 @@
-"""Gradients of data-parallel training: a plan of who adds up what, contiguous buffers, one final synchronisation.
+"""Gradients of data-parallel training: a plan of all reductions, contiguous buffers, and one final synchronisation.
 
-Names are loaded when they are first used, so that importing this imports no torch.
+Names are loaded on first use, so that importing this package does not import torch.
 """
 
 from __future__ import annotations

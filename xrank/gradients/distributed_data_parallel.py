@@ -1,4 +1,4 @@
-"""A module whose replicas add up their gradients, in contiguous buffers and as its `GradientPlan` says.
+"""A module whose replicas add up their gradients in contiguous buffers, by its `GradientPlan`.
 
 One step, on all ranks alike::
 
@@ -7,9 +7,9 @@ One step, on all ranks alike::
         for batch in all_but_the_last:
             loss(ddp(batch)).backward()
     loss(ddp(last)).backward()  # buckets leave while it runs
-    ddp.finish_grad_sync()      # or finalize_model_grads([ddp]), which does this and what comes later
-    ...                         # parameters are stepped with their main_grad
-    ddp.start_param_sync()      # with the distributed optimizer: each rank stepped its shards alone
+    ddp.finish_grad_sync()      # or finalize_model_grads([ddp]), which also makes the later reductions
+    ...                         # step the parameters with their main_grad
+    ddp.start_param_sync()      # with the distributed optimizer: each rank stepped only its shards
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.buffers.buffer import GradientBuffer
-from xrank.gradients.buffers.local_gradients import foreign_axis, foreign_fault, local_gradient
-from xrank.gradients.buffers.matched_parameters import matched_parameters, strangers
+from xrank.gradients.buffers.local_gradients import find_foreign_axis, make_foreign_fault, take_local_gradient
+from xrank.gradients.buffers.matched_parameters import find_unplanned, match_parameters
 from xrank.gradients.buffers.nonfinite import watch
 from xrank.gradients.buffers.parameter_gather import ParameterGather
-from xrank.gradients.buffers.step_errors import dropped, never_exchanged, never_finalized
+from xrank.gradients.buffers.step_errors import make_drop_fault, make_unexchanged_error, make_unfinalized_error
 from xrank.gradients.config import GradientConfig
 from xrank.gradients.plan_exchange import check_agreement, torch_wire
 from xrank.gradients.plans.agreement import agreement_lines
@@ -36,30 +36,40 @@ from xrank.gradients.plans.marks import role_of
 from xrank.gradients.plans.mesh_places import MeshPlace
 from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan import GradientPlan
-from xrank.gradients.wires.wire import Wire
+from xrank.gradients.wires.wire import GradientWire
 
 __all__ = ["DistributedDataParallel"]
 
 
 class DistributedDataParallel(torch.nn.Module):
-    """A module with gradient buffers. What all ranks do together is said of each method; the rest is one rank's own.
+    """A module with gradient buffers. The docstring of a method states if all ranks call it together.
 
     Each parameter gets ``main_grad``, a view of its place in a buffer, where gradients are added up; ``.grad`` is None
-    after every backward. A kernel that adds to ``main_grad`` itself says so by ``grad_added_to_main_grad = True``.
+    after every backward. A kernel that adds to ``main_grad`` itself sets ``grad_added_to_main_grad = True``.
 
-    So torch's optimizers and `clip_grad_norm_` over the module's parameters find no gradient, and do nothing: give them
-    those of `ParameterShards`, with the distributed optimizer or without. Ranks of the world that are not in the mesh
-    call ``process_groups.make_groups(())`` while the others construct this.
+    So torch's optimizers and `clip_grad_norm_` find no gradients on the module's parameters. Give them the parameters
+    of `ParameterShards`, with or without the distributed optimizer. Ranks of the world outside of the mesh call
+    ``process_groups.make_groups(())`` while the others construct this.
 
     Args:
-        module: this rank's module, or its chunks of one: those of the plan.
-        plan: `GradientPlan.from_module` of it; all ranks of the mesh make theirs and construct this together.
-        config: the plan's, which need not be said again.
-        wire: what stands in for torch's process groups.
+        module: this rank's module, or its chunks of a module, as in the plan.
+        plan: `GradientPlan.from_module` of the module; all ranks of the mesh make theirs and construct this together.
+        config: the plan's config; may be omitted.
+        wire: replacement of torch's process groups.
 
     Raises:
-        UsageError: the module is not the plan's, a parameter has a gradient already, or there is no process group.
-        GradientError: ranks do not lay out the same gradients; raised on all.
+        UsageError: the module differs from the plan, a parameter already has a gradient, or there is no process group.
+        GradientError: the layouts of ranks differ; raised on all ranks.
+
+    Example:
+        >>> import torch
+        >>> from xrank.gradients import DistributedDataParallel, GradientPlan
+        >>> from xrank.gradients.wires.wire import TorchWire
+        >>> from xrank.layout import DeviceMesh
+        >>> module = torch.nn.Linear(4, 2)
+        >>> plan = GradientPlan.from_module(module, DeviceMesh((1,), ("dp",)))
+        >>> DistributedDataParallel(module, plan).plan.rank  # doctest: +SKIP
+        0
     """
 
     def __init__(
@@ -68,7 +78,7 @@ class DistributedDataParallel(torch.nn.Module):
         plan: GradientPlan,
         config: GradientConfig | None = None,
         *,
-        wire: Wire | None = None,
+        wire: GradientWire | None = None,
     ) -> None:
         super().__init__()
         if config is not None and config != plan.config:
@@ -76,27 +86,27 @@ class DistributedDataParallel(torch.nn.Module):
                 "the config is not that of the plan",
                 got=repr(config),
                 want=repr(plan.config),
-                next_step="give the config to GradientPlan.from_module, and none here",
+                next_step="give the config to GradientPlan.from_module, and omit it here",
             )
-        parameters = matched_parameters(module, plan)
+        parameters = match_parameters(module, plan)
         self.module = module if isinstance(module, torch.nn.Module) else torch.nn.ModuleList(module)
         self.plan = plan
         self.config = plan.config
         self.wire = torch_wire(plan) if wire is None else wire
         check_agreement(agreement_lines(plan), self.wire, plan)
         self.planned_parameters: Mapping[str, torch.nn.Parameter] = parameters
-        """By name, in the order of the plan."""
+        """Parameters by name, in the order of the plan."""
         self.gradient_buffers = tuple(
             GradientBuffer(plan, buffer, {one.name: parameters[one.name] for one in plan.parameters if one.buffer == i})
             for i, buffer in enumerate(plan.buffers)
         )
-        """One for each of the plan's buffers."""
+        """A buffer for each of the plan's buffers."""
         self.sync = BucketSync(plan, self.gradient_buffers, self.wire)
         watch(self.sync, self.gradient_buffers)
         self.later_is_due = False
-        """Whether replicas are added up, and the later reductions of the plan are not made: no gradient may be used."""
+        """Whether replicas are added up but later reductions are not made yet: gradients must not be used."""
         self.value_listeners: list[Callable[[], None]] = []
-        """Called when parameters were given other values here, not by a step: what has copies takes them anew."""
+        """Called when parameters get new values here, not by a step: holders of copies refresh them."""
         self._is_last_microbatch = True
         self._known = {id(parameter) for parameter in parameters.values()}
         self._give_main_grads()
@@ -112,7 +122,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only add gradients up inside: for all micro-batches of a step but the last."""
+        """Only add up gradients inside: for all micro-batches of a step but the last."""
         before = self._is_last_microbatch
         self._is_last_microbatch = False
         try:
@@ -121,24 +131,24 @@ class DistributedDataParallel(torch.nn.Module):
             self._is_last_microbatch = before
 
     def start_grad_sync(self) -> None:
-        """Send all buckets that have not left, without waiting: for schedules that know that a backward has ended."""
+        """Send all remaining buckets, without waiting: for schedules that know when a backward has ended."""
         if not self.sync.is_finished:
             self._note_kernels()
             self.sync.start()
 
     def finish_grad_sync(self) -> None:
-        """Wait until gradients are added up over all replicas; once in a step, on all ranks of the mesh.
+        """Wait until gradients are added up over all replicas; once per step, on all ranks of the mesh.
 
-        Where a plan has later reductions, as along tp, `finalize_model_grads` is what to call instead.
-        With the distributed optimizer only the elements that the plan calls ``owned`` are right after it.
+        If the plan has later reductions, as along tp, call `finalize_model_grads` instead. With the distributed
+        optimizer only the elements in ``owned`` are right after it.
 
         Raises:
-            GradientError: on all ranks, naming the parameter: a gradient came after its bucket had left, or not at all
-                where that is an error, or belongs to no parameter of the plan. Or a second call in one step.
+            GradientError: on all ranks, naming the parameter: a gradient came after its bucket had left, or is missing
+                with ``unused="error"``, or its parameter is not in the plan. Or this is the second call of the step.
         """
         if not self.sync.is_finished:
             self._note_kernels()
-        self.sync.finish(strangers(self.module, self.plan, self._known))
+        self.sync.finish(find_unplanned(self.module, self.plan, self._known))
         self._gather.expect()
         self.later_is_due = any(planned.later for planned in self.plan.parameters)
 
@@ -146,26 +156,26 @@ class DistributedDataParallel(torch.nn.Module):
         """Begin a step: all gradients are zeros.
 
         Args:
-            lazily: save the pass over all buffers: the first gradient of a parameter replaces what it had, and those
-                that get none are zeros after the exchange. Until then nothing else may read or write ``main_grad``;
-                kernels that add to it are found, and named by `finish_grad_sync`.
-            discard: gradients that were never exchanged are meant to be dropped. On all ranks of the mesh, then.
+            lazily: skip zeroing the buffers: the first gradient of a parameter replaces the old one, and parameters
+                without a gradient are zeroed at the exchange. Until then nothing else may read or write ``main_grad``;
+                `finish_grad_sync` reports kernels that added to it.
+            discard: drop gradients that were never exchanged; on all ranks of the mesh.
 
         Raises:
-            GradientError: gradients came since the last call, and were never exchanged, or not along all axes: if
-                parameters were stepped with them, replicas differ now.
+            GradientError: gradients since the last call were never exchanged, or not along all axes: if parameters
+                were stepped with them, replicas now differ.
         """
         if self.later_is_due and not discard:
-            raise never_finalized(self.plan)
+            raise make_unfinalized_error(self.plan)
         self.later_is_due = False
         if discard and not self.sync.is_finished:
-            # Where nothing has begun, too: the buckets of another rank may be under way. Whoever finishes the step
-            # instead of dropping it hears of it; all others see what they expect, and drop what was wrong with it, too.
-            self.sync.faults.append(dropped(self.plan.rank))
+            # Buckets of other ranks may be under way even if this rank has sent none, so it takes part in the exchange.
+            # A rank that finishes the step instead receives this fault; the others suppress it with all other faults.
+            self.sync.faults.append(make_drop_fault(self.plan.rank))
             with suppress(GradientError):
                 self.sync.finish()
         elif self.sync.has_begun and not self.sync.is_finished:
-            raise never_exchanged(self.plan, self.sync.arrivals)
+            raise make_unexchanged_error(self.plan, self.sync.arrivals)
         self._gather.catch_up()
         for buffer in self.gradient_buffers:
             buffer.demand()
@@ -183,10 +193,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Give all replicas of each parameter, frozen ones too, the values of the first rank that holds it.
-
-        On all ranks of the mesh.
-        """
+        """Send the values of the first rank to all replicas of each parameter, frozen ones too; on all ranks."""
         place, handles = MeshPlace(self.plan.views, self.plan.rank), []
         for name, parameter in self.module.named_parameters():
             if name in self.plan:
@@ -202,39 +209,39 @@ class DistributedDataParallel(torch.nn.Module):
             handle.wait()
             if whole is not local:
                 local.copy_(whole)
-        self._tell_new_values()
+        self._notify_listeners()
 
     def start_param_sync(self, *, force_sync: bool = False) -> None:
-        """Gather the parameters that all ranks stepped their shards of; on all ranks. Nothing without shards.
+        """Gather the parameters after all ranks stepped their shards; on all ranks. Without shards, do nothing.
 
-        With ``overlap_param_gather`` this returns at once, and each module waits for its own parameters before it runs;
-        of parameters that a module takes from another, it knows nothing: those need ``force_sync``.
+        With ``overlap_param_gather`` this returns at once, and each module waits for its own parameters before it runs.
+        A module that uses parameters of another module does not wait for those: it needs ``force_sync``.
 
         Args:
-            force_sync: wait for all of them here, as is wanted before parameters are read by something else.
+            force_sync: wait for all parameters here, as other readers of parameters need.
 
         Raises:
-            GradientError: a parameter is no longer where it was put, so that its steps would be lost.
+            GradientError: a parameter has left its buffer, so that its steps would be lost.
         """
         self._gather.start()
         if force_sync or not self.config.overlap_param_gather:
             self._gather.finish()
 
     def release(self) -> int:
-        """Give the memory of all gradients back, as for a rollout, and return its bytes.
+        """Free the memory of all gradients, as for a rollout, and return its bytes.
 
-        ``main_grad`` is taken away until `restore`: it would read memory that is not there. Any other view does.
+        This deletes ``main_grad`` until `restore`: it would read freed memory. Any other view does.
 
         Raises:
             GradientError: gradients are under way, or were never exchanged.
         """
         if self.sync.has_begun and not self.sync.is_finished:
-            raise never_exchanged(self.plan, self.sync.arrivals)
+            raise make_unexchanged_error(self.plan, self.sync.arrivals)
         self._take_main_grads()
         return sum(buffer.release() for buffer in self.gradient_buffers)
 
     def restore(self) -> int:
-        """Take the memory of gradients again, as zeros, begin a step, and return its bytes; views are valid again."""
+        """Allocate the memory of gradients as zeros, begin a step, and return its bytes. Views are valid again."""
         nbytes = sum(buffer.restore() for buffer in self.gradient_buffers)
         if nbytes:
             self._give_main_grads()
@@ -242,15 +249,15 @@ class DistributedDataParallel(torch.nn.Module):
         return nbytes
 
     def unwrap(self) -> torch.nn.Module:
-        """Return the module as one that was never wrapped, between two steps; this is of no more use then.
+        """Return the module as before wrapping, between two steps; do not use this object afterwards.
 
         Parameters that moved into buffers of shards stay there.
 
         Raises:
-            GradientError: gradients were never exchanged, or stepped parameters not gathered.
+            GradientError: gradients were never exchanged, or stepped parameters were not gathered.
         """
         if self.sync.has_begun and not self.sync.is_finished:
-            raise never_exchanged(self.plan, self.sync.arrivals)
+            raise make_unexchanged_error(self.plan, self.sync.arrivals)
         self._gather.close()
         self._take_main_grads()
         while self._hooks:
@@ -263,30 +270,30 @@ class DistributedDataParallel(torch.nn.Module):
         return self.gradient_buffers[planned.buffer].gradient(planned.name)
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Return the module's state, under the names that it has there.
+        """Return the module's state, under the module's own names.
 
         Raises:
-            GradientError: parameters were stepped, and not gathered.
+            GradientError: stepped parameters were not gathered.
         """
         self._gather.demand()
         return self.module.state_dict(*arguments, **options)
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Load the module's state, under the names that it has there."""
+        """Load the module's state, under the module's own names."""
         self._gather.finish()
         found = self.module.load_state_dict(*arguments, **options)
-        self._tell_new_values()
+        self._notify_listeners()
         return found
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise UsageError(
-            "a wrapped module has buffers and process groups, of which there are no copies",
+            "a wrapped module has buffers and process groups, which cannot be copied",
             got="copy.deepcopy of a DistributedDataParallel",
             want="of its module",
             next_step="copy .module, as for a moving average, and wrap the copy if its gradients are wanted",
         )
 
-    def _tell_new_values(self) -> None:
+    def _notify_listeners(self) -> None:
         for listener in self.value_listeners:
             listener()
 
@@ -301,14 +308,14 @@ class DistributedDataParallel(torch.nn.Module):
                 del parameter.main_grad
 
     def _note_kernels(self) -> None:
-        """Count gradients that kernels added without autograd's knowing, so that no hook was called."""
+        """Count gradients that kernels added outside of autograd, for which no hook ran."""
         for index, parameter in enumerate(self.planned_parameters.values()):
             if getattr(parameter, "grad_added_to_main_grad", False) and not self.sync.arrivals[index]:
-                self.sync.arrived(index, None, is_last=False)
+                self.sync.add_gradient(index, None, is_last=False)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # Weakly: torch keeps these hooks where the garbage collector sees no cycle, and a wrapper that nobody uses any
-        # more would stay with its buffers and process groups.
+        # A weak reference: torch keeps these hooks where the garbage collector sees no cycle, so an unused wrapper
+        # would stay alive with its buffers and process groups.
         this = weakref.ref(self)
 
         def add(parameter: torch.Tensor) -> None:
@@ -325,10 +332,10 @@ class DistributedDataParallel(torch.nn.Module):
         self.gradient_buffers[planned.buffer].demand(planned.name)
         is_added = getattr(parameter, "grad_added_to_main_grad", False)
         if gradient is None or (is_added and not getattr(parameter, "zero_out_wgrad", False)):
-            self.sync.arrived(index, None, is_last=self._is_last_microbatch)
+            self.sync.add_gradient(index, None, is_last=self._is_last_microbatch)
             return
-        axis = foreign_axis(gradient, parameter, planned)
+        axis = find_foreign_axis(gradient, parameter, planned)
         if axis is not None:
-            self.sync.faults.append(foreign_fault(planned.name, axis, self.plan.rank))
-        local = local_gradient(gradient, parameter, planned)
-        self.sync.arrived(index, local, is_last=self._is_last_microbatch)
+            self.sync.faults.append(make_foreign_fault(planned.name, axis, self.plan.rank))
+        local = take_local_gradient(gradient, parameter, planned)
+        self.sync.add_gradient(index, local, is_last=self._is_last_microbatch)

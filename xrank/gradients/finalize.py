@@ -1,7 +1,7 @@
-"""What a step does with gradients after its last backward: each is added up over all ranks that have a part of it.
+"""The exchanges after a step's last backward: each gradient is added up over all ranks that have a part of it.
 
-The order is that of megatron/core/distributed/finalize_model_grads.py: replicas; embedders that every stage has; copies
-along tp; the word table, then the position table; biases of routers; and the number of tokens, which divides all.
+The order is that of megatron/core/distributed/finalize_model_grads.py: replicas; embedders of all stages; copies along
+tp; the word table, then the position table; biases of routers; and the number of tokens, which divides all gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xrank.gradients.later_sync import LaterSync
 from xrank.gradients.plans.mesh_places import MeshPlace
 from xrank.gradients.reductions import Reduction
 from xrank.gradients.router_bias import RouterBiases
-from xrank.gradients.wires.faults import Fault
+from xrank.gradients.wires.faults import GradientFault
 
 __all__ = ["Reduction", "finalize_model_grads"]
 
@@ -27,38 +27,37 @@ _Models: TypeAlias = DistributedDataParallel | Sequence[DistributedDataParallel]
 
 @torch.no_grad()
 def finalize_model_grads(models: _Models, num_tokens: torch.Tensor | float | None = None) -> list[Reduction]:
-    """Add up every gradient over all ranks that have a part of it: once in a step, after its last backward.
+    """Add up every gradient over all ranks that have a part of it: once per step, after its last backward.
 
-    On all ranks of the mesh, in the place of `DistributedDataParallel.finish_grad_sync`. What is wrong on one rank is
-    raised on all of them. With the distributed optimizer only the elements that a plan calls ``owned`` are right after
-    it. Modules with ``expert_bias`` and ``local_tokens_per_expert``, as Megatron's routers have, get the bias of the
-    next step at the rate ``config.moe_router_bias_update_rate`` or ``expert_bias_update_rate`` of theirs; those that
-    are frozen keep it.
+    All ranks of the mesh call this instead of `DistributedDataParallel.finish_grad_sync`, and raise the faults of any
+    rank together. With the distributed optimizer only the elements in a plan's ``owned`` are right after it. Routers,
+    which are modules with ``expert_bias`` and ``local_tokens_per_expert`` as in Megatron, get the bias of the next step
+    at their rate ``config.moe_router_bias_update_rate`` or ``expert_bias_update_rate``; frozen routers keep it.
 
     Args:
-        models: the rank's model, or its chunks of a virtual pipeline, each wrapped by itself.
-        num_tokens: the tokens of all micro-batches of this rank's batch that count in the loss; with
-            ``calculate_per_token_loss``. Only that of the last stage is looked at. It is not changed.
+        models: the rank's model, or its chunks of a virtual pipeline, each wrapped separately.
+        num_tokens: number of tokens of this rank's batch that count in the loss, over all micro-batches; with
+            ``calculate_per_token_loss``. Only the last stage's number is used. It is not changed.
 
     Returns:
-        What was exchanged, in order. Sets of one rank need no exchange, and are left out.
+        The exchanges in order. Sets of one rank need no exchange and are omitted.
 
     Raises:
-        GradientError: this step's gradients were exchanged already; a gradient came too late, or not at all, or is not
-            finite, where these are errors; ``num_tokens`` is missing, or divides what was divided already.
+        GradientError: this step's gradients were exchanged already; a gradient came too late, is missing or is not
+            finite, where these are errors; ``num_tokens`` is missing, or gradients were divided already.
         UsageError: the models are not wrapped, or not on one mesh.
     """
     chunks = _chunks(models)
     for chunk in chunks:
         if chunk.sync.is_finished:
-            raise _twice(chunk)
+            raise _make_repeat_error(chunk)
     first = chunks[0]
     later, routers = LaterSync(chunks), RouterBiases(chunks)
-    # Sent with the flag of the first chunk's exchange: raised here, they would leave other ranks waiting.
+    # These faults travel with the first chunk's flag: raised here, they would leave other ranks waiting.
     first.sync.faults += [*_token_faults(first, num_tokens), *later.faults, *routers.faults]
     _finish(chunks)
     done = [
-        Reduction("data", buffer.operation, buffer.axes, buffer.ranks, later.shown(number, bucket.names), bucket.numel)
+        Reduction("data", buffer.operation, buffer.axes, buffer.ranks, later.number(number, bucket.names), bucket.numel)
         for number, chunk in enumerate(chunks)
         for bucket in chunk.plan.buckets
         if len((buffer := chunk.plan.buffers[bucket.buffer]).ranks) > 1
@@ -77,7 +76,7 @@ def _chunks(models: _Models) -> list[DistributedDataParallel]:
     strange = next((chunk for chunk in chunks if not isinstance(chunk, DistributedDataParallel)), None)
     if not chunks or strange is not None:
         raise UsageError(
-            "gradients are finalized of models that are wrapped",
+            "models must be wrapped before their gradients are finalized",
             got=type(strange).__name__ if chunks else "no model",
             want="a DistributedDataParallel of xrank.gradients, or several",
             next_step="wrap it: DistributedDataParallel(module, GradientPlan.from_module(module, mesh))",
@@ -86,14 +85,14 @@ def _chunks(models: _Models) -> list[DistributedDataParallel]:
     for chunk in chunks:
         if (chunk.plan.views, chunk.config) != (first.plan.views, first.config):
             raise UsageError(
-                "chunks of one model are on one mesh, with one config",
+                "chunks of one model must be on one mesh, with one config",
                 got=f"{chunk.plan.views.main.grid!r} with {chunk.config!r}",
                 want=f"{first.plan.views.main.grid!r} with {first.config!r}",
             )
     return chunks
 
 
-def _twice(chunk: DistributedDataParallel) -> GradientError:
+def _make_repeat_error(chunk: DistributedDataParallel) -> GradientError:
     name = chunk.plan.parameters[0].name if chunk.plan.parameters else None
     return GradientError(
         f"{name or 'a model without gradients'}: gradients of this step were exchanged already",
@@ -106,7 +105,7 @@ def _twice(chunk: DistributedDataParallel) -> GradientError:
 
 
 def _finish(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Finish all chunks, and raise what is wrong with any: one that is left out would be so on all ranks."""
+    """Finish all chunks, then raise the faults of any: the other ranks wait for every chunk's exchange."""
     errors = []
     for chunk in chunks:
         try:
@@ -119,43 +118,43 @@ def _finish(chunks: Sequence[DistributedDataParallel]) -> None:
         raise errors[0]
 
 
-def _token_faults(chunk: DistributedDataParallel, num_tokens: torch.Tensor | float | None) -> list[Fault]:
+def _token_faults(chunk: DistributedDataParallel, num_tokens: torch.Tensor | float | None) -> list[GradientFault]:
     rank = chunk.plan.rank
     if not chunk.config.calculate_per_token_loss:
         if num_tokens is None:
             return []
         return [
-            Fault(
+            GradientFault(
                 f"rank {rank} gives num_tokens, and its gradients were divided by the number of ranks already",
                 rank,
                 got=f"num_tokens={num_tokens!r} and calculate_per_token_loss=False",
                 want="one division",
-                next_step="set GradientConfig(calculate_per_token_loss=True), or give no num_tokens",
+                next_step="set GradientConfig(calculate_per_token_loss=True), or omit num_tokens",
             )
         ]
     if not _is_last_stage(chunk):
         return []
     if num_tokens is None:
         return [
-            Fault(
-                f"rank {rank} gives no num_tokens, and nothing else divides its gradients",
+            GradientFault(
+                f"rank {rank} gives no num_tokens, and its gradients are not divided otherwise",
                 rank,
                 got="num_tokens=None and calculate_per_token_loss=True",
                 want="the tokens of this rank's batch that count in the loss",
-                next_step="give num_tokens on the last stage, on each rank its own",
+                next_step="give num_tokens on the last stage, on each rank its own number",
             )
         ]
     if isinstance(num_tokens, torch.Tensor) and num_tokens.numel() != 1:
         got = f"a tensor of shape {list(num_tokens.shape)}"
-        return [Fault(f"num_tokens of rank {rank} is no count", rank, got=got, want="one number")]
+        return [GradientFault(f"num_tokens of rank {rank} is not a count", rank, got=got, want="one number")]
     try:
         number = _number(num_tokens)
     except (TypeError, ValueError, OverflowError):
         got = f"{type(num_tokens).__name__} {str(num_tokens)[:50]}"
-        return [Fault(f"num_tokens of rank {rank} is no count", rank, got=got, want="one number")]
+        return [GradientFault(f"num_tokens of rank {rank} is not a count", rank, got=got, want="one number")]
     if math.isfinite(number) and number >= 0:
         return []
-    return [Fault(f"num_tokens of rank {rank} is no count", rank, got=repr(number), want="0 or more")]
+    return [GradientFault(f"num_tokens of rank {rank} is not a count", rank, got=repr(number), want="0 or more")]
 
 
 def _divide_by_tokens(
@@ -164,7 +163,7 @@ def _divide_by_tokens(
     """Divide all gradients by the number of tokens that the last stages of all replicas saw."""
     first = chunks[0]
     own = _number(num_tokens) if num_tokens is not None and _is_last_stage(first) else 0.0
-    # float64 holds every count, and is the same on ranks that count in integers and on those that do not.
+    # float64 holds every count, and is one dtype for ranks that count in integers and ranks that do not.
     total = torch.tensor(own, dtype=torch.float64, device=first.wire.device)
     done = []
     data_axes = MeshPlace(first.plan.views, first.plan.rank).data_axes(False)
@@ -172,7 +171,7 @@ def _divide_by_tokens(
         if len(ranks) > 1:
             first.wire.all_reduce(total, ranks, "sum").wait()
             done.append(Reduction("tokens", "sum", axes, ranks, (), 1))
-    # No token, no gradient: there is nothing to divide.
+    # Without tokens all gradients are zero: divide by one.
     scale = torch.where(total > 0, total, 1.0).to(torch.float32).reciprocal()
     for chunk in chunks:
         chunk.scale_gradients(scale)

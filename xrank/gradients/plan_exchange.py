@@ -1,4 +1,4 @@
-"""Whether all ranks lay out the same gradients, asked of all of them once, before any gradient travels."""
+"""Checks that all ranks lay out the same gradients, once, before any gradient travels."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from xrank.errors import GradientError
 from xrank.gradients.plans.agreement import check_lines
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.wires.process_groups import make_groups
-from xrank.gradients.wires.wire import TorchWire, Wire
+from xrank.gradients.wires.wire import GradientWire, TorchWire
 
 __all__ = ["check_agreement", "torch_wire"]
 
 
-def torch_wire(plan: GradientPlan) -> Wire:
-    """Return what the ranks of a plan exchange on; on all ranks of the world, as `make_groups`.
+def torch_wire(plan: GradientPlan) -> GradientWire:
+    """Return the wire of a plan's ranks; on all ranks of the world, as `make_groups`.
 
     Raises:
         UsageError: there is no process group.
-        GradientError: a rank has the plan of another, or ranks have other meshes; the same on all ranks.
+        GradientError: a rank has the plan of another rank, or ranks have other meshes; the same on all ranks.
     """
     wire = TorchWire(make_groups(plan.groups()))
     grids = " and ".join(mesh.grid for mesh in (plan.views.main, *(mesh for _, mesh in plan.views.others)))
@@ -30,42 +30,42 @@ def torch_wire(plan: GradientPlan) -> Wire:
     return wire
 
 
-def check_agreement(lines: Mapping[tuple[int, ...], tuple[str, ...]], wire: Wire, plan: GradientPlan) -> None:
-    """Refuse plans that do not fit together; on all ranks of the mesh, with the same error.
+def check_agreement(lines: Mapping[tuple[int, ...], tuple[str, ...]], wire: GradientWire, plan: GradientPlan) -> None:
+    """Check that the plans of all ranks of the mesh fit together; all raise the same error.
 
     Args:
-        lines: what must be alike, by the ranks among which; `agreement_lines` of the plan.
-        wire: what ranks ask each other on.
-        plan: of this rank.
+        lines: lines that must be equal, by the set of ranks: `agreement_lines` of the plan.
+        wire: the plan's wire.
+        plan: this rank's plan.
 
     Raises:
-        GradientError: it names the first difference, and two ranks that differ.
+        GradientError: plans differ; it names the first difference, and two ranks.
     """
     everyone = tuple(sorted(plan.views.main.ranks))
     mine = {_key(ranks): [*found, _order(plan, ranks)] for ranks, found in lines.items()}
     digests = {key: xxh128_hexdigest("\n".join(found).encode()) for key, found in mine.items()}
-    told = {rank: json.loads(text) for rank, text in wire.exchange(json.dumps(digests), everyone).items()}
-    wrong = _first_difference(told)
+    received = {rank: json.loads(text) for rank, text in wire.exchange(json.dumps(digests), everyone).items()}
+    wrong = _find_difference(received)
     if wrong is None:
         return
-    # Texts are long: they travel only where there is a difference to name.
+    # Lines are long: ranks send them only to name a difference.
     texts = wire.exchange(json.dumps(mine.get(wrong, [])), everyone)
     among = [int(rank) for rank in wrong.split()]
     check_lines({rank: json.loads(texts[rank]) for rank in among})
     raise GradientError("ranks do not lay out the same gradients", got=f"among ranks {among}")
 
 
-def _check_places(told: Mapping[int, tuple[int, str]]) -> None:
-    """Refuse plans that are of other ranks than those that have them, or on several meshes.
+def _check_places(places: Mapping[int, tuple[int, str]]) -> None:
+    """Check that each rank has its own plan, and that all plans are on one mesh.
 
     Args:
-        told: by rank, whose plan it has, and its meshes.
+        places: by rank, the rank of its plan, and its meshes.
 
     Raises:
-        GradientError: shards of a rank would go to another, or no two ranks would mean the same by an axis.
+        GradientError: shards of a rank would go to another, or an axis has different meanings.
     """
-    first = min(told)
-    for rank, (planned_rank, grids) in sorted(told.items()):
+    first = min(places)
+    for rank, (planned_rank, grids) in sorted(places.items()):
         if planned_rank != rank:
             raise GradientError(
                 f"rank {rank} has the plan of rank {planned_rank}",
@@ -74,25 +74,25 @@ def _check_places(told: Mapping[int, tuple[int, str]]) -> None:
                 want=f"rank={rank}: each rank owns other elements",
                 next_step="let every rank make its own plan, GradientPlan.from_module without rank=",
             )
-        if grids != told[first][1]:
+        if grids != places[first][1]:
             raise GradientError(
                 f"ranks {first} and {rank} have other meshes",
                 rank=rank,
                 got=f"on rank {rank}: {grids}",
-                want=f"as on rank {first}: {told[first][1]}",
+                want=f"as on rank {first}: {places[first][1]}",
                 next_step="make the same mesh on all ranks",
             )
 
 
-def _first_difference(told: Mapping[int, Mapping[str, str]]) -> str | None:
-    for key in sorted({key for digests in told.values() for key in digests}):
-        if len({told[int(rank)].get(key) for rank in key.split()}) > 1:
+def _find_difference(digests_by_rank: Mapping[int, Mapping[str, str]]) -> str | None:
+    for key in sorted({key for digests in digests_by_rank.values() for key in digests}):
+        if len({digests_by_rank[int(rank)].get(key) for rank in key.split()}) > 1:
             return key
     return None
 
 
 def _order(plan: GradientPlan, ranks: tuple[int, ...]) -> str:
-    """Return in which order buckets travel among these ranks: ids count buckets of other sets too."""
+    """Return the order in which buckets leave among these ranks. Ids would also count buckets of other sets."""
     buffers = [buffer.id for buffer in plan.buffers if buffer.ranks == ranks]
     places = [
         f"{buffers.index(bucket.buffer)}.{plan.buffers[bucket.buffer].buckets.index(bucket.id)}"

@@ -1,11 +1,11 @@
-"""One exchange of a step, as `finalize_model_grads` tells of it."""
+"""One exchange of a step, as `finalize_model_grads` reports it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from xrank.gradients.plans.plan import Operation
+from xrank.gradients.plans.plan_entries import Operation
 
 __all__ = ["Reduction", "ReductionKind"]
 
@@ -14,15 +14,15 @@ ReductionKind: TypeAlias = Literal["data", "conditional", "tensor", "word", "pos
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What one rank exchanged with others, in one collective."""
+    """One collective of this rank with others."""
 
     kind: ReductionKind
-    """In the order in which they come: replicas, embedders of all stages, copies along tp, tables, routers, tokens."""
+    """In order of execution: replicas, embedders of all stages, copies along tp, tables, routers, tokens."""
     operation: Operation
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
-    """Those that took part, this rank among them, ascending; two or more."""
+    """Ranks that took part, this rank among them, ascending; two or more."""
     names: tuple[str, ...]
-    """Of parameters, or of modules for routers. Of several models, they start with the model's number."""
+    """Names of parameters, or of router modules. With several models, each starts with the model's number."""
     numel: int
-    """Elements that each rank gave."""
+    """Elements that each rank sent."""

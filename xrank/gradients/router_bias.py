@@ -1,4 +1,4 @@
-"""Biases of routers, which no gradient moves: an expert with fewer tokens than the mean is chosen a little more.
+"""Biases of routers, which gradients do not move: the router then picks experts with few tokens more often.
 
 megatron/core/transformer/moe/moe_utils.py:get_updated_expert_bias; after arXiv 2408.15664.
 """
@@ -13,7 +13,7 @@ import torch
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.plans.mesh_places import MeshPlace
 from xrank.gradients.reductions import Reduction
-from xrank.gradients.wires.faults import Fault
+from xrank.gradients.wires.faults import GradientFault
 
 __all__ = ["RouterBiases"]
 
@@ -27,10 +27,10 @@ class _Router:
 
 
 class RouterBiases:
-    """The routers of one rank, once in a step.
+    """The routers of one rank in one step.
 
     Args:
-        chunks: the rank's.
+        chunks: the rank's wrapped models.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
@@ -43,11 +43,11 @@ class RouterBiases:
         ]
         rank = chunks[0].plan.rank
         self.faults = [
-            Fault(
-                f"{router.name}: nothing says by how much its expert_bias moves in a step",
+            GradientFault(
+                f"{router.name}: the rate at which its expert_bias moves is unknown",
                 rank,
                 f"{router.name}.expert_bias",
-                got="no config.moe_router_bias_update_rate, and no expert_bias_update_rate",
+                got="neither config.moe_router_bias_update_rate nor expert_bias_update_rate",
                 want="one of them, a number",
                 next_step="set expert_bias_update_rate on the module; 1e-3 is Megatron's",
             )
@@ -56,7 +56,7 @@ class RouterBiases:
         ]
 
     def run(self) -> list[Reduction]:
-        """Move the biases, and begin the counts of the next step; on all ranks alike."""
+        """Move the biases, and reset the counts for the next step; on all ranks alike."""
         done = self._move() if self._routers else []
         for router in self._routers:
             _counts(router.module).zero_()
@@ -72,7 +72,7 @@ class RouterBiases:
         place = MeshPlace(first.plan.views, first.plan.rank)
         axes = tuple(axis for axis in place.dense.axis_names if axis in {"tp", *place.data_axes(False)})
         ranks = first.plan.ranks_along(*axes)
-        # Of frozen routers, too: which those are is not asked of other ranks.
+        # Counts of frozen routers travel too: this rank does not know the frozen routers of other ranks.
         total = torch.cat([_counts(router.module).flatten().to(first.wire.device) for router in self._routers])
         done = []
         if len(ranks) > 1:
@@ -104,11 +104,11 @@ def _counts(module: torch.nn.Module) -> torch.Tensor:
 
 def _rate(module: torch.nn.Module) -> float | None:
     config = getattr(module, "config", None)
-    told = getattr(config, "moe_router_bias_update_rate", getattr(module, "expert_bias_update_rate", None))
-    return None if told is None else float(told)
+    rate = getattr(config, "moe_router_bias_update_rate", getattr(module, "expert_bias_update_rate", None))
+    return None if rate is None else float(rate)
 
 
 def _is_frozen(module: torch.nn.Module) -> bool:
-    """Say whether a router has parameters, and none that learns."""
+    """Return whether a router has parameters, all of them frozen."""
     own = [*module.parameters()]
     return bool(own) and not any(parameter.requires_grad for parameter in own)

@@ -1,1 +1,1 @@
-"""Memory of gradients, the exchange of its buckets, and parameters that come back into it."""
+"""Memory of gradients, the exchange of their buckets, and the gathering of stepped parameters."""

@@ -1,7 +1,7 @@
-"""The exchange of one step's gradients: buckets leave in the order of their ids, each once, as soon as they are full.
+"""The exchange of one step's gradients: each bucket leaves once, in the order of ids, as soon as it is full.
 
-The order is the plan's, from the first batch on, and the same on all ranks, whatever order their backwards take: a
-bucket that is full waits for those before it. Nothing here raises while collectives are under way: see `faults`.
+All ranks use the plan's order from the first batch on, whatever order their backwards take: a full bucket waits for
+those before it. Nothing here raises while collectives are under way: see `faults`.
 """
 
 from __future__ import annotations
@@ -12,37 +12,38 @@ import torch
 
 from xrank.errors import GradientError
 from xrank.gradients.buffers.buffer import GradientBuffer
-from xrank.gradients.plans.plan import GradientPlan, PlannedBucket
-from xrank.gradients.wires.faults import Fault, FaultFlag
-from xrank.gradients.wires.wire import Handle, Wire
+from xrank.gradients.plans.plan import GradientPlan
+from xrank.gradients.plans.plan_entries import PlannedBucket
+from xrank.gradients.wires.faults import FaultFlag, GradientFault
+from xrank.gradients.wires.wire import GradientWire, Handle
 
-__all__ = ["BucketSync", "Inspection", "Onlooker"]
+__all__ = ["BucketSync", "Inspection", "Observer"]
 
-Inspection = Callable[[PlannedBucket], "Fault | None"]
-"""Looks at a bucket before it leaves, already divided where its `PlannedBuffer.prescale` says so."""
+Inspection = Callable[[PlannedBucket], "GradientFault | None"]
+"""Checks a bucket before it leaves, after the multiplication by `PlannedBuffer.prescale`."""
 
-Onlooker = Callable[[int, "torch.Tensor | None", int], None]
-"""Sees each gradient that is added: its parameter's place in the plan, itself (None where a kernel added it), and how
-many of the parameter were added before in this step."""
+Observer = Callable[[int, "torch.Tensor | None", int], None]
+"""Receives each gradient before it is added: the index of its parameter in the plan, the gradient (None if a kernel
+added it), and the number of earlier gradients of the parameter in this step."""
 
 
 class BucketSync:
-    """One step after another of one rank.
+    """The exchange of gradients of one rank, one step after another.
 
-    Call order in a step: `arrived` for each gradient, `start` any number of times, `finish` once, then `reset`.
+    Call order in a step: `add_gradient` for each gradient, `start` any number of times, `finish` once, then `reset`.
 
     Args:
-        plan: of this rank.
-        buffers: one for each of the plan's.
-        wire: what buckets travel on.
+        plan: this rank's plan.
+        buffers: a buffer for each of the plan's.
+        wire: collectives between the ranks of the plan.
     """
 
-    def __init__(self, plan: GradientPlan, buffers: Sequence[GradientBuffer], wire: Wire) -> None:
+    def __init__(self, plan: GradientPlan, buffers: Sequence[GradientBuffer], wire: GradientWire) -> None:
         self.plan = plan
         self.inspections: list[Inspection] = []
-        """Called in turn for each bucket before it leaves; what they return is raised on all ranks by `finish`."""
-        self.onlookers: list[Onlooker] = []
-        self.faults: list[Fault] = []
+        """Called in turn for each bucket before it leaves. `finish` raises their faults on all ranks."""
+        self.observers: list[Observer] = []
+        self.faults: list[GradientFault] = []
         self._buffers, self._wire = buffers, wire
         self._ranks = tuple(sorted(plan.views.main.ranks))
         index_of = {parameter.name: index for index, parameter in enumerate(plan.parameters)}
@@ -56,14 +57,14 @@ class BucketSync:
         """Begin a step.
 
         Args:
-            lazily: buffers hold what they held, which the first gradient of each parameter replaces.
+            lazily: buffers keep their old values, which the first gradient of each parameter replaces.
         """
         num_parameters = len(self.plan.parameters)
         self.arrivals = [0] * num_parameters
-        """How often each parameter's gradient came in this step, in the order of the plan: once for each micro-batch
-        that used it."""
+        """Number of gradients of each parameter in this step, in the order of the plan: one for each micro-batch that
+        used it."""
         self.next_bucket = 0
-        """The id of the bucket that leaves next; all before it left."""
+        """Id of the bucket that leaves next; all buckets before it have left."""
         self.is_finished = False
         self._is_last = [False] * num_parameters
         self._is_scaled = [False] * num_parameters
@@ -73,28 +74,28 @@ class BucketSync:
 
     @property
     def has_begun(self) -> bool:
-        """Whether any gradient came, or left, in this step."""
+        """Whether any gradient arrived, or any bucket left, in this step."""
         return bool(self.next_bucket) or any(self.arrivals)
 
-    def arrived(self, index: int, gradient: torch.Tensor | None, *, is_last: bool) -> None:
-        """Add a gradient to what its parameter has, and send its bucket if that is full and its turn.
+    def add_gradient(self, index: int, gradient: torch.Tensor | None, *, is_last: bool) -> None:
+        """Add a gradient to its buffer, and send full buckets whose turn has come.
 
         Args:
-            index: the parameter's place in the plan.
-            gradient: of this rank's local tensor; None where a kernel has added it already.
-            is_last: this is the step's last micro-batch.
+            index: index of the parameter in the plan.
+            gradient: gradient of this rank's local tensor; None if a kernel has already added it.
+            is_last: whether this is the step's last micro-batch.
         """
         planned = self.plan.parameters[index]
         if self.is_finished or planned.bucket < self.next_bucket:
             self._note_late(index)
             return
-        for onlooker in self.onlookers:
-            onlooker(index, gradient, self.arrivals[index])
+        for observer in self.observers:
+            observer(index, gradient, self.arrivals[index])
         is_leaving = is_last and self.plan.config.overlap_grad_reduce
         if gradient is None:
             self._check_kernel(index)
         else:
-            # Divided while it is added: what a pass over the full bucket would do, without that pass.
+            # Scale while adding: this saves a pass over the full bucket.
             if is_leaving and not self.arrivals[index]:
                 self._is_scaled[index] = True
             self._add(index, gradient)
@@ -107,27 +108,28 @@ class BucketSync:
             self._send_next()
 
     def start(self) -> None:
-        """Send every bucket that has not left, full or not."""
+        """Send every remaining bucket, full or not."""
         for buffer in self._buffers:
             buffer.demand()
         while self.next_bucket < len(self._members):
             self._send_next()
 
-    def finish(self, more: Sequence[Fault] = ()) -> None:
-        """Send what has not left, wait for all of it, and raise on all ranks what any of them found.
+    def finish(self, more: Sequence[GradientFault] = ()) -> None:
+        """Send all remaining buckets, wait for all, and raise the faults of any rank on all ranks.
 
         Args:
             more: faults that the caller found.
 
         Raises:
-            GradientError: gradients were exchanged already in this step: raised at once, with nothing sent. Or some
-                rank had a fault; then the gradients are not to be used, and `reset` begins the next step.
+            GradientError: gradients were already exchanged in this step; then nothing is sent. Or a rank had a fault:
+                then do not use the gradients, and begin the next step with `reset`.
         """
         if self.is_finished:
-            raise self._twice()
+            raise self._make_repeat_error()
         self.start()
         if self.plan.config.unused == "error":
             self._note_unused()
+        # The flag travels behind the gradients: every rank runs all collectives, even a rank that has faults.
         flag = FaultFlag([*self.faults, *more], self._wire, self._ranks)
         self.is_finished = True
         self.faults = []
@@ -148,12 +150,12 @@ class BucketSync:
         self._is_stale[index] = False
 
     def _check_kernel(self, index: int) -> None:
-        """Write down a gradient that a kernel added to what the last step left."""
+        """Record a fault if a kernel added a gradient to the last step's."""
         if not self._is_stale[index]:
             return
         planned, rank = self.plan.parameters[index], self.plan.rank
         self.faults.append(
-            Fault(
+            GradientFault(
                 f"{planned.name}: on rank {rank} a kernel added its gradient to that of the last step",
                 rank,
                 planned.name,
@@ -164,7 +166,7 @@ class BucketSync:
         )
 
     def _send_next(self) -> None:
-        """Divide the next bucket, look at it, and send it."""
+        """Scale the next bucket, inspect it, and send it."""
         bucket = self.plan.buckets[self.next_bucket]
         self.next_bucket += 1
         buffer = self._buffers[bucket.buffer]
@@ -208,14 +210,14 @@ class BucketSync:
             handle.wait()
 
     def _note_late(self, index: int) -> None:
-        """Write down a gradient that came too late. It is not added: its bucket may be under way."""
+        """Record a fault for a gradient that came too late. It is not added: its bucket may be under way."""
         if index in self._late:
             return
         self._late.add(index)
         planned, rank = self.plan.parameters[index], self.plan.rank
         if self.is_finished:
             self.faults.append(
-                Fault(
+                GradientFault(
                     f"{planned.name}: a gradient came on rank {rank} after the step's gradients were exchanged",
                     rank,
                     planned.name,
@@ -226,7 +228,7 @@ class BucketSync:
             )
             return
         self.faults.append(
-            Fault(
+            GradientFault(
                 f"{planned.name}: a gradient came on rank {rank} after its bucket {planned.bucket} had left",
                 rank,
                 planned.name,
@@ -241,7 +243,7 @@ class BucketSync:
         for index, planned in enumerate(self.plan.parameters):
             if not self.arrivals[index]:
                 self.faults.append(
-                    Fault(
+                    GradientFault(
                         f"{planned.name}: no gradient came on rank {self.plan.rank} in this step",
                         self.plan.rank,
                         planned.name,
@@ -251,7 +253,7 @@ class BucketSync:
                     )
                 )
 
-    def _twice(self) -> GradientError:
+    def _make_repeat_error(self) -> GradientError:
         late = min(self._late, default=None)
         planned = self.plan.parameters[late or 0] if self.plan.parameters else None
         name = planned.name if planned is not None else "no parameter"
@@ -269,5 +271,5 @@ class BucketSync:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as pairs: not every collective takes them."""
+    """Return complex numbers as pairs of real numbers: some collectives reject complex dtypes."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

@@ -1,4 +1,4 @@
-"""Contiguous memory of gradients, and of the parameters that shards of an optimizer step; views into it."""
+"""Contiguous memory of gradients, and of the parameters that optimizer shards step, with views into it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import torch
 
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.plans.placed_parameters import local_of
-from xrank.gradients.plans.plan import GradientPlan, PlannedBucket, PlannedBuffer, PlannedParameter
+from xrank.gradients.plans.plan import GradientPlan
+from xrank.gradients.plans.plan_entries import PlannedBucket, PlannedBuffer, PlannedParameter
 
 __all__ = ["GradientBuffer"]
 
 
 class GradientBuffer:
-    """The memory of one `PlannedBuffer`: gradients, and with the distributed optimizer the parameters themselves.
+    """The memory of one `PlannedBuffer`: gradients, and with the distributed optimizer also the parameters.
 
-    Parameters that move in here keep their values and stay the same objects; what was theirs is freed. Views live as
-    long as the buffer: `release` and `restore` take memory from under them and put it back.
+    Parameters that move into the buffer keep their values and stay the same objects; their old memory is freed. Views
+    live as long as the buffer: `release` and `restore` free and allocate the memory below them.
 
     Args:
-        plan: of this rank.
+        plan: this rank's plan.
         planned: one of its buffers.
-        parameters: those of the buffer by name, all on one device.
+        parameters: parameters of the buffer by name, all on one device.
 
     Raises:
         UsageError: parameters are on several devices.
@@ -37,7 +38,7 @@ class GradientBuffer:
         self.data: torch.Tensor = torch.zeros(planned.numel, dtype=planned.grad_dtype, device=device)
         """All gradients, padding included."""
         self.parameter_data: torch.Tensor | None = None
-        """All parameters, laid out as their gradients; None where parameters stay where they are."""
+        """All parameters, laid out as their gradients; None if parameters stay in their own memory."""
         self._nbytes = self.data.untyped_storage().nbytes()
         self._gradients = {one.name: _view(self.data, one) for one in self.members}
         if plan.config.use_distributed_optimizer:
@@ -50,14 +51,14 @@ class GradientBuffer:
 
     @property
     def is_released(self) -> bool:
-        """Whether the memory of its gradients is given back."""
+        """Whether the memory of its gradients is freed."""
         return bool(self._nbytes) and not self.data.untyped_storage().nbytes()
 
     def gradient(self, name: str) -> torch.Tensor:
         """Return the view that is a parameter's ``main_grad``, in the shape of the local tensor.
 
         Raises:
-            GradientError: the buffer is released: a read would be of memory that is not there.
+            GradientError: the buffer is released, so that a read would touch freed memory.
         """
         self.demand(name)
         return self._gradients[name]
@@ -67,17 +68,17 @@ class GradientBuffer:
         return self.data[bucket.start : bucket.stop]
 
     def is_here(self, planned: PlannedParameter, parameter: torch.nn.Parameter) -> bool:
-        """Say whether a parameter still is where it was put; True where none was."""
+        """Return whether a parameter is still in this buffer; True if parameters stay in their own memory."""
         if self.parameter_data is None:
             return True
         expected = self.parameter_data.data_ptr() + planned.offset * self.parameter_data.element_size()
         return not planned.numel or local_of(parameter).data_ptr() == expected
 
     def demand(self, name: str | None = None) -> None:
-        """Refuse to go on without memory.
+        """Check that the buffer has memory.
 
         Raises:
-            GradientError: it is released.
+            GradientError: the buffer is released.
         """
         if self.is_released:
             name = self.members[0].name if name is None else name
@@ -91,14 +92,14 @@ class GradientBuffer:
             )
 
     def release(self) -> int:
-        """Give the memory of the gradients back, and return its bytes; 0 if that was done before."""
+        """Free the memory of the gradients, and return its bytes; 0 if it was freed before."""
         if self.is_released:
             return 0
         self.data.untyped_storage().resize_(0)
         return self._nbytes
 
     def restore(self) -> int:
-        """Take memory again, filled with zeros, below the views that were there, and return its bytes."""
+        """Allocate memory again, filled with zeros, below the existing views, and return its bytes."""
         if not self.is_released:
             return 0
         self.data.untyped_storage().resize_(self._nbytes)

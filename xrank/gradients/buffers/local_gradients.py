@@ -1,4 +1,4 @@
-"""What of a gradient is this rank's: of a DTensor's, whose placements may be others than its parameter's."""
+"""This rank's part of a gradient: a DTensor gradient may have other placements than its parameter."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Any
 import torch
 
 from xrank.gradients.plans.placed_parameters import local_of
-from xrank.gradients.plans.plan import PlannedParameter
-from xrank.gradients.wires.faults import Fault
+from xrank.gradients.plans.plan_entries import PlannedParameter
+from xrank.gradients.wires.faults import GradientFault
 
-__all__ = ["foreign_axis", "foreign_fault", "local_gradient"]
+__all__ = ["find_foreign_axis", "make_foreign_fault", "take_local_gradient"]
 
 
-def foreign_axis(gradient: Any, parameter: Any, planned: PlannedParameter) -> str | None:
-    """Return an axis of replicas along which torch itself keeps a gradient as addends or parts; None if there is none.
+def find_foreign_axis(gradient: Any, parameter: Any, planned: PlannedParameter) -> str | None:
+    """Return an axis of replicas along which torch itself keeps a gradient as addends or parts; None without one.
 
-    Activations are DTensors along it then, so that torch has scaled the gradient by its own rules, not by the plan's.
+    Activations are then DTensors along it, so torch has scaled the gradient by its own rules, not by the plan's.
     """
-    return next((axis for axis, own, _ in _differing(gradient, parameter) if axis in planned.axes and own), None)
+    return next((axis for axis, own, _ in _find_differences(gradient, parameter) if axis in planned.axes and own), None)
 
 
-def local_gradient(gradient: Any, parameter: Any, planned: PlannedParameter) -> torch.Tensor:
-    """Return a gradient as the local tensor of its parameter is, strided.
+def take_local_gradient(gradient: Any, parameter: Any, planned: PlannedParameter) -> torch.Tensor:
+    """Return a gradient as a strided tensor with the placements of its parameter's local tensor.
 
-    Along an axis that finalize reduces it over, addends stay addends. Along another, torch adds them up here, which
-    all ranks along it do in the order of their backwards.
+    Addends stay addends along axes that finalize reduces later. Along other axes torch adds them up here; all ranks
+    along such an axis do so in the order of their backwards.
 
     Args:
-        gradient: what autograd left.
-        parameter: it is of this.
-        planned: the parameter in the plan.
+        gradient: gradient from autograd.
+        parameter: its parameter.
+        planned: the parameter's entry in the plan.
     """
-    differing = _differing(gradient, parameter)
+    differing = _find_differences(gradient, parameter)
     later = {axis for one in planned.later for axis in one.axes}
     if any(axis not in later for axis, _, _ in differing):
         kept = {axis: own for axis, own, _ in differing if axis in later}
@@ -43,8 +43,8 @@ def local_gradient(gradient: Any, parameter: Any, planned: PlannedParameter) -> 
     return local if local.layout is torch.strided else local.to_dense()
 
 
-def _differing(gradient: Any, parameter: Any) -> list[tuple[str, Any, Any]]:
-    """Return the axes along which a gradient is placed otherwise than its parameter, with both placements."""
+def _find_differences(gradient: Any, parameter: Any) -> list[tuple[str, Any, Any]]:
+    """Return the axes along which placements of a gradient and its parameter differ, with both placements."""
     if not hasattr(gradient, "placements") or not hasattr(parameter, "placements"):
         return []
     names = gradient.device_mesh.mesh_dim_names or ()
@@ -53,9 +53,9 @@ def _differing(gradient: Any, parameter: Any) -> list[tuple[str, Any, Any]]:
     return [(name, own, its) for (name, own, its), n in zip(found, lengths, strict=True) if own != its and n > 1]
 
 
-def foreign_fault(name: str, axis: str, rank: int) -> Fault:
-    """Return what is wrong with a gradient that has a `foreign_axis`."""
-    return Fault(
+def make_foreign_fault(name: str, axis: str, rank: int) -> GradientFault:
+    """Return the fault of a gradient that has a foreign axis."""
+    return GradientFault(
         f"{name}: on rank {rank} torch keeps its gradient as parts along {axis}, and would add it up by itself",
         rank,
         name,

@@ -1,4 +1,4 @@
-"""Whether a module's parameters are those of a plan: when it is wrapped, and at the end of each step."""
+"""Matches a module's parameters with a plan: when the module is wrapped, and at the end of each step."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import torch
 from xrank.errors import UsageError
 from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan import GradientPlan
-from xrank.gradients.plans.plan_maker import named_parameters
-from xrank.gradients.wires.faults import Fault
+from xrank.gradients.plans.plan_maker import iter_parameters
+from xrank.gradients.wires.faults import GradientFault
 
-__all__ = ["matched_parameters", "strangers"]
+__all__ = ["find_unplanned", "match_parameters"]
 
 
-def matched_parameters(
+def match_parameters(
     module: torch.nn.Module | Sequence[torch.nn.Module], plan: GradientPlan
 ) -> dict[str, torch.nn.Parameter]:
     """Return the module's parameters by their names in the plan, in its order.
 
     Raises:
-        UsageError: they are not those of the plan, or one has a gradient already.
+        UsageError: parameters and plan differ, or a parameter already has a gradient.
     """
     for part in [module] if isinstance(module, torch.nn.Module) else module:
         _refuse_other_wrappers(part, plan.rank)
-    found = dict(named_parameters(module))
+    found = dict(iter_parameters(module))
     matched = {}
     for planned in plan.parameters:
         parameter = found.get(planned.name)
         local = None if parameter is None else local_of(parameter)
         got = "none" if local is None else f"{tuple(local.shape)} in {local.dtype}"
         if parameter is None or local is None or (tuple(local.shape), local.dtype) != (planned.shape, planned.dtype):
-            raise _differs(planned.name, plan.rank, got, f"{planned.shape} in {planned.dtype}")
+            raise _make_mismatch_error(planned.name, plan.rank, got, f"{planned.shape} in {planned.dtype}")
         if not parameter.requires_grad:
-            raise _differs(planned.name, plan.rank, "it is frozen", "a parameter that needs a gradient")
+            raise _make_mismatch_error(planned.name, plan.rank, "it is frozen", "a parameter that needs a gradient")
         if hasattr(parameter, "main_grad"):
             raise UsageError(
-                f"{planned.name} has a main_grad already: one hook would take the gradient from the other",
+                f"{planned.name} has a main_grad already: two hooks would take the gradient from each other",
                 tensor=planned.name,
                 rank=plan.rank,
-                got="a module that is wrapped",
-                want="one that is not",
+                got="a wrapped module",
+                want="a module that is not wrapped",
                 next_step="call unwrap() of the DistributedDataParallel that it has",
             )
         if parameter.grad is not None:
@@ -54,24 +54,24 @@ def matched_parameters(
         matched[planned.name] = parameter
     for name, parameter in found.items():
         if parameter.requires_grad and name not in plan:
-            raise _differs(name, plan.rank, "it needs a gradient", "a parameter that the plan knows")
+            raise _make_mismatch_error(name, plan.rank, "it needs a gradient", "a parameter of the plan")
     return matched
 
 
-def strangers(module: torch.nn.Module, plan: GradientPlan, known: Container[int]) -> list[Fault]:
+def find_unplanned(module: torch.nn.Module, plan: GradientPlan, known: Container[int]) -> list[GradientFault]:
     """Return a fault for each parameter that needs a gradient and is not in the plan.
 
     Args:
-        module: as it is now; modules may change.
-        plan: of this rank.
-        known: ids of the parameters that the plan is of.
+        module: the module at this moment; modules may change.
+        plan: this rank's plan.
+        known: ids of the plan's parameters.
     """
     return [
-        Fault(
+        GradientFault(
             f"{name}: it needs a gradient on rank {plan.rank}, and has no place in the plan",
             plan.rank,
             name,
-            got="a parameter that was frozen, or not there, when the plan was made",
+            got="a parameter that was frozen or absent when the plan was made",
             want="one of the plan's parameters",
             next_step="call unwrap(), then make the plan and the DistributedDataParallel again",
         )
@@ -88,17 +88,17 @@ def _refuse_other_wrappers(module: torch.nn.Module, rank: int) -> None:
                 tensor=name or None,
                 rank=rank,
                 got=type(part).__name__,
-                want="a module that no other wrapper exchanges gradients of",
-                next_step="make plan and wrapper of its .module",
+                want="a module whose gradients no other wrapper exchanges",
+                next_step="make the plan and the wrapper from its .module",
             )
 
 
-def _differs(name: str, rank: int, got: str, want: str) -> UsageError:
+def _make_mismatch_error(name: str, rank: int, got: str, want: str) -> UsageError:
     return UsageError(
-        f"{name} is not as the plan says",
+        f"{name} differs from the plan",
         tensor=name,
         rank=rank,
         got=got,
         want=want,
-        next_step="make the plan from the module that is wrapped, as it is now",
+        next_step="make the plan from the wrapped module in its current state",
     )

@@ -1,7 +1,7 @@
-"""NaN and infinity in gradients, found on the rank that made them, before they are added to those of others.
+"""NaN and infinity in gradients, found on the rank that made them, before they are added to other ranks' gradients.
 
-The norm of a bucket says whether anything is wrong in it; only then are its parameters looked at. Which micro-batch
-brought it is known from the norms of single gradients, which stay where gradients are until somebody asks for them.
+The norm of a bucket shows if any element is not finite; only then are its parameters checked. The norms of single
+gradients show which micro-batch caused it; they stay on the gradients' device until a fault needs them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 
 from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.buffers.buffer import GradientBuffer
-from xrank.gradients.plans.plan import GradientPlan, PlannedBucket, PlannedParameter
-from xrank.gradients.wires.faults import Fault
+from xrank.gradients.plans.plan import GradientPlan
+from xrank.gradients.plans.plan_entries import PlannedBucket, PlannedParameter
+from xrank.gradients.wires.faults import GradientFault
 from xrank.words import list_text
 
 __all__ = ["GradientWatch", "first_nonfinite", "watch"]
@@ -22,13 +23,13 @@ __all__ = ["GradientWatch", "first_nonfinite", "watch"]
 _logger = logging.getLogger(__name__)
 
 _NUM_SAMPLES = 100
-"""Steps that say what an ordinary gradient is: megatron/core/rerun_state_machine.py:is_unexpectedly_large."""
+"""Steps that define an ordinary gradient: megatron/core/rerun_state_machine.py:is_unexpectedly_large."""
 _LARGE = 10.0
-"""Times the largest of those; as megatron/core/distributed/param_and_grad_buffer.py has it."""
+"""Multiple of the largest norm of those steps; as in megatron/core/distributed/param_and_grad_buffer.py."""
 
 
 def first_nonfinite(tensor: torch.Tensor) -> tuple[tuple[int, ...], str] | None:
-    """Return where the first element that is NaN or infinite lies, and what it is; None if there is none."""
+    """Return the index of the first element that is NaN or infinite, and its value; None if all are finite."""
     is_bad = ~tensor.isfinite().flatten()
     if not bool(is_bad.any()):
         return None
@@ -41,23 +42,23 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[tuple[int, ...], str] | None:
 
 
 def watch(sync: BucketSync, buffers: Sequence[GradientBuffer]) -> GradientWatch | None:
-    """Watch the gradients of a `BucketSync` if the config of its plan wants that."""
+    """Watch the gradients of a `BucketSync` if its config asks for a check."""
     config = sync.plan.config
     if not (config.check_for_nan_in_grad or config.check_for_large_grads):
         return None
     watching = GradientWatch(sync, buffers)
     sync.inspections.append(watching.inspect)
     if config.check_for_nan_in_grad:
-        sync.onlookers.append(watching.saw)
+        sync.observers.append(watching.record)
     return watching
 
 
 class GradientWatch:
-    """What one rank knows of the norms of its gradients.
+    """The norms of one rank's gradients.
 
     Args:
-        sync: whose buckets are watched.
-        buffers: one for each of the plan's.
+        sync: the exchange to watch.
+        buffers: a buffer for each of the plan's.
     """
 
     def __init__(self, sync: BucketSync, buffers: Sequence[GradientBuffer]) -> None:
@@ -65,17 +66,17 @@ class GradientWatch:
         self._sync, self._buffers = sync, buffers
         self._index_of = {parameter.name: index for index, parameter in enumerate(self._plan.parameters)}
         self._norms: list[torch.Tensor] = []
-        """Of each micro-batch, the norm of each parameter's gradient; -1 where a kernel added it unseen."""
+        """Norm of each parameter's gradient, one tensor per micro-batch; -1 where a kernel added it unseen."""
         self._largest = [0.0] * len(self._plan.buckets)
         self._num_samples = [0] * len(self._plan.buckets)
 
-    def saw(self, index: int, gradient: torch.Tensor | None, microbatch: int) -> None:
-        """Take a gradient into account, without waiting for it.
+    def record(self, index: int, gradient: torch.Tensor | None, microbatch: int) -> None:
+        """Record the norm of a gradient, without waiting for the device.
 
         Args:
-            index: the parameter's place in the plan.
-            gradient: of this micro-batch alone; None where a kernel has added it already.
-            microbatch: its number in the step, from 0, among those that used the parameter.
+            index: index of the parameter in the plan.
+            gradient: gradient of this micro-batch alone; None if a kernel has already added it.
+            microbatch: number of the micro-batch in the step, from 0, among those that used the parameter.
         """
         if microbatch == len(self._norms):
             device = gradient.device if gradient is not None else None
@@ -85,15 +86,15 @@ class GradientWatch:
         else:
             self._norms[microbatch][index] = _norm(gradient)
 
-    def inspect(self, bucket: PlannedBucket) -> Fault | None:
-        """Look at a bucket before it leaves, and return what is wrong with it."""
+    def inspect(self, bucket: PlannedBucket) -> GradientFault | None:
+        """Check a bucket before it leaves, and return its fault."""
         norm = float(_norm(self._buffers[bucket.buffer].bucket(bucket)))
         if norm - norm == 0:  # finite
             self._warn_if_large(bucket, norm)
             return None
         if not self._plan.config.check_for_nan_in_grad:
             return None
-        # Not one, either, where only the norm was too large for its dtype.
+        # All elements may be finite if only the norm was too large for its dtype.
         bad = [(name, found) for name in bucket.names if (found := self._first_bad(name)) is not None]
         if not bad:
             return None
@@ -103,22 +104,24 @@ class GradientWatch:
     def _first_bad(self, name: str) -> tuple[tuple[int, ...], str] | None:
         return first_nonfinite(self._buffers[self._plan[name].buffer].gradient(name))
 
-    def _fault(self, planned: PlannedParameter, place: tuple[int, ...], value: str, others: Sequence[str]) -> Fault:
-        what = f"element {list(place)}" if place else "its element"
+    def _fault(
+        self, planned: PlannedParameter, place: tuple[int, ...], value: str, others: Sequence[str]
+    ) -> GradientFault:
+        where = f"element {list(place)}" if place else "its element"
         message = (
-            f"{planned.name}: its gradient on rank {self._plan.rank} is {value} at {what}, in bucket {planned.bucket}, "
-            f"{self._origin(planned)}"
+            f"{planned.name}: its gradient on rank {self._plan.rank} is {value} at {where}, "
+            f"in bucket {planned.bucket}, {self._origin(planned)}"
         )
-        got = f"{value} at {what} of the local shape {list(planned.shape)}"
+        got = f"{value} at {where} of the local shape {list(planned.shape)}"
         if others:
-            got += f", and as much in {list_text(others)} of the same bucket"
-        return Fault(
+            got += f", and likewise in {list_text(others)} of the same bucket"
+        return GradientFault(
             message,
             self._plan.rank,
             planned.name,
             got=got,
             want="finite gradients, since check_for_nan_in_grad=True",
-            next_step="look at that rank's data; zero_grad_buffer() on all ranks begins a new step",
+            next_step="check that rank's data; zero_grad_buffer() on all ranks begins a new step",
         )
 
     def _origin(self, planned: PlannedParameter) -> str:
@@ -153,7 +156,7 @@ class GradientWatch:
 
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the norm, which of finite float16 elements float16 may not hold."""
+    """Return the norm. It is computed in float32 for float16, which may not hold the norm of finite elements."""
     norm: torch.Tensor
     norm = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.dtype == torch.float16 else None)
     return norm

@@ -1,7 +1,7 @@
-"""Stepped parameters on their way back: each rank stepped its shards, and all need the whole before the next forward.
+"""Gathering of stepped parameters: each rank stepped its shards, and the next forward needs whole parameters.
 
-Buckets are gathered in the order in which a forward comes to them, the last id first, all sent at once; so whatever
-order modules run in, each waits for its own parameters, and none runs with those of the last step.
+All buckets are sent at once, in the order in which a forward needs them, the last id first. Modules may run in any
+order: each waits for its own parameters, and none runs with those of the last step.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from torch.utils.hooks import RemovableHandle
 from xrank.errors import GradientError
 from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.plans.plan import GradientPlan
-from xrank.gradients.wires.wire import Handle, Wire
+from xrank.gradients.wires.wire import GradientWire, Handle
 
 __all__ = ["ParameterGather"]
 
 
 class ParameterGather:
-    """The parameters of one module: gathered, to be gathered, or under way.
+    """The parameters of one module: gathered, due for gathering, or under way.
 
     Args:
-        plan: of this rank; without the distributed optimizer nothing here does anything.
-        buffers: one for each of the plan's.
-        wire: what parameters travel on.
-        module: whose modules wait for their parameters.
-        parameters: by name.
+        plan: this rank's plan; without the distributed optimizer all methods do nothing.
+        buffers: a buffer for each of the plan's.
+        wire: collectives between the ranks of the plan.
+        module: module whose submodules wait for their parameters.
+        parameters: parameters by name.
     """
 
     def __init__(
         self,
         plan: GradientPlan,
         buffers: Sequence[GradientBuffer],
-        wire: Wire,
+        wire: GradientWire,
         module: torch.nn.Module,
         parameters: Mapping[str, torch.nn.Parameter],
     ) -> None:
@@ -53,14 +53,14 @@ class ParameterGather:
                 self._hooks.append(part.register_forward_pre_hook(_WaitHook(self, held)))
 
     def expect(self) -> None:
-        """Learn that gradients are ready, so that parameters are stepped now."""
+        """Mark parameters as due for gathering: gradients are ready, so the optimizer steps now."""
         self._is_expected = self._is_sharded
 
     def start(self) -> None:
-        """Send all buckets; nothing where that was done since the parameters were stepped.
+        """Send all buckets, unless that was done since the parameters were stepped.
 
         Raises:
-            GradientError: a parameter is no longer in its buffer.
+            GradientError: a parameter has left its buffer.
         """
         if not self._is_sharded:
             return
@@ -78,19 +78,19 @@ class ParameterGather:
             self._handles[bucket.id] = self._wire.all_gather(whole.reshape(-1), shard.reshape(-1), ranks)
 
     def catch_up(self) -> None:
-        """Send what nobody asked to be sent, when a step begins: on all ranks, whichever of them run a forward."""
+        """Send buckets that are still due when a step begins: on all ranks, even if only some run a forward."""
         if self._is_expected and not self._plan.config.align_param_gather:
             self.start()
             if not self._plan.config.overlap_param_gather:
                 self.finish()
 
     def finish(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all buckets under way."""
         for bucket in sorted(self._handles, reverse=True):
             self._handles.pop(bucket).wait()
 
     def close(self) -> None:
-        """Leave the modules alone.
+        """Remove the hooks from the modules.
 
         Raises:
             GradientError: as `demand`.
@@ -100,23 +100,23 @@ class ParameterGather:
             self._hooks.pop().remove()
 
     def demand(self) -> None:
-        """Wait for what is under way, and refuse parameters that were stepped and not sent.
+        """Wait for buckets under way, and check that no parameter is due.
 
         Raises:
-            GradientError: nobody called for them to be gathered.
+            GradientError: parameters were stepped and not gathered.
         """
         if self._is_expected:
-            raise self._not_gathered(self._plan.parameters[0].name)
+            raise self._make_ungathered_error(self._plan.parameters[0].name)
         self.finish()
 
     def wait_for(self, names: Sequence[str]) -> None:
-        """Wait for these parameters, before a module runs.
+        """Wait for parameters, before a module runs.
 
         Raises:
-            GradientError: nobody called for them to be gathered, as ``align_param_gather`` wants.
+            GradientError: parameters are due, and ``align_param_gather`` leaves their gathering to the caller.
         """
         if self._is_expected and self._plan.config.align_param_gather:
-            raise self._not_gathered(names[0])
+            raise self._make_ungathered_error(names[0])
         self.catch_up()
         for bucket in sorted({self._plan[name].bucket for name in names}, reverse=True):
             if bucket in self._handles:
@@ -134,7 +134,7 @@ class ParameterGather:
                     next_step="move and cast modules before they are wrapped; copy into parameters, do not replace",
                 )
 
-    def _not_gathered(self, name: str) -> GradientError:
+    def _make_ungathered_error(self, name: str) -> GradientError:
         return GradientError(
             f"{name}: its shards may have been stepped, and were not gathered",
             tensor=name,
@@ -146,7 +146,7 @@ class ParameterGather:
 
 
 class _WaitHook:
-    """Lets a module wait for its parameters. A copy of the module, as for a moving average, waits for nothing."""
+    """Makes a module wait for its parameters. A copy of the module, as for a moving average, does not wait."""
 
     def __init__(self, gather: ParameterGather | None, names: Sequence[str]) -> None:
         self._gather, self._names = gather, names

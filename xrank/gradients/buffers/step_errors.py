@@ -1,4 +1,4 @@
-"""What is wrong with a step that is begun anew before its gradients were made final."""
+"""Errors of a step that begins before the gradients of the last step were final."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from xrank.errors import GradientError
 from xrank.gradients.plans.plan import GradientPlan
-from xrank.gradients.wires.faults import Fault
+from xrank.gradients.wires.faults import GradientFault
 
-__all__ = ["dropped", "never_exchanged", "never_finalized"]
+__all__ = ["make_drop_fault", "make_unexchanged_error", "make_unfinalized_error"]
 
 
-def dropped(rank: int) -> Fault:
-    """Return what ranks hear that finish a step which this one drops."""
-    return Fault(
+def make_drop_fault(rank: int) -> GradientFault:
+    """Return the fault that ranks receive when they finish a step that this rank drops."""
+    return GradientFault(
         f"rank {rank} dropped this step, whose gradients other ranks exchange",
         rank,
         got="zero_grad_buffer(discard=True)",
@@ -22,8 +22,8 @@ def dropped(rank: int) -> Fault:
     )
 
 
-def never_finalized(plan: GradientPlan) -> GradientError:
-    """Return the error of a step whose later reductions were not made."""
+def make_unfinalized_error(plan: GradientPlan) -> GradientError:
+    """Return the error of a step without its later reductions."""
     planned = next(planned for planned in plan.parameters if planned.later)
     later = planned.later[0]
     return GradientError(
@@ -32,18 +32,18 @@ def never_finalized(plan: GradientPlan) -> GradientError:
         tensor=planned.name,
         rank=plan.rank,
         got="finish_grad_sync, and no finalize_model_grads",
-        want=f"a {later.operation} over ranks {list(later.ranks)}, too: {later.reason}",
+        want=f"also a {later.operation} over ranks {list(later.ranks)}: {later.reason}",
         next_step="call finalize_model_grads instead of it, or zero_grad_buffer(discard=True) on all ranks to drop "
         "the step",
     )
 
 
-def never_exchanged(plan: GradientPlan, arrivals: Sequence[int]) -> GradientError:
-    """Return the error of a step that has gradients of this rank alone.
+def make_unexchanged_error(plan: GradientPlan, arrivals: Sequence[int]) -> GradientError:
+    """Return the error of a step whose gradients were not exchanged.
 
     Args:
-        plan: of this rank.
-        arrivals: of each of its parameters, how many gradients came.
+        plan: this rank's plan.
+        arrivals: number of gradients of each of its parameters.
     """
     found = zip(plan.parameters, arrivals, strict=True)
     name = next((planned.name for planned, count in found if count), plan.parameters[0].name)

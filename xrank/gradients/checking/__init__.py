@@ -1,1 +1,1 @@
-"""Checks of gradients, whoever made them, and what they find."""
+"""Checks of gradients from any framework, and their findings."""

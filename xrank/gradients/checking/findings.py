@@ -1,4 +1,4 @@
-"""What a check of gradients finds, told so that one who reads it knows where to look."""
+"""Findings of a check of gradients, with texts that show where to look."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from xrank.errors import GradientError
 from xrank.words import first_lines, ranks_text
 
-__all__ = ["FindingKind", "GradientCheck", "GradientFinding", "encoded", "merged"]
+__all__ = ["FindingKind", "GradientCheck", "GradientFinding", "encode_findings", "merge_findings"]
 
 FindingKind: TypeAlias = Literal["nonfinite", "missing", "unknown", "shape", "replicas", "tied", "scale", "reference"]
 
@@ -22,19 +22,19 @@ _MAX_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class GradientFinding:
-    """One thing that is wrong with one gradient."""
+    """A wrong gradient."""
 
     kind: FindingKind
     """``scale``: a multiple of the reference; ``reference``: another difference from it; ``tied``: tables of stages."""
     name: str
     ranks: tuple[int, ...]
-    """Where it was found; of ``replicas`` and ``tied``, all that should hold the same."""
+    """Ranks where it was found; for ``replicas`` and ``tied``, all ranks that should hold the same gradient."""
     message: str
-    """Without the name and the ranks."""
+    """Text without the name and the ranks."""
     difference: float | None = None
-    """The largest between two elements that should be equal."""
+    """Largest difference between two elements that should be equal."""
     factor: float | None = None
-    """What the reference is multiplied by, of ``scale``."""
+    """Gradient divided by reference, for ``scale``."""
 
     def __str__(self) -> str:
         return f"{self.name}: on {ranks_text(self.ranks)} {self.message}"
@@ -42,17 +42,17 @@ class GradientFinding:
 
 @dataclass(frozen=True, slots=True)
 class GradientCheck:
-    """What `check_gradients` found: the same on all ranks."""
+    """Result of `check_gradients`, with the same findings on all ranks."""
 
     rank: int
     num_checked: int
-    """Gradients of this rank."""
+    """Number of gradients of this rank."""
     findings: tuple[GradientFinding, ...]
-    """Of all ranks, the most telling kind first."""
+    """Findings of all ranks, the most telling kind first."""
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no findings."""
         return not self.findings
 
     def __bool__(self) -> bool:
@@ -64,10 +64,10 @@ class GradientCheck:
         return "\n".join(first_lines([str(finding) for finding in self.findings], _MAX_SHOWN))
 
     def raise_if_wrong(self) -> None:
-        """Raise what was found; on all ranks, since all found the same.
+        """Raise the findings; on all ranks, since all have the same.
 
         Raises:
-            GradientError: there are findings; of the first, with the others as notes.
+            GradientError: there are findings; it has the first as its message, and the others as notes.
         """
         if self.is_right:
             return
@@ -78,21 +78,21 @@ class GradientCheck:
         raise error
 
 
-def encoded(findings: Sequence[GradientFinding]) -> str:
+def encode_findings(findings: Sequence[GradientFinding]) -> str:
     """Return findings as text."""
     return json.dumps([asdict(finding) for finding in findings])
 
 
-def merged(texts: Iterable[str]) -> tuple[GradientFinding, ...]:
-    """Return the findings of all ranks, those that differ in nothing but ranks as one.
+def merge_findings(texts: Iterable[str]) -> tuple[GradientFinding, ...]:
+    """Return the findings of all ranks. Findings that differ only in ranks become one.
 
     Args:
-        texts: of `encoded`, one for each rank.
+        texts: one text of `encode_findings` for each rank.
     """
     found: dict[tuple[str, ...], GradientFinding] = {}
     for text in texts:
-        for told in json.loads(text):
-            finding = GradientFinding(**{**told, "ranks": tuple(told["ranks"])})
+        for values in json.loads(text):
+            finding = GradientFinding(**{**values, "ranks": tuple(values["ranks"])})
             key = finding.kind, finding.name, finding.message
             ranks = set(finding.ranks) | set(found[key].ranks if key in found else ())
             found[key] = replace(found.get(key, finding), ranks=tuple(sorted(ranks)))

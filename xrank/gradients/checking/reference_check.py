@@ -1,4 +1,4 @@
-"""Whether gradients are those of one process, and if one is a multiple of it, which factor was forgotten."""
+"""Compares gradients with those of one process, and names the forgotten factor of a gradient that is a multiple."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from xrank.gradients.buffers.nonfinite import first_nonfinite
 from xrank.gradients.checking.findings import GradientFinding
 from xrank.gradients.plans.mesh_places import MeshPlace
 from xrank.gradients.plans.placed_parameters import local_of
-from xrank.gradients.plans.plan import GradientPlan, PlannedParameter
+from xrank.gradients.plans.plan import GradientPlan
+from xrank.gradients.plans.plan_entries import PlannedParameter
 from xrank.words import join_words
 
-__all__ = ["compare_with_reference", "factors_of"]
+__all__ = ["compare_with_reference", "find_factors"]
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 
 def compare_with_reference(
-    held: Mapping[str, Any], reference: Mapping[str, Any], plan: GradientPlan, tolerance: float | None
+    gradients: Mapping[str, Any], reference: Mapping[str, Any], plan: GradientPlan, tolerance: float | None
 ) -> list[GradientFinding]:
-    """Return where this rank's gradients are not those of one process.
+    """Return where this rank's gradients differ from those of one process.
 
     Args:
-        held: by name, gradients of the local shape; None for one that never came.
-        reference: by name, of the local or of the whole shape; None, too.
-        plan: of this rank.
-        tolerance: as of `check_gradients`.
+        gradients: by name, gradients of the local shape; None if none came.
+        reference: by name, gradients of the local or of the whole shape, or None.
+        plan: this rank's plan.
+        tolerance: as in `check_gradients`.
     """
     findings = []
     known = [one for one in reference.values() if one is not None and bool(one.isfinite().all())]
-    # What is zero but for rounding is compared with what is not.
+    # The bound of `_difference` includes the largest element of all: zeros with rounding errors then pass.
     largest = max((float(one.abs().max()) for one in known if one.numel()), default=0.0)
-    for name, gradient in held.items():
+    for name, gradient in gradients.items():
         planned = plan[name]
         if name not in reference:
             findings.append(
@@ -46,12 +47,12 @@ def compare_with_reference(
         wanted = _local_reference(reference[name], gradient, planned)
         if wanted is None:
             got = f"{list(planned.shape)}, and the reference of {list(reference[name].shape)}"
-            message = f"it is of the local shape {got}, of which no placement says what this rank has"
+            message = f"it is of the local shape {got}, and no placement defines this rank's part"
             findings.append(GradientFinding("shape", name, (plan.rank,), message))
             continue
         bad = first_nonfinite(wanted)
         if bad is not None:
-            message = f"the reference is {bad[1]} at element {list(bad[0])}, so that nothing can be compared with it"
+            message = f"the reference is {bad[1]} at element {list(bad[0])}, so nothing can be compared with it"
             findings.append(GradientFinding("nonfinite", name, (plan.rank,), message))
             continue
         local = torch.zeros(planned.shape, dtype=planned.dtype) if gradient is None else local_of(gradient)
@@ -63,14 +64,16 @@ def compare_with_reference(
     return findings
 
 
-def factors_of(ratio: float, plan: GradientPlan, planned: PlannedParameter, tolerance: float = 0.02) -> tuple[str, ...]:
-    """Return which lengths of axes, or products of them, a ratio or its inverse is; the fewest axes, and no axis twice.
+def find_factors(
+    ratio: float, plan: GradientPlan, planned: PlannedParameter, tolerance: float = 0.02
+) -> tuple[str, ...]:
+    """Return the lengths of axes, or products of lengths, that equal a ratio or its inverse, with the fewest axes.
 
     Args:
-        ratio: of a gradient to what it should be.
-        plan: of this rank.
+        ratio: gradient divided by reference.
+        plan: this rank's plan.
         planned: the parameter; axes of its own mesh come first.
-        tolerance: by how much the ratio may differ from a length, relative to it.
+        tolerance: allowed difference of the ratio from a length, relative to the length.
     """
     is_expert = plan.buffers[planned.buffer].is_expert
     place = MeshPlace(plan.views, plan.rank)
@@ -106,7 +109,7 @@ def _difference(
     off = (found - wanted).abs()
     bound = tolerance * float(wanted.abs().max()) + tolerance * 1e-2 * largest
     difference = float(off.max())
-    if not difference > bound:  # a NaN is told apart
+    if not difference > bound:  # also for a NaN, which is another finding
         return None
     norm = float(torch.linalg.vector_norm(wanted))
     ratio = float((found.conj() * wanted).sum().real) / norm**2 if norm else 0.0
@@ -122,24 +125,24 @@ def _difference(
         relative = difference / max(float(wanted.abs().max()), 1e-300)
         message = (
             f"it differs from that of one process by up to {relative:.3g} of the "
-            f"largest element, most at element {at} of those that are compared{_later_hint(planned)}"
+            f"largest element, most at element {at} of those that are compared{_hint_at_later(planned)}"
         )
     return GradientFinding("reference", planned.name, (plan.rank,), message, difference)
 
 
 def _scale_message(ratio: float, plan: GradientPlan, planned: PlannedParameter) -> str:
-    axes = factors_of(ratio, plan, planned)
+    axes = find_factors(ratio, plan, planned)
     times = f"{ratio:.4g} times" if ratio > 1 else f"1/{1 / ratio:.4g} of"
     start = f"it is {times} that of one process"
     if not axes:
-        return f"{start}, which is no length of an axis: see numbers of micro-batches and of tokens"
+        return f"{start}, which is not a length of an axis: see numbers of micro-batches and of tokens"
     alternatives = " or ".join(axes)
     if ratio > 1:
         return f"{start}, as many as ranks along {alternatives}: a division by it is missing, or a sum was made twice"
     return f"{start}, as many as ranks along {alternatives}: it was divided once too often, or not summed"
 
 
-def _later_hint(planned: PlannedParameter) -> str:
+def _hint_at_later(planned: PlannedParameter) -> str:
     if not planned.later:
         return ""
     axes = dict.fromkeys(axis for later in planned.later for axis in later.axes)
@@ -148,7 +151,7 @@ def _later_hint(planned: PlannedParameter) -> str:
 
 
 def _local_reference(reference: Any, gradient: Any, planned: PlannedParameter) -> torch.Tensor | None:
-    """Return what this rank has of a reference; None if nothing says it."""
+    """Return this rank's part of a reference; None if its placement is unknown."""
     if reference is None:
         return torch.zeros(planned.shape, dtype=planned.dtype)
     reference = local_of(reference)
@@ -158,7 +161,7 @@ def _local_reference(reference: Any, gradient: Any, planned: PlannedParameter) -
         ):
             if type(placement).__name__ == "Shard":
                 parts = reference.chunk(gradient.device_mesh.size(dim), placement.dim)
-                # torch.chunk makes fewer parts where there are not enough rows.
+                # torch.chunk makes fewer parts if there are not enough rows.
                 reference = parts[place] if place < len(parts) else reference.narrow(placement.dim, 0, 0)
             elif not placement.is_replicate():
                 return None

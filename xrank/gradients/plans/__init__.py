@@ -1,1 +1,1 @@
-"""Gradient plans: what a parameter is to the ranks, and what follows from that; made without processes."""
+"""Gradient plans: the role of each parameter on each rank, and the exchanges that follow. Needs no processes."""

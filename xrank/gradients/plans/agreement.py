@@ -1,20 +1,18 @@
-"""What ranks must agree on before they exchange gradients, line by line, so that the first difference has a name."""
+"""Lines on which ranks must agree before they exchange gradients. Comparing line by line names the first difference."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from xrank.errors import GradientError
-
-if TYPE_CHECKING:
-    from xrank.gradients.plans.plan import GradientPlan, PlannedBuffer, PlannedParameter
+from xrank.gradients.plans.plan import GradientPlan
+from xrank.gradients.plans.plan_entries import PlannedBuffer, PlannedParameter
 
 __all__ = ["agreement_lines", "buffer_lines", "check_lines"]
 
 
 def buffer_lines(plan: GradientPlan, buffer: PlannedBuffer) -> list[str]:
-    """Return what all replicas of a buffer must have alike; first the parameters, so that a difference has a name."""
+    """Return the lines that must be equal on all replicas of a buffer, parameters first: a difference names one."""
     names = [name for bucket_id in buffer.buckets for name in plan.buckets[bucket_id].names]
     how = f"{buffer.operation}, divided by {buffer.divisor}, among ranks {list(buffer.ranks)}"
     lines = [f"{name} of shape {plan[name].shape}" for name in names]
@@ -27,10 +25,10 @@ def buffer_lines(plan: GradientPlan, buffer: PlannedBuffer) -> list[str]:
 
 
 def agreement_lines(plan: GradientPlan) -> dict[tuple[int, ...], tuple[str, ...]]:
-    """Return for every set of ranks that this one exchanges gradients with, what must be alike on all of them.
+    """Return the lines that must be equal among each set of ranks that this rank exchanges gradients with.
 
-    Beside configs and buffers, these are the owned elements of each parameter that is reduced later: ranks along tp, or
-    the stages that hold a table, then exchange equal parts. Of a table the name is left out: each stage has its own.
+    The lines hold configs, buffers and the owned elements of each parameter that is reduced later, so that ranks along
+    tp, or the stages that share a table, exchange equal parts. They omit a table's name: each stage has its own.
     """
     lines: dict[tuple[int, ...], list[str]] = {}
     for buffer in plan.buffers:
@@ -39,18 +37,19 @@ def agreement_lines(plan: GradientPlan) -> dict[tuple[int, ...], tuple[str, ...]
     for parameter in plan.parameters:
         for later in parameter.later:
             name = parameter.name if later.kind == "tensor" else f"a {later.kind} parameter"
-            lines.setdefault(later.ranks, []).append(f"{name}, {later.operation} over {later.axes}: {_held(parameter)}")
+            elements = _describe_elements(parameter)
+            lines.setdefault(later.ranks, []).append(f"{name}, {later.operation} over {later.axes}: {elements}")
     return {ranks: tuple(found) for ranks, found in lines.items()}
 
 
 def check_lines(lines: Mapping[int, Sequence[str]]) -> None:
-    """Refuse the first line that is not the same on all ranks.
+    """Compare the lines of one set of ranks.
 
     Args:
-        lines: by rank; of one set of ranks.
+        lines: by rank.
 
     Raises:
-        GradientError: it shows the line of two ranks.
+        GradientError: two ranks differ; it shows the first different line of both.
     """
     first, *others = sorted(lines)
     for other in others:
@@ -68,6 +67,6 @@ def check_lines(lines: Mapping[int, Sequence[str]]) -> None:
         )
 
 
-def _held(parameter: PlannedParameter) -> str:
+def _describe_elements(parameter: PlannedParameter) -> str:
     start, stop = parameter.owned
     return f"elements {start} to {stop} of shape {parameter.shape} in {parameter.grad_dtype}"

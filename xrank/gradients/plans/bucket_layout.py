@@ -1,4 +1,4 @@
-"""Where gradients lie: each in a buffer, the last registered first, and the buckets that buffers are cut into."""
+"""Places of gradients in a buffer, the last registered parameter first, and the buckets that cut the buffer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from math import lcm
 
 from xrank.gradients.config import GradientConfig
 
-__all__ = ["BufferLayout", "Extent", "bucket_size_of", "default_bucket_size", "lay_out", "shard_of"]
+__all__ = ["BufferLayout", "Extent", "choose_bucket_size", "default_bucket_size", "lay_out", "shard_bounds"]
 
 _START_ALIGNMENT = 64
-"""Elements: 128 bytes of 16 bits (megatron/core/distributed/param_and_grad_buffer.py), for the sake of kernels."""
+"""Elements: 128 bytes of 16 bits (megatron/core/distributed/param_and_grad_buffer.py), which kernels prefer."""
 _END_ALIGNMENT = 128
 _WIDE_END_ALIGNMENT = 1 << 16
 _MIN_BUCKET_SIZE = 1_000_000
@@ -22,21 +22,21 @@ _NUM_BUCKETS = 8
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A bucket of one buffer."""
+    """The place of one bucket in its buffer."""
 
     start: int
     stop: int
     numel_unpadded: int
     members: tuple[int, ...]
-    """Places of its parameters in the order of registration, the last one first."""
+    """Indices of its parameters in the order of registration, the last one first."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """Where the parameters of one buffer lie."""
+    """Places of the parameters of one buffer."""
 
     offsets: tuple[int, ...]
-    """Of each parameter, in the order of registration."""
+    """Offset of each parameter in elements, in the order of registration."""
     buckets: tuple[Extent, ...]
 
     @property
@@ -46,15 +46,15 @@ class BufferLayout:
 
     @property
     def numel_unpadded(self) -> int:
-        """The sum of the buckets'."""
+        """Elements up to the last parameter of each bucket, summed over the buckets."""
         return sum(bucket.numel_unpadded for bucket in self.buckets)
 
 
 def default_bucket_size(numel: int) -> int:
-    """Return the elements of a bucket where nobody says them: so that several leave while the backward runs.
+    """Return the default number of elements of a bucket: several buckets leave while the backward runs.
 
     Args:
-        numel: elements that are exchanged between the same ranks.
+        numel: number of elements exchanged between the same ranks.
     """
     return max(_MIN_BUCKET_SIZE, min(_MAX_BUCKET_SIZE, numel // _NUM_BUCKETS))
 
@@ -63,14 +63,14 @@ def default_bucket_size(numel: int) -> int:
 def lay_out(
     numels: tuple[int, ...], is_alone: tuple[bool, ...], bucket_size: int | None, num_shards: int, is_wide: bool
 ) -> BufferLayout:
-    """Return where parameters lie. The same arguments give the same layout, on any rank.
+    """Return the places of parameters. The same arguments give the same layout on any rank.
 
     Args:
-        numels: elements of each parameter, in the order of registration.
+        numels: number of elements of each parameter, in the order of registration.
         is_alone: whether a parameter has a bucket of its own.
-        bucket_size: elements from which on a bucket is closed; all are one bucket when None.
-        num_shards: equal parts that every bucket is to be cut into; 0 for none, and then there is no padding at all.
-        is_wide: buckets end at multiples of 65,536 elements too.
+        bucket_size: number of elements that closes a bucket; None puts all parameters into one bucket.
+        num_shards: number of equal parts of every bucket; 0 means no shards and no padding.
+        is_wide: buckets also end at multiples of 65,536 elements.
     """
     start_alignment = _START_ALIGNMENT if num_shards else 1
     end_alignment = lcm(num_shards, _END_ALIGNMENT, _WIDE_END_ALIGNMENT if is_wide else 1) if num_shards else 1
@@ -81,15 +81,16 @@ def lay_out(
 
     def close() -> None:
         nonlocal start, end
-        stop = _aligned(end, end_alignment)
+        stop = _align(end, end_alignment)
         buckets.append(Extent(start, stop, end - start, tuple(members)))
         members.clear()
         start = end = stop
 
+    # Backwards produce gradients from the last registered parameter to the first, so buckets fill in this order.
     for index in reversed(range(len(numels))):
         if is_alone[index] and members:
             close()
-        offsets[index] = _aligned(end, start_alignment)
+        offsets[index] = _align(end, start_alignment)
         end = offsets[index] + numels[index]
         members.append(index)
         if is_alone[index] or (bucket_size is not None and end - start >= bucket_size):
@@ -99,23 +100,23 @@ def lay_out(
     return BufferLayout(tuple(offsets), tuple(buckets))
 
 
-def shard_of(start: int, stop: int, num_shards: int, place: int) -> tuple[int, int]:
-    """Return the part of a bucket that is the shard at a place."""
+def shard_bounds(start: int, stop: int, num_shards: int, place: int) -> tuple[int, int]:
+    """Return the bounds of one shard of a bucket."""
     size = (stop - start) // num_shards
     return start + place * size, start + (place + 1) * size
 
 
-def bucket_size_of(config: GradientConfig, numels: Sequence[int]) -> int | None:
-    """Return the elements from which on buckets are closed; None for one bucket a buffer.
+def choose_bucket_size(config: GradientConfig, numels: Sequence[int]) -> int | None:
+    """Return the number of elements that closes a bucket; None for one bucket per buffer.
 
     Args:
-        config: says it, or leaves it to the size of the model.
-        numels: elements of all parameters that are exchanged between the same ranks.
+        config: contains the size, or None to derive it from the size of the model.
+        numels: number of elements of each parameter that the same ranks exchange.
     """
     if not config.overlap_grad_reduce:
         return None
     return config.bucket_size or default_bucket_size(sum(numels))
 
 
-def _aligned(index: int, alignment: int) -> int:
+def _align(index: int, alignment: int) -> int:
     return -(-index // alignment) * alignment

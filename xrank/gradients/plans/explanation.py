@@ -1,25 +1,42 @@
-"""What happens to one gradient, in sentences."""
+"""Plain sentences about the gradient of one parameter."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from xrank.gradients.config import GradientConfig
+from xrank.gradients.plans.plan_entries import LaterReduction, PlannedBuffer, PlannedParameter
 from xrank.words import join_words, ranks_text
-
-if TYPE_CHECKING:
-    from xrank.gradients.plans.plan import GradientPlan, LaterReduction, PlannedParameter
 
 __all__ = ["explain_frozen", "explain_parameter"]
 
 
 def explain_frozen(name: str) -> str:
-    """Return what happens to the gradient of a parameter that has none."""
+    """Return the sentence for a parameter without a gradient."""
     return f"{name} is frozen: it has no gradient, no place in a buffer, and is never exchanged."
 
 
-def explain_parameter(plan: GradientPlan, parameter: PlannedParameter) -> str:
-    """Return in plain sentences what happens to a parameter's gradient on the plan's rank, and why."""
-    sentences = [_replicas(plan, parameter), *(_later(later) for later in parameter.later), _place(plan, parameter)]
+def explain_parameter(
+    parameter: PlannedParameter,
+    buffer: PlannedBuffer,
+    config: GradientConfig,
+    num_buckets: int,
+    owners: Sequence[int],
+) -> str:
+    """Return plain sentences on the exchanges of a parameter's gradient on the plan's rank, with their reasons.
+
+    Args:
+        parameter: the parameter.
+        buffer: its buffer.
+        config: the plan's.
+        num_buckets: number of buckets in the plan.
+        owners: ranks that own elements of the parameter.
+    """
+    sentences = [
+        _explain_replicas(parameter, buffer, config),
+        *map(_explain_later, parameter.later),
+        _explain_place(parameter, buffer, config, num_buckets, owners),
+    ]
     if parameter.reasons:
         sentences.append(f"This is known because {join_words(parameter.reasons)}.")
     if parameter.aliases:
@@ -27,23 +44,23 @@ def explain_parameter(plan: GradientPlan, parameter: PlannedParameter) -> str:
     return " ".join(sentences)
 
 
-def _replicas(plan: GradientPlan, parameter: PlannedParameter) -> str:
+def _explain_replicas(parameter: PlannedParameter, buffer: PlannedBuffer, config: GradientConfig) -> str:
     shape = f"[{', '.join(map(str, parameter.shape))}]"
     kept = _dtype(parameter.dtype)
     if parameter.grad_dtype != parameter.dtype:
         kept += f", its gradient {_dtype(parameter.grad_dtype)}"
-    kind = "an expert's parameter" if plan.buffers[parameter.buffer].is_expert else "a parameter"
+    kind = "an expert's parameter" if buffer.is_expert else "a parameter"
     start = f"{parameter.name} is {kind} of shape {shape} in {kept}."
     if len(parameter.ranks) == 1:
-        added = f"Rank {plan.rank} holds the only copy, so its gradient is not added up with others"
+        added = f"Rank {buffer.rank} holds the only copy, so its gradient is not added up with others"
     else:
         along = join_words(parameter.axes)
         added = f"Its gradients on {ranks_text(parameter.ranks)}, replicas along {along}, are added up"
-    return f"{start} {added}{_divided(plan, parameter)}."
+    return f"{start} {added}{_explain_divisor(parameter, config)}."
 
 
-def _divided(plan: GradientPlan, parameter: PlannedParameter) -> str:
-    if plan.config.calculate_per_token_loss:
+def _explain_divisor(parameter: PlannedParameter, config: GradientConfig) -> str:
+    if config.calculate_per_token_loss:
         return "; finalize_model_grads divides by the number of tokens"
     if parameter.divisor == 1:
         return ""
@@ -53,28 +70,29 @@ def _divided(plan: GradientPlan, parameter: PlannedParameter) -> str:
     return f" {word} divided by {parameter.divisor}, the number of ranks that see different data"
 
 
-def _later(later: LaterReduction) -> str:
+def _explain_later(later: LaterReduction) -> str:
     verb = "summed" if later.operation == "sum" else "averaged"
-    ranks = ranks_text(later.ranks)
-    return f"Later it is {verb} over {ranks} along {join_words(later.axes)}, because {later.reason}."
+    ranks, axes = ranks_text(later.ranks), join_words(later.axes)
+    return f"Later it is {verb} over {ranks} along {axes}, because {later.reason}."
 
 
-def _place(plan: GradientPlan, parameter: PlannedParameter) -> str:
-    at = _elements(parameter.offset, parameter.offset + parameter.numel)
-    where = f"It lies in bucket {parameter.bucket} of {len(plan.buckets)}, {at} of buffer {parameter.buffer}"
-    if not plan.config.use_distributed_optimizer:
+def _explain_place(
+    parameter: PlannedParameter, buffer: PlannedBuffer, config: GradientConfig, num_buckets: int, owners: Sequence[int]
+) -> str:
+    at = _list_elements(parameter.offset, parameter.offset + parameter.numel)
+    where = f"It lies in bucket {parameter.bucket} of {num_buckets}, {at} of buffer {parameter.buffer}"
+    if not config.use_distributed_optimizer:
         return f"{where}."
     start, stop = parameter.owned
     if (start, stop) == (0, parameter.numel):
-        return f"{where}, and rank {plan.rank} owns all of it."
-    owners = plan.owners(parameter.name)
+        return f"{where}, and rank {buffer.rank} owns all of it."
     if len(owners) == 1:
         return f"{where}, and rank {owners[0]} owns all of it."
-    mine = f"{_elements(start, stop)} of it" if stop > start else "none of it"
-    return f"{where}. {ranks_text(owners).capitalize()} own shards of it: rank {plan.rank} owns {mine}."
+    mine = f"{_list_elements(start, stop)} of it" if stop > start else "none of it"
+    return f"{where}. {ranks_text(owners).capitalize()} own shards of it: rank {buffer.rank} owns {mine}."
 
 
-def _elements(start: int, stop: int) -> str:
+def _list_elements(start: int, stop: int) -> str:
     if stop - start < 2:
         return f"element {start}" if stop > start else "no element"
     return f"elements {start} to {stop - 1}"

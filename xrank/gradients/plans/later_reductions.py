@@ -1,4 +1,4 @@
-"""What follows the sum over replicas: sums and averages along tp, over all stages, or over those with one table."""
+"""Reductions after the sum over replicas: along tp, over all stages, or over the stages that share a table."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from xrank.errors import UsageError
 from xrank.gradients.plans.marks import ParameterRole
 from xrank.gradients.plans.mesh_places import MeshPlace, ranks_along
-from xrank.gradients.plans.plan import LaterReduction
+from xrank.gradients.plans.plan_entries import LaterReduction
 from xrank.words import join_words
 
-__all__ = ["later_reductions"]
+__all__ = ["plan_later_reductions"]
 
 
-def later_reductions(name: str, role: ParameterRole, place: MeshPlace) -> Iterator[LaterReduction]:
-    """Yield what a rank does with a parameter's gradient after those of replicas were added up, first to last.
+def plan_later_reductions(name: str, role: ParameterRole, place: MeshPlace) -> Iterator[LaterReduction]:
+    """Yield the reductions of a parameter's gradient after the sum over replicas, first to last.
 
     Args:
-        name: the parameter's.
-        role: what it is.
-        place: the rank.
+        name: name of the parameter.
+        role: role of the parameter.
+        place: place of this rank.
 
     Raises:
-        UsageError: it is a table that the rank's stage does not hold.
+        UsageError: the parameter is a table that this rank's stage does not hold.
     """
     stages = ranks_along(place.dense, place.rank, ("pp",)) if role.over_pp or role.tied else ()
     if role.over_pp and len(stages) > 1:
@@ -31,19 +31,19 @@ def later_reductions(name: str, role: ParameterRole, place: MeshPlace) -> Iterat
     axis = place.tensor_axis(role.is_expert)
     along = place.ranks((axis,), role.is_expert)
     if role.over_tp is not None and len(along) > 1:
-        what = "a part of its gradient" if role.over_tp == "sum" else "a gradient of its own"
-        yield LaterReduction("tensor", (axis,), along, role.over_tp, f"each has {what}: {role.reasons['tp']}")
+        part = "a part of its gradient" if role.over_tp == "sum" else "a gradient of its own"
+        yield LaterReduction("tensor", (axis,), along, role.over_tp, f"each has {part}: {role.reasons['tp']}")
     if role.tied is None or len(stages) < 2:
         return
     holding = role.stages or (0, len(stages) - 1)
     if place.stage() not in holding or max(holding) >= len(stages):
         raise UsageError(
-            f"{name}: this stage is none of those that hold the {role.tied} table",
+            f"{name}: this stage is not one of those that hold the {role.tied} table",
             tensor=name,
             rank=place.rank,
             got=f"stage {place.stage()} of {len(stages)}, and stages {list(holding)} that hold it",
             want="this stage among them",
-            next_step=f'say which stages hold it: mark(parameter, tied="{role.tied}", stages=(0, ...))',
+            next_step=f'name the stages that hold it: mark(parameter, tied="{role.tied}", stages=(0, ...))',
         )
     ranks = tuple(sorted(stages[stage] for stage in holding))
     why = f"stages {join_words(map(str, holding))} hold the same {role.tied} table: {role.reasons['tied']}"

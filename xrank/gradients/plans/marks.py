@@ -1,6 +1,6 @@
-"""What a parameter is to the ranks: told by a mark, by Megatron's attributes, by DTensor placements, or by its name.
+"""The role of a parameter: from a mark, from Megatron's attributes, from DTensor placements, or from its name.
 
-The first of these that says something decides, in that order. Names decide last and only by `QK_NAMES`.
+The first source that gives an answer decides, in that order. Names decide last, and only by `QK_NAMES`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Tied: TypeAlias = Literal["word", "position"]
 Aspect: TypeAlias = Literal["expert", "tp", "pp", "tied"]
 
 QK_NAMES = ("q_layernorm", "k_layernorm", "q_norm", "k_norm")
-"""Modules that norm queries and keys: a part of the name that is one of these, or ends in one after ``_``. Megatron
-knows the first two, as any part of the text; transformers writes the others."""
+"""Modules that norm queries and keys: a part of the name equals one of these, or ends in one after ``_``. Megatron
+uses the first two, as any part of the text; transformers uses the others."""
 
 _ATTRIBUTE = "xrank_mark"
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterMark:
-    """What `mark` was told; None where it was not."""
+    """The arguments of `mark`; None where an argument was omitted."""
 
     expert: bool | None = None
     over_tp: OverTP | None = None
@@ -43,22 +43,22 @@ class ParameterMark:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRole:
-    """What a parameter is, and why."""
+    """The role of a parameter on one rank, with reasons."""
 
     is_expert: bool = False
-    """One of the experts of this rank: ranks along ep hold others."""
+    """Whether it belongs to an expert: ranks along ep hold other experts."""
     over_tp: Literal["sum", "average"] | None = None
-    """What its gradients along tp are to each other, after those of replicas were added."""
+    """How its gradients along tp combine, after those of replicas were added; None if they do not."""
     over_pp: bool = False
-    """Every stage holds it, and has a part of its gradient."""
+    """Whether every stage holds it, and has a part of its gradient."""
     tied: Tied | None = None
-    """A table that several stages hold."""
+    """The table that it is, where several stages hold one."""
     stages: tuple[int, ...] | None = None
-    """These stages; the first and the last one when None."""
+    """Stages that hold the table; None means the first and the last one."""
     sharded: tuple[str, ...] = ()
-    """Axes along which this rank holds a part of its own."""
+    """Axes along which each rank holds a different part."""
     reasons: Mapping[Aspect, str] = field(default_factory=dict)
-    """What said so, in words that follow "because"; nothing of what nobody said."""
+    """Source of each aspect, as words that follow "because"; aspects without a source are absent."""
 
 
 def mark(
@@ -70,53 +70,59 @@ def mark(
     tied: Tied | None = None,
     stages: Sequence[int] | None = None,
 ) -> None:
-    """Say what a parameter is; what is left out stays as other things tell it. A second mark replaces the first.
+    """Set the role of a parameter. Omitted aspects come from the other sources; a second mark replaces the first.
 
-    Mark the parameters that are wrapped: the copies that ``copy.deepcopy`` and ``parallelize_module`` make of them lose
-    marks and Megatron's attributes.
+    Mark the parameters of the module that is wrapped: ``copy.deepcopy`` and ``parallelize_module`` copy parameters, and
+    the copies lose marks and Megatron's attributes.
 
     Args:
         parameter: the parameter.
-        expert: it is an expert's: its replicas are along edp, not along dp and cp.
-        over_tp: every rank along tp holds a copy of it, and each gradient is a part to ``"sum"``, or one of several to
-            ``"average"``; or it is a part of the rank's ``"own"``, or has the whole gradient already.
-        over_pp: every stage holds a copy of it, and the gradients of the stages are summed.
-        tied: a table that several stages hold, ``"word"`` or ``"position"``; their gradients are summed.
-        stages: the stages that hold it, if not the first and the last one.
+        expert: whether it belongs to an expert: its replicas are along edp, not along dp and cp.
+        over_tp: ``"sum"`` if every rank along tp holds a copy, and its gradient is a part; ``"average"`` if each
+            gradient is one of several; ``"own"`` if a rank holds a part, or already has the whole gradient.
+        over_pp: whether every stage holds a copy, so that the gradients of the stages are summed.
+        tied: ``"word"`` or ``"position"`` for a table that several stages hold, so that their gradients are summed.
+        stages: stages that hold the table, if not the first and the last one.
 
     Raises:
-        UsageError: a value means nothing.
+        UsageError: a value is not one of those above.
+
+    Example:
+        >>> import torch
+        >>> from xrank.gradients import mark
+        >>> norm = torch.nn.LayerNorm(4)
+        >>> mark(norm.weight, over_tp="sum")
     """
     if over_tp not in (None, "sum", "average", "own"):
-        raise UsageError("over_tp is none that is known", got=repr(over_tp), want='"sum", "average" or "own"')
+        raise UsageError("over_tp is not a known value", got=repr(over_tp), want='"sum", "average" or "own"')
     if tied not in (None, "word", "position"):
-        raise UsageError("tied is none that is known", got=repr(tied), want='"word" or "position"')
+        raise UsageError("tied is not a known value", got=repr(tied), want='"word" or "position"')
     if stages is not None and (tied is None or len(set(stages)) != len(stages) or len(stages) < 2 or min(stages) < 0):
         raise UsageError(
             "stages are those that hold a tied table", got=f"stages={stages!r}, tied={tied!r}", want="two or more"
         )
-    told = None if stages is None else tuple(sorted(stages))
-    setattr(parameter, _ATTRIBUTE, ParameterMark(expert, over_tp, over_pp, tied, told))
+    ordered = None if stages is None else tuple(sorted(stages))
+    setattr(parameter, _ATTRIBUTE, ParameterMark(expert, over_tp, over_pp, tied, ordered))
 
 
 def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: GradientConfig) -> ParameterRole:
-    """Return what a parameter is to the rank at a place.
+    """Return the role of a parameter on the rank at a place.
 
     Args:
-        name: its name; the last thing that is asked.
-        parameter: the parameter, which may be a DTensor whose mesh has axes of ours.
-        place: the rank.
-        config: says whether sequence parallelism and norms of queries and keys need a sum.
+        name: its name, the last source that is used.
+        parameter: the parameter; a DTensor's mesh has axes of the plan's mesh.
+        place: place of the rank.
+        config: contains whether sequence parallelism and norms of queries and keys need a sum.
 
     Raises:
-        UsageError: it is said to be two things that exclude each other, or nothing says what must be known.
+        UsageError: sources contradict each other, or a necessary aspect has no source.
         LayoutError: as `cuts_of`.
     """
-    told: ParameterMark = getattr(parameter, _ATTRIBUTE, None) or ParameterMark()
+    marked: ParameterMark = getattr(parameter, _ATTRIBUTE, None) or ParameterMark()
     cuts = cuts_of(name, parameter, place)
     reasons: dict[Aspect, str] = {}
 
-    is_expert = told.expert
+    is_expert = marked.expert
     if is_expert is not None:
         reasons["expert"] = f"it is marked expert={is_expert}"
     elif not getattr(parameter, "allreduce", True):
@@ -130,15 +136,14 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
     sharded = cuts.sharded
     if getattr(parameter, "tensor_model_parallel", False) and tensor_axis not in sharded:
         sharded = (*sharded, tensor_axis)
-    over_tp, reason = _over_tp(name, parameter, told, cuts, config)
+    over_tp, reason = _resolve_over_tp(name, parameter, marked, cuts, config)
     num_parts = len(place.ranks([tensor_axis], bool(is_expert)))
     if over_tp == "unknown" and num_parts > 1 and tensor_axis not in sharded:
         raise UsageError(
-            f"{name}: nothing says whether its gradients along {tensor_axis} are parts of one",
+            f"{name}: it is unknown whether its gradients along {tensor_axis} are parts of one",
             tensor=name,
             rank=place.rank,
-            got=f"the name of a norm of queries or keys, which often sees the heads of one rank alone, on {num_parts} "
-            "ranks",
+            got=f"the name of a norm of queries or keys, which often covers one rank's heads, on {num_parts} ranks",
             want="qk_layernorm=True or False, or a mark",
             next_step="set GradientConfig(qk_layernorm=True) if heads are cut along it, else "
             'mark(parameter, over_tp="own")',
@@ -156,13 +161,13 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
     if is_reduced or over_tp == "own":
         reasons["tp"] = reason
 
-    over_pp = told.over_pp
+    over_pp = marked.over_pp
     if over_pp is not None:
         reasons["pp"] = f"it is marked over_pp={over_pp}"
     elif getattr(parameter, "pipeline_parallel", False):
         over_pp = True
         reasons["pp"] = "its attribute pipeline_parallel is True"
-    tied = told.tied
+    tied = marked.tied
     if tied is not None:
         reasons["tied"] = f'it is marked tied="{tied}"'
     elif getattr(parameter, "shared_embedding", False):
@@ -173,7 +178,7 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
         over_tp=over_tp if is_reduced else None,  # type: ignore[arg-type]  # "own" and "unknown" are not reduced
         over_pp=bool(over_pp),
         tied=tied,
-        stages=told.stages,
+        stages=marked.stages,
         sharded=sharded,
         reasons=reasons,
     )
@@ -182,12 +187,12 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
 _BY_NAME = "its name is that of a norm of queries or keys, and qk_layernorm is set"
 
 
-def _over_tp(
-    name: str, parameter: torch.Tensor, told: ParameterMark, cuts: ParameterCuts, config: GradientConfig
+def _resolve_over_tp(
+    name: str, parameter: torch.Tensor, marked: ParameterMark, cuts: ParameterCuts, config: GradientConfig
 ) -> tuple[OverTP | Literal["unknown"] | None, str]:
-    """Return what gradients along tp are to each other, and what says so."""
-    if told.over_tp is not None:
-        return told.over_tp, f'it is marked over_tp="{told.over_tp}"'
+    """Return how gradients along tp combine, with the reason."""
+    if marked.over_tp is not None:
+        return marked.over_tp, f'it is marked over_tp="{marked.over_tp}"'
     if {"tp", "etp"} & set(cuts.partial):
         return "sum", "its placement is Partial along tp"
     # Averages first, as Megatron: megatron/core/distributed/finalize_model_grads.py.

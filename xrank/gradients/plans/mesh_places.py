@@ -1,4 +1,4 @@
-"""One rank's place in Megatron's two factorings of the ranks, and the ranks around it."""
+"""A rank's place in Megatron's two factorings of the ranks, and the groups of ranks around it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, MeshViews
 
-__all__ = ["DENSE_DATA_AXES", "EXPERT_DATA_AXES", "MeshPlace", "check_shard_order", "described_views", "ranks_along"]
+__all__ = ["DENSE_DATA_AXES", "EXPERT_DATA_AXES", "MeshPlace", "as_mesh_views", "check_shard_order", "ranks_along"]
 
 DENSE_DATA_AXES = ("dp", "cp", "edp", "ep")
-"""Axes along which ranks hold the same dense weights and see other data. Where one mesh has ep beside dp, or edp and ep
-in the place of dp, dense weights have replicas along these too."""
+"""Axes along which ranks hold the same dense weights and read different data. A mesh may have ep beside dp, or edp and
+ep instead of dp; dense weights then have replicas along these too."""
 EXPERT_DATA_AXES = ("dp", "edp", "cp")
-"""The same for experts, in the mesh that has ep."""
+"""The same axes for experts, in the mesh that has ep."""
 
 _DENSE_AXES = {"pp", "dp", "cp", "tp", "edp", "ep"}
 _EXPERT_AXES = {"pp", "edp", "dp", "cp", "ep", "etp", "tp"}
@@ -25,10 +25,10 @@ _EXPERT_AXES = {"pp", "edp", "dp", "cp", "ep", "etp", "tp"}
 
 @dataclass(frozen=True, slots=True)
 class MeshPlace:
-    """Where a rank stands.
+    """The place of a rank in the meshes of dense weights and of experts.
 
     Raises:
-        LayoutError: the rank is not in the mesh, or the mesh has an axis that is none of Megatron's.
+        LayoutError: the mesh does not contain the rank, or has an axis that Megatron does not have.
     """
 
     views: MeshViews
@@ -50,30 +50,30 @@ class MeshPlace:
 
     @property
     def expert(self) -> DeviceMesh | None:
-        """The mesh of experts: the view that has ep, edp or etp; None where no mesh has one of them."""
+        """The mesh of experts: the view with ep, edp or etp; None if no mesh has one of them."""
         meshes = [mesh for _, mesh in self.views.others] + [self.views.main]
         return next((mesh for mesh in meshes if {"ep", "edp", "etp"} & set(mesh.axis_names)), None)
 
     def mesh(self, is_expert: bool) -> DeviceMesh:
-        """Return the mesh of a kind of weights; for experts without a view of their own, the dense one."""
+        """Return the mesh of dense or expert weights. Experts without a view of their own use the dense mesh."""
         return (self.expert or self.dense) if is_expert else self.dense
 
     def data_axes(self, is_expert: bool) -> tuple[str, ...]:
-        """Return the axes longer than 1 along which ranks hold the same and see other data, in the mesh's order."""
+        """Return the axes longer than 1 along which ranks hold the same weights and read different data, in order."""
         names = EXPERT_DATA_AXES if is_expert else DENSE_DATA_AXES
         mesh = self.mesh(is_expert)
         return tuple(axis for axis in mesh.axis_names if axis in names and mesh.axis_length(axis) > 1)
 
     def tensor_axis(self, is_expert: bool) -> str:
-        """Return the axis that cuts weights of a kind: etp for experts where the mesh has it, else tp."""
+        """Return the axis that cuts weights: etp for experts if the mesh has it, else tp."""
         return "etp" if is_expert and "etp" in self.mesh(is_expert).axis_names else "tp"
 
     def stage(self) -> int:
-        """Return the rank's place along pp."""
+        """Return the index of the rank along pp."""
         return self.dense.coordinate(self.rank).get("pp", 0)
 
     def ranks(self, axes: Iterable[str], is_expert: bool = False) -> tuple[int, ...]:
-        """Return the ranks that differ from this one along these axes, and it, ascending; of axes that are there."""
+        """Return this rank and the ranks that differ from it along the axes, ascending; absent axes are ignored."""
         key = is_expert, tuple(axes)
         if key not in self._found:
             self._found[key] = tuple(sorted(ranks_along(self.mesh(is_expert), self.rank, axes)))
@@ -81,12 +81,12 @@ class MeshPlace:
 
 
 def ranks_along(mesh: DeviceMesh, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-    """Return the group of `DeviceMesh.groups` that a rank is in, in the mesh's order, without making the others.
+    """Return the group of `DeviceMesh.groups` that contains a rank, in the mesh's order, without making the others.
 
     Args:
         mesh: the mesh.
         rank: one of its ranks.
-        axes: names; those that the mesh has not are passed over.
+        axes: names of axes; names that the mesh does not have are ignored.
     """
     free = set(axes)
     places = mesh.coordinate(rank)
@@ -103,10 +103,10 @@ def ranks_along(mesh: DeviceMesh, rank: int, axes: Iterable[str]) -> tuple[int, 
 
 @lru_cache(maxsize=16)
 def check_shard_order(views: MeshViews) -> None:
-    """Refuse meshes in which shards of replicas cannot be in the order of the mesh.
+    """Check that shards of replicas can be in the order of the mesh.
 
-    A process group gives its shards to its ranks in ascending order. Ranks along tp and stages along pp, which reduce
-    some shards later, own the same ones only if replicas ascend in the mesh, too. All ranks find the same.
+    A process group gives its shards to its ranks in ascending order. Ranks along tp and stages along pp reduce some
+    shards later. They own the same shards only if replicas ascend in the mesh too. All ranks get the same result.
 
     Raises:
         LayoutError: the ranks of a mesh descend along data axes.
@@ -119,22 +119,22 @@ def check_shard_order(views: MeshViews) -> None:
             if any(a > b for a, b in pairwise(group)):
                 raise LayoutError(
                     f"the ranks of the mesh {mesh.grid!r} descend along {', '.join(axes)}, so that shards of the "
-                    "distributed optimizer would lie on other ranks than the mesh says",
+                    "distributed optimizer would lie on other ranks than the mesh defines",
                     got=f"ranks {list(group)}",
                     want=f"ranks {sorted(group)}",
                     next_step="let ranks ascend along these axes, or set use_distributed_optimizer=False",
                 )
 
 
-def described_views(mesh: Any) -> MeshViews:
-    """Return a mesh of ours, torch's ``DeviceMesh``, or both factorings, as `MeshViews`."""
+def as_mesh_views(mesh: Any) -> MeshViews:
+    """Return an xrank mesh, torch's ``DeviceMesh``, or both factorings, as `MeshViews`."""
     if isinstance(mesh, MeshViews):
         return mesh
     if isinstance(mesh, DeviceMesh):
         return MeshViews(mesh)
     if not hasattr(mesh, "mesh_dim_names"):
         raise LayoutError(
-            "the mesh is none",
+            "the mesh has an unknown type",
             got=type(mesh).__name__,
             want="a DeviceMesh of xrank or torch, or MeshViews",
             next_step="see xrank.layout.mesh_views.megatron_views for Megatron's meshes",
@@ -149,10 +149,10 @@ def _check_axes(mesh: DeviceMesh, known: set[str]) -> None:
     for axis in mesh.axis_names:
         if axis not in known:
             raise LayoutError(
-                f"the mesh {mesh.grid!r} has the axis {axis!r}, which is none that gradients are known along",
+                f"the mesh {mesh.grid!r} has the axis {axis!r}, along which gradients have no known meaning",
                 got=repr(axis),
                 want=f"axes among {', '.join(sorted(known))}",
-                next_step="name each axis for what is done along it; dp is for replicas",
+                next_step="name each axis for its kind of parallelism; dp is for replicas",
             )
     for one, other in (("dp", "edp"), ("tp", "etp")):
         if {one, other} <= names:

@@ -1,4 +1,4 @@
-"""What a DTensor's placements say of a parameter: the axes that cut it, and those along which it is addends."""
+"""DTensor placements of a parameter: axes that cut it, and axes along which its values are addends."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ __all__ = ["ParameterCuts", "cuts_of", "local_of"]
 
 @dataclass(frozen=True, slots=True)
 class ParameterCuts:
-    """What placements say; nothing of a plain tensor."""
+    """Axes of a parameter's placements; empty for a plain tensor."""
 
     sharded: tuple[str, ...] = ()
-    """Axes along which ranks hold parts of their own."""
+    """Axes along which ranks hold different parts."""
     partial: tuple[str, ...] = ()
-    """Axes along which values are addends, and so gradients."""
+    """Axes along which values are addends, and so are gradients."""
     is_known: bool = False
-    """Whether there are placements along tp or etp: then a plain copy there is no guess."""
+    """Whether placements along tp or etp exist: a plain copy there is then certain."""
 
 
 def local_of(parameter: Any) -> Any:
-    """Return what this rank holds of a parameter: the local tensor of a DTensor, else the parameter."""
+    """Return this rank's part of a parameter: the local tensor of a DTensor, else the parameter itself."""
     return parameter._local_tensor if _is_placed(parameter) else parameter
 
 
 def cuts_of(name: str, parameter: Any, place: MeshPlace) -> ParameterCuts:
-    """Return what a parameter's placements say.
+    """Return the axes that cut a parameter.
 
     Raises:
-        LayoutError: its mesh has an axis longer than 1 that ours have not, or lays out the ranks along one otherwise;
-            or its values are addends along another axis than tp.
+        LayoutError: its mesh has an axis longer than 1 that the plan's meshes do not have, or other ranks along an
+            axis; or its values are addends along another axis than tp.
     """
     if not _is_placed(parameter):
         return ParameterCuts()
@@ -66,11 +66,11 @@ def _is_placed(parameter: Any) -> bool:
 
 
 def _check_axis(name: str, mesh: Any, axis: str, place: MeshPlace) -> None:
-    """Refuse an axis of a parameter's mesh that is not one of the plan's, along the same ranks."""
+    """Check that an axis of a parameter's mesh is one of the plan's, along the same ranks."""
     plans = [known for known in (place.dense, place.expert) if known is not None and axis in known.axis_names]
     if not plans:
         raise LayoutError(
-            f"{name}: its placements are along {axis!r}, an axis that the mesh of the plan has not",
+            f"{name}: its placements are along {axis!r}, an axis that the mesh of the plan does not have",
             tensor=name,
             rank=place.rank,
             got=f"the mesh {mesh.grid!r}",

@@ -1,38 +1,39 @@
-"""Makes gradient plans: from a module, a mesh and a rank to who adds up what, and where it lies. Needs no process."""
+"""Makes the entries of a gradient plan from a module, a mesh and a rank. Needs no processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from xrank.errors import UsageError
 from xrank.gradients.config import GradientConfig
-from xrank.gradients.plans.bucket_layout import BufferLayout, bucket_size_of, lay_out, shard_of
-from xrank.gradients.plans.later_reductions import later_reductions
+from xrank.gradients.plans.bucket_layout import BufferLayout, choose_bucket_size, lay_out, shard_bounds
+from xrank.gradients.plans.later_reductions import plan_later_reductions
 from xrank.gradients.plans.marks import ParameterRole, role_of
 from xrank.gradients.plans.mesh_places import MeshPlace, check_shard_order
 from xrank.gradients.plans.placed_parameters import local_of
-from xrank.gradients.plans.plan import (
-    GradientPlan,
-    Operation,
-    PlannedBucket,
-    PlannedBuffer,
-    PlannedParameter,
-)
+from xrank.gradients.plans.plan_entries import Operation, PlannedBucket, PlannedBuffer, PlannedParameter
 from xrank.layout import MeshViews
 
-__all__ = ["make_plan", "named_parameters"]
+__all__ = ["Entries", "iter_parameters", "make_entries"]
+
+Entries: TypeAlias = tuple[
+    int, GradientConfig, tuple[PlannedParameter, ...], tuple[PlannedBuffer, ...], tuple[PlannedBucket, ...],
+    tuple[str, ...],
+]  # fmt: skip
+"""Rank, config, parameters, buffers, buckets and names of frozen parameters: the fields of a plan after its views."""
 
 _ACROSS_STAGES = ("conditional", "word", "position")
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """What parameters of one buffer have in common."""
+class _BufferKind:
+    """The properties that all parameters of one buffer share."""
 
     is_expert: bool
     dtype: torch.dtype
@@ -41,25 +42,25 @@ class _Kind:
     ranks: tuple[int, ...]
     divisor: int
     over_tp: tuple[str, ...]
-    """How its shards are reduced along tp. Such parameters lie apart from others: ranks along tp may hold other numbers
-    of elements of those, and would own other parts of these."""
+    """Operation along tp that follows on the shards, if any. Such parameters have a buffer of their own: ranks along tp
+    may hold different numbers of elements of other parameters, which would shift the shards of these."""
 
 
-def make_plan(
+def make_entries(
     module: torch.nn.Module | Sequence[torch.nn.Module], views: MeshViews, config: GradientConfig, rank: int | None
-) -> GradientPlan:
-    """Return the plan of a rank, as `GradientPlan.from_module` says."""
+) -> Entries:
+    """Return the entries of a rank's plan; see `GradientPlan.from_module`."""
     if not isinstance(config, GradientConfig):
-        raise UsageError("the config is none", got=type(config).__name__, want="a GradientConfig")
-    place = MeshPlace(views, _own_rank(views) if rank is None else rank)
+        raise UsageError("the config is not a GradientConfig", got=type(config).__name__, want="a GradientConfig")
+    place = MeshPlace(views, _find_own_rank(views) if rank is None else rank)
     if config.use_distributed_optimizer:
         check_shard_order(views)
     names, frozen = _names_by_parameter(module)
-    kinds: dict[_Kind, list[int]] = {}
+    kinds: dict[_BufferKind, list[int]] = {}
     parameters: list[PlannedParameter] = []
     for index, (parameter, known) in enumerate(names.items()):
         role = role_of(known[0], parameter, place, config)
-        planned, kind = _planned(known, parameter, role, place, config)
+        planned, kind = _plan_parameter(known, parameter, role, place, config)
         parameters.append(planned)
         kinds.setdefault(kind, []).append(index)
     numels: dict[tuple[int, ...], list[int]] = {}
@@ -69,11 +70,11 @@ def make_plan(
     buffers: list[PlannedBuffer] = []
     layouts: list[BufferLayout] = []
     for kind, indices in kinds.items():
-        shard_ranks, across_ranks = _instances(kind.ranks, place.rank, config)
+        shard_ranks, across_ranks = _split_instances(kind.ranks, place.rank, config)
         layout = lay_out(
             tuple(parameters[index].numel for index in indices),
             tuple(_is_alone(parameters[index], config) for index in indices),
-            bucket_size_of(config, numels[kind.ranks]),
+            choose_bucket_size(config, numels[kind.ranks]),
             len(shard_ranks) if config.use_distributed_optimizer else 0,
             config.pad_buckets_for_high_nccl_busbw,
         )
@@ -97,26 +98,20 @@ def make_plan(
             )
         )
     buckets = _number_buckets(parameters, buffers, layouts, list(kinds.values()))
-    return GradientPlan(
-        views=views,
-        rank=place.rank,
-        config=config,
-        parameters=tuple(_placed(parameters, buffers, buckets, layouts, list(kinds.values()), config)),
-        buffers=tuple(
-            replace(buffer, buckets=tuple(bucket.id for bucket in buckets if bucket.buffer == buffer.id))
-            for buffer in buffers
-        ),
-        buckets=tuple(buckets),
-        frozen=frozen,
+    parts = tuple(_place_parameters(parameters, buffers, buckets, layouts, list(kinds.values()), config))
+    numbered = tuple(
+        replace(buffer, buckets=tuple(bucket.id for bucket in buckets if bucket.buffer == buffer.id))
+        for buffer in buffers
     )
+    return place.rank, config, parts, numbered, tuple(buckets), frozen
 
 
-def named_parameters(
+def iter_parameters(
     module: torch.nn.Module | Sequence[torch.nn.Module],
 ) -> Iterable[tuple[str, torch.nn.Parameter]]:
-    """Yield all names and parameters, in the order of registration, a parameter under each of its names.
+    """Yield all names and parameters in the order of registration, a parameter under each of its names.
 
-    Of several chunks, names start with the chunk's number, as in a ``ModuleList``.
+    Names in several chunks start with the chunk's number, as in a ``ModuleList``.
     """
     if isinstance(module, torch.nn.Module):
         yield from module.named_parameters(remove_duplicate=False)
@@ -125,13 +120,13 @@ def named_parameters(
         yield from chunk.named_parameters(prefix=str(number), remove_duplicate=False)
 
 
-def _own_rank(views: MeshViews) -> int:
+def _find_own_rank(views: MeshViews) -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     if views.main.size == 1:
         return views.main.ranks[0]
     raise UsageError(
-        "nothing says whose plan is wanted: there is no process group",
+        "the rank of the plan is unknown: there is no process group",
         got=f"rank=None, on a mesh of {views.main.size} ranks",
         want="a rank",
         next_step="give rank=, or call torch.distributed.init_process_group before",
@@ -141,12 +136,12 @@ def _own_rank(views: MeshViews) -> int:
 def _names_by_parameter(
     module: torch.nn.Module | Sequence[torch.nn.Module],
 ) -> tuple[dict[torch.nn.Parameter, list[str]], tuple[str, ...]]:
-    """Return the names of each parameter that needs a gradient, and those of all others."""
+    """Return the names of each parameter that needs a gradient, and the names of all other parameters."""
     if not isinstance(module, torch.nn.Module) and not all(isinstance(chunk, torch.nn.Module) for chunk in module):
-        raise UsageError("what is to be planned is no module", got=type(module).__name__, want="a module, or chunks")
+        raise UsageError("the object to plan is not a module", got=type(module).__name__, want="a module, or chunks")
     names: dict[torch.nn.Parameter, list[str]] = {}
     frozen: list[str] = []
-    for name, parameter in named_parameters(module):
+    for name, parameter in iter_parameters(module):
         if not parameter.requires_grad:
             frozen.append(name)
         elif isinstance(parameter, torch.nn.UninitializedParameter):
@@ -162,14 +157,14 @@ def _names_by_parameter(
     return names, tuple(frozen)
 
 
-def _planned(
+def _plan_parameter(
     names: Sequence[str], parameter: torch.nn.Parameter, role: ParameterRole, place: MeshPlace, config: GradientConfig
-) -> tuple[PlannedParameter, _Kind]:
-    """Return a parameter as planned but for its place, and its kind."""
+) -> tuple[PlannedParameter, _BufferKind]:
+    """Return the entry of a parameter, without its place in a buffer, and the kind of its buffer."""
     name, *aliases = names
     if role.is_expert and place.expert is None:
         raise UsageError(
-            f"{name}: it is an expert's, and no mesh has the axis ep",
+            f"{name}: it belongs to an expert, and no mesh has the axis ep",
             tensor=name,
             rank=place.rank,
             got=f"the mesh {place.dense.grid!r}, and {role.reasons.get('expert')}",
@@ -187,8 +182,8 @@ def _planned(
         )
     axes = tuple(axis for axis in place.data_axes(role.is_expert) if axis not in role.sharded)
     ranks = place.ranks(axes, role.is_expert)
-    divisor = 1 if config.calculate_per_token_loss else _divisor(role, place)
-    later = tuple(later_reductions(name, role, place))
+    divisor = 1 if config.calculate_per_token_loss else _find_divisor(role, place)
+    later = tuple(plan_later_reductions(name, role, place))
     planned = PlannedParameter(
         name=name,
         aliases=tuple(aliases),
@@ -207,13 +202,13 @@ def _planned(
         reasons=tuple(why for why in role.reasons.values() if not any(why in one.reason for one in later)),
     )
     over_tp = tuple(one.operation for one in later if one.kind == "tensor" and config.use_distributed_optimizer)
-    return planned, _Kind(role.is_expert, local.dtype, grad_dtype, axes, ranks, divisor, over_tp)
+    return planned, _BufferKind(role.is_expert, local.dtype, grad_dtype, axes, ranks, divisor, over_tp)
 
 
-def _divisor(role: ParameterRole, place: MeshPlace) -> int:
-    """Return the number of ranks with other data, for experts as for dense weights: each saw its part of the batch.
+def _find_divisor(role: ParameterRole, place: MeshPlace) -> int:
+    """Return the number of ranks with different data; the same for experts, since each rank saw its part of the batch.
 
-    Axes along which the parameter is cut do not count: whoever cut it there gathers and averages its gradient there.
+    Axes that cut the parameter do not count: the code that cut it averages its gradient along them.
     """
     mesh = place.mesh(role.is_expert)
     cut = prod(mesh.axis_length(axis) for axis in place.data_axes(role.is_expert) if axis in role.sharded)
@@ -221,12 +216,14 @@ def _divisor(role: ParameterRole, place: MeshPlace) -> int:
 
 
 def _is_alone(parameter: PlannedParameter, config: GradientConfig) -> bool:
-    """Say whether a parameter has a bucket of its own: then all stages that hold it cut it into the same shards."""
+    """Return whether a parameter has a bucket of its own: all stages that hold it then cut it into the same shards."""
     return config.use_distributed_optimizer and any(later.kind in _ACROSS_STAGES for later in parameter.later)
 
 
-def _instances(ranks: tuple[int, ...], rank: int, config: GradientConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks of this instance of the distributed optimizer, and those at this place in all instances."""
+def _split_instances(
+    ranks: tuple[int, ...], rank: int, config: GradientConfig
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks of this instance of the distributed optimizer, and the ranks at this place in all instances."""
     count = config.num_distributed_optimizer_instances
     if count == 1:
         return ranks, (rank,)
@@ -249,13 +246,13 @@ def _number_buckets(
     layouts: Sequence[BufferLayout],
     members: Sequence[Sequence[int]],
 ) -> list[PlannedBucket]:
-    """Return all buckets by id: in the order in which a backward fills them, whatever buffer they are of."""
+    """Return the buckets of all buffers by id: in the order in which a backward fills them."""
     found = []
     for buffer, layout, indices in zip(buffers, layouts, members, strict=True):
         for extent in layout.buckets:
             held = [indices[member] for member in extent.members]
             names = tuple(parameters[index].name for index in held)
-            # Filled when its first registered parameter is: the backward comes to that last.
+            # The backward reaches the first registered parameter last, and so fills the bucket.
             found.append(
                 (-held[-1], PlannedBucket(0, buffer.id, extent.start, extent.stop, extent.numel_unpadded, names))
             )
@@ -263,7 +260,7 @@ def _number_buckets(
     return [replace(bucket, id=number) for number, (_, bucket) in enumerate(found)]
 
 
-def _placed(
+def _place_parameters(
     parameters: Sequence[PlannedParameter],
     buffers: Sequence[PlannedBuffer],
     buckets: Sequence[PlannedBucket],
@@ -271,7 +268,7 @@ def _placed(
     members: Sequence[Sequence[int]],
     config: GradientConfig,
 ) -> list[PlannedParameter]:
-    """Return the parameters with their places and the elements that this rank owns."""
+    """Return the parameters with their places and their owned elements."""
     offsets = {
         index: (buffer, offset)
         for buffer, layout, indices in zip(buffers, layouts, members, strict=True)
@@ -283,7 +280,7 @@ def _placed(
         (buffer, offset), bucket = offsets[index], bucket_of[parameter.name]
         owned = (0, parameter.numel)
         if config.use_distributed_optimizer:
-            start, stop = shard_of(bucket.start, bucket.stop, len(buffer.shard_ranks), buffer.place)
+            start, stop = shard_bounds(bucket.start, bucket.stop, len(buffer.shard_ranks), buffer.place)
             owned = (max(start - offset, 0), min(stop - offset, parameter.numel))
             owned = owned if owned[0] < owned[1] else (0, 0)
         placed.append(replace(parameter, buffer=buffer.id, bucket=bucket.id, offset=offset, owned=owned))

@@ -1,1 +1,1 @@
-"""Shards of optimizers: what a rank steps, where it lies in the model, and how it leaves for a workspace."""
+"""Shards of optimizers: the slices that a rank steps, their places in the model, and their way into a workspace."""

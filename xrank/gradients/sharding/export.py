@@ -1,7 +1,7 @@
 """Gradients and optimizer states by name, ready for a workspace: each rank's own slices, without padding.
 
-What comes out goes to ``NFSWorkspace.write_configs_and_weights(config, tensors, layouts=layouts)`` on every rank;
-`xrank gather` then puts the whole tensors together, and `xrank reshard` cuts them for another number of replicas.
+The results go to ``NFSWorkspace.write_configs_and_weights(config, tensors, layouts=layouts)`` on every rank. Then
+`xrank gather` merges the whole tensors, and `xrank reshard` cuts them for another number of replicas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from xrank.errors import UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.sharding.shard_layouts import SliceLayouts
-from xrank.gradients.sharding.shards import OwnedSlice, owned_slices, slice_of
+from xrank.gradients.sharding.shards import OwnedSlice, find_slice, list_owned_slices
 from xrank.layout import LayoutMap
 
 __all__ = ["export_gradients", "export_optimizer_shards", "load_optimizer_shards"]
@@ -27,63 +27,63 @@ _Names = Callable[[str], str]
 def export_gradients(
     models: _Models, *, names: _Names | None = None, layouts: LayoutMap | None = None
 ) -> tuple[dict[str, torch.Tensor], LayoutMap]:
-    """Return this rank's gradients under the names of their parameters, and how they lie in the whole model.
+    """Return this rank's gradients under the names of their parameters, and their layouts in the whole model.
 
     Tensors are views of ``main_grad``: write them before the next step begins.
 
     Args:
-        models: one, or several; then each name has the model's number before it.
-        names: from such a name to that in the whole model, where a stage or an expert counts its own from 0.
-        layouts: how parameters are cut, by name in the whole model, for those that say it neither by placements nor by
-            Megatron's attributes; one of which nothing says it is a copy along tp.
+        models: one model, or several; then each name starts with the model's number.
+        names: maps such a name to the name in the whole model, where a stage or an expert counts its own from 0.
+        layouts: cuts of parameters by name in the whole model, for parameters without placements and Megatron's
+            attributes. A parameter without any source is a copy along tp.
 
     Raises:
         GradientError: the step's gradients were not exchanged, or their memory is released.
-        LayoutError: it is not known how a parameter is cut, or no layout says it.
+        LayoutError: the cut of a parameter is unknown, or no layout can express it.
         UsageError: two parameters have one name.
     """
     places, found = SliceLayouts(layouts), {}
-    for name, one in _renamed(owned_slices(models), names).items():
+    for name, one in _rename_slices(list_owned_slices(models), names).items():
         found[name] = one.gradient()
         places.add(name, name, one)
-    return found, _map_of(places)
+    return found, places.finish()
 
 
 def export_optimizer_shards(
     optimizer: torch.optim.Optimizer, models: _Models, *, names: _Names | None = None, layouts: LayoutMap | None = None
 ) -> tuple[dict[str, torch.Tensor], LayoutMap]:
-    r"""Return what an optimizer steps on this rank, with its states, and how all of it lies in the whole model.
+    r"""Return the parameters and states of an optimizer on this rank, and their layouts in the whole model.
 
     Values have the parameters' names, so that a gather with ``--exclude 'state\..*'`` writes the model; a state is
-    ``state.<parameter>.<key>``, as torch's checkpoints name it. Numbers of groups, such as rates, are not among them.
+    ``state.<parameter>.<key>``, as in torch's checkpoints. Settings of parameter groups, such as rates, are omitted.
 
     Args:
-        optimizer: over `ParameterShards`, or, where nothing is sharded, over the module's parameters.
-        models: those of the shards.
-        names: as of `export_gradients`.
-        layouts: as of `export_gradients`.
+        optimizer: over `ParameterShards`, or, if nothing is sharded, over the module's parameters.
+        models: the models of the shards.
+        names: as in `export_gradients`.
+        layouts: as in `export_gradients`.
 
     Raises:
-        LayoutError: as `export_gradients`.
-        UsageError: the optimizer steps something else, or a state is neither one number nor of the slice's shape.
+        LayoutError: as in `export_gradients`.
+        UsageError: the optimizer steps other tensors, or a state is neither one number nor of the slice's shape.
     """
-    slices = _renamed(owned_slices(models), names)
+    slices = _rename_slices(list_owned_slices(models), names)
     places, found = SliceLayouts(layouts), {}
-    for name, one, parameter in _stepped(optimizer, slices):
-        found[name] = _within(name, local_of(parameter).detach(), one)
+    for name, one, parameter in _find_stepped(optimizer, slices):
+        found[name] = _check_shape(name, local_of(parameter).detach(), one)
         places.add(name, name, one)
         for key, state in optimizer.state[parameter].items():
             if state is None:
                 continue
             full, value = f"state.{name}.{key}", _tensor(state)
             if full in slices:
-                raise _twice(full)
-            found[full] = _within(full, value, one) if value.ndim else value
+                raise _make_clash_error(full)
+            found[full] = _check_shape(full, value, one) if value.ndim else value
             if value.ndim:
                 places.add(full, name, one)
             else:
                 places.add_scalar(full, one)
-    return found, _map_of(places)
+    return found, places.finish()
 
 
 @torch.no_grad()
@@ -94,18 +94,18 @@ def load_optimizer_shards(
     *,
     names: _Names | None = None,
 ) -> None:
-    """Take what `export_optimizer_shards` gave, resharded for this run's ranks; then call ``take_parameters``.
+    """Load the results of `export_optimizer_shards`, resharded for this run's ranks; then call ``take_parameters``.
 
     Args:
         optimizer: over `ParameterShards`; its states are replaced.
-        models: those of the shards.
-        tensors: this rank's, as ``read_configs_and_weights_from_rank`` returns them.
-        names: as of `export_gradients`.
+        models: the models of the shards.
+        tensors: this rank's tensors, as ``read_configs_and_weights_from_rank`` returns them.
+        names: as in `export_gradients`.
 
     Raises:
-        UsageError: a parameter is missing among them, or a tensor is of another shape; nothing is changed then.
+        UsageError: a parameter is missing, or a tensor has another shape; then nothing is changed.
     """
-    stepped = list(_stepped(optimizer, _renamed(owned_slices(models), names)))
+    stepped = list(_find_stepped(optimizer, _rename_slices(list_owned_slices(models), names)))
     loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     for name, one, parameter in stepped:
         if name not in tensors:
@@ -115,14 +115,15 @@ def load_optimizer_shards(
                 tensor=name,
                 rank=one.model.plan.rank,
                 got=f"{near[0]}, and others" if near else f"{len(tensors)} tensors of other names",
-                want="what export_optimizer_shards gave, in this run's layouts",
+                want="the tensors of export_optimizer_shards, in this run's layouts",
             )
-        _within(name, tensors[name], one)
+        _check_shape(name, tensors[name], one)
         prefix = f"state.{name}."
         states = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         for key, value in states.items():
-            states[key] = (_within(prefix + key, value, one) if value.ndim else value).clone()
+            states[key] = (_check_shape(prefix + key, value, one) if value.ndim else value).clone()
         loaded[parameter] = states
+    # Every tensor was checked above: from here on, changes happen.
     for name, _, parameter in stepped:
         local_of(parameter).copy_(tensors[name])
         optimizer.state[parameter] = {
@@ -131,29 +132,29 @@ def load_optimizer_shards(
         }
 
 
-def _renamed(slices: Mapping[str, OwnedSlice], names: _Names | None) -> dict[str, OwnedSlice]:
+def _rename_slices(slices: Mapping[str, OwnedSlice], names: _Names | None) -> dict[str, OwnedSlice]:
     found: dict[str, OwnedSlice] = {}
     for name, one in slices.items():
         new = name if names is None else names(name)
         if new in found:
-            raise _twice(new)
+            raise _make_clash_error(new)
         found[new] = one
     return found
 
 
-def _stepped(
+def _find_stepped(
     optimizer: torch.optim.Optimizer, slices: Mapping[str, OwnedSlice]
 ) -> list[tuple[str, OwnedSlice, torch.nn.Parameter]]:
-    """Return name, slice and what is stepped of it, in the order of the slices."""
+    """Return name, slice and stepped tensor of each stepped slice, in the order of the slices."""
     by_parameter = {id(one.model.planned_parameters[one.planned.name]): name for name, one in slices.items()}
     by_place = {(id(one.model), one.planned.name): name for name, one in slices.items()}
     found: dict[str, torch.nn.Parameter] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        own = slice_of(parameter)
+        own = find_slice(parameter)
         name = by_parameter.get(id(parameter)) if own is None else by_place.get((id(own.model), own.planned.name))
         if name is None or (own is None and slices[name].is_cut):
             raise UsageError(
-                f"{name or 'a parameter'}: the optimizer steps what is no shard of these models",
+                f"{name or 'a parameter'}: the optimizer steps a tensor that is not a shard of these models",
                 tensor=name,
                 got=f"a tensor of shape {list(parameter.shape)}",
                 want="ParameterShards(models).parameters()",
@@ -174,10 +175,10 @@ def _tensor(state: object) -> torch.Tensor:
     )
 
 
-def _within(name: str, tensor: torch.Tensor, one: OwnedSlice) -> torch.Tensor:
+def _check_shape(name: str, tensor: torch.Tensor, one: OwnedSlice) -> torch.Tensor:
     if tuple(tensor.shape) != one.shape:
         raise UsageError(
-            f"{name}: it has not the shape of this rank's slice",
+            f"{name}: its shape is not that of this rank's slice",
             tensor=name,
             rank=one.model.plan.rank,
             got=str(list(tensor.shape)),
@@ -187,15 +188,11 @@ def _within(name: str, tensor: torch.Tensor, one: OwnedSlice) -> torch.Tensor:
     return tensor
 
 
-def _twice(name: str) -> UsageError:
+def _make_clash_error(name: str) -> UsageError:
     return UsageError(
         f"{name}: two tensors have this name",
         tensor=name,
         got="one name for two",
         want="names of the whole model",
-        next_step="let names= tell them apart",
+        next_step="let names= return different names",
     )
-
-
-def _map_of(places: SliceLayouts) -> LayoutMap:
-    return LayoutMap() if places.map is None else places.map

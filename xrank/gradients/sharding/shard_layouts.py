@@ -1,7 +1,7 @@
-"""How owned slices lie in the whole model: as layouts that a state records and `xrank gather` reads.
+"""Places of owned slices in the whole model, as layouts that a state records and `xrank gather` reads.
 
 A slice of a parameter is a run of its local tensor's elements: a flat buffer of one tensor, cut at listed places,
-``flat(w [8/tp, 4])/dp{10,6}``. What is whole on a rank is cut as the parameter itself, ``[8/tp, 4]``.
+``flat(w [8/tp, 4])/dp{10,6}``. A parameter that is whole on a rank is cut as the parameter itself, ``[8/tp, 4]``.
 """
 
 from __future__ import annotations
@@ -26,43 +26,45 @@ _CROSS_STAGE = ("conditional", "word", "position")
 
 
 class SliceLayouts:
-    """Makes the layout map of a rank's tensors, each named and of a parameter's owned slice.
+    """Builds the layout map of a rank's tensors, each of which belongs to a parameter's owned slice.
 
     Args:
-        own: how parameters themselves are cut, by the names that they have in the whole model; for those of which
-            neither placements nor Megatron's attributes tell it.
+        own: cuts of parameters by name in the whole model, for parameters without placements and Megatron's attributes.
     """
 
     def __init__(self, own: LayoutMap | None) -> None:
-        self.map: LayoutMap | None = None
-        """None as long as nothing was added."""
+        self._map: LayoutMap | None = None
         self._own = own
 
+    def finish(self) -> LayoutMap:
+        """Return the layouts that were added."""
+        return LayoutMap() if self._map is None else self._map
+
     def add(self, key: str, name: str, one: OwnedSlice) -> None:
-        """Say how a tensor of a slice's shape lies.
+        """Add the layout of a tensor of a slice's shape.
 
         Args:
-            key: the tensor's name.
-            name: the parameter's, in the whole model.
+            key: name of the tensor.
+            name: name of the parameter in the whole model.
             one: the slice.
 
         Raises:
-            LayoutError: how the parameter is cut is not known, or the ranks along its cut hold parts of other sizes, so
-                that no one layout says where their slices are.
+            LayoutError: the cut of the parameter is unknown, or ranks along its cut hold parts of different sizes, so
+                that no single layout contains the places of their slices.
         """
-        mesh, axis = _mesh_of(one)
-        layout, shape = self._layout_of(name, one, mesh)
+        mesh, axis = _find_mesh(one)
+        layout, shape = self._find_layout(name, one, mesh)
         dims = render(LayoutTree(layout.dims))
         text = dims
         if one.is_cut:
             _check_equal(name, one, layout, shape, mesh)
-            counts = ",".join(map(str, _counts(one)))
+            counts = ",".join(map(str, _count_owned(one)))
             text = f"flat({key} {dims})/{axis}{{{counts}}}"
         self._set(key, text, one, mesh, {axis for dim in layout.dims for axis in axes_of(dim)})
 
     def add_scalar(self, key: str, one: OwnedSlice) -> None:
-        """Say that a tensor without dims is the same on all ranks that hold a slice's parameter."""
-        self._set(key, "[]", one, _mesh_of(one)[0], set())
+        """Add a tensor without dims, equal on all ranks that hold a slice's parameter."""
+        self._set(key, "[]", one, _find_mesh(one)[0], set())
 
     def _set(self, key: str, text: str, one: OwnedSlice, mesh: DeviceMesh, cutting: set[str]) -> None:
         plan, where = one.model.plan, []
@@ -70,26 +72,26 @@ class SliceLayouts:
         is_expert = plan.buffers[one.planned.buffer].is_expert
         if at.get("pp") is not None and mesh.axis_length("pp") > 1:
             if any(later.kind in _CROSS_STAGE for later in one.planned.later):
-                # Stages hold copies, under names that are theirs: each stage speaks for itself.
+                # Stages hold copies under their own names, so each stage has a layout of its own.
                 mesh = mesh.submesh(pp=at["pp"])
             else:
                 where.append(f"pp={at['pp']}")
         if is_expert and "ep" not in cutting and at.get("ep") is not None and mesh.axis_length("ep") > 1:
             where.append(f"ep={at['ep']}")
         clause = f" where {', '.join(where)}" if where else ""
-        if self.map is None:
-            self.map = LayoutMap(mesh)
-        if mesh == self.map.device_mesh:
-            self.map[key] = TensorLayout.parse(text + clause)
+        if self._map is None:
+            self._map = LayoutMap(mesh)
+        if mesh == self._map.device_mesh:
+            self._map[key] = TensorLayout.parse(text + clause)
             return
         view = "expert" if is_expert else "dense"
-        if mesh.ranks == self.map.device_mesh.ranks and self.map.views.setdefault(view, mesh) == mesh:  # type: ignore[union-attr]
-            self.map[key] = TensorLayout.parse(f"{text} in {view}{clause}")
+        if mesh.ranks == self._map.device_mesh.ranks and self._map.views.setdefault(view, mesh) == mesh:  # type: ignore[union-attr]
+            self._map[key] = TensorLayout.parse(f"{text} in {view}{clause}")
         else:
-            self.map[key] = TensorLayout.parse(text + clause, mesh)
+            self._map[key] = TensorLayout.parse(text + clause, mesh)
 
-    def _layout_of(self, name: str, one: OwnedSlice, mesh: DeviceMesh) -> tuple[TensorLayout, tuple[int, ...]]:
-        """Return how the parameter is cut, with numbers for its sizes, and its global shape."""
+    def _find_layout(self, name: str, one: OwnedSlice, mesh: DeviceMesh) -> tuple[TensorLayout, tuple[int, ...]]:
+        """Return the cut of the parameter, with numbers for its sizes, and its global shape."""
         given = None if self._own is None else self._own[name]
         parameter = one.model.planned_parameters[one.planned.name]
         local = one.planned.shape
@@ -97,16 +99,14 @@ class SliceLayouts:
             assert self._own is not None
             layout, sizes = TensorLayout.from_dims(given.dims), self._own.sizes
             shape = infer_shape(layout, mesh, dict.fromkeys(mesh.ranks, local), sizes=sizes)
-            layout = layout.with_sizes({**sizes, **bind(layout.tree, shape, axis_lengths(mesh), sizes)})
-        elif local_of(parameter) is not parameter:
-            layout, shape = _placed(parameter)
-        else:
-            layout, shape = _by_attributes(name, parameter, local, one, mesh)
-        return layout, shape
+            return layout.with_sizes({**sizes, **bind(layout.tree, shape, axis_lengths(mesh), sizes)}), shape
+        if local_of(parameter) is not parameter:
+            return _layout_from_placements(parameter)
+        return _layout_from_attributes(name, parameter, local, one, mesh)
 
 
-def _mesh_of(one: OwnedSlice) -> tuple[DeviceMesh, str]:
-    """Return the mesh that a slice lies in, and its axis along which replicas own other slices."""
+def _find_mesh(one: OwnedSlice) -> tuple[DeviceMesh, str]:
+    """Return the mesh of a slice, and its axis along which replicas own other slices."""
     plan = one.model.plan
     buffer = plan.buffers[one.planned.buffer]
     mesh = MeshPlace(plan.views, plan.rank).mesh(buffer.is_expert)
@@ -115,7 +115,7 @@ def _mesh_of(one: OwnedSlice) -> tuple[DeviceMesh, str]:
     num_instances = len(buffer.ranks) // num_shards
     if not one.is_cut or (len(merged) == 1 and num_instances == 1):
         return mesh, merged[0] if merged else ""
-    # Shards follow each other in the order of ranks, over several axes at once: one axis of their own says that.
+    # Shards follow each other in the order of ranks over several axes at once: the mesh needs one axis for them.
     others = [axis for axis in mesh.axis_names if axis not in merged]
     first = mesh.axis_names.index(merged[0])
     before = [axis for axis in others if mesh.axis_names.index(axis) < first]
@@ -129,8 +129,8 @@ def _mesh_of(one: OwnedSlice) -> tuple[DeviceMesh, str]:
     return DeviceMesh([length for _, length in grid], [name for name, _ in grid], ranks), axis
 
 
-def _counts(one: OwnedSlice) -> list[int]:
-    """Return how many of the parameter's elements each rank of a bucket's shards owns, in their order."""
+def _count_owned(one: OwnedSlice) -> list[int]:
+    """Return the number of the parameter's elements that each shard rank owns, in the order of the shards."""
     plan, planned = one.model.plan, one.planned
     bucket = plan.buckets[planned.bucket]
     found = []
@@ -140,8 +140,8 @@ def _counts(one: OwnedSlice) -> list[int]:
     return found
 
 
-def _placed(parameter: Any) -> tuple[TensorLayout, tuple[int, ...]]:
-    """Return the cut of a DTensor; axes along which its values are addends hold what finalize made equal."""
+def _layout_from_placements(parameter: Any) -> tuple[TensorLayout, tuple[int, ...]]:
+    """Return the cut of a DTensor. Along axes with addends, finalize has made all ranks equal."""
     from torch.distributed.tensor import Replicate
 
     from xrank.dialects.placements import describe_mesh, from_placements
@@ -156,10 +156,10 @@ def _placed(parameter: Any) -> tuple[TensorLayout, tuple[int, ...]]:
     return layout.with_sizes(bind(layout.tree, shape, axis_lengths(own), {})), shape
 
 
-def _by_attributes(
+def _layout_from_attributes(
     name: str, parameter: Any, local: tuple[int, ...], one: OwnedSlice, mesh: DeviceMesh
 ) -> tuple[TensorLayout, tuple[int, ...]]:
-    """Return the cut that Megatron's attributes tell; a parameter without them is a copy along tp."""
+    """Return the cut by Megatron's attributes; a parameter without them is a copy along tp."""
     plan = one.model.plan
     axis = MeshPlace(plan.views, plan.rank).tensor_axis(plan.buffers[one.planned.buffer].is_expert)
     length = mesh.axis_length(axis) if axis in mesh.axis_names else 1
@@ -169,7 +169,7 @@ def _by_attributes(
         stride = getattr(parameter, "partition_stride", 1)
         if not 0 <= dim < len(local) or local[dim] % stride:
             raise LayoutError(
-                f"{name}: it is cut along {axis}, and nothing says in which dim",
+                f"{name}: it is cut along {axis}, and the dim is unknown",
                 tensor=name,
                 rank=plan.rank,
                 got=f"partition_dim={dim!r}, partition_stride={stride!r}",
@@ -177,17 +177,17 @@ def _by_attributes(
                 next_step="give layouts= with a rule for it",
             )
         shape[dim] *= length
-        # With a stride each rank holds a part of every one of so many pieces, as of gate and up.
+        # With a stride each rank holds a part of each of `stride` pieces, such as gate and up.
         dims[dim] = f"{stride} {shape[dim] // stride}/{axis}" if stride > 1 else f"{shape[dim]}/{axis}"
     return TensorLayout.parse(f"[{', '.join(dims)}]"), tuple(shape)
 
 
 def _check_equal(name: str, one: OwnedSlice, layout: TensorLayout, shape: Sequence[int], mesh: DeviceMesh) -> None:
-    """Refuse parts of several sizes: their owners cut them at other places, and one list of counts cannot say so."""
+    """Check that parts are equal: owners cut unequal parts at different places, so that one list of counts fails."""
     cutting = [axis for dim in layout.dims for axis in axes_of(dim)]
     if prod(shape) != one.planned.numel * prod(mesh.axis_length(axis) for axis in cutting):
         raise LayoutError(
-            f"{name}: ranks along {', '.join(cutting)} hold parts of other sizes, so no one layout says their slices",
+            f"{name}: ranks along {', '.join(cutting)} hold parts of other sizes, so no one layout fits their slices",
             tensor=name,
             rank=one.model.plan.rank,
             got=f"{list(one.planned.shape)} of {list(shape)} on this rank",

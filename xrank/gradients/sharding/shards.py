@@ -1,4 +1,4 @@
-"""What this rank's optimizer steps: the owned slices of all parameters, as plain Parameters for any of torch.optim.
+"""The tensors that this rank's optimizer steps: the owned slices of all parameters, as plain Parameters.
 
 One step, on all ranks alike::
 
@@ -7,7 +7,7 @@ One step, on all ranks alike::
     shards.attach(optimizer)
     ...
     finalize_model_grads([ddp])
-    optimizer.step()  # its shards get their gradients before it, and all ranks the parameters after it
+    optimizer.step()  # before it the shards get their gradients, after it all ranks get the parameters
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ import torch
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.plans.placed_parameters import local_of
-from xrank.gradients.plans.plan import PlannedParameter
+from xrank.gradients.plans.plan_entries import PlannedParameter
 
-__all__ = ["OwnedSlice", "ParameterShards", "owned_slices"]
+__all__ = ["OwnedSlice", "ParameterShards", "find_slice", "list_owned_slices"]
 
 _ATTRIBUTE = "xrank_owned"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedSlice:
-    """This rank's part of one parameter: the elements that are right after the exchange, and that it steps."""
+    """This rank's part of one parameter: the elements that are right after the exchange and that it steps."""
 
     name: str
-    """The plan's; of several models with the model's number before it."""
+    """Name in the plan; with several models, the model's number before it."""
     model: DistributedDataParallel
     planned: PlannedParameter
 
     @property
     def is_cut(self) -> bool:
-        """Whether replicas own other elements: then all here is one-dimensional, else in the local tensor's shape."""
+        """Whether replicas own other elements. Then all tensors here are flat; else they have the local shape."""
         model = self.model
         return model.config.use_distributed_optimizer and len(model.plan.buffers[self.planned.buffer].shard_ranks) > 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """Shape of the part."""
         start, stop = self.planned.owned
         return (stop - start,) if self.is_cut else self.planned.shape
 
-    def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return this part of a tensor of the local one's shape; a view."""
+    def take_from(self, local: torch.Tensor) -> torch.Tensor:
+        """Return this part of a tensor of the local shape; a view."""
         return local.view(-1)[slice(*self.planned.owned)] if self.is_cut else local
 
     def values(self) -> torch.Tensor:
-        """Return the parameter's elements; a view."""
-        return self.of(local_of(self.model.planned_parameters[self.planned.name]).detach())
+        """Return this part of the parameter; a view."""
+        return self.take_from(local_of(self.model.planned_parameters[self.planned.name]).detach())
 
     def gradient(self) -> torch.Tensor:
-        """Return those of its gradient, a view.
+        """Return this part of the gradient; a view.
 
         Raises:
             GradientError: the step's gradients were not finalized yet, or their memory is released.
@@ -72,16 +72,16 @@ class OwnedSlice:
                 want="the sum over all replicas",
                 next_step="call finalize_model_grads on all ranks first",
             )
-        return self.of(self.model.main_grad(self.planned.name))
+        return self.take_from(self.model.main_grad(self.planned.name))
 
 
-def owned_slices(
+def list_owned_slices(
     models: DistributedDataParallel | Sequence[DistributedDataParallel],
 ) -> Mapping[str, OwnedSlice]:
     """Return this rank's part of every parameter that has a gradient, in the order of the plans; parts may be empty.
 
     Args:
-        models: one, or several; then each name has the model's number before it, as in a ``ModuleList``.
+        models: one model, or several; then each name starts with the model's number, as in a ``ModuleList``.
     """
     several = [models] if isinstance(models, DistributedDataParallel) else list(models)
     found = {}
@@ -93,19 +93,19 @@ def owned_slices(
 
 
 class ParameterShards:
-    """Owned slices as Parameters, which share their memory with the module's where both have one dtype.
+    """Owned slices as Parameters, for any optimizer of torch.optim.
 
-    Where gradients are wider than parameters, a shard is a copy in the gradients' dtype, the one that is stepped, and
-    the parameter gets its rounded values. Norms over the shards of one rank are not those of the model: add their
-    squares up over the ranks first.
+    Shards share the module's memory if gradients and parameters have one dtype. If gradients are wider, a shard is a
+    copy in the gradients' dtype: the optimizer steps the copy, and the parameter gets its rounded values. The norm of
+    one rank's shards is not the norm of the model: sum the squares over the ranks first.
 
     Args:
-        models: one, or several.
+        models: one model, or several.
     """
 
     def __init__(self, models: DistributedDataParallel | Sequence[DistributedDataParallel]) -> None:
-        self.slices = owned_slices(models)
-        """By name, as the shards."""
+        self.slices = list_owned_slices(models)
+        """Slices by name, in the order of the shards."""
         self._models = tuple(dict.fromkeys(one.model for one in self.slices.values()))
         self._shards = {name: _shard(one) for name, one in self.slices.items()}
         for model in self._models:
@@ -114,7 +114,7 @@ class ParameterShards:
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Return the shards with the names of their parameters.
 
-        Shards of no elements are among them, so that all ranks have states of the same names.
+        Empty shards are included, so that all ranks have states of the same names.
         """
         yield from self._shards.items()
 
@@ -123,40 +123,40 @@ class ParameterShards:
         yield from self._shards.values()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer call `give_gradients` before each of its steps, and `take_parameters` after it.
+        """Make an optimizer call `give_gradients` before each of its steps, and `take_parameters` after it.
 
         Raises:
-            UsageError: it steps something else.
+            UsageError: the optimizer steps other parameters.
         """
         own = {id(shard) for shard in self._shards.values()}
         for group in optimizer.param_groups:
             if any(id(parameter) not in own for parameter in group["params"]):
                 raise UsageError(
-                    "the optimizer steps parameters that are no shards of these models",
+                    "the optimizer steps parameters that are not shards of these models",
                     got=type(optimizer).__name__,
                     want="shards.parameters() or shards.named_parameters()",
                     next_step="construct the optimizer over the shards",
                 )
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        optimizer.register_step_pre_hook(self._run_before_step)
+        optimizer.register_step_post_hook(self._run_after_step)
 
     @torch.no_grad()
     def give_gradients(self) -> None:
-        """Give each shard its ``.grad``, a view of ``main_grad``: for what reads it before the step, as clipping does.
+        """Give each shard its ``.grad``, a view of ``main_grad``, for readers before the step such as clipping.
 
         Raises:
-            GradientError: this step's gradients were not exchanged, or their memory is released; or a parameter is no
-                longer where it was, so that its steps would be lost.
+            GradientError: this step's gradients were not exchanged, or their memory is released; or a parameter has
+                left its buffer, so that its steps would be lost.
         """
         for name, shard in self._shards.items():
             values = self.slices[name].values()
             if values.dtype == shard.dtype and values.numel() and values.data_ptr() != shard.data_ptr():
-                raise _moved(self.slices[name])
+                raise _make_moved_error(self.slices[name])
             shard.grad = self.slices[name].gradient()
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Give the modules what was stepped, and gather the parameters; on all ranks."""
+        """Copy the stepped values into the modules, and gather the parameters; on all ranks."""
         for name, shard in self._shards.items():
             values = self.slices[name].values()
             if values.dtype != shard.dtype:
@@ -166,39 +166,39 @@ class ParameterShards:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the modules' values into shards that are copies.
+        """Copy the modules' values into shards that are copies.
 
-        `DistributedDataParallel.load_state_dict` and `broadcast_params` call it; after a checkpoint was loaded into a
-        bare module, call it yourself.
+        `DistributedDataParallel.load_state_dict` and `broadcast_params` call this. Call it yourself after loading a
+        checkpoint into a bare module.
         """
         for name, shard in self._shards.items():
             values = self.slices[name].values()
             if values.dtype != shard.dtype:
                 shard.copy_(values)
 
-    def _before(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+    def _run_before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         if any(one is not None for one in (*arguments[1:], options.get("closure"))):
             raise UsageError(
-                "a closure runs a backward inside the optimizer's step, after which nothing exchanges gradients",
+                "a closure runs a backward inside the optimizer's step, and its gradients would not be exchanged",
                 got="step(closure)",
                 want="step()",
                 next_step="run the backward and finalize_model_grads before the step",
             )
         self.give_gradients()
 
-    def _after(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+    def _run_after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         self.take_parameters()
 
 
-def slice_of(parameter: torch.Tensor) -> OwnedSlice | None:
-    """Return what a shard is a part of; None for a tensor that is none."""
+def find_slice(parameter: torch.Tensor) -> OwnedSlice | None:
+    """Return the slice of a shard; None for another tensor."""
     found: OwnedSlice | None = getattr(parameter, _ATTRIBUTE, None)
     return found
 
 
-def _moved(one: OwnedSlice) -> GradientError:
+def _make_moved_error(one: OwnedSlice) -> GradientError:
     return GradientError(
-        f"{one.name}: it no longer shares the memory of its shard, which is what is stepped",
+        f"{one.name}: it no longer shares the memory of its shard, which the optimizer steps",
         tensor=one.name,
         rank=one.model.plan.rank,
         got="a parameter whose data was replaced",

@@ -1,1 +1,1 @@
-"""What gradients travel on, and how what goes wrong on one rank comes to all."""
+"""Collectives between ranks, and faults that all ranks raise together."""

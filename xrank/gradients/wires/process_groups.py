@@ -1,7 +1,7 @@
-"""Process groups for the sets of ranks that a step exchanges with: made once, in one order on all ranks, then kept.
+"""Process groups for the sets of ranks in a step: made once, in one order on all ranks, then kept.
 
-Call order: all ranks of the world call `make_groups`, the first time and every time; a rank that exchanges with nobody
-calls it with nothing. What is wrong is raised on all of them. Nothing is closed here: the groups end with the world.
+Call order: all ranks of the world call `make_groups`, every time; a rank without exchanges passes no sets. All ranks
+raise the same errors. The groups are never closed: they end with the world.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch.distributed as dist
 
 from xrank.errors import GradientError, UsageError
 
-__all__ = ["ProcessGroups", "exchanged_texts", "make_groups", "world_device"]
+__all__ = ["ProcessGroups", "exchange_texts", "make_groups", "world_device"]
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-"""By world, for torch makes groups of the world alone: those that this rank is in, and stand-ins for others."""
+"""Groups of each world that contain this rank, and torch's stand-ins for other groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroups(Mapping[tuple[int, ...], dist.ProcessGroup | None]):
-    """The group of each set of ranks, which are in ascending order; None for a set of one, which needs no group."""
+    """The group of each ascending set of ranks; None for a set of one rank, which needs no group."""
 
     found: Mapping[tuple[int, ...], dist.ProcessGroup]
 
@@ -50,63 +50,63 @@ class ProcessGroups(Mapping[tuple[int, ...], dist.ProcessGroup | None]):
 
 
 def make_groups(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None = None) -> ProcessGroups:
-    """Return a process group for each set of ranks, of the world's backend; collective over the world.
+    """Return a process group of the world's backend for each set of ranks; collective over the world.
 
-    Sets that were asked for before get the groups that they had. The set of all ranks is the world itself.
+    Known sets keep their groups. The set of all ranks gets the world itself.
 
     Args:
-        wanted: sets of ranks that this rank is in; ``GradientPlan.groups()``.
-        timeout_seconds: of the collectives of new groups; torch's own when None.
+        wanted: sets of ranks that contain this rank: ``GradientPlan.groups()``.
+        timeout_seconds: timeout of the collectives of new groups; torch's default when None.
 
     Raises:
         UsageError: there is no world.
-        GradientError: a set names ranks that the world has not, or not all of its ranks ask for it: they would wait
-            for each other. All ranks raise the same.
+        GradientError: a set names ranks outside of the world, or some of its ranks do not ask for it, so that the
+            others would wait for them. All ranks raise the same.
     """
     if not dist.is_initialized():
         raise UsageError(
-            "gradients are exchanged in a process group, and there is none",
+            "gradients are exchanged in a process group, and none is initialized",
             next_step="call torch.distributed.init_process_group before",
         )
     world = dist.group.WORLD
     assert world is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = {tuple(sorted(ranks)) for ranks in wanted if len(ranks) > 1}
-    told = [[tuple(ranks) for ranks in json.loads(text)] for text in exchanged_texts(json.dumps(sorted(own)))]
-    _check(told, world_size)
+    sets_by_rank = [[tuple(ranks) for ranks in json.loads(text)] for text in exchange_texts(json.dumps(sorted(own)))]
+    _check_sets(sets_by_rank, world_size)
     made = _made.setdefault(world, {})
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    for ranks in sorted({ranks for sets in told for ranks in sets}):
+    for ranks in sorted({ranks for sets in sets_by_rank for ranks in sets}):
         if len(ranks) < world_size and ranks not in made:
-            # On ranks outside of it, too, and in the same order: torch names groups by counting them.
+            # Ranks outside of the set call this too, in the same order: torch names groups by counting them.
             made[ranks] = dist.new_group(list(ranks), timeout=timeout)
     found = {ranks: group for ranks, group in made.items() if rank in ranks}
     return ProcessGroups({**found, tuple(range(world_size)): world})
 
 
 def world_device() -> torch.device:
-    """Return where tensors must lie that the world exchanges: the CPU, unless it has no backend for that (nccl)."""
+    """Return the device of tensors that the world exchanges: the CPU, unless the backend has none (nccl)."""
     kinds = [entry.partition(":")[0] for entry in dist.get_backend_config().split(",")]
     return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
-def exchanged_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return the text of each rank of a group, the world if None, in its order; collective over it."""
+def exchange_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Return the text of each rank in the order of a group, the world if None; collective over the group."""
     device, own = world_device(), text.encode()
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
     lengths = [int(size) for size in sizes]
-    # Bytes of equal length, one more than the longest: no tensor is empty.
+    # All texts get one length, one more than the longest: a collective takes no empty tensor.
     padded = torch.frombuffer(bytearray(own.ljust(max(lengths) + 1, b"\0")), dtype=torch.uint8).to(device)
     texts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(texts, padded, group=group)
     return [found[:length].cpu().numpy().tobytes().decode() for found, length in zip(texts, lengths, strict=True)]
 
 
-def _check(told: list[list[tuple[int, ...]]], world_size: int) -> None:
-    """Refuse sets that some of their ranks did not ask for; the same on all ranks, since all know what all want."""
-    num_asking = Counter(ranks for sets in told for ranks in sets)
-    for rank, sets in enumerate(told):
+def _check_sets(sets_by_rank: list[list[tuple[int, ...]]], world_size: int) -> None:
+    """Check that all ranks of a set asked for it. All ranks get the same result, since all have all sets."""
+    num_asking = Counter(ranks for sets in sets_by_rank for ranks in sets)
+    for rank, sets in enumerate(sets_by_rank):
         for ranks in sets:
             if rank not in ranks or not 0 <= ranks[0] <= ranks[-1] < world_size or len(set(ranks)) != len(ranks):
                 raise GradientError(
@@ -117,11 +117,11 @@ def _check(told: list[list[tuple[int, ...]]], world_size: int) -> None:
                     next_step="make the mesh of the ranks of this world",
                 )
             if num_asking[ranks] < len(ranks):
-                absent = [other for other in ranks if ranks not in told[other]]
+                absent = [other for other in ranks if ranks not in sets_by_rank[other]]
                 raise GradientError(
                     f"rank {rank} exchanges gradients with ranks {list(ranks)}, and rank {absent[0]} does not",
                     rank=absent[0],
-                    got=f"on rank {absent[0]} the groups {[list(known) for known in told[absent[0]]]}",
+                    got=f"on rank {absent[0]} the groups {[list(known) for known in sets_by_rank[absent[0]]]}",
                     want=f"{list(ranks)} among them",
                     next_step="make the same mesh on all ranks, and the same marks on copies of a parameter",
                 )

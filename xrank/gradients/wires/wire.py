@@ -1,4 +1,4 @@
-"""What gradients travel on: a few collectives by sets of ranks, behind a protocol that anything may stand in for."""
+"""Collectives on gradients between sets of ranks, as a protocol that tests and benchmarks replace."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from xrank.gradients.wires.process_groups import ProcessGroups, exchanged_texts, world_device
+from xrank.gradients.wires.process_groups import ProcessGroups, exchange_texts, world_device
 
-__all__ = ["Combination", "Done", "Handle", "TorchWire", "Wire"]
+__all__ = ["Combination", "Done", "GradientWire", "Handle", "TorchWire"]
 
 Combination: TypeAlias = Literal["sum", "average", "max"]
 
@@ -19,7 +19,7 @@ _OPERATIONS: Mapping[Combination, Any] = {
     "average": dist.ReduceOp.AVG,
     "max": dist.ReduceOp.MAX,
 }
-# torch 2.13 warns of the names that 2.10 has alone.
+# torch 2.13 warns of these names, the only ones that 2.10 has.
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -28,19 +28,19 @@ class Handle(Protocol):
     """A collective under way."""
 
     def wait(self) -> object:
-        """Return when what it writes may be read; on a GPU, by work that is queued from now on."""
+        """Return when its results may be read; on a GPU, by work that is queued after this call."""
 
 
-class Wire(Protocol):
-    """Collectives over sets of ranks, each ascending and with the caller in it. All return at once, with a handle.
+class GradientWire(Protocol):
+    """Collectives over ascending sets of ranks that contain the caller. All but `exchange` return a handle at once.
 
-    Call order: every rank of a set makes the same calls over it in the same order; a tensor that was given is neither
-    written nor read until its handle was waited for. Over a set of one rank nothing happens, and nothing need be there.
+    Call order: every rank of a set makes the same calls over it in the same order. The caller neither writes nor reads
+    a tensor of a call until its handle was waited for. Calls over a set of one rank do nothing and need no group.
     """
 
     @property
     def device(self) -> torch.device:
-        """Where small tensors have to lie that are exchanged beside gradients."""
+        """Device of small tensors that are exchanged beside gradients."""
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], how: Combination) -> Handle:
         """Combine a tensor in place."""
@@ -48,23 +48,23 @@ class Wire(Protocol):
     def reduce_scatter(
         self, shard: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...], how: Combination
     ) -> Handle:
-        """Combine a tensor and keep one of its equal parts, of which ``shard`` is this rank's and may be a view."""
+        """Combine a tensor and keep one of its equal parts in ``shard``, which may be a view of this rank's part."""
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
-        """Put the equal parts of all ranks together, where ``shard`` may be a view of this rank's part."""
+        """Gather the equal parts of all ranks into ``whole``, where ``shard`` may be a view of this rank's part."""
 
     def broadcast(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
-        """Give all ranks the first one's tensor."""
+        """Send the first rank's tensor to all ranks."""
 
     def exchange(self, text: str, ranks: tuple[int, ...]) -> Mapping[int, str]:
-        """Return each rank's text, and wait for it: the one call that is not for gradients."""
+        """Return the text of each rank. This waits: texts are not gradients."""
 
 
 class Done:
-    """The handle of what needs no waiting."""
+    """The handle of a collective over one rank."""
 
     def wait(self) -> None:
-        """Return."""
+        """Return at once."""
 
 
 class TorchWire:
@@ -90,13 +90,13 @@ class TorchWire:
         return _handle(_reduce_scatter(shard, whole, op=_OPERATIONS[how], group=group, async_op=True))
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
-        """Put the parts of all ranks together."""
+        """Gather the parts of all ranks."""
         if len(ranks) == 1:
             return Done()
         return _handle(_all_gather(whole, shard, group=self._groups[ranks], async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
-        """Give all ranks the first one's tensor."""
+        """Send the first rank's tensor to all ranks."""
         if len(ranks) == 1:
             return Done()
         return _handle(dist.broadcast(tensor, src=ranks[0], group=self._groups[ranks], async_op=True))
@@ -105,7 +105,7 @@ class TorchWire:
         """Return each rank's text."""
         if len(ranks) == 1:
             return {ranks[0]: text}
-        return dict(zip(ranks, exchanged_texts(text, self._groups[ranks]), strict=True))
+        return dict(zip(ranks, exchange_texts(text, self._groups[ranks]), strict=True))
 
 
 def _handle(work: Any) -> Handle:
