@@ -80,7 +80,7 @@ def befall(what: str, moment: int) -> None:
 
     ``kill`` and ``stop`` are signals, ``full`` is a disk that takes no more bytes of weights.
     """
-    from xrank.gather.exchange import Exchange
+    from xrank.gather.exchange import GatherExchange
 
     calls = 0
 
@@ -100,8 +100,8 @@ def befall(what: str, moment: int) -> None:
     for name in names if what != "full" else ("pwrite",):
         setattr(os, name, watched(getattr(os, name)))
     if what != "full":
-        Exchange.send = watched(Exchange.send)  # type: ignore[method-assign]
-        Exchange.collect = watched(Exchange.collect)  # type: ignore[method-assign]
+        GatherExchange.send = watched(GatherExchange.send)  # type: ignore[method-assign]
+        GatherExchange.collect = watched(GatherExchange.collect)  # type: ignore[method-assign]
 
 
 def _be_rank(job: dict[str, Any], rank: int, environ: dict[str, str]) -> None:

@@ -159,14 +159,14 @@ def _watch_steps(reach: Callable[[], None], wanted: str) -> None:
 
 def _watch_progress(reach: Callable[[], None]) -> None:
     """Call `reach` after each call that reads a window, changes a file, or tells another rank something."""
-    from xrank.gather.exchange import Exchange
+    from xrank.gather.exchange import GatherExchange
     from xrank.lending.peer_source import PeerSource
     from xrank.plan.buffers import FileSource
 
     for name in ("pwrite", "fsync", "rename", "open", "unlink"):
         _after(os, name, lambda *_: reach())
     for owner, name in (
-        *((Exchange, name) for name in ("send", "collect", "finish")),
+        *((GatherExchange, name) for name in ("send", "collect", "finish")),
         *((owner, name) for owner in (PeerSource, FileSource) for name in ("read_into", "fetch")),
     ):
         _after(owner, name, lambda *_: reach())

@@ -114,7 +114,7 @@ def source(told, *, way="memory", own=(), check=lambda: None, timeout_seconds=20
         rows = [1] * len(NBYTES) + [0] * len(own)
         records = [*range(len(NBYTES)), *range(len(own))]
         made = PeerSource(
-            *(mine, 0, {0: mine.told(), 1: told}, np.array(rows), np.array(records)),
+            *(mine, 0, {0: mine.describe(), 1: told}, np.array(rows), np.array(records)),
             check=check,
             timeout_seconds=timeout_seconds,
             direct=way == "memory",
@@ -144,7 +144,7 @@ def main(options: list[str]) -> None:
     if "undumpable" in options:
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
     offer = MemoryOffer(views(), across_hosts="one host" not in options)
-    print(json.dumps(offer.told()), flush=True)
+    print(json.dumps(offer.describe()), flush=True)
     if "fork" in options:
         sys.stdin.readline()
         if os.fork() == 0:  # a data loader's worker, say: it has what its parent has open

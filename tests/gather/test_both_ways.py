@@ -15,7 +15,7 @@ from tests.named_memory import named_memory
 from tests.open_files import open_files
 from xrank.errors import RankFailedError, UsageError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
-from xrank.testing.workspace_contract import same_bytes, tensor_zoo
+from xrank.testing.workspace_contract import has_same_bytes, tensor_zoo
 
 
 def worlds(*counts):
@@ -49,11 +49,11 @@ def test_every_kind_of_tensor_comes_as_it_was(rank, num_ranks, workspace_path):
         for r, part in enumerate(parts):
             assert list(part) == list(mine) and part["rank"] == r
             for name, tensor in tensor_zoo().items():
-                assert same_bytes(part[name], tensor), name
+                assert has_same_bytes(part[name], tensor), name
                 assert type(part[name]) is torch.Tensor and not part[name].requires_grad
     for name, tensor in tensor_zoo().items():
         with get_tensors_parallel(tensor, range(num_ranks), workspace_path=workspace_path, key=name) as parts:
-            assert all(same_bytes(part, tensor) for part in parts), name
+            assert all(has_same_bytes(part, tensor) for part in parts), name
 
 
 @worlds(2, 3, 4)

@@ -4,18 +4,18 @@ import gc
 
 import pytest
 
-from xrank.gather.garbage import no_search
+from xrank.gather.garbage import pause_collection
 
 
 def test_nothing_is_searched_meanwhile_and_then_as_before():
     assert gc.isenabled()
-    with no_search():
+    with pause_collection():
         assert not gc.isenabled()
-        with no_search():
+        with pause_collection():
             assert not gc.isenabled()
         assert not gc.isenabled(), "the inner one is not the last"
     assert gc.isenabled()
-    with pytest.raises(KeyError), no_search():
+    with pytest.raises(KeyError), pause_collection():
         raise KeyError
     assert gc.isenabled()
 
@@ -23,7 +23,7 @@ def test_nothing_is_searched_meanwhile_and_then_as_before():
 def test_who_has_switched_it_off_keeps_it_so():
     gc.disable()
     try:
-        with no_search():
+        with pause_collection():
             pass
         assert not gc.isenabled()
     finally:

@@ -14,7 +14,7 @@ from tests.gather.told import assert_soon, is_told, tell, told
 from tests.named_memory import named_memory
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
-from xrank.testing.workspace_contract import same_bytes, tensor_zoo
+from xrank.testing.workspace_contract import has_same_bytes, tensor_zoo
 
 
 @pytest.mark.ranks(3)
@@ -38,7 +38,7 @@ def test_every_kind_of_tensor_comes_as_it_was(rank):
         if rank == 0:
             assert list(parts[1]) == list(zoo)
             for name, tensor in zoo.items():
-                assert same_bytes(parts[1][name], tensor), name
+                assert has_same_bytes(parts[1][name], tensor), name
                 assert not parts[1][name].requires_grad
 
 
@@ -143,14 +143,14 @@ def test_a_rank_that_raises_is_named_on_all_others(rank, raising, where):
     def gather_and_raise():
         started = time.monotonic()
         with pytest.raises(expected) as raised:
-            mine = "no tensor" if where == "call" and rank == raising else torch.ones(1)
+            mine = "not a tensor" if where == "call" and rank == raising else torch.ones(1)
             with get_tensors_parallel(mine, [0, 1, 2]):
                 if rank == raising:
                     raise KeyError("the body of one rank")
         took, error = time.monotonic() - started, raised.value
         if rank != raising:
             assert error.rank == raising and error.host and error.cause
-            assert ("no tensor" if where == "call" else "the body of one rank") in str(error) + str(error.got)
+            assert ("not a tensor" if where == "call" else "the body of one rank") in str(error) + str(error.got)
         return took
 
     assert_soon(gather_and_raise)

@@ -23,7 +23,7 @@ from xrank.lending.local_bytes import local_bytes
 from xrank.lending.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
 from xrank.lending.peer_memory import LendingSign, address_of
 from xrank.lending.peer_source import MemoryOffer, PeerSource
-from xrank.lending.peer_wire import Part
+from xrank.lending.peer_wire import AnswerKind
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_ranks_read_each_others_tensors(rank, world_size, direct):
 
     offer = MemoryOffer([local_bytes(tensor) for tensor in tensors_of(rank)])
     told: list = [None] * world_size
-    torch.distributed.all_gather_object(told, json.dumps(offer.told()))
+    torch.distributed.all_gather_object(told, json.dumps(offer.describe()))
     offers = {r: json.loads(text) for r, text in enumerate(told)}
     ranks, view_numbers = (list(column) for column in zip(*[(r, v) for r in range(3) for v in range(6)], strict=True))
     with closing(
@@ -300,8 +300,8 @@ def test_a_stopped_peer_runs_out_of_time(way):
     with lender() as other, source(other.told, way=way) as made:
         into = memoryview(bytearray(NBYTES[0]))
         plenty = made._timeout_seconds
-        for is_connected in (True, False):
-            if is_connected:
+        for is_open_socket in (True, False):
+            if is_open_socket:
                 made.read_into(0, 0, into[:10])
             other.stop()
             made._timeout_seconds = 2
@@ -359,7 +359,7 @@ def test_a_place_that_says_nothing_is_left_for_the_next_and_at_last_given_up(mon
 def test_who_is_itself_held_up_while_it_connects_connects_again(monkeypatch):
     monkeypatch.setattr(peer_service, "_STRANGER_SECONDS", 0.3)
     monkeypatch.setattr(peer_connection, "_PLACE_SECONDS", 0.2)
-    real, sent_away = peer_connection._connected, []
+    real, sent_away = peer_connection._open_socket, []
 
     def stopped_meanwhile(family, place, tick):
         sock = real(family, place, tick)
@@ -369,8 +369,8 @@ def test_who_is_itself_held_up_while_it_connects_connects_again(monkeypatch):
             sent_away.extend(end.poll(50_000))
         return sock
 
-    monkeypatch.setattr(peer_connection, "_connected", stopped_meanwhile)
-    with closing(MemoryOffer(views(), across_hosts=False)) as offer, source(offer.told(), way="unix") as made:
+    monkeypatch.setattr(peer_connection, "_open_socket", stopped_meanwhile)
+    with closing(MemoryOffer(views(), across_hosts=False)) as offer, source(offer.describe(), way="unix") as made:
         into = memoryview(bytearray(10))
         made.read_into(0, 5, into)
         assert sent_away and into == CONTENT[0][5:15]
@@ -380,13 +380,13 @@ def connect_to(told: dict, addresses: list[str], silence_at=None) -> PeerConnect
     tick = lambda seconds: None  # noqa: E731
     if silence_at is None:
         return connect(told["socket"], told["port"], addresses, bytes.fromhex(told["token"]), tick)
-    real = peer_connection._connected
+    real = peer_connection._open_socket
 
     def misled(family, place, tick):
         return real(family, silence_at if place == (addresses[0], told["port"]) else place, tick)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_connection, "_connected", misled)
+        patch.setattr(peer_connection, "_open_socket", misled)
         return connect("nobody", told["port"], addresses, bytes.fromhex(told["token"]), tick)
 
 
@@ -418,7 +418,7 @@ def test_who_says_nothing_or_nonsense_is_not_kept(monkeypatch):
         strangers = []
         for said in (b"", b"x", b"x" * 64, b"GET / HTTP/1.1\r\n\r\n" * 10):
             stranger = socket.socket(socket.AF_UNIX)
-            stranger.connect(f"\0{offer.told()['socket']}")
+            stranger.connect(f"\0{offer.describe()['socket']}")
             stranger.sendall(said)
             strangers.append(stranger)
         monkeypatch.setattr(peer_service, "_STRANGER_SECONDS", 0.3)  # from now on: they have said it
@@ -435,11 +435,11 @@ def test_who_says_nothing_or_nonsense_is_not_kept(monkeypatch):
 def test_a_request_out_of_range_is_refused_by_the_service_and_before_it(view, start, nbytes):
     into = memoryview(bytearray(nbytes))
     with closing(MemoryOffer(views())) as offer:
-        told = offer.told()
+        told = offer.describe()
         with closing(connect_to(told, [])) as connection:
             with pytest.raises(PeerRefusalError) as caught:
                 connection.read_into(view, start, into, lambda seconds: None)
-            assert caught.value.kind == Part.REFUSED
+            assert caught.value.kind == AnswerKind.REFUSED
             connection.read_into(0, 5, into[:1], lambda seconds: None)
             assert into[:1] == CONTENT[0][5:6]
         if view < 4:
@@ -468,7 +468,7 @@ def test_what_fails_at_the_lender_is_said_and_the_service_goes_on():
 )
 def test_what_is_no_offer_is_refused(change):
     with closing(MemoryOffer(views())) as offer:
-        with pytest.raises(CorruptError) as caught, source({**offer.told(), **change}):
+        with pytest.raises(CorruptError) as caught, source({**offer.describe(), **change}):
             pass
         assert caught.value.rank == 1
 
@@ -477,11 +477,11 @@ def test_what_is_no_offer_is_refused(change):
 
 
 def test_a_connection_that_was_closed_for_others_is_made_again(monkeypatch):
-    with closing(MemoryOffer(views())) as offer, source(offer.told(), way="unix") as made:
+    with closing(MemoryOffer(views())) as offer, source(offer.describe(), way="unix") as made:
         offer._service._max_guests = 2
         made.read_into(0, 0, memoryview(bytearray(10)))
         first = made._idle[0][1]
-        with closing(connect_to(offer.told(), [])), closing(connect_to(offer.told(), [])) as last:
+        with closing(connect_to(offer.describe(), [])), closing(connect_to(offer.describe(), [])) as last:
             last.read_into(0, 0, memoryview(bytearray(10)), lambda seconds: None)
             assert len(offer._service._guests) == 2
             made.read_into(0, 0, memoryview(bytearray(10)))
@@ -490,8 +490,8 @@ def test_a_connection_that_was_closed_for_others_is_made_again(monkeypatch):
 
 def test_a_reader_that_stops_keeps_nobody_waiting(monkeypatch):
     monkeypatch.setattr(peer_service, "_NUM_STAGES", 2)
-    with closing(MemoryOffer(views())) as offer, source(offer.told(), way="unix") as made:
-        stopped = [connect_to(offer.told(), []) for _ in range(3)]
+    with closing(MemoryOffer(views())) as offer, source(offer.describe(), way="unix") as made:
+        stopped = [connect_to(offer.describe(), []) for _ in range(3)]
         for connection, view in zip(stopped, (0, 0, 1), strict=True):  # ask for much, and take nothing
             connection._send(peer_service.REQUEST.pack(view, 0, NBYTES[view]), lambda seconds: None)
         assert_right(made, seed=10, repeats=5)
@@ -502,11 +502,11 @@ def test_a_reader_that_stops_keeps_nobody_waiting(monkeypatch):
 
 def test_more_readers_than_buffers_take_turns(monkeypatch):
     monkeypatch.setattr(peer_service, "_NUM_STAGES", 1)
-    with closing(MemoryOffer(views())) as offer, source(offer.told(), way="unix") as made:
+    with closing(MemoryOffer(views())) as offer, source(offer.describe(), way="unix") as made:
         threads_are_right(made)
         # One that ends while it waits for a buffer, or has the only one, leaves it to the others.
         for _ in range(3):
-            leaving = connect_to(offer.told(), [])
+            leaving = connect_to(offer.describe(), [])
             leaving._send(peer_service.REQUEST.pack(1, 0, NBYTES[1]), lambda seconds: None)
             leaving.close()
         assert_right(made, seed=11, repeats=3)
@@ -514,7 +514,7 @@ def test_more_readers_than_buffers_take_turns(monkeypatch):
 
 def test_few_connections_are_kept(monkeypatch):
     monkeypatch.setattr(peer_source, "_MAX_IDLE", 2)
-    with closing(MemoryOffer(views())) as offer, source(offer.told(), way="unix") as made:
+    with closing(MemoryOffer(views())) as offer, source(offer.describe(), way="unix") as made:
         threads_are_right(made)
         assert len(made._idle) <= 2
 
@@ -530,7 +530,7 @@ def test_an_idle_service_does_not_run():
         with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as numbers:
             return numbers.read()
 
-    with closing(MemoryOffer(views())) as offer, closing(connect_to(offer.told(), [])):
+    with closing(MemoryOffer(views())) as offer, closing(connect_to(offer.describe(), [])):
         thread = offer._service._thread.native_id
         for _ in range(20):  # it may still have something to finish
             before = times_run(thread)
@@ -542,7 +542,9 @@ def test_an_idle_service_does_not_run():
 
 def test_closing_twice_is_closing_once():
     offer = MemoryOffer(views())
-    made = PeerSource(offer, 0, {0: offer.told(), 1: offer.told()}, [1], [0], check=lambda: None, timeout_seconds=5)
+    made = PeerSource(
+        offer, 0, {0: offer.describe(), 1: offer.describe()}, [1], [0], check=lambda: None, timeout_seconds=5
+    )
     made.read_into(0, 0, memoryview(bytearray(10)))
     for _ in range(2):
         made.close()

@@ -1,11 +1,11 @@
-"""One gather: who sends what, how all leave together, how a failure ends it for all.
+"""One gather: the messages of its ranks, their leaving together, and the failure that ends it for all.
 
-Messages of a call, which are counted from 1 for each list of ranks: every writer sends one to the first rank, small
-values in it, large ones published in the workspace; the first rank fetches what came and runs its body; when all bodies
-have ended well it says so, and all leave.
+Calls are counted from 1 for each list of ranks. In a call, every writer sends one message to the first rank, with small
+values in it and large values published in the workspace. The first rank fetches them and runs its body. When all bodies
+have ended well it releases the ranks, and all leave.
 
-A merge makes thousands of gathers that are much alike, and eight ranks may share two processors: what is said in the
-same words as before is neither written nor parsed again.
+A merge makes thousands of similar gathers, and eight ranks may share two processors. So headers are cached: one with
+the words of an earlier one is neither encoded nor parsed again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
-from xrank.gather.garbage import no_search
+from xrank.gather.garbage import pause_collection
 from xrank.gather.tree import check_sendable, is_plain, pack, unpack
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
@@ -33,26 +33,26 @@ from xrank.workspace.base import MessageWorkspace
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Call", "Exchange"]
+__all__ = ["Call", "GatherExchange"]
 
 _INLINE_NBYTES = 32768
-"""Of a header; a larger one goes through the workspace."""
+"""Bytes of a header; a larger one goes through the workspace."""
 _HEAD = struct.Struct("<qII")
-"""Of a message's payload: the call's number, the bytes of what is said of it, and of the receipt."""
+"""Head of a message's payload: number of the call, bytes of its description, bytes of the receipt."""
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 _ALIGNMENT = 16
-"""Of a tensor's bytes in a message's payload: the largest element's."""
+"""Alignment in bytes of a tensor in a message's payload: that of the largest element."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One gather: its number, what the user called, and until when the others may come."""
+    """One gather: its number, the user's call, and the deadline for the other ranks."""
 
     number: int
     function: str
     key: str | None
     place: tuple[str, int]
-    """File and line of the user's call, or a name and 0; for errors alone."""
+    """File and line of the user's call, or a name and 0; only for errors."""
     deadline: Deadline
 
     def __str__(self) -> str:
@@ -61,39 +61,39 @@ class Call:
         return f"{self.function} number {self.number}{key}, called at {file}{f':{line}' if line else ''}"
 
 
-class Exchange:
+class GatherExchange:
     """The gathers of one circle; one thread at a time uses it.
 
     Args:
         circle: the ranks.
-        messages: carries what is too large for the circle's wire; this exchange's own.
+        messages: workspace of this exchange alone, for values that are too large for the circle's wire.
     """
 
     def __init__(self, circle: Circle, messages: MessageWorkspace) -> None:
         self.circle = circle
         self._messages = messages
         self._calls = 0
-        self._receipts: dict[int, str] = {}  # of calls that are not done
+        self._receipts: dict[int, str] = {}  # of unfinished calls
         self._failure: FailureRecord | None = None
-        self._early: dict[tuple[int, int], _Told] = {}  # (rank, call) -> what came before its turn
+        self._early: dict[tuple[int, int], _WriterMessage] = {}  # (rank, call) -> message that came before its turn
 
     def begin(self, function: str, key: str | None, place: tuple[str, int], deadline: Deadline) -> Call:
-        """Count a call."""
+        """Count a call, and begin it."""
         self._calls += 1
         self.circle.begin(self._calls)
         return Call(self._calls, function, key, place, deadline)
 
     def check(self, call: Call) -> None:
-        """Raise if a rank has failed, as far as is known without asking; every wait looks closer.
+        """Raise if a rank is known to have failed. This asks no other process; every wait does.
 
         Raises:
-            RankFailedError: it may have been in an earlier call, which this rank had left early.
+            RankFailedError: possibly in an earlier call, which this rank had left early.
         """
         self._raise_failure()
         self.circle.check(call.number)
 
     def look(self, call: Call) -> None:
-        """Raise as `check` does, after a look at who has ended meanwhile."""
+        """Look for ranks that ended meanwhile, then raise as `check` does."""
         self._raise_failure()
         self.circle.look(call.number)
 
@@ -104,23 +104,23 @@ class Exchange:
     # ---- the writers' side
 
     def send(self, call: Call, value: object) -> None:
-        """Put a value where the first rank can read it, and tell the first rank.
+        """Publish a value where the first rank can read it, and notify the first rank.
 
         Raises:
-            UsageError: it holds what can't be sent.
+            UsageError: the value has a part that cannot be sent.
             NoSpaceError: there is no space for it.
         """
-        header, tensors = _packed(value)
+        header, tensors = _split_value(value)
         nbytes = sum([tensor.nbytes + _ALIGNMENT for tensor in tensors])
         is_inline = len(header) <= _INLINE_NBYTES and nbytes <= self.circle.wire.max_payload_nbytes
         receipt = b"" if is_inline else self._messages.publish(header, tensors).encode()
         if receipt:
             self._receipts[call.number] = receipt.decode()
-        said = _said(call.function, call.key, call.place, header if is_inline else "")
-        parts = [_HEAD.pack(call.number, len(said), len(receipt)), said, receipt]
+        description = _encode_description(call.function, call.key, call.place, header if is_inline else "")
+        parts = [_HEAD.pack(call.number, len(description), len(receipt)), description, receipt]
         if self.circle.wire.max_payload_nbytes:
             if is_inline:
-                parts += [_padded_bytes(tensor) for tensor in tensors]
+                parts += [_pad_bytes(tensor) for tensor in tensors]
             message = Message({}, b"".join(parts))
         else:
             message = Message({"told": b"".join(parts).decode("latin-1")})
@@ -130,11 +130,11 @@ class Exchange:
     # ---- the first rank's side
 
     def collect(self, call: Call, own: Any) -> list[Any]:
-        """Return the values of all ranks, this one's `own` first; those of the others are new, and the caller's.
+        """Return the values of all ranks, `own` first. The caller owns the others' values.
 
         Raises:
-            ContradictionError: a rank is at another gather, by what it says or by what it sends.
-            RankFailedError, RankTimeoutError: a rank failed, or did not come.
+            ContradictionError: a rank is at another gather, by its description or by its value.
+            RankFailedError, RankTimeoutError: a rank failed, or did not arrive in time.
         """
         values: dict[int, Any] = {}
         for rank in self.circle.others:
@@ -143,11 +143,11 @@ class Exchange:
         pending = set(self.circle.others) - values.keys()
         while pending:
             rank, message = self.circle.receive(pending, call.number, call.deadline)
-            told = _Told.of(message, rank)
-            if told.call > call.number:
-                self._early[rank, told.call] = told
+            received = _WriterMessage.from_message(message, rank)
+            if received.call > call.number:
+                self._early[rank, received.call] = received
                 continue
-            values[rank] = self._value(call, rank, told)
+            values[rank] = self._value(call, rank, received)
             pending.discard(rank)
         self.circle.arrive(call.number)
         parts = [own, *(values[rank] for rank in self.circle.others)]
@@ -156,36 +156,36 @@ class Exchange:
         return parts
 
     def _check_classes(self, call: Call, parts: Sequence[Any]) -> None:
-        """Refuse configs of several classes that no key says belong together: one rank may be a layer behind."""
+        """Check that configs without a key are of one class: with several classes, a rank may be a layer behind."""
         classes = {type(part): rank for rank, part in zip(self.circle.ranks, parts, strict=True) if is_dataclass(part)}
         if len(classes) > 1:
             (one, rank), (other, other_rank) = list(classes.items())[:2]
             raise ContradictionError(
-                f"rank {other_rank} is at another gather than rank {rank}, as it seems: they sent different classes",
+                f"rank {other_rank} seems to be at another gather than rank {rank}: they sent different classes",
                 rank=other_rank,
                 got=f"a {other.__qualname__} of rank {other_rank}",
                 want=f"a {one.__qualname__}, as of rank {rank}, in {call}",
                 next_step="make the same gathers on all ranks; if these belong together, give both the same key=",
             )
 
-    def _value(self, call: Call, rank: int, told: _Told) -> Any:
-        function, key, place, tree, rows = told.said
-        if told.call != call.number or function != call.function or key != call.key:
+    def _value(self, call: Call, rank: int, received: _WriterMessage) -> Any:
+        function, key, place, tree, rows = received.description
+        if received.call != call.number or function != call.function or key != call.key:
             raise ContradictionError(
                 f"rank {rank} is at another gather than rank {self.circle.rank}",
                 rank=rank,
-                got=str(Call(told.call, function, key, place, call.deadline)),
+                got=str(Call(received.call, function, key, place, call.deadline)),
                 want=str(call),
                 next_step="all ranks in `ranks` must make the same gathers in the same order",
             )
-        if not told.receipt:
-            return unpack(tree, _inline_tensors(rows, told.content))
-        header, buffers = self._fetched(call, rank, told.receipt)
+        if not received.receipt:
+            return unpack(tree, _inline_tensors(rows, received.content))
+        header, buffers = self._fetch(call, rank, received.receipt)
         tree, rows = json.loads(header)
         return unpack(tree, _tensors(rows, buffers))
 
-    def _fetched(self, call: Call, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
-        """Return a published message, which may become visible here a little later than its receipt."""
+    def _fetch(self, call: Call, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
+        """Return a published message. It may become visible on this host a little later than its receipt."""
         fetched: list[tuple[str, list[memoryview]]] = []
         unseen: list[IncompleteError] = []
 
@@ -204,16 +204,16 @@ class Exchange:
     # ---- both
 
     def finish(self, call: Call, *, early_exit: bool) -> None:
-        """Leave a call together with all others; a writer may leave as soon as the first rank has its value.
+        """Leave a call together with all other ranks; with `early_exit`, as soon as the first rank has the value.
 
         Raises:
-            RankFailedError: another rank failed meanwhile, or a gather inside this one's body.
-            RankTimeoutError: another's body has not ended, `timeout_seconds` after the first rank's has.
+            RankFailedError: another rank failed meanwhile, or a gather inside this one's body failed.
+            RankTimeoutError: a body has not ended `timeout_seconds` after the first rank's body.
         """
         self._raise_failure()
         self.circle.end_body()
         if self.circle.rank == self.circle.first:
-            # Their bodies may take as long as they might have taken to come.
+            # Bodies get the timeout anew: they may take as long as the ranks' arrival may.
             self.circle.await_bodies(call.number, Deadline(call.deadline.timeout_seconds))
             self.circle.release()
         elif early_exit:
@@ -225,7 +225,7 @@ class Exchange:
         self.circle.leave(call.number)
 
     def fail(self, call: Call, error: BaseException) -> bool:
-        """Let all others know why this rank ends the call; one that only follows another names that one.
+        """Send the other ranks the reason why this rank ends the call. A rank that follows a failure names that one.
 
         Return whether the others make this call elsewhere: they failed in an earlier one, which this rank left early.
         """
@@ -236,60 +236,60 @@ class Exchange:
         return is_behind
 
     def __del__(self) -> None:
-        self.close()  # the process group that it belonged to is gone
+        self.close()  # its process group is gone
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close the circle and the workspace."""
         self.circle.close()
         self._messages.close()
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """One writer's message, as the first rank reads it."""
+class _WriterMessage:
+    """One writer's message, parsed by the first rank."""
 
     call: int
-    said: tuple[str, str | None, tuple[str, int], Any, Any]
+    description: tuple[str, str | None, tuple[str, int], Any, Any]
     """Function, key, place, tree and rows."""
     receipt: str
     content: bytearray
-    """The tensors' bytes, where they came in the message itself."""
+    """Bytes of the tensors that came in the message itself."""
 
     @classmethod
-    def of(cls, message: Message, rank: int) -> _Told:
-        """Return what a message says.
+    def from_message(cls, message: Message, rank: int) -> _WriterMessage:
+        """Return the parsed message of a rank.
 
         Raises:
-            CorruptError: it is none of a gather.
+            CorruptError: it is not a message of a gather.
         """
         payload = message.payload or message.content.get("told", "").encode("latin-1")
         try:
-            call, num_said, num_receipt = _HEAD.unpack_from(payload)
-            receipt_at = _HEAD.size + num_said
+            call, num_described, num_receipt = _HEAD.unpack_from(payload)
+            receipt_at = _HEAD.size + num_described
             content_at = receipt_at + num_receipt
-            said = _parsed(payload[_HEAD.size : receipt_at])
-            return cls(call, said, payload[receipt_at:content_at].decode(), bytearray(payload[content_at:]))
+            description = _parse_description(payload[_HEAD.size : receipt_at])
+            return cls(call, description, payload[receipt_at:content_at].decode(), bytearray(payload[content_at:]))
         except (ValueError, TypeError, struct.error) as error:
             raise CorruptError(
-                f"the message of rank {rank} is none of a gather's", rank=rank, got=str(error)[:200]
+                f"the message of rank {rank} is not a message of a gather", rank=rank, got=str(error)[:200]
             ) from None
 
 
 @lru_cache(maxsize=64)
-def _said(function: str, key: str | None, place: tuple[str, int], header: str) -> bytes:
-    """Return what a message says of its call, and of its tensors where they come with it."""
+def _encode_description(function: str, key: str | None, place: tuple[str, int], header: str) -> bytes:
+    """Return the description of a call, with the header of its tensors if they are in the message."""
     return f"[{_to_json([function, key, place])},{header or 'null'}]".encode()
 
 
 @lru_cache(maxsize=64)
-def _parsed(said: bytes) -> tuple[str, str | None, tuple[str, int], Any, Any]:
-    """Return what `_said` was given, which is not to be changed."""
-    (function, key, (file, line)), header = json.loads(said)
+def _parse_description(description: bytes) -> tuple[str, str | None, tuple[str, int], Any, Any]:
+    """Return the arguments of `_encode_description`. They are cached: do not change them."""
+    (function, key, (file, line)), header = json.loads(description)
     tree, rows = header or (None, None)
     return function, key, (file, line), tree, rows
 
 
-def _packed(value: object) -> tuple[str, list[torch.Tensor]]:
+def _split_value(value: object) -> tuple[str, list[torch.Tensor]]:
     """Return the header and the tensors of a value."""
     if is_plain(value):
         check_sendable(value)
@@ -300,25 +300,25 @@ def _packed(value: object) -> tuple[str, list[torch.Tensor]]:
 
 
 def _row(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> list[Any]:
-    """Return how a header tells of `count` tensors, one after another, that are of one kind."""
+    """Return the header's row for `count` consecutive tensors of one dtype and shape."""
     return [str(dtype).removeprefix("torch."), list(shape), count]
 
 
 @lru_cache(maxsize=64)
 def _header_of_one(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """Return the header of a tensor that is the whole value, as `pack` would have it."""
+    """Return the header of a single tensor, as `pack` would make it."""
     return _to_json([["t", 0], [_row(dtype, shape, 1)]])
 
 
-def _padded_bytes(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's elements, row-major, and so many bytes more that the next one is aligned."""
+def _pad_bytes(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's elements, row-major, with padding that aligns the next tensor."""
     if not is_as_in_memory(tensor):
         tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) + bytes(-tensor.nbytes % _ALIGNMENT)
 
 
 def _inline_tensors(rows: Sequence[Any], content: bytearray) -> list[torch.Tensor]:
-    """Return the tensors whose bytes came in the message itself."""
+    """Return the tensors of a message's own content."""
     import torch
 
     memory, buffers, start = memoryview(content), [], 0
@@ -331,7 +331,7 @@ def _inline_tensors(rows: Sequence[Any], content: bytearray) -> list[torch.Tenso
 
 
 def _tensors(rows: Sequence[Any], buffers: Sequence[memoryview]) -> list[torch.Tensor]:
-    """Return tensors that hold these buffers."""
+    """Return tensors over these buffers, without a copy."""
     import torch
 
     tensors, remaining = [], iter(buffers)
@@ -343,7 +343,7 @@ def _tensors(rows: Sequence[Any], buffers: Sequence[memoryview]) -> list[torch.T
         if count == 1:
             flat = [torch.frombuffer(next(remaining), dtype=dtype)]
         else:
-            with no_search():
+            with pause_collection():
                 flat = [torch.frombuffer(buffer, dtype=dtype) for buffer in islice(remaining, count)]
         tensors += flat if len(shape) == 1 else [tensor.view(shape) for tensor in flat]
     return tensors

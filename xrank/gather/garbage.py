@@ -1,4 +1,4 @@
-"""Python's search for garbage, which thousands of new tensors would set off again and again, each time through all."""
+"""Pauses Python's garbage collector, which thousands of new tensors would run again and again over all objects."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["no_search"]
+__all__ = ["pause_collection"]
 
 
 @contextmanager
-def no_search() -> Iterator[None]:
-    """Search for no garbage meanwhile, in any thread: for short work alone, that makes many objects and no cycles."""
+def pause_collection() -> Iterator[None]:
+    """Pause garbage collection in all threads: only for short work that makes many objects and no cycles."""
     if not gc.isenabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""The two context managers: tensors, or configs, of many ranks on the first of them."""
+"""The two context managers that gather tensors or configs of many ranks on the first of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
-from xrank.gather.sessions import gathered
+from xrank.gather.sessions import gather_values
 
 if TYPE_CHECKING:
     import torch
@@ -29,30 +29,37 @@ def get_tensors_parallel(
 ) -> AbstractContextManager[list[Any]]:
     """Gather tensors of several ranks on the first of them.
 
-    The first of `ranks` gets a list in the order of `ranks`; position is rank, and None keeps its place. The others,
-    and ranks not in `ranks`, which need not even call, get an empty list. What is yielded is the caller's: plain,
-    detached, writable CPU tensors that stay valid after the body; the first rank's own part shares memory with what it
-    passed in. All ranks leave together, when all bodies have ended well.
+    The first of `ranks` gets a list in the order of `ranks`; None keeps its place. The other ranks get an empty list.
+    Ranks that are not in `ranks` also get an empty list, and need not call. The caller owns the yielded tensors: plain,
+    detached, writable CPU tensors that stay valid after the body; the first rank's own part shares memory with its
+    argument. All ranks leave together, after all bodies have ended well.
 
     Args:
-        tensor: this rank's tensor; or a list or dict of tensors, in one exchange. Any dtype and strides, any device.
-        ranks: global ranks, the one that gathers first; each once.
-        group: a process group that spans them, whose store they meet through; None is the world. No collective is
+        tensor: this rank's tensor; or a list or dict of tensors, in one exchange. Any dtype, strides and device.
+        ranks: global ranks, the gathering one first; each once.
+        group: a process group that contains them, whose store they meet through; None is the world. No collective is
             called on it.
-        workspace_path: a directory that all ranks mount, for ranks of several hosts; None goes through shared memory.
-        timeout_seconds: how long ranks may take to come, and to end their bodies after the first rank's. Whatever it
-            says, a death is noticed within 2 seconds, on another host within 15.
+        workspace_path: a directory that all ranks mount, for ranks on several hosts; None uses shared memory.
+        timeout_seconds: time for ranks to arrive, and to end their bodies after the first rank's. A death is noticed
+            within 2 seconds in any case, on another host within 15.
         early_exit: whether this rank, if it is not the first, may leave as soon as the first has its tensors.
-        key: what is gathered, in words of the caller's; all ranks must say the same.
+        key: a name of the gathered value, equal on all ranks.
 
     Raises:
         RankFailedError: another rank raised, in the call or its body, or died.
-        RankTimeoutError: a rank did not come in time; `waiting_for` names it.
+        RankTimeoutError: a rank did not arrive in time; `waiting_for` names it.
         ContradictionError: a rank made another call.
-        UsageError: repeated ranks, a value that can't be sent, ranks of several hosts without `workspace_path`.
-        NoSpaceError: there is no memory, or no space in the directory, for the tensors.
+        UsageError: repeated ranks, a value that cannot be sent, ranks on several hosts without `workspace_path`.
+        NoSpaceError: memory, or space in the directory, does not suffice for the tensors.
+
+    Example:
+        >>> import torch
+        >>> import xrank
+        >>> with xrank.get_tensors_parallel(torch.ones(2), ranks=[0]) as parts:
+        ...     [part.tolist() for part in parts]
+        [[1.0, 1.0]]
     """
-    return gathered(
+    return gather_values(
         "get_tensors_parallel",
         tensor,
         ranks,
@@ -77,10 +84,16 @@ def get_configs_parallel(
 ) -> AbstractContextManager[list[Any]]:
     """Gather configs: None, dicts, lists, tuples, dataclasses, enums, paths, dtypes, with tensors anywhere.
 
-    As `get_tensors_parallel`. Tensors that are one stay one. Dataclasses are found by name among the modules that the
-    first rank has imported; nothing is imported and nothing is unpickled.
+    Arguments and errors are those of `get_tensors_parallel`. Views of one tensor stay one tensor. Dataclasses are found
+    by name among the modules that the first rank has imported: nothing is imported or unpickled.
+
+    Example:
+        >>> import xrank
+        >>> with xrank.get_configs_parallel({"layers": 2}, [0], None) as configs:
+        ...     configs
+        [{'layers': 2}]
     """
-    return gathered(
+    return gather_values(
         "get_configs_parallel",
         config,
         ranks,
@@ -99,7 +112,7 @@ def _check_kind(tensor: object) -> None:
     if isinstance(tensor, Mapping):
         parts = list(tensor.values())
         if not all(isinstance(name, str) for name in tensor):
-            raise UsageError("the names of tensors are texts", got=", ".join(map(repr, tensor))[:200])
+            raise UsageError("names of tensors must be text", got=", ".join(map(repr, tensor))[:200])
     elif isinstance(tensor, list | tuple):
         parts = tensor
     else:
@@ -107,7 +120,7 @@ def _check_kind(tensor: object) -> None:
     for part in parts:
         if part is not None and not isinstance(part, torch.Tensor):
             raise UsageError(
-                f"a {type(part).__name__} is no tensor",
+                f"a {type(part).__name__} is not a tensor",
                 got=type(part).__name__,
                 want="a tensor, or a list or dict of tensors and None",
                 next_step="gather other values with get_configs_parallel",

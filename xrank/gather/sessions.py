@@ -1,4 +1,4 @@
-"""Sessions: the circles that this process has joined, kept between gathers and given up after a failure."""
+"""Sessions: the circles that this process has joined, kept between gathers and closed after a failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from xrank import environment
 from xrank.errors import UsageError
-from xrank.gather.exchange import Call, Exchange
+from xrank.gather.exchange import Call, GatherExchange
 from xrank.gather.tree import check_sendable, is_plain, pack, unpack
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
@@ -26,28 +26,30 @@ from xrank.ranks.store_rendezvous import meet_across_hosts
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.workspace.memory_messages import MemoryMessages
 
-__all__ = ["failure_check", "forget", "gathered"]
+__all__ = ["failure_check", "forget", "gather_values"]
 
 
 class _Session:
     """The gathers of one list of ranks over one group's store."""
 
     def __init__(self) -> None:
-        self.exchanges: dict[str | None, Exchange] = {}
-        """By the directory that they go through; None is memory."""
+        self.exchanges: dict[str | None, GatherExchange] = {}
+        """Exchanges by directory; None is memory."""
         self.num_meetings = 0
         self.pid = os.getpid()
 
-    def exchange(self, ranks: tuple[int, ...], rank: int, group: Any, path: str | None, deadline: Deadline) -> Exchange:
-        """Return the exchange through a directory, or memory; after a meeting, if there is none yet."""
+    def exchange(
+        self, ranks: tuple[int, ...], rank: int, group: Any, path: str | None, deadline: Deadline
+    ) -> GatherExchange:
+        """Return the exchange through a directory or memory; the first call for it makes a meeting."""
         if (exchange := self.exchanges.get(path)) is not None:
             return exchange
         meeting = self._next_meeting(ranks, rank, group, path, deadline)
         if path is None:
-            exchange = Exchange(meet(meeting), MemoryMessages())
+            exchange = GatherExchange(meet(meeting), MemoryMessages())
         else:
             circle = meet_across_hosts(meeting)
-            exchange = Exchange(circle, _directory_messages(path, circle))
+            exchange = GatherExchange(circle, _directory_messages(path, circle))
         self.exchanges[path] = exchange
         return exchange
 
@@ -60,7 +62,7 @@ class _Session:
         deadline: Deadline,
         error: BaseException,
     ) -> None:
-        """Let the next meeting fail: the others are at this rank's call there, and would wait for it."""
+        """Fail the next meeting: the other ranks are at this rank's call there, and would wait for it."""
         self._next_meeting(ranks, rank, group, path, deadline).refuse(error)
 
     def _next_meeting(
@@ -74,37 +76,37 @@ class _Session:
 
 
 _sessions: WeakKeyDictionary[Any, dict[tuple[int, ...], _Session]] = WeakKeyDictionary()
-"""By process group: when one is destroyed, its sessions go with it."""
+"""Sessions by process group: they end when the group is destroyed."""
 
 
 class _OpenGathers(threading.local):
-    """The gathers in whose bodies a thread is, the outermost first."""
+    """The gathers whose bodies this thread is in, the outermost first."""
 
     def __init__(self) -> None:
-        self.gathers: list[tuple[Exchange, Call]] = []
+        self.gathers: list[tuple[GatherExchange, Call]] = []
 
 
 _open = _OpenGathers()
 
 
 def _check_open_gathers() -> None:
-    """Raise if any gather failed in whose body this thread is: what it waits for inside may then never come.
+    """Raise if a gather around this thread has failed: a value that it waits for inside may then never come.
 
     Raises:
-        RankFailedError: as on all other ranks of that gather.
+        RankFailedError: the same as on all other ranks of that gather.
     """
     for exchange, call in _open.gathers:
         exchange.look(call)
 
 
 def _check_gathers_around() -> None:
-    """Do so but for the innermost, whose own waits look at it themselves."""
+    """Check all gathers around this thread but the innermost, whose own waits check it."""
     for exchange, call in _open.gathers[:-1]:
         exchange.look(call)
 
 
 def failure_check() -> Callable[[], None]:
-    """Return `_check_open_gathers` of this thread, for others to call, one at a time, while this one waits for them."""
+    """Return `_check_open_gathers` of this thread, for other threads to call, one at a time, while this one waits."""
     open_gathers = tuple(_open.gathers)
 
     def check() -> None:
@@ -115,21 +117,21 @@ def failure_check() -> Callable[[], None]:
 
 
 def forget(group: Any) -> None:
-    """Leave the circles of a group that is not gathered over any more."""
+    """Leave the circles of a group that will not be used again."""
     for session in _sessions.pop(group, {}).values():
         for exchange in session.exchanges.values():
             exchange.close()
 
 
 class _NoGroup:
-    """Stands for the world where torch.distributed is not initialised."""
+    """Stands for the world if torch.distributed is not initialised."""
 
 
 _NO_GROUP = _NoGroup()
 
 
 @contextmanager
-def gathered(
+def gather_values(
     function: str,
     value: object,
     ranks: Sequence[int],
@@ -144,12 +146,12 @@ def gathered(
 ) -> Iterator[list[Any]]:
     """Yield the values of all ranks, in their order, on the first of them; an empty list elsewhere.
 
-    Arguments and errors as `xrank.gather.parallel`; `check` raises for a value that the function does not take, and
-    `place` stands in errors for the file and line of the user's call.
+    Arguments and errors are those of `xrank.gather.parallel`. `check` raises for a value that the function does not
+    accept. `place` replaces the file and line of the user's call in errors.
     """
-    ranks = _checked_ranks(ranks)
+    ranks = _check_ranks(ranks)
     world = _world()
-    rank, world_size = _launched_rank() if world is None else (world.rank(), world.size())
+    rank, world_size = _find_rank() if world is None else (world.rank(), world.size())
     _check_exist(ranks, world_size)
     if rank not in ranks:
         yield []
@@ -157,7 +159,7 @@ def gathered(
     deadline = Deadline(timeout_seconds)
     if len(ranks) == 1:
         check(value)
-        yield [_own(value)]
+        yield [_copy_own(value)]
         return
     session = _session(world if group is None else group, ranks)
     path = None if workspace_path is None else os.path.abspath(os.fspath(workspace_path))
@@ -168,20 +170,20 @@ def gathered(
     pid = os.getpid()
     try:
         exchange.check(call)
-        check(value)  # here, so that the others hear of what it raises
+        check(value)  # here, so that the other ranks receive its error
         parts: list[Any] = []
         if rank == ranks[0]:
-            parts = exchange.collect(call, _own(value))
+            parts = exchange.collect(call, _copy_own(value))
         else:
             exchange.send(call, value)
         yield parts
-        if os.getpid() == pid:  # a process forked in the body is no rank: it must not speak for this one
+        if os.getpid() == pid:  # a process forked in the body is not a rank, and must not act for this one
             exchange.finish(call, early_exit=early_exit)
     except BaseException as error:
         if os.getpid() != pid:
             raise
         is_behind = exchange.fail(call, error)
-        # What the others do after a failure is not known: the next gather begins with a new meeting.
+        # The other ranks' state after a failure is unknown: the next gather begins with a new meeting.
         exchange.close()
         if session.exchanges.get(path) is exchange:
             del session.exchanges[path]
@@ -201,52 +203,52 @@ def _directory_messages(path: str, circle: Circle) -> DirectoryMessages:
         raise
 
 
-def _checked_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+def _check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     try:
         checked = tuple(index(rank) for rank in ranks)
     except TypeError:
         raise UsageError(
-            "the ranks of a gather are whole numbers",
+            "the ranks of a gather must be whole numbers",
             got=repr(ranks)[:200],
-            want="a list of global ranks, the one that gathers first",
+            want="a list of global ranks, the gathering one first",
             next_step="give such a list",
         ) from None
     if not checked or len(set(checked)) != len(checked) or min(checked) < 0:
         raise UsageError(
             "the ranks of a gather must be different ranks",
             got=str(list(ranks)),
-            want="each rank once, the one that gathers first",
+            want="each rank once, the gathering one first",
             next_step="take repeated ranks out of the list",
         )
     return checked
 
 
 def _check_exist(ranks: tuple[int, ...], world_size: int | None) -> None:
-    # Waited for, a rank that cannot come would be missed at the deadline alone.
+    # Without this check, an absent rank would be noticed only at the deadline.
     if world_size is not None and max(ranks) >= world_size:
         raise UsageError(
             f"there is no rank {max(ranks)} in a world of {world_size}",
             rank=max(ranks),
             got=str(list(ranks)),
             want=f"global ranks from 0 to {world_size - 1}",
-            next_step="take ranks that there are",
+            next_step="take ranks of this world",
         )
 
 
 def _world() -> Any:
-    """Return the process group of all ranks, or None where torch.distributed is not initialised."""
+    """Return the process group of all ranks; None if torch.distributed is not initialised."""
     distributed = sys.modules.get("torch.distributed")
     return getattr(getattr(distributed, "group", None), "WORLD", None)
 
 
-def _launched_rank() -> tuple[int, int | None]:
-    """Return this rank and the number of all; None where nothing says it."""
+def _find_rank() -> tuple[int, int | None]:
+    """Return this rank and the number of ranks by the launcher's variables; the number is None without a launcher."""
     launch = environment.read_launch(environment.environ())
     return (0, None) if launch is None else (launch.rank, launch.world_size)
 
 
-def _own(value: object) -> Any:
-    """Return the first rank's own value as it yields it: new containers, its own memory."""
+def _copy_own(value: object) -> Any:
+    """Return the first rank's own value as yielded: new containers, the same memory."""
     if is_plain(value):
         check_sendable(value)
         return value.detach().cpu()
@@ -255,12 +257,12 @@ def _own(value: object) -> Any:
 
 
 def _session(group: Any, ranks: tuple[int, ...]) -> _Session:
-    if isinstance(group, int):  # GroupMember.NON_GROUP_MEMBER: new_group's answer to a rank that is not in the group
+    if isinstance(group, int):  # GroupMember.NON_GROUP_MEMBER: result of new_group on a rank outside of the group
         raise UsageError(
-            "this rank is not in the group that it is to gather over",
+            "this rank is not in the group of the gather",
             got=f"group={group}",
             want=f"a group with all of ranks {list(ranks)}",
-            next_step="leave the group out, or make it with these ranks",
+            next_step="omit the group, or make it with these ranks",
         )
     sessions = _sessions.setdefault(_NO_GROUP if group is None else group, {})
     session = sessions.get(ranks)

@@ -1,8 +1,8 @@
-"""Values as JSON and tensors: what a message between ranks holds. Nothing is pickled, nothing is imported.
+"""Values as JSON and tensors, the content of a message between ranks. Nothing is pickled, nothing is imported.
 
-A value becomes a tree of tagged JSON lists, with each tensor replaced by its number; tensors that are the same view
-keep one number, so ties survive. Classes (dataclasses, enums) are named, and found again only among the modules that
-the receiving process has already imported.
+A value becomes a tree of tagged JSON lists, with each tensor replaced by its number. Tensors that are the same view
+share a number, so ties survive. Classes (dataclasses, enums) are sent by name, and found again only among the modules
+that the receiving process has already imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from xrank.errors import UnsafeError, UsageError
-from xrank.gather.garbage import no_search
+from xrank.gather.garbage import pause_collection
 from xrank.workspace.plain_memory import has_memory, kind_without_elements
 
 if TYPE_CHECKING:
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 __all__ = ["check_sendable", "is_plain", "pack", "unpack"]
 
 _MAX_DEPTH = 100
-"""Of a value: far more than configs have, far less than the interpreter's stack."""
+"""Levels of a value: far more than configs have, far fewer than the interpreter's stack."""
 
 
 _NUMPY_SCALARS = frozenset(
     ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 )
-"""Those that a Python number holds exactly."""
+"""Scalar types whose values a Python number holds exactly."""
 
 
 def is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    """Say whether a value is a tensor and nothing else, so that its tree is that of every other such."""
+    """Return whether a value is a tensor of torch's own class, whose tree is always the same."""
     torch = sys.modules.get("torch")
     return torch is not None and type(value) is torch.Tensor
 
 
 def check_sendable(tensor: torch.Tensor, where: str = "the value") -> None:
-    """Refuse a tensor whose elements are not all there.
+    """Check that a tensor has all of its elements.
 
     Raises:
-        UsageError: it is such a one.
+        UsageError: it is a subclass, not dense, or without memory.
     """
     import torch
 
@@ -52,20 +52,20 @@ def check_sendable(tensor: torch.Tensor, where: str = "the value") -> None:
         name = type(tensor).__qualname__
         raise UsageError(
             f"{where} is a {type(tensor).__module__}.{name}", got=name, want="a plain tensor or a Parameter",
-            next_step="gather the plain tensors that it is made of (of a DTensor, tensor.to_local())",
+            next_step="gather its plain tensors (for a DTensor, tensor.to_local())",
         )  # fmt: skip
     kind = kind_without_elements(tensor)
     if kind is not None:
         raise UsageError(
             f"{where} is {kind}", got=kind, want="a dense tensor with data",
-            next_step="gather the dense tensors it is made of",
+            next_step="gather its dense tensors",
         )  # fmt: skip
-    if not has_memory(tensor):  # what was there is another's by now, or not there at all
+    if not has_memory(tensor):  # its memory belongs to another tensor by now, or to none
         raise UsageError(
             f"{where} has no memory: its storage was freed",
             got=f"a storage of {tensor.untyped_storage().nbytes():,} bytes",
             want=f"memory of all {tensor.numel():,} elements",
-            next_step="gather it where it is in memory: not while FSDP or an offloader keeps it elsewhere",
+            next_step="gather it while it is in memory, not while FSDP or an offloader keeps it elsewhere",
         )
 
 
@@ -73,7 +73,7 @@ def pack(value: object, where: str = "the value") -> tuple[Any, list[torch.Tenso
     """Return a JSON-able tree and the tensors it refers to by number.
 
     Raises:
-        UsageError: a part is of a kind that can't be sent; its place is named.
+        UsageError: a part is of a kind that cannot be sent; the error names its place.
     """
     if type(value) is dict and (packed := _pack_tensors(value)) is not None:
         return packed
@@ -82,7 +82,7 @@ def pack(value: object, where: str = "the value") -> tuple[Any, list[torch.Tenso
 
 
 def _pack_tensors(value: dict[Any, Any]) -> tuple[Any, list[torch.Tensor]] | None:
-    """Return what `pack` does of a dict that holds nothing but tensors, no two of one memory; None of any other.
+    """Return the result of `pack` for a dict that contains only tensors with different memory; None for any other.
 
     A state of many small tensors is packed in a tenth of the time.
     """
@@ -94,7 +94,7 @@ def _pack_tensors(value: dict[Any, Any]) -> tuple[Any, list[torch.Tensor]] | Non
     places = {tensor.data_ptr() for tensor in tensors}
     if len(places) < len(tensors) or 0 in places:
         return None
-    with no_search():
+    with pause_collection():
         return ["m", list(value)], [tensor.detach() for tensor in tensors]
 
 
@@ -107,12 +107,12 @@ def unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
     Raises:
         UsageError: it names a class that this process has not imported.
-        UnsafeError: it names something that is no class of data, or is no tree of `pack`.
+        UnsafeError: it names an object that is not a class of data, or it is not a tree of `pack`.
     """
     try:
         return _unpack(tree, tensors)
     except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
-        raise UnsafeError("a message is no tree of xrank's", got=f"{type(error).__name__}: {error}"[:200]) from None
+        raise UnsafeError("a message is not a tree of xrank", got=f"{type(error).__name__}: {error}"[:200]) from None
 
 
 def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -151,7 +151,7 @@ def _numpy_scalar(dtype: str, item: Any) -> Any:
 
     if dtype in _NUMPY_SCALARS and isinstance(item, bool | int | float):
         return np.dtype(dtype).type(item)
-    raise UnsafeError("a message has no number where it says one", got=f"{dtype} {item!r}"[:100])
+    raise UnsafeError("a message has an invalid number", got=f"{dtype} {item!r}"[:100])
 
 
 def _make_dataclass(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -161,8 +161,8 @@ def _make_dataclass(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if strange := items.keys() - fields:
         got = ", ".join(sorted(map(str, strange)))
         raise UnsafeError(f"{tree[1]} has no field {got}", got=got[:100], want=", ".join(sorted(fields)))
-    # Not by calling the class: what was sent are the fields as they are, and no one's __post_init__ runs twice. And
-    # only when nothing can fail any more: a half-made one may have a __del__.
+    # Set the fields without calling the class: they were sent as they are, and __post_init__ must not run twice.
+    # All checks come first: a half-made object may have a __del__.
     made = object.__new__(kind)
     for name, item in items.items():
         object.__setattr__(made, name, item)
@@ -183,15 +183,15 @@ def _find_class(name: str, base: type | None) -> Any:
         dataclasses.is_dataclass(found) if base is None else issubclass(found, base)
     )
     if not is_right:
-        raise UnsafeError(f"{name} was sent as a class of data and is none", got=repr(found)[:100])
+        raise UnsafeError(f"{name} was sent as a class of data, and is not one", got=repr(found)[:100])
     return found
 
 
 def _look_up(module: str, qualified: str) -> Any:
-    """Return what has this name in a module that is imported; None where there is no such thing."""
+    """Return the object of this name in an imported module; None if there is none."""
     found: Any = sys.modules.get(module)
     for part in qualified.split(".") if found is not None else ():
-        # Not getattr: modules that import their parts when asked for them would do so.
+        # Not getattr: modules that import their parts on access would do so.
         found = inspect.getattr_static(found, part, None)
     return found
 
@@ -199,7 +199,7 @@ def _look_up(module: str, qualified: str) -> Any:
 def _name_of(kind: type, where: str) -> str:
     if _look_up(kind.__module__, kind.__qualname__) is not kind:
         raise UsageError(
-            f"{where} is of a class that has no name in its module, so that no other process can find it",
+            f"{where} is of a class that its module does not contain, so no other process can find it",
             got=kind.__qualname__,
             want="a class of a module",
             next_step="move the class to the module's top level",
@@ -208,7 +208,7 @@ def _name_of(kind: type, where: str) -> str:
 
 
 class _Packer:
-    """Collects tensors while it walks a value."""
+    """Collects the tensors of a value while it walks the value."""
 
     def __init__(self, whole: str) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -237,7 +237,7 @@ class _Packer:
             return ["y", str(value).removeprefix("torch.")]
         if isinstance(value, enum.Enum) and value.name in type(value).__members__:  # not a combination of flags
             return ["e", _name_of(type(value), where), value.name]
-        if dataclasses.is_dataclass(value) and type(value).__new__ is object.__new__:  # no class, no dict with fields
+        if dataclasses.is_dataclass(value) and type(value).__new__ is object.__new__:  # not a class, not a dict
             fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
             return [
                 "c",
@@ -256,15 +256,15 @@ class _Packer:
         if isinstance(value, list):
             return ["l", [self.pack(v, f"{where}[{i}]") for i, v in enumerate(value)]]
         raise UsageError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which can't be sent",
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent",
             got=type(value).__qualname__,
             want="None, bool, int, float, str, list, tuple, dict, dataclass, Enum, Path, torch.dtype or tensors",
-            next_step="leave it out, or turn it into one of these",
+            next_step="omit it, or convert it to one of these",
         )
 
     def _number(self, tensor: torch.Tensor, where: str) -> int:
         check_sendable(tensor, where)
-        # Views of one memory; empty ones have none, and are one only if they are one object.
+        # Views of one memory get one number. Empty tensors have no memory: they are one only if they are one object.
         place = tensor.data_ptr() or -id(tensor)
         view = (place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
         number = self._numbers.setdefault(view, len(self.tensors))

@@ -1,1 +1,1 @@
-"""What ranks lend one another of a live model, and how it is read."""
+"""Memory of a live model that ranks lend each other, and the reading of it."""

@@ -1,4 +1,4 @@
-"""Under which addresses other hosts may reach this one."""
+"""Addresses of this host for other hosts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LOOPBACK = "127.0.0.1"
 
 
 def host_addresses() -> list[str]:
-    """Return the numeric addresses of this host's interfaces, IPv4 first, not all of which others need to reach.
+    """Return the numeric addresses of this host's interfaces, IPv4 first. Other hosts may not reach all of them.
 
-    Loopback's is the answer only where there is no other.
+    The loopback address is returned only if there is no other.
     """
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has none
+            with suppress(OSError):  # the interface has no IPv4 address
                 request = struct.pack("256s", name.encode()[:15])
                 found.append(socket.inet_ntoa(fcntl.ioctl(any_socket, _GET_ADDRESS, request)[20:24]))
     with suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:  # no such file: no IPv6

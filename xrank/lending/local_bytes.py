@@ -1,7 +1,7 @@
-"""A tensor's bytes by range, wherever they lie: what a rank lends of its model while a conversion reads it.
+"""Bytes of a tensor by range, wherever they are: a rank lends them while a conversion reads its model.
 
-The bytes are those that the tensor would have as a row-major file, whatever its strides, its device and its lazy bits
-say. Nothing of the size of a tensor is allocated: what does not lie in a row is brought in chunks of 1 MiB.
+The bytes are those of a row-major file of the tensor, whatever its strides, device and lazy bits. Nothing of the size
+of a tensor is allocated: elements that are not in a row are copied in chunks of 1 MiB.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _CHUNK_NBYTES = 1 << 20
 
 
 class LocalBytes(Protocol):
-    """A tensor's row-major bytes; any thread may read, several at once."""
+    """A tensor's row-major bytes. Several threads may read at once."""
 
     nbytes: int
     address: int | None
-    """Where all of them lie in this process's memory; None: strided, on a device, or none at all."""
+    """Address of all bytes in this process's memory; None if they are strided, on a device, or empty."""
 
     def read_into(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on."""
 
 
 def local_bytes(tensor: torch.Tensor) -> TensorBytes:
-    """Return a tensor's bytes where they are; of a tensor on a device, once what was queued there has been done.
+    """Return a tensor's bytes in place. For a device, this waits for the work that is queued there.
 
-    The tensor is kept alive as long. Who changes it meanwhile is found out where torch counts changes
-    (`TensorBytes.is_unchanged`).
+    The result keeps the tensor alive. It detects changes of the tensor that torch counts (`TensorBytes.is_unchanged`).
 
     Raises:
-        UsageError: it has no elements in memory that strides lead to; who knows its name has asked before.
+        UsageError: the tensor has no elements in memory that its strides lead to. Callers that know its name have
+            checked this before.
     """
     import torch
 
@@ -69,20 +69,20 @@ class TensorBytes:
         is_plain = not (tensor.is_conj() or tensor.is_neg())
         if is_plain and self.nbytes and tensor.is_contiguous() and tensor.device.type == "cpu":
             self.address = tensor.data_ptr()
-        # As integers no element is read as a number; only lazy bits must still be applied by its own dtype.
+        # Integers are copied without reading elements as numbers. Lazy bits still need the tensor's own dtype.
         integer = integer_type(tensor.element_size()) if is_plain else None
         self._elements = tensor if integer is None else tensor.view(integer)
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether torch counted no change in place since this was made; what it does not count is not seen."""
+        """Whether torch has counted no change in place since construction; uncounted changes are not noticed."""
         return _version(self._tensor) == self._version
 
     def read_into(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on."""
         assert start >= 0 and start + len(into) <= self.nbytes, (start, len(into), self.nbytes)
         if self.address is not None:
-            if into:  # memmove lets other threads run meanwhile, an assignment does not
+            if into:  # memmove releases the interpreter lock, an assignment does not
                 ctypes.memmove(address_of(into), self.address + start, len(into))
             return
         width, end = self._elements.element_size(), start + len(into)
@@ -103,7 +103,7 @@ class TensorBytes:
             if target.data_ptr() % elements.element_size() == 0:
                 _copy(elements, low, high, target.view(elements.dtype))
                 return
-        staging, stream = _staging.of(elements.device)
+        staging, stream = _staging.get(elements.device)
         target = staging[: (high - low) * elements.element_size()].view(elements.dtype)
         if stream is None:
             _copy(elements, low, high, target)
@@ -115,13 +115,13 @@ class TensorBytes:
 
 
 class _Staging(threading.local):
-    """This thread's buffers of one chunk, by device, and its streams: the model's own streams go on undisturbed."""
+    """This thread's buffers of one chunk and streams by device. The model's own streams are not disturbed."""
 
     def __init__(self) -> None:
         self._made: dict[torch.device, tuple[torch.Tensor, torch.cuda.Stream | None]] = {}
 
-    def of(self, device: torch.device) -> tuple[torch.Tensor, torch.cuda.Stream | None]:
-        """Return bytes in this process's memory, pinned where CUDA is to write them, and the stream to do it on."""
+    def get(self, device: torch.device) -> tuple[torch.Tensor, torch.cuda.Stream | None]:
+        """Return a buffer in this process's memory, pinned for CUDA, and the stream of its copies."""
         import torch
 
         if device not in self._made:
@@ -139,7 +139,7 @@ def _copy(elements: torch.Tensor, low: int, high: int, target: torch.Tensor, *, 
     """Copy elements [low, high) in row-major order to a target of one dim in this process's memory."""
     done = 0
     for run in runs_of(elements, low, high):
-        # Resolved first: what a device sends without being waited for is conjugated before it has come
+        # Resolved first: for a copy that is not waited for, torch conjugates the target before the copy is done
         # (torch, aten/src/ATen/native/cuda/Copy.cu: copy_kernel_cuda).
         plain = run.resolve_conj().resolve_neg()
         target[done : done + run.numel()].view(run.shape).copy_(plain, non_blocking=non_blocking)
@@ -147,7 +147,7 @@ def _copy(elements: torch.Tensor, low: int, high: int, target: torch.Tensor, *, 
 
 
 def runs_of(elements: torch.Tensor, low: int, high: int) -> Iterator[torch.Tensor]:
-    """Yield views that, one after another, are the elements [low, high) in row-major order: two a dim at most."""
+    """Yield views that together are the elements [low, high) in row-major order: at most two for each dim."""
     if high - low == elements.numel():
         yield elements
         return
@@ -166,12 +166,12 @@ def runs_of(elements: torch.Tensor, low: int, high: int) -> Iterator[torch.Tenso
 
 
 def integer_type(width: int) -> torch.dtype | None:
-    """Return an integer type of that many bytes, as which elements can be moved that are no numbers; None: none is."""
+    """Return an integer type of that many bytes, for moving elements unread; None if there is none."""
     import torch
 
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(width)
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """Return how often torch counted a change of the tensor; None where it does not count."""
+    """Return torch's count of changes of the tensor; None if it does not count them."""
     return None if tensor.is_inference() else tensor._version

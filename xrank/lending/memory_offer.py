@@ -1,4 +1,4 @@
-"""What a rank lends of its memory, and how the others learn of it."""
+"""The memory that a rank lends, and its description for the other ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["MemoryOffer", "PeerOffer"]
 
 
 class MemoryOffer:
-    """What this rank lends of its memory, from its construction until `close`.
+    """The memory that this rank lends, from construction until `close`.
 
     Args:
-        views: tensors' bytes; nobody may change them meanwhile.
-        across_hosts: whether ranks of other hosts are to read, too; for them it listens on a port.
+        views: bytes of tensors, which must not change meanwhile.
+        across_hosts: whether ranks on other hosts also read; the offer then listens on a port.
     """
 
     def __init__(self, views: Sequence[LocalBytes], *, across_hosts: bool = True) -> None:
@@ -34,46 +34,46 @@ class MemoryOffer:
         self._service = PeerService(self.views, across_hosts=across_hosts)
         self._sign = LendingSign()
 
-    def told(self) -> dict[str, Any]:
-        """Return, as JSON holds it, what the other ranks need to read it; only they may learn of it."""
+    def describe(self) -> dict[str, Any]:
+        """Return a JSON description with which other ranks read the offer. Only those ranks may receive it."""
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "space": process_space(),
             "nonce": self._sign.content.hex(),
             "nonce_address": self._sign.address,
-            **self._service.told(),
+            **self._service.describe(),
             "views": [[view.address, view.nbytes] for view in self.views],
         }
 
     def check_unchanged(self) -> None:
-        """See that torch counted no change in place of what is lent.
+        """Check that torch has counted no change in place of the lent tensors.
 
         Raises:
-            ContradictionError: it did; the output may hold parts of the old and of the new.
+            ContradictionError: a tensor has changed; the output may contain parts of old and new values.
         """
         for index, view in enumerate(self.views):
             if isinstance(view, TensorBytes) and not view.is_unchanged:
                 raise ContradictionError(
-                    f"tensor {index} of those that this rank lends was changed in place while it was being read",
+                    f"tensor {index} of those that this rank lends was changed in place while other ranks read it",
                     want="the same values until all ranks have read them",
-                    next_step="let no thread or hook step the optimizer meanwhile; then make the same call again",
+                    next_step="do not step the optimizer meanwhile, in any thread or hook; then repeat the call",
                 )
 
     @property
     def failure(self) -> Exception | None:
-        """What a read of it for another rank raised, the first if several did."""
+        """The first exception of a read for another rank."""
         return self._service.failure
 
     def close(self) -> None:
-        """Lend nothing any more; who still reads hears of it. Twice is once."""
+        """Stop lending. Ranks that still read get an error. Further calls do nothing."""
         self._sign.end()
         self._service.close()
 
 
 @dataclass(slots=True, eq=False)
 class PeerOffer:
-    """What another rank lends, as it told, and what was found out of how it can be read."""
+    """Another rank's offer: its description, and the ways in which this process can read it."""
 
     rank: int
     host: str
@@ -86,49 +86,49 @@ class PeerOffer:
     hosts: tuple[str, ...]
     token: bytes
     addresses: np.ndarray[tuple[int], np.dtype[np.uint64]]
-    """By view; 0: not in a row in its memory."""
+    """Address of each view; 0 if its bytes are not in a row in memory."""
     nbytes: np.ndarray[tuple[int], np.dtype[np.int64]]
     unreadable: set[int] = field(default_factory=set)
     memory: PeerMemory | None = None
     life: int | None = None
-    """A pidfd, where its process can be watched."""
+    """A pidfd, if its process can be watched from here."""
 
     @classmethod
-    def of(cls, rank: int, told: Mapping[str, Any]) -> PeerOffer:
-        """Return what a `MemoryOffer` told.
+    def from_description(cls, rank: int, description: Mapping[str, Any]) -> PeerOffer:
+        """Return the offer of a `MemoryOffer` description.
 
         Raises:
-            CorruptError: no offer did.
+            CorruptError: the description is invalid.
         """
         try:
-            port, views = told["port"], told["views"]
+            port, views = description["port"], description["views"]
             return cls(
                 rank=rank,
-                host=str(told["host"]),
-                pid=int(told["pid"]),
-                space=str(told["space"]),
-                nonce=bytes.fromhex(told["nonce"]),
-                nonce_address=int(told["nonce_address"]),
-                socket=str(told["socket"]),
+                host=str(description["host"]),
+                pid=int(description["pid"]),
+                space=str(description["space"]),
+                nonce=bytes.fromhex(description["nonce"]),
+                nonce_address=int(description["nonce_address"]),
+                socket=str(description["socket"]),
                 port=None if port is None else int(port),
-                hosts=tuple(map(str, told["addresses"])),
-                token=bytes.fromhex(told["token"]),
+                hosts=tuple(map(str, description["addresses"])),
+                token=bytes.fromhex(description["token"]),
                 addresses=np.array([address or 0 for address, _ in views], np.uint64),
                 nbytes=np.array([nbytes for _, nbytes in views], np.int64),
             )
         except (KeyError, TypeError, ValueError, OverflowError):
             raise CorruptError(
-                f"rank {rank} does not say what it lends",
+                f"rank {rank} does not describe what it lends",
                 rank=rank,
-                got=ascii(told)[:200],
-                want="what MemoryOffer.told returns",
+                got=ascii(description)[:200],
+                want="the description of MemoryOffer.describe",
                 next_step="give all ranks the same version of xrank",
             ) from None
 
     def watch(self, *, direct: bool) -> None:
-        """Watch its process, where it is one of this host, and prove that its memory can be read, where it is to be.
+        """Watch the peer's process if it is on this host; with `direct`, try to read its memory by the kernel.
 
-        A process number of another host or namespace means another process here: none but the peer's is touched.
+        On another host or in another namespace, its process number belongs to another process, which is not touched.
         """
         if self.space != process_space():
             return
@@ -143,7 +143,7 @@ class PeerOffer:
         return self.life is not None and is_readable(self.life)
 
     def close(self) -> None:
-        """Watch its process no more."""
+        """Stop watching the process."""
         if self.life is not None:
             os.close(self.life)
             self.life = None

@@ -1,4 +1,4 @@
-"""A connection to the service of a rank that lends bytes, as the rank that asks for them holds it."""
+"""The reader's connection to the service of a rank that lends bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xrank.lending.peer_wire import (
     PART,
     PROOF_NBYTES,
     REQUEST,
-    Part,
+    AnswerKind,
     lender_proof,
     reader_proof,
 )
@@ -25,46 +25,46 @@ from xrank.lending.peer_wire import (
 __all__ = ["PeerConnection", "PeerGoneError", "PeerRefusalError", "Tick", "connect"]
 
 Tick: TypeAlias = Callable[[float], None]
-"""Called every `SLICE_SECONDS` while nothing comes, with the seconds for which nothing has; raises to end it."""
+"""Called every `SLICE_SECONDS` of silence, with the seconds of silence so far; raises to end the wait."""
 
 SLICE_SECONDS = 0.2
 _PLACE_SECONDS = 3.0
-"""For one of several addresses, most of which may lead nowhere."""
+"""Time limit for one of several addresses, most of which may lead nowhere."""
 _PAUSE_SECONDS = 0.02
 _MOMENT = Struct("@ll")  # struct timeval
 
 
 class PeerGoneError(Exception):
-    """The other side closed the connection, or is not there; the text says how that was seen."""
+    """The other side closed the connection, or does not answer; the text describes how this was noticed."""
 
     def __init__(self, how: str, *, is_early: bool = False) -> None:
         super().__init__(how)
         self.is_early = is_early
-        """Whether nothing of an answer had come yet."""
+        """Whether no part of an answer had arrived."""
 
 
 class _SilentPlaceError(Exception):
-    """Nothing is heard from a place, while there may be others."""
+    """A place does not answer, and other places may."""
 
 
 class PeerRefusalError(Exception):
-    """The other side says why it does not send what it was asked for."""
+    """The other side sends a reason in place of the bytes."""
 
-    def __init__(self, why: str, kind: Part) -> None:
+    def __init__(self, why: str, kind: AnswerKind) -> None:
         super().__init__(why)
         self.kind = kind
 
 
 class PeerConnection:
-    """One connection that both sides have proven themselves on; one thread at a time may use it.
+    """One connection on which both sides have proven themselves; one thread at a time may use it.
 
     Args:
-        sock: connected; it is closed with this, and if this cannot be made.
-        token: the lender's.
+        sock: a connected socket; it is closed with this connection, and if the constructor fails.
+        token: the lender's token.
         tick: see `Tick`.
 
     Raises:
-        PeerGoneError: whoever answers there is not the one, or does not know this one.
+        PeerGoneError: another process answers there, or the lender rejects this one.
     """
 
     def __init__(self, sock: socket.socket, token: bytes, tick: Tick) -> None:
@@ -75,28 +75,28 @@ class PeerConnection:
             nonce = secrets.token_bytes(NONCE_NBYTES)
             self._send(nonce + reader_proof(token, challenge, nonce), tick)
             if not secrets.compare_digest(self._receive(PROOF_NBYTES, tick), lender_proof(token, challenge, nonce)):
-                raise PeerGoneError("another process than the one that lends answers there")
+                raise PeerGoneError("another process than the lender answers there")
         except BaseException:
             sock.close()
             raise
 
     def read_into(self, view: int, start: int, into: memoryview, tick: Tick) -> None:
-        """Fill `into` with a view's bytes from `start` on.
+        """Fill `into` with a view's bytes from `start` on. After any error, this connection is unusable.
 
         Raises:
             PeerGoneError: the connection ended.
-            PeerRefusalError: the lender says why not. Whatever is raised, this connection is of no more use.
+            PeerRefusalError: the lender refuses.
         """
         self._send(REQUEST.pack(view, start, len(into)), tick)
         is_early = True
         while into:
             kind, nbytes = PART.unpack(self._receive(PART.size, tick, is_early=is_early))
             is_early = False
-            if kind != Part.DATA:
+            if kind != AnswerKind.DATA:
                 why = self._receive(min(nbytes, 2000), tick).decode(errors="replace")
-                raise PeerRefusalError(why, Part.REFUSED if kind == Part.REFUSED else Part.FAILED)
+                raise PeerRefusalError(why, AnswerKind.REFUSED if kind == AnswerKind.REFUSED else AnswerKind.FAILED)
             if not 0 < nbytes <= len(into):
-                raise PeerGoneError(f"it sends {nbytes:,} bytes where {len(into):,} are left")
+                raise PeerGoneError(f"it sends {nbytes:,} bytes instead of the remaining {len(into):,}")
             self._fill(into[:nbytes], tick)
             into = into[nbytes:]
 
@@ -118,7 +118,7 @@ class PeerConnection:
                 tick(monotonic() - since)
                 continue
             except OSError as error:
-                raise PeerGoneError(_said(error), is_early=is_early) from None
+                raise PeerGoneError(_describe(error), is_early=is_early) from None
             if count == 0:
                 raise PeerGoneError("it closed the connection", is_early=is_early)
             into, is_early, since = into[count:], False, monotonic()
@@ -131,27 +131,27 @@ class PeerConnection:
             except BlockingIOError:
                 tick(monotonic() - since)
             except OSError as error:
-                raise PeerGoneError(_said(error), is_early=True) from None
+                raise PeerGoneError(_describe(error), is_early=True) from None
 
 
 def _set_up(sock: socket.socket) -> None:
     moment = _MOMENT.pack(0, int(SLICE_SECONDS * 1e6))
     try:
         sock.setblocking(True)
-        # The kernel, not Python, wakes a waiting call: then one call receives all of an answer.
+        # With a kernel timeout the socket stays blocking, so that one call receives all of an answer.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, moment)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, moment)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
-        raise PeerGoneError(_said(error)) from None
+        raise PeerGoneError(_describe(error)) from None
 
 
 def connect(name: str, port: int | None, addresses: Sequence[str], token: bytes, tick: Tick) -> PeerConnection:
-    """Return a connection to the service that told this: within the host where it can be, else by the network.
+    """Return a connection to the service of a description: within the host if possible, else by the network.
 
     Raises:
-        PeerGoneError: nothing that knows the token answers anywhere.
+        PeerGoneError: no process that knows the token answers at any address.
     """
     since = monotonic()
     places: list[tuple[int, str | tuple[str, int]]] = [(socket.AF_UNIX, f"\0{name}")]
@@ -164,37 +164,37 @@ def connect(name: str, port: int | None, addresses: Sequence[str], token: bytes,
             raise _SilentPlaceError("no answer")
 
     while True:
-        said = []
+        attempts = []
         is_silent = False
         for family, place in places:
             begun = monotonic()
             try:
-                return PeerConnection(_connected(family, place, tick_here), token, tick_here)
-            except (_SilentPlaceError, PeerGoneError) as error:  # no OSError: what `tick` raises may be one
-                # A service gives up on who is slow to prove itself, as one is that was itself stopped for a while.
+                return PeerConnection(_open_socket(family, place, tick_here), token, tick_here)
+            except (_SilentPlaceError, PeerGoneError) as error:  # not OSError: `tick` may raise one
+                # A service drops a reader that is slow to prove itself, as this process is after it was stopped.
                 is_slow = monotonic() > begun + _PLACE_SECONDS
                 is_silent = is_silent or is_slow or isinstance(error, _SilentPlaceError)
                 shown = "on this host" if isinstance(place, str) else f"at {place[0]} port {place[1]}"
-                said.append(f"{shown}: {error}")
+                attempts.append(f"{shown}: {error}")
         if not is_silent:
-            raise PeerGoneError("; ".join(said))
+            raise PeerGoneError("; ".join(attempts))
 
 
-def _connected(family: int, place: str | tuple[str, int], tick: Tick) -> socket.socket:
+def _open_socket(family: int, place: str | tuple[str, int], tick: Tick) -> socket.socket:
     """Return a connected socket.
 
     Raises:
-        PeerGoneError: something says no.
+        PeerGoneError: the connection was refused or failed.
     """
     try:
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:  # a kernel without IPv6
-        raise PeerGoneError(_said(error)) from None
+        raise PeerGoneError(_describe(error)) from None
     try:
         sock.setblocking(False)
         since = monotonic()
         poller = select.poll()
-        while (number := sock.connect_ex(place)) == errno.EAGAIN:  # a Unix socket's listener has too many to accept
+        while (number := sock.connect_ex(place)) == errno.EAGAIN:  # the backlog of the Unix socket is full
             poller.poll(1000 * _PAUSE_SECONDS)
             tick(monotonic() - since)
         poller.register(sock, select.POLLOUT)
@@ -204,13 +204,13 @@ def _connected(family: int, place: str | tuple[str, int], tick: Tick) -> socket.
             else:
                 tick(monotonic() - since)
         if number:
-            raise PeerGoneError(_said(OSError(number, os.strerror(number))))
+            raise PeerGoneError(_describe(OSError(number, os.strerror(number))))
     except BaseException:
         sock.close()
         raise
     return sock
 
 
-def _said(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     known = {errno.ECONNREFUSED: "nothing listens", errno.ECONNRESET: "it closed the connection"}
     return known.get(error.errno or 0) or error.strerror or str(error)

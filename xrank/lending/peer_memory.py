@@ -1,8 +1,8 @@
-"""Another process's memory, read by the kernel without that process's help (process_vm_readv(2)).
+"""Memory of another process, read by the kernel without that process's help (process_vm_readv(2)).
 
-A process number proves nothing: it may be given to another process, and a process that lives may have let go of what
-it lent. So whoever lends memory keeps a sign somewhere in it, 16 random bytes, for as long; and every read takes the
-sign along, after the data. Where the sign is still there, the data were what is lent.
+A process number proves nothing: another process may have it by now, or the process may have freed the lent memory. So
+a lender keeps a sign in its memory, 16 random bytes, for as long as it lends; and every read copies the sign too, after
+the data. If the sign is still there, the data were the lent ones.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ANY_PTRACER = ctypes.c_ulong(-1)  # linux/prctl.h: PR_SET_PTRACER_ANY
 _YAMA = "/proc/sys/kernel/yama/ptrace_scope"
 _SIGN_NBYTES = 16
 _MAX_NBYTES = 256 << 20
-"""Of one call; the kernel takes a little less than 2 GiB."""
+"""Bytes of one call; the kernel's limit is a little less than 2 GiB."""
 
-# An array type of ctypes for each length would cost more than a copy does.
+# A ctypes array type for each length would cost more than the copy.
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _memory_view.restype = ctypes.py_object
@@ -33,30 +33,30 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """Return this process's memory there; whoever asks keeps it alive."""
+    """Return this process's memory at an address; the caller keeps it alive."""
     memory: memoryview = _memory_view(address, nbytes, _FOR_WRITING)
     return memory
 
 
 def address_of(memory: memoryview) -> int:
-    """Return where writable memory of at least one byte lies, for a call that ends before it goes."""
+    """Return the address of writable memory of at least one byte, for a call that ends before the memory is freed."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class LendingEndedError(Exception):
-    """The process has ended, or has taken its memory back."""
+    """The process has ended, or no longer lends its memory."""
 
 
 class UnreadableMemoryError(Exception):
-    """The kernel does not let this process read there: another user's, another namespace's, or a device's memory."""
+    """The kernel does not let this process read there: another user's or namespace's memory, or a device's."""
 
 
 class LendingSign:
-    """Stands in this process's memory for as long as it lends some of it.
+    """A sign in this process's memory for as long as it lends some of it.
 
-    Yama, a security module of the kernel that Ubuntu and others turn on, lets only a parent read a process's memory.
-    While any sign stands, this process tells Yama to let every process of the same user read it, and trace it, as they
-    may on a kernel without Yama; after the last one that is taken back, and with it what the program itself had told.
+    Yama, a security module of the kernel that Ubuntu and others use, lets only a parent read a process's memory. While
+    any sign stands, this process asks Yama to let all processes of the user read and trace it, as on a kernel without
+    Yama. The end of the last sign revokes this, and with it any such request of the program itself.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class LendingSign:
         _readers.allow()
 
     def end(self) -> None:
-        """Take the sign away, before the first byte that was lent goes."""
+        """Erase the sign, before any lent memory is freed."""
         if self._stands:
             self._stands = False
             ctypes.memset(self.address, 0, _SIGN_NBYTES)
@@ -75,7 +75,7 @@ class LendingSign:
 
 
 class _Readers:
-    """Lets other processes of this user read this one's memory while any sign stands."""
+    """Lets other processes of this user read this one's memory while a sign stands."""
 
     def __init__(self) -> None:
         self._num_signs = 0
@@ -85,19 +85,19 @@ class _Readers:
         with self._lock:
             self._num_signs += 1
             if self._num_signs == 1:
-                self._tell(_ANY_PTRACER)
+                self._set_ptracer(_ANY_PTRACER)
 
     def forbid(self) -> None:
         with self._lock:
             self._num_signs -= 1
             if self._num_signs == 0:
-                self._tell(ctypes.c_ulong(0))
+                self._set_ptracer(ctypes.c_ulong(0))
 
-    def _tell(self, who: ctypes.c_ulong) -> None:
-        with suppress(OSError), open(_YAMA, encoding="ascii") as scope:  # no such file: nothing is forbidden
-            if scope.read().strip() == "1":  # 0 forbids nothing, 2 and 3 cannot be asked
+    def _set_ptracer(self, tracer: ctypes.c_ulong) -> None:
+        with suppress(OSError), open(_YAMA, encoding="ascii") as scope:  # without Yama, nothing is forbidden
+            if scope.read().strip() == "1":  # 0 forbids nothing; 2 and 3 ignore the request
                 zero = ctypes.c_ulong(0)
-                _LIBC.prctl(ctypes.c_int(_SET_PTRACER), who, zero, zero, zero)
+                _LIBC.prctl(ctypes.c_int(_SET_PTRACER), tracer, zero, zero, zero)
 
 
 _readers = _Readers()
@@ -114,8 +114,8 @@ class PeerMemory:
 
     Args:
         pid: its number in this process's namespace.
-        sign_address: where its sign stands.
-        sign: what stands there.
+        sign_address: address of its sign.
+        sign: content of its sign.
 
     Raises:
         LendingEndedError, UnreadableMemoryError: the sign cannot be read there.
@@ -128,7 +128,7 @@ class PeerMemory:
         self.check_lent()
 
     def check_lent(self) -> None:
-        """Read the sign alone; errors as of `read_into`."""
+        """Read only the sign; errors as in `read_into`."""
         copy = ctypes.create_string_buffer(_SIGN_NBYTES)
         if self._read([(self._sign_address, ctypes.addressof(copy), _SIGN_NBYTES)]) < _SIGN_NBYTES:
             raise UnreadableMemoryError
@@ -136,16 +136,16 @@ class PeerMemory:
             raise LendingEndedError
 
     def read_into(self, address: int, into: memoryview) -> None:
-        """Fill `into` with what that process has at the address.
+        """Fill `into` with that process's bytes at the address.
 
         Raises:
-            LendingEndedError: it does not lend it any more.
-            UnreadableMemoryError: it does, but not these bytes can be read this way. Part of `into` may be filled.
+            LendingEndedError: the process no longer lends them.
+            UnreadableMemoryError: the kernel cannot read these bytes. Part of `into` may be filled.
         """
         for start in range(0, len(into), _MAX_NBYTES):
             part = into[start : start + _MAX_NBYTES]
             copy = ctypes.create_string_buffer(_SIGN_NBYTES)
-            # In the order given: the sign was read after the data (process_vm_readv(2)).
+            # The kernel reads in this order, so the sign is read after the data (process_vm_readv(2)).
             count = self._read(
                 [
                     (address + start, address_of(part), len(part)),
@@ -153,13 +153,13 @@ class PeerMemory:
                 ]
             )
             if count < len(part) + _SIGN_NBYTES:
-                self.check_lent()  # memory that was given back to the system cannot be read, either
+                self.check_lent()  # freed memory cannot be read either
                 raise UnreadableMemoryError
             if copy.raw != self._sign:
                 raise LendingEndedError
 
     def _read(self, spans: list[tuple[int, int, int]]) -> int:
-        """Copy (there, here, bytes); return how many bytes came."""
+        """Copy spans of (remote address, local address, bytes), and return the number of copied bytes."""
         there, here = (_Span * len(spans))(), (_Span * len(spans))()
         for i, (there_address, here_address, nbytes) in enumerate(spans):
             there[i] = _Span(there_address, nbytes)

@@ -1,7 +1,7 @@
-"""The service of a rank that lends bytes: one thread that answers all who ask over sockets.
+"""The service of a rank that lends bytes: one thread answers all readers over sockets.
 
-One thread, because who asks may be thousands, and one that is stopped must not keep the others waiting: nothing here
-waits for a reader, but for a moment when none has anything to say. It sleeps until somebody asks.
+Thousands of readers may ask, and a stopped reader must not delay the others. So one thread serves all of them and never
+waits for a single one; it sleeps until a reader asks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from xrank.lending.peer_wire import (
     PART,
     REQUEST,
     TOKEN_NBYTES,
-    Part,
+    AnswerKind,
     lender_proof,
     reader_proof,
 )
@@ -38,32 +38,32 @@ __all__ = ["PeerService"]
 
 _STAGED_NBYTES = 1 << 20
 _NUM_STAGES = 8
-"""Buffers for what does not lie in a row; who finds none waits for one."""
+"""Buffers for bytes that are not in a row; a reader without a buffer waits for one."""
 _DIRECT_NBYTES = 4 << 20
-"""Of one part of what does; then it is the next reader's turn."""
+"""Bytes of one part of an answer from memory; then the next reader has its turn."""
 _STRANGER_SECONDS = 10.0
 _BACKLOG = 1024
 _NO_WAIT = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
 
 class PeerService:
-    """Serves bytes to other processes from its construction until `close`.
+    """Serves bytes to other processes from construction until `close`.
 
     Args:
-        views: what is lent.
-        across_hosts: whether to listen on a port of this host's network, too, where any process of any host may knock;
-            without, only processes of this host are heard.
+        views: the lent bytes.
+        across_hosts: whether to listen also on a port of this host's network, where any process may connect; otherwise
+            only processes of this host can.
     """
 
     def __init__(self, views: Sequence[LocalBytes], *, across_hosts: bool) -> None:
         self.failure: Exception | None = None
-        """The first that a read of what is lent raised here, where this rank itself hears nothing of it."""
+        """The first exception of a read of lent bytes for another rank; this rank would not notice it otherwise."""
         self._views = views
         self._token = secrets.token_bytes(TOKEN_NBYTES)
         self._name = f"xrank-{secrets.token_hex(16)}"
         self._guests: dict[int, _Guest] = {}
         self._strangers: set[_Guest] = set()
-        """Guests that have not yet proven that they know the token."""
+        """Guests that have not yet proven knowledge of the token."""
         self._stages = [memoryview(mmap.mmap(-1, _STAGED_NBYTES)) for _ in range(_NUM_STAGES)]  # no page until used
         self._waiting: deque[_Guest] = deque()
         self._max_guests = max(16, min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
@@ -95,13 +95,13 @@ class PeerService:
         listener.setblocking(False)
         self._listeners[listener.fileno()] = listener
 
-    def told(self) -> dict[str, Any]:
-        """Return, as JSON holds it, how others reach this service."""
+    def describe(self) -> dict[str, Any]:
+        """Return a JSON description with which others reach this service."""
         addresses = [] if self._port is None else host_addresses()
         return {"socket": self._name, "port": self._port, "addresses": addresses, "token": self._token.hex()}
 
     def close(self) -> None:
-        """Serve nobody any more; what is lent is not touched afterwards. Twice is once."""
+        """Stop serving; lent bytes are not touched afterwards. Further calls do nothing."""
         if self._ends:
             return
         self._ends = True
@@ -126,7 +126,7 @@ class PeerService:
         try:
             sock, _ = listener.accept()
         except OSError as error:
-            # Without a free descriptor whoever knocks would go on knocking: one who only listens must go for it.
+            # Without a free descriptor, connections would stay in the backlog: an idle one is closed for them.
             if error.errno in (errno.EMFILE, errno.ENFILE) and not self._drop_idle():
                 select.select([], [], [], 0.05)
             return
@@ -144,7 +144,7 @@ class PeerService:
             self._drop(guest)
 
     def _drop_idle(self) -> bool:
-        """Close the connection on which nothing was asked for longest: its reader makes a new one if it needs one."""
+        """Close the connection that has been idle longest; its reader connects again if necessary."""
         idle = [guest for guest in self._guests.values() if guest.is_idle] or list(self._strangers)
         if idle:
             self._drop(min(idle, key=lambda guest: guest.came_at))
@@ -154,29 +154,29 @@ class PeerService:
         del self._guests[guest.socket.fileno()]
         self._strangers.discard(guest)
         self._free_stage(guest)
-        guest.socket.close()  # epoll forgets it with that
+        guest.socket.close()  # this also removes it from epoll
 
     def _attend(self, guest: _Guest, events: int) -> None:
-        """Do for a guest what can be done at once."""
+        """Do the work for a guest that does not wait."""
         try:
             if guest.is_replying and not events & (select.EPOLLHUP | select.EPOLLERR):
                 self._reply(guest)
-            elif guest.is_replying or not self._hear(guest):
+            elif guest.is_replying or not self._receive(guest):
                 self._drop(guest)
-        except Exception:  # it is gone; and whatever else befalls one guest, the others are served
+        except Exception:  # the guest is gone or failed; the other guests are still served
             self._drop(guest)
 
-    def _hear(self, guest: _Guest) -> bool:
-        """Take in what a guest says; return whether it is to stay."""
+    def _receive(self, guest: _Guest) -> bool:
+        """Receive a guest's bytes, and return whether it may stay connected."""
         wanted = REQUEST.size if guest.is_known else HELLO_NBYTES
         try:
-            said = guest.socket.recv(wanted - len(guest.said))
+            received = guest.socket.recv(wanted - len(guest.received))
         except BlockingIOError:
             return True
-        guest.said += said
-        if len(guest.said) < wanted:
-            return bool(said)
-        content, guest.said = guest.said, b""
+        guest.received += received
+        if len(guest.received) < wanted:
+            return bool(received)
+        content, guest.received = guest.received, b""
         guest.came_at = monotonic()
         if guest.is_known:
             guest.view, guest.position, nbytes = REQUEST.unpack(content)
@@ -195,28 +195,28 @@ class PeerService:
         guest.is_replying = True
         num_views = len(self._views)
         if guest.view >= num_views:
-            guest.refuse(Part.REFUSED, f"there is no view {guest.view} among {num_views}")
+            guest.refuse(AnswerKind.REFUSED, f"there is no view {guest.view} among {num_views}")
         elif guest.end > self._views[guest.view].nbytes:
             nbytes = self._views[guest.view].nbytes
-            guest.refuse(Part.REFUSED, f"view {guest.view} has {nbytes:,} bytes, not {guest.end:,}")
+            guest.refuse(AnswerKind.REFUSED, f"view {guest.view} has {nbytes:,} bytes, not {guest.end:,}")
         self._reply(guest)
 
     def _reply(self, guest: _Guest) -> None:
-        """Send as much as the socket takes, and no more than a part, for a moment that is everybody's."""
+        """Send one part of an answer at most, as far as the socket takes it: the thread serves all guests."""
         if not guest.pending and guest.position < guest.end and not self._bring(guest):
             return
         try:
             count = guest.socket.sendmsg(guest.pending, (), _NO_WAIT) if guest.pending else 0
         except BlockingIOError:
             count = 0
-        guest.sent(count)
+        guest.discard_sent(count)
         if not guest.pending:
             self._free_stage(guest)
         guest.is_replying = bool(guest.pending) or guest.position < guest.end
         self._watch(guest, select.EPOLLOUT if guest.is_replying else select.EPOLLIN)
 
     def _bring(self, guest: _Guest) -> bool:
-        """Make the next part of an answer ready; return whether there was a buffer for it."""
+        """Prepare the next part of an answer, and return whether there was a buffer for it."""
         view = self._views[guest.view]
         left = guest.end - guest.position
         if view.address is not None:
@@ -230,12 +230,12 @@ class PeerService:
             data = guest.stage[: min(left, _STAGED_NBYTES)]
             try:
                 view.read_into(guest.position, data)
-            except Exception as error:  # the reader must hear of it, whatever it is: here nobody would
+            except Exception as error:  # any error goes to the reader: it would be lost in this thread
                 self.failure = self.failure or error
-                guest.refuse(Part.FAILED, f"{type(error).__name__}: {error}")
+                guest.refuse(AnswerKind.FAILED, f"{type(error).__name__}: {error}")
                 return True
         guest.position += len(data)
-        guest.pending = [memoryview(PART.pack(Part.DATA, len(data))), data]
+        guest.pending = [memoryview(PART.pack(AnswerKind.DATA, len(data))), data]
         return True
 
     def _free_stage(self, guest: _Guest) -> None:
@@ -255,15 +255,15 @@ class PeerService:
 
 
 class _Guest:
-    """One connection, and what is under way on it."""
+    """One connection with its request and its answer."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.challenge = secrets.token_bytes(NONCE_NBYTES)
         self.came_at = monotonic()
-        """When it last asked for anything."""
+        """Time of its last request."""
         self.is_known = False
-        self.said = b""
+        self.received = b""
         self.watched = int(select.EPOLLIN)
         self.is_replying = False
         self.view = self.position = self.end = 0
@@ -272,17 +272,17 @@ class _Guest:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is known and has asked for nothing that was not sent."""
-        return self.is_known and not self.is_replying and not self.said
+        """Whether it has proven itself and has no open request."""
+        return self.is_known and not self.is_replying and not self.received
 
-    def refuse(self, kind: Part, why: str) -> None:
-        """Answer with a text, and nothing after it."""
+    def refuse(self, kind: AnswerKind, why: str) -> None:
+        """End the answer with a text."""
         text = why.encode()[:2000]
         self.pending = [memoryview(PART.pack(kind, len(text)) + text)]
         self.position = self.end
 
-    def sent(self, count: int) -> None:
-        """Forget what the socket took."""
+    def discard_sent(self, count: int) -> None:
+        """Remove the bytes that the socket took from those pending."""
         while self.pending and count >= len(self.pending[0]):
             count -= len(self.pending.pop(0))
         if self.pending and count:
@@ -296,7 +296,7 @@ def _port_socket() -> socket.socket:
         try:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             sock.bind(("::", 0))
-        except OSError:  # IPv6 is built in and turned off
+        except OSError:  # IPv6 is built in but disabled
             sock.close()
         else:
             return sock

@@ -1,7 +1,7 @@
-"""Bytes of a model that lies in the memory of many ranks: what each lends, and a `Source` over all of it.
+"""A `Source` of a model's bytes in the memory of many ranks.
 
-Every rank makes a `MemoryOffer`, tells the others what its `told` returns, and reads by a `PeerSource` of what all say.
-All close their sources before any offer is closed, and change nothing of what they lend until then.
+Every rank makes a `MemoryOffer`, sends its description to the others, and reads by a `PeerSource` of all descriptions.
+All ranks close their sources before any rank closes its offer, and do not change what they lend until then.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from xrank.lending.local_bytes import LocalBytes
 from xrank.lending.memory_offer import MemoryOffer, PeerOffer
 from xrank.lending.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, Tick, connect
 from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError, memory_at
-from xrank.lending.peer_wire import Part
+from xrank.lending.peer_wire import AnswerKind
 from xrank.ranks.failure import FailureRecord
 
 __all__ = ["MemoryOffer", "PeerSource"]
 
 _GRACE_SECONDS = 5.0
-"""How long, once a rank has gone, it is waited for what it said of why, or what others saw."""
+"""Wait for the reason after a rank has gone: from the rank itself, or from others that noticed."""
 _PAUSE_SECONDS = 0.05
 _MAX_IDLE = 64
-"""Connections kept open, of all peers together."""
+"""Number of connections kept open, over all peers."""
 _CALL = "lending its tensors"
 
 
 class PeerSource:
-    """Reads records that lie in the memory of ranks; a `Source`, which several threads may use at once.
+    """Reads records from the memory of ranks; a `Source`, which several threads may use at once.
 
-    A peer of this host is read by the kernel where that is proven to work (`PeerMemory`), any other by its service.
+    The kernel reads a peer on this host if that is proven to work (`PeerMemory`); the peer's service sends the rest.
 
     Args:
-        own: what this rank lends; it stays open as long.
-        rank: this one.
-        offers: what the others' `MemoryOffer.told` returned, by rank.
-        record_rank: by record, in whose memory it lies.
-        record_view: by record, which view of that rank's offer it is.
-        check: raises if a rank is known to have failed; called by one of this source's threads at a time.
-        timeout_seconds: how long a peer may send nothing.
-        direct: whether other processes' memory is read by the kernel where that can be done.
+        own: this rank's offer; it stays open while this source is.
+        rank: this rank.
+        offers: descriptions of the other ranks' offers, by rank.
+        record_rank: rank that holds a record, by record.
+        record_view: index of the view in that rank's offer, by record.
+        check: raises if a rank is known to have failed; one thread at a time calls it.
+        timeout_seconds: time for which a peer may be silent.
+        direct: whether the kernel may read other processes' memory.
 
     Raises:
-        CorruptError: an offer is none.
-        RankFailedError, RankTimeoutError: from `read_into` and `fetch`, a peer failed, ended, or sends nothing.
-        ContradictionError: from those, a record is not of what its rank lends.
+        CorruptError: an offer's description is invalid.
+        RankFailedError, RankTimeoutError: from `read_into` and `fetch`: a peer failed, ended, or is silent.
+        ContradictionError: from those: a record is not in its rank's offer.
     """
 
     def __init__(
@@ -70,41 +70,45 @@ class PeerSource:
         self._idle: deque[tuple[PeerOffer, PeerConnection]] = deque()
         self._lock = threading.Lock()
         self._closed = False
-        self._peers = {other: PeerOffer.of(other, told) for other, told in offers.items() if other != rank}
+        self._peers = {
+            other: PeerOffer.from_description(other, description)
+            for other, description in offers.items()
+            if other != rank
+        }
         for peer in self._peers.values():
             peer.watch(direct=direct)
 
     @property
     def direct_ranks(self) -> list[int]:
-        """The peers whose memory the kernel reads."""
+        """Peers whose memory the kernel reads."""
         return sorted(rank for rank, peer in self._peers.items() if peer.memory is not None)
 
     def read_into(self, record: int, start: int, into: memoryview) -> None:
         """Fill `into` with the record's bytes from `start` on."""
         rank, view = int(self._record_rank[record]), int(self._record_view[record])
         if rank == self._rank:
-            self._own_view(view, start, len(into)).read_into(start, into)
+            self._find_own(view, start, len(into)).read_into(start, into)
             return
         peer = self._peers[rank]
         if view >= len(peer.nbytes) or start < 0 or start + len(into) > peer.nbytes[view]:
-            raise _not_lent(rank, view, start + len(into))
+            raise _make_mismatch_error(rank, view, start + len(into))
         if not into:
             return
         if peer.memory is not None and peer.addresses[view] and view not in peer.unreadable:
             try:
                 peer.memory.read_into(int(peer.addresses[view]) + start, into)
             except UnreadableMemoryError:
-                peer.unreadable.add(view)  # memory of a device, say: its owner can read it
+                peer.unreadable.add(view)  # for example a device's memory, which its owner can read
             except LendingEndedError:
-                raise self._gone(peer, "it ended, or took back what it lent") from None
+                raise self._explain_end(peer, "it ended, or no longer lends its memory") from None
             else:
                 return
         self._request(peer, view, start, into)
 
     def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
-        """Return the record's bytes: in `staging`, or of this rank's own a view where they already are."""
+        """Return the record's bytes in `staging`; bytes of this rank's own memory as a view, if they are in a row."""
         if int(self._record_rank[record]) == self._rank:
-            address = self._own_view(int(self._record_view[record]), start, nbytes).address
+            address = self._find_own(int(self._record_view[record]), start, nbytes).address
             if address is not None:
                 return memory_at(address + start, nbytes).toreadonly()
         data = staging[:nbytes]
@@ -112,15 +116,15 @@ class PeerSource:
         return data
 
     def check_unchanged(self) -> None:
-        """See that what this rank lends was not changed; each rank answers for its own.
+        """Check that this rank's own offer has not changed; each rank checks its own.
 
         Raises:
-            ContradictionError: it was.
+            ContradictionError: it has changed.
         """
         self._own.check_unchanged()
 
     def close(self) -> None:
-        """Close all connections; no read may be under way. Twice is once."""
+        """Close all connections; no read may be under way. Further calls do nothing."""
         with self._lock:
             self._closed = True
             while self._idle:
@@ -128,14 +132,14 @@ class PeerSource:
         for peer in self._peers.values():
             peer.close()
 
-    def _own_view(self, view: int, start: int, nbytes: int) -> LocalBytes:
+    def _find_own(self, view: int, start: int, nbytes: int) -> LocalBytes:
         views = self._own.views
         if view >= len(views) or start < 0 or start + nbytes > views[view].nbytes:
-            raise _not_lent(self._rank, view, start + nbytes)
+            raise _make_mismatch_error(self._rank, view, start + nbytes)
         return views[view]
 
     def _request(self, peer: PeerOffer, view: int, start: int, into: memoryview) -> None:
-        """Read by the peer's service."""
+        """Read through the peer's service."""
         tick = self._tick(peer)
         connection = self._idle_connection(peer)
         while True:
@@ -148,13 +152,13 @@ class PeerSource:
                 if connection is not None:
                     connection.close()
                 if isinstance(error, PeerGoneError):
-                    # A service closes connections that lie idle when it has too many: that is no end of it.
+                    # A service with too many connections closes idle ones, and still serves new ones.
                     if error.is_early and not is_fresh:
                         connection = None
                         continue
-                    raise self._gone(peer, str(error)) from None
+                    raise self._explain_end(peer, str(error)) from None
                 if isinstance(error, PeerRefusalError):
-                    raise self._refused(peer, error) from None
+                    raise self._explain_refusal(peer, error) from None
                 raise
             self._keep(peer, connection)
             return
@@ -178,31 +182,31 @@ class PeerSource:
 
     def _tick(self, peer: PeerOffer) -> Tick:
         def tick(silent_seconds: float) -> None:
-            self._ask_check()
-            if peer.has_ended:  # a child that it forked may hold its connections
-                raise self._gone(peer, "its process ended")
+            self._run_check()
+            if peer.has_ended:  # checked because a forked child may keep its connections open
+                raise self._explain_end(peer, "its process ended")
             if silent_seconds > self._timeout_seconds:
                 raise RankTimeoutError(
-                    f"rank {peer.rank} has sent nothing of what it lends for {self._timeout_seconds:g} s",
+                    f"rank {peer.rank} has sent no bytes of its tensors for {self._timeout_seconds:g} s",
                     rank=peer.rank,
                     host=peer.host,
                     waiting_for=(peer.rank,),
                     got=f"no answer from host {peer.host}, pid {peer.pid}",
-                    next_step=f"see whether rank {peer.rank} is stopped, or its host cut off; then make the same call "
-                    "again, which goes on",
+                    next_step=f"check whether rank {peer.rank} is stopped, or its host cut off; then make the same "
+                    "call again, which resumes",
                 )
 
         return tick
 
-    def _ask_check(self) -> None:
-        if self._check_lock.acquire(blocking=False):  # another thread that asks will raise as well
+    def _run_check(self) -> None:
+        if self._check_lock.acquire(blocking=False):  # the thread that has the lock will raise as well
             try:
                 self._check()
             finally:
                 self._check_lock.release()
 
-    def _gone(self, peer: PeerOffer, how: str) -> RankFailedError:
-        """Return what to raise for a peer that is no more there, unless `check` knows why and raises that."""
+    def _explain_end(self, peer: PeerOffer, how: str) -> RankFailedError:
+        """Return the error for a peer that has gone, unless `check` raises an error with the reason."""
         end = monotonic() + _GRACE_SECONDS
         wait = threading.Event()
         while True:
@@ -213,13 +217,13 @@ class PeerSource:
                 return FailureRecord(peer.rank, peer.host, peer.pid, cause, _CALL).to_error()
             wait.wait(_PAUSE_SECONDS)
 
-    def _refused(self, peer: PeerOffer, error: PeerRefusalError) -> XrankError:
-        if error.kind == Part.FAILED:
+    def _explain_refusal(self, peer: PeerOffer, error: PeerRefusalError) -> XrankError:
+        if error.kind == AnswerKind.FAILED:
             return FailureRecord(peer.rank, peer.host, peer.pid, str(error), _CALL).to_error()
-        return ContradictionError(f"rank {peer.rank} does not lend what it told", rank=peer.rank, got=str(error))
+        return ContradictionError(f"rank {peer.rank} lends other views than described", rank=peer.rank, got=str(error))
 
 
-def _not_lent(rank: int, view: int, end: int) -> ContradictionError:
+def _make_mismatch_error(rank: int, view: int, end: int) -> ContradictionError:
     return ContradictionError(
         f"rank {rank} lends other tensors than it described", rank=rank, want=f"a view {view} of at least {end:,} bytes"
     )

@@ -1,13 +1,13 @@
-"""What a rank that lends bytes, and one that asks for them, say over a socket.
+"""Messages over a socket between a rank that lends bytes and a reader.
 
-    lender: a challenge of 32 bytes                          as soon as one connects
-    reader: 32 bytes of its own, proof that it knows the token
-    lender: proof that it does, too                          so a reader never takes another's bytes for these
-    reader: view, start, nbytes                              as often as it likes, one request at a time
-    lender: (kind, nbytes, that many bytes), …               data until all has been sent, or a text that says why not
+    lender: a challenge of 32 bytes                          on connection
+    reader: a nonce of 32 bytes, proof that it knows the token
+    lender: proof that it knows the token too                so a reader never accepts another process's bytes
+    reader: view, start, nbytes                              one request at a time, any number of them
+    lender: (kind, nbytes, that many bytes), …               data until all has been sent, or a text with the reason
 
-The token itself never crosses a network; who may read the store that told it is one of the ranks. What is lent crosses
-it as it is, like every tensor of a training.
+The token itself never crosses a network: only ranks can read the store that contains it. Lent bytes cross the network
+unencrypted, like all tensors of a training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "PROOF_NBYTES",
     "REQUEST",
     "TOKEN_NBYTES",
-    "Part",
+    "AnswerKind",
     "lender_proof",
     "reader_proof",
 ]
@@ -34,21 +34,21 @@ REQUEST = Struct("<QQQ")
 PART = Struct("<BQ")
 
 
-class Part(IntEnum):
-    """What a part of an answer holds."""
+class AnswerKind(IntEnum):
+    """The content of a part of an answer."""
 
     DATA = 0
     REFUSED = 1
-    """Why nothing of it will be sent: the request is for bytes that there are not."""
+    """Reason of a refusal: the requested bytes do not exist."""
     FAILED = 2
-    """Why no more can be sent: to read them failed."""
+    """Reason why no more can be sent: reading the bytes failed."""
 
 
 def reader_proof(token: bytes, challenge: bytes, nonce: bytes) -> bytes:
-    """Return what only who knows the token can answer to a lender's challenge."""
+    """Return the answer to a lender's challenge that requires the token."""
     return hmac.digest(token, b"reader" + challenge + nonce, "sha256")
 
 
 def lender_proof(token: bytes, challenge: bytes, nonce: bytes) -> bytes:
-    """Return what only who knows the token can answer to a reader's nonce."""
+    """Return the answer to a reader's nonce that requires the token."""
     return hmac.digest(token, b"lender" + challenge + nonce, "sha256")

@@ -1,7 +1,7 @@
-"""Tensors as the executor's target: row-major bytes come window by window and go where the elements lie.
+"""Tensors as the executor's target: row-major bytes arrive window by window and go to the tensors' elements.
 
-Nothing of the size of a tensor is allocated, whatever its strides and its device: a contiguous tensor in this process's
-memory is written as it is, a strided one by strided copies, one on a device by way of pinned buffers of a window each.
+Nothing of the size of a tensor is allocated, whatever its strides and device. A contiguous tensor in this process's
+memory is written directly, a strided one by strided copies, one on a device through pinned buffers of a window each.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["TensorTarget", "check_fillable"]
 
 
 def check_fillable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose elements share memory: the last one written would be all of them.
+    """Check that elements do not share memory: the last one written would overwrite the others.
 
     Raises:
-        UsageError: it is expanded, or its strides overlap.
+        UsageError: the tensor is expanded, or its strides overlap.
     """
     reach = 0
     for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -42,26 +42,26 @@ def check_fillable(name: str, tensor: torch.Tensor) -> None:
 
 
 class TensorTarget:
-    """Writes output files into tensors, one for each file: the file is the tensor's elements, row-major.
+    """Writes output files into tensors: each file is the row-major elements of one tensor.
 
-    It writes past autograd, which counts no change: that is the caller's to say.
+    It writes without autograd, which then counts no change: the caller must mark the tensors as changed.
 
     Args:
-        tensors: detached; by index of the output file.
+        tensors: detached tensors by index of the output file.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [_Fillable(tensor) for tensor in tensors]
         self._buffers = _PinnedBuffers()
         for device in self._devices():
-            _synchronize(device)  # what is queued there may still read the old values
+            _synchronize(device)  # queued work may still read the old values
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Put bytes, whole elements, at `offset` of that file; any thread may."""
+        """Write whole elements at a byte offset of a file; any thread may call this."""
         self._tensors[file].write(offset, data, self._buffers)
 
     def finish(self) -> None:
-        """Wait until all that was written has come to its device."""
+        """Wait until all written bytes are on their devices."""
         for device in self._devices():
             _synchronize(device)
 
@@ -70,7 +70,7 @@ class TensorTarget:
 
 
 class _Fillable:
-    """One tensor."""
+    """One tensor and the way to write its elements."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.device = tensor.device
@@ -79,7 +79,7 @@ class _Fillable:
         self._address: int | None = None
         if is_plain and tensor.is_contiguous() and tensor.device.type == "cpu":
             self._address = tensor.data_ptr()
-        # As integers no element is read as a number; only lazy bits must still be applied by its own dtype.
+        # Integers are copied without reading elements as numbers. Lazy bits still need the tensor's own dtype.
         integer = integer_type(tensor.element_size()) if is_plain else None
         self._elements = tensor if integer is None else tensor.view(integer)
 
@@ -87,7 +87,7 @@ class _Fillable:
         import torch
 
         if self._address is not None:
-            # memmove lets other threads run meanwhile, an assignment does not.
+            # memmove releases the interpreter lock, an assignment does not.
             ctypes.memmove(self._address + offset, address_of(data), len(data))
             return
         elements = self._elements
@@ -95,8 +95,8 @@ class _Fillable:
         if elements.device.type != "cuda":
             self._put(low, torch.frombuffer(data, dtype=torch.uint8).view(elements.dtype))
             return
-        buffer, event, stream = buffers.next_of(elements.device)
-        event.synchronize()  # what it held last has come to the device
+        buffer, event, stream = buffers.next(elements.device)
+        event.synchronize()  # its last content is on the device
         ctypes.memmove(buffer.data_ptr(), address_of(data), len(data))
         with torch.cuda.stream(stream):
             self._put(low, buffer[: len(data)].view(elements.dtype))
@@ -110,13 +110,13 @@ class _Fillable:
 
 
 class _PinnedBuffers(threading.local):
-    """Two buffers of a window for each thread and device: one is filled while the other is on its way."""
+    """Two buffers of a window for each thread and device: one is filled while the other is copied."""
 
     def __init__(self) -> None:
         self._made: dict[torch.device, list[tuple[torch.Tensor, Any, Any]]] = {}
 
-    def next_of(self, device: torch.device) -> tuple[torch.Tensor, Any, Any]:
-        """Return a buffer in pinned memory, the event after which it is free, and the stream that empties it."""
+    def next(self, device: torch.device) -> tuple[torch.Tensor, Any, Any]:
+        """Return a pinned buffer, the event after which it is free, and the stream that copies from it."""
         import torch
 
         if device not in self._made:

@@ -1,4 +1,4 @@
-"""The picture of layouts as one HTML page that needs nothing else: no script, no font, no address."""
+"""The picture of layouts as one HTML page without scripts, fonts or addresses of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xrank.dtypes import DTYPES
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.pictures.page import colour, page, page_text
 from xrank.pictures.regions import cut_dims, region_of
-from xrank.pictures.text_picture import alike, misfit_words, share_words
+from xrank.pictures.text_picture import group_alike, misfit_words, share_words
 from xrank.plan.holdings import Holdings, Share, Survey, held_nbytes
 from xrank.plan.survey import survey
 from xrank.words import amount_text, ranks_text
@@ -30,16 +30,16 @@ def layout_html(
     """Return a page with the mesh, the rules, a picture of each tensor and the bytes per rank.
 
     Args:
-        layouts: how each tensor is cut, with a mesh.
+        layouts: cut of each tensor, with a mesh.
         shapes: global shape by name.
-        dtypes: safetensors name of the element type by name; without them sizes are elements.
-        max_parts: of one tensor's parts, how many are drawn and listed.
+        dtypes: safetensors name of the element type by name; without it, sizes are in elements.
+        max_parts: number of parts of one tensor that are drawn and listed.
     """
     return survey_html(survey(layouts, shapes, dtypes=dtypes), max_parts=max_parts)
 
 
 def survey_html(found: Survey, *, max_parts: int = 64) -> str:
-    """Return the page of a survey; as `layout_html`."""
+    """Return the page of a survey; see `layout_html`."""
     body = ["<h1>Layouts</h1>"]
     for name, mesh in found.meshes.items():
         body += [f"<h2>{page_text(name)} <code>{page_text(mesh.grid)}</code></h2>", *_mesh_table(mesh)]
@@ -52,18 +52,18 @@ def survey_html(found: Survey, *, max_parts: int = 64) -> str:
     ):
         if names:
             body += [f'<h2 class="bad">{title}</h2><ul>', *(f"<li><code>{page_text(n)}</code>" for n in names), "</ul>"]
-    for group in alike(found.tensors):
+    for group in group_alike(found.tensors):
         body += _tensor(group, max_parts)
     body += _bars(found)
     return page("Layouts", body)
 
 
 def _mesh_table(mesh: DeviceMesh) -> Iterator[str]:
-    """A row for each place along all axes but the last, a column for each along that one."""
+    """Yield a row for each place along all axes but the last, and a column for each place along the last."""
     *outer, across = mesh.axis_names
     length = mesh.shape[-1]
     if mesh.size > _MAX_RANKS or length > 64:
-        yield f"<p>{page_text(ranks_text(sorted(mesh.ranks), compact=True))}</p>"
+        yield f"<p>{page_text(ranks_text(mesh.ranks, compact=True))}</p>"
         return
     heads = "".join(f"<th>{page_text(across)}={i}" for i in range(length))
     yield f'<table class="mesh"><tr><th>{heads}'
@@ -113,11 +113,11 @@ def _tensor(group: Sequence[Holdings], max_parts: int) -> Iterator[str]:
 
 
 def _drawing(one: Holdings, shares: Sequence[Share], max_boxes: int = 2048) -> Iterator[str]:
-    """Draw the parts over at most two of the dims that are cut; over all elements in a row where rows are cut."""
+    """Draw the parts over at most two of the cut dims, or over all elements in a row if rows are cut."""
     cut = cut_dims((region_of(nest, one.shape) for share in shares for nest in share.nests), one.shape)
     drawn = None if cut is None else (cut or list(range(len(one.shape))))[:2]
     lengths = [math.prod(one.shape)] if not drawn else [one.shape[d] for d in drawn]
-    # One cut dim is drawn downwards, as rows are; columns go to the right.
+    # One cut dim runs downwards if it is the rows, else to the right.
     down_only = drawn is not None and len(lengths) == 1 and drawn[0] == 0 and len(one.shape) > 1
     width, height = (160, 160) if down_only else (480, 32) if len(lengths) == 1 else (480, 240)
     boxes: list[str] = []

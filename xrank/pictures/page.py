@@ -1,4 +1,4 @@
-"""A page: one HTML file that needs nothing else, no script, no font, no address; and what stands on several of them."""
+"""An HTML page in one file without scripts, fonts or addresses, and the elements that several pages share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ table{border-collapse:collapse;margin:.4em 0} td,th{border:1px solid #ccc;paddin
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """Return the page with that title, of lines that are HTML already."""
+    """Return the page with a title and a body of HTML lines."""
     lines = "\n".join(body)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -29,11 +29,11 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def page_text(text: str) -> str:
-    """Return text as it may stand in a page, whatever is in it."""
+    """Return any text as HTML on one line."""
     return escape(one_line(text))
 
 
 def colour(number: int) -> str:
     """Return the colour of the n-th of many things."""
-    # Turned by the golden angle, neighbours never look alike.
+    # Steps of the golden angle make neighbours differ.
     return f"hsl({number * 137.5 % 360:.0f} 55% {62 if number % 2 else 50}%)"

@@ -1,4 +1,4 @@
-"""Regions: what a nest covers of a tensor, dim by dim where it can be said so, else as a range of elements."""
+"""Regions: the part of a tensor that a nest covers, dim by dim if possible, else as a range of elements."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _MAX_RUNS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What a nest covers.
+    """The part of a tensor that a nest covers.
 
     Args:
-        first: the lowest row-major address.
-        last: the highest one.
-        num_elements: how many are covered.
-        dims: for each dim the runs of indices, both ends included; the region is all their combinations. None where no
-            such runs say it: a range of elements that begins or ends within a row.
+        first: lowest row-major address.
+        last: highest row-major address.
+        num_elements: number of covered elements.
+        dims: for each dim the runs of indices, both ends included; the region is all their combinations. None if no
+            such runs exist, as for a range of elements that begins or ends within a row.
     """
 
     first: int
@@ -41,7 +41,7 @@ class Region:
 
 @lru_cache(maxsize=16_384)
 def region_of(nest: Nest, shape: tuple[int, ...]) -> Region:
-    """Return what the y side of a nest covers of a tensor of that global shape."""
+    """Return the region that the y side of a nest covers in a tensor of that global shape."""
     last = nest.y + sum((n - 1) * stride for n, _, stride in nest.loops)
     return Region(nest.y, last, size(nest), _dims_of(nest, shape))
 
@@ -65,7 +65,7 @@ def _dims_of(nest: Nest, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int],
                 steps[d].append((count, step))
                 reach[d] += (count - 1) * step
                 break
-            # A loop that runs past a dim's end goes on in the dim before, if it takes all of this one each time.
+            # A loop that runs past a dim's end continues in the dim before, if it takes all of this dim each time.
             if shape[d] % step or reach[d] >= step or count % (shape[d] // step) or d == 0:
                 return None
             steps[d].append((shape[d] // step, step))
@@ -81,7 +81,7 @@ def _dims_of(nest: Nest, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int],
 
 
 def _runs(start: int, steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...] | None:
-    """Return the runs of start + all combinations of (count, step); None for too many."""
+    """Return the runs of start + all combinations of (count, step); None if they are too many."""
     runs = [(start, start)]
     for count, step in sorted(steps, key=lambda each: each[1]):
         if len(runs) == 1 and step == runs[0][1] - runs[0][0] + 1:
@@ -100,7 +100,7 @@ def _runs(start: int, steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int]
 
 
 def region_words(region: Region, shape: tuple[int, ...]) -> str:
-    """Return a region in words; all numbers are included: ``rows 0-3``, ``columns 4-7``, ``[:, 0-1, :, 4-7]``."""
+    """Return a region in words, both ends included: ``rows 0-3``, ``columns 4-7``, ``[:, 0-1, :, 4-7]``."""
     if region.num_elements == math.prod(shape):
         return "the whole tensor"
     if region.dims is None:
@@ -127,7 +127,7 @@ def _is_whole(runs: Sequence[tuple[int, int]], length: int) -> bool:
 
 
 def cut_dims(regions: Iterable[Region], shape: tuple[int, ...]) -> list[int] | None:
-    """Return the dims that some region does not hold whole; None where one is no combination of dims."""
+    """Return the dims that some region covers in part; None if a region is not a combination of dims."""
     cut: dict[int, None] = {}
     for region in regions:
         if region.dims is None:
@@ -139,7 +139,7 @@ def cut_dims(regions: Iterable[Region], shape: tuple[int, ...]) -> list[int] | N
 
 
 def strip(runs: Sequence[tuple[int, int]], length: int, width: int) -> str:
-    """Return a dim as a strip of at most `width` cells, ``##..``: a cell is dark where any of its indices is held."""
+    """Return a dim as a strip of at most `width` cells, ``##..``: a dark cell contains an index of a run."""
     width = min(width, length)
     cells = ["."] * width
     for a, b in runs:
@@ -149,20 +149,20 @@ def strip(runs: Sequence[tuple[int, int]], length: int, width: int) -> str:
 
 
 def part_names(holdings: Holdings, region: Region) -> str:
-    """Return the fused parts that a region touches, ``q`` or ``gate, up``; empty where its dims have no parts."""
+    """Return the fused parts that a region touches, ``q`` or ``gate, up``; empty if its dims have no parts."""
     if holdings.layout is None or region.dims is None or len(holdings.layout.dims) != len(holdings.shape):
         return ""
-    bound = _bound(holdings)
+    bound = _bind_sizes(holdings)
     words = []
     for dim, runs in zip(holdings.layout.dims, region.dims, strict=True):
         if bound is None or "<" not in render_dim(dim):
             continue
-        names = dict.fromkeys(name for a, b in runs for name in _touched(dim, a, b, bound))
+        names = dict.fromkeys(name for a, b in runs for name in _find_touched(dim, a, b, bound))
         words.append(", ".join(names))
     return "; ".join(word for word in words if word)
 
 
-def _bound(holdings: Holdings) -> Mapping[str, int] | None:
+def _bind_sizes(holdings: Holdings) -> Mapping[str, int] | None:
     layout, mesh = holdings.layout, holdings.mesh
     assert layout is not None
     if mesh is None:
@@ -175,17 +175,18 @@ def _bound(holdings: Holdings) -> Mapping[str, int] | None:
         return None
 
 
-def _touched(node: Node, first: int, last: int, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield the names of the parts that the global indices first..last of a dim touch."""
+def _find_touched(node: Node, first: int, last: int, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield the names of the parts that contain any of the global indices first..last of a dim."""
     match node:
         case Split(of) | Pad(of):
-            yield from _touched(of, first, last, sizes)
+            yield from _find_touched(of, first, last, sizes)
         case Parts(parts):
             start = 0
             for part in parts:
                 end = start + global_size(part.of, sizes)
                 if first < end and last >= start and end > start:
-                    within = list(_touched(part.of, max(first, start) - start, min(last, end - 1) - start, sizes))
+                    low, high = max(first, start) - start, min(last, end - 1) - start
+                    within = list(_find_touched(part.of, low, high, sizes))
                     yield from (f"{part.name}.{name}" for name in within) if within else (part.name,)
                 start = end
         case Product(factors):
@@ -195,5 +196,5 @@ def _touched(node: Node, first: int, last: int, sizes: Mapping[str, int]) -> Ite
                 low, high = first // inner, last // inner
                 if low // length != high // length:
                     low, high = 0, length - 1
-                yield from _touched(factor, low % length, high % length, sizes)
+                yield from _find_touched(factor, low % length, high % length, sizes)
                 inner *= length

@@ -1,4 +1,4 @@
-"""Bars of several parts each, one below the other, for a page."""
+"""Stacked bars, one below the other, for a page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xrank.pictures.page import colour, page_text
 
-__all__ = ["Bar", "stacked_bars"]
+__all__ = ["Bar", "draw_stacked_bars"]
 
 _WIDTH = 480
 
@@ -18,17 +18,17 @@ class Bar:
 
     label: str
     parts: tuple[float, ...]
-    """Lengths, in the order of the parts' names; none is negative."""
+    """Lengths in the order of the parts' names; none is negative."""
     words: str
-    """What stands beside it."""
+    """Text beside the bar."""
 
 
-def stacked_bars(names: Sequence[str], bars: Sequence[Bar]) -> Iterator[str]:
-    """Yield the lines of a table with the bars, on one scale, and what each colour means.
+def draw_stacked_bars(names: Sequence[str], bars: Sequence[Bar]) -> Iterator[str]:
+    """Yield the lines of a table with the bars on one scale, and of a legend of the colours.
 
     Args:
-        names: of the parts.
-        bars: from the top on.
+        names: names of the parts.
+        bars: bars from top to bottom.
     """
     longest = max((sum(bar.parts) for bar in bars), default=0.0) or 1.0
     keys = "".join(

@@ -1,4 +1,4 @@
-"""The picture of layouts for a terminal: line by line who holds which part of each tensor."""
+"""The picture of layouts for a terminal: the part of each tensor on each rank, line by line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from xrank.plan.holdings import Holdings, Share, Survey, held_nbytes
 from xrank.plan.survey import survey
 from xrank.words import amount_text, clip, first_lines, one_line, ranks_text
 
-__all__ = ["alike", "layout_text", "misfit_words", "share_words", "survey_text"]
+__all__ = ["group_alike", "layout_text", "misfit_words", "share_words", "survey_text"]
 
 _STRIP = 16
-"""Cells of a strip at most."""
+"""Maximum number of cells of a strip."""
 
 
 def layout_text(
@@ -26,26 +26,32 @@ def layout_text(
     width: int = 100,
     max_parts: int = 16,
 ) -> str:
-    """Return which rank holds which part of each tensor, as text for a terminal; all ranges include both ends.
+    """Return the part of each tensor on each rank, as text for a terminal; ranges include both ends.
 
     Args:
-        layouts: how each tensor is cut, with a mesh.
+        layouts: cut of each tensor, with a mesh.
         shapes: global shape by name.
-        dtypes: safetensors name of the element type by name; without them sizes are elements.
-        width: characters a line may have.
-        max_parts: lines for the parts of one tensor; of more, the first and the last are shown.
+        dtypes: safetensors name of the element type by name; without it, sizes are in elements.
+        width: maximum number of characters of a line.
+        max_parts: maximum number of lines for one tensor's parts; of more parts, the first and the last are shown.
+
+    Example:
+        >>> from xrank.layout import DeviceMesh, LayoutMap
+        >>> from xrank.pictures import layout_text
+        >>> layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
+        >>> layouts["w"] = "[d/tp, k]"
+        >>> "rank 0" in layout_text(layouts, {"w": (4, 2)})
+        True
     """
     return survey_text(survey(layouts, shapes, dtypes=dtypes), width=width, max_parts=max_parts)
 
 
 def survey_text(found: Survey, *, width: int = 100, max_parts: int = 16) -> str:
-    """Return the picture of a survey; as `layout_text`."""
-    lines = [
-        f"{name:<6} {mesh.grid}: {ranks_text(sorted(mesh.ranks), compact=True)}" for name, mesh in found.meshes.items()
-    ]
-    for group in alike(found.tensors):
+    """Return the picture of a survey; see `layout_text`."""
+    lines = [f"{name:<6} {mesh.grid}: {ranks_text(mesh.ranks, compact=True)}" for name, mesh in found.meshes.items()]
+    for group in group_alike(found.tensors):
         lines += ["", *_tensor_lines(group, max_parts)]
-    lines += _held_lines(found)
+    lines += _amount_lines(found)
     for title, names in (
         ("no rule decides for", found.unmatched),
         ("rules that decide for no tensor", found.unused),
@@ -55,12 +61,12 @@ def survey_text(found: Survey, *, width: int = 100, max_parts: int = 16) -> str:
     return "\n".join(clip(line, width) for line in lines).lstrip("\n") + "\n"
 
 
-def alike(tensors: Iterable[Holdings]) -> list[list[Holdings]]:
-    """Return tensors in groups of one picture, in the order of their first: the layers of a model look alike."""
+def group_alike(tensors: Iterable[Holdings]) -> list[list[Holdings]]:
+    """Return groups of tensors with equal pictures, such as the layers of a model, in the order of their first."""
     groups: dict[object, list[Holdings]] = {}
     for one in tensors:
         known = (one.shape, one.dtype, one.text, one.shares, one.absent, one.misfit)
-        # A problem is told for each: its words hold the name.
+        # A tensor with a problem is its own group: the problem's text contains the name.
         key = one.name if one.problem is not None else known
         groups.setdefault(key, []).append(one)
     return list(groups.values())
@@ -100,7 +106,7 @@ def _last_of(group: Sequence[Holdings]) -> str:
 
 
 def _rows(one: Holdings, most: int) -> list[tuple[str, ...]]:
-    """Return the cells of each share's line; of many shares the first and the last, and one cell for those between."""
+    """Return the cells of each share's line; with many shares, the first, the last, and one cell for the rest."""
     if len(one.shares) <= most:
         return [_share_row(one, share) for share in one.shares]
     *between, last = one.shares[max(most - 2, 1) :]
@@ -120,7 +126,7 @@ def _share_row(one: Holdings, share: Share) -> tuple[str, ...]:
 
 
 def share_words(one: Holdings, share: Share, most: int = 6) -> str:
-    """Return what a share holds, in words: by fused parts where the tensor has some."""
+    """Return the content of a share in words: by fused parts if the tensor has some."""
     if not share.nests:
         return "nothing"
     words: list[str] = []
@@ -134,7 +140,7 @@ def share_words(one: Holdings, share: Share, most: int = 6) -> str:
 
 
 def misfit_words(one: Holdings) -> str:
-    """Return what is wrong with who holds a tensor."""
+    """Return the misfit of a tensor's shares in words."""
     misfit = one.misfit
     assert misfit is not None
     if misfit.kind == "gap":
@@ -145,7 +151,7 @@ def misfit_words(one: Holdings) -> str:
 
 
 def _strips(one: Holdings, share: Share) -> str:
-    """Return a strip for each dim that the tensor is cut along, ``##.. .#``; one of all elements where rows are cut."""
+    """Return a strip for each cut dim, ``##.. .#``; one strip of all elements if rows are cut."""
     regions = [region_of(nest, one.shape) for nest in share.nests]
     everything = [region_of(nest, one.shape) for other in one.shares[:64] for nest in other.nests]
     cut = cut_dims(everything, one.shape)
@@ -156,7 +162,7 @@ def _strips(one: Holdings, share: Share) -> str:
     )
 
 
-def _held_lines(found: Survey) -> list[str]:
+def _amount_lines(found: Survey) -> list[str]:
     if not any(one.shares for one in found.tensors):
         return []
     has_width = all(one.dtype in DTYPES for one in found.tensors if one.shares)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xrank.pictures.page import page, page_text
-from xrank.pictures.stacked_bars import Bar, stacked_bars
+from xrank.pictures.stacked_bars import Bar, draw_stacked_bars
 from xrank.simulation.prediction import ASSUMED, PARTS
 from xrank.simulation.simulation import Simulation
 from xrank.words import one_line, plural, size_text
@@ -178,4 +178,4 @@ def _chart(
         rank = low + int(total[low:high].argmax())
         label = f"rank {rank}" if step == 1 else f"rank {rank}, most of {low}-{high - 1}"
         bars.append(Bar(label, tuple(float(part[rank]) for _, part in shown), text(float(total[rank]))))
-    yield from stacked_bars([name for name, _ in shown], bars)
+    yield from draw_stacked_bars([name for name, _ in shown], bars)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from xrank import errors
 from xrank.errors import RankFailedError, RankTimeoutError, XrankError
-from xrank.gather.sessions import failure_check, forget, gathered
+from xrank.gather.sessions import failure_check, forget, gather_values
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.store import LaunchedRanks
 from xrank.teams.team import Team
@@ -154,7 +154,7 @@ class SharedTeam(Team):
         self._is_committed = True
 
     def _gather(self, key: str, value: object, *, early_exit: bool = False) -> AbstractContextManager[list[Any]]:
-        return gathered(
+        return gather_values(
             "the shared conversion",
             value,
             self.ranks,
