@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.distribution.trained_models import Perceptron, assert_same_state, own_part, perceptron_batches, train
 from xrank.distribution import DataParallel, DeviceMesh, LayoutMap, ModelParallel, list_devices, set_distribution
-from xrank.distribution.datasets import sharded
+from xrank.distribution.datasets import shard_dataset
 
 
 @pytest.mark.ranks(4)
@@ -74,24 +74,24 @@ def flat(parts) -> list[int]:
 
 def test_parts_of_a_batch_are_cut_in_order():
     for make in (numbers, Stream):
-        parts = [seen(sharded(DataLoader(make(16), batch_size=8), 4, shard)) for shard in range(4)]
+        parts = [seen(shard_dataset(DataLoader(make(16), batch_size=8), 4, shard)) for shard in range(4)]
         assert parts[1] == [[2, 3], [10, 11]] and len(parts) == 4
         assert sorted(flat(parts)) == list(range(16))
         # The last batch is smaller, but divides.
-        assert seen(sharded(DataLoader(make(12), batch_size=8), 4, 1)) == [[2, 3], [9]]
-        assert seen(sharded(DataLoader(make(13), batch_size=8, drop_last=True), 4, 1)) == [[2, 3]]
-    assert len(sharded(DataLoader(numbers(16), batch_size=8), 4, 0)) == 2
+        assert seen(shard_dataset(DataLoader(make(12), batch_size=8), 4, 1)) == [[2, 3], [9]]
+        assert seen(shard_dataset(DataLoader(make(13), batch_size=8, drop_last=True), 4, 1)) == [[2, 3]]
+    assert len(shard_dataset(DataLoader(numbers(16), batch_size=8), 4, 0)) == 2
 
 
 def test_single_samples_are_dealt_so_that_batches_are_the_same_sets():
-    local = [seen(DataLoader(sharded(numbers(8), 2, shard), batch_size=2)) for shard in range(2)]
+    local = [seen(DataLoader(shard_dataset(numbers(8), 2, shard), batch_size=2)) for shard in range(2)]
     assert local == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
-    assert [list(sharded(Stream(6), 2, shard)) for shard in range(2)] == [[0, 2, 4], [1, 3, 5]]
+    assert [list(shard_dataset(Stream(6), 2, shard)) for shard in range(2)] == [[0, 2, 4], [1, 3, 5]]
 
 
 def test_what_is_not_cut_is_the_same_object():
     for data in (DataLoader(numbers(5), batch_size=3), numbers(5), Stream(5)):
-        assert sharded(data, 1, 0) is data
+        assert shard_dataset(data, 1, 0) is data
 
 
 def test_batches_that_do_not_divide_are_refused():
@@ -104,10 +104,10 @@ def test_batches_that_do_not_divide_are_refused():
         ([1, 2], "is not supported for auto-sharding in multi-process setting"),
     ):
         with pytest.raises(ValueError, match=message):
-            sharded(data, 2, 0)
+            shard_dataset(data, 2, 0)
     for data in (Stream(7), DataLoader(Stream(7), batch_size=4), DataLoader(numbers(4), batch_sampler=[[0, 1], [2]])):
         with pytest.raises(ValueError, match="must be divisible"):
-            list(sharded(data, 2, 0))
+            list(shard_dataset(data, 2, 0))
 
 
 @pytest.mark.ranks(4)

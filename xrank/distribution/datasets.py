@@ -1,4 +1,4 @@
-"""Datasets: which part of each batch a rank gets. A batch of the whole is cut into equal parts, in order."""
+"""Parts of datasets for ranks. Each global batch is cut into equal parts, in order."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from xrank.errors import UsageError
 
-__all__ = ["sharded"]
+__all__ = ["shard_dataset"]
 
 
-def sharded(dataset: Any, num_shards: int, shard: int) -> Any:
-    """Return one of several parts of a dataset; every rank of the process group calls it.
+def shard_dataset(dataset: Any, num_shards: int, shard: int) -> Any:
+    """Return one part of a dataset; every rank of the process group calls it.
 
-    A DataLoader has the global batch size; part p of each of its batches are the samples from p/n to (p+1)/n of it.
-    Shuffling is made the same on all ranks. A Dataset or IterableDataset gives single samples: part p are the samples
-    p, p+n, ..., so that local batches of b samples are together the global batch of n*b.
+    A DataLoader has the global batch size: part p contains the samples from p/n to (p+1)/n of each batch, and all ranks
+    shuffle alike. A Dataset or IterableDataset gives single samples: part p contains the samples p, p+n, ..., so that
+    local batches of b samples together are the global batch of n*b.
 
     Args:
         dataset: a DataLoader, Dataset or IterableDataset of torch, the same on all ranks.
-        num_shards: the number of parts.
-        shard: which part.
+        num_shards: number of parts.
+        shard: index of the part.
 
     Raises:
         UsageError: the dataset is none of these, a batch size is unknown, or batches or samples do not divide.
@@ -37,18 +37,18 @@ def sharded(dataset: Any, num_shards: int, shard: int) -> Any:
             want="a DataLoader, Dataset or IterableDataset of torch.utils.data",
         )
     if isinstance(dataset, DataLoader):
-        return _sharded_loader(dataset, num_shards, shard)
+        return _shard_loader(dataset, num_shards, shard)
     if num_shards == 1:
         return dataset
     if isinstance(dataset, IterableDataset):
         return _Slices(dataset, num_shards, num_shards, shard, drop_last=False)
     size = len(dataset)  # type: ignore[arg-type]
     if size % num_shards:
-        raise _indivisible("The number of samples", "num_samples", size, num_shards)
+        raise _make_indivisible_error("The number of samples", "num_samples", size, num_shards)
     return Subset(dataset, range(shard, size, num_shards))
 
 
-def _sharded_loader(loader: DataLoader[Any], num_shards: int, shard: int) -> DataLoader[Any]:
+def _shard_loader(loader: DataLoader[Any], num_shards: int, shard: int) -> DataLoader[Any]:
     batch_size = loader.batch_size
     is_stream = isinstance(loader.dataset, IterableDataset)
     if batch_size is None and (is_stream or loader.batch_sampler is None):
@@ -60,7 +60,7 @@ def _sharded_loader(loader: DataLoader[Any], num_shards: int, shard: int) -> Dat
     if num_shards == 1:
         return loader
     if batch_size is not None and batch_size % num_shards:
-        raise _indivisible("Global batch size", "global_batch_size", batch_size, num_shards)
+        raise _make_indivisible_error("Global batch size", "global_batch_size", batch_size, num_shards)
     options: dict[str, Any] = {
         name: getattr(loader, name)
         for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
@@ -73,22 +73,22 @@ def _sharded_loader(loader: DataLoader[Any], num_shards: int, shard: int) -> Dat
     if batch_size is not None and not loader.drop_last:
         rest = len(loader.sampler) % batch_size  # type: ignore[arg-type]
         if rest % num_shards:
-            raise _indivisible("The last batch's size", "last_batch_size", rest, num_shards)
-    sampler = _shared_shuffle(loader.batch_sampler)
+            raise _make_indivisible_error("The last batch's size", "last_batch_size", rest, num_shards)
+    sampler = _share_shuffle(loader.batch_sampler)
     return DataLoader(loader.dataset, batch_sampler=_BatchSlices(sampler, num_shards, shard), **options)
 
 
-def _indivisible(what: str, name: str, size: int, num_shards: int) -> UsageError:
+def _make_indivisible_error(what: str, name: str, size: int, num_shards: int) -> UsageError:
     return UsageError(
         f"{what} must be divisible by the number of replicas. `{name}`={size} and `num_model_replicas`={num_shards}",
         got=str(size),
         want=f"a multiple of {num_shards}",
-        next_step="change the batch size, or leave out what remains (drop_last=True)",
+        next_step="change the batch size, or drop the remainder (drop_last=True)",
     )
 
 
-def _shared_shuffle(batches: Any) -> Any:
-    """Return batches that every rank draws in one order: torch's own sampler is seeded by each process for itself."""
+def _share_shuffle(batches: Any) -> Any:
+    """Return batches in the same order on every rank: each process seeds torch's own sampler differently."""
     sampler = getattr(batches, "sampler", None)
     if type(batches) is not BatchSampler or not isinstance(sampler, RandomSampler):
         return batches
@@ -96,7 +96,7 @@ def _shared_shuffle(batches: Any) -> Any:
 
 
 class _SharedRandomSampler(RandomSampler):
-    """A RandomSampler with the first rank's seed, and a new order each epoch."""
+    """A RandomSampler with the first rank's seed and a new order each epoch."""
 
     def __init__(self, like: RandomSampler) -> None:
         super().__init__(like.data_source, like.replacement, like._num_samples)
@@ -116,7 +116,7 @@ class _BatchSlices:
     def __iter__(self) -> Iterator[list[Any]]:
         for batch in self._batches:
             if len(batch) % self._num_shards:
-                raise _indivisible("A batch's size", "batch_size", len(batch), self._num_shards)
+                raise _make_indivisible_error("A batch's size", "batch_size", len(batch), self._num_shards)
             part = len(batch) // self._num_shards
             yield list(batch)[self._shard * part : (self._shard + 1) * part]
 
@@ -125,7 +125,7 @@ class _BatchSlices:
 
 
 class _Slices(IterableDataset[Any]):
-    """One part of each run of samples of a stream. At an end that does not divide it raises, on all ranks alike."""
+    """One part of each run of samples of a stream. All ranks raise at an end that does not divide."""
 
     def __init__(self, stream: Any, run: int, num_shards: int, shard: int, *, drop_last: bool) -> None:
         self._stream = stream
@@ -140,6 +140,6 @@ class _Slices(IterableDataset[Any]):
             if len(run) < self._run and self._drop_last:
                 return
             if len(run) % self._num_shards:
-                raise _indivisible("What remains at the end of the stream", "remaining", len(run), self._num_shards)
+                raise _make_indivisible_error("The end of the stream", "remaining", len(run), self._num_shards)
             part = len(run) // self._num_shards
             yield from run[self._shard * part : (self._shard + 1) * part]

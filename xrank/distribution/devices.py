@@ -1,4 +1,4 @@
-"""Devices are ranks: how many there are, how they start, and the torch mesh of a mesh of them."""
+"""Devices are ranks: their number, their start, and the torch mesh of a mesh."""
 
 from __future__ import annotations
 
@@ -16,25 +16,36 @@ __all__ = ["AbsentDeviceError", "get_device_count", "initialize", "list_devices"
 
 
 class AbsentDeviceError(UsageError, RuntimeError):
-    """No device of the kind asked for is there; a RuntimeError, as jax raises under Keras."""
+    """No device of the requested kind is present; a RuntimeError, as jax raises under Keras."""
 
 
 def list_devices(kind: str | None = None) -> list[str]:
-    """Return one text a rank of the process group, such as ``"cuda:3"`` for rank 3; of this process alone without one.
+    """Return one text for each rank of the process group, such as ``"cuda:3"``; without a group, for this process.
 
     Args:
-        kind: ``"cpu"``, ``"cuda"`` or another of torch's; ``"gpu"`` is the accelerator of any kind. The accelerator's
-            where there is one, else ``"cpu"``, when None.
+        kind: ``"cpu"``, ``"cuda"`` or another of torch's kinds; ``"gpu"`` is an accelerator of any kind. None is the
+            accelerator if there is one, else ``"cpu"``.
 
     Raises:
         AbsentDeviceError: there is no such device.
+
+    Example:
+        >>> from xrank.distribution import list_devices
+        >>> list_devices("cpu")
+        ['cpu:0']
     """
     found = _present_kind(kind)
     return [f"{found}:{rank}" for rank in range(dist.get_world_size() if dist.is_initialized() else 1)]
 
 
 def get_device_count(kind: str | None = None) -> int:
-    """Return the number of devices that `list_devices` lists."""
+    """Return the number of devices in `list_devices`.
+
+    Example:
+        >>> from xrank.distribution import get_device_count
+        >>> get_device_count("cpu")
+        1
+    """
     return len(list_devices(kind))
 
 
@@ -52,19 +63,23 @@ def _present_kind(kind: str | None) -> str:
 def initialize(
     job_addresses: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-    """Start the process group of torch.distributed, of which every process is one device.
+    """Start the process group of torch.distributed, in which every process is one device.
 
-    What is None is taken from ``KERAS_DISTRIBUTION_JOB_ADDRESSES``, ``KERAS_DISTRIBUTION_NUM_PROCESSES`` and
-    ``KERAS_DISTRIBUTION_PROCESS_ID``, one by one; with no address at all from the launcher (torchrun, srun, mpirun).
-    Where nothing says anything, this process stays alone, and no group is started.
+    Arguments that are None come from ``KERAS_DISTRIBUTION_JOB_ADDRESSES``, ``KERAS_DISTRIBUTION_NUM_PROCESSES`` and
+    ``KERAS_DISTRIBUTION_PROCESS_ID``, one by one; without an address, from the launcher (torchrun, srun, mpirun).
+    Without any of these no group is started, and this process stays alone.
 
     Args:
         job_addresses: ``host:port`` of the first process, or of all, between commas.
-        num_processes: the number of processes.
-        process_id: which of them this is.
+        num_processes: number of processes.
+        process_id: index of this process.
 
     Raises:
-        UsageError: the addresses are not as many as the processes, or it is not said which process this is.
+        UsageError: addresses and processes differ in number, or the index of this process is unknown.
+
+    Example:
+        >>> from xrank.distribution import initialize
+        >>> initialize()
     """
     start_group(environment.environ(), job_addresses, num_processes, process_id)
 
@@ -72,11 +87,11 @@ def initialize(
 def start_group(
     environ: Mapping[str, str], job_addresses: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
-    """Do what `initialize` does, in a given environment."""
-    told = environment.read_keras_jobs(environ)
-    addresses = told.addresses if job_addresses is None else job_addresses
-    count = told.num_processes if num_processes is None else num_processes
-    place = told.process_id if process_id is None else process_id
+    """Run `initialize` with an environment."""
+    keras_jobs = environment.read_keras_jobs(environ)
+    addresses = keras_jobs.addresses if job_addresses is None else job_addresses
+    count = keras_jobs.num_processes if num_processes is None else num_processes
+    place = keras_jobs.process_id if process_id is None else process_id
     launch = environment.read_launch(environ)
     if addresses and "," in addresses:
         jobs = addresses.split(",")
@@ -92,9 +107,9 @@ def start_group(
     count = count if count is not None or launch is None else launch.world_size
     place = place if place is not None or launch is None else launch.rank
     if count is None or place is None or not 0 <= place < count:
-        # torch would wait for the missing processes until its timeout.
+        # With missing processes torch would wait until its timeout.
         raise UsageError(
-            "it is not said which of how many processes this is",
+            "the number of processes, or the index of this one, is unknown",
             got=f"num_processes={count}, process_id={place}",
             want="num_processes, and a process_id from 0 to num_processes - 1",
             next_step="pass both, or set KERAS_DISTRIBUTION_NUM_PROCESSES and KERAS_DISTRIBUTION_PROCESS_ID",
@@ -105,17 +120,17 @@ def start_group(
 
 
 _MESHES: dict[DeviceMesh, tuple[object, TorchMesh]] = {}
-"""torch meshes, each with the process group that it belongs to: making one makes groups, so it is made once."""
+"""torch meshes with their process groups: making one makes groups, so each is made once."""
 
 
 def live_mesh(mesh: DeviceMesh) -> TorchMesh | None:
     """Return the torch mesh of a mesh on the process group; None without a group, where a mesh only describes.
 
-    Called on all ranks of the group together.
+    All ranks of the group call this together.
 
     Raises:
-        LayoutError: the mesh has not the ranks of the group, or torch cannot have its order of ranks.
-        UsageError: a launcher started several processes and the group is not started, or this rank has no place.
+        LayoutError: the mesh does not have the ranks of the group, or torch does not support its order of ranks.
+        UsageError: a launcher started several processes and the group is not started, or this rank is not in the mesh.
     """
     if not dist.is_initialized():
         launch = environment.read_launch(environment.environ())
@@ -133,8 +148,8 @@ def live_mesh(mesh: DeviceMesh) -> TorchMesh | None:
         return known[1]
     _check_ranks(mesh)
     kind = mesh.device_kind or ("cpu" if dist.get_backend() == "gloo" else None)
-    # Never flattened, though torch advises it: over a flattened mesh torch 2.13 gathers a dim that two axes cut
-    # unevenly in a wrong order, without a word (_redistribute.py merges the two gathers into one).
+    # Meshes stay unflattened, although torch suggests it: over a flattened mesh torch 2.13 silently gathers a dim that
+    # two axes cut unevenly in a wrong order (_redistribute.py merges the two gathers into one).
     made = TorchMesh(_present_kind(kind), torch.tensor(mesh.ranks).view(mesh.shape), mesh_dim_names=mesh.axis_names)
     if known is not None:
         _MESHES.clear()  # the others' group has ended too
@@ -159,15 +174,15 @@ def _check_ranks(mesh: DeviceMesh) -> None:
         )
     if dist.get_rank() not in mesh:
         raise UsageError(
-            f"rank {dist.get_rank()} has no place in the mesh {mesh.grid!r}",
+            f"rank {dist.get_rank()} is not in the mesh {mesh.grid!r}",
             rank=dist.get_rank(),
             want=f"one of the ranks {list(mesh.ranks)}",
         )
     for axis in mesh.axis_names:
-        # torch's groups are sorted by rank, so that who holds what would be said in two ways.
+        # torch sorts its groups by rank, which would contradict the mesh's order.
         if any(list(group) != sorted(group) for group in mesh.groups(axis)):
             raise LayoutError(
-                f"the ranks along {axis!r} do not rise, and torch does not say which of them holds which part",
+                f"the ranks along {axis!r} do not rise, and torch sorts the parts by rank",
                 got=f"ranks {list(mesh.ranks)} on the mesh {mesh.grid!r}",
                 want=f"rising ranks along {axis!r}",
             )

@@ -1,4 +1,4 @@
-"""The two distributions: DataParallel, where every rank holds the model, and ModelParallel, where a LayoutMap says."""
+"""The two distributions: DataParallel, with the whole model on each rank, and ModelParallel, by a LayoutMap."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from xrank.dialects.placements import describe_mesh, from_placements
-from xrank.distribution.datasets import sharded
+from xrank.distribution.datasets import shard_dataset
 from xrank.distribution.devices import list_devices, live_mesh
 from xrank.distribution.entrance import Entrance
 from xrank.distribution.module_plan import average_gradient, lay_out_parameters, plan_parameters, replicate
 from xrank.distribution.outputs import OutputLayout, output_rules
-from xrank.distribution.placed import fitted
+from xrank.distribution.placed import fit_layout
 from xrank.distribution.scopes import scope_of
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
@@ -29,15 +29,14 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Distribution:
-    """What both distributions share.
+    """The common part of both distributions.
 
-    Everything but laying out works without a process group: then a mesh only describes, layouts are checked, and
-    modules and tensors stay whole.
+    Without a process group, a mesh only describes: layouts are checked, and modules and tensors stay whole.
 
     Args:
         device_mesh: the mesh.
-        batch_dim_name: the axis along which ranks get different parts of the batch.
-        auto_shard_dataset: whether `distribute_dataset` does anything.
+        batch_dim_name: axis along which ranks get different parts of the batch.
+        auto_shard_dataset: whether `distribute_dataset` cuts datasets.
     """
 
     def __init__(self, device_mesh: DeviceMesh, batch_dim_name: str, auto_shard_dataset: bool) -> None:
@@ -55,95 +54,102 @@ class Distribution:
 
     @property
     def batch_dim_name(self) -> str:
-        """The axis along which ranks get different parts of the batch."""
+        """Axis along which ranks get different parts of the batch."""
         return self._batch_dim_name
 
     @property
     def num_processes(self) -> int:
-        """The number of ranks of the process group; 1 without one."""
+        """Number of ranks of the process group; 1 without one."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     @property
     def num_model_replicas(self) -> int:
-        """The number of parts that a batch is cut into."""
+        """Number of parts of a batch."""
         return self.device_mesh.axis_length(self.batch_dim_name)
 
     @property
     def num_data_shards(self) -> int:
-        """The number of different parts of the data that the processes see."""
+        """Number of different parts of the data over all processes."""
         return min(self.num_model_replicas, self.num_processes)
 
     @property
     def data_shard_id(self) -> int:
-        """Which part of the data this process gets: its place along the batch axis."""
+        """Index of this process's part of the data: its place along the batch axis."""
         if self.num_processes == 1:
             return 0
         return self.device_mesh.coordinate(dist.get_rank())[self.batch_dim_name]
 
     def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
-        """Return the layout of data of that global shape: dim 0 is cut by the batch axis."""
+        """Return the layout of data of that global shape: the batch axis cuts dim 0."""
         axes: list[str | None] = [None] * len(data_shape)
         axes[0] = self.batch_dim_name
         return TensorLayout(axes, self.device_mesh)
 
     def get_variable_layout(self, variable: torch.Tensor | str, shape: Sequence[int] | None = None) -> TensorLayout:
-        """Return the layout of a parameter: its own if it is laid out, else by its name and global shape.
+        """Return the layout of a parameter: of a DTensor its own, else by name and global shape.
 
         Args:
-            variable: a DTensor, or the name of a parameter, as ``named_parameters`` of the whole module has it.
-            shape: the global shape, with a name.
+            variable: a DTensor, or the name of a parameter in ``named_parameters`` of the whole module.
+            shape: global shape of a named parameter.
         """
         if isinstance(variable, DTensor):
             mesh = describe_mesh(variable.device_mesh)
             return from_placements(mesh, variable.placements, variable.ndim)
         if not isinstance(variable, str) or shape is None:
             raise LayoutError(
-                "a parameter is named, with its shape, to ask for its layout",
+                "a parameter's layout needs its name and its shape",
                 got=f"{type(variable).__name__}, shape {shape}",
                 want='such as ("layers.0.weight", (8, 4)), or a DTensor',
             )
         layout = self.get_tensor_layout(variable)
-        return TensorLayout((None,) * len(shape), self.device_mesh) if layout is None else fitted(layout, len(shape))
+        if layout is None:
+            return TensorLayout((None,) * len(shape), self.device_mesh)
+        return fit_layout(layout, len(shape))
 
     def get_tensor_layout(self, path: str) -> TensorLayout | None:
-        """Return the layout of a tensor by its path; None where nothing says it."""
+        """Return the layout of a tensor by its path; None if no rule matches."""
         raise NotImplementedError
 
     def scope(self) -> AbstractContextManager[None]:
-        """Put this distribution in force; modules that are made in it are laid out at its end, or when first used."""
+        """Make this distribution current; modules made inside are laid out at the end, or on their first use."""
         return scope_of(self)
 
     def distribute_dataset(self, dataset: Any) -> Any:
-        """Return the part of a dataset or DataLoader that this process gets; itself in a single process.
+        """Return this process's part of a dataset or DataLoader; in a single process, the dataset itself.
 
         Raises:
-            UsageError: as `xrank.distribution.datasets.sharded`.
+            UsageError: as in `xrank.distribution.datasets.shard_dataset`.
         """
         if self.num_processes == 1 or not self.auto_shard_dataset:
             return dataset
         live_mesh(self.device_mesh)
-        return sharded(dataset, self.num_model_replicas, self.data_shard_id)
+        return shard_dataset(dataset, self.num_model_replicas, self.data_shard_id)
 
     def distribute_module(self, module: Module) -> Module:
-        """Lay out a module that is made already, in place, and return it."""
+        """Lay out an existing module in place, and return it."""
         self.check_used(self.lay_out([module]))
         return module
 
     def lay_out(self, roots: list[nn.Module]) -> set[str]:
-        """Lay out whole modules and return the rules that decided for something."""
+        """Lay out whole modules, and return the rules that were used."""
         raise NotImplementedError
 
     def check_used(self, rules: set[str]) -> None:
-        """Refuse rules that decided for nothing, given those that did."""
+        """Check that all rules were used."""
 
 
 class DataParallel(Distribution):
-    """Every rank holds the whole model, and gets its own part of the data; gradients are averaged over the ranks.
+    """Every rank holds the whole model and gets its own part of the data; gradients are averaged over the ranks.
 
     Args:
-        device_mesh: a mesh of one axis; of several, the first one is used, with a warning.
-        devices: a list of devices, for a mesh of one axis, "batch"; all of `list_devices` when both are None.
-        auto_shard_dataset: whether `distribute_dataset` does anything.
+        device_mesh: a mesh with one axis; with several axes, the first one is used, with a warning.
+        devices: a list of devices, for a mesh with the axis "batch"; if both are None, all of `list_devices`.
+        auto_shard_dataset: whether `distribute_dataset` cuts datasets.
+
+    Example:
+        >>> from xrank.distribution import DataParallel
+        >>> DataParallel(devices=["cpu:0"]).num_model_replicas
+        1
     """
 
     def __init__(
@@ -160,8 +166,8 @@ class DataParallel(Distribution):
                 want="a DeviceMesh",
             )
         if device_mesh is None:
-            told = list_devices() if devices is None or len(devices) == 0 else devices
-            device_mesh = DeviceMesh(tuple(getattr(told, "shape", (len(told),))), ("batch",), told)
+            found = list_devices() if devices is None or len(devices) == 0 else devices
+            device_mesh = DeviceMesh(tuple(getattr(found, "shape", (len(found),))), ("batch",), found)
         if len(device_mesh.shape) > 1:
             warnings.warn(
                 f"Expect the input mesh to be 1D, but received mesh.devices.ndim={len(device_mesh.shape)}. "
@@ -171,11 +177,11 @@ class DataParallel(Distribution):
         super().__init__(device_mesh, device_mesh.axis_names[0], auto_shard_dataset)
 
     def get_tensor_layout(self, path: str) -> TensorLayout | None:
-        """Return None: nothing says how tensors lie but that every rank holds them."""
+        """Return None: tensors have no layouts, every rank holds them."""
         return None
 
     def lay_out(self, roots: list[nn.Module]) -> set[str]:
-        """Give every rank the first one's values, and average gradients along the batch axis."""
+        """Copy the first rank's values to every rank, and average gradients along the batch axis."""
         torch_mesh = live_mesh(self.device_mesh)
         if torch_mesh is not None:
             group = torch_mesh.get_group(self.batch_dim_name)
@@ -190,17 +196,24 @@ class DataParallel(Distribution):
 
 
 class ModelParallel(Distribution):
-    """Parameters lie as a LayoutMap says; those that no rule names are on every rank.
+    """Parameters are laid out by a LayoutMap; parameters without a rule are on every rank.
 
-    A rule for ``<name of a module>/output`` says how the module's output lies, batch axis and all.
+    A rule for ``<name of a module>/output`` lays out the module's output, including the batch axis.
 
     Args:
         layout_map: patterns of parameters' names to layouts, with a mesh.
-        batch_dim_name: the axis along which ranks get different parts of the batch; the mesh's first when None.
-        auto_shard_dataset: whether `distribute_dataset` does anything.
-        strict: whether a rule that decides for nothing is refused.
-        device_mesh: the map's own mesh, which older versions of Keras wanted here too.
-        ignored: other keywords, of which Keras says nothing; they are warned of.
+        batch_dim_name: axis along which ranks get different parts of the batch; the mesh's first when None.
+        auto_shard_dataset: whether `distribute_dataset` cuts datasets.
+        strict: whether an unused rule is an error.
+        device_mesh: the map's own mesh, which older versions of Keras also required here.
+        ignored: other keywords, which Keras accepts silently; they cause a warning.
+
+    Example:
+        >>> from xrank.distribution import DeviceMesh, LayoutMap, ModelParallel
+        >>> layouts = LayoutMap(DeviceMesh((1, 1), ("batch", "model")))
+        >>> layouts["weight"] = "[f/model, h]"
+        >>> ModelParallel(layout_map=layouts).get_tensor_layout("weight").dims is not None
+        True
     """
 
     def __init__(
@@ -228,20 +241,20 @@ class ModelParallel(Distribution):
             raise LayoutError(
                 "device_mesh is not the mesh of the layout_map",
                 got=repr(device_mesh),
-                want=f"{mesh!r}, or none: the map's is taken",
+                want=f"{mesh!r}, or None to use the map's mesh",
             )
         if ignored:
-            warnings.warn(f"ModelParallel takes no {', '.join(ignored)}: ignored", stacklevel=2)
+            warnings.warn(f"ModelParallel ignores unknown arguments: {', '.join(ignored)}", stacklevel=2)
         super().__init__(mesh, batch_dim_name or mesh.axis_names[0], auto_shard_dataset)
         self.layout_map = layout_map
         self.strict = strict
 
     def get_tensor_layout(self, path: str) -> TensorLayout | None:
-        """Return what the map says of a path."""
+        """Return the layout that the map has for a path."""
         return self.layout_map[path]
 
     def lay_out(self, roots: list[nn.Module]) -> set[str]:
-        """Put DTensors in the place of parameters; everything is checked before anything is changed."""
+        """Replace parameters by DTensors; all checks come before the first change."""
         mesh = self.device_mesh
         mesh.axis_length(self.batch_dim_name)
         torch_mesh = live_mesh(mesh)
@@ -267,12 +280,12 @@ class ModelParallel(Distribution):
                 module.register_forward_hook(hook)
 
     def check_used(self, rules: set[str]) -> None:
-        """Refuse rules that decided for nothing."""
+        """Check that all rules were used."""
         unused = [rule for rule in self.layout_map if rule not in rules]
         if unused and self.strict:
             raise LayoutError(
-                f"the rule {unused[0]!r} of the LayoutMap decided for nothing",
+                f"the rule {unused[0]!r} of the LayoutMap matches no parameter and no output",
                 got=f"{len(unused)} such rules: {unused[:8]}",
-                want="patterns for whole names, as named_parameters() of the outermost module has them, or NAME/output",
+                want="patterns for whole names, as in named_parameters() of the outermost module, or NAME/output",
                 next_step="print the names; or pass strict=False to ModelParallel",
             )

@@ -1,13 +1,12 @@
-"""Entrances: how plain tensors enter a module whose parameters are DTensors, and leave it again.
+"""Entrances: the way of plain tensors into a module whose parameters are DTensors, and out of it.
 
-A call from outside with plain tensors means: each is this rank's part of the batch, along dim 0. They become DTensors,
-cut along the mesh's batch axis; what comes out is this rank's part again, or the whole where it is not cut by the
-batch. Gradients outside are those of this rank's loss, inside those of the mean loss over all parts of the batch, so
-that a mean over the local part trains as a mean over the whole batch would. Called with DTensors, a module returns
-DTensors, and nothing is scaled.
+In a call from outside with plain tensors, each tensor is this rank's part of the batch, along dim 0. They become
+DTensors, cut along the mesh's batch axis. The output is this rank's part again, or whole if the batch does not cut it.
+Gradients outside are those of this rank's loss; gradients inside are those of the mean loss over all parts. So a mean
+over the local part trains as a mean over the whole batch would. A call with DTensors returns DTensors, unscaled.
 
-Inside, plain tensors (masks, positions, buffers) are the same on every rank, and meet DTensors as replicas. A parameter
-that the batch axis cuts is gathered along it where it is used, as FSDP does: DTensor would rather gather the batch.
+Inside, plain tensors (masks, positions, buffers) are equal on all ranks, and become replicas when they meet DTensors. A
+parameter that the batch axis cuts is gathered along it at its use, as in FSDP: DTensor would gather the batch instead.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from xrank.distribution.losses import whole_mean
-from xrank.distribution.randomness import Stream, drawn_seed, dropout, let_parts_differ
+from xrank.distribution.losses import compute_whole_mean
+from xrank.distribution.randomness import Stream, draw_seed, dropout, let_parts_differ
 from xrank.errors import ContradictionError
 
 __all__ = ["Entrance", "entrance_of"]
@@ -36,7 +35,7 @@ __all__ = ["Entrance", "entrance_of"]
 
 class _Call(NamedTuple):
     frame: FrameType
-    """The call's frame: a call that ended by Ctrl-C has no hook that ends it here."""
+    """Frame of the call: after Ctrl-C, no hook ends the call here."""
     mode: TorchFunctionMode
     stream: Stream | None
     is_plain: bool
@@ -52,12 +51,12 @@ _ENTRANCES: WeakKeyDictionary[nn.Module, Entrance] = WeakKeyDictionary()
 
 
 def entrance_of(module: nn.Module) -> Entrance | None:
-    """Return the entrance that stands before a module."""
+    """Return the entrance of a module."""
     return _ENTRANCES.get(module)
 
 
 class Entrance:
-    """Stands before every module of a model; the outermost call alone enters."""
+    """Converts the tensors of calls to any module of a model; only the outermost call is converted."""
 
     def __init__(self, mesh: TorchMesh, batch_axis: str) -> None:
         self._mesh = mesh
@@ -71,14 +70,14 @@ class Entrance:
         return self  # a copied module has the same mesh
 
     def stand_before(self, module: nn.Module) -> None:
-        """Let every call of the module from outside come in here."""
+        """Make every call of the module from outside enter here."""
         if module not in _ENTRANCES:
             module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.leave, always_call=True)
             _ENTRANCES[module] = self
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Take a call's plain tensors as parts of the batch."""
+        """Convert a call's plain tensors, which are parts of the batch, to DTensors."""
         frame = _call_frame(sys._getframe(1))
         while _CALLS.open and not _is_inside(frame, _CALLS.open[-1].frame):
             _end(_CALLS.open.pop())
@@ -86,58 +85,58 @@ class Entrance:
             return None
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors)
-        # A call from within backward computes again what a call has computed, with the same randomness.
+        # A call inside a backward recomputes an earlier call, with the same randomness.
         is_again = torch._C._current_graph_task_id() != -1
         seed = None if is_again else self._agree([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._taken_in, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._convert_input, (args, kwargs))
         stream = None if seed is None else Stream(seed, self._mesh.device_type)
-        call = _Call(frame, _Meeting(self._mesh, self._axis), stream, is_plain)
+        call = _Call(frame, _MixedTensorMode(self._mesh, self._axis), stream, is_plain)
         call.mode.__enter__()  # type: ignore[no-untyped-call]
         _CALLS.open.append(call)
         return args, kwargs
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Give back parts of the batch where parts came in."""
+        """Return parts of the batch if the call got plain tensors."""
         if not _CALLS.open or _CALLS.open[-1].frame is not _call_frame(sys._getframe(1)):
             return None
         call = _CALLS.open.pop()
         _end(call)
-        return pytree.tree_map_only(DTensor, self._given_back, output) if call.is_plain else None
+        return pytree.tree_map_only(DTensor, self._convert_output, output) if call.is_plain else None
 
-    def _taken_in(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _convert_input(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             return tensor
         placements = self._cut if tensor.ndim else self._whole
-        scaled = _scaled(tensor, self._num_parts) if tensor.requires_grad else tensor
-        # Moved as distribute_tensor moves parameters: a loader's tensors are on the CPU.
+        scaled = _scale_gradient(tensor, self._num_parts) if tensor.requires_grad else tensor
+        # Moved to the mesh's device, as distribute_tensor moves parameters: a loader's tensors are on the CPU.
         return DTensor.from_local(scaled.to(self._mesh.device_type), self._mesh, placements, run_check=False)
 
-    def _given_back(self, tensor: DTensor) -> torch.Tensor:
+    def _convert_output(self, tensor: DTensor) -> torch.Tensor:
         is_cut = tensor.ndim > 0 and tensor.placements[self._axis] == Shard(0)
         placed = tensor.redistribute(placements=self._cut if is_cut else self._whole)
         if not tensor.requires_grad:
             return placed.to_local()
-        # Of what is not cut, each rank has a gradient of its own.
+        # Without a cut, each rank has a different gradient: they are summed.
         local = placed if is_cut else _with_summed_gradient(placed, self._mesh, self._axis)
-        return _scaled(local.to_local(), 1 / self._num_parts)
+        return _scale_gradient(local.to_local(), 1 / self._num_parts)
 
     def _agree(self, tensors: list[torch.Tensor]) -> int:
         """Return the seed of this call for all ranks.
 
-        Parts of other shapes than the other ranks' are refused: DTensors of them would lie about their whole.
+        Parts must have equal shapes on all ranks: DTensors of unequal parts would have a wrong global shape.
         """
         sizes = [size for tensor in tensors for size in tensor.shape]
-        bounds = torch.tensor([drawn_seed(), *sizes, *(-size for size in sizes)], device=self._mesh.device_type)
+        bounds = torch.tensor([draw_seed(), *sizes, *(-size for size in sizes)], device=self._mesh.device_type)
         for axis in range(self._mesh.ndim):
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
         seed, *agreed = bounds.tolist()
         if agreed != [*sizes, *(-size for size in sizes)]:
             raise ContradictionError(
-                "the ranks' parts of the batch are not of one shape",
+                "the ranks' parts of the batch have different shapes",
                 rank=dist.get_rank(),
                 got=f"here {[tuple(tensor.shape) for tensor in tensors]}",
                 want="the same shapes on all ranks",
-                next_step="leave out the last, smaller batch (drop_last=True), or pad",
+                next_step="drop the last, smaller batch (drop_last=True), or pad it",
             )
         return int(seed)
 
@@ -164,8 +163,8 @@ def _is_inside(frame: FrameType | None, outer: FrameType) -> bool:
     return False
 
 
-class _Meeting(TorchFunctionMode):
-    """Lets tensors meet the batch's DTensors: before autograd sees them, so that it can go back too."""
+class _MixedTensorMode(TorchFunctionMode):
+    """Lets plain tensors meet the batch's DTensors. It runs before autograd, so that gradients flow back."""
 
     def __init__(self, mesh: TorchMesh, batch_axis: int) -> None:
         super().__init__()
@@ -180,12 +179,12 @@ class _Meeting(TorchFunctionMode):
         if 0 < num_dtensors < len(leaves):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._replica, (args, kwargs))
         if any(map(self._is_cut_parameter, leaves)) and not _is_about_itself(func):
-            args, kwargs = pytree.tree_map_only(DTensor, self._gathered, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(DTensor, self._gather_parameter, (args, kwargs))
         if func is functional.dropout and isinstance(args[0], DTensor):
             return dropout(*args, **kwargs)
-        mean = whole_mean(func, args, kwargs) if num_dtensors else None
+        mean = compute_whole_mean(func, args, kwargs) if num_dtensors else None
         result = func(*args, **kwargs) if mean is None else mean
-        return _reduced(result) if func is functional.embedding and isinstance(result, DTensor) else result
+        return _reduce_embedding(result) if func is functional.embedding and isinstance(result, DTensor) else result
 
     def _replica(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
@@ -197,31 +196,31 @@ class _Meeting(TorchFunctionMode):
             return False
         return tensor.device_mesh == self._mesh and hasattr(tensor.placements[self._axis], "dim")
 
-    def _gathered(self, tensor: DTensor) -> DTensor:
+    def _gather_parameter(self, tensor: DTensor) -> DTensor:
         if not self._is_cut_parameter(tensor):
             return tensor
         others: list[Any] = list(tensor.placements)
         dim = others[self._axis].dim
-        # Strided shards count the batch axis' parts, or are counted by its: alone they cut plainly.
+        # Strided shards depend on the parts of the batch axis. Without that axis, they are plain cuts.
         others = [Shard(dim) if hasattr(at, "split_factor") and at.dim == dim else at for at in others]
         others[self._axis] = Replicate()
         return tensor.redistribute(placements=others)
 
 
 def _is_about_itself(func: Any) -> bool:
-    """Say whether a function asks a tensor for an attribute, or changes it in place."""
+    """Return whether a function reads or sets a tensor's attribute, or changes it in place."""
     name = getattr(func, "__name__", "")
     return name in ("__get__", "__set__", "__delete__") or name.endswith("_")
 
 
-def _reduced(embedded: DTensor) -> DTensor:
-    """Return what a table cut by its rows gave as it is summed: further on torch does so in part of the cases only."""
+def _reduce_embedding(embedded: DTensor) -> DTensor:
+    """Sum the result of a table that is cut by rows now: later, torch does so only in some cases."""
     summed = [Replicate() if type(at).__name__ == "_MaskPartial" else at for at in embedded.placements]
     return embedded.redistribute(placements=summed)
 
 
-class _Scaled(torch.autograd.Function):
-    """The same tensor, whose gradient is multiplied."""
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, with a gradient multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -234,7 +233,7 @@ class _Scaled(torch.autograd.Function):
 
 
 class _SummedGradient(torch.autograd.Function):
-    """The same replicated DTensor, whose gradient is summed over the ranks along the batch axis."""
+    """The identity on a replicated DTensor, with a gradient summed over the ranks along the batch axis."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, mesh: TorchMesh, axis: int) -> DTensor:
@@ -249,8 +248,8 @@ class _SummedGradient(torch.autograd.Function):
         return DTensor.from_local(summed, ctx.mesh, ctx.placements, run_check=False), None, None
 
 
-def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    scaled: torch.Tensor = _Scaled.apply(tensor, factor)  # type: ignore[no-untyped-call]
+def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    scaled: torch.Tensor = _ScaledGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
     return scaled
 
 

@@ -1,8 +1,8 @@
-"""Losses that are means, over DTensors: of all elements, not of each rank's.
+"""Means of losses over all elements of DTensors, not of each rank's elements.
 
 torch 2.13 computes the gradients of some means with the local number of elements, so that over n parts of a batch they
-are n times too large (torch/distributed/tensor: mse_loss_backward and others are taken for pointwise), and the mean of
-a cross entropy as the mean of each rank's mean, which is another one where ranks ignore different numbers of targets.
+are n times too large (torch/distributed/tensor: it treats mse_loss_backward and others as pointwise). It computes the
+mean of a cross entropy as the mean of the ranks' means, which is wrong if ranks ignore different numbers of targets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-__all__ = ["whole_mean"]
+__all__ = ["compute_whole_mean"]
 
 _PLAIN_MEANS = (
     functional.mse_loss,
@@ -25,13 +25,15 @@ _PLAIN_MEANS = (
 _CLASS_MEANS = (functional.cross_entropy, functional.nll_loss)
 
 
-def whole_mean(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return such a loss of DTensors, right; None for anything else, which torch computes.
+def compute_whole_mean(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """Return the mean of a loss that torch computes wrongly for DTensors; None for any other function.
 
     Args:
         function: a function of torch.
-        args: as a torch function mode gets them: the tensors.
-        kwargs: as a torch function mode gets them: the rest, `reduction` among it.
+        args: tensors, as in a torch function mode.
+        kwargs: other arguments, as in a torch function mode, with `reduction`.
     """
     if kwargs.get("reduction") != "mean" or len(args) != 2:
         return None

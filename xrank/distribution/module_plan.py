@@ -1,4 +1,4 @@
-"""Plans for modules: which layout each parameter gets, checked whole before anything is changed; then carried out."""
+"""Plans for modules: the layout of each parameter, all checked before the first change; and their execution."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xrank.layout import DeviceMesh, TensorLayout
 __all__ = ["ParameterPlan", "average_gradient", "lay_out_parameters", "plan_parameters", "replicate"]
 
 _PLACED = "_xrank_placed"
-"""The attribute of a parameter that was taken out of its module: the one in its place."""
+"""Attribute of a parameter that was replaced in its module: the new parameter."""
 
 
 _AVERAGED = "_xrank_averaged"
@@ -28,7 +28,7 @@ _AVERAGED = "_xrank_averaged"
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlan:
-    """One parameter, however many names it has, and how it will lie."""
+    """One parameter with all of its names, and its future placements."""
 
     names: tuple[str, ...]
     parameter: nn.Parameter
@@ -38,24 +38,24 @@ class ParameterPlan:
 def plan_parameters(
     root: nn.Module, mesh: DeviceMesh, layout_of: Callable[[str], TensorLayout | None]
 ) -> list[ParameterPlan]:
-    """Return how the parameters of a module will lie, in its order; nothing is changed.
+    """Return the plans of a module's parameters, in its order; nothing is changed.
 
     Args:
-        root: the outermost module: names are those of its ``named_parameters``.
+        root: the outermost module, whose ``named_parameters`` define the names.
         mesh: the mesh.
-        layout_of: the layout by name; None leaves the parameter on every rank, unless another name of it has one.
+        layout_of: layout by name; None leaves the parameter on every rank, unless another of its names has a layout.
 
     Raises:
-        LayoutError: a layout does not fit its parameter, names of a shared one disagree, or it lies otherwise already.
+        LayoutError: a layout does not fit its parameter, names of a shared one disagree, or it has another layout.
         UsageError: a parameter has no shape yet, or has a gradient.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    return [_planned(tuple(known), parameter, mesh, layout_of) for parameter, known in names.items()]
+    return [_plan_parameter(tuple(known), parameter, mesh, layout_of) for parameter, known in names.items()]
 
 
-def _planned(
+def _plan_parameter(
     names: tuple[str, ...],
     parameter: nn.Parameter,
     mesh: DeviceMesh,
@@ -69,14 +69,14 @@ def _planned(
         )
     if parameter.grad is not None:
         raise UsageError(
-            f"{names[0]} has a gradient already", tensor=names[0], next_step="lay the module out before backward"
+            f"{names[0]} already has a gradient", tensor=names[0], next_step="lay the module out before backward"
         )
-    told: dict[str, tuple[Any, ...]] = {}
+    found: dict[str, tuple[Any, ...]] = {}
     for name in names:
         layout = layout_of(name)
         if layout is not None:
             try:
-                told[name] = placements_for(layout, mesh, parameter.shape)
+                found[name] = placements_for(layout, mesh, parameter.shape)
             except LayoutError as error:
                 raise LayoutError(
                     f"{name}, of shape {tuple(parameter.shape)}: {error.message}",
@@ -85,33 +85,33 @@ def _planned(
                     want=error.want,
                     next_step=error.next_step,
                 ) from error
-    if len(set(told.values())) > 1:
+    if len(set(found.values())) > 1:
         raise LayoutError(
-            f"{names[0]} is one parameter with several names, which are laid out in several ways",
+            f"{names[0]} is one parameter with several names, which have different layouts",
             tensor=names[0],
-            got=str({name: str(placements) for name, placements in told.items()}),
+            got=str({name: str(placements) for name, placements in found.items()}),
             want="one layout for all of its names",
         )
-    placements = next(iter(told.values()), (Replicate(),) * len(mesh.shape))
+    placements = next(iter(found.values()), (Replicate(),) * len(mesh.shape))
     if isinstance(parameter, DTensor) and (
         tuple(parameter.device_mesh.mesh_dim_names or ()) != mesh.axis_names or parameter.placements != placements
     ):
         raise LayoutError(
-            f"{names[0]} is laid out already, otherwise",
+            f"{names[0]} already has another layout",
             tensor=names[0],
             got=str(parameter.placements),
             want=str(placements),
-            next_step="make the whole model in one scope, and use no part of it before",
+            next_step="make the whole model in one scope, and do not use a part of it before",
         )
     return ParameterPlan(names, parameter, placements)
 
 
 def lay_out_parameters(root: nn.Module, plans: Sequence[ParameterPlan], torch_mesh: TorchMesh) -> None:
-    """Put a DTensor in the place of each parameter. The values are those of the mesh's first rank."""
+    """Replace each parameter by a DTensor with the values of the mesh's first rank."""
     for plan in plans:
         if isinstance(plan.parameter, DTensor):
             continue
-        # Without its values there is nothing that the first rank could send.
+        # On the meta device the first rank has no values to send.
         source = None if plan.parameter.is_meta else 0
         whole = plan.parameter.detach()
         placed = nn.Parameter(
@@ -122,11 +122,11 @@ def lay_out_parameters(root: nn.Module, plans: Sequence[ParameterPlan], torch_me
             root.get_submodule(above).register_parameter(last, placed)
         for key, value in vars(plan.parameter).items():
             setattr(placed, key, value)
-        _leave_behind(plan.parameter, placed)
+        _replace_in_optimizers(plan.parameter, placed)
 
 
 def replicate(tensor: torch.Tensor, torch_mesh: TorchMesh) -> None:
-    """Give every rank the values of the mesh's first one, in place."""
+    """Copy the values of the mesh's first rank to every rank, in place."""
     if not tensor.is_meta and not isinstance(tensor, DTensor):
         with torch.no_grad():
             tensor.copy_(distribute_tensor(tensor.detach(), torch_mesh).to_local())
@@ -135,7 +135,7 @@ def replicate(tensor: torch.Tensor, torch_mesh: TorchMesh) -> None:
 def average_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
     """Average a parameter's gradient over a group whenever backward has added to it.
 
-    What was there before is the same on all ranks, so that the average of the sum is right too.
+    An earlier gradient is equal on all ranks, so the average of the sum is right too.
     """
     if not parameter.requires_grad or hasattr(parameter, _AVERAGED):
         return
@@ -150,8 +150,8 @@ def average_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
     setattr(parameter, _AVERAGED, True)
 
 
-def _leave_behind(parameter: nn.Parameter, placed: nn.Parameter) -> None:
-    """Let an optimizer that was made before find the new parameter, and free the whole values of the old one."""
+def _replace_in_optimizers(parameter: nn.Parameter, placed: nn.Parameter) -> None:
+    """Make earlier optimizers find the new parameter at their next step, and free the values of the old one."""
     _watch_optimizers()
     setattr(parameter, _PLACED, placed)
     parameter.data = parameter.data.new_empty(0)

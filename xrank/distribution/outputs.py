@@ -1,4 +1,4 @@
-"""Outputs of modules, laid out anew where a LayoutMap has a rule for ``<name of the module>/output``, as in Keras."""
+"""Layouts of modules' outputs, where a LayoutMap has a rule for ``<name of the module>/output``, as in Keras."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["OutputLayout", "output_rules"]
 
 @dataclass(frozen=True, slots=True)
 class OutputLayout:
-    """A hook that lays out the DTensors that a module returns; it costs what torch's ``redistribute`` does."""
+    """A hook that redistributes the DTensors that a module returns."""
 
     layout: TensorLayout
     mesh: DeviceMesh
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output, laid out."""
-        return pytree.tree_map_only(DTensor, self._laid_out, output)
+        """Return the output in its layout."""
+        return pytree.tree_map_only(DTensor, self._redistribute, output)
 
-    def _laid_out(self, tensor: DTensor) -> DTensor:
+    def _redistribute(self, tensor: DTensor) -> DTensor:
         return tensor.redistribute(live_mesh(self.mesh), placements_for(self.layout, self.mesh, tensor.shape))
 
 
 def output_rules(layout_map: LayoutMap, roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """Return the rule of each module that has one for its output; the outermost one's path is ``output``."""
+    """Return the output rule of each module that has one; the path of the outermost module's output is ``output``."""
     found: dict[nn.Module, str] = {}
     for root in roots:
         for name, module in root.named_modules():

@@ -1,4 +1,4 @@
-"""Tensors placed by layouts: a whole tensor becomes the DTensor of which this rank holds its part."""
+"""Tensors placed by layouts: a whole tensor becomes a DTensor, of which this rank holds a part."""
 
 from __future__ import annotations
 
@@ -13,24 +13,31 @@ from xrank.distribution.devices import live_mesh
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, TensorLayout
 
-__all__ = ["distribute_tensor", "fitted", "placements_for"]
+__all__ = ["distribute_tensor", "fit_layout", "placements_for"]
 
 
 def distribute_tensor(tensor: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
-    """Return a tensor laid out: the same object if it is so already.
+    """Return a tensor in a layout: the same object if it already has the layout.
 
-    Every rank calls it with the whole tensor; the values are those of the mesh's first rank. Without a process group
-    the layout is checked, and the tensor returned as it is.
+    Every rank calls this with the whole tensor; the values are those of the mesh's first rank. Without a process group
+    the layout is only checked, and the tensor is returned.
 
     Args:
-        tensor: a whole tensor, or a DTensor, which is laid out anew on the same mesh.
+        tensor: a whole tensor, or a DTensor, which is redistributed on the same mesh.
         layout: the layout, with a mesh.
 
     Raises:
         LayoutError: the layout has no mesh, or does not fit the tensor.
+
+    Example:
+        >>> import torch
+        >>> from xrank.distribution import DeviceMesh, TensorLayout, distribute_tensor
+        >>> layout = TensorLayout(("model", None), DeviceMesh((1,), ("model",)))
+        >>> distribute_tensor(torch.ones(4, 2), layout).shape
+        torch.Size([4, 2])
     """
     if not isinstance(layout, TensorLayout):
-        raise LayoutError(f"{layout!r} is no layout", got=type(layout).__name__, want="a TensorLayout")
+        raise LayoutError(f"{layout!r} is not a layout", got=type(layout).__name__, want="a TensorLayout")
     mesh = layout.device_mesh
     if mesh is None:
         raise LayoutError(
@@ -49,8 +56,8 @@ def distribute_tensor(tensor: torch.Tensor, layout: TensorLayout) -> torch.Tenso
     return dtensor.distribute_tensor(tensor, torch_mesh, placements)
 
 
-def fitted(layout: TensorLayout, ndim: int) -> TensorLayout:
-    """Return a layout for a tensor of that many dims: dims past its last one are whole, as in Keras.
+def fit_layout(layout: TensorLayout, ndim: int) -> TensorLayout:
+    """Return a layout for a tensor of that many dims. Dims after the layout's last one are whole, as in Keras.
 
     Raises:
         LayoutError: the layout has more dims than the tensor.
@@ -73,12 +80,12 @@ def placements_for(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int])
     """Return torch's placements of a tensor of that shape.
 
     Raises:
-        LayoutError: the layout does not fit the shape, or placements cannot say it.
+        LayoutError: the layout does not fit the shape, or placements cannot express it.
     """
     if layout.tree.sums:
         raise LayoutError(
-            f"a whole tensor has values, and the layout {layout} says that ranks hold addends",
+            f"a whole tensor has values, and the layout {layout} has addends on ranks",
             got=" ".join(f"sum({axis})" for axis in layout.tree.sums),
             want="a layout without sums",
         )
-    return to_placements(fitted(layout, len(shape)), mesh, tuple(shape))
+    return to_placements(fit_layout(layout, len(shape)), mesh, tuple(shape))

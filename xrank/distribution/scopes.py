@@ -1,8 +1,8 @@
-"""Which distribution is in force on this thread, and the modules that are made while it is.
+"""The current distribution of this thread, and the modules that are made under it.
 
-A parameter's name is known only from its outermost module, and its values only when its module has filled them. So
-modules are collected as they register parameters and parts, and laid out together: at the end of the scope, or before
-one of them is used, whichever comes first.
+A parameter's name is known only from its outermost module, and its values only after its module has set them. So
+modules are collected while they register parameters and submodules. They are laid out together: at the end of the
+scope, or before the first use of one of them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["Construction", "LaysOut", "distribution", "scope_of", "set_distribut
 
 
 class LaysOut(Protocol):
-    """What lays out the modules that were made under it."""
+    """Lays out the modules that were made under it."""
 
     def lay_out(self, roots: list[nn.Module]) -> set[str]:
-        """Lay out whole modules and return the rules that decided for something."""
+        """Lay out whole modules, and return the rules that were used."""
 
     def check_used(self, rules: set[str]) -> None:
-        """Refuse rules that decided for nothing, given those that did."""
+        """Check that all rules were used."""
 
 
 class Construction:
     """Collects the modules that are made under a distribution, and lays them out.
 
     Order: `open`, hooks add modules, `finish` any number of times, `close`. Modules are held until they are laid out:
-    which of them a rank has forgotten would depend on its garbage collector, and all ranks must lay out the same.
+    with weak references, the garbage collector of each rank would decide, and all ranks must lay out the same modules.
     """
 
     def __init__(self, distribution: LaysOut, *, is_scoped: bool) -> None:
@@ -47,18 +47,18 @@ class Construction:
         self._is_unchecked = False
 
     def add(self, module: nn.Module) -> None:
-        """Take a module that registers something."""
+        """Add a module that registers a parameter or a submodule."""
         if id(module) not in self._modules:
             module.register_forward_pre_hook(_FirstUse(id(module)), prepend=True, with_kwargs=True)
             self.hold(module)
 
     def hold(self, module: nn.Module) -> None:
-        """Hold a module that has its hook, as a copy of a held one has."""
+        """Hold a module that already has the hook, such as a copy of a held module."""
         self._modules[id(module)] = module
         _PENDING[id(module)] = self
 
     def finish(self, *, is_last: bool) -> None:
-        """Lay out what was collected; the last time also check that every rule decided for something."""
+        """Lay out the collected modules; the last time, also check that all rules were used."""
         modules = list(self._modules.values())
         self.forget()
         parts = {id(part) for module in modules for part in module.children()}
@@ -75,7 +75,7 @@ class Construction:
             self._distribution.check_used(self._used)
 
     def forget(self) -> None:
-        """Leave the collected modules as they are."""
+        """Drop the collected modules without changing them."""
         for key, module in self._modules.items():
             _PENDING.pop(key, None)
             for number, hook in list(module._forward_pre_hooks.items()):
@@ -86,13 +86,14 @@ class Construction:
 
 
 _PENDING: dict[int, Construction] = {}
-"""Which construction holds a module, by its id; of all threads, since a model may be used by another one."""
+"""Construction that holds a module, by the module's id; for all threads, since another thread may use a model."""
 
 
 class _FirstUse:
-    """The hook that lays out a module before it is used.
+    """The hook that lays out a module before its first use.
 
-    A copied module registers nothing, but its hooks are copied, and by then the copy is known (copy.py:_reconstruct).
+    A copied module registers nothing, but its hooks are copied too, at a time when its id is known
+    (copy.py:_reconstruct).
     """
 
     def __init__(self, key: int) -> None:
@@ -102,7 +103,7 @@ class _FirstUse:
         construction = _PENDING.get(id(module))
         if construction is not None:
             construction.finish(is_last=not construction.is_scoped)
-        # torch listed the hooks of this call before: one that was added by now is not run.
+        # torch listed the hooks of this call earlier, so it does not run the entrance's new hook.
         entrance = entrance_of(module)
         return None if construction is None or entrance is None else entrance.enter(module, args, kwargs)
 
@@ -123,7 +124,7 @@ class _State:
 class _Current(threading.local):
     state = _State()
     is_laying_out = False
-    """Whether parameters are registered in place of others: not of modules that are being made."""
+    """Whether the registered parameters replace others, so that no module is being made."""
 
 
 _CURRENT = _Current()
@@ -133,26 +134,39 @@ _HOOKS: list[Any] = []
 
 
 def distribution() -> Any:
-    """Return what `set_distribution` or a scope has put in force on this thread; None without it."""
+    """Return this thread's current distribution, from `set_distribution` or a scope; None without one.
+
+    Example:
+        >>> from xrank.distribution import distribution
+        >>> distribution() is None
+        True
+    """
     return _CURRENT.state.value
 
 
 def set_distribution(value: Any) -> None:
-    """Put a distribution in force on this thread until the next call; None ends it.
+    """Set this thread's current distribution until the next call; None ends it.
 
-    Modules that are made from now on are laid out before their first use, or when the next call comes.
+    Modules that are made from now on are laid out before their first use, or at the next call.
+
+    Example:
+        >>> from xrank.distribution import DataParallel, distribution, set_distribution
+        >>> set_distribution(DataParallel(devices=["cpu:0"]))
+        >>> distribution().num_model_replicas
+        1
+        >>> set_distribution(None)
     """
     before = _CURRENT.state
     can_lay_out = callable(getattr(value, "lay_out", None))
-    _CURRENT.state = _State(value, _opened(value, is_scoped=False) if can_lay_out else None)
+    _CURRENT.state = _State(value, _open(value, is_scoped=False) if can_lay_out else None)
     _end(before)
 
 
 @contextmanager
 def scope_of(value: LaysOut) -> Iterator[None]:
-    """Put a distribution in force, and lay out at the end what was made; after an exception nothing is."""
+    """Make a distribution current, and lay out the new modules at the end, unless the body raised."""
     before = _CURRENT.state
-    construction = _opened(value, is_scoped=True)
+    construction = _open(value, is_scoped=True)
     _CURRENT.state = _State(value, construction)
     try:
         yield
@@ -172,18 +186,18 @@ def scope_of(value: LaysOut) -> Iterator[None]:
 
 
 def _end(state: _State) -> None:
-    """Lay out what was made since `set_distribution`; a scope does so itself."""
+    """Lay out the modules made since `set_distribution`. A scope does this itself."""
     if state.construction is not None and not state.construction.is_scoped:
         _close(state.construction)
         state.construction.finish(is_last=True)
 
 
-def _opened(value: LaysOut, *, is_scoped: bool) -> Construction:
+def _open(value: LaysOut, *, is_scoped: bool) -> Construction:
     construction = Construction(value, is_scoped=is_scoped)
     with _LOCK:
         _OPEN.add(id(construction))
         if not _HOOKS:
-            _HOOKS.extend(register(_registered) for register in _registrations())
+            _HOOKS.extend(register(_add_module) for register in _registrations())
     return construction
 
 
@@ -200,7 +214,7 @@ def _registrations() -> tuple[Callable[..., Any], ...]:
     return (on_parameter_registration, on_module_registration)
 
 
-def _registered(module: nn.Module, name: str, value: Any) -> None:
+def _add_module(module: nn.Module, name: str, value: Any) -> None:
     construction = _CURRENT.state.construction
     if construction is not None and value is not None and not _CURRENT.is_laying_out:
         construction.add(module)
