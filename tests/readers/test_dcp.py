@@ -37,7 +37,7 @@ from xrank.readers.base import Hints
 from xrank.readers.dcp import values
 from xrank.readers.dcp.reader import DcpReader
 from xrank.testing.rank_pool import RankPool
-from xrank.testing.reader_contract import Made, ReaderContract, WholeTensor, read_model, whole
+from xrank.testing.reader_contract import ReaderContract, SampleSource, WholeTensor, read_model, whole
 
 
 class DcpContract(ReaderContract):
@@ -47,9 +47,9 @@ class DcpContract(ReaderContract):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def made(cls, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    def made(cls, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SampleSource]:
         folder = tmp_path_factory.mktemp("dcp")
-        yield Made(saved(rank_pool, folder / "checkpoint-20", cls.cut, **cls.options), expected())
+        yield SampleSource(saved(rank_pool, folder / "checkpoint-20", cls.cut, **cls.options), expected())
 
 
 @pytest.mark.quick

@@ -10,7 +10,7 @@ import torch
 
 from tests.readers.made_zero import MadeModel, Zero, write_universal, write_zero
 from xrank.readers.deepspeed import DeepSpeedReader
-from xrank.testing.reader_contract import Made, ReaderContract, whole
+from xrank.testing.reader_contract import ReaderContract, SampleSource, whole
 
 pytestmark = pytest.mark.quick
 
@@ -33,10 +33,10 @@ class _Contract(ReaderContract):
     exit_codes: ClassVar = {"a file cut short": frozenset({3, 4})}
     how: ClassVar[Zero]
 
-    def make(self, folder: Path) -> Made:
+    def make(self, folder: Path) -> SampleSource:
         model = small_model()
         write_zero(folder / "checkpoint", model, self.how)
-        return Made(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.expected.items()})
+        return SampleSource(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.expected.items()})
 
 
 class TestZero3(_Contract):
@@ -50,7 +50,7 @@ class TestZero2(_Contract):
 class TestUniversal(_Contract):
     how = Zero(stage=3, num_ranks=2)
 
-    def make(self, folder: Path) -> Made:
+    def make(self, folder: Path) -> SampleSource:
         model = small_model()
         write_universal(folder / "checkpoint", model, self.how)
-        return Made(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.expected.items()})
+        return SampleSource(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.expected.items()})

@@ -27,7 +27,7 @@ from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
 from xrank.readers.fsdp.flat_parameters import find_flat_pieces, flat_shards
 from xrank.readers.fsdp.rank_files import RankFile, read_rank_file
 from xrank.testing.rank_pool import RankPool
-from xrank.testing.reader_contract import Made, ReaderContract, WholeTensor, read_model, whole
+from xrank.testing.reader_contract import ReaderContract, SampleSource, WholeTensor, read_model, whole
 
 BUFFER = {"a_buffer": whole(torch.arange(5))}
 
@@ -38,9 +38,9 @@ class TestVerl(ReaderContract):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def made(cls, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    def made(cls, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SampleSource]:
         folder = verl(rank_pool, tmp_path_factory.mktemp("verl") / "actor", num_ranks=2)
-        yield Made(folder, expected() | BUFFER)
+        yield SampleSource(folder, expected() | BUFFER)
 
 
 class TestAccelerate(ReaderContract):
@@ -48,9 +48,9 @@ class TestAccelerate(ReaderContract):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def made(cls, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    def made(cls, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SampleSource]:
         folder = accelerate(rank_pool, tmp_path_factory.mktemp("ranks") / "checkpoint-7", "sharded", num_ranks=2)
-        yield Made(folder, expected())
+        yield SampleSource(folder, expected())
 
 
 def gathered(folder: Path, **options: object) -> Mapping[str, WholeTensor]:

@@ -32,7 +32,7 @@ from xrank.readers.base import Hints
 from xrank.readers.discovery import find_source
 from xrank.readers.hugging_face.shards import HfShardsReader
 from xrank.testing.rank_pool import RankPool
-from xrank.testing.reader_contract import Made, ReaderContract, WholeTensor, read_model
+from xrank.testing.reader_contract import ReaderContract, SampleSource, WholeTensor, read_model
 
 FILES = {"embed.weight": 1, "up.weight": 2, "up.bias": 2, "down.weight": 2, "down.bias": 2}
 """The other tensors lie in file 3."""
@@ -85,11 +85,11 @@ class TestHfShards(ReaderContract):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def made(cls, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    def made(cls, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SampleSource]:
         folder = saved(rank_pool, tmp_path_factory.mktemp("shards") / "sharded", num_ranks=2, num_files=1)
-        yield Made(folder, expected(), base_model(tmp_path_factory.mktemp("base") / "base"))
+        yield SampleSource(folder, expected(), base_model(tmp_path_factory.mktemp("base") / "base"))
 
-    def test_inspect_finds_no_problem(self, made: Made) -> None:
+    def test_inspect_finds_no_problem(self, made: SampleSource) -> None:
         """It has no base model; that the shapes are inferred is the one thing it says."""
         (problem,) = inspect_source(made.path).details["problems"]
         assert (problem["type"], problem["exit_code"]) == ("LayoutError", 2)

@@ -21,7 +21,7 @@ from xrank.readers.base import Hints
 from xrank.readers.dcp.reader import DcpReader
 from xrank.readers.discovery import find_source
 from xrank.readers.megatron.dist import MegatronDistReader
-from xrank.testing.reader_contract import Made, ReaderContract, read_model, whole
+from xrank.testing.reader_contract import ReaderContract, SampleSource, read_model, whole
 
 pytestmark = pytest.mark.quick
 
@@ -81,12 +81,12 @@ class TestContract(ReaderContract):
     exit_codes: ClassVar = {"a file cut short": frozenset({3, 4})}
     unseen: ClassVar = {"a bit of the metadata flipped": "nothing but the recipe vouches for the names in .metadata"}
 
-    def make(self, folder: Path) -> Made:
+    def make(self, folder: Path) -> SampleSource:
         run = Run(tp=2, chunks=((1,),))
         model = stacked(whole_model(run))
         write_dist(folder / "checkpoint", run, model)
         write_config(folder / "checkpoint", run)
-        return Made(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.items()})
+        return SampleSource(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.items()})
 
 
 @pytest.fixture

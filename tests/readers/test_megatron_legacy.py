@@ -18,7 +18,7 @@ from xrank.layout import DeviceMesh, LayoutMap
 from xrank.plan.report import Report
 from xrank.readers.base import Hints
 from xrank.readers.megatron.legacy import MegatronLegacyReader
-from xrank.testing.reader_contract import Made, ReaderContract, read_model, whole
+from xrank.testing.reader_contract import ReaderContract, SampleSource, read_model, whole
 
 pytestmark = pytest.mark.quick
 
@@ -71,11 +71,11 @@ class TestContract(ReaderContract):
     # A marker cut short names another iteration, which may be on its way.
     exit_codes: ClassVar = {"a file cut short": frozenset({3, 4})}
 
-    def make(self, folder: Path) -> Made:
+    def make(self, folder: Path) -> SampleSource:
         run = Run(tp=2, chunks=((1,),))
         write_legacy(folder / "checkpoint", run)
         write_config(folder / "checkpoint", run)
-        return Made(folder / "checkpoint", expected(run))
+        return SampleSource(folder / "checkpoint", expected(run))
 
 
 def test_tied_copies_are_compared_and_written_once(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from xrank.readers import discovery
 from xrank.readers.base import Hints, Reader
 from xrank.readers.hugging_face.folder import HfFolderReader
 from xrank.readers.workspace import WorkspaceReader
-from xrank.testing.reader_contract import Made, ReaderContract, whole
+from xrank.testing.reader_contract import ReaderContract, SampleSource, whole
 
 pytestmark = pytest.mark.quick
 
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.quick
 class TestWorkspace(ReaderContract):
     reader = WorkspaceReader()
 
-    def make(self, folder: Path) -> Made:
+    def make(self, folder: Path) -> SampleSource:
         model = leave(folder / "run")
-        return Made(folder / "run", {name: whole(tensor) for name, tensor in model.items()})
+        return SampleSource(folder / "run", {name: whole(tensor) for name, tensor in model.items()})
 
 
 class TestSafetensors(ReaderContract):
@@ -37,7 +37,7 @@ class TestSafetensors(ReaderContract):
         "zeros to the end": "safetensors files hold no checksums",
     }
 
-    def make(self, folder: Path) -> Made:
+    def make(self, folder: Path) -> SampleSource:
         path = folder / "model"
         path.mkdir()
         random = torch.Generator().manual_seed(0)
@@ -46,7 +46,7 @@ class TestSafetensors(ReaderContract):
         for name, tensor in model.items():
             save_file({name: tensor}, path / files[name])
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-        return Made(path, {name: whole(tensor) for name, tensor in model.items()})
+        return SampleSource(path, {name: whole(tensor) for name, tensor in model.items()})
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Unsa
 from xrank.plan.report import Report
 from xrank.readers.discovery import find_source
 from xrank.readers.hugging_face.bin_folder import BinFolderReader
-from xrank.testing.reader_contract import Made, ReaderContract, WholeTensor, read_model, whole
+from xrank.testing.reader_contract import ReaderContract, SampleSource, WholeTensor, read_model, whole
 
 pytestmark = pytest.mark.quick
 
@@ -68,8 +68,8 @@ def gathered(path: Path, **options: Any) -> tuple[Mapping[str, WholeTensor], Rep
 class TestBin(ReaderContract):
     reader = BinFolderReader()
 
-    def make(self, folder: Path) -> Made:
-        return Made(write(folder / "model", "bin"), wanted())
+    def make(self, folder: Path) -> SampleSource:
+        return SampleSource(write(folder / "model", "bin"), wanted())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -115,8 +115,8 @@ def test_a_hang_names_the_ranks_and_where_they_stand(rank_pool):
         stacks = "".join(getattr(caught.value, "__notes__", ()))
         if getattr(caught.value, "waiting_for", None) == (1,) and "a_rank_that_waits_here" in stacks:
             break
-    assert isinstance(caught.value, RankTimeoutError) and "did not come back" in str(caught.value)
-    assert caught.value.waiting_for == (1,) and str(caught.value).startswith("rank 1 did not come back")
+    assert isinstance(caught.value, RankTimeoutError) and "did not return" in str(caught.value)
+    assert caught.value.waiting_for == (1,) and str(caught.value).startswith("rank 1 did not return")
     assert any("a_rank_that_waits_here" in note for note in caught.value.__notes__)
     assert rank_pool.run(2, who, 0)[1][1] == [0, 1]
 

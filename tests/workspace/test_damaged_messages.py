@@ -9,7 +9,7 @@ import pytest
 
 from tests.workspace.failing_os import FailingOs
 from xrank.errors import CorruptError, IncompleteError, XrankError
-from xrank.testing.message_contract import filled
+from xrank.testing.message_contract import fill_tensor
 from xrank.workspace import message_file
 from xrank.workspace.directory_messages import DirectoryMessages
 
@@ -29,7 +29,7 @@ def reader(tmp_path):
 
 @pytest.fixture
 def receipt(writer):
-    return writer.publish(HEADER, [filled(7, size) for size in SIZES])
+    return writer.publish(HEADER, [fill_tensor(7, size) for size in SIZES])
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_place_is_said(reader, receipt, 
 
 
 def test_another_message_under_the_name_is_corrupt(writer, reader, receipt, file):
-    other = writer.publish(HEADER, [filled(8, size) for size in SIZES])
+    other = writer.publish(HEADER, [fill_tensor(8, size) for size in SIZES])
     os.rename(file.parent / json.loads(other)["name"], file)
     with pytest.raises(CorruptError, match="rank 1"):
         reader.fetch(1, receipt)

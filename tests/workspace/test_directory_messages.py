@@ -14,7 +14,7 @@ from tests.workspace.failing_os import FailingOs
 from xrank import gather_checkpoint
 from xrank.errors import NoSpaceError, UnknownFormatError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.testing.message_contract import filled
+from xrank.testing.message_contract import fill_tensor
 from xrank.workspace import directory_messages, message_file
 from xrank.workspace.directory_messages import DirectoryMessages, MessageName
 from xrank.workspace.nfs import NFSWorkspace
@@ -40,7 +40,7 @@ def name_of(receipt):
 def test_a_message_is_one_hidden_file_that_only_its_owner_may_open(tmp_path, writer):
     old = os.umask(0)
     try:
-        receipt = writer.publish("head", [filled(1, 100)])
+        receipt = writer.publish("head", [fill_tensor(1, 100)])
     finally:
         os.umask(old)
     assert os.listdir(tmp_path) == [name_of(receipt)] and name_of(receipt).startswith(".rank_1.")
@@ -62,7 +62,7 @@ def test_no_name_is_used_twice(tmp_path, monkeypatch):
     # What could not be written was a name as well: a client may have seen its beginning.
     monkeypatch.setattr(message_file, "os", failing := FailingOs("pwrite", errno.EIO))
     with pytest.raises(OSError):
-        writer.publish("", [filled(1, 1)])
+        writer.publish("", [fill_tensor(1, 1)])
     receipt = writer.publish("", [])
     names = [args[0] for args in opened.calls]
     assert len(set(names)) == len(names) == 33 and failing.calls
@@ -75,7 +75,7 @@ def test_a_file_of_that_name_is_not_written_to(tmp_path, writer, monkeypatch):
         monkeypatch.setattr(MessageName, "new", lambda self, make=make: f".rank_1.{make.__name__}.message")
         make(tmp_path / "precious", tmp_path / f".rank_1.{make.__name__}.message")
         with pytest.raises(FileExistsError):
-            writer.publish("", [filled(1, 1)])
+            writer.publish("", [fill_tensor(1, 1)])
     assert (tmp_path / "precious").read_text() == "old"
 
 
@@ -85,7 +85,7 @@ def test_closing_removes_what_is_in_flight_and_keeps_states(tmp_path):
     other = DirectoryMessages(tmp_path, 0)
     theirs = name_of(other.publish("", []))
     for _ in range(3):
-        workspace.publish("", [filled(1, 1)])
+        workspace.publish("", [fill_tensor(1, 1)])
     assert len(os.listdir(tmp_path)) == 5
     for _ in range(2):
         workspace.close()
@@ -178,7 +178,7 @@ def test_a_failure_leaves_nothing_of_the_message(tmp_path, writer, reader, monke
     with monkeypatch.context() as patch:
         patch.setattr(message_file, "os", failing := FailingOs(call, number, at=at, works=works))
         with pytest.raises(OSError) as caught:
-            writer.publish("\u00fc", [filled(1, 5000), filled(2, 3)])
+            writer.publish("\u00fc", [fill_tensor(1, 5000), fill_tensor(2, 3)])
     assert len(failing.calls) == at + 1
     if number == errno.EIO:
         assert caught.value.errno == errno.EIO
@@ -196,7 +196,7 @@ def test_a_medium_that_cannot_even_remove_it_says_what_was_first(writer, monkeyp
     monkeypatch.setattr(message_file, "os", FailingOs("pwrite", errno.ENOSPC))
     monkeypatch.setattr(directory_messages, "os", FailingOs("unlink", errno.EIO))
     with pytest.raises(NoSpaceError):
-        writer.publish("", [filled(1, 1)])
+        writer.publish("", [fill_tensor(1, 1)])
 
 
 def test_an_interrupt_leaves_nothing_either(tmp_path, writer, monkeypatch):
@@ -206,7 +206,7 @@ def test_an_interrupt_leaves_nothing_either(tmp_path, writer, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(message_file.os, "fsync", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            writer.publish("", [filled(1, 1)])
+            writer.publish("", [fill_tensor(1, 1)])
     assert os.listdir(tmp_path) == []
 
 
@@ -237,9 +237,9 @@ def test_a_gather_of_states_ignores_messages(tmp_path):
     ranks = [NFSWorkspace(path, rank=rank, world_size=2, run_id="run") for rank in range(2)]
     receipts = []
     for rank, workspace in enumerate(ranks):
-        receipts.append(workspace.publish("before", [filled(rank, 100)]))
-        workspace.write_configs_and_weights({}, {"up": filled(rank, 100)}, layouts=layouts)
-        receipts.append(workspace.publish("after", [filled(rank, 100)]))
+        receipts.append(workspace.publish("before", [fill_tensor(rank, 100)]))
+        workspace.write_configs_and_weights({}, {"up": fill_tensor(rank, 100)}, layouts=layouts)
+        receipts.append(workspace.publish("after", [fill_tensor(rank, 100)]))
     report = gather_checkpoint(path, tmp_path / "model")
     assert report.ok and report.num_parameters == 200
     for number, receipt in enumerate(receipts):
@@ -251,6 +251,6 @@ def test_a_gather_of_states_ignores_messages(tmp_path):
 
 
 def test_messages_alone_are_no_states(tmp_path, writer):
-    writer.publish("", [filled(1, 1)])
+    writer.publish("", [fill_tensor(1, 1)])
     with pytest.raises(UnknownFormatError):
         gather_checkpoint(tmp_path, tmp_path / "model")

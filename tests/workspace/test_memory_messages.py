@@ -13,16 +13,16 @@ import torch
 from tests.workspace.child import Child
 from tests.workspace.memory_use import NBYTES, arenas, holds, num_mapped, place_of
 from xrank.errors import IncompleteError
-from xrank.testing.message_contract import filled, tensor_of
+from xrank.testing.message_contract import fill_tensor, tensor_of
 from xrank.workspace.memory_messages import MemoryMessages
 
 # ---- leases
 
 
 def test_what_is_held_is_not_written_over(writer, reader):
-    _, (held,) = reader.fetch(1, writer.publish("", [filled(1, NBYTES)]))
+    _, (held,) = reader.fetch(1, writer.publish("", [fill_tensor(1, NBYTES)]))
     for value in range(2, 12):
-        _, (buffer,) = reader.fetch(1, writer.publish("", [filled(value, NBYTES)]))
+        _, (buffer,) = reader.fetch(1, writer.publish("", [fill_tensor(value, NBYTES)]))
         assert holds(buffer, value) and holds(held, 1)
         del buffer
     # The one that is held, and one for all others.
@@ -35,27 +35,29 @@ KEEPERS = {
     "a slice": lambda first, second: first[5:6],
     "a slice of a slice": lambda first, second: second[1:][2:3][:1],
     "a cast": lambda first, second: first.cast("i"),
-    "a tensor": lambda first, second: tensor_of(first, filled(0, len(first))),
-    "a view of a view": lambda first, second: tensor_of(first, filled(0, len(first)))[4:].view(torch.int32)[::2][3],
+    "a tensor": lambda first, second: tensor_of(first, fill_tensor(0, len(first))),
+    "a view of a view": lambda first, second: tensor_of(first, fill_tensor(0, len(first)))[4:].view(torch.int32)[::2][
+        3
+    ],
     "a parameter": lambda first, second: torch.nn.Parameter(torch.frombuffer(first, dtype=torch.float32)),
-    "a storage": lambda first, second: tensor_of(first, filled(0, len(first))).untyped_storage(),
+    "a storage": lambda first, second: tensor_of(first, fill_tensor(0, len(first))).untyped_storage(),
     "a numpy array": lambda first, second: np.frombuffer(first, np.int16)[7:],
-    "a tensor's numpy array": lambda first, second: tensor_of(second, filled(0, len(second)))[1:].numpy()[::3],
+    "a tensor's numpy array": lambda first, second: tensor_of(second, fill_tensor(0, len(second)))[1:].numpy()[::3],
     "a tensor of a numpy array": lambda first, second: torch.from_numpy(np.asarray(first)[2:]).view(-1, 2),
-    "a tensor by dlpack": lambda first, second: torch.from_dlpack(tensor_of(first, filled(0, len(first)))[9:]),
+    "a tensor by dlpack": lambda first, second: torch.from_dlpack(tensor_of(first, fill_tensor(0, len(first)))[9:]),
 }
 
 
 @pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS.keys())
 def test_the_last_part_of_it_holds_it(writer, reader, keep):
-    first = writer.publish("", [filled(1, NBYTES // 2), filled(1, NBYTES // 2)])
+    first = writer.publish("", [fill_tensor(1, NBYTES // 2), fill_tensor(1, NBYTES // 2)])
     kept = keep(*reader.fetch(1, first)[1])
-    second = writer.publish("", [filled(2, NBYTES)])
+    second = writer.publish("", [fill_tensor(2, NBYTES)])
     reader.fetch(1, second)
     assert place_of(second) != place_of(first)
     del kept
     # The writer takes the first of those that are free.
-    third = writer.publish("", [filled(3, NBYTES)])
+    third = writer.publish("", [fill_tensor(3, NBYTES)])
     assert place_of(third) == place_of(first)
     assert holds(reader.fetch(1, third)[1][0], 3)
 
@@ -63,32 +65,32 @@ def test_the_last_part_of_it_holds_it(writer, reader, keep):
 def test_who_holds_everything_gets_copies_in_the_end(writer, reader):
     held = []
     for value in range(30):
-        held += reader.fetch(1, writer.publish("", [filled(value, NBYTES)]))[1]
+        held += reader.fetch(1, writer.publish("", [fill_tensor(value, NBYTES)]))[1]
         assert len(arenas()) <= 3
     assert all(holds(buffer, value) for value, buffer in enumerate(held))
     # With them goes what they held, and the writer has arenas enough.
     del held
     for value in range(5):
-        assert holds(reader.fetch(1, writer.publish("", [filled(value, NBYTES)]))[1][0], value)
+        assert holds(reader.fetch(1, writer.publish("", [fill_tensor(value, NBYTES)]))[1][0], value)
     assert len(arenas()) <= 3
 
 
 def test_small_messages_cost_no_arena_each(writer, reader):
-    held = [reader.fetch(1, writer.publish("", [filled(value, 1000)]))[1][0] for value in range(50)]
+    held = [reader.fetch(1, writer.publish("", [fill_tensor(value, 1000)]))[1][0] for value in range(50)]
     assert len(arenas()) == 1
     assert all(holds(buffer, value, 1000) for value, buffer in enumerate(held))
 
 
 def test_a_small_message_does_not_hold_a_large_arena(writer, reader):
-    reader.fetch(1, writer.publish("", [filled(1, 10 * NBYTES)]))
-    held = [reader.fetch(1, writer.publish("", [filled(value, NBYTES)]))[1][0] for value in range(5)]
+    reader.fetch(1, writer.publish("", [fill_tensor(1, 10 * NBYTES)]))
+    held = [reader.fetch(1, writer.publish("", [fill_tensor(value, NBYTES)]))[1][0] for value in range(5)]
     assert len(arenas()) == 1
     assert all(holds(buffer, value) for value, buffer in enumerate(held))
 
 
 def test_an_arena_that_is_too_small_goes(writer, reader):
     for value in range(12):
-        receipt = writer.publish("", [filled(value, NBYTES * value)])
+        receipt = writer.publish("", [fill_tensor(value, NBYTES * value)])
         assert holds(reader.fetch(1, receipt)[1][0], value, NBYTES * value)
         assert len(arenas()) == 1
     # The reader lets go of those that the writer no longer has: only the last is mapped, on either side.
@@ -97,8 +99,8 @@ def test_an_arena_that_is_too_small_goes(writer, reader):
 
 
 def test_what_the_reader_holds_outlives_both_ends(writer, reader):
-    _, (held,) = reader.fetch(1, writer.publish("", [filled(1, NBYTES)]))
-    tensor = tensor_of(held, filled(0, NBYTES))
+    _, (held,) = reader.fetch(1, writer.publish("", [fill_tensor(1, NBYTES)]))
+    tensor = tensor_of(held, fill_tensor(0, NBYTES))
     writer.close()
     reader.close()
     assert len(arenas()) == num_mapped() == 1 and holds(held, 1)
@@ -112,11 +114,11 @@ def test_what_the_reader_holds_outlives_both_ends(writer, reader):
 def test_a_child_sees_its_bytes_while_the_parent_gathers_on(writer, reader):
     for turn in range(50):
         value = turn + 1
-        _, (lent,) = reader.fetch(1, writer.publish("", [filled(value, NBYTES)]))
+        _, (lent,) = reader.fetch(1, writer.publish("", [fill_tensor(value, NBYTES)]))
         child = Child(lambda lent=lent, value=value: holds(lent, value))
         del lent
         for _ in range(2):
-            _, (buffer,) = reader.fetch(1, writer.publish("", [filled(200, NBYTES)]))
+            _, (buffer,) = reader.fetch(1, writer.publish("", [fill_tensor(200, NBYTES)]))
             assert holds(buffer, 200)
             del buffer
         assert child.is_content()
@@ -124,24 +126,24 @@ def test_a_child_sees_its_bytes_while_the_parent_gathers_on(writer, reader):
 
 
 def test_a_child_that_drops_it_does_not_end_the_parents_lease(writer, reader):
-    parts = reader.fetch(1, writer.publish("", [filled(1, NBYTES)]))[1]
+    parts = reader.fetch(1, writer.publish("", [fill_tensor(1, NBYTES)]))[1]
     # The child lets go of the very objects, as a data loader does that clears its cache.
     child = Child(lambda: parts.clear() is None and gc.collect() >= 0)
     assert child.is_content()
     for value in range(2, 6):
-        reader.fetch(1, writer.publish("", [filled(value, NBYTES)]))
+        reader.fetch(1, writer.publish("", [fill_tensor(value, NBYTES)]))
         assert holds(parts[0], 1)
 
 
 def test_a_child_holds_none_of_the_writers_memory(writer, reader):
-    writer.publish("", [filled(1, NBYTES)])
-    reader.fetch(1, writer.publish("", [filled(2, NBYTES)]))
+    writer.publish("", [fill_tensor(1, NBYTES)])
+    reader.fetch(1, writer.publish("", [fill_tensor(2, NBYTES)]))
     assert Child(lambda: gc.collect() >= 0 and not arenas() and num_mapped() == 0).is_content()
 
 
 def test_a_child_that_closes_ends_no_message_of_its_parents(writer, reader):
-    reader.fetch(1, writer.publish("", [filled(1, NBYTES)]))
-    receipt = writer.publish("", [filled(2, NBYTES)])
+    reader.fetch(1, writer.publish("", [fill_tensor(1, NBYTES)]))
+    receipt = writer.publish("", [fill_tensor(2, NBYTES)])
     assert Child(lambda: writer.close() is None and reader.close() is None).is_content()
     assert holds(reader.fetch(1, receipt)[1][0], 2)
 
@@ -150,11 +152,11 @@ def test_a_child_that_closes_ends_no_message_of_its_parents(writer, reader):
 
 WRITER = """
 import sys
-from xrank.testing.message_contract import filled
+from xrank.testing.message_contract import fill_tensor
 from xrank.workspace.memory_messages import MemoryMessages
 messages = MemoryMessages()
 for value in (1, 2):
-    print(messages.publish(str(value), [filled(value, int(sys.argv[1]))]), flush=True)
+    print(messages.publish(str(value), [fill_tensor(value, int(sys.argv[1]))]), flush=True)
 sys.stdin.read()
 """
 
@@ -166,7 +168,7 @@ def test_what_came_from_a_killed_process_stays_and_nothing_more_comes(reader):
         header, (buffer,) = reader.fetch(1, first)
         process.kill()
     assert header == "1" and holds(buffer, 1)
-    tensor_of(buffer, filled(0, NBYTES)).fill_(3)
+    tensor_of(buffer, fill_tensor(0, NBYTES)).fill_(3)
     assert holds(buffer, 3)
     for receipt in (second, second, first):
         with pytest.raises(IncompleteError, match="rank 1 left its memory") as caught:

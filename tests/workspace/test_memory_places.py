@@ -11,7 +11,7 @@ import torch
 from tests.named_memory import named_memory
 from tests.workspace.memory_use import NBYTES, arenas, holds, num_mapped, place_of
 from xrank.errors import CorruptError, IncompleteError, NoSpaceError, UsageError
-from xrank.testing.message_contract import filled
+from xrank.testing.message_contract import fill_tensor
 from xrank.workspace import memory_file
 
 # ---- what is not the message that was fields
@@ -24,7 +24,7 @@ def changed(receipt, **changes):
 
 @pytest.mark.parametrize("part", ["pid", "fd", "device", "inode", "nbytes", "nonce"])
 def test_memory_that_is_not_as_told_is_never_read(writer, reader, part):
-    receipt = writer.publish("", [filled(1, NBYTES)])
+    receipt = writer.publish("", [fill_tensor(1, NBYTES)])
     # The next numbers may lead to the very same: to a thread of this process, to the mapping's own descriptor.
     wrong = {"nonce": "0" * 32, "pid": 1 << 23, "fd": 1 << 20}.get(part) or place_of(receipt)[part] + 1
     with pytest.raises(IncompleteError, match="rank 1"):
@@ -35,7 +35,7 @@ def test_memory_that_is_not_as_told_is_never_read(writer, reader, part):
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK])
 def test_memory_whose_size_may_change_is_never_read(writer, reader, seals):
-    receipt = writer.publish("", [filled(1, NBYTES)])
+    receipt = writer.publish("", [fill_tensor(1, NBYTES)])
     place = place_of(receipt)
     other = os.memfd_create("xrank-" + place["nonce"], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.sendfile(other, place["fd"], 0, place["nbytes"])
@@ -50,7 +50,7 @@ def test_memory_whose_size_may_change_is_never_read(writer, reader, seals):
 
 
 def test_a_file_on_disk_or_of_another_user_is_never_read(writer, reader, tmp_path, monkeypatch):
-    receipt = writer.publish("", [filled(1, NBYTES)])
+    receipt = writer.publish("", [fill_tensor(1, NBYTES)])
     place = place_of(receipt)
     on_disk = os.open(tmp_path / f"xrank-{place['nonce']}", os.O_RDWR | os.O_CREAT)
     os.sendfile(on_disk, place["fd"], 0, place["nbytes"])
@@ -65,7 +65,7 @@ def test_a_file_on_disk_or_of_another_user_is_never_read(writer, reader, tmp_pat
 
 
 def test_memory_of_another_host_is_an_error_that_names_it(writer, reader):
-    receipt = writer.publish("", [filled(1, 10)])
+    receipt = writer.publish("", [fill_tensor(1, 10)])
     with pytest.raises(UsageError, match=r"rank 1 .*node7") as caught:
         reader.fetch(1, changed(receipt, space="elsewhere", host="node7", inode=1))
     assert "workspace_path" in caught.value.next_step
@@ -73,7 +73,7 @@ def test_memory_of_another_host_is_an_error_that_names_it(writer, reader):
 
 @pytest.mark.parametrize("part", ["place", "number", "kept", "table"])
 def test_a_receipt_that_was_changed_gives_no_message(writer, reader, part):
-    fields = json.loads(writer.publish("", [filled(1, 1000)]))
+    fields = json.loads(writer.publish("", [fill_tensor(1, 1000)]))
     without = {key: value for key, value in fields.items() if key != part}
     wrong = [None, "x", [], {}, -1, 1 << 70, ["x"], [1], [None, 1], [-8, 16], [0, 1 << 40], [64, 3]]
     for damaged in [without] + [{**fields, part: value} for value in wrong]:
@@ -91,7 +91,7 @@ def test_a_receipt_that_was_changed_gives_no_message(writer, reader, part):
 
 
 def test_it_is_its_owners_alone(writer):
-    fd = place_of(writer.publish("", [filled(1, 10)]))["fd"]
+    fd = place_of(writer.publish("", [fill_tensor(1, 10)]))["fd"]
     assert os.fstat(fd).st_mode & 0o777 == 0o600 and not os.get_inheritable(fd)
     assert named_memory() == []
 
@@ -100,7 +100,7 @@ def test_it_is_its_owners_alone(writer):
 @pytest.mark.parametrize("at", range(5))
 def test_no_memory_is_said_and_leaves_nothing(writer, reader, monkeypatch, number, at):
     """Five writes make a message of two tensors: the arena's head, the tensors, header and table."""
-    held = reader.fetch(1, writer.publish("", [filled(1, NBYTES)]))[1]
+    held = reader.fetch(1, writer.publish("", [fill_tensor(1, NBYTES)]))[1]
     pwrite, calls = os.pwrite, []
 
     def fail(fd, data, offset):
@@ -112,7 +112,7 @@ def test_no_memory_is_said_and_leaves_nothing(writer, reader, monkeypatch, numbe
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
         with pytest.raises(OSError) as caught:
-            writer.publish("head", [filled(2, NBYTES), filled(2, 99)])
+            writer.publish("head", [fill_tensor(2, NBYTES), fill_tensor(2, 99)])
     assert len(calls) == at + 1
     if number == errno.EIO:
         assert caught.value.errno == errno.EIO
@@ -121,7 +121,7 @@ def test_no_memory_is_said_and_leaves_nothing(writer, reader, monkeypatch, numbe
         assert caught.value.needed_nbytes == [64, NBYTES, 99, 4, 6 * 8][at]
     del caught
     assert len(arenas()) == 1
-    assert holds(reader.fetch(1, writer.publish("", [filled(3, NBYTES)]))[1][0], 3) and holds(held[0], 1)
+    assert holds(reader.fetch(1, writer.publish("", [fill_tensor(3, NBYTES)]))[1][0], 3) and holds(held[0], 1)
 
 
 def test_a_tensor_that_cannot_be_read_leaves_nothing(writer, reader):
@@ -131,8 +131,8 @@ def test_a_tensor_that_cannot_be_read_leaves_nothing(writer, reader):
 
 
 def test_many_messages_leave_what_one_leaves(writer, reader):
-    reader.fetch(1, writer.publish("", [filled(0, NBYTES)]))
+    reader.fetch(1, writer.publish("", [fill_tensor(0, NBYTES)]))
     descriptors = sorted(os.listdir("/proc/self/fd"))
     for number in range(300):
-        reader.fetch(1, writer.publish("", [filled(0, number % 50 * 20_000)]))
+        reader.fetch(1, writer.publish("", [fill_tensor(0, number % 50 * 20_000)]))
     assert sorted(os.listdir("/proc/self/fd")) == descriptors and num_mapped() == 2

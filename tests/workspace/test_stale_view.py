@@ -10,7 +10,7 @@ import torch
 
 from tests.workspace.stale_view import Server, StaleClient
 from xrank.errors import IncompleteError
-from xrank.testing.message_contract import filled
+from xrank.testing.message_contract import fill_tensor
 from xrank.workspace import directory_messages, message_file, nfs, shared_directory
 from xrank.workspace.directory_messages import DirectoryMessages, MessageName
 from xrank.workspace.nfs import NFSWorkspace
@@ -179,7 +179,7 @@ def test_every_layer_is_its_own(tmp_path, hosts, server):
 
 def test_who_looked_too_early_has_patience_enough(tmp_path, hosts, server):
     first, second = hosts
-    receipt = second.publish("late", [filled(5, 1000)])
+    receipt = second.publish("late", [fill_tensor(5, 1000)])
     (name,) = os.listdir(tmp_path)
     os.rename(tmp_path / name, tmp_path / "on its way")
     with pytest.raises(IncompleteError), first.client.serving(message_file, directory_messages):
@@ -192,7 +192,7 @@ def test_who_looked_too_early_has_patience_enough(tmp_path, hosts, server):
 
 def test_who_saw_half_of_it_has_patience_enough(tmp_path, hosts, server):
     first, second = hosts
-    receipt = second.publish("half", [filled(5, 1000)])
+    receipt = second.publish("half", [fill_tensor(5, 1000)])
     (name,) = os.listdir(tmp_path)
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[:500])
@@ -204,7 +204,7 @@ def test_who_saw_half_of_it_has_patience_enough(tmp_path, hosts, server):
 
 def test_a_stale_handle_is_looked_up_anew(tmp_path, hosts, server):
     first, second = hosts
-    receipt = second.publish("moved", [filled(5, 1000)])
+    receipt = second.publish("moved", [fill_tensor(5, 1000)])
     (name,) = os.listdir(tmp_path)
     assert first.fetch(1, receipt)[0] == "moved"
     # A server that was restored from a copy: the same file by its name, another by its number.
@@ -241,6 +241,6 @@ def test_a_state_whose_rename_was_answered_to_nobody_is_there(tmp_path, server):
     for number in range(3):
         client.loses_next_rename = True
         with client.serving(nfs, shared_directory):
-            workspace.write_configs_and_weights({"number": number}, {"a": filled(number, 10)})
+            workspace.write_configs_and_weights({"number": number}, {"a": fill_tensor(number, 10)})
         assert not client.loses_next_rename
         assert workspace.read_configs_and_weights_from_rank(0)[0] == {"number": number}

@@ -1,6 +1,6 @@
-"""Shipped helpers for testing code that runs on ranks; never imported by the library.
+"""Helpers for tests of code that runs on ranks. They are shipped, but the library never imports them.
 
-Names are loaded when they are first used: the plugin has pytest rewrite the contracts' asserts before.
+Names are loaded on first use, so that the plugin can make pytest rewrite the contracts' asserts before.
 """
 
 from __future__ import annotations

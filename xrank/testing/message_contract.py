@@ -1,4 +1,4 @@
-"""What every workspace must do with messages, as tests: subclass, give one fixture, and all of them run against yours.
+"""The contract of workspaces for messages, as tests: a subclass with one fixture runs all of them on its workspace.
 
     class TestMine(MessageWorkspaceContract):
         @pytest.fixture
@@ -13,10 +13,10 @@
             for workspace in made:
                 workspace.close()
 
-What only one medium has (files, mappings, what a kill leaves) belongs into the tests of that workspace.
+Tests of a single medium (files, mappings, remains of a killed process) belong to the tests of that workspace.
 """
 
-# ruff: noqa: D102, S311 (a test's name says what it tests; chance is to be the same each time)
+# ruff: noqa: D102, S311 (a test's name describes the test; random numbers are seeded)
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 from xrank.errors import CorruptError, IncompleteError
-from xrank.testing.workspace_contract import same_bytes, tensor_zoo
+from xrank.testing.workspace_contract import has_same_bytes, tensor_zoo
 from xrank.workspace.base import MessageWorkspace
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MakeMessageWorkspace", "MessageWorkspaceContract", "filled", "tensor_of"]
+__all__ = ["MakeMessageWorkspace", "MessageWorkspaceContract", "fill_tensor", "tensor_of"]
 
 
 class MakeMessageWorkspace(Protocol):
-    """Makes a rank's view of one and the same place, as the processes of a run would each for themselves."""
+    """Makes the workspace of a rank; all of them share one place, as those of a run's processes do."""
 
     def __call__(self, rank: int = 0, world_size: int = 2) -> MessageWorkspace:
         """Return that rank's workspace."""
         ...
 
 
-def filled(value: int, nbytes: int) -> torch.Tensor:
-    """Return a tensor of so many bytes, all of them `value`."""
+def fill_tensor(value: int, nbytes: int) -> torch.Tensor:
+    """Return a tensor of that many bytes, all of them `value`."""
     import torch
 
     return torch.full((nbytes,), value, dtype=torch.uint8)
 
 
 def tensor_of(buffer: memoryview, like: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a reader makes of a buffer: of the dtype and shape of `like`, in the buffer's memory."""
+    """Return a tensor over a buffer with the dtype and shape of `like`, as a reader would make it."""
     import torch
 
     if len(buffer) == 0:
@@ -62,15 +62,15 @@ def tensor_of(buffer: memoryview, like: torch.Tensor) -> torch.Tensor:
 
 
 class MessageWorkspaceContract:
-    """The tests; a subclass gives `make_workspace`.
+    """The tests; a subclass provides `make_workspace`.
 
-    All ranks are objects of this one process; that a second process can read is for each workspace's own tests.
+    All ranks are objects of this process. Each workspace's own tests show that a second process can read.
     """
 
     @pytest.fixture
     def make_workspace(self) -> MakeMessageWorkspace:
-        """Return what makes each rank's workspace."""
-        raise NotImplementedError("a workspace's tests say how it is made")
+        """Return the maker of each rank's workspace."""
+        raise NotImplementedError("override this fixture with one that makes your workspace")
 
     @pytest.fixture
     def reader(self, make_workspace: MakeMessageWorkspace) -> MessageWorkspace:
@@ -86,11 +86,11 @@ class MessageWorkspaceContract:
         assert isinstance(sender, MessageWorkspace)
         assert sender.patience_seconds > 0
 
-    # ---- what is sent is what comes
+    # ---- sent values arrive unchanged
 
     def test_every_tensor_comes_bit_for_bit(self, sender: MessageWorkspace, reader: MessageWorkspace) -> None:
         zoo = tensor_zoo()
-        # Later messages may lie in memory that earlier ones left: other ways to write than into fresh memory.
+        # Later messages may reuse memory of earlier ones, which takes other paths than fresh memory.
         for names in (list(zoo), list(zoo), list(reversed(zoo))):
             receipt = sender.publish("zoo", [zoo[name] for name in names])
             header, buffers = reader.fetch(1, receipt)
@@ -98,20 +98,20 @@ class MessageWorkspaceContract:
             assert header == "zoo" and len(buffers) == len(names)
             for name, buffer in zip(names, buffers, strict=True):
                 assert buffer.nbytes == zoo[name].nbytes, name
-                assert same_bytes(tensor_of(buffer, zoo[name]), zoo[name]), name
+                assert has_same_bytes(tensor_of(buffer, zoo[name]), zoo[name]), name
 
     @pytest.mark.parametrize("sizes", [[3, 100, 1, 5], [3, 5_000_001, 7, 70_001]])
     def test_every_buffer_is_aligned(
         self, sender: MessageWorkspace, reader: MessageWorkspace, sizes: list[int]
     ) -> None:
-        # As torch's own memory is, so that tensors of any dtype may lie there.
-        _, buffers = reader.fetch(1, sender.publish("", [filled(1, size) for size in sizes]))
-        assert all(tensor_of(buffer, filled(1, len(buffer))).data_ptr() % 16 == 0 for buffer in buffers)
+        # As aligned as torch's own memory, so that tensors of any dtype may lie there.
+        _, buffers = reader.fetch(1, sender.publish("", [fill_tensor(1, size) for size in sizes]))
+        assert all(tensor_of(buffer, fill_tensor(1, len(buffer))).data_ptr() % 16 == 0 for buffer in buffers)
 
     @pytest.mark.parametrize("header", ["", "{}", "\0", "\u00fc\u4e16\U0001f600 'q\" \\ \n", "long \u00fc" * 300_000])
     def test_the_header_comes_as_it_is(self, sender: MessageWorkspace, reader: MessageWorkspace, header: str) -> None:
         assert reader.fetch(1, sender.publish(header, []))[0] == header
-        assert reader.fetch(1, sender.publish(header, [filled(1, 100)]))[0] == header
+        assert reader.fetch(1, sender.publish(header, [fill_tensor(1, 100)]))[0] == header
 
     def test_a_message_without_tensors(self, sender: MessageWorkspace, reader: MessageWorkspace) -> None:
         assert reader.fetch(1, sender.publish("null", [])) == ("null", [])
@@ -131,7 +131,7 @@ class MessageWorkspaceContract:
         chance = random.Random(5)
         for value in range(60):
             sizes = [int(2 ** chance.uniform(0, 21)) - 1 for _ in range(chance.randrange(4))]
-            receipt = sender.publish(str(value), [filled(value, size) for size in sizes])
+            receipt = sender.publish(str(value), [fill_tensor(value, size) for size in sizes])
             _assert_message(reader.fetch(1, receipt), value, sizes)
             sender.retire(receipt)
 
@@ -139,7 +139,7 @@ class MessageWorkspaceContract:
         self, sender: MessageWorkspace, reader: MessageWorkspace
     ) -> None:
         sizes = [10 << value for value in range(15)]
-        receipts = [sender.publish(str(value), [filled(value, size)]) for value, size in enumerate(sizes)]
+        receipts = [sender.publish(str(value), [fill_tensor(value, size)]) for value, size in enumerate(sizes)]
         for value in random.Random(3).sample(range(15), 15):
             _assert_message(reader.fetch(1, receipts[value]), value, [sizes[value]])
 
@@ -148,7 +148,7 @@ class MessageWorkspaceContract:
         for turn in range(5):
             pairs = [(sender, reader) for sender in range(3) for reader in range(3) if sender != reader]
             receipts = {
-                pair: ranks[pair[0]].publish(str(number + turn), [filled(number + turn, 300_000)])
+                pair: ranks[pair[0]].publish(str(number + turn), [fill_tensor(number + turn, 300_000)])
                 for number, pair in enumerate(pairs)
             }
             for number, (sender, reader) in enumerate(pairs):
@@ -156,18 +156,18 @@ class MessageWorkspaceContract:
                 _assert_message(message, number + turn, [300_000])
                 ranks[sender].retire(receipts[sender, reader])
 
-    # ---- what was fetched is the reader's own
+    # ---- the reader owns what it fetched
 
     @pytest.mark.parametrize("nbytes", [100, 70_000, 5_000_000])
     def test_what_was_fetched_stays_whatever_becomes_of_the_message(
         self, sender: MessageWorkspace, reader: MessageWorkspace, nbytes: int
     ) -> None:
-        receipt = sender.publish("7", [filled(7, nbytes), filled(7, 9)])
+        receipt = sender.publish("7", [fill_tensor(7, nbytes), fill_tensor(7, 9)])
         message = reader.fetch(1, receipt)
         sender.retire(receipt)
         for number in range(20):
             size = nbytes >> number % 3 if number % 2 else nbytes
-            receipt = sender.publish("later", [filled(100 + number, size), filled(99, 9)])
+            receipt = sender.publish("later", [fill_tensor(100 + number, size), fill_tensor(99, 9)])
             reader.fetch(1, receipt)
             sender.retire(receipt)
             _assert_message(message, 7, [nbytes, 9])
@@ -181,10 +181,12 @@ class MessageWorkspaceContract:
     ) -> None:
         messages = []
         for value in range(4):
-            message = reader.fetch(1, sender.publish(str(value), [filled(value, nbytes), filled(value, nbytes)]))
+            message = reader.fetch(
+                1, sender.publish(str(value), [fill_tensor(value, nbytes), fill_tensor(value, nbytes)])
+            )
             first, second = message[1]
             assert not first.readonly and not second.readonly
-            tensor_of(first, filled(0, nbytes)).fill_(200 + value)
+            tensor_of(first, fill_tensor(0, nbytes)).fill_(200 + value)
             messages.append(message)
         for value, (_, (first, second)) in enumerate(messages):
             assert bytes(first) == bytes([200 + value]) * nbytes and bytes(second) == bytes([value]) * nbytes
@@ -197,11 +199,11 @@ class MessageWorkspaceContract:
         held: dict[int, tuple[tuple[str, list[memoryview]], list[int]]] = {}
         for value in range(40):
             sizes = [nbytes + chance.randrange(nbytes), chance.randrange(50)]
-            receipt = sender.publish(str(value), [filled(value, size) for size in sizes])
+            receipt = sender.publish(str(value), [fill_tensor(value, size) for size in sizes])
             held[value] = (reader.fetch(1, receipt), sizes)
             sender.retire(receipt)
             for number in [number for number in held if chance.random() < 0.3]:
-                # Of some the last part is kept, which lies in the same memory.
+                # Of some, keep only the last part, which lies in the same memory.
                 (header, buffers), sizes = held.pop(number)
                 if len(buffers) == 2 and chance.random() < 0.5:
                     held[1000 + number] = ((header, buffers[1:]), sizes[1:])
@@ -216,7 +218,7 @@ class MessageWorkspaceContract:
         for _ in range(3):
             sender = make_workspace(1)
             for _ in range(10):
-                receipts.append(sender.publish("a", [filled(1, 1000)]))
+                receipts.append(sender.publish("a", [fill_tensor(1, 1000)]))
                 reader.fetch(1, receipts[-1])
                 sender.retire(receipts[-1])
             receipts.append(sender.publish("not fetched", []))
@@ -227,28 +229,28 @@ class MessageWorkspaceContract:
     def test_a_retired_message_is_incomplete_for_ever(
         self, sender: MessageWorkspace, reader: MessageWorkspace, nbytes: int
     ) -> None:
-        retired = sender.publish("a", [filled(1, nbytes)])
+        retired = sender.publish("a", [fill_tensor(1, nbytes)])
         reader.fetch(1, retired)
         sender.retire(retired)
-        # Others take its place, first one that is fetched, then one that waits.
+        # Other messages take its place: first a fetched one, then a waiting one.
         for is_fetched in (True, False):
             with pytest.raises(IncompleteError, match="rank 1") as caught:
                 reader.fetch(1, retired)
             assert caught.value.rank == 1
-            receipt = sender.publish("b", [filled(2, nbytes)])
+            receipt = sender.publish("b", [fill_tensor(2, nbytes)])
             if is_fetched:
                 reader.fetch(1, receipt)
         with pytest.raises(IncompleteError):
             reader.fetch(1, retired)
-        _assert_message(reader.fetch(1, sender.publish("3", [filled(3, nbytes)])), 3, [nbytes])
+        _assert_message(reader.fetch(1, sender.publish("3", [fill_tensor(3, nbytes)])), 3, [nbytes])
 
     def test_a_message_fetched_again_is_the_same_or_not_there(
         self, sender: MessageWorkspace, reader: MessageWorkspace
     ) -> None:
-        receipt = sender.publish("1", [filled(1, 1_000_000)])
+        receipt = sender.publish("1", [fill_tensor(1, 1_000_000)])
         held = [reader.fetch(1, receipt)]
         for value in range(2, 7):
-            sender.publish(str(value), [filled(value, 1_000_000)])
+            sender.publish(str(value), [fill_tensor(value, 1_000_000)])
             with suppress(IncompleteError):
                 held.append(reader.fetch(1, receipt))
             if value == 4:
@@ -261,8 +263,8 @@ class MessageWorkspaceContract:
         self, sender: MessageWorkspace, reader: MessageWorkspace, was_read_before: bool
     ) -> None:
         if was_read_before:
-            reader.fetch(1, sender.publish("before", [filled(1, 100)]))
-        receipt = sender.publish("a", [filled(1, 100)])
+            reader.fetch(1, sender.publish("before", [fill_tensor(1, 100)]))
+        receipt = sender.publish("a", [fill_tensor(1, 100)])
         sender.close()
         sender.close()
         with pytest.raises(IncompleteError, match="rank 1") as caught:
@@ -278,7 +280,7 @@ class MessageWorkspaceContract:
         assert caught.value.rank == 1
 
     def test_a_receipt_without_an_end_is_corrupt(self, sender: MessageWorkspace, reader: MessageWorkspace) -> None:
-        receipt = sender.publish("1", [filled(1, 100)])
+        receipt = sender.publish("1", [fill_tensor(1, 100)])
         for damaged in (receipt[: len(receipt) // 2], receipt[:-1], receipt[1:], receipt * 2, "[" * 100_000):
             with pytest.raises(CorruptError, match="rank 1"):
                 reader.fetch(1, damaged)
@@ -286,7 +288,7 @@ class MessageWorkspaceContract:
 
 
 def _assert_message(message: tuple[str, list[memoryview]], value: int, sizes: Sequence[int]) -> None:
-    """Say that it is the message of that value: its header, and all of its bytes."""
+    """Assert that a message has the header and all bytes of a value."""
     header, buffers = message
     assert header == str(value)
     assert [buffer.nbytes for buffer in buffers] == list(sizes)

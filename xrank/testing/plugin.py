@@ -5,12 +5,12 @@
     @pytest.mark.ranks(4)
     def test_sum(rank, world_size, tmp_path): ...
 
-The body runs in processes of a session-wide `RankPool`, inside an initialised gloo world. It gets its ``rank`` and
-``world_size`` where it asks for them, parameters, and fixtures whose values can be pickled, one value for all ranks:
-``tmp_path`` is shared. The marker takes ``timeout_seconds`` too; a hang is an error that says where each rank stands.
+The body runs in processes of a session-wide `RankPool`, inside an initialised gloo world. Its parameters may be
+``rank``, ``world_size``, test parameters, and fixtures whose values can be pickled, with one value for all ranks:
+``tmp_path`` is shared. The marker also takes ``timeout_seconds``. A hang is an error with the stacks of the ranks.
 
-The fixture ``virtual_cluster`` makes clusters of virtual devices, on threads of the test's process if nothing else is
-said, so that what a test does on them costs milliseconds:
+The fixture ``virtual_cluster`` makes clusters of virtual devices, by default on threads of the test's process, so that
+tests on them take milliseconds:
 
     def test_mean(virtual_cluster):
         run = virtual_cluster((2, 4)).run(lambda device, x: device.all_reduce(x, "y", reduction="mean"), np.ones(3))
@@ -37,16 +37,16 @@ __all__ = ["rank", "rank_pool", "virtual_cluster", "world_size"]
 
 for _name in ("workspace_contract", "message_contract", "reader_contract"):
     if f"xrank.testing.{_name}" not in sys.modules:
-        # So that a contract's failed assert shows its values, as those of the tests beside it do.
+        # A contract's failed assert then shows its values, as in the tests beside it.
         pytest.register_assert_rewrite(f"xrank.testing.{_name}")
 
 _POOL = pytest.StashKey[RankPool]()
 _OF_THIS_PROCESS = ("capfd", "capfdbinary", "caplog", "capsys", "capsysbinary", "monkeypatch", "recwarn", "request")
-"""Fixtures that act on the process of the test, not on its ranks', whether or not they can be pickled."""
+"""Fixtures that act on the test's own process, not on the ranks, whether or not their values can be pickled."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker; the pool starts ranks when a test asks for them."""
+    """Register the marker. The pool starts ranks when a test needs them."""
     config.addinivalue_line(
         "markers", f"ranks(count, timeout_seconds=45): run the test's body as 1 to {MAX_RANKS} real gloo ranks"
     )
@@ -55,19 +55,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the ranks, before pytest looks for what nobody closed."""
+    """End the ranks, before pytest checks for unclosed resources."""
     config.stash[_POOL].close()
 
 
 @pytest.fixture(scope="session")
 def rank_pool(request: pytest.FixtureRequest) -> RankPool:
-    """Return the session's pool, for tests that run functions of their own on ranks."""
+    """Return the session's pool, for tests that run other functions on ranks."""
     return request.config.stash[_POOL]
 
 
 @pytest.fixture
 def virtual_cluster() -> Callable[..., VirtualCluster]:
-    """Return what makes a `VirtualCluster` of its arguments; ``engine="in-process"`` and 30 seconds if not told."""
+    """Return a maker of `VirtualCluster`, by default with ``engine="in-process"`` and 30 seconds."""
     from xrank.virtual.cluster import VirtualCluster
 
     def make(mesh: MeshLike, *, engine: str = "in-process", timeout_seconds: float = 30.0, **options: Any) -> Any:
@@ -78,31 +78,31 @@ def virtual_cluster() -> Callable[..., VirtualCluster]:
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Stand for the rank, which each rank is told in its own process."""
-    _demand_marker(request, "rank")
+    """Stand for the rank, which each rank's process provides."""
+    _require_marker(request, "rank")
     yield -1
 
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
-    """Return the number of ranks that the marker asks for."""
-    _demand_marker(request, "world_size")
+    """Return the number of ranks of the marker."""
+    _require_marker(request, "world_size")
     return _read_marker(request.node.get_closest_marker("ranks"))[0]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a marked test's body on the ranks instead of here."""
+    """Run a marked test's body on the ranks instead of in this process."""
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None
     count, timeout_seconds = _read_marker(marker)
     names = pyfuncitem._fixtureinfo.argnames
     parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
-    told = tuple(name for name in ("rank", "world_size") if name in names and name not in parameters)
-    values = {name: pyfuncitem.funcargs[name] for name in names if name not in told}
+    by_rank = tuple(name for name in ("rank", "world_size") if name in names and name not in parameters)
+    values = {name: pyfuncitem.funcargs[name] for name in names if name not in by_rank}
     for name, value in values.items():
-        _demand_picklable(name, value)
+        _require_picklable(name, value)
     function = inspect.unwrap(pyfuncitem.obj)
     try:
         pyfuncitem.config.stash[_POOL].run_by_name(
@@ -112,12 +112,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             function.__qualname__,
             (),
             values,
-            told=told,
+            by_rank=by_rank,
             is_test=True,
             timeout_seconds=timeout_seconds,
         )
     except RankFailedError as error:
-        # pytest's outcomes say that they are builtins, so they cannot be pickled: their text tells.
+        # pytest's outcomes cannot be pickled, because they claim to be builtins: only their text arrives.
         if error.cause is not None and error.cause.startswith("Skipped: "):
             pytest.skip(error.cause.removeprefix("Skipped: "))
         raise
@@ -137,12 +137,12 @@ def _read_marker(marker: pytest.Mark) -> tuple[int, float]:
     return count, timeout_seconds
 
 
-def _demand_marker(request: pytest.FixtureRequest, name: str) -> None:
+def _require_marker(request: pytest.FixtureRequest, name: str) -> None:
     if request.node.get_closest_marker("ranks") is None:
         pytest.fail(f"the fixture {name!r} is for tests with @pytest.mark.ranks(n)", pytrace=False)
 
 
-def _demand_picklable(name: str, value: Any) -> None:
+def _require_picklable(name: str, value: Any) -> None:
     reason = "it acts on this process, and the body runs in others" if name in _OF_THIS_PROCESS else None
     if reason is None:
         try:

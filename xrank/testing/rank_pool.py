@@ -1,7 +1,7 @@
-"""Real ranks for tests: gloo processes that are started once and form a new world for every call.
+"""Real ranks for tests: gloo processes that start once and form a new world for every call.
 
-Starting a rank costs a second or more, because it imports torch; forming a world of ranks that stand ready costs some
-ten milliseconds. A rank that raises, dies or hangs becomes an error that names it and says where it stood.
+Starting a rank takes a second or more, because it imports torch; a new world of waiting ranks takes some ten
+milliseconds. A rank that raises, dies or hangs becomes an error with its number and its stack.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from xrank.words import ranks_text
 __all__ = ["MAX_RANKS", "RankPool"]
 
 MAX_RANKS = 8
-"""Each rank is a process with torch in it: about 200 MB."""
+"""Each rank is a process that imports torch: about 200 MB."""
 
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 15.0
-"""How long the other ranks may take to notice that one has failed, before they are ended."""
+"""Time for the other ranks to notice a failed rank, before they are ended."""
 _LAUNCH_VARIABLES = ("TORCHELASTIC_", "SLURM_", "OMPI_", "XRANK_")
 
 
 class RankPool:
     """Runs functions on real gloo ranks.
 
-    Call order: construct (starts nothing), `run` as often as wanted, `close`. One call runs at a time; further threads
-    wait their turn. Ranks are reused: what a function leaves in a module's globals, a later one finds. They end with
-    `close`, and when this process ends in any way.
+    Call order: construct (starts nothing), `run` any number of times, `close`. One call runs at a time; other threads
+    wait. Ranks are reused: module globals that a function sets are still there in a later call. Ranks end with `close`,
+    and with this process, however it ends.
     """
 
     def __init__(self) -> None:
@@ -56,18 +56,18 @@ class RankPool:
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 45.0
     ) -> list[Any]:
-        """Call the function on every rank of a new gloo world and return what each returned, by rank.
+        """Call the function on every rank of a new gloo world, and return the results by rank.
 
         Args:
             world_size: 1 to 8.
-            function: of a module's top level; inside it torch.distributed is initialised.
-            args: what each rank gets, pickled.
-            timeout_seconds: for the call, without the time ranks take to start.
+            function: a function at a module's top level; torch.distributed is initialised inside it.
+            args: arguments for each rank, pickled.
+            timeout_seconds: time limit of the call, without the start of ranks.
 
         Raises:
-            RankFailedError: a rank raised, or died: the first is named, its traceback is a note, its exception the
-                cause; all are in ``failures``.
-            RankTimeoutError: ranks did not come back; their stacks are a note.
+            RankFailedError: a rank raised or died. It names the first; the traceback is a note, the exception the
+                cause, and ``failures`` has all.
+            RankTimeoutError: ranks did not return; their stacks are in the notes.
         """
         return self.run_by_name(
             world_size,
@@ -88,13 +88,13 @@ class RankPool:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         *,
-        told: tuple[str, ...] = (),
+        by_rank: tuple[str, ...] = (),
         is_test: bool = False,
         timeout_seconds: float = 45.0,
     ) -> list[Any]:
-        """Do what `run` does with a function that is told by its place; ``told`` and ``is_test`` as in `Task`."""
+        """Run a function that is given by its place, as `run` does; ``by_rank`` and ``is_test`` as in `Task`."""
         if not 1 <= world_size <= MAX_RANKS:
-            raise UsageError(f"no pool has {world_size} ranks", got=str(world_size), want=f"1 to {MAX_RANKS} ranks")
+            raise UsageError(f"a pool has no {world_size} ranks", got=str(world_size), want=f"1 to {MAX_RANKS} ranks")
         if "<" in qualname:
             raise UsageError(
                 f"{module}.{qualname} cannot be found by its name in another process",
@@ -120,16 +120,16 @@ class RankPool:
                             module_file=module_file,
                             qualname=qualname,
                             arguments=arguments,
-                            told=told,
+                            by_rank=by_rank,
                             is_test=is_test,
                         )
                     )
-                # The store's file goes with the last of the ranks, which may still use it to take leave, or in `_end`.
+                # The last rank removes the store's file, since ranks may use it until they leave; else `_end` does.
                 return self._collect(world_size, time.monotonic() + timeout_seconds, timeout_seconds)
             except _SurvivedError as failure:
                 raise failure.error from failure.error.__cause__
             except BaseException:
-                # Ranks that are somewhere inside a call are of no use to the next one.
+                # Ranks inside a call cannot serve the next one.
                 self._end()
                 raise
 
@@ -170,14 +170,14 @@ class RankPool:
                 try:
                     succeeded, value = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own ranks
                 except (EOFError, ConnectionError):
-                    failed.append((-math.inf, self._ranks[rank].death()))  # the others only hear of it
+                    failed.append((-math.inf, self._ranks[rank].death()))  # first: other failures follow from it
                     broken = True
                 else:
                     if succeeded:
                         results[rank] = value
                     else:
                         broken = broken or not value.joined
-                        failed.append((value.raised_at, _failed(rank, value, self._ranks[rank].output())))
+                        failed.append((value.raised_at, _make_rank_error(rank, value, self._ranks[rank].output())))
                 if failed:
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         stuck = tuple(sorted(waiting.values()))
@@ -199,20 +199,20 @@ class RankPool:
 
     def _hang(self, stuck: tuple[int, ...], timeout_seconds: float) -> RankTimeoutError:
         error = RankTimeoutError(
-            f"{ranks_text(stuck)} did not come back in {timeout_seconds:g} s",
+            f"{ranks_text(stuck)} did not return in {timeout_seconds:g} s",
             waiting_for=stuck,
             rank=stuck[0],
             got="no answer",
             want=f"an answer within {timeout_seconds:g} s",
-            next_step="see in the notes where each one stands",
+            next_step="see the stack of each rank in the notes",
         )
         for rank in stuck:
-            error.add_note(f"rank {rank} stands here:\n{self._ranks[rank].stack()}")
+            error.add_note(f"stack of rank {rank}:\n{self._ranks[rank].stack()}")
         return error
 
 
 class _SurvivedError(Exception):
-    """All ranks came back, some with an error: the pool is as good as before."""
+    """All ranks answered, some with an error: the pool can serve the next call."""
 
     def __init__(self, error: RankFailedError) -> None:
         super().__init__(error)
@@ -220,7 +220,7 @@ class _SurvivedError(Exception):
 
 
 class _Rank:
-    """A worker process as its parent sees it."""
+    """A worker process, from the view of its parent."""
 
     def __init__(self, rank: int, folder: str) -> None:
         self.rank = rank
@@ -235,7 +235,7 @@ class _Rank:
             environ.pop(name, None)
         environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
         if sys.platform == "linux":
-            # Gloo would otherwise look the host's name up, which costs seconds where no name server answers.
+            # Without this, gloo looks up the host's name, which takes seconds without a name server.
             environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         fds = (there.fileno(), stacks_there, life_there)
         try:
@@ -268,12 +268,12 @@ class _Rank:
             raise self.death() from None
 
     def release(self) -> None:
-        """Let the rank leave the call's world: all have answered."""
+        """Let the rank leave the call's world, after all ranks have answered."""
         with contextlib.suppress(BrokenPipeError, ConnectionError):
             self.connection.send_bytes(b"leave")
 
     def output(self) -> str:
-        """Return what the rank printed since this was last asked."""
+        """Return the rank's output since the last call of this."""
         with open(self._log_path, "rb") as log:
             log.seek(self._seen)
             text = log.read()
@@ -294,7 +294,7 @@ class _Rank:
         return error
 
     def stack(self) -> str:
-        """Return where the rank's threads stand; its handler is C, so it answers from within any Python call."""
+        """Return the stacks of the rank's threads. Its handler is C, and so answers from within any Python call."""
         (stack,) = collect_stacks([StackRequest(self._process.pid, self._stacks, self._ask_for_stack)])
         return stack or "(it does not react: stopped, or inside the kernel)"
 
@@ -310,7 +310,7 @@ class _Rank:
         os.close(self._life)
 
 
-def _failed(rank: int, failure: Failure, output: str) -> RankFailedError:
+def _make_rank_error(rank: int, failure: Failure, output: str) -> RankFailedError:
     error = RankFailedError(
         f"rank {rank} failed: {failure.summary}", rank=rank, host=socket.gethostname(), cause=failure.summary
     )

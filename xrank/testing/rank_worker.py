@@ -1,4 +1,4 @@
-"""One rank of a `RankPool`: a process that lives through many calls, and belongs to another world in each.
+"""One rank of a `RankPool`: a process that serves many calls, each in a new world.
 
 Started as ``python -m xrank.testing.rank_worker <requests fd> <stacks fd> <life fd>``.
 """
@@ -27,12 +27,12 @@ __all__ = ["Failure", "Task"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A call as it travels to a rank: nothing in it needs the caller's modules to be unpickled."""
+    """A call for a rank. It can be unpickled without the caller's modules."""
 
     rank: int
     world_size: int
     store_path: str
-    """A file that does not exist yet: the call's own rendezvous."""
+    """Path of a file that does not exist yet: the call's own rendezvous."""
     timeout_seconds: float
     search_path: tuple[str, ...]
     """``sys.path`` of the caller."""
@@ -41,29 +41,29 @@ class Task:
     qualname: str
     arguments: bytes
     """Pickled (args, kwargs)."""
-    told: tuple[str, ...] = ()
-    """Which of ``rank`` and ``world_size`` the function takes as keywords."""
+    by_rank: tuple[str, ...] = ()
+    """Keywords of the function that each rank fills in: ``rank``, ``world_size``, both or none."""
     is_test: bool = False
-    """Whether the module is a test's: imported with pytest's readable asserts, methods bound to a fresh instance."""
+    """Whether the module is a test's: then asserts are rewritten, and methods are bound to a new instance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a rank raised, in a form that always travels."""
+    """An exception of a rank, in a form that can always be pickled."""
 
     raised_at: float
-    """On the host's monotonic clock, which all its processes share: whose failure came first."""
+    """Time on the host's monotonic clock, which all its processes share: it orders failures."""
     summary: str
     traceback: str
     error: bytes | None
-    """The pickled exception, where it can be pickled."""
+    """The pickled exception; None if it cannot be pickled."""
     joined: bool
-    """Whether the rank was in its world by then. One that could not join is spoiled: torch counts groups, and its count
+    """Whether the rank had joined its world. A rank that could not join is unusable: torch counts groups, and its count
     would differ from the other ranks' (torch/distributed/distributed_c10d.py: _World.group_count)."""
 
 
 def load_module(name: str, file: str | None, is_test: bool) -> ModuleType:
-    """Import a module by its name where that leads to its file, else by the file."""
+    """Import a module by its name if that leads to its file, else by the file."""
     known = sys.modules.get(name)
     if known is not None and name != "__main__" and (file is None or getattr(known, "__file__", None) == file):
         return known
@@ -73,7 +73,7 @@ def load_module(name: str, file: str | None, is_test: bool) -> ModuleType:
             return importlib.import_module(name)
     if file is None:
         raise ModuleNotFoundError(f"no module {name!r}, and no file to load it from", name=name)
-    # A script's main part must not run again, so it gets another name than __main__, as multiprocessing does.
+    # A script's main part must not run again. So the module gets another name than __main__, as in multiprocessing.
     name = "__rank_main__" if name == "__main__" else name
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
@@ -112,12 +112,12 @@ def _call(task: Task) -> Any:
         owner = owner()
     function = getattr(owner, name)
     args, kwargs = pickle.loads(task.arguments)  # noqa: S301 - from our own parent
-    told = {"rank": task.rank, "world_size": task.world_size}
-    return function(*args, **kwargs, **{key: told[key] for key in task.told})
+    values = {"rank": task.rank, "world_size": task.world_size}
+    return function(*args, **kwargs, **{key: values[key] for key in task.by_rank})
 
 
 def _serve(task: Task, connection: Connection) -> None:
-    """Join the call's world, answer whether the call succeeded and its result or `Failure`, and leave the world."""
+    """Join the call's world, answer with the call's result or its `Failure`, and leave the world."""
     distributed: Any = importlib.import_module("torch.distributed")  # its stubs hide FileStore
     joined = False
     try:
@@ -129,18 +129,18 @@ def _serve(task: Task, connection: Connection) -> None:
             timeout=timedelta(seconds=task.timeout_seconds),
         )
         joined = True
-        # One that fails at once would break the connections that a slower one is still making, and so spoil it.
+        # A rank that fails at once would break connections that a slower rank is still making, and so make it unusable.
         distributed.barrier()
         answer, succeeded = pickle.dumps((True, _call(task))), True
-    except BaseException as error:  # pytest's outcomes are no Exceptions
+    except BaseException as error:  # pytest's outcomes are not Exceptions
         if isinstance(error, SystemExit | KeyboardInterrupt):
             raise
         answer, succeeded = pickle.dumps((False, _failure(error, joined))), False
     sys.stdout.flush()
     sys.stderr.flush()
     connection.send_bytes(answer)
-    # A rank that failed takes its connections down at once, so that the others hear of it. One that succeeded keeps
-    # them until the parent has all answers: a slower rank may still be connecting, or reading the last message.
+    # A failed rank closes its connections at once, so that the other ranks notice. A rank that succeeded keeps them
+    # until the parent has all answers: a slower rank may still be connecting, or reading the last message.
     if succeeded:
         connection.recv_bytes()
     if distributed.is_initialized():
@@ -162,7 +162,7 @@ def _failure(error: BaseException, joined: bool) -> Failure:
 
 
 def _forget_meshes() -> None:
-    """Drop what DTensor remembers of the last world: its meshes name groups that the next world names otherwise."""
+    """Clear DTensor's caches of the last world: their meshes name groups that have other names in the next world."""
     if "torch.distributed.tensor" in sys.modules:
         debug = importlib.import_module("torch.distributed.tensor.debug")
         for clear in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
@@ -170,18 +170,18 @@ def _forget_meshes() -> None:
 
 
 def _die_with_parent(life_fd: int) -> None:
-    """Wait until the other end of the pipe is gone, which only happens when the parent is."""
+    """Wait until the other end of the pipe is closed, which happens only when the parent ends."""
     os.read(life_fd, 1)
     os._exit(1)
 
 
 def main() -> None:
-    """Serve one call after another until the parent hangs up."""
+    """Serve one call after another until the parent closes the connection."""
     requests_fd, stacks_fd, life_fd = (int(text) for text in sys.argv[1:4])
     threading.Thread(target=_die_with_parent, args=(life_fd,), daemon=True).start()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
-    # Ctrl-C reaches the whole terminal group; the parent decides what becomes of the ranks.
+    # Ctrl-C reaches the whole terminal group; the parent decides about the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     import torch
@@ -198,7 +198,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Tasks are pickled as of the importable module, not of __main__.
+    # Tasks are pickled with the importable module, not with __main__.
     from xrank.testing import rank_worker
 
     rank_worker.main()

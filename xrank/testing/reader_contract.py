@@ -1,4 +1,4 @@
-"""What every reader must do, as tests: subclass, say which reader and how to make a source, and all run against yours.
+"""The contract of readers, as tests: a subclass with a reader and a maker of sources runs all of them.
 
     class TestMine(ReaderContract):
         reader = MyReader()
@@ -7,15 +7,15 @@
         def make(self, folder):
             model = {"w": torch.rand(4, 6)}
             write_my_format(folder / "checkpoint", model)
-            return Made(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.items()})
+            return SampleSource(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.items()})
 
-The source should be small (some KB, a handful of files) and have every kind of file and tensor that the format knows.
-Each fault is tried on each of its files. A gather must then end in an error of xrank that names a file or a tensor, of
-the right kind for the fault, or give the right bytes: never wrong bytes, another exception or a hang. What a format
-cannot see is declared in `unseen`, with the reason; a declaration that no source needs fails, too.
+The source should be small (some KB, a handful of files) and have every kind of file and tensor of the format. Each
+fault is tried on each of its files. A gather must then fail with an error of xrank that names a file or a tensor and
+fits the fault, or give the right bytes: never wrong bytes, another exception or a hang. `unseen` declares faults that
+the format cannot show, with the reason; a declaration that no source needs fails too.
 """
 
-# ruff: noqa: D102 (a test's name says what it tests)
+# ruff: noqa: D102 (a test's name describes the test)
 
 from __future__ import annotations
 
@@ -39,46 +39,46 @@ from xrank.conversion.inspect import inspect_source
 from xrank.errors import CorruptError, UnsafeError, XrankError
 from xrank.readers.base import Hints, Reader
 from xrank.readers.discovery import find_source
-from xrank.testing.source_faults import FAULTS, Change, escaping_paths, hostile_changes
+from xrank.testing.source_faults import FAULTS, SourceChange, escaping_paths, hostile_changes
 from xrank.writers.companions import source_companions
 
-__all__ = ["Made", "ReaderContract", "WholeTensor", "read_model", "whole"]
+__all__ = ["ReaderContract", "SampleSource", "WholeTensor", "read_model", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
 class WholeTensor:
-    """What a gather must give for one tensor."""
+    """The expected result of a gather for one tensor."""
 
     dtype: str
     """Name of the element type in safetensors."""
     shape: tuple[int, ...]
     data: bytes
-    """Row-major."""
+    """Row-major bytes."""
 
     def __repr__(self) -> str:
         return f"<{self.dtype} {list(self.shape)} {self.data[:8].hex()}...>"
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A source as a contract's subclass makes it."""
+class SampleSource:
+    """A source that a contract's subclass makes, with the expected result of its gather."""
 
     path: Path
-    """What the user gives; it lies in the folder that `make` was given, and so does all it refers to."""
+    """Path for the user; it is in the folder of `make`, and so are all files that it refers to."""
     expected: Mapping[str, WholeTensor]
     """Every tensor of the output, by name."""
     base_model: Path | None = None
-    """A folder with weights of these names and shapes, where a gather needs one; `make` puts it elsewhere."""
+    """A folder with weights of these names and shapes, if a gather needs one; it is outside of the folder of `make`."""
 
     @property
     def hints(self) -> Hints:
-        """What a gather tells the reader of the base model."""
+        """Hints of a gather about the base model."""
         shapes = {name: tensor.shape for name, tensor in self.expected.items()}
         return Hints() if self.base_model is None else Hints(shapes=shapes)
 
 
 def whole(tensor: Any) -> WholeTensor:
-    """Return what a gather must give for this tensor of torch."""
+    """Return the expected result of a gather for a tensor of torch."""
     import torch
 
     from xrank.dtypes import by_torch_name
@@ -91,7 +91,7 @@ def whole(tensor: Any) -> WholeTensor:
 
 
 def read_model(folder: str | os.PathLike[str]) -> dict[str, WholeTensor]:
-    """Return the tensors of a Hugging Face folder, read without any code of xrank's."""
+    """Return the tensors of a Hugging Face folder, read without xrank's code."""
     found = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         content = file.read_bytes()
@@ -105,48 +105,48 @@ def read_model(folder: str | os.PathLike[str]) -> dict[str, WholeTensor]:
 
 
 class ReaderContract:
-    """The tests; a subclass gives `reader` and `make`, or the fixture `made` where making needs other fixtures."""
+    """The tests; a subclass provides `reader` and `make`, or the fixture `made` if making needs other fixtures."""
 
     reader: ClassVar[Reader]
     frameworks: ClassVar[tuple[str, ...]] = ("torch",)
-    """Modules that reading must not import."""
+    """Modules that the reader must not import."""
     recipe: ClassVar[str | None] = None
-    """As ``--recipe``; ``"none"`` where `Made.expected` has a training framework's own names."""
+    """As ``--recipe``; ``"none"`` if `SampleSource.expected` has a training framework's own names."""
     unseen: ClassVar[Mapping[str, str]] = {}
-    """Fault (a name in `xrank.testing.source_faults.FAULTS`) -> why the format cannot show it."""
+    """Fault (a name in `xrank.testing.source_faults.FAULTS`) -> reason why the format cannot show it."""
     exit_codes: ClassVar[Mapping[str, frozenset[int]]] = {}
-    """Fault -> the exit codes that fit it, where they are others than `FAULTS` says."""
+    """Fault -> fitting exit codes, where they differ from those in `FAULTS`."""
 
-    def make(self, folder: Path) -> Made:
-        """Write a source somewhere in an empty folder, the same bytes each time as far as the format lets it."""
-        raise NotImplementedError("a reader's tests say how a source is made")
+    def make(self, folder: Path) -> SampleSource:
+        """Write a source into an empty folder, with the same bytes each time if the format allows it."""
+        raise NotImplementedError("override this with a method that writes a source")
 
-    def files(self, made: Made) -> list[Path]:
-        """Return the files to damage: all of the source but the companions, which are copied as they are."""
+    def files(self, made: SampleSource) -> list[Path]:
+        """Return the files to damage: all of the source but the companions, which are only copied."""
         root = made.path if made.path.is_dir() else made.path.parent
-        left_out = {companion.path for companion in source_companions(str(root))}
-        return sorted(file for file in root.rglob("*") if file.is_file() and str(file) not in left_out)
+        companions = {companion.path for companion in source_companions(str(root))}
+        return sorted(file for file in root.rglob("*") if file.is_file() and str(file) not in companions)
 
     # ---- fixtures
 
     @pytest.fixture(scope="class")
     @classmethod
-    def made(cls) -> Iterator[Made]:
-        """Make the source once for all tests, each of which works on a copy or leaves it as it was."""
+    def made(cls) -> Iterator[SampleSource]:
+        """Make the source once for all tests, each of which uses a copy or does not change it."""
         with _room() as folder:
             yield cls().make(folder)
 
     @pytest.fixture
-    def source(self, made: Made) -> Iterator[Made]:
+    def source(self, made: SampleSource) -> Iterator[SampleSource]:
         """Return a copy of the source that a test may damage."""
         with _room() as folder:
-            # Its own parent, so that a path may lead out of it and still stay in the room.
+            # The copy has a parent of its own, so that a path can lead out of it and stay in the temporary folder.
             shutil.copytree(made.path.parent, folder / "room", symlinks=True)
-            yield Made(folder / "room" / made.path.name, made.expected, made.base_model)
+            yield SampleSource(folder / "room" / made.path.name, made.expected, made.base_model)
 
-    # ---- what is sound
+    # ---- sound sources
 
-    def test_recognises_its_own_and_says_why_not(self, made: Made, tmp_path: Path) -> None:
+    def test_recognises_its_own_and_says_why_not(self, made: SampleSource, tmp_path: Path) -> None:
         assert self.reader.recognise(str(made.path)) is None
         place, found = find_source(str(made.path))
         assert (type(found), os.path.realpath(place)) == (type(self.reader), os.path.realpath(made.path))
@@ -157,26 +157,26 @@ class ReaderContract:
             reason = self.reader.recognise(str(tmp_path / other))
             assert reason is not None and 0 < len(reason) < 100 and "\n" not in reason, other
 
-    def test_every_tensor_comes_bit_for_bit(self, made: Made) -> None:
+    def test_every_tensor_comes_bit_for_bit(self, made: SampleSource) -> None:
         with _room() as folder:
             self._gather(made, folder / "out")
             _assert_same(read_model(folder / "out"), made.expected)
 
-    def test_reading_twice_gives_the_same_plan(self, made: Made) -> None:
+    def test_reading_twice_gives_the_same_plan(self, made: SampleSource) -> None:
         one, other = (self.reader.read(str(made.path), made.hints) for _ in range(2))
         assert [(s.name, s.dtype, s.shape, s.record.tolist()) for s in one.shards] == [
             (s.name, s.dtype, s.shape, s.record.tolist()) for s in other.shards
         ]
         assert one.files == other.files and one.notes == other.notes
 
-    def test_inspect_finds_no_problem(self, made: Made) -> None:
+    def test_inspect_finds_no_problem(self, made: SampleSource) -> None:
         report = inspect_source(made.path)
         assert report.details["problems"] == []
         shown = json.loads(json.dumps(report.to_dict()))
         assert shown["source"]["format"] == self.reader.name
         assert shown["source"]["num_tensors"] == len(made.expected)
 
-    def test_no_framework_is_imported(self, made: Made) -> None:
+    def test_no_framework_is_imported(self, made: SampleSource) -> None:
         with _room() as folder:
             command = [sys.executable, "-c", _CHILD, str(made.path), str(folder / "out"), self.reader.name]
             command += [str(made.base_model or ""), self.recipe or ""]
@@ -184,64 +184,65 @@ class ReaderContract:
             assert ended.returncode == 0, ended.stderr
             _assert_same(read_model(folder / "out"), made.expected)
 
-    def test_nothing_is_written_into_the_source(self, source: Made) -> None:
+    def test_nothing_is_written_into_the_source(self, source: SampleSource) -> None:
         before = _state_of(source.path.parent)
         with _room() as folder:
             self._gather(source, folder / "out")
         assert _state_of(source.path.parent) == before
 
-    # ---- what is damaged
+    # ---- damaged sources
 
     @pytest.mark.parametrize("fault", FAULTS)
-    def test_fault(self, source: Made, fault: str) -> None:
+    def test_fault(self, source: SampleSource, fault: str) -> None:
         files = self.files(source)
         payload = self._payload_ranges(source)
         kind = FAULTS[fault]
         wanted = self.exit_codes.get(fault, kind.exit_codes)
         wrong, blind = [], 0
         for change in kind.changes(files, payload):
-            said, is_right = self._after(source, change)
-            if said is None and not is_right:
+            error, is_right = self._gather_after(source, change)
+            if error is None and not is_right:
                 blind += 1
                 if fault not in self.unseen:
                     wrong.append(f"{change.what}: wrong bytes, and no error")
-            elif said is not None and (said.exit_code not in wanted or not _names(said)):
-                wrong.append(f"{change.what}: {type(said).__name__} {said} (exit {said.exit_code}, file {said.file})")
+            elif error is not None and (error.exit_code not in wanted or not _is_named(error)):
+                kind_of_error = f"{type(error).__name__} {error} (exit {error.exit_code}, file {error.file})"
+                wrong.append(f"{change.what}: {kind_of_error}")
         assert not wrong, "\n".join(wrong[:20])
         assert fault not in self.unseen or blind, f"declared as unseen, but never is: {fault}"
 
-    def test_hostile_pickles_run_nothing(self, source: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_hostile_pickles_run_nothing(self, source: SampleSource, monkeypatch: pytest.MonkeyPatch) -> None:
         with _room() as folder:
-            monkeypatch.chdir(folder)  # where a payload that runs leaves its marker
+            monkeypatch.chdir(folder)  # a payload that runs would leave its marker here
             wrong, tried, refused = [], 0, 0
             for change in hostile_changes(self.files(source)):
-                said, is_right = self._after(source, change)
+                error, is_right = self._gather_after(source, change)
                 tried += 1
-                refused += isinstance(said, (UnsafeError, CorruptError))
+                refused += isinstance(error, (UnsafeError, CorruptError))
                 if os.listdir(folder):
                     wrong.append(f"{change.what}: it ran")
                     break
-                # Right bytes: a pickle that the reader has no use for, or a call whose result the pickle drops again.
-                if not is_right and not (isinstance(said, (UnsafeError, CorruptError)) and _names(said)):
-                    wrong.append(f"{change.what}: {type(said).__name__}: {said}")
+                # Right bytes are fine: the reader does not use the pickle, or the pickle drops the call's result.
+                if not is_right and not (isinstance(error, (UnsafeError, CorruptError)) and _is_named(error)):
+                    wrong.append(f"{change.what}: {type(error).__name__}: {error}")
         assert not wrong, "\n".join(wrong[:20])
         assert refused or not tried, "no hostile pickle was ever refused"
 
-    def test_paths_in_metadata_do_not_leave_the_folder(self, source: Made) -> None:
+    def test_paths_in_metadata_do_not_leave_the_folder(self, source: SampleSource) -> None:
         wrong = []
         for change in escaping_paths(self.files(source)):
-            said, is_right = self._after(source, change)
-            if not (isinstance(said, (UnsafeError, CorruptError)) and _names(said)):
-                wrong.append(f"{change.what}: {type(said).__name__}: {said}, right bytes: {is_right}")
+            error, is_right = self._gather_after(source, change)
+            if not (isinstance(error, (UnsafeError, CorruptError)) and _is_named(error)):
+                wrong.append(f"{change.what}: {type(error).__name__}: {error}, right bytes: {is_right}")
         assert not wrong, "\n".join(wrong[:20])
 
-    # ---- how it is judged
+    # ---- helpers
 
-    def _gather(self, made: Made, out: Path) -> None:
+    def _gather(self, made: SampleSource, out: Path) -> None:
         gather_checkpoint(made.path, out, format=self.reader.name, base_model=made.base_model, recipe=self.recipe)
 
-    def _payload_ranges(self, source: Made) -> dict[str, list[tuple[int, int]]]:
-        """Return real path -> (first byte, end) of what holds tensors; all other bytes are metadata."""
+    def _payload_ranges(self, source: SampleSource) -> dict[str, list[tuple[int, int]]]:
+        """Return real path -> (first byte, end) of bytes that hold tensors; all other bytes are metadata."""
         model = self.reader.read(str(source.path), source.hints)
         found: dict[str, list[tuple[int, int]]] = {}
         used = {record for shard in model.shards for record in shard.record.tolist()}
@@ -253,9 +254,9 @@ class ReaderContract:
                 found.setdefault(os.path.realpath(model.files[file].path), []).append((offset, offset + nbytes))
         return found
 
-    def _after(self, source: Made, change: Change) -> tuple[XrankError | None, bool]:
-        """Return the error of a gather after the change, and whether it gave the right bytes; undo the change."""
-        with _room() as folder, change.made():
+    def _gather_after(self, source: SampleSource, change: SourceChange) -> tuple[XrankError | None, bool]:
+        """Return the error of a gather after the change, and whether its bytes are right; undo the change."""
+        with _room() as folder, change.apply_and_undo():
             try:
                 self._gather(source, folder / "out")
             except XrankError as error:
@@ -284,7 +285,7 @@ assert not set(frameworks) & set(sys.modules)
 
 @contextmanager
 def _room() -> Iterator[Path]:
-    """Yield a folder in memory where there is a file system of memory: the calls are the same, syncing is free."""
+    """Yield a folder, in memory if possible: the system calls are the same, and syncing is free."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:  # noqa: S108
         yield Path(folder)
 
@@ -295,8 +296,8 @@ def _assert_same(found: Mapping[str, WholeTensor], expected: Mapping[str, WholeT
         assert found[name] == want, name
 
 
-def _names(error: XrankError) -> bool:
-    """Say whether an error names what is concerned, in its parts and in its words."""
+def _is_named(error: XrankError) -> bool:
+    """Return whether an error names a file, a tensor or a rank, in its fields and in its text."""
     named = [part for part in (error.file, error.tensor) if part]
     text = f"{error.message} {error.got or ''} {error.want or ''}"
     return any(part in text or os.path.basename(part) in text for part in named) or (

@@ -1,7 +1,7 @@
-"""Ways in which the files of a source go bad, each as a change that can be made and taken back.
+"""Ways to damage the files of a source, each as a change that can be undone.
 
-A fault knows nothing of formats: it works on files, on which of their bytes hold tensors, and on the two containers
-that every framework uses, a bare pickle and the zip of ``torch.save``.
+Faults are independent of formats. They need the files, the ranges of bytes that hold tensors, and the two containers
+that every framework uses: a bare pickle and the zip of ``torch.save``.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-__all__ = ["FAULTS", "HOSTILE_PICKLES", "Change", "Fault", "escaping_paths", "hostile_changes", "replaced"]
+__all__ = ["FAULTS", "HOSTILE_PICKLES", "SourceChange", "SourceFault", "escaping_paths", "hostile_changes"]
 
 _Ranges: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]
-"""Real path of a file -> (first byte, end) of what holds tensors."""
+"""Real path of a file -> (first byte, end) of the bytes that hold tensors."""
 
 MARKER = "ran"
-"""A file that hostile pickles would leave in the working directory."""
+"""Name of the file that hostile pickles would leave in the working directory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SourceChange:
     """One change to one file of a source."""
 
     what: str
     file: Path
     apply: Callable[[Path], None]
-    """Makes the change; the file is put back afterwards, whatever became of it."""
+    """Function that makes the change; afterwards the file is always restored."""
 
     @contextmanager
-    def made(self) -> Iterator[None]:
-        """Make the change for as long as the body runs."""
+    def apply_and_undo(self) -> Iterator[None]:
+        """Make the change, run the body, and restore the file."""
         content, status = self.file.read_bytes(), self.file.stat()
         try:
             self.apply(self.file)
@@ -53,15 +53,15 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """A kind of damage, and how a command that meets it may exit."""
+class SourceFault:
+    """A kind of damage, and the exit codes that fit it."""
 
     exit_codes: frozenset[int]
-    changes: Callable[[Sequence[Path], _Ranges], Iterator[Change]]
+    changes: Callable[[Sequence[Path], _Ranges], Iterator[SourceChange]]
 
 
-def replaced(content: bytes) -> Callable[[Path], None]:
-    """Return what gives a file other bytes."""
+def _rewrite(content: bytes) -> Callable[[Path], None]:
+    """Return a function that replaces a file's bytes."""
 
     def apply(file: Path) -> None:
         file.write_bytes(content)
@@ -69,43 +69,45 @@ def replaced(content: bytes) -> Callable[[Path], None]:
     return apply
 
 
-def _each(what: str, apply: Callable[[Path], None]) -> Callable[[Sequence[Path], _Ranges], Iterator[Change]]:
-    def changes(files: Sequence[Path], payload: _Ranges) -> Iterator[Change]:
+def _change_each(
+    what: str, apply: Callable[[Path], None]
+) -> Callable[[Sequence[Path], _Ranges], Iterator[SourceChange]]:
+    def changes(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
         for file in files:
-            yield Change(f"{file.name} {what}", file, apply)
+            yield SourceChange(f"{file.name} {what}", file, apply)
 
     return changes
 
 
-def _truncated(files: Sequence[Path], payload: _Ranges) -> Iterator[Change]:
+def _truncate(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
     for file in files:
         content = file.read_bytes()
         random_ = random.Random(file.name)  # noqa: S311  seeded: the same lengths on every run
         shares = [0.5, 0.99, *(random_.random() for _ in range(4))]
         lengths = {1, len(content) - 1, *(int(len(content) * share) for share in shares)}
         for length in sorted(length for length in lengths if 0 < length < len(content)):
-            yield Change(f"{file.name} cut to {length} of {len(content)} bytes", file, replaced(content[:length]))
+            yield SourceChange(f"{file.name} cut to {length} of {len(content)} bytes", file, _rewrite(content[:length]))
 
 
-def _zero_tail(files: Sequence[Path], payload: _Ranges) -> Iterator[Change]:
+def _zero_tail(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
     for file in files:
         content = file.read_bytes()
         for share in (0.1, 0.6, 0.95):
             start = int(len(content) * share)
             if any(content[start:]):
                 zeros = content[:start] + bytes(len(content) - start)
-                yield Change(f"{file.name} zeros from byte {start} on", file, replaced(zeros))
+                yield SourceChange(f"{file.name} zeros from byte {start} on", file, _rewrite(zeros))
 
 
-def _flips(content: bytes, places: Sequence[int], file: Path) -> Iterator[Change]:
+def _flips(content: bytes, places: Sequence[int], file: Path) -> Iterator[SourceChange]:
     for at in places:
         bit = at % 8
         flipped = bytearray(content)
         flipped[at] ^= 1 << bit
-        yield Change(f"{file.name} bit {bit} of byte {at} flipped", file, replaced(bytes(flipped)))
+        yield SourceChange(f"{file.name} bit {bit} of byte {at} flipped", file, _rewrite(bytes(flipped)))
 
 
-def _flipped_payload(files: Sequence[Path], payload: _Ranges) -> Iterator[Change]:
+def _flip_payload(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
     for file in files:
         content = file.read_bytes()
         ranges = payload.get(os.path.realpath(file), ())
@@ -114,65 +116,65 @@ def _flipped_payload(files: Sequence[Path], payload: _Ranges) -> Iterator[Change
         yield from _flips(content, random_.sample(sorted(places), min(len(places), 12)), file)
 
 
-def _flipped_metadata(files: Sequence[Path], payload: _Ranges) -> Iterator[Change]:
+def _flip_metadata(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
     for file in files:
         content = file.read_bytes()
         is_payload = bytearray(len(content))
         for first, end in payload.get(os.path.realpath(file), ()):
             is_payload[first:end] = b"\1" * (end - first)
-        # Zeros and Z are mostly torch's padding, where a flip means nothing.
+        # Zeros and Z are mostly torch's padding, where a flip has no effect.
         places = [at for at, byte in enumerate(content) if not is_payload[at] and byte not in b"\0Z"]
         random_ = random.Random(file.name)  # noqa: S311
         yield from _flips(content, sorted(random_.sample(places, min(len(places), 40))), file)
 
 
-def _another_ranks(files: Sequence[Path], payload: _Ranges) -> Iterator[Change]:
+def _copy_other_rank(files: Sequence[Path], payload: _Ranges) -> Iterator[SourceChange]:
     for file in files:
         for other in files:
             same = file.suffix == other.suffix and file.parent == other.parent and file.name != other.name
             content = other.read_bytes() if same else b""
             if same and len(content) == file.stat().st_size and content != file.read_bytes():
-                yield Change(f"{file.name} is a copy of {other.name}", file, replaced(content))
+                yield SourceChange(f"{file.name} is a copy of {other.name}", file, _rewrite(content))
 
 
-def _linked(file: Path) -> None:
-    # Out of the folder, but to the same bytes: links that a user's folder holds are followed for reading.
+def _link_outside(file: Path) -> None:
+    # The link leads out of the folder, to the same bytes: readers follow links in a user's folder.
     target = file.parent.parent / f".{file.name}.target"
     shutil.copy2(file, target)
     file.unlink()
     file.symlink_to(target)
 
 
-def _folder(file: Path) -> None:
+def _make_folder(file: Path) -> None:
     file.unlink()
     file.mkdir()
 
 
-def _fifo(file: Path) -> None:
+def _make_fifo(file: Path) -> None:
     file.unlink()
     os.mkfifo(file)
 
 
-def _dangling(file: Path) -> None:
+def _link_to_nothing(file: Path) -> None:
     file.unlink()
     file.symlink_to("nothing-there")
 
 
 _MISSING, _DAMAGED = frozenset({3}), frozenset({4})
 
-FAULTS: Mapping[str, Fault] = {
-    "a file missing": Fault(_MISSING, _each("removed", lambda file: file.unlink())),
-    "a link to nothing": Fault(_MISSING, _each("links to nothing", _dangling)),
-    "a file cut short": Fault(_DAMAGED, _truncated),
-    "an empty file": Fault(_MISSING | _DAMAGED, _each("is empty", replaced(b""))),
-    "zeros to the end": Fault(_DAMAGED, _zero_tail),
-    "a folder in place of a file": Fault(_MISSING | _DAMAGED, _each("is a folder", _folder)),
-    "a pipe in place of a file": Fault(_MISSING | _DAMAGED, _each("is a pipe", _fifo)),
-    "a link out of the folder": Fault(_DAMAGED, _each("is a link", _linked)),
-    "a bit of a tensor flipped": Fault(_DAMAGED, _flipped_payload),
-    # A name of an element type or a layout that became another one asks for another command.
-    "a bit of the metadata flipped": Fault(_MISSING | _DAMAGED | {2}, _flipped_metadata),
-    "another rank's file": Fault(_MISSING | _DAMAGED, _another_ranks),
+FAULTS: Mapping[str, SourceFault] = {
+    "a file missing": SourceFault(_MISSING, _change_each("removed", lambda file: file.unlink())),
+    "a link to nothing": SourceFault(_MISSING, _change_each("links to nothing", _link_to_nothing)),
+    "a file cut short": SourceFault(_DAMAGED, _truncate),
+    "an empty file": SourceFault(_MISSING | _DAMAGED, _change_each("is empty", _rewrite(b""))),
+    "zeros to the end": SourceFault(_DAMAGED, _zero_tail),
+    "a folder in place of a file": SourceFault(_MISSING | _DAMAGED, _change_each("is a folder", _make_folder)),
+    "a pipe in place of a file": SourceFault(_MISSING | _DAMAGED, _change_each("is a pipe", _make_fifo)),
+    "a link out of the folder": SourceFault(_DAMAGED, _change_each("is a link", _link_outside)),
+    "a bit of a tensor flipped": SourceFault(_DAMAGED, _flip_payload),
+    # A flipped name of a dtype or a layout may be valid, and then requires another command.
+    "a bit of the metadata flipped": SourceFault(_MISSING | _DAMAGED | {2}, _flip_metadata),
+    "another rank's file": SourceFault(_MISSING | _DAMAGED, _copy_other_rank),
 }
 """Name -> fault, in the order of the README's table."""
 
@@ -194,46 +196,46 @@ HOSTILE_PICKLES: Mapping[str, bytes] = {
     "EXT1": b"\x82\x01",
     "BINPERSID": b"cposix\nsystem\nQ",
 }
-"""Kind -> opcodes that leave one value on the stack, and would run something on the way."""
+"""Kind -> opcodes that leave one value on the stack, and would run a command before."""
 
 
-def hostile_changes(files: Sequence[Path]) -> Iterator[Change]:
-    """Yield every pickle of the files with each hostile kind: in its place, or called and dropped before it."""
+def hostile_changes(files: Sequence[Path]) -> Iterator[SourceChange]:
+    """Yield changes of every pickle in the files, for each hostile kind: it replaces the pickle, or runs before it."""
     for file in files:
         content = file.read_bytes()
         if content[:1] == b"\x80" and content[-1:] == b".":
             for kind, code in HOSTILE_PICKLES.items():
-                yield Change(f"{file.name} is a hostile {kind}", file, replaced(b"\x80\x04" + code + b"."))
+                yield SourceChange(f"{file.name} is a hostile {kind}", file, _rewrite(b"\x80\x04" + code + b"."))
                 dropped = content[:2] + code + b"0" + content[2:]
-                yield Change(f"{file.name} begins with a hostile {kind}", file, replaced(dropped))
+                yield SourceChange(f"{file.name} begins with a hostile {kind}", file, _rewrite(dropped))
         for number, start in enumerate(_archives(content)):
             if number >= 3:
-                break  # the items of one file are all read alike
+                break  # all items of a file are read in the same way
             for kind, code in HOSTILE_PICKLES.items():
                 hostile = _with_pickle(content, start, code)
                 if hostile is not None:
-                    yield Change(f"item {number} of {file.name} is a hostile {kind}", file, replaced(hostile))
+                    yield SourceChange(f"item {number} of {file.name} is a hostile {kind}", file, _rewrite(hostile))
 
 
 def _archives(content: bytes) -> list[int]:
-    """Return where the archives of ``torch.save`` begin, whose first member is ``<folder>/data.pkl``."""
+    """Return the offsets of the archives of ``torch.save``, whose first member is ``<folder>/data.pkl``."""
     return [found.start() for found in re.finditer(rb"PK\x03\x04.{26}[^/]{1,100}/data\.pkl", content, re.DOTALL)]
 
 
 def _with_pickle(content: bytes, start: int, code: bytes) -> bytes | None:
-    """Return the bytes with that archive's data.pkl replaced, all sizes kept, its checksum made right."""
+    """Return the bytes with another data.pkl in that archive, of the same size and with a right checksum."""
     name_nbytes, extra_nbytes = struct.unpack_from("<HH", content, start + 26)
     payload = start + 30 + name_nbytes + extra_nbytes
     end = content.index(b"PK\x07\x08", payload)
     room = end - payload - len(b"\x80\x02") - len(code) - 1
     if room < 0 or room == 1:
         return None
-    # Values pushed and popped fill up: a pickle that ends before its bytes do is refused for that alone.
+    # Values that are pushed and popped fill the size: a pickle that ends before its bytes would be refused for that.
     odd = b"K\x000" if room % 2 else b""
     filled = b"\x80\x02" + odd + b"N0" * ((room - len(odd)) // 2) + code + b"."
     old, new = (struct.pack("<I", zlib.crc32(data)) for data in (content[payload:end], filled))
     changed = bytearray(content[:payload] + filled + content[end:])
-    # The checksum stands in the descriptor behind the member and in the directory at the archive's end.
+    # The checksum is in the descriptor after the member, and in the directory at the archive's end.
     at = end
     for _ in range(2):
         at = changed.index(old, at)
@@ -247,10 +249,10 @@ def _with_pickle(content: bytes, start: int, code: bytes) -> bytes | None:
 _MIN_NAME_NBYTES = 6
 
 
-def escaping_paths(files: Sequence[Path]) -> Iterator[Change]:
-    """Yield every file in which another one's name stands, with a path in its place that leaves the folder.
+def escaping_paths(files: Sequence[Path]) -> Iterator[SourceChange]:
+    """Yield changes of every file that contains another file's name: a path that leaves the folder replaces the name.
 
-    The path has the name's length, so that texts with lengths before them stay sound, and leads to the same bytes.
+    The path has the name's length, so that length fields stay right, and leads to the same bytes.
     """
     for file in files:
         content = file.read_bytes()
@@ -259,15 +261,19 @@ def escaping_paths(files: Sequence[Path]) -> Iterator[Change]:
             if other == file or len(name) < _MIN_NAME_NBYTES or name not in content:
                 continue
             for path in (b"../" + b"x" * (len(name) - 3), b"./../" + b"x" * (len(name) - 5)):
-                yield Change(
+                yield SourceChange(
                     f"{file.name} names {path.decode()} for {other.name}",
                     file,
                     _escaping(content.replace(name, path), other, path),
                 )
             absolute = b"/" + b"x" * (len(name) - 1)
-            yield Change(f"{file.name} names {absolute.decode()}", file, replaced(content.replace(name, absolute)))
-            yield Change(
-                f"{file.name} names a path with a NUL", file, replaced(content.replace(name, name[:-2] + b"\0x"))
+            yield SourceChange(
+                f"{file.name} names {absolute.decode()}", file, _rewrite(content.replace(name, absolute))
+            )
+            yield SourceChange(
+                f"{file.name} names a path with a NUL",
+                file,
+                _rewrite(content.replace(name, name[:-2] + b"\0x")),
             )
 
 

@@ -1,4 +1,4 @@
-"""What every workspace must do, as tests: subclass, give two fixtures, and all of them run against yours.
+"""The contract of workspaces, as tests: a subclass with two fixtures runs all of them on its workspace.
 
     class TestMine(WorkspaceContract):
         @pytest.fixture
@@ -12,10 +12,10 @@
         def uninitialized(self):
             return MyWorkspace(None)
 
-What only one medium has (files, locks, what a kill leaves) belongs into the tests of that workspace.
+Tests of a single medium (files, locks, remains of a killed process) belong to the tests of that workspace.
 """
 
-# ruff: noqa: D102 (a test's name says what it tests)
+# ruff: noqa: D102 (a test's name describes the test)
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from xrank.workspace.base import Workspace
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MakeWorkspace", "WorkspaceContract", "same_bytes", "tensor_zoo"]
+__all__ = ["MakeWorkspace", "WorkspaceContract", "has_same_bytes", "tensor_zoo"]
 
 
 class MakeWorkspace(Protocol):
-    """Makes a rank's view of one and the same place, as the processes of a run would each for themselves."""
+    """Makes the workspace of a rank; all of them share one place, as those of a run's processes do."""
 
     def __call__(self, rank: int = 0, world_size: int = 1, run_id: str | None = "run") -> Workspace:
         """Return that rank's workspace."""
         ...
 
 
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Say whether two tensors have the same dtype, shape and bits; a NaN is compared by its payload."""
+def has_same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and bits, including the bits of NaNs."""
     import torch
 
     def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def tensor_zoo() -> dict[str, torch.Tensor]:
-    """Return tensors of every dtype, and of every way in which a tensor may lie in its storage."""
+    """Return tensors of every dtype, and with every kind of strides and storage."""
     import torch
 
     generator = torch.Generator().manual_seed(7)
@@ -89,20 +89,20 @@ def tensor_zoo() -> dict[str, torch.Tensor]:
 
 
 class WorkspaceContract:
-    """The tests; a subclass gives `make_workspace` and `uninitialized`.
+    """The tests; a subclass provides `make_workspace` and `uninitialized`.
 
-    None of them uses a process group or a second process: the state half of a workspace communicates with nobody.
+    They use neither a process group nor a second process: states are written and read without communication.
     """
 
     @pytest.fixture
     def make_workspace(self) -> MakeWorkspace:
-        """Return what makes each rank's workspace."""
-        raise NotImplementedError("a workspace's tests say how it is made")
+        """Return the maker of each rank's workspace."""
+        raise NotImplementedError("override this fixture with one that makes your workspace")
 
     @pytest.fixture
     def uninitialized(self) -> Workspace:
-        """Return a workspace that has no place."""
-        raise NotImplementedError("a workspace's tests say how one without a place is made")
+        """Return a workspace without a place."""
+        raise NotImplementedError("override this fixture with a workspace that has no place")
 
     def test_is_a_workspace(self, make_workspace: MakeWorkspace) -> None:
         workspace = make_workspace()
@@ -135,7 +135,7 @@ class WorkspaceContract:
         assert list(weights) == list(zoo)
         for name, tensor in zoo.items():
             back = weights[name]
-            assert same_bytes(back, tensor), name
+            assert has_same_bytes(back, tensor), name
             assert type(back) is torch.Tensor and back.device.type == "cpu" and not back.requires_grad, name
             assert back.untyped_storage().nbytes() == back.nbytes and back.is_contiguous(), name
 
@@ -148,7 +148,7 @@ class WorkspaceContract:
         workspace = make_workspace()
         workspace.write_configs_and_weights({}, weights)
         _, back = _read(workspace, 0)
-        assert all(same_bytes(back[name], weights[name]) for name in weights)
+        assert all(has_same_bytes(back[name], weights[name]) for name in weights)
         back["embed"][0] = -1
         assert back["head"][0] == -1
         assert back["whole"][2] == 2 and back["bits"][1, 0] == 2
