@@ -27,7 +27,7 @@ def list_devices(kind: str | None = None) -> list[str]:
             accelerator if there is one, else ``"cpu"``.
 
     Raises:
-        AbsentDeviceError: there is no such device.
+        AbsentDeviceError: such a device is not present.
 
     Example:
         >>> from xrank.distribution import list_devices
@@ -102,6 +102,7 @@ def start_group(
                 want=f"{count}, or the first one alone",
             )
         addresses, count = jobs[0], len(jobs)
+    # As in Keras, a lone process needs no process group.
     if not addresses and count is None and place is None and launch is None:
         return
     count = count if count is not None or launch is None else launch.world_size

@@ -258,6 +258,7 @@ class ModelParallel(Distribution):
         mesh = self.device_mesh
         mesh.axis_length(self.batch_dim_name)
         torch_mesh = live_mesh(mesh)
+        # Plans check all parameters of all modules before the first one is replaced.
         plans = [plan_parameters(root, mesh, self.get_tensor_layout) for root in roots]
         rules = {self.layout_map.rule_for(name) for planned in plans for plan in planned for name in plan.names}
         outputs = output_rules(self.layout_map, roots)

@@ -79,6 +79,7 @@ class Entrance:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Convert a call's plain tensors, which are parts of the batch, to DTensors."""
         frame = _call_frame(sys._getframe(1))
+        # Calls that ended by an exception have left no hook: close those that are not around this frame.
         while _CALLS.open and not _is_inside(frame, _CALLS.open[-1].frame):
             _end(_CALLS.open.pop())
         if _CALLS.open:
@@ -127,6 +128,7 @@ class Entrance:
         """
         sizes = [size for tensor in tensors for size in tensor.shape]
         bounds = torch.tensor([draw_seed(), *sizes, *(-size for size in sizes)], device=self._mesh.device_type)
+        # The maxima of sizes and of negated sizes equal this rank's own only if all ranks agree.
         for axis in range(self._mesh.ndim):
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
         seed, *agreed = bounds.tolist()

@@ -154,6 +154,7 @@ def _replace_in_optimizers(parameter: nn.Parameter, placed: nn.Parameter) -> Non
     """Make earlier optimizers find the new parameter at their next step, and free the values of the old one."""
     _watch_optimizers()
     setattr(parameter, _PLACED, placed)
+    # An optimizer may hold the old parameter for ever, but not its memory.
     parameter.data = parameter.data.new_empty(0)
 
 

@@ -62,6 +62,7 @@ class Construction:
         modules = list(self._modules.values())
         self.forget()
         parts = {id(part) for module in modules for part in module.children()}
+        # Only outermost modules know the full names of parameters.
         roots = [module for module in modules if id(module) not in parts]
         if roots:
             _CURRENT.is_laying_out = True
@@ -196,6 +197,7 @@ def _open(value: LaysOut, *, is_scoped: bool) -> Construction:
     construction = Construction(value, is_scoped=is_scoped)
     with _LOCK:
         _OPEN.add(id(construction))
+        # torch's registration hooks are global: one set serves all open constructions.
         if not _HOOKS:
             _HOOKS.extend(register(_add_module) for register in _registrations())
     return construction

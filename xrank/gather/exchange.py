@@ -108,7 +108,7 @@ class GatherExchange:
 
         Raises:
             UsageError: the value has a part that cannot be sent.
-            NoSpaceError: there is no space for it.
+            NoSpaceError: the space for it does not suffice.
         """
         header, tensors = _split_value(value)
         nbytes = sum([tensor.nbytes + _ALIGNMENT for tensor in tensors])
@@ -144,6 +144,7 @@ class GatherExchange:
         while pending:
             rank, message = self.circle.receive(pending, call.number, call.deadline)
             received = _WriterMessage.from_message(message, rank)
+            # A writer with early_exit may be one call ahead: keep its message until its turn.
             if received.call > call.number:
                 self._early[rank, received.call] = received
                 continue

@@ -187,6 +187,7 @@ def gather_values(
         exchange.close()
         if session.exchanges.get(path) is exchange:
             del session.exchanges[path]
+        # The others failed in an earlier call, and wait for this rank in the next meeting.
         if is_behind:
             session.refuse(ranks, rank, group, path, deadline, error)
         raise

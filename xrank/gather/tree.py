@@ -91,6 +91,7 @@ def _pack_tensors(value: dict[Any, Any]) -> tuple[Any, list[torch.Tensor]] | Non
         return None
     if not all(map(_is_sendable, tensors)):
         return None
+    # Tensors at one address may be one view, which must keep one number: the general way decides.
     places = {tensor.data_ptr() for tensor in tensors}
     if len(places) < len(tensors) or 0 in places:
         return None
@@ -188,7 +189,7 @@ def _find_class(name: str, base: type | None) -> Any:
 
 
 def _look_up(module: str, qualified: str) -> Any:
-    """Return the object of this name in an imported module; None if there is none."""
+    """Return the object of this name in an imported module; None if it has none."""
     found: Any = sys.modules.get(module)
     for part in qualified.split(".") if found is not None else ():
         # Not getattr: modules that import their parts on access would do so.

@@ -42,7 +42,7 @@ __all__ = ["DistributedDataParallel"]
 
 
 class DistributedDataParallel(torch.nn.Module):
-    """A module with gradient buffers. The docstring of a method states if all ranks call it together.
+    """A module with gradient buffers. Docstrings name the methods that all ranks call together.
 
     Each parameter gets ``main_grad``, a view of its place in a buffer, where gradients are added up; ``.grad`` is None
     after every backward. A kernel that adds to ``main_grad`` itself sets ``grad_added_to_main_grad = True``.
@@ -62,14 +62,13 @@ class DistributedDataParallel(torch.nn.Module):
         GradientError: the layouts of ranks differ; raised on all ranks.
 
     Example:
-        >>> import torch
         >>> from xrank.gradients import DistributedDataParallel, GradientPlan
-        >>> from xrank.gradients.wires.wire import TorchWire
         >>> from xrank.layout import DeviceMesh
-        >>> module = torch.nn.Linear(4, 2)
-        >>> plan = GradientPlan.from_module(module, DeviceMesh((1,), ("dp",)))
-        >>> DistributedDataParallel(module, plan).plan.rank  # doctest: +SKIP
-        0
+        >>> module = torch.nn.Linear(2, 1)  # in a process group of one rank
+        >>> ddp = DistributedDataParallel(module, GradientPlan.from_module(module, DeviceMesh((1,), ("dp",))))
+        >>> ddp(torch.ones(1, 2)).sum().backward()
+        >>> ddp.main_grad("weight").tolist()
+        [[1.0, 1.0]]
     """
 
     def __init__(
@@ -328,6 +327,7 @@ class DistributedDataParallel(torch.nn.Module):
     @torch.no_grad()
     def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
         planned = self.plan.parameters[index]
+        # Free .grad at once: torch would add the next micro-batch to it.
         gradient, parameter.grad = parameter.grad, None
         self.gradient_buffers[planned.buffer].demand(planned.name)
         is_added = getattr(parameter, "grad_added_to_main_grad", False)

@@ -46,6 +46,12 @@ def finalize_model_grads(models: _Models, num_tokens: torch.Tensor | float | Non
         GradientError: this step's gradients were exchanged already; a gradient came too late, is missing or is not
             finite, where these are errors; ``num_tokens`` is missing, or gradients were divided already.
         UsageError: the models are not wrapped, or not on one mesh.
+
+    Example:
+        >>> from xrank.gradients import finalize_model_grads
+        >>> ddp(torch.ones(1, 2)).sum().backward()  # ddp: a module on one rank, as in DistributedDataParallel
+        >>> finalize_model_grads([ddp])  # one rank exchanges nothing
+        []
     """
     chunks = _chunks(models)
     for chunk in chunks:
@@ -64,6 +70,7 @@ def finalize_model_grads(models: _Models, num_tokens: torch.Tensor | float | Non
     ]
     done += later.run()
     for chunk in chunks:
+        # Set after all reductions: an error before leaves the gradients marked as unusable.
         chunk.later_is_due = False
     done += routers.run()
     if first.config.calculate_per_token_loss:
@@ -167,6 +174,7 @@ def _divide_by_tokens(
     total = torch.tensor(own, dtype=torch.float64, device=first.wire.device)
     done = []
     data_axes = MeshPlace(first.plan.views, first.plan.rank).data_axes(False)
+    # Other stages count 0, so that the sum over pp spreads the last stage's count; then replicas add theirs.
     for axes, ranks in ((("pp",), first.plan.ranks_along("pp")), (data_axes, first.plan.data_ranks)):
         if len(ranks) > 1:
             first.wire.all_reduce(total, ranks, "sum").wait()

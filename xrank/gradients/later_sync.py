@@ -74,6 +74,7 @@ class LaterSync:
 
     def _run_conditional(self) -> list[Reduction]:
         """Reduce embedders that all chunks of all stages have. The chunks of this rank are added up first."""
+        # Every chunk of this rank has a part of the gradient: one sum over all stages then serves all copies.
         for first, *others in self._copies.values():
             for other in others:
                 first.gradient.add_(other.gradient)
@@ -106,6 +107,7 @@ class LaterSync:
             done.append(Reduction(later.kind, later.operation, later.axes, later.ranks, names, whole.numel()))
         for handle, whole, members in sent:
             handle.wait()
+            # A single gradient was reduced in place; several were copied into one tensor, and are copied back.
             if len(members) > 1:
                 sizes = [one.gradient.numel() for one in members]
                 for one, reduced in zip(members, torch.split(whole, sizes), strict=True):

@@ -20,7 +20,7 @@ def torch_wire(plan: GradientPlan) -> GradientWire:
     """Return the wire of a plan's ranks; on all ranks of the world, as `make_groups`.
 
     Raises:
-        UsageError: there is no process group.
+        UsageError: torch.distributed is not initialised.
         GradientError: a rank has the plan of another rank, or ranks have other meshes; the same on all ranks.
     """
     wire = TorchWire(make_groups(plan.groups()))
@@ -64,6 +64,7 @@ def _check_places(places: Mapping[int, tuple[int, str]]) -> None:
     Raises:
         GradientError: shards of a rank would go to another, or an axis has different meanings.
     """
+    # All ranks compare with the lowest one, so that all name the same pair.
     first = min(places)
     for rank, (planned_rank, grids) in sorted(places.items()):
         if planned_rank != rank:

@@ -14,7 +14,13 @@ ReductionKind: TypeAlias = Literal["data", "conditional", "tensor", "word", "pos
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One collective of this rank with others."""
+    """One collective of this rank with others.
+
+    Example:
+        >>> from xrank.gradients import Reduction
+        >>> Reduction("data", "sum", ("dp",), (0, 1), ("weight",), numel=2).ranks
+        (0, 1)
+    """
 
     kind: ReductionKind
     """In order of execution: replicas, embedders of all stages, copies along tp, tables, routers, tokens."""

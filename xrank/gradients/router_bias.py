@@ -87,6 +87,7 @@ class RouterBiases:
                 continue
             counts = counts.view(bias.shape).to(bias.device)
             mean = counts.sum(-1, keepdim=True) / counts.shape[-1]
+            # Only the sign of the difference counts, so that the step does not depend on the number of tokens.
             bias.add_(torch.sign(mean - counts) * router.rate)
         return done
 

@@ -17,7 +17,7 @@ _LOOPBACK = "127.0.0.1"
 def host_addresses() -> list[str]:
     """Return the numeric addresses of this host's interfaces, IPv4 first. Other hosts may not reach all of them.
 
-    The loopback address is returned only if there is no other.
+    The loopback address is returned only without any other.
     """
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

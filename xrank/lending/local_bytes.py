@@ -166,7 +166,7 @@ def runs_of(elements: torch.Tensor, low: int, high: int) -> Iterator[torch.Tenso
 
 
 def integer_type(width: int) -> torch.dtype | None:
-    """Return an integer type of that many bytes, for moving elements unread; None if there is none."""
+    """Return an integer type of that many bytes, for moving elements unread; None without such a type."""
     import torch
 
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(width)

@@ -139,6 +139,7 @@ def _drawing(one: Holdings, shares: Sequence[Share], max_boxes: int = 2048) -> I
             wide = lengths[-1] if not down_only else 1
             for top, bottom in downs:
                 for left, right in acrosses:
+                    # A finely strided layout has more boxes than a page can show.
                     if len(boxes) >= max_boxes:
                         break
                     boxes.append(

@@ -54,6 +54,7 @@ def _dims_of(nest: Nest, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, int],
         starts.append(place)
     steps: list[list[tuple[int, int]]] = [[] for _ in shape]
     reach = list(starts)
+    # From the innermost loop out, each loop is a number of steps along the dim whose stride divides its own.
     for n, _, y_stride in sorted(nest.loops, key=lambda loop: loop[2]):
         count, stride = n, y_stride
         while count > 1:
@@ -84,6 +85,7 @@ def _runs(start: int, steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int]
     """Return the runs of start + all combinations of (count, step); None if they are too many."""
     runs = [(start, start)]
     for count, step in sorted(steps, key=lambda each: each[1]):
+        # Steps as long as the run so far extend it without a gap.
         if len(runs) == 1 and step == runs[0][1] - runs[0][0] + 1:
             runs = [(runs[0][0], runs[0][1] + (count - 1) * step)]
             continue
@@ -189,6 +191,7 @@ def _find_touched(node: Node, first: int, last: int, sizes: Mapping[str, int]) -
                     within = list(_find_touched(part.of, low, high, sizes))
                     yield from (f"{part.name}.{name}" for name in within) if within else (part.name,)
                 start = end
+        # Factors are digits of the index, the last one fastest: a range over a digit's end touches all of it.
         case Product(factors):
             inner = 1
             for factor in reversed(factors):

@@ -153,6 +153,7 @@ def misfit_words(one: Holdings) -> str:
 def _strips(one: Holdings, share: Share) -> str:
     """Return a strip for each cut dim, ``##.. .#``; one strip of all elements if rows are cut."""
     regions = [region_of(nest, one.shape) for nest in share.nests]
+    # A dim counts as cut if any share cuts it; the first 64 shares are enough to show it.
     everything = [region_of(nest, one.shape) for other in one.shares[:64] for nest in other.nests]
     cut = cut_dims(everything, one.shape)
     if cut is None:

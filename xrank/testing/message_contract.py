@@ -203,7 +203,7 @@ class MessageWorkspaceContract:
             held[value] = (reader.fetch(1, receipt), sizes)
             sender.retire(receipt)
             for number in [number for number in held if chance.random() < 0.3]:
-                # Of some, keep only the last part, which lies in the same memory.
+                # Keep only the last part of some, which lies in the same memory.
                 (header, buffers), sizes = held.pop(number)
                 if len(buffers) == 2 and chance.random() < 0.5:
                     held[1000 + number] = ((header, buffers[1:]), sizes[1:])

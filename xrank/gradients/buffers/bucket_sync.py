@@ -100,10 +100,12 @@ class BucketSync:
                 self._is_scaled[index] = True
             self._add(index, gradient)
         self.arrivals[index] += 1
+        # A second gradient outside of no_sync must not count towards the full bucket again.
         if not is_leaving or self._is_last[index]:
             return
         self._is_last[index] = True
         self._missing[planned.bucket] -= 1
+        # A bucket that is full early waits: collectives of one group must run in one order on all ranks.
         while self.next_bucket < len(self._missing) and not self._missing[self.next_bucket]:
             self._send_next()
 
@@ -189,6 +191,7 @@ class BucketSync:
         self._handles.append(handle)
 
     def _scale(self, bucket: PlannedBucket, whole: torch.Tensor) -> None:
+        # Parameters whose gradients were scaled while they were added must not be scaled again.
         members = self._members[bucket.id]
         left = [index for index in members if not self._is_scaled[index]]
         if len(left) == len(members):
@@ -199,6 +202,7 @@ class BucketSync:
 
     def _add_instances(self) -> None:
         """Add up the shards of all instances of the distributed optimizer."""
+        # Sums run inside each instance first; only then is a shard complete enough to sum over the instances.
         handles = []
         for bucket in self.plan.buckets:
             buffer = self._buffers[bucket.buffer]

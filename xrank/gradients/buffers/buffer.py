@@ -47,6 +47,7 @@ class GradientBuffer:
                 local = local_of(parameters[one.name])
                 view = _view(self.parameter_data, one)
                 view.copy_(local.detach())
+                # The Parameter object stays: optimizers and hooks that hold it see the moved values.
                 local.data = view
 
     @property
@@ -95,6 +96,7 @@ class GradientBuffer:
         """Free the memory of the gradients, and return its bytes; 0 if it was freed before."""
         if self.is_released:
             return 0
+        # Resizing the storage keeps all views of it valid for `restore`; a new tensor would not.
         self.data.untyped_storage().resize_(0)
         return self._nbytes
 

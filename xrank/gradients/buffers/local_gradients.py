@@ -38,6 +38,7 @@ def take_local_gradient(gradient: Any, parameter: Any, planned: PlannedParameter
         kept = {axis: own for axis, own, _ in differing if axis in later}
         names = gradient.device_mesh.mesh_dim_names or ()
         wanted = [kept.get(name, one) for name, one in zip(names, parameter.placements, strict=True)]
+        # A collective along the differing axes: all ranks along them come here, in the order of their backwards.
         gradient = gradient.redistribute(gradient.device_mesh, wanted)
     local: torch.Tensor = local_of(gradient)
     return local if local.layout is torch.strided else local.to_dense()

@@ -88,6 +88,7 @@ class GradientWatch:
 
     def inspect(self, bucket: PlannedBucket) -> GradientFault | None:
         """Check a bucket before it leaves, and return its fault."""
+        # This waits for the device once per bucket; the norms of single gradients are read only for a fault.
         norm = float(_norm(self._buffers[bucket.buffer].bucket(bucket)))
         if norm - norm == 0:  # finite
             self._warn_if_large(bucket, norm)

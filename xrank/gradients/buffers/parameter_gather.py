@@ -64,6 +64,7 @@ class ParameterGather:
         """
         if not self._is_sharded:
             return
+        # Collectives of the last step must have written before the next ones read the same memory.
         self.finish()
         self._check_places()
         self._is_expected = False

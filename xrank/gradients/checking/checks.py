@@ -55,7 +55,14 @@ def check_gradients(
 
     Raises:
         GradientError: the plans of two ranks do not fit together; the same on all ranks.
-        UsageError: there is no process group, and no `wire`.
+        UsageError: torch.distributed is not initialised, and `wire` is None.
+
+    Example:
+        >>> from xrank.gradients import check_gradients
+        >>> ddp(torch.ones(1, 2)).sum().backward()  # ddp: a module on one rank, as in DistributedDataParallel
+        >>> ddp.finish_grad_sync()
+        >>> check_gradients({name: ddp.main_grad(name) for name in ("weight", "bias")}, ddp.plan).is_right
+        True
     """
     if wire is None:
         wire = torch_wire(plan)

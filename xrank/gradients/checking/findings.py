@@ -42,17 +42,23 @@ class GradientFinding:
 
 @dataclass(frozen=True, slots=True)
 class GradientCheck:
-    """Result of `check_gradients`, with the same findings on all ranks."""
+    """Result of `check_gradients`, with the same findings on all ranks.
+
+    Example:
+        >>> from xrank.gradients import GradientCheck
+        >>> bool(GradientCheck(rank=0, num_checked=2, findings=()))
+        True
+    """
 
     rank: int
     num_checked: int
     """Number of gradients of this rank."""
     findings: tuple[GradientFinding, ...]
-    """Findings of all ranks, the most telling kind first."""
+    """Findings of all ranks, the most informative kind first."""
 
     @property
     def is_right(self) -> bool:
-        """Whether there are no findings."""
+        """Whether all gradients are right."""
         return not self.findings
 
     def __bool__(self) -> bool:

@@ -82,6 +82,7 @@ def find_factors(
         for axis in mesh.axis_names:
             if mesh.axis_length(axis) > 1:
                 lengths.setdefault(axis, mesh.axis_length(axis))
+    # A missing division and a division too many have inverse ratios and the same axis.
     factor = max(ratio, 1 / ratio)
     for count in range(1, len(lengths) + 1):
         found = tuple(
@@ -111,6 +112,7 @@ def _difference(
     difference = float(off.max())
     if not difference > bound:  # also for a NaN, which is another finding
         return None
+    # The least-squares factor: a gradient that equals it times the reference is only scaled.
     norm = float(torch.linalg.vector_norm(wanted))
     ratio = float((found.conj() * wanted).sum().real) / norm**2 if norm else 0.0
     is_multiple = ratio > 0 and float((found - ratio * wanted).abs().max()) <= ratio * bound

@@ -88,6 +88,7 @@ def _header(digest: str) -> str:
 def _largest_difference(tensor: torch.Tensor, ranks: tuple[int, ...], wire: GradientWire) -> tuple[float, int]:
     """Return the largest difference of an element between ranks, and the element's index."""
     values = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
+    # Two maxima give the spread of each element over the ranks: max(x) + max(-x).
     high = values.to(wire.device, torch.float64)
     # Elements that are not finite are other findings; here they would hide the rest.
     high = torch.nan_to_num(high, nan=0.0, posinf=0.0, neginf=0.0)

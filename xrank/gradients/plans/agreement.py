@@ -32,6 +32,7 @@ def agreement_lines(plan: GradientPlan) -> dict[tuple[int, ...], tuple[str, ...]
     """
     lines: dict[tuple[int, ...], list[str]] = {}
     for buffer in plan.buffers:
+        # A buffer on one rank is not exchanged, so nothing has to agree.
         if len(buffer.ranks) > 1:
             lines.setdefault(buffer.ranks, [str(plan.config)]).extend(buffer_lines(plan, buffer))
     for parameter in plan.parameters:

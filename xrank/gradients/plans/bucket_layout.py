@@ -72,6 +72,7 @@ def lay_out(
         num_shards: number of equal parts of every bucket; 0 means no shards and no padding.
         is_wide: buckets also end at multiples of 65,536 elements.
     """
+    # Without shards no rank needs equal parts, so padding would only be sent for nothing.
     start_alignment = _START_ALIGNMENT if num_shards else 1
     end_alignment = lcm(num_shards, _END_ALIGNMENT, _WIDE_END_ALIGNMENT if is_wide else 1) if num_shards else 1
     offsets = [0] * len(numels)
@@ -81,6 +82,7 @@ def lay_out(
 
     def close() -> None:
         nonlocal start, end
+        # A bucket ends where all shards are equal and aligned; the next one starts there.
         stop = _align(end, end_alignment)
         buckets.append(Extent(start, stop, end - start, tuple(members)))
         members.clear()

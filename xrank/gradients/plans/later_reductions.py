@@ -35,6 +35,7 @@ def plan_later_reductions(name: str, role: ParameterRole, place: MeshPlace) -> I
         yield LaterReduction("tensor", (axis,), along, role.over_tp, f"each has {part}: {role.reasons['tp']}")
     if role.tied is None or len(stages) < 2:
         return
+    # Megatron ties the first stage's embedding with the last stage's output layer.
     holding = role.stages or (0, len(stages) - 1)
     if place.stage() not in holding or max(holding) >= len(stages):
         raise UsageError(

@@ -157,6 +157,7 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
             want="one of the two",
             next_step='correct the mark, or mark(parameter, over_tp="own")',
         )
+    # A norm of queries or keys that is cut along tp holds its own part: its name alone asks for no sum.
     is_reduced = over_tp in ("sum", "average") and tensor_axis not in sharded
     if is_reduced or over_tp == "own":
         reasons["tp"] = reason

@@ -90,10 +90,12 @@ def ranks_along(mesh: DeviceMesh, rank: int, axes: Iterable[str]) -> tuple[int, 
     """
     free = set(axes)
     places = mesh.coordinate(rank)
+    # Row-major strides of the mesh: the position of a rank is the sum of its coordinates times these.
     strides = [*accumulate(reversed(mesh.shape[1:]), lambda stride, length: stride * length, initial=1)][::-1]
     first = sum(
         place * stride for (name, place), stride in zip(places.items(), strides, strict=True) if name not in free
     )
+    # Start from the position with all free axes at 0, and expand one free axis after another, outermost first.
     positions = [first]
     for name, length, stride in zip(mesh.axis_names, mesh.shape, strides, strict=True):
         if name in free:

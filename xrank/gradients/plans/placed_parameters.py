@@ -77,6 +77,7 @@ def _check_axis(name: str, mesh: Any, axis: str, place: MeshPlace) -> None:
             want=f"axes of {' or of '.join(repr(m.grid) for m in (place.dense, place.expert) if m is not None)}",
             next_step="give the axes of both meshes the same names",
         )
+    # A rank outside of the parameter's mesh holds no part of it, and has no group to compare.
     if place.rank not in mesh:
         return
     along = ranks_along(mesh, place.rank, [axis])

@@ -63,6 +63,7 @@ def make_entries(
         planned, kind = _plan_parameter(known, parameter, role, place, config)
         parameters.append(planned)
         kinds.setdefault(kind, []).append(index)
+    # The default bucket size depends on all elements that the same ranks exchange, over all of their buffers.
     numels: dict[tuple[int, ...], list[int]] = {}
     for kind, indices in kinds.items():
         numels.setdefault(kind.ranks, []).extend(parameters[index].numel for index in indices)
@@ -126,7 +127,7 @@ def _find_own_rank(views: MeshViews) -> int:
     if views.main.size == 1:
         return views.main.ranks[0]
     raise UsageError(
-        "the rank of the plan is unknown: there is no process group",
+        "the rank of the plan is unknown: torch.distributed is not initialised",
         got=f"rank=None, on a mesh of {views.main.size} ranks",
         want="a rank",
         next_step="give rank=, or call torch.distributed.init_process_group before",
@@ -280,6 +281,7 @@ def _place_parameters(
         (buffer, offset), bucket = offsets[index], bucket_of[parameter.name]
         owned = (0, parameter.numel)
         if config.use_distributed_optimizer:
+            # The part of the parameter inside this rank's shard, in its own elements; empty if they do not meet.
             start, stop = shard_bounds(bucket.start, bucket.stop, len(buffer.shard_ranks), buffer.place)
             owned = (max(start - offset, 0), min(stop - offset, parameter.numel))
             owned = owned if owned[0] < owned[1] else (0, 0)

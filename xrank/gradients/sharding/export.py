@@ -41,6 +41,15 @@ def export_gradients(
         GradientError: the step's gradients were not exchanged, or their memory is released.
         LayoutError: the cut of a parameter is unknown, or no layout can express it.
         UsageError: two parameters have one name.
+
+    Example:
+        >>> from xrank.gradients import export_gradients, finalize_model_grads
+        >>> ddp(torch.ones(1, 2)).sum().backward()  # ddp: a module on one rank, as in DistributedDataParallel
+        >>> finalize_model_grads(ddp)
+        []
+        >>> gradients, layouts = export_gradients(ddp)
+        >>> sorted(gradients)
+        ['bias', 'weight']
     """
     places, found = SliceLayouts(layouts), {}
     for name, one in _rename_slices(list_owned_slices(models), names).items():
@@ -66,6 +75,13 @@ def export_optimizer_shards(
     Raises:
         LayoutError: as in `export_gradients`.
         UsageError: the optimizer steps other tensors, or a state is neither one number nor of the slice's shape.
+
+    Example:
+        >>> from xrank.gradients import ParameterShards, export_optimizer_shards
+        >>> optimizer = torch.optim.SGD(ParameterShards(ddp).parameters(), lr=0.1)  # ddp: a module on one rank
+        >>> tensors, layouts = export_optimizer_shards(optimizer, ddp)
+        >>> sorted(tensors)
+        ['bias', 'weight']
     """
     slices = _rename_slices(list_owned_slices(models), names)
     places, found = SliceLayouts(layouts), {}
@@ -104,6 +120,14 @@ def load_optimizer_shards(
 
     Raises:
         UsageError: a parameter is missing, or a tensor has another shape; then nothing is changed.
+
+    Example:
+        >>> from xrank.gradients import ParameterShards, load_optimizer_shards
+        >>> shards = ParameterShards(ddp)  # ddp: a module on one rank, as in DistributedDataParallel
+        >>> optimizer = torch.optim.SGD(shards.parameters(), lr=0.1)
+        >>> load_optimizer_shards(optimizer, ddp, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
+        >>> ddp.module.weight.tolist()
+        [[1.0, 1.0]]
     """
     stepped = list(_find_stepped(optimizer, _rename_slices(list_owned_slices(models), names)))
     loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}

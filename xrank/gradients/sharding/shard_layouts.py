@@ -116,6 +116,7 @@ def _find_mesh(one: OwnedSlice) -> tuple[DeviceMesh, str]:
     if not one.is_cut or (len(merged) == 1 and num_instances == 1):
         return mesh, merged[0] if merged else ""
     # Shards follow each other in the order of ranks over several axes at once: the mesh needs one axis for them.
+    # The merged axis stands where the first of them stood; instances come before shards, as ranks are split.
     others = [axis for axis in mesh.axis_names if axis not in merged]
     first = mesh.axis_names.index(merged[0])
     before = [axis for axis in others if mesh.axis_names.index(axis) < first]
@@ -187,7 +188,7 @@ def _check_equal(name: str, one: OwnedSlice, layout: TensorLayout, shape: Sequen
     cutting = [axis for dim in layout.dims for axis in axes_of(dim)]
     if prod(shape) != one.planned.numel * prod(mesh.axis_length(axis) for axis in cutting):
         raise LayoutError(
-            f"{name}: ranks along {', '.join(cutting)} hold parts of other sizes, so no one layout fits their slices",
+            f"{name}: ranks along {', '.join(cutting)} hold parts of other sizes, which one layout cannot express",
             tensor=name,
             rank=one.model.plan.rank,
             got=f"{list(one.planned.shape)} of {list(shape)} on this rank",

@@ -101,6 +101,12 @@ class ParameterShards:
 
     Args:
         models: one model, or several.
+
+    Example:
+        >>> from xrank.gradients import ParameterShards
+        >>> shards = ParameterShards(ddp)  # ddp: a module on one rank, as in DistributedDataParallel
+        >>> [name for name, _ in shards.named_parameters()]
+        ['weight', 'bias']
     """
 
     def __init__(self, models: DistributedDataParallel | Sequence[DistributedDataParallel]) -> None:
@@ -150,6 +156,7 @@ class ParameterShards:
         """
         for name, shard in self._shards.items():
             values = self.slices[name].values()
+            # A replaced .data leaves the shard with the old memory, and the step would change nothing.
             if values.dtype == shard.dtype and values.numel() and values.data_ptr() != shard.data_ptr():
                 raise _make_moved_error(self.slices[name])
             shard.grad = self.slices[name].gradient()
@@ -159,6 +166,7 @@ class ParameterShards:
         """Copy the stepped values into the modules, and gather the parameters; on all ranks."""
         for name, shard in self._shards.items():
             values = self.slices[name].values()
+            # Shards of the module's dtype share its memory, so that only wider copies are written back.
             if values.dtype != shard.dtype:
                 values.copy_(shard)
         for model in self._models:

@@ -51,6 +51,7 @@ class FaultFlag:
 
     def __init__(self, faults: Sequence[GradientFault], wire: GradientWire, ranks: tuple[int, ...]) -> None:
         self._faults, self._wire, self._ranks = faults, wire, ranks
+        # One int64 per step: ranks send the texts of faults only after a flag was raised.
         self._flag = torch.tensor([len(faults)], dtype=torch.int64, device=wire.device)
         self._handle: Handle = wire.all_reduce(self._flag, ranks, "max")
 
@@ -69,7 +70,7 @@ class FaultFlag:
 
 
 def raise_faults(found: Mapping[int, Sequence[GradientFault]]) -> None:
-    """Raise the first fault, with the others as notes; return if there are no faults.
+    """Raise the first fault, with the others as notes; return without faults.
 
     Args:
         found: faults by the rank that found them.

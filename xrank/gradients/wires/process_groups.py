@@ -80,6 +80,7 @@ def make_groups(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None
         if len(ranks) < world_size and ranks not in made:
             # Ranks outside of the set call this too, in the same order: torch names groups by counting them.
             made[ranks] = dist.new_group(list(ranks), timeout=timeout)
+    # torch returns a stand-in for groups without this rank, which must not be used.
     found = {ranks: group for ranks, group in made.items() if rank in ranks}
     return ProcessGroups({**found, tuple(range(world_size)): world})
 
