@@ -284,7 +284,7 @@ def test_a_model_is_laid_out_before_it_is_used(is_scoped, rank):
 def test_parts_of_other_shapes_are_refused(rank):
     distribution = model_parallel((2, 1), PERCEPTRON_RULES)
     model = distribution.distribute_module(Perceptron())
-    with pytest.raises(ContradictionError, match="not of one shape") as caught:
+    with pytest.raises(ContradictionError, match="have different shapes") as caught:
         model(torch.ones(3 + rank, 8))
     assert caught.value.rank == rank
     assert model(torch.ones(3, 8)).shape == (3, 4)
@@ -387,7 +387,7 @@ def test_losses_inside_a_model_are_means_of_the_whole_batch():
 @pytest.mark.ranks(2)
 def test_a_rule_that_decides_for_nothing_is_refused():
     distribution = model_parallel((1, 2), {**PERCEPTRON_RULES, "dense.*kernel": (None, "model")})
-    message = r"'dense.\*kernel' of the LayoutMap decided for nothing"
+    message = r"'dense.\*kernel' of the LayoutMap is used for no parameter"
     with pytest.raises(LayoutError, match=message), distribution.scope():
         Perceptron()
     assert current_distribution() is None
@@ -455,7 +455,7 @@ def test_a_dim_cut_by_both_axes_or_in_pieces(rule, rows):
 
 @pytest.mark.ranks(2)
 def test_names_of_one_parameter_agree():
-    with pytest.raises(LayoutError, match="several names, which are laid out in several ways"):
+    with pytest.raises(LayoutError, match="several names, which have different layouts"):
         model_parallel((1, 2), {"embed.weight": ("model",), "head.weight": (None, "model")}).distribute_module(
             Decoder()
         )
@@ -470,11 +470,11 @@ def test_what_cannot_be_laid_out_is_named():
         distribution.distribute_module(nn.LazyLinear(4))
     model = nn.Linear(4, 4)
     model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(UsageError, match="weight has a gradient already"):
+    with pytest.raises(UsageError, match="weight already has a gradient"):
         distribution.distribute_module(model)
     laid_out = distribution.distribute_module(nn.Linear(4, 4))
     assert distribution.distribute_module(laid_out) is laid_out
-    with pytest.raises(LayoutError, match="weight is laid out already, otherwise"):
+    with pytest.raises(LayoutError, match="weight already has another layout"):
         model_parallel((1, 2), {"weight": (None, "model")}).distribute_module(laid_out)
 
 

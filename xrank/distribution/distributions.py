@@ -285,7 +285,7 @@ class ModelParallel(Distribution):
         unused = [rule for rule in self.layout_map if rule not in rules]
         if unused and self.strict:
             raise LayoutError(
-                f"the rule {unused[0]!r} of the LayoutMap matches no parameter and no output",
+                f"the rule {unused[0]!r} of the LayoutMap is used for no parameter and no output",
                 got=f"{len(unused)} such rules: {unused[:8]}",
                 want="patterns for whole names, as in named_parameters() of the outermost module, or NAME/output",
                 next_step="print the names; or pass strict=False to ModelParallel",
