@@ -1,7 +1,7 @@
 """Real ranks for tests: gloo processes that start once and form a new world for every call.
 
-Starting a rank takes a second or more, because it imports torch; a new world of waiting ranks takes some ten
-milliseconds. A rank that raises, dies or hangs becomes an error with its number and its stack.
+Ranks are forked from a process that has imported torch, which takes a second or more; a new world of waiting ranks
+takes some ten milliseconds. A rank that raises, dies or hangs becomes an error with its number and its stack.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from xrank import environment
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
+from xrank.testing.rank_starter import RankStarter
 from xrank.testing.rank_worker import Failure, Task
 from xrank.virtual.engines.stacks import StackRequest, collect_stacks
 from xrank.words import ranks_text
@@ -31,12 +30,11 @@ from xrank.words import ranks_text
 __all__ = ["MAX_RANKS", "RankPool"]
 
 MAX_RANKS = 8
-"""Each rank is a process that imports torch: about 200 MB."""
+"""Each rank is a process that shares the memory of its imports, torch among them, with the others."""
 
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 15.0
 """Time for the other ranks to notice a failed rank, before they are ended."""
-_LAUNCH_VARIABLES = ("TORCHELASTIC_", "SLURM_", "OMPI_", "XRANK_")
 
 
 class RankPool:
@@ -49,6 +47,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
+        self._starter: RankStarter | None = None
         self._lock = threading.Lock()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._calls = itertools.count()
@@ -137,23 +136,29 @@ class RankPool:
         """End all ranks; a later `run` starts new ones."""
         with self._lock:
             self._end()
+            if self._starter is not None:
+                self._starter.close()
+                self._starter = None
+            if self._folder is not None:
+                self._folder.cleanup()
+                self._folder = None
 
     def _grow(self, count: int) -> None:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="xrank-ranks-")
-        fresh = [_Rank(rank, self._folder.name) for rank in range(len(self._ranks), count)]
-        self._ranks += fresh
+        if self._starter is None:
+            self._starter = RankStarter(os.path.join(self._folder.name, "starter.log"))
+        num_ready = len(self._ranks)
+        while len(self._ranks) < count:
+            self._ranks.append(_Rank(len(self._ranks), self._folder.name, self._starter))
         deadline = time.monotonic() + _START_SECONDS
-        for rank in fresh:
+        for rank in self._ranks[num_ready:]:
             rank.await_ready(deadline)
 
     def _end(self) -> None:
         for rank in self._ranks:
             rank.end()
         self._ranks.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
 
     def _collect(self, count: int, deadline: float, timeout_seconds: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -222,36 +227,27 @@ class _SurvivedError(Exception):
 class _Rank:
     """A worker process, from the view of its parent."""
 
-    def __init__(self, rank: int, folder: str) -> None:
+    def __init__(self, rank: int, folder: str, starter: RankStarter) -> None:
         self.rank = rank
+        self._starter = starter
         here, there = socket.socketpair()
         self.connection = Connection(here.detach())
         self._stacks, stacks_there = os.pipe()
         life_there, self._life = os.pipe()
         self._log_path = os.path.join(folder, f"rank-{rank}.log")
         self._seen = 0
-        environ = {k: v for k, v in environment.environ().items() if not k.startswith(_LAUNCH_VARIABLES)}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            environ.pop(name, None)
-        environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-        if sys.platform == "linux":
-            # Without this, gloo looks up the host's name, which takes seconds without a name server.
-            environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         fds = (there.fileno(), stacks_there, life_there)
         try:
             with open(self._log_path, "wb") as log:
-                self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this package
-                    [sys.executable, "-m", "xrank.testing.rank_worker", *map(str, fds)],
-                    pass_fds=fds,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environ,
-                )
+                pid = starter.fork((log.fileno(), *fds), _START_SECONDS)
         finally:
             there.close()
             os.close(stacks_there)
             os.close(life_there)
+        self._pid = pid
+        self._status: int | None = None
+        if pid is None:
+            self._log_path = starter.log_path  # why it could not start
 
     def await_ready(self, deadline: float) -> None:
         if not self.connection.poll(max(0.0, deadline - time.monotonic())):
@@ -281,9 +277,7 @@ class _Rank:
         return text.decode(errors="replace")[-10_000:]
 
     def death(self) -> RankFailedError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GRACE_SECONDS)
-        status = self._process.returncode
+        status = self._await_end()
         how = "closed its connection" if status is None else f"exit status {status}"
         if status is not None and status < 0:
             with contextlib.suppress(ValueError):
@@ -295,16 +289,27 @@ class _Rank:
 
     def stack(self) -> str:
         """Return the stacks of the rank's threads. Its handler is C, and so answers from within any Python call."""
-        (stack,) = collect_stacks([StackRequest(self._process.pid, self._stacks, self._ask_for_stack)])
+        (stack,) = collect_stacks([StackRequest(self._pid or 0, self._stacks, self._ask_for_stack)])
         return stack or "(it does not react: stopped, or inside the kernel)"
 
     def _ask_for_stack(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)
+        self._send_signal(signal.SIGUSR1)
+
+    def _send_signal(self, number: int) -> None:
+        if self._pid is not None:  # not yet awaited: nobody else has the number
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+
+    def _await_end(self) -> int | None:
+        if self._pid is not None:
+            self._status = self._starter.await_end(self._pid, _GRACE_SECONDS)
+            if self._status is not None:
+                self._pid = None
+        return self._status
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._send_signal(signal.SIGKILL)
+        self._await_end()
         self.connection.close()
         os.close(self._stacks)
         os.close(self._life)

@@ -1,7 +1,4 @@
-"""One rank of a `RankPool`: a process that serves many calls, each in a new world.
-
-Started as ``python -m xrank.testing.rank_worker <requests fd> <stacks fd> <life fd>``.
-"""
+"""One rank of a `RankPool`: a process that serves many calls, each in a new world."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = ["Failure", "Task"]
 
@@ -175,30 +172,30 @@ def _die_with_parent(life_fd: int) -> None:
     os._exit(1)
 
 
-def main() -> None:
-    """Serve one call after another until the parent closes the connection."""
-    requests_fd, stacks_fd, life_fd = (int(text) for text in sys.argv[1:4])
-    threading.Thread(target=_die_with_parent, args=(life_fd,), daemon=True).start()
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
-    # Ctrl-C reaches the whole terminal group; the parent decides about the ranks.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    import torch
-
-    torch.set_num_threads(1)
-    connection = Connection(requests_fd)
-    connection.send_bytes(b"ready")
-    while True:
-        try:
-            task = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own parent
-        except EOFError:
-            return
-        _serve(task, connection)
-
-
-if __name__ == "__main__":
-    # Tasks are pickled with the importable module, not with __main__.
-    from xrank.testing import rank_worker
-
-    rank_worker.main()
+def run_rank(log_fd: int, requests_fd: int, stacks_fd: int, life_fd: int) -> NoReturn:
+    """Serve one call after another until the pool closes the connection; then end this forked process."""
+    status = 0
+    try:
+        for fd in (1, 2):
+            os.dup2(log_fd, fd)
+        os.close(log_fd)
+        threading.Thread(target=_die_with_parent, args=(life_fd,), daemon=True).start()
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
+        connection = Connection(requests_fd)
+        connection.send_bytes(b"ready")
+        while True:
+            try:
+                task = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own parent
+            except EOFError:
+                break
+            _serve(task, connection)
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
