@@ -31,7 +31,7 @@ class DType:
     numpy_name: str
     """Attribute of numpy, or of ml_dtypes where numpy lacks it."""
     is_float: bool = False
-    """Whether a cast of weights (``--dtype``) applies: plain floating point, not a quantised payload."""
+    """Whether a cast of weights applies: plain floating point, not a quantised payload."""
 
 
 DTYPES: dict[str, DType] = {

@@ -12,8 +12,11 @@ callers would catch. All of them survive pickling, so a failure can cross proces
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pickle import UnpicklingError
 from typing import Any, ClassVar
+
+from xrank.faces import PYTHON, Text, marked
 
 __all__ = [
     "ContradictionError",
@@ -34,6 +37,8 @@ __all__ = [
 
 class XrankError(Exception):
     """Is raised for everything xrank refuses or cannot finish; each part that does not apply is None.
+
+    Texts may mark options (`xrank.faces`). They are shown in Python's words, unless a face is asked for another's.
 
     Args:
         message: what failed, in one line that names the thing.
@@ -62,17 +67,80 @@ class XrankError(Exception):
         want: str | None = None,
         next_step: str | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        super().__init__(Text(message))
+        self.face = PYTHON
         self.tensor = tensor
         self.rank = rank
         self.host = host
         self.file = file
         self.index_range = index_range
-        self.got = got
-        self.want = want
-        self.next_step = next_step
+        self._message = message
+        self._got = got
+        self._want = want
+        self._next_step = next_step
         self._added: list[str] = []
+
+    @property
+    def message(self) -> str:
+        """What failed, in one line that names the thing."""
+        return Text(self._message, self.face)
+
+    @property
+    def got(self) -> str | None:
+        """What was found."""
+        return self._shown(self._got)
+
+    @property
+    def want(self) -> str | None:
+        """What had to be found."""
+        return self._shown(self._want)
+
+    @property
+    def next_step(self) -> str | None:
+        """What the user does next."""
+        return self._shown(self._next_step)
+
+    def _shown(self, marked: str | None) -> str | None:
+        return None if marked is None else Text(marked, self.face)
+
+    def about(
+        self,
+        subject: str = "",
+        *,
+        tensor: str | None = None,
+        rank: int | None = None,
+        file: str | None = None,
+        got: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        """Fill parts that are absent with what the caller knows of them.
+
+        Args:
+            subject: the message then begins with it, unless it does so already.
+            tensor: as for a new error.
+            rank: as for a new error.
+            file: as for a new error.
+            got: what was found besides.
+            next_step: what the user does next, unless the error has a step of its own.
+        """
+        if subject and not self._message.startswith(subject):
+            self._message = f"{subject}: {self._message}"
+            self.args = (Text(self._message),)
+        self.tensor = tensor if self.tensor is None else self.tensor
+        self.rank = rank if self.rank is None else self.rank
+        self.file = file if self.file is None else self.file
+        self._got = "; ".join(filter(None, (self._got, got))) or None
+        self._next_step = self._next_step or next_step
+
+    def rename_file(self, path: str, name: str) -> None:
+        """Name a file otherwise than by the path that it was read by."""
+        self._message = self._message.replace(path, name)
+        self.args = (Text(self._message),)
+        self.file = name
+
+    def advise(self, next_step: str) -> None:
+        """Replace the next step: the caller knows better what the user can change."""
+        self._next_step = next_step
 
     @property
     def __notes__(self) -> list[str]:  # type: ignore[override]
@@ -89,7 +157,7 @@ class XrankError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, {**self.__dict__, "_added": [*self._added]}))
+        return (_rebuild, (type(self), self._message, {**self.__dict__, "_added": [*self._added]}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the error as the JSON face shows it; absent parts are None."""
@@ -105,6 +173,17 @@ class XrankError(Exception):
             "want": self.want,
             "try": self.next_step,
         }
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the error as plain JSON, its texts with their marks; see `from_record`."""
+        return {part: marked(value) if isinstance(value, str) else value for part, value in self.to_dict().items()}
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> XrankError:
+        """Return the error that `to_record` described."""
+        parts = {part: value for part, value in record.items() if part not in ("type", "message", "try")}
+        error: XrankError = globals()[record["type"]](record["message"], **parts, next_step=record["try"])
+        return error
 
 
 def _rebuild(kind: type[XrankError], message: str, state: dict[str, Any]) -> XrankError:
@@ -171,8 +250,13 @@ class RankFailedError(XrankError, RuntimeError):
     ) -> None:
         super().__init__(message, **parts)
         self.pid = pid
-        self.cause = cause
+        self._cause = cause
         self.failures = failures
+
+    @property
+    def cause(self) -> str | None:
+        """Why it failed: the type and the message of its error, or how its process ended."""
+        return self._shown(self._cause)
 
 
 class RankTimeoutError(XrankError, TimeoutError):

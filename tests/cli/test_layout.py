@@ -48,7 +48,7 @@ def test_show_some_tensors(bench: Bench) -> None:
     leave(bench.workspace)
     shown = run("layout", "show", bench.workspace, "--tensor", "(up|down).weight").stdout
     assert "up.weight BF16" in shown and "down.weight F32" in shown and "embed" not in shown
-    for pattern, says in (("up", "none of 5 tensors"), ("(", "no regular expression")):
+    for pattern, says in (("up", "none of 5 tensors"), ("(", "must be a regular expression")):
         refusal(run("layout", "show", bench.workspace, "--tensor", pattern, "--json"), "UsageError", says=[says])
 
 

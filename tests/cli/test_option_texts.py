@@ -14,6 +14,7 @@ from tests.conversion.made_workspaces import leave
 from xrank.cli import command
 from xrank.conversion import verify
 from xrank.errors import XrankError
+from xrank.faces import Face
 
 
 def test_summaries_are_whole() -> None:
@@ -99,7 +100,7 @@ def test_a_failure_is_told_whole_whatever_arrives_meanwhile(bench: Bench, monkey
     leave(bench.workspace, ranks=[0])
     told = command.error_text
 
-    def interrupted(error: XrankError) -> str:
+    def interrupted(error: XrankError, face: Face) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
         return told(error)
 

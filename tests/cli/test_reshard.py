@@ -100,7 +100,7 @@ def refused(bench: Bench, kind: str, layout: Path, *options: object, **parts: ob
 def test_its_exit_codes(bench: Bench, layout: Path) -> None:
     leave(bench.workspace)
     refused(bench, "UsageError", bench.folder / "none.toml")
-    refused(bench, "UsageError", layout, "--dtype", "base", says=["not for states"])
+    refused(bench, "UsageError", layout, "--dtype", "base", says=["states are not cast"])
     refused(bench, "UsageError", layout, "--max-memory", "0", says=["--max-memory is no size"])
     refused(bench, "UsageError", layout, "--recipe", "llama", says=["no recipe is called llama"])
     bad = bench.folder / "bad.toml"

@@ -41,7 +41,7 @@ def test_a_gather_of_a_workspace(bench: Bench) -> None:
     lines = ended.stdout.splitlines()
     assert lines[0].startswith(f"source   {bench.workspace}: workspace; 4 ranks hold ")
     assert lines[1] == "gather   5 tensors, 1 file, 5.2 KB, by 1 rank; every element exactly once"
-    assert lines[2] == "seconds  no --link was given, so that none can be told"
+    assert lines[2] == "seconds  not predicted: no rates were given"
     assert lines[4].split() == ["rank", "from", "files", "reads", "written", "memory"]
     assert lines[5].split()[0] == "0"
     assert bench.names() == before
@@ -134,7 +134,7 @@ def test_the_page(tmp_path: Path) -> None:
         (("--mesh", "pp=1 dp=1 tp=7"), "LayoutError", ["7"]),
         (("--mesh", "pp"), "LayoutError", ["'pp'", "name=length"]),
         (("--link", "bandwith=2GB/s"), "UsageError", ["bandwith"]),
-        (("--link", "bandwidth=2GB/s"), "UsageError", ["does not give read"]),
+        (("--link", "bandwidth=2GB/s"), "UsageError", ["--link lacks read"]),
         (("--operation", "export", "--link", f"{LINK} xp.latency=1s"), "UsageError", ["'xp'", "pp=2 dp=1 tp=2"]),
         (("--dtype", "int4"), "UsageError", ["int4", "bf16, fp16, fp32"]),
         (("--html", "/nowhere/page.html"), "UsageError", ["/nowhere/page.html"]),

@@ -160,12 +160,12 @@ def test_what_one_rank_alone_is_refused_all_hear_at_once(rank: int, source: Path
     calls = calls_of(source)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"max_memory": "2 apples"}, "no size"),
-        ({"mesh": 3}, "mesh= takes no int"),
-        ({"layouts": 3}, "layouts= takes no int"),
+        ({"mesh": 3}, "mesh= must be a DeviceMesh of xrank's or torch's; got a int"),
+        ({"layouts": 3}, "layouts= must be a LayoutMap; got a int"),
         ({"model": placeholders()}, "placeholder of DeepSpeed's ZeRO-3"),
     ]
     if call == "iter_model":
-        wrong.append(({"ranks": "last"}, "ranks= takes no 'last'"))
+        wrong.append(({"ranks": "last"}, "ranks= must be 'first' or 'all'; got 'last'"))
     for failed in (0, 1):
         for options, message in wrong:
             started = time.monotonic()

@@ -137,15 +137,15 @@ def test_what_wrappers_put_into_names_is_taken_off_and_told(tmp_path: Path) -> N
 def test_arguments_of_wrong_types_are_named(tmp_path: Path) -> None:
     state = {"w": torch.ones(2)}
     both: list[tuple[dict[str, Any], str]] = [
-        ({"layouts": {"w": "[h]"}}, "layouts= takes no dict"),
-        ({"mesh": 3}, "mesh= takes no int"),
-        ({"group": "x"}, "group= takes no str"),
-        ({"timeout_seconds": None}, "timeout_seconds= takes no NoneType"),
+        ({"layouts": {"w": "[h]"}}, "layouts= must be a LayoutMap; got a dict"),
+        ({"mesh": 3}, "mesh= must be a DeviceMesh of xrank's or torch's; got a int"),
+        ({"group": "x"}, "group= must be a process group of torch's, or None for all ranks; got a str"),
+        ({"timeout_seconds": None}, "timeout_seconds= must be a number of seconds; got a NoneType"),
     ]
     export_only: list[tuple[dict[str, Any], str]] = [
-        ({"config_overrides": [1]}, "config_overrides= takes no list"),
-        ({"dtype": "int4"}, "dtype= takes no 'int4'"),
-        ({"max_shard_size": "5 apples"}, "max_shard_size= is no size"),
+        ({"config_overrides": [1]}, "config_overrides= must be a mapping; got a list"),
+        ({"dtype": "int4"}, "dtype= must be one of keep, base, bf16, fp16, fp32; got 'int4'"),
+        ({"max_shard_size": "5 apples"}, "max_shard_size= must be a size; got '5 apples'"),
         ({"adapter": "merge"}, "holds no adapter to merge"),
     ]
     for options, message in [*both, *export_only]:
@@ -177,10 +177,10 @@ def test_what_is_said_is_said_in_pythons_words(tmp_path: Path) -> None:
     for number, dtype in enumerate(["bfloat16", "torch.bfloat16", torch.bfloat16, "bf16"]):
         report = xrank.export_model(state, tmp_path / str(number), dtype=dtype)
         assert report.output["cast"] == {"w": "F32 -> BF16"}
-        assert dict(report.notes)["no-config"].endswith("add one, or call again with base_model=")
+        assert dict(report.notes)["no-config"].endswith("or gather again with its base model")
     with pytest.raises(UsageError, match="exists already") as raised:
         xrank.export_model(state, tmp_path / "0")
-    assert raised.value.next_step == "choose another out, or add overwrite=True to replace it"
+    assert raised.value.next_step == "choose another out=, or add overwrite=True to replace it"
     (tmp_path / "0" / "rank_7_state.pth").touch()
     with pytest.raises(UsageError, match="holds the states of 1 rank, so overwrite=True does not") as raised:
         xrank.export_model(state, tmp_path / "0", overwrite=True)

@@ -107,7 +107,7 @@ def test_ranks_that_disagree_get_nothing(rank: int) -> None:
     state["whole"] = torch.arange(300_000) + (rank == 3)
     with pytest.raises(ContradictionError, match="whole"):
         xrank.iter_model(state)
-    with pytest.raises(UsageError, match="ranks= takes no 'each'"):
+    with pytest.raises(UsageError, match="ranks= must be 'first' or 'all'; got 'each'"):
         xrank.iter_model(state, ranks="each")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="the memory budget"):
         xrank.iter_model(state, max_memory="1MB")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,51 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 import xrank
-from xrank.decisions.live_arguments import notes_in_python
 from xrank.errors import XrankError
 
 KNOWN = set(inspect.signature(xrank.export_model).parameters)
-PACKAGES = ("conversion/choices", "conversion/making", "conversion/plans")
-PACKAGES += ("gather", "plan", "recipes", "writers")
-# What no export comes to say: it asks for nothing of the kind, or says something else in its place.
-UNSAID = {
-    "--replicas", "--include", "--exclude", "--keep-fp32", "xrank inspect --tensors lists the names",
-    "--keep-fp32 was given and nothing is cast", "--keep-fp32 {}",
-    "say with --dtype what the other tensors are cast to, or leave --keep-fp32 out",
-    "--adapter-config was given and --adapter was not", "--adapter-config {}", "--workers takes no number below 1",
-    "name the right base model; a gather can leave tensors out by name with --exclude",
-    "find out why the ranks diverged; --replicas pick takes the lowest rank's and lists the differences",
-    "{}: left by an earlier run, cleared away as asked (--no-resume)",
-    "only what xrank gathered has one; give --against to compare with another copy",
-}  # fmt: skip
 
 
 def words(text: str) -> set[str]:
     return set(re.findall(r"\b([a-z_0-9]+)=", text))
-
-
-def texts(path: Path) -> Iterator[str]:
-    """Yield what a module may say, {} for what is put in, and not its docstrings."""
-    tree = ast.parse(path.read_text())
-    within: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr):
-            within.add(id(node.value))
-        elif isinstance(node, ast.JoinedStr):
-            within.update(id(value) for value in node.values)
-            yield "".join(str(value.value) if isinstance(value, ast.Constant) else "{}" for value in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in within:
-            yield node.value
-
-
-def test_options_become_arguments_that_there_are() -> None:
-    root = Path(xrank.__file__).parent
-    said = {text for package in PACKAGES for path in (root / package).rglob("*.py") for text in texts(path)}
-    said = {text for text in said if re.search(r"--[a-z]", text)}
-    assert len(said) > 50 and said >= UNSAID
-    told = {text: notes_in_python([("", text)])[0][1] for text in said - UNSAID}
-    assert {text: told[text] for text in told if words(told[text]) - KNOWN} == {}
-    assert {text for text in told.values() if "--" in text.replace("--ckpt-format torch_dist", "")} == set()
 
 
 class Adapted(torch.nn.Module):

@@ -154,7 +154,7 @@ def test_what_scales_payloads_is_not_rounded(
 @pytest.mark.parametrize("dtype", ["int8", "BF16", ""])
 def test_no_dtype(bench: Bench, dtype: str) -> None:
     leave(bench.workspace)
-    says = [f"--dtype takes no {dtype!r}", "want  keep, base, bf16, fp16, fp32"]
+    says = [f"--dtype must be one of keep, base, bf16, fp16, fp32; got {dtype!r}", "want  keep, base, bf16, fp16, fp32"]
     bench.refused("UsageError", "--dtype", dtype, says=says)
 
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from xrank.cli.text import error_text, printable, rows_text
+from xrank.cli.text import error_text, printable, rendered, rows_text
 from xrank.errors import XrankError
+from xrank.faces import COMMAND, Face
 
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["Output", "command_name", "reporting", "say"]
+__all__ = ["Output", "command_name", "face_of", "reporting", "say"]
 
 
 _RESUMED = ("gather", "reshard")
@@ -32,8 +33,9 @@ _RESUMED = ("gather", "reshard")
 class Output:
     """Prints: results on stdout, everything else on stderr."""
 
-    def __init__(self, command: str, *, as_json: bool, quiet: bool, verbose: int) -> None:
+    def __init__(self, command: str, *, as_json: bool, quiet: bool, verbose: int, face: Face = COMMAND) -> None:
         self.command = command
+        self.face = face
         self.as_json = as_json
         self.quiet = quiet
         self.verbose = verbose
@@ -74,7 +76,7 @@ class Output:
             told = traceback.TracebackException.from_exception(error)
             told.__notes__ = []  # what follows says the same
             say(printable("".join(told.format()).rstrip("\n")), err=True)
-        self._leave(error_text(error), error.exit_code, error.to_dict(), report)
+        self._leave(error_text(error, self.face), error.exit_code, error.to_dict(), report)
 
     def stop(self, how: str, exit_code: int) -> NoReturn:
         """Say that a signal ended the command, and leave."""
@@ -100,12 +102,17 @@ class Output:
         )
 
     def _print_json(self, report: Report) -> None:
-        say(json.dumps(report.to_dict(), indent=2, ensure_ascii=True))
+        say(json.dumps(rendered(report.to_dict(), self.face), indent=2, ensure_ascii=True))
 
 
 def command_name(context: click.Context | None) -> str:
     """Return a command's name as reports have it: ``gather``, ``layout show``."""
     return "" if context is None else context.command_path.partition(" ")[2]
+
+
+def face_of(command: click.Command) -> Face:
+    """Return the face whose options are those of a command."""
+    return Face.of_command(text for parameter in command.params for text in parameter.opts)
 
 
 def say(text: str | bytes, *, err: bool = False) -> None:
@@ -175,7 +182,9 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
     @click.option("-v", "--verbose", count=True, help="Print more; a traceback with an error.")
     @functools.wraps(function)
     def command(as_json: bool, quiet: bool, verbose: int, **arguments: Any) -> None:
-        output = Output(command_name(click.get_current_context()), as_json=as_json, quiet=quiet, verbose=verbose)
+        context = click.get_current_context()
+        face = face_of(context.command)
+        output = Output(command_name(context), as_json=as_json, quiet=quiet, verbose=verbose, face=face)
         _configure_logging(output)
         with _stopping_once() as leave:
             try:

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xrank.cli.command import Output, reporting
+from xrank.cli.command import Output, face_of, reporting
+from xrank.cli.gather import gather
 from xrank.cli.paths import PATH
+from xrank.cli.text import rendered
+from xrank.faces import Face
 from xrank.words import plural, size_text
 
 if TYPE_CHECKING:
@@ -37,10 +40,11 @@ def inspect(output: Output, path: str, layout: str | None, base_model: str | Non
     from xrank.conversion.inspect import inspect_source
 
     report = inspect_source(path, layouts=layout, base_model=base_model)
-    output.report(report, _rows(report, tensors=tensors, ranks=ranks))
+    output.face = face_of(gather)  # whose problems they are
+    output.report(report, _rows(report, output.face, tensors=tensors, ranks=ranks))
 
 
-def _rows(report: Report, *, tensors: bool, ranks: bool) -> list[tuple[str, str]]:
+def _rows(report: Report, face: Face, *, tensors: bool, ranks: bool) -> list[tuple[str, str]]:
     source, details = report.source, report.details
     rows = [("path", str(report.path)), ("format", source["format"])]
     if "stage" in details:
@@ -70,7 +74,7 @@ def _rows(report: Report, *, tensors: bool, ranks: bool) -> list[tuple[str, str]
                 row.get("problem") or f"{plural(row['num_pieces'], 'piece')}, {plural(row['num_replicas'], 'replica')}"
             )
             rows.append(("tensor", f"{row['name']}  {row['dtype']} {row['shape']}  {what}"))
-    for problem in details["problems"]:
+    for problem in rendered(details["problems"], face):
         rows.append(
             ("problem", f"{problem['type']}: {problem['message']} (a gather would exit {problem['exit_code']})")
         )

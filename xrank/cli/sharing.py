@@ -58,5 +58,5 @@ def report_shared(
     with progress_bar(output) as progress:
         report = convert(progress=progress, distributed=launch is not None, timeout_seconds=timeout)
     if is_reporting:
-        report = replace(report, notes=(*report.notes, *notes))
+        report = replace(report, notes=(*report.notes, *((code, output.face.render(text)) for code, text in notes)))
         output.report(report, rows(report))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from xrank.errors import XrankError
+from xrank.faces import COMMAND, Face, Text
 
-__all__ = ["error_text", "printable", "rows_text"]
+__all__ = ["error_text", "printable", "rendered", "rows_text"]
 
 
 def printable(text: str) -> str:
@@ -14,14 +16,26 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def error_text(error: XrankError) -> str:
+def error_text(error: XrankError, face: Face = COMMAND) -> str:
     """Return an error in the grammar of all commands: one line that names the thing, then got, want, try."""
-    lines = [f"xrank: {type(error).__name__}: {error.message}"]
-    step = f"{error.next_step} (exit {error.exit_code})" if error.next_step else f"(exit {error.exit_code})"
-    for label, part in (("got", error.got), ("want", error.want), ("try", step)):
+    parts = rendered(error.to_dict(), face)
+    lines = [f"xrank: {parts['type']}: {parts['message']}"]
+    step = f"{parts['try']} (exit {error.exit_code})" if parts["try"] else f"(exit {error.exit_code})"
+    for label, part in (("got", parts["got"]), ("want", parts["want"]), ("try", step)):
         if part:
             lines.append(f"  {label:<5} {part}")
     return "\n".join(printable(line.replace("\n", "\\n")) for line in lines)
+
+
+def rendered(value: Any, face: Face) -> Any:
+    """Return what JSON holds with each of its texts as a face shows it."""
+    if isinstance(value, Text):
+        return face.render(value)
+    if isinstance(value, Mapping):
+        return {key: rendered(one, face) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [rendered(one, face) for one in value]
+    return value
 
 
 def rows_text(rows: Sequence[tuple[str, str]]) -> str:

@@ -17,6 +17,7 @@ from xrank.decisions.decision import Purpose, Request, decide
 from xrank.decisions.found_source import FoundSource
 from xrank.decisions.options import GatherOptions
 from xrank.errors import ContradictionError, UsageError, XrankError
+from xrank.faces import option
 from xrank.layout import LayoutMap
 from xrank.making.check import Check
 from xrank.plan.coverage import range_text
@@ -31,7 +32,7 @@ from xrank.writers.manifest import MANIFEST_NAME
 __all__ = ["plan_comparison"]
 
 _OTHER = "\0other/"  # no tensor that a gather accepts has such a name
-_OR_CONFIG = f"{NOT_COPIES}; a configuration that the gather was given as --adapter-config is to be given here, too"
+_OR_CONFIG = f"{NOT_COPIES}; if the gather was given {option('adapter_config')}, give the same here"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +61,7 @@ def plan_comparison(
     """Return what compares the tensors of two models or checkpoints value by value.
 
     Where both have an adapter, in a folder of its own or among the tensors, its tensors are compared, too. Where one
-    has, the other must be what a gather with ``--adapter merge`` makes of it, bit for bit. Carried out, it raises
+    has, the other must be what a gather that merges it makes, bit for bit. Carried out, it raises
     ContradictionError where they differ.
 
     Args:
@@ -81,8 +82,8 @@ def plan_comparison(
     if adapter_config is not None and not adapted:
         raise UsageError(
             f"neither {path} nor {other_path} holds an adapter to configure",
-            got=f"--adapter-config {os.fspath(adapter_config)}",
-            next_step="leave --adapter-config out",
+            got=option("adapter_config", os.fspath(adapter_config)),
+            next_step=f"leave {option('adapter_config')} out",
         )
     if len(adapted) == 2:
         pair = _both_apart(*sides, adapter_config)
@@ -190,9 +191,11 @@ def _one_merged(side: Side, other: Side, given: str | os.PathLike[str] | None) -
     try:
         adapted = adapt(side.source.model, options, side.adapter_place, {}, names=side.names)
     except UsageError as error:
-        error.message = f"what merging the adapter in {side.path} gives cannot be computed: {error.message}"
-        if "--adapter-config" not in (error.next_step or ""):
-            error.next_step = f"compare {other.path} with a model into which the adapter was merged the same way"
+        error.about(f"what merging the adapter in {side.path} gives cannot be computed")
+        error.advise(
+            f"give the adapter's own configuration as {option('adapter_config')} if that is wrong or missing; else "
+            f"compare {other.path} with a model into which the adapter was merged the same way"
+        )
         raise
     assert adapted is not None and adapted.updates is not None
     notes = [(code, f"{side.path}, compared as merged: {text}") for code, text in adapted.notes]

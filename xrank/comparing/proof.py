@@ -9,6 +9,7 @@ from xrank.decisions.base_model import BaseModel
 from xrank.decisions.decision import Purpose, Request, decide
 from xrank.decisions.found_source import read_source
 from xrank.errors import UsageError
+from xrank.faces import option
 from xrank.layout import LayoutMap
 from xrank.making.check import Check
 from xrank.plan.executor import Outcome
@@ -31,7 +32,7 @@ def plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None) -> 
         raise UsageError(
             f"{path} has no {MANIFEST_NAME} to verify it by",
             file=path,
-            next_step="give --against a copy to compare with; a gather writes a manifest",
+            next_step=f"give {option('against')} a copy to compare with; a gather writes a manifest",
         )
     outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in model.shards]
     checked = check_source(base, model, found.config) if base is not None else None

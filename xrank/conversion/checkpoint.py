@@ -9,6 +9,7 @@ from xrank.decisions.options import DTypeChoice, GatherOptions
 from xrank.decisions.output_plan import plan_gather, read_layouts
 from xrank.layout import LayoutMap
 from xrank.making.checkpoint import Checkpoint
+from xrank.public_calls import names_own_arguments
 
 if TYPE_CHECKING:
     pass
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["open_checkpoint"]
 
 
+@names_own_arguments
 def open_checkpoint(
     path: str | os.PathLike[str],
     *,

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from xrank.conversion.report import output_facts, peak_rss_nbytes, proof_facts, source_facts
 from xrank.decisions.given_layouts import live_layouts
-from xrank.decisions.live_arguments import check_calling, check_said, dtype_choice, in_python
-from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers
+from xrank.decisions.live_arguments import check_meeting, check_types
+from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers, dtype_choice
 from xrank.decisions.transforms import Transform
 from xrank.layout import LayoutMap
 from xrank.lending.lent_model import AskedModel, lend_model
 from xrank.making.stage_filling import make_output
 from xrank.plan.report import Report
+from xrank.public_calls import names_own_arguments
 from xrank.teams.agreement import check_alike
 from xrank.teams.launches import find_group_team
 from xrank.teams.team import Team
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["export_model"]
 
 
+@names_own_arguments
 def export_model(
     model_or_state_dict: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any],
     out: str | os.PathLike[str],
@@ -100,12 +102,11 @@ def export_model(
         RankFailedError, RankTimeoutError: another rank failed, died or did not come; what is finished is kept.
     """
     path = os.fspath(out)
-    with in_python():
-        check_calling(group, timeout_seconds)
-        team = find_group_team(group, path, timeout_seconds=timeout_seconds)
+    check_meeting(group, timeout_seconds)
+    team = find_group_team(group, path, timeout_seconds=timeout_seconds)
 
     def asked() -> AskedModel:
-        check_said(layouts, mesh, config_overrides)
+        check_types(layouts, mesh, config_overrides)
         return AskedModel(
             model_or_state_dict,
             GatherOptions(
@@ -128,7 +129,7 @@ def export_model(
         )
 
     # What is lent is so until all ranks have ended.
-    with in_python(), ExitStack() as lent, team.together():
+    with ExitStack() as lent, team.together():
         request, _ = team.agree("what is asked", asked, AskedModel.told, check_alike(team.ranks))
         return _export(request, path, team, lent)
 

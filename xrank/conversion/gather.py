@@ -18,6 +18,7 @@ from xrank.plan.buffers import FileSource
 from xrank.plan.merging import factors_nbytes
 from xrank.plan.report import Report
 from xrank.plan.windows import WINDOW_NBYTES
+from xrank.public_calls import names_own_arguments
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
 from xrank.writers.staging import check_apart, check_output, check_room
@@ -25,6 +26,7 @@ from xrank.writers.staging import check_apart, check_output, check_room
 __all__ = ["gather_checkpoint"]
 
 
+@names_own_arguments
 def gather_checkpoint(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from xrank import environment
 from xrank.decisions.given_layouts import live_layouts
-from xrank.decisions.live_arguments import check_calling, check_said, dtype_choice, in_python
-from xrank.decisions.options import GatherOptions
+from xrank.decisions.live_arguments import check_meeting, check_types
+from xrank.decisions.options import GatherOptions, dtype_choice
 from xrank.decisions.transforms import Transform
 from xrank.errors import UsageError
+from xrank.faces import option
 from xrank.lending.lent_model import AskedModel
 from xrank.making.model_tensors import ModelTensors, make_tensors
 from xrank.making.whole_tensors import shared_budget
+from xrank.public_calls import errors_of, names_own_arguments
 from xrank.teams.launches import find_group_team
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelTensors", "iter_model"]
 
 
+@names_own_arguments
 def iter_model(
     model_or_state_dict: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any],
     *,
@@ -71,15 +74,19 @@ def iter_model(
         XrankError: as `xrank.export_model`; before anything is yielded, or by the iterator.
     """
     place = os.path.join(environment.environ().get("XRANK_WORKSPACE") or os.curdir, "model")
-    with in_python():
-        check_calling(group, timeout_seconds)
-        team = find_group_team(group, place, timeout_seconds=timeout_seconds)
+    check_meeting(group, timeout_seconds)
+    team = find_group_team(group, place, timeout_seconds=timeout_seconds)
 
     def asked() -> AskedModel:
-        check_said(layouts, mesh)
+        check_types(layouts, mesh)
         options = GatherOptions(dtype=dtype_choice(dtype), max_memory=max_memory)
         if ranks not in ("first", "all"):
-            raise UsageError(f"ranks= takes no {ranks!r}", got=repr(ranks), want="'first' or 'all'")
+            raise UsageError(
+                f"{option('ranks')} must be 'first' or 'all'; got {ranks!r}",
+                got=repr(ranks),
+                want="'first' or 'all'",
+                next_step="give one of the two",
+            )
         shared_budget(options.max_memory_nbytes, options.num_workers)
         return AskedModel(
             model_or_state_dict,
@@ -93,6 +100,6 @@ def iter_model(
             takers=ranks,
         )
 
-    tensors = make_tensors(asked, team)
+    tensors = make_tensors(asked, team, errors_of(iter_model))
     next(tensors)  # comes when all is planned
     return ModelTensors(tensors)

@@ -15,6 +15,7 @@ from xrank.decisions.layout_sources import stored_at
 from xrank.decisions.output_plan import read_layouts
 from xrank.dtypes import DTYPES
 from xrank.errors import LayoutError, UsageError
+from xrank.faces import option
 from xrank.layout import LayoutMap
 from xrank.plan.holdings import Survey, find_problem, held_nbytes
 from xrank.plan.report import Report
@@ -72,8 +73,8 @@ def check_file(
     layouts = read_layouts(file)
     if path is None and base_model is not None:
         raise UsageError(
-            "--base-model was given and PATH was not",
-            got=f"--base-model {os.fspath(base_model)}",
+            f"{option('base_model')} was given without PATH",
+            got=option("base_model", os.fspath(base_model)),
             want="PATH, a source whose shapes it tells",
             next_step=f"run: xrank layout check {file} {os.fspath(base_model)}, if its tensors are meant",
         )
@@ -94,7 +95,8 @@ def check_file(
     try:
         place, stored = stored_at(path, layouts, open_base_model(base_model) if base_model is not None else None)
     except LayoutError as error:
-        error.next_step = f"add its rule to {file}, or give a base model that has the tensor by --base-model"
+        has_tensor = f"give a base model that has the tensor by {option('base_model')}"
+        error.advise(f"add its rule to {file}, or {has_tensor}")
         raise
     found = survey(
         layouts,

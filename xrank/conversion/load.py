@@ -12,7 +12,7 @@ from xrank.conversion.report import peak_rss_nbytes, source_facts
 from xrank.decisions.decision import Purpose, Request, decide
 from xrank.decisions.found_source import read_source
 from xrank.decisions.given_layouts import live_layouts
-from xrank.decisions.live_arguments import check_calling, check_said, in_python
+from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.load_check import check_loads, describe_load
 from xrank.decisions.load_plan import Load, plan_load
 from xrank.decisions.options import default_workers, parse_size
@@ -23,6 +23,7 @@ from xrank.making.module_filling import fill_module
 from xrank.plan.executor import Budget, Outcome
 from xrank.plan.report import Report
 from xrank.plan.source import StoredModel
+from xrank.public_calls import names_own_arguments
 from xrank.readers.live.local_model import LocalModel, local_model
 from xrank.readers.live.module_tensors import FilledModule, check_materialised, names_left_out
 from xrank.teams.agreement import check_alike, nbytes_text, path_text
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["load_model"]
 
 
+@names_own_arguments
 def load_model(
     module: FilledModule,
     path: str | os.PathLike[str],
@@ -89,7 +91,7 @@ def load_model(
     place = os.fspath(path)
 
     def asked() -> int:
-        check_said(None if isinstance(layouts, str | os.PathLike) else layouts, mesh)
+        check_types(None if isinstance(layouts, str | os.PathLike) else layouts, mesh)
         nbytes = parse_size(max_memory, "max_memory")
         Budget.within(nbytes, default_workers())
         return nbytes
@@ -110,19 +112,18 @@ def load_model(
         notes = (*source.notes, *layout_notes(on_mesh, source), *_notes(module, load))
         return _Planned(local, source, load, ManifestDigests(source, load.plan), notes)
 
-    with in_python():
-        check_calling(group, timeout_seconds)
-        team = find_group_team(group, place, timeout_seconds=timeout_seconds, joins_launch=False)
-        with team.together():
-            max_memory_nbytes, _ = team.agree("what is asked", asked, told, check_alike(team.ranks))
-            budget = Budget.within(max_memory_nbytes, default_workers())
-            planned, _ = team.agree(
-                "the plan",
-                plan,
-                lambda planned: describe_load(planned.source, planned.load),
-                lambda planned, loads: check_loads(planned.source, team.ranks, loads),
-            )
-            outcome = fill_module(module, planned.local, planned.load, planned.digests, budget, team)
+    check_meeting(group, timeout_seconds)
+    team = find_group_team(group, place, timeout_seconds=timeout_seconds, joins_launch=False)
+    with team.together():
+        max_memory_nbytes, _ = team.agree("what is asked", asked, told, check_alike(team.ranks))
+        budget = Budget.within(max_memory_nbytes, default_workers())
+        planned, _ = team.agree(
+            "the plan",
+            plan,
+            lambda planned: describe_load(planned.source, planned.load),
+            lambda planned, loads: check_loads(planned.source, team.ranks, loads),
+        )
+        outcome = fill_module(module, planned.local, planned.load, planned.digests, budget, team)
     return _report(planned, outcome, started)
 
 

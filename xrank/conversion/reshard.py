@@ -12,11 +12,13 @@ from xrank.conversion.report import peak_rss_nbytes, source_facts
 from xrank.decisions.options import DTypeChoice, GatherOptions
 from xrank.decisions.reshard_plan import Reshard, plan_reshard
 from xrank.errors import UsageError
+from xrank.faces import option
 from xrank.layout import LayoutMap
 from xrank.making.file_writing import WrittenFiles
 from xrank.making.states_filling import make_states
 from xrank.plan.digests import digest_text
 from xrank.plan.report import Report
+from xrank.public_calls import names_own_arguments
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
 from xrank.writers.staging import check_apart, check_output, check_room
@@ -24,6 +26,7 @@ from xrank.writers.staging import check_apart, check_output, check_room
 __all__ = ["reshard_checkpoint"]
 
 
+@names_own_arguments
 def reshard_checkpoint(
     source: str | os.PathLike[str],
     layouts: str | os.PathLike[str] | LayoutMap,
@@ -105,7 +108,7 @@ def reshard_checkpoint(
 def _checked_dtype(dtype: str | None) -> DTypeChoice:
     if dtype == "base":
         raise UsageError(
-            "--dtype base is not for states: a gather of them casts to what the base model stores",
+            f"{option('dtype', 'base')} is for a gather: states are not cast to what the base model stores",
             got="base",
             want="keep, bf16, fp16 or fp32",
             next_step="choose a dtype",

@@ -15,11 +15,13 @@ from xrank.decisions.options import default_workers, parse_size
 from xrank.decisions.output_plan import read_layouts
 from xrank.decisions.plan_digest import digest_of_plan
 from xrank.errors import UsageError, XrankError
+from xrank.faces import Face, option
 from xrank.layout import LayoutMap
 from xrank.making.check import Check, carried_out
 from xrank.plan.executor import Budget
 from xrank.plan.output import OutputTensor
 from xrank.plan.report import Report
+from xrank.public_calls import names_own_arguments
 from xrank.readers.workspace import WorkspaceReader
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
@@ -28,6 +30,7 @@ from xrank.writers.manifest import MANIFEST_NAME
 __all__ = ["verify", "verify_model"]
 
 
+@names_own_arguments
 def verify_model(
     path: str | os.PathLike[str],
     *,
@@ -98,12 +101,12 @@ def verify(
 ) -> tuple[Report, XrankError | None]:
     """Do as `verify_model` and return the first fault as it was raised, too."""
     started = time.monotonic()
-    budget = Budget.within(parse_size(max_memory, "--max-memory"), workers or default_workers())
+    budget = Budget.within(parse_size(max_memory, "max_memory"), workers or default_workers())
     if adapter_config is not None and against is None:
         raise UsageError(
-            "--adapter-config was given and --against was not",
-            got=f"--adapter-config {os.fspath(adapter_config)}",
-            want="--against, and an adapter in one of the two",
+            f"{option('adapter_config')} was given without {option('against')}",
+            got=option("adapter_config", os.fspath(adapter_config)),
+            want=f"{option('against')}, and an adapter in one of the two",
             next_step="give both, or neither",
         )
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
@@ -119,10 +122,10 @@ def verify(
             # A workspace that xrank made has a manifest too, but ranks may have written to it since: it proves itself.
             if given is not None:
                 raise UsageError(
-                    f"--layout was given, and {text} is a model with a manifest, whose tensors are whole",
-                    got="--layout",
-                    want="a checkpoint whose layouts are not recorded, or --against one",
-                    next_step="leave --layout out",
+                    f"{option('layouts')} was given, but {text} is a model with a manifest, whose tensors are whole",
+                    got=option("layouts"),
+                    want=f"a checkpoint whose layouts are not recorded, or {option('against')} one",
+                    next_step=f"leave {option('layouts')} out",
                 )
             return plan_manifest_check(text, base)
         return plan_proof(text, base, given)
@@ -140,6 +143,7 @@ def verify(
     except UsageError:
         raise
     except XrankError as found:
+        found.face = Face.of_function(verify_model)
         error = found
     report = Report(
         command="verify",

@@ -13,6 +13,7 @@ from typing import Any
 from xrank.decisions.adapter_names import AdapterNames, Pair
 from xrank.decisions.base_model import read_config
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
+from xrank.faces import either, needs, option
 from xrank.readers.checkpoint_folders import checkpoint_folders
 
 __all__ = ["CONFIG_NAME", "AdapterConfig", "check_ranks", "checked_config", "find_config"]
@@ -20,7 +21,15 @@ __all__ = ["CONFIG_NAME", "AdapterConfig", "check_ranks", "checked_config", "fin
 CONFIG_NAME = "adapter_config.json"
 # verl leaves the first beside its states, older versions the other (verl/utils/checkpoint/fsdp_checkpoint_manager.py).
 _PLACES = (CONFIG_NAME, os.path.join("lora_adapter", CONFIG_NAME), "lora_train_meta.json")
-_NEXT_STEP = "give --adapter-config FILE: PEFT's adapter_config.json, or a JSON object with r and lora_alpha"
+_NEXT_STEP = either(
+    f"give {option('adapter_config', metavar='FILE')}: PEFT's adapter_config.json, or a JSON object with r and "
+    "lora_alpha",
+    needs("model_or_state_dict", "correct the configuration of the PeftModel's active adapter"),
+)
+_TRAINED_WITH = either(
+    f"give the configuration that this adapter was trained with as {option('adapter_config')}",
+    needs("model_or_state_dict", "give a PeftModel with the configuration that its adapter was trained with"),
+)
 # They change the base's weights before training, which a state then holds changed (peft/tuners/lora/layer.py:
 # update_layer); an adapter saved with those weights is loaded as any other.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
@@ -149,7 +158,7 @@ def checked_config(
             file=path,
             got=f"use_dora {config.values.get('use_dora')}",
             want=f"{'true' if has_dora else 'false'}, as there are {len(has_dora)} tensors lora_magnitude_vector",
-            next_step="give the configuration that this adapter was trained with as --adapter-config",
+            next_step=_TRAINED_WITH,
         )
     return config
 
@@ -219,7 +228,7 @@ def check_ranks(config: AdapterConfig, pairs: Sequence[Pair], shapes: Mapping[st
                 file=config.path,
                 got=f"lora_A {list(a)} and lora_B {list(b)}",
                 want=f"[{rank}, …] and [… , {rank}]",
-                next_step="give the configuration that this adapter was trained with as --adapter-config",
+                next_step=_TRAINED_WITH,
             )
 
 

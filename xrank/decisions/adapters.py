@@ -12,6 +12,7 @@ from xrank.decisions.adapter_config import CONFIG_NAME, AdapterConfig, find_conf
 from xrank.decisions.adapter_names import PREFIX, AdapterNames, Pair, find_adapter, refuse_other_kinds
 from xrank.decisions.options import GatherOptions
 from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.faces import either, needs, option
 from xrank.plan.low_rank import LowRank
 from xrank.plan.planner import Plan
 from xrank.plan.source import StoredModel, StoredShard
@@ -109,7 +110,10 @@ def adapt(
                 f"{source.path} holds no adapter to {options.adapter or 'configure'}",
                 file=source.path,
                 got=f"{len(source.shards)} tensors, none named like <module>.lora_A.<adapter>.weight",
-                next_step="leave --adapter and --adapter-config out",
+                next_step=either(
+                    f"leave {option('adapter')} and {option('adapter_config')} out",
+                    needs("model_or_state_dict", f"leave {option('adapter')} out"),
+                ),
             )
         return None
     if options.adapter is None:
@@ -148,7 +152,8 @@ def check_ties(adapted: Adapted, tied: Mapping[str, Sequence[str]]) -> None:
                     tensor=name,
                     got=f"one tensor under the names {', '.join((target, *others))}",
                     want="a tensor of its own to merge into",
-                    next_step="use --adapter separate; or untie them in config.json, where both were saved",
+                    next_step=f"use {option('adapter', 'separate')}; or untie them in config.json, where both were "
+                    "saved",
                 )
 
 
@@ -171,7 +176,8 @@ def _no_choice(source: StoredModel, names: AdapterNames) -> UsageError:
         tensor=example,
         file=source.path,
         got=f"{count}, such as {example}",
-        want="--adapter separate (a PEFT folder beside the base model) or --adapter merge (one model)",
+        want=f"{option('adapter', 'separate')} (a PEFT folder beside the base model) or "
+        f"{option('adapter', 'merge')} (one model)",
         next_step="gather with one of the two; xrank.open_checkpoint opens what that writes",
     )
 
@@ -219,7 +225,7 @@ def _merged(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> 
             f"{source.path} holds an adapter alone, and no model to merge it into",
             file=source.path,
             got=f"{len(names.pairs)} LoRA pairs and no weight of their modules",
-            next_step="use --adapter separate; or merge it into its base model with peft",
+            next_step=f"use {option('adapter', 'separate')}; or merge it into its base model with peft",
         )
     kinds = [key for key in _NOT_PLAIN if config.values.get(key)]
     biases = [bias for pair in names.pairs for bias in pair.biases]
@@ -230,7 +236,7 @@ def _merged(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> 
             file=config.path,
             got=list_text([*kinds, *biases]),
             want="plain LoRA",
-            next_step="use --adapter separate, and merge it with peft",
+            next_step=f"use {option('adapter', 'separate')}, and merge it with peft",
         )
     shards = {shard.name: shard for shard in source.shards}
     left_out = [name for name, new in names.base.items() if new in names.trained]
@@ -303,7 +309,8 @@ def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str,
             tensor=name,
             got=f"{weight.dtype} {list(weight.shape)}" if weight is not None else list_text(held),
             want="a weight of floating-point numbers",
-            next_step="use --adapter separate; or merge the adapter into the model that was not quantised, with peft",
+            next_step=f"use {option('adapter', 'separate')}; or merge the adapter into the model that was not "
+            "quantised, with peft",
         )
     for half in (shards[pair.a], shards[pair.b]):
         if len(half.shape) != 2 or len(weight.shape) != 2 or not dtypes.dtype(half.dtype).is_float:
@@ -312,7 +319,7 @@ def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str,
                 tensor=half.name,
                 got=f"{half.dtype} {list(half.shape)} for a weight {list(weight.shape)}",
                 want="matrices of floating-point numbers",
-                next_step="use --adapter separate, and merge it with peft",
+                next_step=f"use {option('adapter', 'separate')}, and merge it with peft",
             )
     return weight
 
@@ -342,6 +349,9 @@ def _is_turned(
             file=config.path,
             got=f"a square weight, fan_in_fan_out {str(says).lower()}, and {other}",
             want="weights of one kind, or PEFT's own adapter_config.json",
-            next_step="give that as --adapter-config; or use --adapter separate, and merge it with peft",
+            next_step=either(
+                f"give that as {option('adapter_config')}",
+                f"use {option('adapter', 'separate')}, and merge it with peft",
+            ),
         )
     return says

@@ -8,7 +8,6 @@ from typing import Any
 from xrank.decisions.adapter_names import find_adapter
 from xrank.decisions.base_model import BaseModel, check_against
 from xrank.decisions.selection import embedding_of
-from xrank.errors import ContradictionError, IncompleteError
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel
 
@@ -24,18 +23,14 @@ def check_source(base: BaseModel, model: StoredModel, config: Mapping[str, Any] 
         config: says whether the head is tied.
 
     Raises:
-        IncompleteError, ContradictionError: as `check_against`.
+        ContradictionError: as `check_against`.
     """
     names = [shard.name for shard in model.shards]
     if find_adapter(names, model.path, base.tensors) is not None:
         return None  # what its tensors are called depends on what becomes of it
     tied = {name for name in names if name in model.aliases or embedding_of(name, names, config) is not None}
     outputs = [OutputTensor(s.name, s.dtype, s.shape) for s in model.shards if s.name not in tied]
-    try:
-        return check_against(base, outputs, set(), tied)
-    except (IncompleteError, ContradictionError) as error:
-        error.next_step = "name the right base model; a gather can leave tensors out by name with --exclude"
-        raise
+    return check_against(base, outputs, set(), tied)
 
 
 def not_compared(base: BaseModel, path: str) -> tuple[str, str]:

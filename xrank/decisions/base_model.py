@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xrank.environment import environ, hub_cache
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
+from xrank.errors import ContradictionError, CorruptError, UsageError
+from xrank.faces import either, needs, option
 from xrank.formats.regular_file import open_regular
 from xrank.plan.output import OutputTensor
 from xrank.readers.hugging_face.folder import HfFolderReader, read_headers
@@ -46,7 +47,7 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
             file=text,
             got="a file",
             want="a model's folder, as from_pretrained takes it",
-            next_step=f"give --base-model the folder that holds it: {os.path.dirname(text) or os.curdir}",
+            next_step=f"give {option('base_model')} the folder that holds it: {os.path.dirname(text) or os.curdir}",
         )
     path = text if os.path.isdir(text) else hub_snapshot(text, hub_cache(environ()))
     config_path = os.path.join(path, "config.json")
@@ -60,7 +61,7 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
             file=path,
             got=list_text(sorted(os.listdir(path)), empty="an empty folder"),
             want="a model's folder, as from_pretrained takes it",
-            next_step="give --base-model the folder of the model itself",
+            next_step=f"give {option('base_model')} the folder of the model itself",
         )
     return BaseModel(path, base_companions(path), config, tensors)
 
@@ -97,20 +98,24 @@ def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[st
         tied: names that the result holds under another name.
 
     Raises:
-        IncompleteError: the base model has a tensor that the result lacks.
-        ContradictionError: the result has one that the base model lacks, or a shape differs.
+        ContradictionError: one of the two has a tensor that the other lacks, or a shape differs.
     """
     if not base.tensors:
         return None
     found = {output.name: output for output in outputs}
     missing = [name for name in base.tensors if name not in found and name not in excluded and name not in tied]
     if missing:
-        raise IncompleteError(
-            f"{missing[0]} is in the base model and in no rank's state{likewise_text(missing[1:])}",
+        raise ContradictionError(
+            f"{missing[0]} is in the base model but not in the source{likewise_text(missing[1:])}",
             tensor=missing[0],
             got=f"{len(found)} tensors",
             want=f"the {len(base.tensors)} tensors of {base.path}",
-            next_step="gather what holds it too, or leave it out by name with --exclude",
+            next_step=either(
+                "name the right base model",
+                "give a source that has it too",
+                f"leave it out by name with {option('exclude')}",
+                needs("model_or_state_dict", f"leave {option('base_model')} out"),
+            ),
         )
     surplus = [name for name in found if name not in base.tensors]
     if surplus:
@@ -119,7 +124,11 @@ def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[st
             tensor=surplus[0],
             got=f"{found[surplus[0]].dtype} {list(found[surplus[0]].shape)}",
             want=f"only the {len(base.tensors)} names of {base.path}",
-            next_step="name the right base model, or leave the tensor out with --exclude",
+            next_step=either(
+                "name the right base model",
+                f"leave the tensor out with {option('exclude')}",
+                needs("model_or_state_dict", "leave the tensor out of what is given"),
+            ),
         )
     for name, output in found.items():
         shape = base.tensors[name][1]

@@ -24,6 +24,7 @@ from xrank.decisions.recipe_choice import asked_recipe, choose_recipe, padded_na
 from xrank.decisions.selection import Selection, keep_all, select
 from xrank.decisions.small_files import SmallFiles, small_files_of
 from xrank.errors import UsageError
+from xrank.faces import option
 from xrank.plan.source import StoredModel
 from xrank.recipes.matching import Match
 
@@ -165,7 +166,7 @@ def renames_adapted(source: StoredModel, matched: Match) -> UsageError:
         file=source.path,
         got=f"an adapter, and names of {matched.recipe.name}",
         want="an adapter of a model under Hugging Face's names",
-        next_step="keep the names with --recipe none",
+        next_step=f"keep the names with {option('recipe', 'none')}",
     )
 
 

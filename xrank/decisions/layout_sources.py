@@ -11,6 +11,7 @@ from xrank.decisions.found_source import read_found
 from xrank.decisions.output_plan import read_layouts
 from xrank.decisions.stated_layouts import stated_map, stated_survey
 from xrank.errors import LayoutError, UsageError
+from xrank.faces import option
 from xrank.formats.rank_state import rank_of
 from xrank.layout import LayoutMap
 from xrank.layout.layout_file import LayoutFile, to_text
@@ -93,7 +94,7 @@ def stored_at(path: str, layouts: LayoutMap | None = None, base: BaseModel | Non
         return place, read_found(path, place, reader, for_layouts=True).model
     except LayoutError as error:
         if layouts is None and base is None:
-            error.next_step = "describe it in a layout file, and run: xrank layout check FILE PATH"
+            error.advise("describe it in a layout file, and run: xrank layout check FILE PATH")
             raise
         return place, read_found(path, place, reader, base=base, layouts=layouts, for_layouts=True).model
 
@@ -110,17 +111,19 @@ def chosen(found: Survey, pattern: str | None) -> Survey:
         expression = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise UsageError(
-            f"--tensor is no regular expression: {error}",
+            f"{option('tensor')} must be a regular expression: {error}",
             got=repr(pattern),
             next_step="escape what is meant as it stands",
         ) from None
     tensors = tuple(one for one in found.tensors if expression.fullmatch(one.name))
     if not tensors:
         raise UsageError(
-            f"--tensor matches none of {len(found.tensors)} tensors",
+            f"{option('tensor')} matches none of {len(found.tensors)} tensors",
             got=repr(pattern),
             want="a regular expression for whole names",
-            next_step=f"name one, such as {found.tensors[0].name!r}" if found.tensors else "look without --tensor",
+            next_step=f"name one, such as {found.tensors[0].name!r}"
+            if found.tensors
+            else f"leave {option('tensor')} out",
         )
     return replace(found, tensors=tensors, unmatched=tuple(n for n in found.unmatched if expression.fullmatch(n)))
 

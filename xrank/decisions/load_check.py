@@ -11,6 +11,7 @@ import xxhash
 
 from xrank.decisions.load_plan import Load
 from xrank.errors import ContradictionError, UsageError
+from xrank.faces import AGAIN, option
 from xrank.plan.source import StoredModel
 from xrank.words import list_text
 
@@ -63,7 +64,7 @@ def _check_names(source: StoredModel, loads: Sequence[dict[str, Any]]) -> None:
         got="; ".join(wrong),
         want="the same names on both sides",
         next_step="make the module with the source's config.json, and tie what to_empty took apart; where one side "
-        "has a trainer's names, give recipe=",
+        f"has a trainer's names, give {option('recipe')}",
     )
 
 
@@ -71,12 +72,12 @@ def _check_sources(ranks: Sequence[int], digests: Sequence[str]) -> None:
     for rank, digest in zip(ranks, digests, strict=True):
         if digest != digests[0]:
             raise ContradictionError(
-                f"rank {rank} sees another source than rank {ranks[0]}, or was told otherwise",
+                f"rank {rank} sees another source than rank {ranks[0]}, or its call differs",
                 rank=rank,
                 got=f"source {digest}",
                 want=f"source {digests[0]}, as on rank {ranks[0]}: the same names, sizes and times of change",
-                next_step="make the same call on all ranks, and let them see one file system; where its clients keep "
-                "what they saw for a while, wait a minute",
+                next_step="let all ranks see one file system; where its clients cache what they saw, wait a minute; "
+                f"then let all ranks {AGAIN}",
             )
 
 

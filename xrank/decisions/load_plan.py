@@ -135,7 +135,7 @@ class _Found:
         if not self.errors:
             return
         first, *others = self.errors
-        first.message += likewise_text([error.tensor or "?" for error in others])
+        first.about(got=likewise_text([error.tensor or "?" for error in others]).removeprefix("; "))
         raise first
 
 

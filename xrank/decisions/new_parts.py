@@ -70,9 +70,7 @@ def new_parts(
         owners = tuple(rank for rank in claim.mesh.ranks if own_name(claim, name, rank) is not None)
         parts, fault = _proven(claim, owners, shape, base)
     except LayoutError as error:
-        error.message = f"{name}: {error.message}"
-        error.tensor, error.file = name, None
-        error.next_step = error.next_step or "correct the layout file"
+        error.about(name, tensor=name, next_step="correct the layout file")
         raise
     if fault is not None:
         raise _not_exact(name, claim, shape, parts, fault)

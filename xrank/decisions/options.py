@@ -6,12 +6,22 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from xrank.errors import UsageError
+from xrank.faces import option
 from xrank.plan.executor import Budget
 
-__all__ = ["AdapterChoice", "DTypeChoice", "GatherOptions", "ReplicaChoice", "default_workers", "matches", "parse_size"]
+__all__ = [
+    "AdapterChoice",
+    "DTypeChoice",
+    "GatherOptions",
+    "ReplicaChoice",
+    "default_workers",
+    "dtype_choice",
+    "matches",
+    "parse_size",
+]
 
 DTypeChoice: TypeAlias = Literal["keep", "base", "bf16", "fp16", "fp32"]
 ReplicaChoice: TypeAlias = Literal["verify", "pick"]
@@ -23,8 +33,7 @@ _UNITS = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 
-
-_NEXT_STEP = "correct the option; --help says what it takes"
+_TORCH_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def parse_size(text: str | int, name: str) -> int:
@@ -36,9 +45,17 @@ def parse_size(text: str | int, name: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise UsageError(
-            f"{name} is no size", got=repr(text), want="a size such as 5GB, 512MB or 1GiB", next_step=_NEXT_STEP
+            f"{option(name)} must be a size; got {text!r}",
+            got=repr(text),
+            want="a size such as 5GB, 512MB or 1GiB",
+            next_step="give such a size",
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def dtype_choice(dtype: Any) -> Any:
+    """Return a dtype as `GatherOptions` takes it: torch's own or its name as the short name, None as ``"keep"``."""
+    return "keep" if dtype is None else _TORCH_NAMES.get(str(dtype).removeprefix("torch."), dtype)
 
 
 def default_workers() -> int:
@@ -70,16 +87,17 @@ class GatherOptions:
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
-            ("--dtype", self.dtype, get_args(DTypeChoice)),
-            ("--replicas", self.replicas, get_args(ReplicaChoice)),
-            ("--adapter", self.adapter, (None, *get_args(AdapterChoice))),
+            ("dtype", self.dtype, get_args(DTypeChoice)),
+            ("replicas", self.replicas, get_args(ReplicaChoice)),
+            ("adapter", self.adapter, (None, *get_args(AdapterChoice))),
         ):
             if value not in allowed:
+                choices = ", ".join(filter(None, allowed))
                 raise UsageError(
-                    f"{name} takes no {value!r}",
+                    f"{option(name)} must be one of {choices}; got {value!r}",
                     got=repr(value),
-                    want=", ".join(filter(None, allowed)),
-                    next_step=_NEXT_STEP,
+                    want=choices,
+                    next_step="give one of these values",
                 )
         for name in ("keep_fp32", "include", "exclude"):
             patterns = getattr(self, name)
@@ -89,29 +107,33 @@ class GatherOptions:
                     re.compile(pattern)
                 except re.error as error:
                     raise UsageError(
-                        f"--{name.replace('_', '-')} is no regular expression",
+                        f"{option(name)} must be a regular expression; got {pattern!r}",
                         got=f"{pattern!r}: {error}",
                         want="a regular expression for whole names, as Python's re takes them",
-                        next_step=_NEXT_STEP,
+                        next_step="correct the expression; escape what is meant literally",
                     ) from None
         if self.keep_fp32 and self.dtype == "keep":
             raise UsageError(
-                "--keep-fp32 was given and nothing is cast",
-                got=f"--keep-fp32 {self.keep_fp32[0]}",
-                want="--dtype base, bf16, fp16 or fp32 with it",
-                next_step="say with --dtype what the other tensors are cast to, or leave --keep-fp32 out",
+                f"{option('keep_fp32')} was given, but nothing is cast",
+                got=option("keep_fp32", self.keep_fp32[0]),
+                want=f"{option('dtype')} with it: base, bf16, fp16 or fp32",
+                next_step=f"choose with {option('dtype')} what other tensors are cast to, or leave "
+                f"{option('keep_fp32')} out",
             )
         if self.adapter_config is not None and self.adapter is None:
             raise UsageError(
-                "--adapter-config was given and --adapter was not",
-                got=f"--adapter-config {os.fspath(self.adapter_config)}",
-                want="--adapter separate or --adapter merge",
-                next_step="say what is to become of the adapter",
+                f"{option('adapter_config')} was given without {option('adapter')}",
+                got=option("adapter_config", os.fspath(self.adapter_config)),
+                want=f"{option('adapter', 'separate')} or {option('adapter', 'merge')}",
+                next_step=f"add {option('adapter')}, or leave {option('adapter_config')} out",
             )
         _ = self.max_shard_nbytes, self.max_memory_nbytes
         if self.workers is not None and self.workers < 1:
             raise UsageError(
-                "--workers takes no number below 1", got=str(self.workers), want="1 or more", next_step=_NEXT_STEP
+                f"{option('workers')} must be 1 or more; got {self.workers}",
+                got=str(self.workers),
+                want="1 or more",
+                next_step="give such a number, or leave it out",
             )
 
     def leaves_out(self, name: str) -> bool:
@@ -125,12 +147,12 @@ class GatherOptions:
     @property
     def max_shard_nbytes(self) -> int:
         """Bytes of tensors in an output file."""
-        return parse_size(self.max_shard_size, "--max-shard-size")
+        return parse_size(self.max_shard_size, "max_shard_size")
 
     @property
     def max_memory_nbytes(self) -> int:
         """Bytes of all buffers."""
-        return parse_size(self.max_memory, "--max-memory")
+        return parse_size(self.max_memory, "max_memory")
 
     @property
     def num_workers(self) -> int:

@@ -20,6 +20,7 @@ from xrank.decisions.selection import Selection
 from xrank.decisions.transformed_plan import Transforms, plan_transformed
 from xrank.decisions.transforms import Transform
 from xrank.errors import LayoutError, UsageError
+from xrank.faces import AGAIN, option
 from xrank.layout import LayoutMap
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
@@ -212,7 +213,7 @@ def _plan_with_adapter(
 
 
 def read_layouts(path: str | os.PathLike[str]) -> LayoutMap:
-    """Return the content of the file given as ``--layout``.
+    """Return the content of a layout file that the caller named.
 
     Raises:
         LayoutError, UsageError: as `LayoutMap.read`.
@@ -220,7 +221,7 @@ def read_layouts(path: str | os.PathLike[str]) -> LayoutMap:
     try:
         return LayoutMap.read(path)
     except (LayoutError, UsageError) as error:
-        error.next_step = error.next_step or "correct --layout or the file, then run the same command"
+        error.about(next_step=f"correct {option('layouts')} or the file, then {AGAIN}")
         raise
 
 

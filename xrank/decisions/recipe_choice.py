@@ -9,6 +9,7 @@ from typing import Any
 
 from xrank.decisions.options import GatherOptions
 from xrank.errors import UsageError
+from xrank.faces import option
 from xrank.layout.binding import names_of_dim
 from xrank.plan.source import StoredModel
 from xrank.recipes.matching import Match, ends, froms, match
@@ -60,7 +61,8 @@ def choose_recipe(
             file=source.path,
             got=f"names of {', '.join(found.recipe.name for found in chosen or fitting)}{says}",
             want="one recipe",
-            next_step="choose with --recipe NAME, or keep the names with --recipe none",
+            next_step=f"choose with {option('recipe', metavar='NAME')}, or keep the names with "
+            f"{option('recipe', 'none')}",
         )
     nearest = max(matches, key=lambda found: (found.num_known, -len(found.missing)), default=None)
     is_near = nearest is not None and nearest.knows_layers and 2 * nearest.num_known >= len(names)
@@ -136,7 +138,7 @@ def _named(asked: str) -> Recipe:
         f"no recipe is called {asked}, and it is no file",
         got=asked,
         want=f"{', '.join(shipped_names())}, or a recipe's file",
-        next_step="correct --recipe, or leave it out",
+        next_step=f"correct {option('recipe')}, or leave it out",
     )
 
 
@@ -153,7 +155,8 @@ def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
         file=source.path,
         got="; ".join(wrong),
         want=f"names like {known}",
-        next_step="give a recipe of your own with --recipe FILE, or keep the names with --recipe none",
+        next_step=f"give a recipe of your own with {option('recipe', metavar='FILE')}, or keep the names with "
+        f"{option('recipe', 'none')}",
     )
 
 

@@ -85,8 +85,8 @@ def plan_reshard(
     try:
         found = read_source(source, base=base)
     except LayoutError as error:
-        # --layout is the new one here.
-        error.next_step = "gather it with --layout or --base-model, then reshard the model that this makes"
+        # A reshard's layouts are the new ones.
+        error.advise("gather it with its layouts or a base model, then reshard the model that this makes")
         raise
     return plan_reshard_of(found, source, new, options, recipe=recipe, base=base, host=host)
 
@@ -217,7 +217,7 @@ class _States:
             parts = new_parts(output.name, claim, output.shape, base)
         except LayoutError as error:
             if told := self._told_sizes(output.name):
-                error.next_step = f"correct the layout file: in its [sizes], {told} must be the model's"
+                error.advise(f"correct the layout file: in its [sizes], {told} must be the model's")
             raise
         record = self._record(claim, output.shape)
         for rank, new in parts.items():

@@ -11,6 +11,7 @@ from xrank import dtypes
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.options import GatherOptions, matches
 from xrank.errors import IncompleteError, LayoutError, UnsafeError, UsageError
+from xrank.faces import either, needs, option
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import list_text
@@ -85,7 +86,11 @@ def select(
                 f"{shard.name}: safetensors keeps this name for itself",
                 tensor=shard.name,
                 file=source.path,
-                next_step="leave it out with --exclude, or let the ranks write it under another name",
+                next_step=either(
+                    "let the ranks write it under another name",
+                    f"leave it out with {option('exclude')}",
+                    needs("model_or_state_dict", "leave it out of what is given"),
+                ),
             )
         is_left = shard.name in scales or (options.dtype == "base" and shard.name in apart)
         dtype = shard.dtype if is_left else _target_dtype(shard, options, base)
@@ -97,7 +102,15 @@ def select(
             uncast.append(shard.name)
         outputs.append(OutputTensor(shard.name, dtype, shard.shape))
     if not outputs:
-        raise UsageError("no tensor is left to write", next_step="change --include or --exclude")
+        raise UsageError(
+            "no tensor is left to write",
+            got=f"{len(source.shards)} tensors in the source",
+            want="one or more to write",
+            next_step=either(
+                f"change {option('include')} or {option('exclude')}",
+                needs("model_or_state_dict", "give a model with tensors"),
+            ),
+        )
     notes = list(tie_notes)
     if untouched:
         notes.append(("not-cast", f"{len(untouched)} float8 tensors are quantised payloads and stay as they are"))
@@ -166,15 +179,15 @@ def _filtered(
     """Return the tensors to write and the names left out, also those that the base model alone has."""
     held = [shard.name for shard in source.shards]
     names = list(dict.fromkeys([*held, *source.absent, *(base.tensors if base else ())]))
-    for option, patterns in (
-        ("--include", options.include),
-        ("--exclude", options.exclude),
-        ("--keep-fp32", options.keep_fp32),
+    for name, patterns in (
+        ("include", options.include),
+        ("exclude", options.exclude),
+        ("keep_fp32", options.keep_fp32),
     ):
         for pattern in patterns:
-            if not any(re.fullmatch(pattern, name) for name in names):
+            if not any(re.fullmatch(pattern, one) for one in names):
                 raise UsageError(
-                    f"{option} {pattern!r} matches no tensor",
+                    f"{option(name)}: {pattern!r} matches no tensor",
                     got=pattern,
                     want=f"a regular expression for whole names, such as {names[0] if names else 'a.weight'!r}",
                     next_step="xrank inspect --tensors lists the names",
@@ -188,7 +201,11 @@ def _filtered(
             file=source.path,
             got=f"nothing of {list_text(missing, 4)}",
             want="a part on some rank",
-            next_step="let the ranks write it, correct the name's dims, or leave it out with --exclude",
+            next_step=either(
+                "let the ranks write it",
+                "correct the name's dims",
+                f"leave it out with {option('exclude')}",
+            ),
         )
     kept = [shard for shard in source.shards if shard.name not in left_out]
     return kept, [name for name in names if name in left_out]
@@ -304,18 +321,18 @@ def _target_dtype(shard: StoredShard, options: GatherOptions, base: BaseModel | 
         return _TARGETS[options.dtype]
     if base is None or shard.name not in base.tensors:
         raise UsageError(
-            f"--dtype base: the base model does not say how {shard.name} is stored",
+            f"{option('dtype', 'base')}: the base model does not have {shard.name}, whose type is wanted",
             tensor=shard.name,
             got="no base model with weights" if base is None or not base.tensors else f"no such tensor in {base.path}",
-            next_step="give --base-model a folder with weights, or choose a dtype",
+            next_step=f"give {option('base_model')} a folder with weights, or choose another {option('dtype')}",
         )
     stored = base.tensors[shard.name][0]
     if not dtypes.dtype(stored).is_float:
         raise UsageError(
-            f"--dtype base: {shard.name} can't be cast to {stored}",
+            f"{option('dtype', 'base')}: {shard.name} cannot be cast to {stored}",
             tensor=shard.name,
             got=shard.dtype,
             want=stored,
-            next_step="choose a dtype, or a base model that is not quantised",
+            next_step=f"choose another {option('dtype')}, or a base model that is not quantised",
         )
     return stored

@@ -66,9 +66,11 @@ def config_text_of(
     """Return the config.json to write in place of copying the one at `path`, and what is to be said about it."""
     if found is None:
         if place is None:
-            return None, [("no-config", "no config.json was found; add one, or gather again with --base-model")]
+            return None, [
+                ("no-config", "no config.json was found; add the model's, or gather again with its base model")
+            ]
         folder = place if os.path.isdir(place) else os.path.dirname(place) or os.curdir
-        told = f"no config.json was found; put the model's into {folder}, or give --base-model, and gather again"
+        told = f"no config.json was found; put the model's into {folder}, or give its base model, and gather again"
         return None, [("no-config", told)]
     cast = _CAST_NAMES.get(options.dtype)
     if path is not None and cast is None:
@@ -78,7 +80,7 @@ def config_text_of(
     if cast is not None:
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
         if config.get(key) != cast:
-            notes.append(("config-dtype", f"config.json says {key} {cast}, as asked for by --dtype {options.dtype}"))
+            notes.append(("config-dtype", f"config.json has {key} {cast}: the tensors were cast to {options.dtype}"))
             config[key] = cast
     return _as_text(config), notes
 

@@ -142,8 +142,7 @@ class TensorRebuilder:
         try:
             return by_torch_name(name.removeprefix("torch.")).name
         except UsageError as error:
-            error.file, error.rank = self.origin.path, self.origin.rank
-            error.message = self.origin.named(error.message)
+            error.about(self.origin.name, file=self.origin.path, rank=self.origin.rank)
             raise
 
     def _tensor_v2(self, args: tuple[object, ...]) -> object:

@@ -96,8 +96,7 @@ class ItemReader:
                     )
                 rows[k] = self._matched(file, start, length) or self._parsed(file, start, length)
             except XrankError as error:
-                error.tensor = name
-                error.message += f" (the item of {shown(name)[1:-1]} at byte {start:,})"
+                error.about(f"the item of {shown(name)[1:-1]} at byte {start:,}", tensor=name)
                 raise
         return rows
 
@@ -207,7 +206,7 @@ def read_safetensors_part(file: RegularFile, start: int) -> SafetensorsPart:
     try:
         header = read_header(file.origin.path, start=start)
     except XrankError as error:
-        error.rank = file.origin.rank
+        error.about(rank=file.origin.rank)
         raise
     places = {}
     for tensor in header.tensors:

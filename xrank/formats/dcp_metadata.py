@@ -161,7 +161,7 @@ class _Metadata:
 
     def corrupt(self, name: str, what: str, *, got: str | None = None, want: str | None = None) -> XrankError:
         error = self.origin.corrupt(f"{shown(name)[1:-1]} {what}", got=got, want=want)
-        error.tensor = name
+        error.about(tensor=name)
         return error
 
     def state(self, value: object, kind: str) -> dict[str, object]:

@@ -27,9 +27,14 @@ class Origin:
     path: str
     rank: int | None = None
 
+    @property
+    def name(self) -> str:
+        """The file and its rank, as messages begin."""
+        return self.path if self.rank is None else f"rank {self.rank}: {self.path}"
+
     def named(self, what: str) -> str:
-        """Return a message that says where."""
-        return f"{self.path}: {what}" if self.rank is None else f"rank {self.rank}: {self.path}: {what}"
+        """Return a message that names the file."""
+        return f"{self.name}: {what}"
 
     def _again(self) -> str:
         who = "it" if self.rank is None else f"rank {self.rank}'s file"

@@ -221,8 +221,7 @@ def _tensor(name: str, entry: Any, data_nbytes: int, origin: Origin) -> HeaderTe
             )
     if dtype_name in _OTHER_DTYPES:
         error = unsupported(dtype_name)
-        error.message = origin.named(f"tensor {shown(name)}: {error.message}")
-        error.tensor, error.file = name, origin.path
+        error.about(origin.named(f"tensor {shown(name)}"), tensor=name, file=origin.path)
         raise error
     if dtype_name not in DTYPES:
         raise origin.corrupt(f"tensor {shown(name)} has an unknown element type", got=shown(dtype_name))

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from xrank.decisions.live_arguments import notes_in_python
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.output_plan import OutputPlan, plan_export
 from xrank.decisions.own_config import OwnConfig, own_config
 from xrank.decisions.transformed_plan import compared_plan
 from xrank.decisions.transforms import Transform
 from xrank.errors import ContradictionError, IncompleteError, RankFailedError, UsageError
+from xrank.faces import AGAIN
 from xrank.layout import LayoutMap
 from xrank.layout.nest_table import IntArray
 from xrank.lending.local_bytes import local_bytes
@@ -149,7 +149,6 @@ def lend_model(
             config_overrides=asked.config_overrides,
             transform=asked.transform,
         )
-        made = replace(made, notes=notes_in_python(made.notes))
         if others and made.decision.small.config_text is not None:
             other, theirs = next(iter(others.items()))
             told = f"rank {other}'s module has another config than what is written: {_first_difference(own, theirs)}"
@@ -224,7 +223,7 @@ def _read(told: Sequence[str], ranks: Sequence[int]) -> LiveModel:
             rank=error.rank,
             got=f"a group of ranks {list(ranks)}",
             want="a group with all ranks of the mesh",
-            next_step="make the call on all ranks of the mesh, or give the group of them",
+            next_step=f"let all ranks of the mesh {AGAIN}, or give the group of them",
         ) from error
 
 
@@ -240,12 +239,7 @@ def _compare_replicas(plan: Plan, source: PeerSource, holder: IntArray, team: Te
     def compare(_: object, parts: Sequence[Any]) -> None:
         different = first_different(plan, holder, [part.numpy().tobytes() for part in parts])
         if different is not None:
-            error = difference_error(plan, *different, source)
-            error.next_step = (
-                "find out why the ranks diverged, and make them equal; if they are parts of one tensor, say how it is "
-                "cut with layouts="
-            )
-            raise error
+            raise difference_error(plan, *different, source)
 
     import torch
 

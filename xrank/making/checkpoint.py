@@ -17,6 +17,7 @@ from xrank.plan.checksums import RecordChecksums
 from xrank.plan.executor import execute
 from xrank.plan.faults import checksum_error
 from xrank.plan.planner import TensorPlan, tensor_plan
+from xrank.public_calls import errors_of
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         output = plan.output
         memory = torch.empty(output.nbytes, dtype=torch.uint8)
         if output.nbytes:
-            with self._lock:
+            with self._lock, errors_of(type(self).__getitem__):
                 self._read(plan, memory.numpy().data)
         element = getattr(torch, dtype_of(output.dtype).torch_name)
         return memory.view(element).view(output.shape) if output.nbytes else torch.empty(output.shape, dtype=element)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from xrank.decisions.live_arguments import in_python
 from xrank.decisions.transformed_plan import compared_plan
 from xrank.decisions.transforms import transformed
 from xrank.lending.lent_model import AskedModel, LentModel, lend_model
@@ -54,11 +53,11 @@ class ModelTensors(Iterator[tuple[str, "torch.Tensor"]]):
                 raise
 
 
-def make_tensors(ask: Callable[[], AskedModel], team: Team) -> Tensors:
-    """Yield what this rank gets, after one that is none."""
+def make_tensors(ask: Callable[[], AskedModel], team: Team, errors: AbstractContextManager[None]) -> Tensors:
+    """Yield the tensors that this rank gets, after one that is none; `errors` is around all of it."""
     import torch
 
-    with in_python(), ExitStack() as lent, team.together():
+    with errors, ExitStack() as lent, team.together():
         asked, _ = team.agree("what is asked", ask, AskedModel.told, check_alike(team.ranks))
         model = lend_model(asked, team, lent)
         with closing(model.source):

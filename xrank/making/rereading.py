@@ -1,4 +1,4 @@
-"""Reads files that exist, for their digests: what resume, ``--verify`` and ``xrank verify`` share."""
+"""Reads files that exist, for their digests: what resume, a reread stage and ``xrank verify`` share."""
 
 from __future__ import annotations
 

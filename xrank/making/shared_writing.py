@@ -16,6 +16,7 @@ from time import monotonic, sleep
 from typing import TypeVar
 
 from xrank.errors import UsageError
+from xrank.faces import AGAIN, option
 from xrank.making.rounds import Finish, NoOutputs, Outputs, finish_nothing, make_in_rounds
 from xrank.making.work import Work
 from xrank.plan.buffers import FileTarget
@@ -212,7 +213,7 @@ def _await_sight(
                 file=path,
                 got="nothing there",
                 want=f"{os.path.dirname(path)} to be one folder that all hosts mount, in the same place",
-                next_step="choose an --out on a file system that all ranks share, then run the same command",
+                next_step=f"choose an {option('out')} on a file system that all ranks share, then {AGAIN}",
             )
         sleep(_PAUSE_SECONDS)
     return found

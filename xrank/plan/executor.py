@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Literal
 
 from xrank.errors import UsageError
+from xrank.faces import option
 from xrank.plan.buffers import Source, Target
 from xrank.plan.checksums import RecordChecksums
 from xrank.plan.faults import checksum_error
@@ -53,7 +54,7 @@ class Budget:
                 "the memory budget or the number of workers is too small",
                 got=f"{max_memory_nbytes:,} bytes, {workers} workers",
                 want=f"at least {smallest:,} bytes and one worker",
-                next_step="give a larger --max-memory (64MB is the default) or --workers",
+                next_step=f"give a larger {option('max_memory')}; 64MB is the default",
             )
         workers = min(workers, max_memory_nbytes // smallest)
         room = (max_memory_nbytes // workers - WINDOW_NBYTES) // 2

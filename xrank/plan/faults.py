@@ -8,6 +8,7 @@ import numpy as np
 
 from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, UsageError, XrankError
+from xrank.faces import either, needs, option
 from xrank.layout.nests import restrict, span, swap
 from xrank.plan.buffers import Source
 from xrank.plan.casts import copy_same
@@ -58,7 +59,11 @@ def overflow_error(plan: TensorPlan, rank: int, value: float) -> UsageError:
         rank=rank,
         got=f"{value:g} in {plan.source_dtype} on rank {rank}",
         want=f"a value that is finite in {plan.output.dtype}",
-        next_step="use --dtype bf16 or keep, or --keep-fp32 with this tensor's name",
+        next_step=either(
+            f"use {option('dtype', 'bf16')}",
+            f"use {option('dtype', 'keep')}",
+            f"give {option('keep_fp32')} this tensor's name",
+        ),
     )
 
 
@@ -100,12 +105,17 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
     path, tied = _file_of(plan, record), tensor.tied.get(record)
     message = f"{tensor.output.name}: rank {rank} holds another copy than rank {other_rank}"
     want = "equal replicas"
-    next_step = "find out why the ranks diverged; --replicas pick takes the lowest rank's and lists the differences"
+    next_step = either(
+        "find out why the ranks diverged, and make them equal",
+        f"give {option('replicas', 'pick')}, which takes the lowest rank's and lists the differences",
+        needs("model_or_state_dict", f"if they are parts of one tensor, describe its cut with {option('layouts')}"),
+    )
     if tied is not None:
         name = tensor.output.name
         message = f"{tied} is tied to {name}, but rank {rank}'s differs from rank {other_rank}'s {name}"
         want = "equal tensors"
-        next_step = "if they are two tensors, correct tie_word_embeddings in config.json, or the [alias] of --layout"
+        alias = f"the [alias] of {option('layouts')}"
+        next_step = f"if they are two tensors, correct tie_word_embeddings in config.json, or {alias}"
     return ContradictionError(
         message,
         tensor=tensor.output.name,

@@ -174,7 +174,7 @@ def held_nbytes(tensors: Iterable[Holdings], width: Callable[[str | None], int])
 def find_problem(one: Holdings) -> LayoutError | None:
     """Return the first reason why a tensor is not held exactly once per replica, or None."""
     if one.problem is not None:
-        one.problem.next_step = one.problem.next_step or "correct the layout file"
+        one.problem.about(next_step="correct the layout file")
         return one.problem
     if one.rule is None and not one.shares:
         dims = ", ".join(f"d{i}" for i in range(len(one.shape)))

@@ -14,6 +14,7 @@ import numpy as np
 
 from xrank import dtypes
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
+from xrank.faces import option
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, swap
 from xrank.plan.composition import composed
@@ -34,6 +35,8 @@ __all__ = [
     "make_plan",
     "tensor_plan",
 ]
+
+_CHECK_LAYOUT = f"check the layout that the ranks recorded, or the one given by {option('layouts')}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -287,7 +290,7 @@ def _check_cast(source_dtype: str, output: OutputTensor) -> None:
             tensor=output.name,
             got=source_dtype,
             want="a floating-point type on both sides",
-            next_step="use --dtype keep",
+            next_step=f"use {option('dtype', 'keep')}",
         )
 
 
@@ -321,7 +324,7 @@ def _coverage_error(
             file=holders[0][1] if holders else None,
             got=f"address {fault.address:,}",
             want=f"less than {num_elements:,}, the size of {list(shard.shape)}",
-            next_step="check the layout that the ranks recorded, or the one given by --layout",
+            next_step=_CHECK_LAYOUT,
         )
     where = range_text(shard.shape, fault.address, fault.address)
     return ContradictionError(
@@ -332,5 +335,5 @@ def _coverage_error(
         index_range=where,
         got=", ".join(f"rank {rank} in {path}" for rank, path in holders),
         want="every element exactly once, or equal pieces as replicas",
-        next_step="check the layout that the ranks recorded, or the one given by --layout",
+        next_step=_CHECK_LAYOUT,
     )

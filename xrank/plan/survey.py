@@ -41,9 +41,7 @@ def survey(
         try:
             found.append(compiler.holdings(start))
         except LayoutError as error:
-            error.tensor = name
-            if not error.message.startswith(name):
-                error.message = f"{name}: {error.message}"
+            error.about(name, tensor=name)
             found.append(replace(start, rule=compiler.rules.get(name), problem=error))
     texts = {pattern: str(value) for pattern, value in (*layouts.items(), *layouts.companions.items())}
     meshes = {} if layouts.device_mesh is None else {"mesh": layouts.device_mesh}

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
+from xrank.faces import AGAIN, option
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.peer import process_space
 from xrank.ranks.store import GroupStore, LaunchedRanks, find_store
@@ -141,5 +142,5 @@ def _timeout(absent: Sequence[int], ranks: Sequence[int], deadline: Deadline) ->
         rank=absent[0],
         waiting_for=tuple(absent),
         want=f"all of {ranks_text(ranks)}",
-        next_step="make the same call on all ranks; raise timeout_seconds if they are slow",
+        next_step=f"let all ranks {AGAIN}; raise {option('timeout_seconds')} if they are slow",
     )

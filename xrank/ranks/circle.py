@@ -12,6 +12,7 @@ from contextlib import suppress
 from time import monotonic
 
 from xrank.errors import RankFailedError, RankTimeoutError
+from xrank.faces import AGAIN, option
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.peer import Peer
@@ -338,7 +339,8 @@ class Circle:
             waiting_for=absent,
             got=f"{ranks_text(r for r in self.ranks if r not in absent)} did",
             want=f"all of {ranks_text(self.ranks)}",
-            next_step="find out where those ranks are (py-spy dump --pid PID); raise timeout_seconds if they are slow",
+            next_step=f"let all ranks {AGAIN}; raise {option('timeout_seconds')} if they are slow (py-spy dump --pid "
+            "PID shows where they are)",
         )
 
     def close(self) -> None:

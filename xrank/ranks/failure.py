@@ -8,6 +8,7 @@ import socket
 from dataclasses import asdict, dataclass
 
 from xrank.errors import RankFailedError, XrankError
+from xrank.faces import marked
 
 __all__ = ["MAX_NBYTES", "FailureRecord"]
 
@@ -33,10 +34,13 @@ class FailureRecord:
     def from_error(cls, error: BaseException, rank: int, call: str, number: int = 0) -> FailureRecord:
         """Return the record of an exception on this rank; of the other rank's failure if the exception names one."""
         if isinstance(error, RankFailedError) and error.rank is not None:
-            return cls(error.rank, error.host or "unknown", error.pid or 0, error.cause or str(error), call, number)
-        cause = f"{type(error).__name__}: {error}"
+            return cls(
+                error.rank, error.host or "unknown", error.pid or 0, marked(error.cause or str(error)), call, number
+            )
+        cause = f"{type(error).__name__}: {marked(str(error))}"
         if isinstance(error, XrankError):
-            cause += "".join(f"; {word} {part}" for word, part in (("got", error.got), ("want", error.want)) if part)
+            parts = (("got", error.got), ("want", error.want))
+            cause += "".join(f"; {word} {marked(part)}" for word, part in parts if part)
         return cls(rank, socket.gethostname(), os.getpid(), cause, call, number)
 
     def to_bytes(self) -> bytes:

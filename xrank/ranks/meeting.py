@@ -10,6 +10,7 @@ from time import sleep
 from typing import Any
 
 from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError
+from xrank.faces import AGAIN, option
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.peer import Peer
@@ -129,5 +130,5 @@ class Meeting:
             rank=absent[0],
             waiting_for=tuple(absent),
             want=f"all of {ranks_text(self.ranks)}",
-            next_step="every rank in `ranks` must make the call; raise timeout_seconds if they are slow",
+            next_step=f"let all of these ranks {AGAIN}; raise {option('timeout_seconds')} if they are slow",
         )

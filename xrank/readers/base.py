@@ -41,7 +41,7 @@ class Reader(Protocol):
     """
 
     name: str
-    """The format, as ``--format`` and reports name it."""
+    """The format, as options and reports name it."""
 
     def recognise(self, path: str) -> str | None:
         """Return None if the path holds this format, otherwise the reason why not, in a few words."""

@@ -113,7 +113,7 @@ def _given(name: str, layouts: LayoutMap) -> Claim | None:
     try:
         rule, companion_rule = layouts.rule_for(name), layouts.companion_rule_for(name)
     except LayoutError as error:
-        error.next_step = error.next_step or "let the patterns of the layout file tell the names apart"
+        error.about(next_step="let the patterns of the layout file tell the names apart")
         raise
     if rule is not None and companion_rule is not None:
         raise LayoutError(
@@ -192,10 +192,8 @@ def _parsed_name(pattern: str) -> TensorName:
 
 def named(error: LayoutError, name: str, held: HeldTensor) -> LayoutError:
     """Return the error as one about a rank's part of that tensor."""
-    error.message = f"{name}: {error.message}"
-    error.tensor, error.rank, error.file = name, held.rank, held.file
     mend = "correct the layout file" if held.layout is None else f"let rank {held.rank} write its state again"
-    error.next_step = error.next_step or mend
+    error.about(name, tensor=name, rank=held.rank, file=held.file, next_step=mend)
     return error
 
 

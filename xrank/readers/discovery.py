@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError
+from xrank.faces import option
 from xrank.readers.base import Reader
 from xrank.readers.own_readers import OWN_READERS
 from xrank.readers.plugins import plugin_readers
@@ -52,13 +53,13 @@ def find_source(path: str, *, format_name: str | None = None) -> tuple[str, Read
             f"no format is called {format_name}",
             got=str(format_name),
             want=", ".join(known),
-            next_step="leave --format out: formats are recognised",
+            next_step=f"leave {option('format')} out: formats are recognised",
         )
     if format_name is not None:
         raise UnknownFormatError(
             f"{path} is not of the format {format_name}: {readers[0].recognise(path)}",
             file=path,
-            next_step="check the path, or leave --format out: formats are recognised",
+            next_step=f"check the path, or leave {option('format')} out: formats are recognised",
         )
     unseen = [own.name for own in listed if not own.is_hinted_at(path)]
     said = [f"{reader.name}: {reader.recognise(path)}" for reader in readers if reader.name not in unseen]
@@ -115,7 +116,7 @@ def _only_reader(place: str, fitting: Sequence[Reader]) -> Reader:
             f"{place} can be read in several ways",
             file=place,
             got=", ".join(reader.name for reader in fitting),
-            next_step="choose one with --format",
+            next_step=f"choose one with {option('format')}",
         )
     return fitting[0]
 

@@ -8,6 +8,7 @@ from math import prod
 from typing import TypeAlias
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
+from xrank.faces import option
 from xrank.layout.binding import global_size, known_names
 from xrank.layout.companion import companion_shape
 from xrank.layout.companion_base import base_shapes
@@ -179,7 +180,7 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
                 tensor=member.name,
                 got=f"no number for {error.args[0]!r} in {claim.layout}",
                 want="numbers, or names of [sizes]",
-                next_step="write numbers into the layout, or give --base-model",
+                next_step=f"write numbers into the layout, or give {option('base_model')}",
             ) from None
     parts: list[FlatPart] = []
     for h, c in claimed:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from xrank.errors import LayoutError, UsageError, XrankError
+from xrank.faces import either, option
 from xrank.layout.tensor_layout import flat_of
 from xrank.plan.source import StatedLayout, StoredShard
 from xrank.readers.base import Hints
@@ -143,7 +144,7 @@ def _stated(claims: Mapping[str, Sequence[Claim | None]]) -> dict[str, Sequence[
 
 
 def _joined(errors: Sequence[XrankError]) -> XrankError:
-    errors[0].message += likewise_text([error.tensor or "?" for error in errors[1:]])
+    errors[0].about(got=likewise_text([error.tensor or "?" for error in errors[1:]]).removeprefix("; "))
     return errors[0]
 
 
@@ -212,8 +213,12 @@ def place(
         rank=held[0].rank,
         file=held[0].file,
         got=f"plain tensors of shape {_shapes_text(held)}",
-        want="a recorded layout, a rule of --layout, or the tensor's whole shape in a base model",
-        next_step="write DTensors or give layouts= when writing, or run again with --layout FILE or --base-model DIR",
+        want=f"a recorded layout, a rule of {option('layouts')}, or the tensor's whole shape in a base model",
+        next_step=either(
+            "write DTensors, or their layouts beside them",
+            f"give {option('layouts', metavar='FILE')}",
+            f"give {option('base_model', metavar='DIR')}",
+        ),
     )
 
 
@@ -294,5 +299,5 @@ def _by_base_shape(name: str, held: Sequence[HeldTensor], shape: tuple[int, ...]
         file=held[0].file,
         got=f"shapes {_shapes_text(held)} on {ranks}",
         want=f"parts of {list(shape)}, whole or cut along one dim",
-        next_step="run again with --layout FILE that gives this tensor's layout",
+        next_step=f"give {option('layouts', metavar='FILE')} with this tensor's layout",
     )

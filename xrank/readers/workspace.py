@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError, XrankError
+from xrank.faces import option
 from xrank.formats.rank_state import MeshRecord, TensorRecord, rank_of
 from xrank.formats.saved_state import SavedState
 from xrank.formats.torch_archive import ArchivedTensor
@@ -100,8 +101,8 @@ def _meshes(state: SavedState) -> list[DeviceMesh]:
     try:
         return [_mesh(record) for record in (state.record.meshes if state.record else ())]
     except LayoutError as error:
-        error.rank, error.file = state.rank, state.archive.path
-        error.next_step = f"let rank {state.rank} write its state again, with a mesh that a layout can name"
+        error.about(rank=state.rank, file=state.archive.path)
+        error.advise(f"let rank {state.rank} write its state again, with a mesh that a layout can name")
         raise
 
 
@@ -137,7 +138,7 @@ def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:
                 file=state.archive.path,
                 got=f"{_at(state.config or {}, key)} on rank {state.rank}",
                 want=f"{_at(first.config or {}, key)}, as on rank {first.rank}",
-                next_step="give --base-model, whose config.json wins, or let all ranks write one config",
+                next_step=f"give {option('base_model')}, whose config.json wins, or let all ranks write one config",
             )
     try:
         json.dumps(first.config, sort_keys=True)
@@ -148,7 +149,8 @@ def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:
             file=first.archive.path,
             got=str(error),
             want="text keys, and values that JSON has",
-            next_step="give --base-model, whose config.json wins, or let all ranks write a config of plain values",
+            next_step=f"give {option('base_model')}, whose config.json wins, or let all ranks write a config of plain "
+            "values",
         ) from None
     return first.config or None
 

@@ -73,6 +73,9 @@ def read_recipe(path: str) -> Recipe:
     return _parsed(path, _tables(text, path), path)
 
 
+_CORRECT = "correct the recipe; those that come with xrank show how it is written"
+
+
 def shipped_names() -> tuple[str, ...]:
     """Return the sorted names of the recipes that come with xrank, without parsing them."""
     return tuple(_shipped())
@@ -118,7 +121,9 @@ def _tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, Any]:
     try:
         tables = dict(_loads(text))
     except (ValueError, RecursionError) as error:
-        raise LayoutError(f"the recipe {file} is not TOML: {error}", file=file, want="TOML") from error
+        raise LayoutError(
+            f"the recipe {file} is not TOML: {error}", file=file, want="TOML", next_step=_CORRECT
+        ) from error
     _refuse_unknown(tables, (*_TABLES, *_LISTS, *_TEXTS), file)
     for key in _TABLES:
         if not isinstance(tables.get(key, {}), dict):
@@ -196,8 +201,7 @@ def _rule(source: str, value: Any, file: str) -> Rule:
         side = _side(source)
         sides = {part: _side(text) for part, text in targets.items()}
     except LayoutError as error:
-        error.message = f"{file}: {where}: {error.message}"
-        error.file = file
+        error.about(f"{file}: {where}", file=file, next_step=_CORRECT)
         raise
     return Rule((side, *_stacked(side)), sides, **names, optional=optional)
 
@@ -243,5 +247,5 @@ def _wrong(file: str, where: str, got: object, want: str) -> LayoutError:
         file=file,
         got=repr(got)[:200],
         want=want,
-        next_step="correct the recipe; those that come with xrank show how it is written",
+        next_step=_CORRECT,
     )

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, XrankError
+from xrank.faces import AGAIN, option
 from xrank.layout.binding import names_of_dim
 from xrank.layout.notation import Size
 from xrank.recipes.dim_equations import Conflict, DimLength, SolvedSizes, solve_lengths
@@ -20,8 +21,8 @@ from xrank.words import list_text
 __all__ = ["prove_shapes"]
 
 _Shape = tuple[int, ...]
-_BRING = "bring the files of the missing ranks, then run the same command; or give --base-model to compare with"
-_OTHER = "check that config.json is this model's, or give --base-model"
+_BRING = f"bring the files of the missing ranks, then {AGAIN}; or give {option('base_model')} to compare with"
+_OTHER = f"check that config.json is this model's, or give {option('base_model')}"
 
 
 def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None = None) -> str | None:
@@ -39,7 +40,7 @@ def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None 
 
     Returns:
         The recipe's name, or None: no recipe knows all of the names, and nothing is proven. The caller then asks for
-        ``--base-model`` or refuses.
+        a base model or refuses.
 
     Raises:
         IncompleteError: a tensor is shorter than others or the config say, or is not there at all; both are named.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xrank.errors import ContradictionError, LayoutError, UsageError
+from xrank.faces import option
 from xrank.layout.binding import global_size, names_of_dim, solve_dims
 from xrank.layout.notation import LayoutTree, Size
 from xrank.recipes.recipe import Recipe
@@ -49,7 +50,7 @@ def told_sizes(
                     f"{found[name][1]} and {who} disagree about {choices[0].partition(' ')[0]}",
                     got=f"{number} in {who}",
                     want=f"{found[name][0]}, as in {found[name][1]}",
-                    next_step=f"put the model's own config.json into {folder}, or give --base-model",
+                    next_step=f"put the model's own config.json into {folder}, or give {option('base_model')}",
                 )
             found.setdefault(name, (number, who))
     return found
@@ -81,7 +82,8 @@ def check_arguments(recipe: Recipe, args: Mapping[str, Any] | None) -> None:
                 f"the recipe {recipe.name} is not for a model of {key} {args[key]!r}",
                 got=f"{key} = {args[key]!r} in the trainer's args",
                 want=" or ".join(map(repr, allowed)) or "none",
-                next_step="give a recipe of your own with --recipe FILE, or keep the names with --recipe none",
+                next_step=f"give a recipe of your own with {option('recipe', metavar='FILE')}, or keep the names with "
+                f"{option('recipe', 'none')}",
             )
 
 
@@ -240,7 +242,7 @@ def _unknown(recipe: Recipe, size: str, name: str, shape: _Shape, folder: str) -
         tensor=name,
         got=f"shape {list(shape)}" + (", which may end in rows of padding" if padded else ""),
         want=f"a config.json with {keys}" if keys else f"a number for {size!r}",
-        next_step=f"put the model's config.json into {folder}, or give --base-model",
+        next_step=f"put the model's config.json into {folder}, or give {option('base_model')}",
     )
 
 

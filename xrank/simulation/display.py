@@ -79,7 +79,7 @@ def simulation_rows(found: Simulation) -> list[tuple[str, str]]:
         (work.operation, f"{made}, by {plural(work.num_ranks, 'rank')}; every element exactly once"),
     ]
     if prediction is None:
-        rows.append(("seconds", "no --link was given, so that none can be told"))
+        rows.append(("seconds", "not predicted: no rates were given"))
     else:
         parts = [f"{seconds_text(prediction.start_seconds)} to start"] if prediction.start_seconds else []
         compare = float(prediction.parts["compare"].max())

@@ -9,6 +9,7 @@ import numpy as np
 from xrank import dtypes
 from xrank.conversion.layout_check import check_survey
 from xrank.errors import LayoutError, UsageError
+from xrank.faces import option
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.nest_rows import rows_of
 from xrank.layout.nest_table import IntArray, int_array
@@ -34,7 +35,7 @@ def read_layouts_on(file: str, mesh: str | None) -> LayoutMap:
         return LayoutMap.read(file, mesh=None if mesh is None else DeviceMesh.parse_grid(mesh))
     except LayoutError as error:
         if mesh is not None:
-            error.next_step = error.next_step or f"give --mesh the axes that {file} names, or correct the file"
+            error.about(next_step=f"give {option('mesh')} the axes that {file} names, or correct the file")
         raise
 
 
@@ -95,7 +96,7 @@ def build_layout_model(found: Survey, path: str) -> StoredModel:
             file=path,
             got=f"{len(ranks)} ranks, up to {ranks[-1]}" if ranks else "no rank",
             want="ranks 0, 1, 2, ...",
-            next_step='leave "ranks" out of [mesh], or give --mesh',
+            next_step=f'leave "ranks" out of [mesh], or give {option("mesh")}',
         )
     used = np.zeros(len(ranks), np.int64)
     file, offset, nbytes, shards, count = [], [], [], [], 0

@@ -16,6 +16,7 @@ from xrank.decisions.output_plan import OutputPlan, plan_export, plan_gather, re
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.reshard_plan import plan_reshard, plan_reshard_of
 from xrank.errors import UsageError
+from xrank.faces import option
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray
 from xrank.plan.planner import Plan
@@ -79,14 +80,14 @@ def plan_work(
     if is_layout_file(path):
         work = _plan_layout(path, operation, mesh=mesh, to=to, dtype=dtype, recipe=recipe)
     else:
-        for name, value in (("--mesh", mesh), ("--dtype", dtype)):
+        for name, value in (("mesh", mesh), ("dtype", dtype)):
             if value is not None:
                 raise UsageError(
-                    f"{name} was given, but {path} is not a layout file",
+                    f"{option(name)} was given, but {path} is not a layout file",
                     file=path,
-                    got=f"{name} {value}",
+                    got=option(name, value),
                     want="a layout file, which alone leaves the mesh and element type open",
-                    next_step=f"leave {name} out; or start from a layout file: xrank layout show {path} --toml",
+                    next_step=f"leave {option(name)} out; or start from a layout file: xrank layout show {path} --toml",
                 )
         work = _plan_stored(path, operation, to=to, recipe=recipe, needs_mesh=needs_mesh)
     if work.holder is not None:
@@ -101,21 +102,23 @@ def _check(operation: str, to: str | os.PathLike[str] | None, num_ranks: int | N
             f"{operation!r} cannot be simulated",
             got=repr(operation),
             want=", ".join(get_args(Operation)),
-            next_step="give one of them to --operation",
+            next_step=f"give one of them to {option('operation')}",
         )
     if (to is not None) != (operation == "reshard"):
         raise UsageError(
-            f"--to was {'not given' if to is None else 'given'}, but the operation is {operation}",
-            got=f"--operation {operation}",
-            want="--to FILE, the new layout, with a reshard alone",
-            next_step="add --to FILE" if to is None else "leave --to out, or give --operation reshard",
+            f"{option('to')} was {'not given' if to is None else 'given'}, and the operation is {operation}",
+            got=option("operation", operation),
+            want=f"{option('to', metavar='FILE')}, the new layout, with a reshard alone",
+            next_step=f"add {option('to', metavar='FILE')}"
+            if to is None
+            else f"leave {option('to')} out, or give {option('operation', 'reshard')}",
         )
     if num_ranks is not None and (operation == "export" or num_ranks < 1):
         raise UsageError(
-            "--ranks is the number of processes that share a gather or a reshard",
-            got=f"--operation {operation} --ranks {num_ranks}",
+            f"{option('num_ranks')} is for a gather or a reshard, whose work processes share",
+            got=f"{option('operation', operation)} {option('num_ranks', num_ranks)}",
             want="1 or more; an export is made by the ranks that hold the model",
-            next_step="leave --ranks out",
+            next_step=f"leave {option('num_ranks')} out",
         )
 
 
@@ -151,7 +154,10 @@ def _plan_layout(
     """Plan an operation on the model of a layout file."""
     if dtype is not None and dtype not in _DTYPES:
         raise UsageError(
-            f"--dtype takes no {dtype!r}", got=repr(dtype), want=", ".join(_DTYPES), next_step="give one of them"
+            f"{option('dtype')} must be one of {', '.join(_DTYPES)}; got {dtype!r}",
+            got=repr(dtype),
+            want=", ".join(_DTYPES),
+            next_step="give one of these values",
         )
     layouts = read_layouts_on(path, mesh)
     found, notes = survey_layouts(layouts, path, _DTYPES[dtype or "bf16"])

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xrank.errors import UsageError
+from xrank.faces import option
 from xrank.layout import DeviceMesh
 from xrank.layout.nest_table import IntArray, int_array
 from xrank.simulation.rates import Rates
@@ -96,10 +97,10 @@ def _seconds(name: str, nbytes: IntArray, rate: float | None) -> FloatArray:
 
 def _unknown_rate(name: str) -> UsageError:
     return UsageError(
-        f"--link does not give {name}, which this operation needs",
+        f"{option('link')} lacks {name}, which this operation needs",
         got=f"rates without {name}",
         want=f"{name}=2GB/s, or whatever the machine does",
-        next_step=f"add {name} to --link; or leave --link out, for bytes and messages alone",
+        next_step=f"add {name} to {option('link')}; or leave it out, for bytes and messages alone",
     )
 
 
@@ -113,10 +114,10 @@ class _Links:
         for axis in rates.link.axes:
             if mesh is None or axis not in mesh.axis_names:
                 raise UsageError(
-                    f"--link names the axis {axis!r}, but the ranks' mesh does not have it",
+                    f"{option('link')} has the axis {axis!r}, but the mesh of the ranks does not",
                     got=f"{axis}.bandwidth or {axis}.latency",
                     want="no axis, as no mesh is known" if mesh is None else f"an axis of {mesh.grid!r}",
-                    next_step="correct the axis in --link, or leave it out",
+                    next_step=f"correct the axis in {option('link')}, or leave it out",
                 )
         if mesh is not None and rates.link.axes:
             at = np.unravel_index(np.arange(mesh.size), mesh.shape)

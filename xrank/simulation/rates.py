@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xrank.errors import UsageError
+from xrank.faces import option
 from xrank.virtual.costs.link_model import LinkModel
 from xrank.virtual.costs.link_words import Kind, read_words
 
@@ -55,7 +56,7 @@ class Rates:
 
 
 def read_rates(source: str | os.PathLike[str]) -> Rates:
-    """Read the value of ``--link``: words of the form name=value, or the path of a TOML file with the same names.
+    """Read rates: words of the form name=value, or the path of a TOML file with the same.
 
     ``read write memory all_read all_write start`` as in `Rates`; ``bandwidth latency`` of a link, and
     ``tp.bandwidth tp.latency`` along the axis ``tp``, as in `LinkModel.read`.
@@ -69,7 +70,7 @@ def read_rates(source: str | os.PathLike[str]) -> Rates:
     try:
         values, general, axes = read_words(source, _KINDS)
     except UsageError as error:
-        error.next_step = error.next_step or "correct --link, or the file it names"
+        error.about(next_step=f"correct {option('link')}, or the file it names")
         raise
     rates = {name: values.get(name) for name in _RATES}
     return Rates(**rates, link=LinkModel(*general, axes), start_seconds=values.get("start", 0.0))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xrank.errors import ContradictionError, UsageError
+from xrank.faces import AGAIN
 
 __all__ = ["check_alike", "check_plans", "nbytes_text", "path_text", "value_text"]
 
@@ -38,7 +39,7 @@ def _check_call(first: int, wanted: Mapping[str, str | None], rank: int, call: M
                 rank=rank,
                 got=f"{name} {got} on rank {rank}",
                 want=f"{name} {want}, as on rank {first}",
-                next_step="make the same call with the same arguments on all ranks",
+                next_step=f"let all ranks {AGAIN}, with the same options",
             )
 
 
@@ -78,8 +79,8 @@ def check_plans(ranks: Sequence[int]) -> Callable[[object, Sequence[str]], None]
                     rank=rank,
                     got=f"plan {digest}",
                     want=f"plan {digests[0]}, as on rank {ranks[0]}: the same names, sizes, times and options",
-                    next_step="give all ranks the same command, and one file system; where its clients keep what they "
-                    "saw for a while, wait a minute; then run the same command",
+                    next_step="give all ranks the same options and one file system; where its clients cache what they "
+                    f"saw, wait a minute; then let all ranks {AGAIN}",
                 )
 
     return check

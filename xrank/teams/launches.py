@@ -9,6 +9,7 @@ from typing import Any
 from xrank import environment
 from xrank.environment import Launch
 from xrank.errors import UsageError
+from xrank.faces import option
 from xrank.teams.team import Team
 from xrank.writers.output_place import OutputPlace
 
@@ -34,7 +35,7 @@ def find_launch(environ: Mapping[str, str], *, distributed: bool) -> tuple[Launc
     if launch is None:
         if distributed:
             raise UsageError(
-                "--distributed was given, and nothing says which rank this is",
+                f"{option('distributed', True)} was given, but the environment does not name this rank",
                 want="RANK and WORLD_SIZE in the environment of every rank",
                 next_step="start the ranks by torchrun, srun or mpirun, or set both",
             )
@@ -43,7 +44,7 @@ def find_launch(environ: Mapping[str, str], *, distributed: bool) -> tuple[Launc
         return None, ()
     if launch.launcher == "bare" and not distributed:
         message = f"RANK={launch.rank} and WORLD_SIZE={launch.world_size} were left alone: one process did all of it"
-        return None, (("one-process", f"{message}; --distributed shares it among such ranks"),)
+        return None, (("one-process", f"{message}; {option('distributed', True)} shares it among such ranks"),)
     return launch, ()
 
 
@@ -89,7 +90,6 @@ def find_group_team(group: Any, place: str, *, timeout_seconds: float, joins_lau
             None if found.is_one_host else OutputPlace.of(place).parent,
             num_here=found.num_here,
             timeout_seconds=timeout_seconds,
-            next_step="make the same call on all ranks, or raise timeout_seconds if they are slow; it goes on then",
         )
     if joins_launch and not _is_initialised():
         launch, _ = find_launch(environment.environ(), distributed=False)
@@ -112,7 +112,6 @@ def _team_of_launch(launch: Launch, out: str, timeout_seconds: float) -> Team:
         None if is_one_host else OutputPlace.of(out).parent,
         num_here=launch.local_world_size or 1,
         timeout_seconds=timeout_seconds,
-        next_step="give all ranks the same command, or --timeout if they are slow; it goes on then",
     )
 
 

@@ -14,8 +14,7 @@ from threading import Lock
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
-from xrank import errors
-from xrank.errors import RankFailedError, RankTimeoutError, XrankError
+from xrank.errors import RankFailedError, XrankError
 from xrank.gather.sessions import failure_check, forget, gather_values
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.store import LaunchedRanks
@@ -47,7 +46,6 @@ class SharedTeam(Team):
         directory: a folder that all ranks see, for messages between hosts; None: all ranks are on one host.
         num_here: how many of the ranks are known to share this host.
         timeout_seconds: how long a live rank may take to arrive.
-        next_step: advice for a rank that does not arrive.
     """
 
     def __init__(
@@ -59,11 +57,10 @@ class SharedTeam(Team):
         *,
         num_here: int,
         timeout_seconds: float,
-        next_step: str,
     ) -> None:
         super().__init__(ranks, rank, num_here=num_here, is_one_host=directory is None)
         self._group, self._directory = group, directory
-        self._timeout_seconds, self._next_step = timeout_seconds, next_step
+        self._timeout_seconds = timeout_seconds
         self._entries: list[str] = []
         self._is_committed = False
 
@@ -80,8 +77,6 @@ class SharedTeam(Team):
             failures = getattr(error, "failures", ()) or (error,)
             known_dead = {failure.rank for failure in failures if failure.rank is not None}
             if not self._is_committed:
-                if isinstance(error, RankTimeoutError):
-                    error.next_step = self._next_step
                 raise
             # The output is in place and holds the part of every rank: the failure came too late to matter.
         finally:
@@ -232,13 +227,11 @@ def _describe_error(error: XrankError, rank: int, what: str) -> dict[str, Any]:
     """Return an error as JSON can hold it."""
     if isinstance(error, RankFailedError):  # it has more parts than others
         return {"record": FailureRecord.from_error(error, rank, what).to_bytes().decode()}
-    return error.to_dict()
+    return error.to_record()
 
 
 def _read_error(content: dict[str, Any]) -> XrankError:
     """Return the error that `_describe_error` described."""
     if "record" in content:
         return FailureRecord.from_bytes(content["record"].encode()).to_error()
-    kind, message, next_step = content.pop("type"), content.pop("message"), content.pop("try")
-    error: XrankError = getattr(errors, kind)(message, **content, next_step=next_step)
-    return error
+    return XrankError.from_record(content)

@@ -111,7 +111,7 @@ class ReaderContract:
     frameworks: ClassVar[tuple[str, ...]] = ("torch",)
     """Modules that the reader must not import."""
     recipe: ClassVar[str | None] = None
-    """As ``--recipe``; ``"none"`` if `SampleSource.expected` has a training framework's own names."""
+    """As a gather's recipe; ``"none"`` if `SampleSource.expected` has a training framework's own names."""
     unseen: ClassVar[Mapping[str, str]] = {}
     """Fault (a name in `xrank.testing.source_faults.FAULTS`) -> reason why the format cannot show it."""
     exit_codes: ClassVar[Mapping[str, frozenset[int]]] = {}

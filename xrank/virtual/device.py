@@ -273,7 +273,7 @@ class VirtualDevice:
         try:
             spec = spec_of(array)
         except UsageError as error:
-            error.rank = self.index
+            error.about(rank=self.index)
             raise
         if dim is None and collective in ("reduce_scatter", "scatter"):
             raise self._refusal(collective, "has no dim", "the dim along which parts are cut")

@@ -144,8 +144,7 @@ class SharedMemoryWorkspace(IdentifiedWorkspace):
                 state = read_state(path, target_rank, self.world_size, self.run_id)
             except XrankError as error:
                 # The reader's own descriptor means nothing outside this process.
-                error.message = error.message.replace(path, place.path)
-                error.file = place.path
+                error.rename_file(path, place.path)
                 raise
         return (None, None) if state is None else state
 

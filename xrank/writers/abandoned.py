@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from xrank.errors import OutputExistsError
+from xrank.faces import option
 from xrank.writers.disk import describe, explaining, sync_folder, write_all
 from xrank.writers.journal import JOURNAL_NAME, Journal, JournalLine, journal_text, read_journal
 from xrank.writers.output_place import MANIFEST_NAME, OutputPlace
@@ -33,7 +34,7 @@ class Claim:
 
 
 def roll_forward(place: OutputPlace) -> None:
-    """Finish what a killed ``--overwrite`` began without an exchange: the new output if it is there, else the old."""
+    """Finish what a killed overwrite began without an exchange: the new output if it is there, else the old."""
     for identifier in place.identifiers("-old"):
         stage = place.stage(identifier)
         old = f"{stage}-old"
@@ -122,7 +123,7 @@ def taken_over(place: OutputPlace) -> OutputExistsError:
     return OutputExistsError(
         f"{place.path}: another gather to it took over this one's stage ({owner_text(place)})",
         file=place.path,
-        next_step="wait for the other gather, or give this one another --out",
+        next_step=f"wait for the other gather, or give this one another {option('out')}",
     )
 
 
@@ -145,7 +146,7 @@ def _keep_finished(stage: str, journal: Journal) -> tuple[JournalLine, ...]:
 def _why_cleared(stage: str, journal: Journal | None, plan_digest: str, *, resume: bool) -> str:
     name = os.path.basename(stage)
     if not resume:
-        return f"{name}: left by an earlier run, cleared away as asked (--no-resume)"
+        return f"{name}: left by an earlier run, cleared away: this run was not to resume"
     if journal is None:
         return f"{name}: cleared away: no journal of this version of xrank, or a damaged one"
     if journal.plan != plan_digest:

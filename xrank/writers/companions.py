@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xrank.errors import IncompleteError, UnsafeError, UsageError
+from xrank.faces import option
 from xrank.writers.disk import explaining
 
 __all__ = ["Companion", "base_companions", "companions_in", "hub_snapshot", "source_companions"]
@@ -56,7 +57,9 @@ def base_companions(folder: str) -> tuple[Companion, ...]:
         IncompleteError: a companion is a link to nothing.
     """
     if not os.path.isdir(folder):
-        raise UsageError(f"{folder}: is no folder", file=folder, next_step="give a model folder as --base-model")
+        raise UsageError(
+            f"{folder}: is not a folder", file=folder, next_step=f"give a model folder as {option('base_model')}"
+        )
     return tuple(sorted(_walk(folder, ""), key=lambda companion: companion.name))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from xrank.errors import NoSpaceError, UsageError, XrankError
+from xrank.faces import AGAIN, option
 
 __all__ = [
     "allocate",
@@ -44,7 +45,7 @@ def explain(error: OSError, path: str, *, needed_nbytes: int | None = None) -> X
             f"{path}: larger than a file may be here: the file-size limit (ulimit -f) or the file system's own",
             file=path,
             got=None if needed_nbytes is None else f"{needed_nbytes} bytes",
-            next_step="raise the limit (ulimit -f unlimited) or ask for smaller shards (--max-shard-size)",
+            next_step=f"raise the limit (ulimit -f unlimited), or make {option('max_shard_size')} smaller",
         )
     if error.errno == errno.ENAMETOOLONG:
         return UsageError(f"{path}: {text}", file=path, next_step="give the output a shorter name")
@@ -171,7 +172,8 @@ def _no_space(number: int, path: str, needed: int | None) -> NoSpaceError:
         free_nbytes=free,
         got=None if free is None else f"{free} bytes free",
         want=None if needed is None else f"{needed} bytes",
-        next_step="free space there or choose another --out; the same command goes on from the files already finished",
+        next_step=f"free space there, then {AGAIN}, which goes on from the files already finished; or choose another "
+        f"{option('out')}",
     )
 
 

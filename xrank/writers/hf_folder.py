@@ -9,6 +9,7 @@ from itertools import chain
 
 from xrank import dtypes
 from xrank.errors import UsageError
+from xrank.faces import either, option
 from xrank.formats.safetensors_header import HeaderTensor, build_header
 from xrank.plan.output import OutputFile, OutputTensor
 
@@ -42,10 +43,19 @@ def lay_out(
     """
     everything = [*tensors, *chain.from_iterable(apart)]
     if not everything:
-        raise UsageError("no tensor is left to write", next_step="look at --include and --exclude")
+        raise UsageError(
+            "no tensor is left to write",
+            next_step=either(
+                f"change {option('include')} or {option('exclude')}",
+                f"let {option('transform')} keep one",
+            ),
+        )
     if max_shard_nbytes < 1:
         raise UsageError(
-            "a file must be allowed a byte at least", got=str(max_shard_nbytes), want="--max-shard-size 5GB"
+            f"{option('max_shard_size')} must be 1 byte or more",
+            got=str(max_shard_nbytes),
+            want=option("max_shard_size", "5GB"),
+            next_step="give a larger size",
         )
     seen: set[str] = set()
     for tensor in everything:

@@ -15,6 +15,7 @@ from typing import Any
 
 from xrank import dtypes
 from xrank.errors import CorruptError, IncompleteError
+from xrank.faces import either, option
 from xrank.writers.disk import explaining
 from xrank.writers.output_place import MANIFEST_NAME
 
@@ -179,7 +180,10 @@ def _read(path: str) -> bytes:
         raise IncompleteError(
             f"{path}: there is no manifest",
             file=path,
-            next_step="only what xrank gathered has one; give --against to compare with another copy",
+            next_step=either(
+                "gather the model again: only what xrank wrote has a manifest",
+                f"give {option('against')} another copy to compare with",
+            ),
         ) from None
     except OSError as error:
         with explaining(path):

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from filelock import FileLock, Timeout
 
 from xrank.errors import OutputExistsError, UsageError
+from xrank.faces import option
 from xrank.writers.disk import describe, explain
 
 __all__ = ["hold_lock"]
@@ -46,7 +47,7 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
         raise OutputExistsError(
             f"{out}: another gather to it is under way ({owner()})",
             file=out,
-            next_step="wait for it, or give this one another --out",
+            next_step=f"wait for it, or give this one another {option('out')}",
         ) from None
     except OSError as error:
         if error.errno in _NO_FILE:

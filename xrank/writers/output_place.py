@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from xrank.errors import OutputExistsError, UsageError
+from xrank.faces import option
 from xrank.formats.rank_state import rank_of, state_file_name
 from xrank.words import list_text, plural
 from xrank.writers.disk import describe, explain, explaining, free_nbytes, may_share_blocks, sync_folder
@@ -107,7 +108,7 @@ def check_output(out: str | os.PathLike[str], *, overwrite: bool, replaces_state
             file=there,
             got=_kind(there),
             want="a folder",
-            next_step="choose another --out",
+            next_step=f"choose another {option('out')}",
         )
     if not os.access(there, os.W_OK | os.X_OK):
         is_read_only = os.statvfs(there).f_flag & os.ST_RDONLY  # then owner and mode explain nothing
@@ -117,7 +118,7 @@ def check_output(out: str | os.PathLike[str], *, overwrite: bool, replaces_state
             file=there,
             got=why,
             want="a folder this user may write to",
-            next_step="choose another --out, or change the folder's owner or mode",
+            next_step=f"choose another {option('out')}, or change the folder's owner or mode",
         )
 
 
@@ -142,7 +143,7 @@ def check_room(out: str | os.PathLike[str], nbytes: Sequence[int], source: str) 
 
 
 def check_replaceable(path: str, *, replaces_states: bool) -> None:
-    """Refuse to replace what is not an empty folder or one that holds a model: ``--overwrite --out ~`` is a slip.
+    """Refuse to replace what is not an empty folder or one that holds a model: overwriting a home folder is a slip.
 
     Nor a model beside which somebody keeps folders, such as a trainer's checkpoints, or ranks' states, unless the
     output is states itself: they would go with it, and no model gives them back.
@@ -161,11 +162,11 @@ def check_replaceable(path: str, *, replaces_states: bool) -> None:
                 _check_states(path, names)
             return
     raise OutputExistsError(
-        f"{path}: is {_kind(path)}, no model, so --overwrite does not replace it",
+        f"{path}: is {_kind(path)}, not a model, so {option('overwrite', True)} does not replace it",
         file=path,
         got=_kind(path),
         want="a folder that holds a model, or nothing",
-        next_step="choose another --out, or remove it yourself",
+        next_step=f"choose another {option('out')}, or move it elsewhere",
     )
 
 
@@ -181,12 +182,12 @@ def _check_folders(path: str, names: Sequence[str]) -> None:
     others = [name for name in folders if name not in own]
     if others:
         raise OutputExistsError(
-            f"{path}: holds {list_text(map(repr, others), 3)}, not part of a model that xrank wrote, so --overwrite "
-            "does not remove it",
+            f"{path}: holds {list_text(map(repr, others), 3)}, not part of a model that xrank wrote, so "
+            f"{option('overwrite', True)} does not remove it",
             file=os.path.join(path, others[0]),
             got=f"the folder {others[0]!r} in it",
             want="a model, and files beside it at most",
-            next_step="move the folder elsewhere, or choose another --out",
+            next_step=f"move the folder elsewhere, or choose another {option('out')}",
         )
 
 
@@ -194,12 +195,12 @@ def _check_states(path: str, names: Sequence[str]) -> None:
     ranks = sorted(rank for name in names if (rank := rank_of(name)) is not None)
     if ranks:
         raise OutputExistsError(
-            f"{path}: holds the states of {plural(len(ranks), 'rank')}, so --overwrite does not put a model in their "
-            "place",
+            f"{path}: holds the states of {plural(len(ranks), 'rank')}, so {option('overwrite', True)} does not put a "
+            "model in their place",
             file=os.path.join(path, state_file_name(ranks[0])),
             got=_kind(path),
             want="a folder that holds a model, or nothing",
-            next_step="choose another --out, or remove it yourself",
+            next_step=f"choose another {option('out')}, or move it elsewhere",
         )
 
 
@@ -220,7 +221,7 @@ def exists(path: str, when: str) -> OutputExistsError:
         file=path,
         got=_kind(path),
         want="nothing there",
-        next_step="choose another --out, or add --overwrite to replace it",
+        next_step=f"choose another {option('out')}, or add {option('overwrite', True)} to replace it",
     )
 
 

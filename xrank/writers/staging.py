@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from xrank.errors import UsageError, XrankError
+from xrank.faces import option
 from xrank.writers.abandoned import claim, owner_text, roll_forward, taken_over, write_journal
 from xrank.writers.disk import explain, explaining
 from xrank.writers.output_lock import hold_lock
@@ -94,5 +95,5 @@ def check_apart(source: str, out: str) -> None:
         raise UsageError(
             f"the output {out} would replace its source {source}",
             file=out,
-            next_step="give --out a folder of its own",
+            next_step=f"give {option('out')} a folder of its own",
         )

@@ -63,7 +63,7 @@ def export_optimizer_shards(
 ) -> tuple[dict[str, torch.Tensor], LayoutMap]:
     r"""Return the parameters and states of an optimizer on this rank, and their layouts in the whole model.
 
-    Values have the parameters' names, so that a gather with ``--exclude 'state\..*'`` writes the model; a state is
+    Values have the parameters' names, so that a gather that excludes ``state\..*`` writes the model; a state is
     ``state.<parameter>.<key>``, as in torch's checkpoints. Settings of parameter groups, such as rates, are omitted.
 
     Args:

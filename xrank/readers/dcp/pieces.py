@@ -153,8 +153,7 @@ def _dtype(name: str, tensor: DcpTensor, path: str) -> str:
     try:
         dtype = dtypes.by_torch_name(tensor.dtype)
     except XrankError as error:
-        error.message = f"{shown(name)[1:-1]}: {error.message}"
-        error.tensor, error.file = name, path
+        error.about(shown(name)[1:-1], tensor=name, file=path)
         raise
     if prod(tensor.shape) * dtype.nbytes >= 1 << 63:
         raise _corrupt(name, "is larger than any file", path, got=shown(tensor.shape))

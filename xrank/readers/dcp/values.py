@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from xrank.errors import UsageError, XrankError
+from xrank.faces import either, option
 from xrank.formats.dcp_metadata import DcpMetadata
 from xrank.formats.regular_file import open_regular, shown
 from xrank.formats.torch_archive import ArchivedTensor, read_archive_in
@@ -48,7 +49,7 @@ def check_values(
                     file=path,
                     got=f"a {type(value).__name__}",
                     want="tensors by name, as torch's default planner saves them from dicts and lists",
-                    next_step="load and save it so, or leave it out with --exclude",
+                    next_step=either("load and save it so", f"leave it out with {option('exclude')}"),
                 )
             left_out.append(name)
     return tuple(left_out)

@@ -162,7 +162,7 @@ def _check_name(archive: TorchArchive, origin: Origin) -> None:
 
 def _needs_code(name: str, value: InertRecord, origin: Origin) -> UnsafeError:
     error = origin.unsafe(f"{shown(name)[1:-1]} is no plain tensor, but what only code can make", got=repr(value))
-    error.tensor = name
+    error.about(tensor=name)
     return error
 
 

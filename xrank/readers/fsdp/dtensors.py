@@ -124,9 +124,8 @@ class DTensors:
             try:
                 self._layouts[key] = str(from_placements(mesh, placements, len(wrapper.shape), order))
             except LayoutError as error:
-                error.message = f"{name}: {error.message}"
-                error.tensor, error.rank, error.file = name, self._origin.rank, self._origin.path
-                error.next_step = error.next_step or "copy the file again from where it was written"
+                again = "copy the file again from where it was written"
+                error.about(name, tensor=name, rank=self._origin.rank, file=self._origin.path, next_step=again)
                 raise
             except (LookupError, ValueError) as error:
                 raise self._origin.corrupt(

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
+from xrank.faces import option
 from xrank.layout.nests import Nest
 from xrank.plan.source import StoredShard
 from xrank.readers.fsdp.rank_files import RankFile
@@ -158,7 +159,7 @@ def flat_shards(pieces: FlatPieces, shapes: Mapping[str, tuple[int, ...]]) -> li
             file=pieces.by_name[name][0].held.file,
             got=f"{stop - start} elements",
             want="the tensor's whole shape in a base model",
-            next_step="run again with --base-model DIR, or save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+            next_step=f"give {option('base_model', metavar='DIR')}, or save with SHARDED_STATE_DICT or FULL_STATE_DICT",
         )
     return [_shard(name, own, shapes[name]) for name, own in pieces.by_name.items()]
 
@@ -222,5 +223,5 @@ def refuse_nameless(buffer: str, file: RankFile) -> LayoutError:
         got=f"{file.sharded[buffer].shape[0]} elements",
         want="parameters by name",
         next_step="save with SHARDED_STATE_DICT or FULL_STATE_DICT (load it into the same model first), or give a rule "
-        f'like "{buffer}" = "flat(a [7, 10], b [7])/~fsdp" by --layout FILE',
+        f'like "{buffer}" = "flat(a [7, 10], b [7])/~fsdp" by {option("layouts", metavar="FILE")}',
     )

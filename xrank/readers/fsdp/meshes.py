@@ -70,8 +70,8 @@ class Meshes:
         try:
             mesh = _mesh(shape, tuple(names), tuple(ranks))
         except LayoutError as error:
-            error.message, error.file = self._origin.named(error.message), self._origin.path
-            error.next_step = error.next_step or "copy the file again from where it was written"
+            again = "copy the file again from where it was written"
+            error.about(self._origin.name, file=self._origin.path, rank=self._origin.rank, next_step=again)
             raise
         at = told.get("_coordinate_on_dim")
         if self._rank not in mesh:

@@ -94,8 +94,7 @@ def _element_type(value: object, origin: Origin) -> str:
     try:
         return by_torch_name(value.removeprefix("torch.")).name
     except UsageError as error:
-        error.file, error.rank = origin.path, origin.rank
-        error.message = origin.named(error.message)
+        error.about(origin.name, file=origin.path, rank=origin.rank)
         raise
 
 

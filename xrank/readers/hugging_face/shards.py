@@ -14,6 +14,7 @@ from math import prod
 
 from xrank.dialects.boxes import Box, box_text, boxes_overlap, volume
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
+from xrank.faces import AGAIN, option
 from xrank.formats.safetensors_header import read_header
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
@@ -144,8 +145,7 @@ def _prove(path: str, shapes: Mapping[str, tuple[int, ...]], pieces: ShardPieces
     try:
         recipe = hints.prove_shapes(shapes) if hints.prove_shapes is not None else None
     except (IncompleteError, ContradictionError) as error:
-        error.got = f"{error.got}; {grid.text()}" if error.got else grid.text()
-        error.file = error.file or grid.folder
+        error.about(got=grid.text(), file=grid.folder)
         raise
     except LayoutError as error:
         recipe, loose = None, error
@@ -165,7 +165,7 @@ def _not_proven(
     tensor = (loose.tensor if loose is not None else None) or unproven[0]
     reached = f"pieces that reach to {list(shapes[tensor])}; " if tensor in shapes else ""
     wants = [f"{loose.want}, or a base model" if loose is not None else "a base model with these names"]
-    remedy = "give --base-model DIR, whose shapes decide"
+    remedy = f"give {option('base_model', metavar='DIR')}, whose shapes decide"
     if loose is not None and loose.want != "a base model with it":
         remedy = f"put the model's config.json into {path}, or {remedy}"
     holes = grid.holes()
@@ -187,7 +187,7 @@ def _not_proven(
         file=grid.folder,
         got=reached + grid.text(),
         want=wants[0],
-        next_step=f"{remedy}, then run the same command",
+        next_step=f"{remedy}, then {AGAIN}",
     )
 
 

@@ -205,7 +205,7 @@ def _notes(
             ("no-checksums", f"{len(pieces.unchecked)} files hold no checksums ({pieces.unchecked[0]} is the first)")
         )
     if args is None:
-        notes.append(("no-args", f"{_COMMON} holds no args: sizes must come from a config.json or --base-model"))
+        notes.append(("no-args", f"{_COMMON} holds no args: sizes must come from a config.json or a base model"))
     return tuple(notes)
 
 

@@ -23,6 +23,7 @@ from xrank.dialects.megatron.layouts import (
     whole_name,
 )
 from xrank.errors import ContradictionError, LayoutError, XrankError
+from xrank.faces import option
 from xrank.formats.regular_file import shown
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh, TensorLayout
@@ -101,7 +102,7 @@ def _num_experts(chunk: Mapping[str, ArchivedTensor], file: RankFile, sizes: Par
         raise file.origin.corrupt("holds experts with gaps, or not the same in all layers", got=str(error)) from None
     told = file.args.get("num_experts")
     if held and type(told) is int and held * sizes.expert != told:
-        # So it is of --moe-extended-tp, which old releases had: every rank held a part of every expert.
+        # So it is of Megatron's --moe-extended-tp, which old releases had: every rank held a part of every expert.
         raise ContradictionError(
             file.origin.named("does not hold its share of the experts that its args tell"),
             rank=file.origin.rank,
@@ -120,8 +121,9 @@ def _unknown(name: str, file: RankFile, got: str) -> LayoutError:
         rank=file.origin.rank,
         file=file.origin.path,
         got=got,
-        want="a name that xrank's table has, or a rule of --layout",
-        next_step="save with --ckpt-format torch_dist, which records it, or give --layout FILE with this tensor's rule",
+        want=f"a name that xrank's table has, or a rule of {option('layouts')}",
+        next_step="save with --ckpt-format torch_dist, which records it, or give "
+        f"{option('layouts', metavar='FILE')} with this tensor's rule",
     )
 
 
@@ -207,8 +209,9 @@ def layouts_of(
             rank=held.rank,
             file=held.file,
             got=f"a part of shape {list(held.shape)}",
-            want="a name that xrank's table has, or a rule of --layout on the axes tp and etp",
-            next_step="run again with --layout FILE that gives its layout, or save with --ckpt-format torch_dist",
+            want=f"a name that xrank's table has, or a rule of {option('layouts')} on the axes tp and etp",
+            next_step=f"give {option('layouts', metavar='FILE')} with its layout, or save with "
+            "--ckpt-format torch_dist",
         )
     return found
 

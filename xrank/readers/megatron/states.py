@@ -100,7 +100,7 @@ def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor],
             )
         else:
             error = origin.unsafe(f"{shown(name)[1:-1]} is no tensor", got=repr(value)[:100])
-            error.tensor = name
+            error.about(tensor=name)
             raise error
     return tensors, num_extra
 
