@@ -14,7 +14,9 @@ import xrank
 from xrank import errors
 
 ROOT = Path(xrank.__file__).parent
-MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parts[len(ROOT.parts)] not in ("cli", "testing"))
+MODULES = sorted(
+    path for path in ROOT.rglob("*.py") if path.parts[len(ROOT.parts)] not in ("cli", "faces.py", "testing")
+)
 # Options of other programs, and whole commands, which one types whatever the face is.
 OTHERS = re.compile(r"--(ckpt-format|use-legacy-models|moe-extended-tp|pid) |xrank (layout show|inspect) .*--[a-z]+")
 # Made without a step by the functions named here, and given one by `about` or `advise` before they are raised.
@@ -28,10 +30,13 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def texts(tree: ast.Module) -> Iterator[str]:
-    """Yield every constant text, docstrings apart."""
-    documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    """Yield every text in the code, {} for what is put in, docstrings apart."""
+    apart = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+        if isinstance(node, ast.JoinedStr):
+            apart.update(map(id, node.values))
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart:
             yield node.value
 
 

@@ -67,9 +67,10 @@ class Face:
 
     @classmethod
     def of_function(cls, function: Callable[..., Any]) -> Face:
-        """Return the face of a public function: its parameters."""
+        """Return the face of a public function, whose parameters are its options."""
         parameters = inspect.signature(function).parameters
-        return cls(is_command=False, options=frozenset(parameters))
+        takes_others = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        return cls(is_command=False, options=None if takes_others else frozenset(parameters))
 
     @classmethod
     def of_command(cls, options: Iterable[str]) -> Face:

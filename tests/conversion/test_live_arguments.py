@@ -48,7 +48,7 @@ ASKED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "what the base model has": (
         {"w": ONE},
         {"base_model": "base"},
-        "gather what holds it too, or leave base_model= out",
+        "name the right base model, or give a source that has it too, or leave base_model= out",
     ),
     "what it has not": (
         {**W, "z": ONE, "q": torch.zeros(3)},
@@ -58,12 +58,12 @@ ASKED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a name that is kept": (
         {"__metadata__": ONE},
         {},
-        "leave it out of what is given, or let the ranks write it under another name",
+        "let the ranks write it under another name, or leave it out of what is given",
     ),
-    "a value too large": ({"w": ONE * 1e6}, {"dtype": "fp16"}, 'use dtype="bf16" or dtype="keep"'),
+    "a value too large": ({"w": ONE * 1e6}, {"dtype": "fp16"}, 'use dtype="bf16", or use dtype="keep"'),
     "nothing": ({}, {}, "give a model with tensors"),
     "nothing left": (W, {"transform": lambda name, tensor: {}}, "let transform= keep one"),
-    "little memory": (W, {"max_memory": "1KB"}, "give a larger max_memory= (64MB is the default)"),
+    "little memory": (W, {"max_memory": "1KB"}, "give a larger max_memory=; 64MB is the default"),
     "no adapter": (W, MERGE, "leave adapter= out"),
     "another rank": (Adapted(r=3), MERGE, "give a PeftModel with the configuration that its adapter was trained with"),
     "no DoRA": (
