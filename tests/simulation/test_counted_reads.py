@@ -48,7 +48,7 @@ def test_elements_below(many: list[Nest], data: st.DataObject) -> None:
 
 @given(nests(), st.integers(1, 60))
 @settings(deadline=None)
-def test_what_a_read_takes_along(nest: Nest, most: int) -> None:
+def test_reads_include_the_gaps_between_pieces(nest: Nest, most: int) -> None:
     told = float(compute_read_overhead(NestTable.of([nest]), most)[0])
     each = list(tiles(nest, most))
     first = each[0]  # a tile of its full length, as the loop is cut

@@ -45,7 +45,7 @@ def test_noise_does_not_make_nonsense() -> None:
         assert predict(sample.traffic, found, None).seconds == pytest.approx(sample.seconds, rel=0.2)
 
 
-def test_what_costs_nothing_has_no_limit_and_what_none_does_is_not_known() -> None:
+def test_free_work_has_no_limit_and_unused_rates_are_unknown() -> None:
     each = [traffic(([0], [(0, FROM_FILES, size, 1)])) for size in (10**6, 10**7)]
     found = fit_rates([Sample(one, predict(one, Rates(read=1e8), None).seconds) for one in each])
     assert found.read == pytest.approx(1e8) and found.write is None and found.memory is None
@@ -55,6 +55,6 @@ def test_what_costs_nothing_has_no_limit_and_what_none_does_is_not_known() -> No
 
 
 @pytest.mark.parametrize("samples", [[], [Sample(traffic(([1], [])), 0.0)]], ids=["none", "no time"])
-def test_samples_must_have_taken_time(samples: list[Sample]) -> None:
+def test_samples_need_positive_times(samples: list[Sample]) -> None:
     with pytest.raises(UsageError, match="measured times"):
         fit_rates(samples)

@@ -75,7 +75,7 @@ def test_views_follow_the_mesh(tmp_path: Path) -> None:
         ('[mesh]\ngrid = "a=2 b=2"\nview.e = "e=4"\n[tensors]\n"x" = "[8/e] in e where b=0"\n', None, "held by no"),
     ],
 )
-def test_what_no_ranks_can_hold_is_refused(tmp_path: Path, text: str, mesh: str | None, says: str) -> None:
+def test_invalid_layouts_are_refused(tmp_path: Path, text: str, mesh: str | None, says: str) -> None:
     file = tmp_path / "layout.toml"
     file.write_text(text)
     with pytest.raises(LayoutError, match=says) as raised:

@@ -74,7 +74,7 @@ def test_the_slowest_axis_along_which_ranks_differ_counts() -> None:
     assert plain.parts["exchange"][0] == pytest.approx(3.003)
 
 
-def test_an_axis_that_is_not_told_of_has_the_general_link() -> None:
+def test_an_axis_without_values_has_the_general_link() -> None:
     mesh = DeviceMesh((2, 2), ("dp", "tp"))
     found = predict(traffic(([0] * 4, [(0, 2, 1_000_000, 0)])), read_rates(f"{ALL} tp.bandwidth=10MB/s"), mesh)
     assert found.parts["exchange"].tolist() == pytest.approx([1, 0, 1, 0])
@@ -89,7 +89,7 @@ def test_files_of_all_are_shared_by_those_that_use_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["read", "write", "memory", "bandwidth"])
-def test_a_rate_that_is_needed_must_be_told(name: str) -> None:
+def test_a_needed_rate_must_be_given(name: str) -> None:
     words = [word for word in ALL.split() if not word.startswith(f"{name}=")]
     moved = traffic(([1, 1], [(0, FROM_FILES, 1, 1), (0, 0, 1, 1), (0, 1, 1, 1)]))
     predict(moved, read_rates(ALL), None)
@@ -132,7 +132,7 @@ def test_rates_of_a_file_are_those_of_words(tmp_path) -> None:
         ("\0", "cannot be read"),
     ],
 )
-def test_rates_that_cannot_be_read(text: str, says: str) -> None:
+def test_invalid_rates_are_refused(text: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         read_rates(text)
     assert caught.value.next_step is not None

@@ -35,7 +35,7 @@ def test_every_element_type_and_shape(kind, dtype):
 
 
 @kinds
-def test_copies_are_ones_own_and_packed(kind):
+def test_copies_are_independent_and_contiguous(kind):
     array = of_kind(made((4, 6), "F32", 1), kind)
     for view in (
         array[::2, 1::2],
@@ -87,7 +87,7 @@ def test_a_number_of_numpy_is_an_array_without_dims():
     ],
     ids=["list", "float", "None", "masked", "sparse", "meta"],
 )
-def test_what_is_no_plain_array_is_refused(value):
+def test_arrays_that_are_not_plain_are_refused(value):
     with pytest.raises(UsageError, match="plain arrays") as raised:
         arrays.spec_of(value)
     assert raised.value.got and raised.value.next_step

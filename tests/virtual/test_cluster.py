@@ -127,13 +127,13 @@ def test_a_mesh_in_any_form(virtual_cluster, mesh):
         ({"timeout_seconds": "60"}, "must be positive"),
     ],
 )
-def test_options_that_cannot_be(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
         VirtualCluster(2, **options)
 
 
 @pytest.mark.parametrize("mesh", ["x=2 y=2", 2.0, None, {"x": 2}, np.array([2, 2])])
-def test_what_is_no_mesh_is_refused(mesh):
+def test_an_invalid_mesh_is_refused(mesh):
     with pytest.raises(UsageError, match="is not a mesh") as raised:
         VirtualCluster(mesh)
     assert "DeviceMesh" in raised.value.next_step
@@ -193,7 +193,7 @@ def test_a_device_that_raises_is_named_with_what_it_raised(virtual_cluster, engi
     assert "in fail_on_one" in "".join(error.__notes__)
 
 
-def test_all_that_fail_are_told(virtual_cluster):
+def test_all_failures_are_reported(virtual_cluster):
     barrier = threading.Barrier(3)
 
     def body(device):
@@ -215,7 +215,7 @@ def test_a_device_that_exits_is_named(virtual_cluster):
         virtual_cluster(2).run(lambda device: sys.exit(3) if device.index == 0 else device.receive(0))
 
 
-def test_those_that_wait_are_let_out_through_their_own_cleaning_up(virtual_cluster):
+def test_waiting_devices_run_their_own_cleanup(virtual_cluster):
     cleaned = []
 
     def body(device):
@@ -261,7 +261,7 @@ def test_when_nobody_can_go_on_it_is_said_at_once(virtual_cluster, name):
     assert raised.value.waiting_for and raised.value.next_step
 
 
-def test_one_that_ends_last_leaves_the_others_stuck_and_named(virtual_cluster):
+def test_the_last_device_to_end_leaves_a_reported_deadlock(virtual_cluster):
     def body(device):
         if device.index == 0:
             for other in (1, 2):
@@ -304,7 +304,7 @@ def test_who_is_late_is_named_with_the_place_where_it_stands(virtual_cluster, mo
 
 
 @engines
-def test_what_nobody_received_is_refused(virtual_cluster, engine):
+def test_messages_never_received_are_refused(virtual_cluster, engine):
     with pytest.raises(UsageError, match="device 1 never received messages that device 0 sent") as raised:
         virtual_cluster(2, engine=engine).run(lambda d: d.send(np.ones(2), 1) if d.index == 0 else None)
     assert raised.value.rank == 1 and raised.value.got == "0 received"
@@ -341,7 +341,7 @@ def test_the_threads_are_gone_for_the_system_too(virtual_cluster):
         assert set(map(str, run.outputs)) & set(os.listdir("/proc/self/task")) == set()
 
 
-def test_threads_that_have_left_are_awaited_longer_than_those_that_may_never_end(virtual_cluster, monkeypatch):
+def test_threads_that_are_exiting_are_awaited_longer(virtual_cluster, monkeypatch):
     live = in_process._run_device
 
     def live_slowly(*arguments):
@@ -354,7 +354,7 @@ def test_threads_that_have_left_are_awaited_longer_than_those_that_may_never_end
     assert device_threads() == []
 
 
-def test_one_that_is_started_when_the_run_is_over_does_nothing(virtual_cluster, monkeypatch):
+def test_a_thread_started_after_the_run_does_nothing(virtual_cluster, monkeypatch):
     """As on a busy machine, which has not let it run before."""
     live, begun, is_over = in_process._run_device, [], threading.Event()
 

@@ -66,7 +66,7 @@ def circled(part, size):
 
 
 @pytest.mark.parametrize(("collective", "algorithm", "size", "root"), CASES)
-def test_everyone_ends_with_what_the_collective_promises(collective, algorithm, size, root):
+def test_every_member_gets_the_result_of_the_collective(collective, algorithm, size, root):
     courses, slots = played(collective, algorithm, size, root)
     ring = algorithm == "ring" and collective not in ALWAYS_PUSH
     for member in range(size):
@@ -122,7 +122,7 @@ def test_messages_and_bytes_are_the_closed_forms(collective, algorithm, size, ro
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_on_a_ring_everyone_sends_to_the_next_alone(size):
+def test_on_a_ring_each_member_sends_only_to_the_next(size):
     for collective in sorted(set(COLLECTIVES) - ALWAYS_PUSH):
         back = collective == "gather"  # against the ring, towards the root
         for member in range(size):
@@ -132,7 +132,7 @@ def test_on_a_ring_everyone_sends_to_the_next_alone(size):
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), list(product(COLLECTIVES, ALGORITHMS)))
-def test_what_uneven_parts_weigh(collective, algorithm):
+def test_bytes_of_uneven_parts(collective, algorithm):
     """Each give is as large as the get of its partner, whatever the lengths."""
     size, root, dim = 3, 1, 1
     own = collective in ("all_scatter", "all_gather", "gather", "all_to_all")
@@ -171,7 +171,7 @@ def test_output_specs_are_those_of_numpy():
             assert array is None or found.nbytes == prod(array.shape) * 8
 
 
-def test_names_that_are_none():
+def test_invalid_names_are_refused():
     with pytest.raises(UsageError, match="'tree'"):
         check_algorithm("tree")
     with pytest.raises(UsageError, match="'all_sum'"):

@@ -47,7 +47,7 @@ def test_an_interrupt_waits_for_the_released_part():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_handler_that_returns_is_called_as_ever():
+def test_a_handler_that_returns_runs_as_usual():
     calls = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: calls.append(number))
     try:
@@ -66,7 +66,7 @@ def test_a_handler_that_returns_is_called_as_ever():
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_a_signal_during_a_handler_is_taken_after_it():
+def test_a_signal_during_a_handler_is_handled_after_it():
     steps = []
 
     def handle(number, frame):

@@ -355,7 +355,7 @@ def test_alone_in_a_group_nothing_is_sent_and_results_are_copies(virtual_cluster
     }  # fmt: skip
 
 
-def test_send_and_receive_keep_their_order_and_nobody_waits_to_send(virtual_cluster):
+def test_send_and_receive_keep_their_order_and_sends_never_wait(virtual_cluster):
     def body(device):
         other = 1 - device.index
         for number in range(100):
@@ -377,7 +377,7 @@ def test_where_a_device_is(virtual_cluster):
     assert [output[0] for output in run.outputs] == [3, 1, 0, 2]
 
 
-def test_flops_and_what_is_held_are_what_the_function_says(virtual_cluster):
+def test_flops_and_peak_are_those_that_the_function_reports(virtual_cluster):
     def body(device):
         device.count_flops(10)
         device.count_flops(device.index)
@@ -482,7 +482,7 @@ def test_contradicting_calls_are_named_at_once(virtual_cluster, name):
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_calls_that_cannot_be_are_refused_before_anything_is_sent(virtual_cluster, name):
+def test_invalid_calls_are_refused_before_anything_is_sent(virtual_cluster, name):
     function, message = ALONE[name]
     sent = []
 
@@ -496,7 +496,7 @@ def test_calls_that_cannot_be_are_refused_before_anything_is_sent(virtual_cluste
     assert sent[0][0] == 0 and sent[0][1] in (0, None)
 
 
-def test_axes_that_are_none_are_refused(virtual_cluster):
+def test_invalid_axes_are_refused(virtual_cluster):
     with pytest.raises(RankFailedError, match="has no axis 'tp'") as raised:
         virtual_cluster((2, 2)).run(lambda device: device.all_reduce(ONES, "tp"))
     assert isinstance(raised.value.__cause__, LayoutError)

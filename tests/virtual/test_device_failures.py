@@ -225,7 +225,7 @@ def test_a_device_that_hangs_is_named_a_second_after_the_deadline(failing):
     assert "stack of device 2" in notes and stands in notes
 
 
-def test_a_device_that_sends_to_the_host_for_ever_is_late(monkeypatch):
+def test_endless_sends_to_the_host_reach_the_time_limit(monkeypatch):
     """Whenever the host looks, there is one more."""
 
     def collect(channel):
@@ -237,7 +237,7 @@ def test_a_device_that_sends_to_the_host_for_ever_is_late(monkeypatch):
         process_engine.run([Job(1, sleeps)], timeout_seconds=0.5)
 
 
-def test_devices_that_wait_for_each_other_are_told_at_once():
+def test_a_deadlock_is_reported_at_once():
     error, seconds = run_with(waits_for_ever, 2)
     assert type(error) is RankTimeoutError and set(error.waiting_for) == {0, 1, 2, 3}
     assert "device 2 waits for the host (send, since" in str(error)
@@ -248,7 +248,7 @@ def test_devices_that_wait_for_each_other_are_told_at_once():
         VirtualCluster(4).run(lambda device: device.receive((device.index + 1) % 4))
 
 
-def test_a_device_that_waits_for_one_that_has_ended_is_told_while_others_work():
+def test_a_wait_for_an_ended_device_is_reported_while_others_work():
     def live(device):
         if device.index == 1:
             device.receive(0)
@@ -263,7 +263,7 @@ def test_a_device_that_waits_for_one_that_has_ended_is_told_while_others_work():
     assert caught.value.waiting_for == (1,) and time.monotonic() - begin < 30, "long before the deadline"
 
 
-def test_waits_that_will_end_are_no_circle():
+def test_waits_that_will_end_are_not_a_deadlock():
     """Three wait, through each other, for one that computes for longer than the host's looks take."""
 
     def live(device):
@@ -281,7 +281,7 @@ def test_waits_that_will_end_are_no_circle():
     assert VirtualCluster(4).run(live).outputs == [0, 1, 1, 1]
 
 
-def test_all_that_failed_are_told_the_first_one_first():
+def test_all_failures_are_reported_in_order():
     """Two fail while the host still sends packets, device 0 after device 1 has ended."""
     pids, pids_there = os.pipe()
 
@@ -307,7 +307,7 @@ def test_all_that_failed_are_told_the_first_one_first():
     assert [(failure.rank, str(failure.__cause__)) for failure in caught.value.failures] == [(1, "of 1"), (0, "of 0")]
 
 
-def test_a_failure_is_told_beside_a_result_that_cannot_arrive():
+def test_a_failure_is_reported_beside_an_unpicklable_result():
     """Both have ended when the host first looks."""
     pids, pids_there = os.pipe()
 
@@ -335,7 +335,7 @@ def has_ended(pid):
         return stat.read().rpartition(b")")[2].split()[0] == b"Z"
 
 
-def test_a_program_that_ignores_its_childrens_ends_is_told_who_died():
+def test_a_dead_device_is_named_when_the_program_ignores_sigchld():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         error, _ = run_with(exits, 1)
@@ -345,7 +345,7 @@ def test_a_program_that_ignores_its_childrens_ends_is_told_who_died():
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_process_that_a_device_forks_does_not_speak_for_it():
+def test_a_child_of_a_device_sends_no_result():
     def live(device):
         if pid := os.fork():
             os.waitpid(pid, 0)
@@ -355,7 +355,7 @@ def test_a_process_that_a_device_forks_does_not_speak_for_it():
     assert VirtualCluster(2).run(live).outputs == [2, 2]
 
 
-def test_an_error_that_is_kept_keeps_no_memory(monkeypatch):
+def test_a_kept_error_keeps_no_memory(monkeypatch):
     """A descriptor of the run's memory, kept aside, shows how much there is of it."""
     kept = []
 
@@ -402,7 +402,7 @@ def test_nothing_is_left_however_often(num_repeats):
 
 
 @pytest.mark.timeout(900)
-def test_nothing_is_left_of_those_that_hang(num_repeats):
+def test_hanging_devices_leave_nothing_behind(num_repeats):
     for number in range(num_repeats // 7):
         was = remains()
         error, late_seconds, _ = hang_with(HANGING[number % 3], number % 4)

@@ -229,7 +229,7 @@ def test_narrow_gradients_of_a_bias_are_summed_in_wide_elements(dtype, kind):
     assert {float(run.outputs[0][name][0]) for name in ("db1", "db2")} == {4096.0}
 
 
-def test_policies_are_told_by_the_shardings():
+def test_policies_follow_from_the_shardings():
     assert FeedForwardSharding.gspmd("y", "x").policy is POLICIES.GSPMD
     texts = ["[b/x, s, m/y]", "[m/x, h/y]", "[h/y]", "[b/x, s, h/y]", "[h/y, m/x]", "[m/y]", "[b/x, s, m/y]"]
     assert FeedForwardSharding(texts).policy is POLICIES.GSPMD
@@ -252,7 +252,7 @@ def test_policies_are_told_by_the_shardings():
         (0, "[m]", "the sharding of x does not match a feed-forward"),
     ],
 )
-def test_shardings_of_no_layer_are_refused(place, text, match):
+def test_shardings_that_fit_no_layer_are_refused(place, text, match):
     texts = ["[b, s, m]", "[m, h]", "[h]", "[b, s, h]", "[h, m]", "[m]", "[b, s, m]"]
     texts[place] = text
     with pytest.raises(LayoutError, match=match):
@@ -284,7 +284,7 @@ def test_arrays_that_do_not_fit_are_refused_by_name(name, shape, match):
     assert caught.value.tensor == name
 
 
-def test_what_is_no_sharding_of_a_layer_is_refused():
+def test_invalid_layer_shardings_are_refused():
     with pytest.raises(UsageError, match="FeedForward takes a FeedForwardSharding"):
         FeedForward(("[b, s, m]",))
 

@@ -41,7 +41,7 @@ def test_sums_are_those_of_the_steps(collective, algorithm):
             assert found == want, (size, dim, root)
 
 
-def test_what_is_no_collective_is_refused():
+def test_an_unknown_collective_is_refused():
     with pytest.raises(UsageError, match="unknown collective 'all_sum'"):
         group_traffic("all_sum", "push", (ArraySpec((1,)),))
 

@@ -42,14 +42,14 @@ def test_an_explicit_group_keeps_its_order():
         ({"group": [3, 5], "axes": "tp"}, "and over axes"),
     ],
 )
-def test_groups_that_cannot_be(arguments, message):
+def test_invalid_groups_are_refused(arguments, message):
     with pytest.raises(UsageError, match=message) as raised:
         group_of(MESH, 3, **arguments)
     assert raised.value.rank == 3 and "device 3" in str(raised.value)
 
 
 @pytest.mark.parametrize("axes", ["ep", ("tp", "ep"), ("tp", "tp")])
-def test_axes_that_cannot_be(axes):
+def test_axes_of_invalid_shardings(axes):
     with pytest.raises(LayoutError, match=r"no axis 'ep'|'tp' is named twice"):
         group_of(MESH, 3, axes)
 
@@ -70,6 +70,6 @@ def test_a_mesh_by_lengths():
 
 
 @pytest.mark.parametrize("lengths", [(), (1, 1, 1, 1, 1), (2, 0), (2, 1.5), (True,)])
-def test_meshes_that_cannot_be(lengths):
+def test_invalid_meshes_are_refused(lengths):
     with pytest.raises((UsageError, LayoutError)):
         as_device_mesh(lengths)

@@ -87,7 +87,7 @@ def forwards(stages, runs, flops):
 
 
 @pytest.mark.parametrize(("stages", "runs"), [(1, 1), (1, 4), (4, 1), (2, 8), (4, 8)])
-def test_the_bubble_of_a_pipeline_shows(stages, runs):
+def test_waiting_shows_the_bubble_of_a_pipeline(stages, runs):
     timeline = LinkModel(flops_per_second=100.0).play(forwards(stages, runs, 50))
     assert timeline.seconds == pytest.approx((runs + stages - 1) * 0.5)
     assert timeline.idle_fraction == pytest.approx((stages - 1) / (runs + stages - 1))
@@ -95,7 +95,7 @@ def test_the_bubble_of_a_pipeline_shows(stages, runs):
     assert all(d.compute_seconds == pytest.approx(runs * 0.5) for d in timeline.devices)
 
 
-def test_a_straggler_holds_all_up():
+def test_a_straggler_delays_all():
     model = LinkModel(flops_per_second=100.0, slowdowns={1: 3.0})
     assert model.seconds(forwards(3, 4, 100)) == pytest.approx(1 + 4 * 3 + 1)
 
@@ -185,7 +185,7 @@ def test_an_operation_is_played_by_its_programs():
     assert free_host.seconds(matmul.compile(DeviceMesh((2,), ("x",)), *specs)) == pytest.approx(10 * 5 * 8 / B + L)
 
 
-def test_one_that_stays_away_from_a_large_group_is_told():
+def test_a_missing_member_of_a_large_group_is_reported():
     call = Communicate("all_gather", tuple(range(40)), "x", "y", (ArraySpec((1,)),) * 40, ArraySpec((40,)))
     programs = [Program(device, (call,) if device else ()) for device in range(40)]
     with pytest.raises(UsageError, match="device 1 waits forever: a member of its group does not send"):
@@ -300,7 +300,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
         {"slowdowns": {3: 0.0}},
     ],
 )
-def test_models_that_cannot_be(arguments):
+def test_invalid_models_are_refused(arguments):
     with pytest.raises(UsageError, match="is impossible"):
         LinkModel(**arguments)
 
@@ -308,7 +308,7 @@ def test_models_that_cannot_be(arguments):
 # Fits
 
 
-def test_a_fit_finds_what_made_the_samples():
+def test_a_fit_recovers_the_model_of_the_samples():
     told = LinkModel(3e-6, 2e9, flops_per_second=5e10)
     samples = [
         LinkSample(m, n, m * 3e-6 + n / 2e9 + f / 5e10, f)

@@ -371,7 +371,7 @@ def test_the_cheapest_policy_sends_the_fewest_bytes():
     }
 
 
-def test_of_equals_the_fewest_flops_then_the_first():
+def test_ties_go_to_fewer_flops_then_to_the_first():
     whole, cut, again = (MatMulSharding(("[m, k]", "[k, n]", c)) for c in ("[m, n]", "[m/x, n]", "[m, n/x]"))
     shapes = {"activations": ((8, 8),), "parameters": ((8, 8),)}
     assert cheapest([MatMul(whole), MatMul(cut), MatMul(again)], MESH, **shapes).operation == MatMul(cut)
@@ -388,7 +388,7 @@ def test_the_algorithm_decides_too():
     assert [nbytes for _, nbytes, _ in ring.costs] == [P * 4 * 1.5 * 256, P * 4 * 7 * 32]
 
 
-def test_what_cannot_be_done_is_not_chosen():
+def test_an_impossible_candidate_is_not_chosen():
     wrong = MatMulSharding(("[m/tp, k]", "[k, n]"))
     uneven = MatMulSharding(("[m/y, k]", "[k, n]"))
     right = MatMulSharding(("[m/x, k]", "[k, n/y]"))
@@ -424,7 +424,7 @@ def test_layers_are_chosen_from_as_products_are():
         (("[m, k]",), "has the shardings of A, B and C"),
     ],
 )
-def test_shardings_of_no_product_are_refused(texts, match):
+def test_shardings_that_fit_no_product_are_refused(texts, match):
     with pytest.raises((LayoutError, UsageError), match=match):
         MatMulSharding(texts)
 
@@ -435,7 +435,7 @@ def test_one_axis_for_two_dims_of_a_tensor_is_refused():
 
 
 @pytest.mark.parametrize("sharding", [None, "[m, k]", ("[m, k]", "[k, n]", "[m, n]")])
-def test_what_is_no_sharding_of_a_product_is_refused(sharding):
+def test_invalid_product_shardings_are_refused(sharding):
     with pytest.raises(UsageError, match="MatMul takes a MatMulSharding"):
         MatMul(sharding)
 

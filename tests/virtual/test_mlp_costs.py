@@ -102,7 +102,7 @@ def test_registers_hold_as_many_activations_as_the_schedule_says(name, chunks):
 
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
-def test_clocks_see_the_bubble_that_the_schedule_says(name, chunks):
+def test_clocks_show_the_bubble_of_the_schedule(name, chunks):
     # Equal layers, links that cost nothing; a backward takes twice as long as a forward, which changes no share.
     for stages, runs in product((1, 2, 4), (1, 3, 8)):
         activations, parameters = arguments((4,) * 9, num_rows=2 * runs)

@@ -39,7 +39,7 @@ def test_a_learning_rate_beside_an_optimizer_is_refused():
             make()
 
 
-def test_what_is_no_pipeline_no_rate_and_no_number_is_refused():
+def test_invalid_pipelines_rates_and_numbers_are_refused():
     for make, message in (
         (lambda: MLP(4, 0.1), "MLP takes a Pipeline"),
         (lambda: MLP(Pipeline(2, 3), float("nan")), "must be a number"),
@@ -51,7 +51,7 @@ def test_what_is_no_pipeline_no_rate_and_no_number_is_refused():
             make()
 
 
-def test_batches_that_leave_a_device_nothing_are_refused():
+def test_batches_without_rows_for_a_device_are_refused():
     activations, parameters = arguments(num_rows=11)
     replicas = MLP(Pipeline(DeviceMesh.parse_grid("pp=2 dp=3"), 4))
     failure = refused(LayoutError, "a batch of 11 rows has no rows for some", activations, parameters, replicas)

@@ -76,7 +76,7 @@ def test_pipelines_are_values():
 
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
-def test_a_stage_says_what_its_schedule_says(name, chunks):
+def test_a_stage_follows_its_schedule(name, chunks):
     pipeline = Pipeline(3, 4, schedule=name, num_chunks=chunks)
     for index, stage in enumerate(pipeline.stages):
         for cycle in range(pipeline.num_cycles):
@@ -94,7 +94,7 @@ def test_a_stage_says_what_its_schedule_says(name, chunks):
         assert (stage.first_stage, stage.last_stage) == (index == 0, index == 2)
 
 
-def test_what_depends_on_the_cycle_is_asked_inside_of_it():
+def test_cycle_properties_need_the_block():
     stage = Pipeline(2, 4).stage(1)
     for name in ("forward", "backward", "idle", "work", "current_run", "current_chunk", "first_cycle", "last_cycle"):
         with pytest.raises(RuntimeError, match="between two cycles"):
@@ -250,7 +250,7 @@ def test_messages_are_taken_in_the_order_in_which_they_are_sent():
         assert kinds != sorted(kinds) and kinds != sorted(kinds, reverse=True)  # both ways, mixed
 
 
-def test_messages_say_along_which_axes_they_go():
+def test_messages_record_their_axes():
     for mesh, axes in ((DeviceMesh((2, 1), ("pp", "dp")), ("pp",)), ((2, 1), ("x", "y"))):
         pipeline = Pipeline(mesh, 2)
         programs = Chain(pipeline).compile(pipeline.mesh, [ArraySpec((3,))] * 2, [ArraySpec((3,))] * 2)

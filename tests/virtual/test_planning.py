@@ -39,7 +39,7 @@ def test_a_plan_is_what_a_run_counts(mesh, seed, algorithm, kind):
 
 @settings(max_examples=count_of(60))
 @given(meshes, st.integers(0, 1 << 30))
-def test_what_registers_hold_at_once(mesh, seed):
+def test_peak_bytes_of_registers(mesh, seed):
     for program in RandomOperation(mesh, seed).compile(mesh, (), ()):
         made = {name: (number, spec) for number, i in enumerate(program.instructions) for name, spec in list_outputs(i)}
         used = {name: [n for n, i in enumerate(program.instructions) if name in list_inputs(i)] for name in made}
@@ -85,7 +85,7 @@ def test_a_plan_takes_every_mesh_that_a_cluster_takes():
         assert plan(Made([], []), mesh).devices[1].flops == 0
 
 
-def test_a_function_has_no_plan():
+def test_a_function_cannot_be_planned():
     with pytest.raises(UsageError, match="a function cannot be planned") as raised:
         plan(lambda device: None, 2)
     assert "in-process" in raised.value.next_step
@@ -101,7 +101,7 @@ def test_a_function_has_no_plan():
         ((ArraySpec((-1,)),), "the shape .* is impossible"),
     ],
 )
-def test_what_is_no_shape_has_no_plan(told, message):
+def test_invalid_shapes_cannot_be_planned(told, message):
     with pytest.raises(UsageError, match=message):
         plan(Made([]), 1, activations=told)
 
@@ -126,7 +126,7 @@ def test_programs_of_other_devices_are_refused():
         ([Receive("x", FOUR), Communicate("all_reduce", (0,), "x", "y", (), FOUR)], "does not match its group"),
     ],
 )
-def test_programs_that_cannot_be_are_refused_before_they_run(program, message):
+def test_invalid_programs_are_refused_before_they_run(program, message):
     with pytest.raises(UsageError, match=message) as raised:
         plan(Made(program), 1)
     assert raised.value.rank == 0
@@ -154,7 +154,7 @@ def head(x):
         ),
     ],
 )
-def test_what_does_not_keep_its_word_is_named(program, message):
+def test_a_broken_program_is_named(program, message):
     with pytest.raises(RankFailedError, match=message) as raised:
         VirtualCluster(1, engine="in-process").run(Made(program))
     assert raised.value.rank == 0 and isinstance(raised.value.__cause__, UsageError)
@@ -201,7 +201,7 @@ def test_outputs_are_an_array_or_a_dict_or_none():
     assert run.channels.sent[-1, 0].nbytes == 16 and run.channels.received[1, -1].messages == 2
 
 
-def test_a_send_that_nobody_takes_is_refused():
+def test_a_send_without_a_receive_is_refused():
     programs = [[Receive("x", FOUR), Send("x", 1, FOUR)], []]
     with pytest.raises(UsageError, match="device 1 never received messages that device 0 sent"):
         VirtualCluster(2, engine="in-process").run(Made(*programs))

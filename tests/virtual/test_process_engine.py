@@ -233,7 +233,7 @@ def test_what_waits_to_be_printed_is_printed_once():
     ]  # fmt: skip
 
 
-def test_a_devices_process_is_sane():
+def test_process_state_of_a_device():
     handlers = []
     before = signal.signal(signal.SIGTERM, lambda *_: handlers.append(1))
 
@@ -350,7 +350,7 @@ def test_devices_end_with_their_parent():
         os.close(pidfd)
 
 
-def test_what_a_device_starts_ends_with_the_run():
+def test_processes_started_by_a_device_end_with_the_run():
     def begin(device):
         return subprocess.Popen(["sleep", "1000"]).pid
 
@@ -404,7 +404,7 @@ def _made_by(pid):
         raise ValueError("not here")
 
 
-def test_what_cannot_arrive_is_named():
+def test_an_object_that_cannot_be_unpickled_is_named():
     with pytest.raises(RankFailedError, match=r"device 1 failed: ValueError: not here") as caught:
         VirtualCluster(2).run(lambda device: Stubborn() if device.index else 0)
     assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ValueError)
@@ -419,6 +419,6 @@ def test_processors_that_see_stores_out_of_order_are_refused(monkeypatch):
     assert VirtualCluster(2, engine="in-process").run(lambda device: device.index).outputs == [0, 1]
 
 
-def test_what_cannot_travel_is_named():
+def test_an_object_that_cannot_be_pickled_is_named():
     with pytest.raises(RankFailedError, match=r"device 1 failed: UsageError: the return value of .* 1 cannot be sent"):
         VirtualCluster(2).run(lambda device: (lambda: 3) if device.index else 0)

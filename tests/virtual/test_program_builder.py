@@ -184,7 +184,7 @@ def test_flops_are_those_of_each_devices_own_product():
     assert [device.flops for device in statistics.devices] == [2 * rows * 3 * 2 for rows in (2, 1, 1, 1)] * 2
 
 
-def test_the_three_forms_of_a_product_say_their_cuts():
+def test_the_three_forms_of_a_product_have_their_cuts():
     builder = ProgramBuilder(MESH)
     a = builder.receive("a", (3, 8, 4), "F32", as_sharding("[b, s/x, k]"))
     w = builder.receive("w", (4, 8), "F32", as_sharding("[k, n/y]"))

@@ -118,7 +118,7 @@ def test_names_make_their_schedules():
 
 
 @pytest.mark.parametrize(("runs", "stages"), [(0, 1), (1, 0), (-3, 2), (True, 2), (2.0, 2), ("2", 2)])
-def test_counts_that_are_none_are_refused(runs, stages):
+def test_invalid_counts_are_refused(runs, stages):
     for name in SCHEDULES:
         with pytest.raises(UsageError, match="a pipeline has 1 or more"):
             make_schedule(name, runs, stages)
@@ -132,7 +132,7 @@ def with_works(schedule, stage, works):
     return replace(schedule, stages=tuple(stages))
 
 
-def test_a_schedule_of_ones_own_is_taken_when_it_can_be_kept():
+def test_a_valid_custom_schedule_is_accepted():
     # The first stage does its backwards two cycles later than it could.
     schedule = make_gpipe(2, 2)
     later = [
@@ -186,7 +186,7 @@ def test_works_that_are_missing_doubled_or_of_nothing_are_refused(works, got):
     assert got in failure.value.got
 
 
-def test_a_schedule_of_other_stages_than_it_says_is_refused():
+def test_a_schedule_with_a_wrong_number_of_stages_is_refused():
     with pytest.raises(UsageError, match="is impossible") as failure:
         replace(make_gpipe(2, 2), num_stages=3)
     assert (failure.value.got, failure.value.want) == ("2 stages", "3 stages")

@@ -46,7 +46,7 @@ def test_two_axes_cut_one_dim_one_within_the_other():
     assert held(TensorSharding((("y", "x"),)), (11,)) == [other[2 * y + x] for x in range(2) for y in range(4)]
 
 
-def test_a_device_holds_the_block_of_its_place():
+def test_a_device_has_the_block_of_its_place():
     assert held(TensorSharding(("x", "y")), (2, 4)) == [[i] for i in range(8)]
     assert held(TensorSharding(("y", None)), (4, 1)) == [[0], [1], [2], [3]] * 2
     assert held(TensorSharding((None, None)), (1, 2)) == [[0, 1]] * 8
@@ -88,7 +88,7 @@ def test_names_alone_are_axes_whole():
 @pytest.mark.parametrize(
     "text", ["[d0/=x, d1]", "[d0/~x/~y, d1]", "[d0/x, d1/=y]", "[d0, d1/y] sum(x)", "[d0] sum(x) sum(y)", "[]"]
 )
-def test_a_layout_says_the_same(text):
+def test_layouts_and_shardings_are_equivalent(text):
     sharding = TensorSharding.from_layout(text)
     assert str(sharding) == str(sharding.to_layout(MESH)) == text
     assert TensorSharding.from_layout(sharding.to_layout(MESH)) == sharding
@@ -101,7 +101,7 @@ def test_a_size_gets_no_name_of_an_axis():
 
 
 @pytest.mark.parametrize("text", ["[d/=x/~y, e]", "[d/~y, e/=x]", "[d, e/~x/~y]"])
-def test_a_device_holds_what_the_layout_says(text):
+def test_shards_match_the_layout(text):
     layout = TensorLayout.parse(text)
     shape = (7, 9)
     if "/=x/~y" in text:
@@ -128,7 +128,7 @@ def test_a_device_holds_what_the_layout_says(text):
         ("[d] in other", "a view"),
     ],
 )
-def test_a_layout_that_says_more_is_refused(text, what):
+def test_a_layout_with_more_than_axis_cuts_is_refused(text, what):
     with pytest.raises(LayoutError) as caught:
         TensorSharding.from_layout(text)
     assert f"because of {what}" in caught.value.message
@@ -149,7 +149,7 @@ def test_questions_of_the_seed_have_answers():
     assert not TensorSharding((None,), "x").full
 
 
-def test_what_cuts_alike_is_one_sharding():
+def test_equal_cuts_have_one_normal_form():
     mesh = DeviceMesh((2, 1, 3), ("x", "one", "z"))
     assert canonical(DimSharding(("x", "one")), 8, mesh) == DimSharding(("x",), "/")
     assert canonical(DimSharding(("x",), "/~"), 8, mesh) == canonical(DimSharding(("x",), "/="), 8, mesh)
@@ -189,7 +189,7 @@ def test_addends_are_added_and_replicas_compared():
     ("wrong", "device"),
     [(np.zeros((2, 4)), 0), (np.zeros((3, 3)), 5), (np.zeros(3), 5), (np.zeros((2, 3), np.float32), 5)],
 )
-def test_what_is_no_shard_does_not_join(wrong, device):
+def test_invalid_shards_are_not_joined(wrong, device):
     shards = [np.zeros((2, 3)) for _ in range(8)]
     shards[5] = wrong
     # One column too many is 25 columns, of which the first device would have 4.

@@ -50,7 +50,7 @@ def test_every_element_type_and_shape_comes_as_it_was(kind):
         assert sender.to_device(1).sent.nbytes > 0
 
 
-def test_views_that_are_not_in_order_come_in_order():
+def test_noncontiguous_views_arrive_contiguous():
     base = np.arange(600_000, dtype=np.float32).reshape(600, 1000)
     tensor = torch.from_numpy(base.copy())
     numbers = torch.complex(tensor, tensor + 1)
@@ -199,7 +199,7 @@ def test_a_message_of_something_else_is_refused_by_both_names():
             receiver.from_device(0).receive(make_heading("broadcast", root=0, group=(0, 1), call=4))
 
 
-def test_a_receiver_that_forks_keeps_its_arrays_to_itself():
+def test_a_receiver_that_forks_never_frees_its_blocks():
     with shared_ends() as ((sender, receiver, _), _):
         sender.to_device(1).send(filled((1 << 20,), "U8", "numpy"))
         got = receiver.from_device(0).receive()

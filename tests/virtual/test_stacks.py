@@ -109,20 +109,20 @@ def test_stacks_come_whole_at_once(monkeypatch):
         assert time.monotonic() - begun < 30, "nobody was waited for: here it takes milliseconds"
 
 
-def test_what_halts_in_the_middle_is_told_whole():
+def test_stacks_are_complete_when_the_writer_pauses():
     with process(halts_in_the_middle) as one, process(stands_here) as other:
         said = collect_stacks([one, other])
     assert said[0] == "one half, the other" and "in stands_here" in said[1]
 
 
-def test_one_that_runs_may_take_its_time():
+def test_a_running_process_gets_more_time():
     """A signal that comes late stands for a machine that lets the process wait."""
     with process(runs_here) as one:
         late = replace(one, ask=threading.Timer(1, one.ask).start)
         assert "in runs_here" in collect_stacks([late])[0]
 
 
-def test_what_is_said_just_after_a_look_is_heard(monkeypatch):
+def test_output_just_after_a_look_is_read(monkeypatch):
     """As on a machine that halts when the host has found the pipe empty, for longer than the host has patience."""
     readable = stacks._readable
 
@@ -141,7 +141,7 @@ def test_what_is_said_just_after_a_look_is_heard(monkeypatch):
 
 
 @pytest.mark.parametrize("body", [never_hears, ends])
-def test_one_that_cannot_tell_is_not_waited_for(body, monkeypatch):
+def test_a_process_that_cannot_answer_is_not_awaited(body, monkeypatch):
     monkeypatch.setattr(stacks, "_PATIENCE_SECONDS", (0.1, 50.0))
     with process(body) as one:
         while state_of(one.pid) == "R":

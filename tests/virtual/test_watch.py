@@ -23,7 +23,7 @@ def waits(ends, device, source):
     end.board.begin(end.end, end.end_of(source), reader.num_taken, HEADING)
 
 
-def test_a_wait_for_one_that_works_is_no_circle(ends):
+def test_a_wait_for_a_working_device_is_not_a_deadlock(ends):
     waits(ends, 1, 0)
     waits(ends, 2, 1)
     assert find_deadlock(ends[-1], (0, 1, 2), {0, 1, 2}) == {}
@@ -33,7 +33,7 @@ def test_a_wait_for_one_that_works_is_no_circle(ends):
     assert told[2].startswith("device 1 (broadcast")
 
 
-def test_what_is_under_way_will_be_taken(ends):
+def test_sent_messages_end_a_wait(ends):
     ends[0].to_device(1).send(np.zeros(3))
     waits(ends, 1, 0)
     waits(ends, 0, 1)
@@ -51,7 +51,7 @@ def test_the_host_sends_no_more(ends):
     assert find_deadlock(ends[-1], (0, 1, 2), {0, 2})[2].startswith("the host (broadcast")
 
 
-def test_a_circle_that_is_over_while_one_looks_was_none(ends, monkeypatch):
+def test_deadlock_check_ignores_a_circle_that_ended_meanwhile(ends, monkeypatch):
     """Device 0 waits for another message when it is looked at again: it was not waiting all the time."""
     waits(ends, 0, 1)
     waits(ends, 1, 0)

@@ -130,9 +130,11 @@ def _pairs(tensor: TensorPlan, copies: Copies, runs: _Runs) -> Iterator[tuple[In
     counts = np.maximum(high - low, 0)
     ends = np.cumsum(counts)
     reach = copies.nests.y_ends - copies.nests.y
+    # Probability that a window edge cuts a row: 0 for a dense piece, otherwise its density.
     cut = np.where(reach == copies.nests.sizes, 0.0, copies.nests.sizes / np.maximum(reach, 1))
     begin = 0
     while begin < len(copies):
+        # Batches bound the memory of the pair arrays.
         end = max(begin + 1, int(np.searchsorted(ends, (ends[begin - 1] if begin else 0) + _MAX_PAIRS, "right")))
         chosen = np.arange(begin, end)
         piece = np.repeat(chosen, counts[chosen])
@@ -165,6 +167,7 @@ def _count_from_memory(tensor: TensorPlan, runs: _Runs, holder: IntArray, stagin
     num_ranks = int(max(holder.max(initial=0), runs.maker.max(initial=0))) + 1
     twin = twins(tensor) if len(tensor.replicas) else np.zeros(0, np.int64)
     has_twin = np.flatnonzero(twin >= 0)
+    # Sorted keys (piece, rank) of replicas: one search finds the ranks that have their own.
     own = np.sort(twin[has_twin] * num_ranks + holder[tensor.replicas.record[has_twin]])
     along = compute_read_overhead(tensor.copies.nests, staging_nbytes // width)
     for piece, run, elements, messages in _pairs(tensor, tensor.copies, runs):

@@ -32,17 +32,19 @@ def fit_rates(samples: Sequence[Sample]) -> Rates:
     always occur in one proportion, their rates are valid only for work in that proportion.
 
     Raises:
-        UsageError: there are no samples, or one has no positive time.
+        UsageError: the samples are missing, or one has no positive time.
     """
     if not samples or not all(sample.seconds > 0 for sample in samples):
         raise UsageError("fitting rates needs measured times", want="samples of more than 0 seconds")
     seconds = np.array([sample.seconds for sample in samples])
+    # Dividing by the seconds gives samples equal weights in the least squares.
     columns = np.array([_amounts(sample.traffic) for sample in samples]) / seconds[:, None]
     is_used = columns.any(axis=0)
     start, *others, latency = map(float, unit_seconds(columns))
     memory, read, write, bandwidth = (
         (1 / one if one else NO_LIMIT) if known else None for one, known in zip(others, is_used[1:5], strict=True)
     )
+    # An infinite bandwidth means unknown in `Rates`.
     link = LinkModel(latency, inf if bandwidth is None else bandwidth)
     return Rates(read=read, write=write, memory=memory, link=link, start_seconds=start)
 

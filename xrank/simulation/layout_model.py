@@ -85,7 +85,7 @@ def build_layout_model(found: Survey, path: str) -> StoredModel:
         path: name of the model in messages.
 
     Raises:
-        UsageError: there are no ranks, or they are not numbered from 0.
+        UsageError: the survey has no ranks, or they are not numbered from 0.
     """
     held = [one for one in found.tensors if one.parts is not None and len(one.parts.ranks)]
     meshes = [one.mesh for one in held if one.mesh is not None]
@@ -104,6 +104,7 @@ def build_layout_model(found: Survey, path: str) -> StoredModel:
         shard, sizes = _shard(one, count)
         holders = one.parts.ranks if one.parts is not None else shard.rank
         file.append(holders)
+        # In each rank's file, records follow one another in the order of the tensors.
         offset.append(used[holders])
         nbytes.append(sizes)
         used[holders] += sizes

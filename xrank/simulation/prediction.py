@@ -75,6 +75,7 @@ def predict(traffic: ConversionTraffic, rates: Rates, mesh: DeviceMesh | None) -
         }
         for name, seconds in made.items():
             parts[name] += seconds
+        # The ranks wait for the slowest at the end of a round.
         total += float(sum(made.values(), np.zeros(traffic.num_ranks)).max(initial=0.0))
     return Prediction(parts, rates.start_seconds, total)
 
@@ -140,4 +141,5 @@ class _Links:
         moved = exchange.nbytes * a_byte
         taken = np.bincount(exchange.taker, moved + exchange.messages * a_message, self._num_ranks)
         given = np.bincount(exchange.giver, moved, self._num_ranks)
+        # A rank serves others while it reads, so the longer of both counts.
         return np.maximum(taken, given)

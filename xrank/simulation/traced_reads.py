@@ -64,6 +64,7 @@ def trace_rounds(
                 reads[rank] += checksums[rank].take_rest(division.own_records(rank, number))
                 joined.join(checksums[rank], division.open_records(number))
         if not is_alone:
+            # Rank 0 completes the records that several ranks read, as in the executor.
             reads[0] += joined.take_rest(division.open_records(number))
         flows = [_flow(rank, each, holder) for rank, each in enumerate(reads)]
         rounds.append(build_round(count_written_nbytes(plan, one), flows))

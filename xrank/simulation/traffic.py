@@ -127,6 +127,7 @@ def build_round(written_nbytes: IntArray, flows: Iterable[Flow]) -> RoundTraffic
 
     files, own = np.flatnonzero(giver == FROM_FILES), np.flatnonzero(giver == taker)
     others = np.flatnonzero((giver != FROM_FILES) & (giver != taker))
+    # Sum the flows of each (taker, giver) pair: sort by a combined key, then reduce runs of equal keys.
     keys = taker[others] * num_ranks + giver[others]
     order = np.argsort(keys, kind="stable")
     keys, others = keys[order], others[order]

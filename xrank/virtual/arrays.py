@@ -189,6 +189,7 @@ def fold(left: Array, right: Array, reduction: str) -> Array:
         import torch
 
         return getattr(torch, _TORCH_FUNCTIONS[reduction])(left.detach(), right.detach())
+    # torch has no CPU kernels for narrow types; numpy computes them with ml_dtypes on the same bytes.
     folded = _numpy_fold(_as_numpy(left), _as_numpy(right), reduction)
     return from_bytes(bytes_of(folded), spec_of(left), "torch")
 
@@ -248,6 +249,7 @@ def _as_numpy(tensor: Array) -> Array:
 
 
 def _numpy_fold(left: Array, right: Array, reduction: str) -> Array:
+    # As in torch, overflow and division by zero give inf and nan without a warning.
     with np.errstate(all="ignore"):
         return np.asarray(getattr(np, _UFUNCS[reduction])(left, right))
 

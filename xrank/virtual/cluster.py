@@ -185,6 +185,7 @@ class VirtualCluster:
     def _interpret(self, program: Program, links: Links) -> tuple[None, DeviceStatistics]:
         device = VirtualDevice(links, program.device, self.mesh, self.algorithm)
         interpret(program, device)
+        # A program without registers has a peak of 0, unlike a function, whose peak is unknown.
         statistics = device.statistics
         return None, replace(statistics, peak_nbytes=statistics.peak_nbytes or 0)
 

@@ -274,6 +274,7 @@ def _send_along_ring(size: int, member: int, root: int, *, broadcast: bool = Fal
         if distance < size - 1:
             steps.append(SendSlot(after, root))
         return tuple(steps)
+    # With the farthest slot first, members forward while the root still sends.
     for farther in range(size - 1, distance, -1):
         slot = (root + farther) % size
         steps += (ReceiveSlot(before, slot), SendSlot(after, slot)) if distance else (SendSlot(after, slot),)

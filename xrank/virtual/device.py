@@ -5,8 +5,9 @@
         return device.all_reduce(whole.sum(0), "dp", reduction="mean")
 
 Every collective takes a group: mesh axes (one name or several; None means the whole mesh) or ``group=``, the members
-themselves; results have the group's order. All members of a group call the same collectives in the same order: a
-message's heading identifies its collective, and a device that receives a different heading raises an error with both.
+themselves; results have the group's order. All members of a group call the same collectives in the same order, with the
+same `algorithm` (``"push"`` or ``"ring"``): a message's heading identifies its collective, and a device that receives a
+different heading raises an error with both.
 The caller owns the returned array, and may change the arguments after the call. Tensors are returned detached.
 """
 
@@ -105,13 +106,8 @@ class VirtualDevice:
 
         ``"push"`` reduces in group order; ``"ring"`` reduces each flat piece from the member after its own on. Both
         orders are the same in every run and on every member. Sums of bools are "or".
-
-        Args:
-            array: has one shape and element type on all members.
-            axes: the group, by mesh axes.
-            group: the group, by members.
-            reduction: ``"sum"``, ``"mean"`` (of floats), ``"max"``, ``"min"`` or ``"prod"``.
-            algorithm: ``"push"`` or ``"ring"``, the same on all members.
+        The arrays have one shape and element type. `reduction`: ``"sum"``, ``"mean"`` (of floats), ``"max"``, ``"min"``
+        or ``"prod"``.
         """
         return self._exchange("all_reduce", array, axes, group, reduction=reduction, algorithm=algorithm)
 
@@ -140,15 +136,7 @@ class VirtualDevice:
         group: Sequence[int] | None = None,
         algorithm: str | None = None,
     ) -> Array:
-        """Return the root's array; the arrays of the other members are ignored.
-
-        Args:
-            array: the array, on the root.
-            root: a device of the group.
-            axes: the group, by mesh axes.
-            group: the group, by members.
-            algorithm: ``"push"`` or ``"ring"``, the same on all members.
-        """
+        """Return the array of the device `root`; the arrays of the other members are ignored."""
         return self._exchange("broadcast", array, axes, group, root=root, algorithm=algorithm)
 
     def gather(
@@ -253,8 +241,10 @@ class VirtualDevice:
             dim = self._check_array(collective, brought, dim, reduction)
         place = members.index(self.index)
         plan = course(collective, algorithm, len(members), place, 0 if root is None else members.index(root))
+        # The number of the call is part of the heading, so a skipped collective is found at the next message.
         call = self._calls.get(members, 0)
         self._calls[members] = call + 1
+        # Flat pieces do not show the array's shape, so the heading carries its digest.
         shape = spec_of(brought).shape if plan.start == "flat" else None
         heading = make_heading(
             collective, algorithm=algorithm, reduction=reduction, root=root, group=members, call=call, shape=shape

@@ -79,7 +79,7 @@ class CollectiveCall:
             UsageError: another member calls something else, or its array does not match.
         """
         self._fill_slots(brought)
-        wanted = self._expected_specs()
+        wanted = self._compute_specs()
         for step in self.course.steps:
             if isinstance(step, SendSlot):
                 array = self.slots[step.slot]
@@ -111,7 +111,7 @@ class CollectiveCall:
                 assert brought is not None and self.dim is not None
                 self.slots.update(enumerate(split_evenly(brought, size, self.dim)))
 
-    def _expected_specs(self) -> Mapping[int, ArraySpec]:
+    def _compute_specs(self) -> Mapping[int, ArraySpec]:
         """Return the spec that each slot must receive, as far as this device knows; a length of -1 matches any."""
         own = self.slots.get(self.place)
         if self.reduction is not None:

@@ -39,6 +39,7 @@ def interpret(program: Program, device: VirtualDevice) -> None:
                     want=f"{spec.dtype} {spec.shape}",
                 )
             registers[name] = array
+        # Counted before unused registers are freed: inputs and outputs coexist.
         device.count_held(sum(map(nbytes_of, registers.values())))
         for name in unused:
             del registers[name]

@@ -57,7 +57,7 @@ class DimSharding:
 
     @property
     def axis(self) -> str | None:
-        """The cutting axis; None if there is none or more than one."""
+        """The cutting axis; None without axes or with several."""
         return self.axes[0] if len(self.axes) == 1 else None
 
     def num_shards(self, mesh: DeviceMesh) -> int:
@@ -132,7 +132,7 @@ class TensorSharding:
         """
         layout = TensorLayout.parse(layout) if isinstance(layout, str) else layout
         if layout.tree.view is not None or layout.tree.where:
-            raise _unsupported_error(layout, "a view" if layout.tree.view is not None else '"where"')
+            raise _make_error(layout, "a view" if layout.tree.view is not None else '"where"')
         dims = []
         for position, node in enumerate(layout.dims):
             axes: list[str] = []
@@ -142,7 +142,7 @@ class TensorSharding:
                 kinds[node.kind] = None
                 node = node.of
             if not isinstance(node, Size) or len(kinds) > 1:
-                raise _unsupported_error(
+                raise _make_error(
                     layout, f"cuts of several kinds in dim {position}" if len(kinds) > 1 else f"dim {position}"
                 )
             dims.append(DimSharding(tuple(axes), *kinds) if axes else FULL)
@@ -237,7 +237,7 @@ def _as_dim(dim: DimSharding | str | Iterable[str] | None) -> DimSharding:
     return FULL if dim is None else DimSharding(_names(dim))
 
 
-def _unsupported_error(layout: TensorLayout, what: str) -> LayoutError:
+def _make_error(layout: TensorLayout, what: str) -> LayoutError:
     return LayoutError(
         f"the virtual cluster cannot use the layout {layout} because of {what}",
         got=str(layout),

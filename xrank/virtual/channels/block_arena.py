@@ -99,6 +99,7 @@ class BlockArena:
         return len(self._used) - len(self._empty_slots)
 
     def _find_space(self, size: int) -> int:
+        # First fit by address keeps the used part of the arena small, so its pages stay warm.
         for i, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
             if end - start >= size:
                 if end - start == size:
@@ -106,6 +107,7 @@ class BlockArena:
                 else:
                     self._starts[i] = start + size
                 return start
+        # Extend the free range at the top instead of leaving it behind as a gap.
         if self._ends and self._ends[-1] == self._top:
             start = self._starts.pop()
             self._ends.pop()

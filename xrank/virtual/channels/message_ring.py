@@ -1,7 +1,7 @@
 """Rings: ordered records from one process to another through shared memory; a send never waits.
 
 A ring is a chain of chunks, which are blocks of the sender's arena. A record begins with its publish word: its length,
-stored last; 0 while there is no record; `_ELSEWHERE` if the ring continues in the next chunk, whose address is the
+stored last; 0 before it is sent; `_ELSEWHERE` if the ring continues in the next chunk, whose address is the
 first word of this chunk. A full chunk gets a successor and the reader frees the full one, so a sender never waits for
 room, and two devices may both send any amount before either receives.
 

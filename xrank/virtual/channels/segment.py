@@ -71,6 +71,7 @@ class Segment:
             self._address, self.arena_nbytes = self._map_file(max(nbytes, _MIN_ARENA_NBYTES))
             self.data = _view(self._address, self._nbytes)
             self.words = self.data.cast("q")
+            # Give the heads pages now: a store to a missing page is a SIGBUS if memory is full.
             self.write_fresh(0, memoryview(bytes(self._tables)))
         except BaseException:
             os.close(self._fd)

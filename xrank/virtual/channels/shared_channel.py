@@ -39,7 +39,7 @@ _NUM_LOOKS = 5
 
 _RECORD = struct.Struct(f"=BBHI{len(Heading())}Iqqq")
 """Kind, element type, number of dims, number of parts, heading; mark, offset and nbytes of a block. The lengths of an
-array's dims or of an object's parts follow, then the payload if there is no block."""
+array's dims or of an object's parts follow, then the payload unless it is in a block."""
 _KINDS: tuple[ArrayKind, ...] = ("numpy", "torch")
 _OBJECT = len(_KINDS)
 _DTYPES = tuple(DTYPES)
@@ -106,8 +106,10 @@ class SharedLinks:
         for _ in range(_NUM_LOOKS):
             if ring.has_record:
                 return
+        # The host finds deadlocks by the board, so the wait must be on it before this process sleeps.
         self.board.begin(self.end, source, ring.num_taken, heading)
         while not ring.has_record:
+            # The bell is a counter: a record that arrives before the poll still wakes it.
             self._poll.poll()
             self.clear_bell()
         self.board.finish(self.end)
@@ -149,12 +151,14 @@ class SharedChannel(VirtualChannel):
         arena = self._links.arena
         with self._block(spec.nbytes) as block:
             if arena.is_warm(block.offset + spec.nbytes):
+                # Pages exist, so numpy or torch can copy directly, also from strided arrays.
                 place = from_bytes(view(self._segment, block), spec, kind)
                 if kind == "torch":
                     place.copy_(array.detach())
                 else:
                     np.copyto(place, array)
             else:
+                # Fresh pages need pwrite, which reports full memory as an error.
                 arena.write(block.offset, bytes_of(array).data)
             self._push(header, spec.shape, block)
 

@@ -79,6 +79,7 @@ def _push(entered: FloatArray, seconds_to: Callable[[int], FloatArray], latency:
         seconds = seconds_to(far)
         now += seconds
         sent += seconds
+        # The roll moves each sender's arrival time to its receiver.
         np.maximum(last, np.roll(now + latency, far), out=last)
     left = np.maximum(now, last)
     return GroupTimes(left, sent, left - now)

@@ -104,6 +104,7 @@ def _count_all_to_all(given: Sequence[ArraySpec], dim: int | None) -> tuple[Traf
 def _count_from_root(slots: Sequence[int], root: int, ring: bool) -> tuple[Traffic, ...]:
     """The root sends each member its slot, directly or along the ring."""
     size = len(slots)
+    # Without a ring, only the root sends; with one, each member forwards the slots of all farther members.
     if not ring:
         leaving = Traffic(1, size - 1, 0, sum(slots) - slots[root], 0)
         return tuple(leaving if member == root else Traffic(1, 0, 1, 0, own) for member, own in enumerate(slots))

@@ -62,7 +62,7 @@ class Timeline:
 
     @property
     def idle_fraction(self) -> float:
-        """Share of the devices' time without computing or sending; 0 if there is no time."""
+        """Share of the devices' time without computing or sending; 0 for a total time of 0."""
         busy = sum(device.compute_seconds + device.send_seconds for device in self.devices)
         whole = self.seconds * len(self.devices)
         return 1 - busy / whole if whole else 0.0
@@ -125,7 +125,7 @@ class LinkModel:
         A latency, bandwidth or flop rate that the samples do not need has no effect in the model.
 
         Raises:
-            UsageError: there are no samples, or one has no positive time.
+            UsageError: the samples are missing, or one has no positive time.
         """
         if not samples or not all(sample.seconds > 0 for sample in samples):
             raise UsageError("a link model needs measured times", want="samples of more than 0 seconds")
@@ -245,6 +245,7 @@ class _Play:
                     return
                 continue
             if source is not None:
+                # The event stays in `taking` until its message exists; its sender then makes this clock ready again.
                 queue = arrivals.get((source, device))
                 if not queue:
                     clock.taking = event
@@ -321,6 +322,7 @@ class _Play:
                     self.clocks[device].call = self._find_call(device, instruction)
                     yield 0.0, None, _WHOLE_GROUP, 0.0
                 case Communicate():
+                    # Small groups, and rooted collectives, go message by message: their members may leave early.
                     latency, bandwidth = model.link(instruction.axes)
                     for is_given, other, nbytes in moves(instruction, device, self.algorithm):
                         yield (nbytes / bandwidth, other, None, latency) if is_given else (0.0, None, other, 0.0)

@@ -164,11 +164,13 @@ def start_device(job: Job, segment: Segment, bells: Sequence[int], devices: Sequ
 
 def _prepare_child(libc: ctypes.CDLL, parent: int, stacks: int) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    # The parent may have died before prctl; then no signal will come.
     if os.getppid() != parent:
         os._exit(_NO_MESSAGE_STATUS)
     # Killing the device's own process group also kills its children, and Ctrl-C reaches only the parent.
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
+    # The descriptor is shared with the parent: a signal here would wake the parent's event loop.
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
@@ -219,6 +221,7 @@ def _run_device(job: Job, links: SharedLinks) -> NoReturn:
                 want="arrays, numbers, texts, or other picklable objects",
                 next_step="return less, or arrays alone",
             ) from error
+    # exit() in the body ends the process with that status, and the host reports a dead device, as for real ranks.
     except SystemExit as error:
         _flush()
         os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
@@ -250,6 +253,7 @@ def kill_all(processes: Sequence[DeviceProcess]) -> None:
     """Kill the processes and their children, wait until they have ended, and close their descriptors."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            # The group reaches the device's children; it is missing until one side has called setpgid.
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)

@@ -84,6 +84,7 @@ class Monitor:
             queue.append(value)
             waiting = self.waits.get(target)
             if waiting is not None and waiting.queue is queue:
+                # Removed by the sender: a receiver that has not woken up yet must not count as stuck.
                 del self.waits[target]
                 self.waker(target).notify()
 
@@ -92,6 +93,7 @@ class Monitor:
         with self.lock:
             while not queue:
                 self.waits[device] = _Wait(queue, source, what)
+                # The last device to wait finds the deadlock, because waits change only under the lock.
                 self.stop_if_stuck()
                 while device in self.waits and not self.is_over:
                     self.waker(device).wait()

@@ -50,7 +50,7 @@ def cheapest(
 
     Raises:
         LayoutError: no candidate fits this mesh and these sizes; the first candidate's error.
-        UsageError: there is no candidate.
+        UsageError: the candidates are empty.
 
     >>> choice = cheapest(MatMulSharding(("[m, k/x]", "[k/x, n]")), 4, activations=[(64, 8)], parameters=[(8, 64)])
     >>> choice.operation.policy.name, choice.statistics.nbytes

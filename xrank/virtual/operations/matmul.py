@@ -69,6 +69,7 @@ class MatMulSharding:
         """All possible policies for these shardings, the default first."""
         policies = MatMulShardingPolicy
         is_matched = not self.a[-1].full and self.a[-1].axes == self.b[0].axes
+        # Any shardings can be gathered, but a matched inner dim needs equal cuts.
         possible = [policies.UnmatchedInnerSharding, policies.OuterSharding, policies.FullSharding]
         if is_matched:
             possible.insert(0, policies.MatchedInnerSharding)

@@ -99,6 +99,7 @@ def product_backward(
         extend_cut(builder, size, own, to, taken)
         for size, own, to in zip(left.shape, (*block.rows, block.inner), left.sharding.dims, strict=True)
     )
+    # dA contracts the columns, so the axes that cut them give addends; the free axes of A cut its rows and inner dim.
     of_left = builder.matmul(
         redistribute(builder, gradient, TensorSharding((*rows, block.columns))),
         redistribute(builder, right, TensorSharding((inner, block.columns))),

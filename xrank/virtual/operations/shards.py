@@ -68,6 +68,7 @@ def join_shards(shards: Sequence[Array], sharding: ShardingLike, mesh: MeshLike)
     )
     place = {device: number for number, device in enumerate(mesh.ranks)}
     first: dict[Ranges, tuple[int, Array]] = {}
+    # Addends are summed first; then each range is written once, and its replicas are compared with it.
     for members in mesh.groups(*sharding.sums) if sharding.sums else [(device,) for device in mesh.ranks]:
         ranges = sharding.slices(mesh, mesh.coordinate(members[0]), shape)
         shard = reduce([shards[place[device]] for device in members], "sum")

@@ -121,6 +121,7 @@ class MLPStage(StageProgram):
         setting, builder = self._setting, self._builder
         x = self._receive(f"inputs.{run}") if given is None else given
         for layer in setting.layers(self._stage, chunk):
+            # A weight is cut by columns, so its product needs all columns of the input: an all-gather over `tp`.
             x = redistribute(builder, x, setting.cut(rows=True))
             product = builder.matmul(x, self._parameters[f"weight.{layer}"])
             inputs = (product, self._parameters[f"bias.{layer}"])
@@ -133,6 +134,7 @@ class MLPStage(StageProgram):
             return x
         target = self._receive(f"targets.{run}")
         size = {"size": setting.specs["targets"].shape[0] * setting.specs["targets"].shape[1]}
+        # Each device has the loss of its rows and columns.
         sums = TensorSharding((), sums=(setting.pipeline.dp, setting.pipeline.tp))
         self._losses[run] = builder.compute("squared_error", (x, target), (), sums, options=lambda _: size)
         self._output_gradients[run] = builder.compute(

@@ -173,7 +173,7 @@ class PipelineStage:
         index = self.index + offset
         if not 0 <= index < self.pipeline.num_stages:
             raise UsageError(
-                f"there is no stage {offset:+d} from stage {self.index}",
+                f"the pipeline has no stage {offset:+d} from stage {self.index}",
                 got=f"stage {index}",
                 want=f"0 to {self.pipeline.num_stages - 1}",
             )

@@ -112,6 +112,7 @@ class PipelinedOperation(Operation):
         mail = _Mail(builders, self.pipeline)
         for program in stages:
             program.begin()
+        # In schedule order, a value is sent before any stage receives it.
         for stage, work in schedule.iterate_works():
             mail.pass_on(stage, work, stages[stage])
         for program in stages:

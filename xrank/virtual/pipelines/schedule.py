@@ -220,6 +220,7 @@ def _assign_cycles(name: str, num_runs: int, num_stages: int, num_chunks: int, o
                 stages[stage].append(StageWork(cycle, direction, run, chunk))
                 new.append((direction, run, part))
         assert new, f"the stages of {name} wait for each other in cycle {cycle}"
+        # Only now: works of one cycle must not depend on each other.
         done.update(dict.fromkeys(new, cycle))
         cycle += 1
     return Schedule(name, num_runs, num_stages, num_chunks, tuple(map(tuple, stages)))

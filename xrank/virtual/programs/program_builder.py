@@ -167,6 +167,7 @@ class ProgramBuilder:
                 got=f"{left.sharding} and {right.sharding}",
                 want="equal cuts",
             )
+        # A device with a part of the contracted dims has an addend of the product.
         summed = (*(axis for dim in inner for axis in dim.axes), *left.sums, *right.sums)
         dims = (*left.sharding.dims[rows], right.sharding.dims[columns])
         shape = (*left.shape[rows], right.shape[columns])

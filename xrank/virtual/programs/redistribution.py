@@ -84,6 +84,7 @@ def _cut(builder: ProgramBuilder, value: Value, dim: int, target: TensorSharding
         return value
     for axis in wanted.axes[len(value.sharding[dim].axes) :]:
         if axis in value.sums:
+            # A reduce-scatter cuts as array_split; other cuts are all-reduced first and cut afterwards.
             if not _is_even(builder, value, dim, wanted):
                 return value
             value = builder.reduce_scatter(value, dim, axis, wanted.kind)

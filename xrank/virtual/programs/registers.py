@@ -36,7 +36,7 @@ def list_outputs(instruction: Instruction) -> tuple[tuple[str, ArraySpec], ...]:
 
 
 def find_last_uses(program: Program) -> list[tuple[str, ...]]:
-    """Return, for each instruction, the registers that are no longer needed after it.
+    """Return, for each instruction, the registers whose last use it is.
 
     Raises:
         UsageError: a register is read before it is written, or written twice.
