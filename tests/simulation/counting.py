@@ -15,7 +15,7 @@ from xrank.plan.buffers import FileSource, FileTarget
 
 @dataclass
 class Counted:
-    """What one process did; names as in `xrank.simulation.traffic.RoundTraffic`."""
+    """Counts of one process; names as in `xrank.simulation.traffic.RoundTraffic`."""
 
     read_nbytes: int = 0
     reads: int = 0

@@ -1,4 +1,4 @@
-"""Layout files of models that nobody has."""
+"""Layout files of models that need not exist."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def llama(folder: Path, grid: str, *, layers: int = 4, hidden: int = 256, fsdp: bool = True) -> Path:
-    """Write the layout file of a Llama cut by pp, tp and, if `fsdp`, dp; its name tells nothing of it."""
+    """Write the layout file of a Llama cut by pp, tp and, if `fsdp`, dp."""
     dp = "/~dp" if fsdp else ""
     block = {
         **dict.fromkeys(("q", "k", "v"), f"[h/tp{dp}, h]"),

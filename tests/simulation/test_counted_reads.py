@@ -101,7 +101,7 @@ def test_all_is_made_read_and_given_once(tmp_path: Path) -> None:
         assert traffic.total("taken_nbytes").sum() == traffic.total("given_nbytes").sum() > 0
         tensors = sum(tensor.output.nbytes for tensor in work.plan.tensors)
         assert traffic.total("own_nbytes").sum() + traffic.total("taken_nbytes").sum() == tensors
-        # Each of the three replicas, and what they are compared with.
+        # Each of the three replicas, and the copy that they are compared with.
         assert traffic.compared_nbytes.sum() == work.held_nbytes.sum()
 
 

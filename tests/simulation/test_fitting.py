@@ -1,4 +1,4 @@
-"""Fitting: rates are found again from what they predict."""
+"""Fitting: rates are recovered from their predictions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xrank.simulation.traffic import FROM_FILES, ConversionTraffic
 
 
 def exports() -> list[ConversionTraffic]:
-    """Return exports of two ranks, of several sizes and shares of what lies with the other."""
+    """Return exports of two ranks, of several sizes and shares in the other rank's memory."""
     found = []
     for number, (size, share) in enumerate(itertools.product((10**6, 10**7, 10**8), (0.1, 0.5, 0.9))):
         away, messages = int(size * share), 7 * number + 3

@@ -1,4 +1,4 @@
-"""Models that nobody has: what ranks would hold by a layout file is what ranks that have it leave."""
+"""Models from layout files: their ranks' parts equal those that real ranks write."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_invalid_layouts_are_refused(tmp_path: Path, text: str, mesh: str | None
     file.write_text(text)
     with pytest.raises(LayoutError, match=says) as raised:
         survey_layouts(read_layouts_on(str(file), mesh), str(file), "F32")
-    assert "--toml" not in str(raised.value.next_step)  # what layout show prints names sizes, and tells none
+    assert "--toml" not in str(raised.value.next_step)  # layout show prints names of sizes without numbers
 
 
 def test_ranks_with_gaps_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What was planned is what is done: bytes and reads of real gathers, exports and reshards, counted rank by rank."""
+"""Plans match execution: bytes and reads of real gathers, exports and reshards, counted rank by rank."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_gather(tmp_path: Path) -> None:
         report = xrank.gather_checkpoint(run, tmp_path / "model")
     assert counted.read_nbytes > report.nbytes  # replicas and padding
     assert_as_planned(planned, 0, counted)
-    # What ranks would hold by the layout file is what they left.
+    # The layout file's parts of each rank equal those that the ranks wrote.
     laid = simulate(written(tmp_path), dtype="fp32")
     assert_as_planned(laid, 0, counted)
 
@@ -95,7 +95,7 @@ def test_a_reshard(tmp_path: Path) -> None:
     new.write_text(NEW)
     planned = simulate(run, "reshard", to=new)
     with counting() as counted:
-        # One thread: what is read for checksums alone hangs on which of several states is finished first.
+        # One thread: reads for checksums alone depend on which of several states is finished first.
         xrank.reshard_checkpoint(run, new, tmp_path / "again", workers=1)
     endings = counted.written_nbytes - planned.work.plan.nbytes
     assert 0 < endings < 10_000  # the directory of each state is written once more, when the checksums are known

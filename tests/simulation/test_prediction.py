@@ -1,4 +1,4 @@
-"""Seconds: closed forms of traffic that is told by hand."""
+"""Seconds: closed forms for traffic written by hand."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_needed_rate_must_be_given(name: str) -> None:
     predict(moved, read_rates(ALL), None)
     with pytest.raises(UsageError, match=f"does not give {name}, which"):
         predict(moved, read_rates(" ".join(words)), None)
-    # What is not needed need not be told.
+    # Rates that are not needed may be missing.
     predict(traffic(([0], [])), read_rates("start=1s"), None)
 
 
@@ -103,7 +103,7 @@ def test_an_axis_must_be_the_meshs() -> None:
     for mesh in (None, DeviceMesh((2,), ("tp",))):
         with pytest.raises(UsageError, match="the axis 'dp'"):
             predict(traffic(([0, 0], [(0, 1, 1, 1)])), read_rates(f"{ALL} dp.latency=1s"), mesh)
-        # Who reads files alone needs no links.
+        # Reading only files needs no links.
         predict(traffic(([0, 0], [(0, FROM_FILES, 1, 1)])), read_rates(f"{ALL} dp.latency=1s"), mesh)
 
 

@@ -1,4 +1,4 @@
-"""Random operations: programs of every instruction, with what numpy says that they return."""
+"""Random operations: programs with every instruction, and numpy's results for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def spec(array: np.ndarray) -> ArraySpec:
 
 @dataclass
 class RandomOperation(Operation):
-    """Of integers, so that the order of reductions changes nothing; registers differ in dim 0 alone."""
+    """Integers, so that the order of reductions has no effect; registers differ only in dim 0."""
 
     mesh: DeviceMesh
     seed: int

@@ -1,4 +1,4 @@
-"""What a run could leave behind: processes, names in shared memory, descriptors, mappings of a run's memory."""
+"""Possible leftovers of a run: processes, names in shared memory, descriptors, mappings of a run's memory."""
 
 import contextlib
 import gc

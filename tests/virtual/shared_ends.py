@@ -1,4 +1,4 @@
-"""Ends of channels of several devices, all in this process: what is sent first can be received without a wait."""
+"""Channel ends of several devices in this process: a message that was sent first is received without a wait."""
 
 import contextlib
 import os

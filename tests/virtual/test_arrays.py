@@ -139,7 +139,7 @@ def test_reductions_are_numpys_in_order(kind, dtype, reduction):
             wanted = np.asarray(functools.reduce(UFUNCS[reduction], given_arrays), NUMPY_DTYPES[dtype])
         found = arrays.reduce([of_kind(array, kind) for array in given_arrays], reduction)
         if dtype == "C64" and reduction == "prod":
-            # Of the four products and two sums, torch and numpy may join one of each.
+            # torch and numpy may fuse one of the four products with one of the two sums.
             np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-5)
         else:
             assert plain(found) == plain(of_kind(wanted, kind))

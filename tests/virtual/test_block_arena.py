@@ -55,7 +55,7 @@ def test_the_end_of_a_block_that_was_not_filled_has_pages_for_the_next_one():
         first, second = arena.take(1 << 20), arena.take(100)
         arena.write(second.offset, memoryview(b"x" * 100))
         assert arena.is_warm(first.offset + first.nbytes)
-        # Memory, and no hole that a store would have to fill: where there is none left, that ends the process.
+        # Pages must exist: a store to a missing page of a full memory would end the process.
         assert memory_of(segment) > 1 << 20
         assert not view(segment, first).any() and (view(segment, second) == ord("x")).all()
     finally:

@@ -1,4 +1,4 @@
-"""The cluster: what it takes, what it gives back, and what it says when devices fail, hang or disagree."""
+"""The cluster: its arguments, its results, and its errors when devices fail, hang or disagree."""
 
 import os
 import sys
@@ -295,7 +295,7 @@ def test_who_is_late_is_named_with_the_place_where_it_stands(virtual_cluster, mo
     try:
         with pytest.raises(RankTimeoutError, match=r"device 1 did not end within 0\.2 seconds") as raised:
             virtual_cluster(3, timeout_seconds=0.2).run(sleep_here)
-        assert time.monotonic() - begin < 30, "who is late is not waited for"
+        assert time.monotonic() - begin < 30, "late devices are not awaited"
     finally:
         let_go.set()
     assert raised.value.rank == 1 and raised.value.waiting_for == (1,)
@@ -321,7 +321,7 @@ def test_torch_computes_with_one_thread_and_is_left_as_it_was(virtual_cluster):
         assert run.outputs == [1, 1]
         with pytest.raises(RankFailedError):
             virtual_cluster(2).run(fail_on_one)
-        # What threads that are yet to come will compute with is one number for the process.
+        # The number of torch threads for future threads is one number per process.
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
     finally:

@@ -1,4 +1,4 @@
-"""Courses alone, played with words for arrays: who ends up with what, in which order, after how many messages."""
+"""Courses executed on words instead of arrays: final slots, order of reductions, number of messages."""
 
 from collections import deque
 from itertools import product
@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-def played(collective, algorithm, size, root):
+def play(collective, algorithm, size, root):
     """Return what the slots of all members hold at the end; member 2's part 1 is "2.1", folds are written out."""
     courses = [course(collective, algorithm, size, member, root) for member in range(size)]
     slots = [
@@ -52,11 +52,11 @@ def played(collective, algorithm, size, root):
                 steps.popleft()
                 moved = True
         assert moved, "all wait"
-    assert not any(wires.values()), "something was given that nobody gets"
+    assert not any(wires.values()), "a message was sent but never received"
     return courses, slots
 
 
-def circled(part, size):
+def reduce_ring(part, size):
     """Return the sum of everyone's part as a ring makes it: from the member after the part's own on."""
     terms = [f"{(part + distance) % size}.{part}" for distance in range(1, size + 1)]
     total = terms[0]
@@ -67,7 +67,7 @@ def circled(part, size):
 
 @pytest.mark.parametrize(("collective", "algorithm", "size", "root"), CASES)
 def test_every_member_gets_the_result_of_the_collective(collective, algorithm, size, root):
-    courses, slots = played(collective, algorithm, size, root)
+    courses, slots = play(collective, algorithm, size, root)
     ring = algorithm == "ring" and collective not in ALWAYS_PUSH
     for member in range(size):
         finish, found = courses[member].finish, slots[member]
@@ -76,8 +76,8 @@ def test_every_member_gets_the_result_of_the_collective(collective, algorithm, s
         wanted = {
             "all_scatter": ("all", everyone),
             "all_gather": ("all", everyone),
-            "all_reduce": ("flat", {p: circled(p, size) for p in range(size)}) if ring else ("reduce", everyone),
-            "reduce_scatter": ("one", {member: circled(member, size)}) if ring else ("reduce", parts),
+            "all_reduce": ("flat", {p: reduce_ring(p, size) for p in range(size)}) if ring else ("reduce", everyone),
+            "reduce_scatter": ("one", {member: reduce_ring(member, size)}) if ring else ("reduce", parts),
             "all_to_all": ("all", parts),
             "broadcast": ("one", {root: str(root)}),
             "scatter": ("one", {member: f"{root}.{member}"}),

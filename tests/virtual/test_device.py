@@ -1,4 +1,4 @@
-"""Every collective on threads against plain numpy, what each counts, and calls that contradict each other."""
+"""Every collective on threads against plain numpy, its counts, and contradictory calls."""
 
 import functools
 import time
@@ -22,7 +22,7 @@ UFUNCS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh, a way to say groups of it, and what everyone brings."""
+    """A mesh, a form of its groups, and the input of every member."""
 
     mesh: DeviceMesh
     axes: tuple[str, ...] | str | None
@@ -60,7 +60,7 @@ class Case:
         return run
 
     def check(self, run, wanted):
-        """Compare what each device returned with what numpy says."""
+        """Compare each device's result with numpy's."""
         for device, output in zip(self.mesh.ranks, run.outputs, strict=True):
             want = wanted(device, self.group_of(device))
             if isinstance(want, list):
@@ -73,7 +73,7 @@ class Case:
         return np.ascontiguousarray(parts[group.index(device)])
 
     def reduced(self, arrays, group):
-        """Return the reduction of what the members of a group bring, in the order of the algorithm."""
+        """Reduce the inputs of a group's members in the order of the algorithm."""
         dtype = NUMPY_DTYPES[self.dtype]
 
         def fold(several):
@@ -88,7 +88,7 @@ class Case:
         flat = [fold([pieces[member][p] for member in turned[p]]) for p in range(len(group))]
         return np.concatenate(flat).reshape(arrays[0].shape)
 
-    def reduced_part(self, arrays, group, device):
+    def reduce_part(self, arrays, group, device):
         place = group.index(device)
         parts = [self.split(array, group, device) for array in arrays]
         if self.algorithm == "ring":
@@ -98,7 +98,7 @@ class Case:
 
 
 def check_counts(run):
-    """Check that the devices' counts are those of the channels, and that what was sent was received."""
+    """Check that the devices' counts equal those of the channels, and that every sent message was received."""
     total = run.statistics.traffic
     assert total.sent_messages == total.received_messages == run.channels.between_devices.messages
     assert total.sent_nbytes == total.received_nbytes == run.channels.between_devices.nbytes
@@ -199,7 +199,7 @@ def test_reduce_scatter(case):
     )
     if (case.dtype, case.reduction) == ("C64", "prod"):
         return
-    case.check(run, lambda device, group: case.reduced_part([case.given(m) for m in group], group, device))
+    case.check(run, lambda device, group: case.reduce_part([case.given(m) for m in group], group, device))
     g = len(case.groups()[0])
     wanted = case.mesh.size * (g - 1), len(case.groups()) * (g - 1) * case.given(0).nbytes
     assert totals(case, run, "reduce_scatter") == wanted
@@ -455,7 +455,7 @@ ALONE = {
     "half a dim": (lambda d: d.reduce_scatter(ONES, dim=0.5), r"has dim 0\.5 of a shape"),
     "no dim to cut": (lambda d: d.scatter(ONES, 0, dim=None), "scatter has no dim"),
     "no dim to reduce": (lambda d: d.reduce_scatter(ONES, dim=None), "reduce_scatter has no dim"),
-    "a root that is nobody": (lambda d: d.gather(ONES, None), "has the root None"),
+    "a root outside of the mesh": (lambda d: d.gather(ONES, None), "has the root None"),
     "a number for axes": (lambda d: d.all_reduce(ONES, 0), "axes must be names, not 0"),
     "a number for a group": (lambda d: d.all_reduce(ONES, group=0), "device 0 calls a collective over no group"),
     "a group in a group": (lambda d: d.all_reduce(ONES, group=[[0, 1]]), r"has no device \[0, 1\]"),
@@ -463,7 +463,7 @@ ALONE = {
     "no algorithm": (lambda d: d.all_reduce(ONES, algorithm="tree"), "'tree'"),
     "too few for all": (lambda d: d.all_to_all([ONES]), "has 1 arrays"),
     "to itself": (lambda d: d.send(ONES, d.index), "names device 0"),
-    "from nobody": (lambda d: d.receive(9), "names device 9"),
+    "from a missing device": (lambda d: d.receive(9), "names device 9"),
     "no array to send": (lambda d: d.send("x", 1), "plain arrays"),
 }
 

@@ -21,7 +21,7 @@ from xrank.virtual.engines.engine import Job
 from xrank.virtual.engines.watch import find_deadlock
 
 TIMEOUTS = (0.8, 5, 25)
-"""What those get that hang, in seconds: a busy machine may not even have started them in the first."""
+"""Time limit of hanging devices, in seconds: a busy machine may not start them in the first one."""
 
 
 class LocalTroubleError(Exception):
@@ -182,7 +182,7 @@ def hang_with(failing, failing_device):
         error, begun, hung, ended = timed_run(failing, failing_device, timeout_seconds)
         if hung and error.waiting_for == (failing_device,):
             return error, ended - begun - timeout_seconds, timeout_seconds
-    raise AssertionError(f"not told who hangs: {error}")
+    raise AssertionError(f"the hanging device is not named: {error}")
 
 
 def is_soon(seconds, again):

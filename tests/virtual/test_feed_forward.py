@@ -67,7 +67,7 @@ def backward_costs(case, b, s, m, h):
             return P * 10 * b * s * m * h / Y, P * (Y - 1), P * (Y - 1) * b * s * m
 
 
-def counted(statistics, itemsize=4):
+def count_costs(statistics, itemsize=4):
     assert statistics.traffic.received_nbytes == statistics.nbytes
     return statistics.flops, statistics.messages, statistics.nbytes / itemsize
 
@@ -89,13 +89,13 @@ def test_a_layer_has_the_values_and_costs_of_its_policy(case, engine):
     forward = FeedForward(sharding)
     run = cluster.run(forward, activations=(x,), parameters=parameters)
     check_shards(run.outputs, out, sharding.out, 1e-6 if case == "unsharded" else 1e-5)
-    assert counted(run.statistics) == forward_costs(case, *sizes)
+    assert count_costs(run.statistics) == forward_costs(case, *sizes)
     assert run.statistics == plan(forward, MESH, activations=(x,), parameters=parameters)
     backward = forward.backward()
     run = cluster.run(backward, activations=(x, dout), parameters=parameters)
     for name, whole in gradients.items():
         check_shards([output[name] for output in run.outputs], whole, backward.output_shardings[name], 2e-5)
-    assert counted(run.statistics) == backward_costs(case, *sizes)
+    assert count_costs(run.statistics) == backward_costs(case, *sizes)
     assert run.statistics == plan(backward, MESH, activations=(x, dout), parameters=parameters)
     assert run.channels.between_devices.nbytes == run.statistics.nbytes
 
@@ -106,11 +106,11 @@ def test_plans_have_the_costs_at_other_sizes(case, sizes):
     b, s, m, h = sizes
     forward = FeedForward(SHARDINGS[case][1])
     parameters = ((m, h), (h,), (h, m), (m,))
-    assert counted(plan(forward, (X, Y), activations=((b, s, m),), parameters=parameters)) == forward_costs(
+    assert count_costs(plan(forward, (X, Y), activations=((b, s, m),), parameters=parameters)) == forward_costs(
         case, *sizes
     )
     planned = plan(forward.backward(), (X, Y), activations=((b, s, m),) * 2, parameters=parameters)
-    assert counted(planned) == backward_costs(case, *sizes)
+    assert count_costs(planned) == backward_costs(case, *sizes)
 
 
 @pytest.mark.parametrize("case", SHARDINGS)
@@ -128,9 +128,9 @@ def test_the_ring_all_reduces_in_pieces(case):
     if case == "megatron":
         messages, elements = 2 * messages, P * 2 * (Y - 1) / Y * b * s * m
     if case == "gspmd":
-        # Of two devices, a ring's all-reduce sends two halves where push sends the whole.
+        # With two devices, a ring's all-reduce sends two halves where push sends the whole.
         messages += P * 2 * (X - 1)
-    assert counted(run.statistics) == (flops, messages, elements)
+    assert count_costs(run.statistics) == (flops, messages, elements)
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
@@ -155,13 +155,13 @@ def test_sequence_parallel_shards_send_half_by_push():
     run = cluster.run(forward, activations=(x,), parameters=parameters)
     np.testing.assert_allclose(forward.join(run.outputs, MESH), out, rtol=1e-5, atol=1e-5)
     # A gather of x and a reduce-scatter of out.
-    assert counted(run.statistics)[1:] == (P * 2 * (Y - 1), P * 2 * (Y - 1) * b * s * m / Y)
+    assert count_costs(run.statistics)[1:] == (P * 2 * (Y - 1), P * 2 * (Y - 1) * b * s * m / Y)
     run = cluster.run(forward.backward(), activations=(x, dout), parameters=parameters)
     joined = forward.backward().join(run.outputs, MESH)
     for name, whole in gradients.items():
         np.testing.assert_allclose(joined[name], whole, rtol=2e-5, atol=2e-5)
     # Gathers of x and dout, a reduce-scatter of dx, an all-reduce of db2, whose rows are cut.
-    assert counted(run.statistics)[1:] == (P * 4 * (Y - 1), P * (Y - 1) * (3 * b * s * m / Y + m))
+    assert count_costs(run.statistics)[1:] == (P * 4 * (Y - 1), P * (Y - 1) * (3 * b * s * m / Y + m))
 
 
 @st.composite

@@ -22,7 +22,7 @@ def specs_of(collective, size, dim):
     return tuple(ArraySpec((3, length) if dim == 1 else (length, 3), "BF16") for length in lengths)
 
 
-def stepped(collective, algorithm, given, member, dim, root):
+def sum_steps(collective, algorithm, given, member, dim, root):
     total = Traffic(1)
     steps = course(collective, algorithm, len(given), member, root).steps
     for step, spec in zip(steps, step_specs(collective, algorithm, given, member, dim=dim, root=root), strict=True):
@@ -37,7 +37,7 @@ def test_sums_are_those_of_the_steps(collective, algorithm):
         given = specs_of(collective, size, dim)
         for root in range(size) if collective in ROOTED else [0]:
             found = group_traffic(collective, algorithm, given, dim=dim, root=root)
-            want = tuple(stepped(collective, algorithm, given, member, dim, root) for member in range(size))
+            want = tuple(sum_steps(collective, algorithm, given, member, dim, root) for member in range(size))
             assert found == want, (size, dim, root)
 
 

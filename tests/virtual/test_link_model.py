@@ -20,7 +20,7 @@ MODEL = LinkModel(L, B)
 
 
 def collective(name, size, nbytes, *, root=None, reduction=None, axes=()):
-    """Return the programs of one collective in which everyone brings so many bytes, from registers that are there."""
+    """Return the programs of one collective in which every member has this many bytes, in existing registers."""
     whole = ArraySpec((nbytes,), "U8")
     group, brought = tuple(range(size)), (whole,) * size
     return [

@@ -77,7 +77,7 @@ def cluster(algorithm="push", engine="in-process", mesh=MESH):
     return VirtualCluster(mesh, engine=engine, algorithm=algorithm)
 
 
-def counted(statistics, itemsize=4):
+def count_costs(statistics, itemsize=4):
     assert statistics.traffic.received_nbytes == statistics.nbytes
     return statistics.flops, statistics.messages, statistics.nbytes / itemsize
 
@@ -94,7 +94,7 @@ def test_forward_has_the_values_and_costs_of_its_policy(case, engine):
     tolerance = 1e-6 if policy is POLICIES.Unsharded else 1e-5
     for output in run.outputs:
         np.testing.assert_allclose(output, a @ b, rtol=tolerance, atol=tolerance)
-    assert counted(run.statistics) == costs(policy, m, k, n, g)
+    assert count_costs(run.statistics) == costs(policy, m, k, n, g)
     assert run.statistics == plan(MatMul(sharding), MESH, activations=(a,), parameters=(b,))
     between = run.channels.between_devices
     assert (between.messages, between.nbytes) == (run.statistics.messages, run.statistics.nbytes)
@@ -118,7 +118,7 @@ def test_backward_has_the_values_and_costs_of_its_policy(case, engine):
             ranges = sharding.slices(MESH, MESH.coordinate(device), whole.shape)
             part = whole[tuple(slice(low, high) for low, high in ranges)]
             np.testing.assert_allclose(output[name], part, rtol=1e-5, atol=1e-4)
-    assert counted(run.statistics) == backward_costs(policy, m, k, n, g)
+    assert count_costs(run.statistics) == backward_costs(policy, m, k, n, g)
     assert run.statistics == plan(operation, MESH, activations=(a, dc), parameters=(b,))
 
 
@@ -129,9 +129,9 @@ def test_plans_have_the_costs_at_other_sizes(case, sizes):
     operation = MatMul(MatMulSharding((a_text, b_text)))
     m, k, n = sizes
     forward = plan(operation, (X, Y), activations=((m, k),), parameters=((k, n),))
-    assert counted(forward) == costs(policy, m, k, n, g)
+    assert count_costs(forward) == costs(policy, m, k, n, g)
     backward = plan(operation.backward(), (X, Y), activations=((m, k), (m, n)), parameters=((k, n),))
-    assert counted(backward) == backward_costs(policy, m, k, n, g)
+    assert count_costs(backward) == backward_costs(policy, m, k, n, g)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -143,8 +143,8 @@ def test_the_ring_reduces_in_pieces_and_gathers_as_many_bytes(case):
     operation = MatMul(sharding)
     run = cluster("ring").run(operation, activations=(a,), parameters=(b,))
     np.testing.assert_allclose(run.outputs[5], a @ b, rtol=1e-5, atol=1e-5)
-    flops, messages, elements = counted(run.statistics)
-    push = counted(plan(operation, MESH, activations=(a,), parameters=(b,)))
+    flops, messages, elements = count_costs(run.statistics)
+    push = count_costs(plan(operation, MESH, activations=(a,), parameters=(b,)))
     assert flops == push[0]
     if policy is POLICIES.MatchedInnerSharding:
         assert (messages, elements) == (P * 2 * (g - 1), P * 2 * (g - 1) / g * m * n)
@@ -160,7 +160,7 @@ def test_the_ring_reduces_in_pieces_and_gathers_as_many_bytes(case):
 @pytest.mark.parametrize(
     ("case", "c_text", "flops", "elements"),
     [
-        # A device's share of the flops, and what it sends, of a product of 64 by 32 by 48; c has 3072 elements.
+        # A device's flops and sent elements in a product of 64 by 32 by 48; c has 3072 elements.
         ("unsharded", "[m/x, n/y]", 1 / 8, 0),
         ("unsharded", "[m, n] sum(y)", 1 / 4, 0),
         ("unsharded", "[m/x, n] sum(y)", 1 / 8, 0),
@@ -232,14 +232,14 @@ def test_a_matched_inner_dim_leaves_the_columns_cut():
     run = cluster().run(operation, activations=(a,), parameters=(b,))
     np.testing.assert_allclose(operation.join(run.outputs, MESH), a @ b, rtol=1e-5, atol=1e-5)
     # Half of C is all-reduced along y, then gathered along x.
-    assert counted(run.statistics) == (2 * 8 * 16 * 4, P * (Y - 1 + X - 1), P * (3 * 16 + 16))
+    assert count_costs(run.statistics) == (2 * 8 * 16 * 4, P * (Y - 1 + X - 1), P * (3 * 16 + 16))
 
 
 def test_each_gradient_is_cut_for_itself():
     operation = MatMul(MatMulSharding(("[m/x, k]", "[k, n/x]")), POLICIES.UnmatchedInnerSharding).backward()
     statistics = plan(operation, MESH, activations=((8, 16), (8, 4)), parameters=((16, 4),))
     # Both halves of dC are free; A is gathered for dB, and B for dA.
-    assert counted(statistics) == (P * 2 * 8 * 16 * 4, P * 2, P * (8 * 16 + 16 * 4) / 2)
+    assert count_costs(statistics) == (P * 2 * 8 * 16 * 4, P * 2, P * (8 * 16 + 16 * 4) / 2)
 
 
 def test_columns_alone_cut_need_no_device_to_hang():
@@ -250,7 +250,7 @@ def test_columns_alone_cut_need_no_device_to_hang():
     for output in run.outputs:
         np.testing.assert_allclose(output, a @ b, rtol=1e-5, atol=1e-5)
     even = plan(MatMul(sharding), MESH, activations=((8, 8),), parameters=((8, 8),))
-    assert counted(even) == (P * 2 * 8**3 / Y, P * (Y - 1), P * (Y - 1) * 64 / Y)
+    assert count_costs(even) == (P * 2 * 8**3 / Y, P * (Y - 1), P * (Y - 1) * 64 / Y)
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Rings: records come whole and in order, however long they are and whoever is quicker."""
+"""Rings: records arrive complete and in order, for any length and any relative speed."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

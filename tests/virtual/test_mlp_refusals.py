@@ -1,4 +1,4 @@
-"""What an MLP refuses by name, before any device starts, and what just does not have to be refused."""
+"""Invalid MLPs are refused by name before any device starts; limit cases are accepted."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from xrank.virtual.pipelines.optimizers import SGD, Adam
 from xrank.virtual.pipelines.pipeline import Pipeline
 
 
-def refused(error, match, activations, parameters, mlp=None):
+def check_refusal(error, match, activations, parameters, mlp=None):
     """See a step refused before any device starts, and by the plan alike."""
     mlp = mlp or MLP(Pipeline(2, 3), optimizer=Adam())
     with pytest.raises(error, match=match) as failure:
@@ -54,7 +54,7 @@ def test_invalid_pipelines_rates_and_numbers_are_refused():
 def test_batches_without_rows_for_a_device_are_refused():
     activations, parameters = arguments(num_rows=11)
     replicas = MLP(Pipeline(DeviceMesh.parse_grid("pp=2 dp=3"), 4))
-    failure = refused(LayoutError, "a batch of 11 rows has no rows for some", activations, parameters, replicas)
+    failure = check_refusal(LayoutError, "a batch of 11 rows has no rows for some", activations, parameters, replicas)
     assert (failure.got, failure.want) == ("11 rows", "12 rows or more")
     activations, parameters = arguments(num_rows=12)
     result, _ = step(replicas, activations, parameters)
@@ -63,7 +63,7 @@ def test_batches_without_rows_for_a_device_are_refused():
 
 def test_layers_with_fewer_columns_than_places_are_refused():
     activations, parameters = arguments()
-    failure = refused(
+    failure = check_refusal(
         LayoutError, "weight.3 does not fit", activations, parameters, MLP(Pipeline(DeviceMesh((6,), ("tp",)), 2))
     )
     assert failure.tensor == "weight.3" and "6 columns or more" in failure.want
@@ -89,9 +89,9 @@ def test_arguments_of_other_shapes_types_and_numbers_are_refused():
         ("bias.2 does not fit", activations, changed(5, parameters[5][:, None])),
     ]
     for match, given, kept in cases:
-        assert refused(LayoutError, match, given, kept).tensor == match.split()[0]
-    assert refused(UsageError, "inputs and targets", (inputs,), parameters).got == "1 arrays"
-    assert refused(UsageError, "weight and bias of each", activations, parameters[:-1]).want == "8 or 25 arrays"
+        assert check_refusal(LayoutError, match, given, kept).tensor == match.split()[0]
+    assert check_refusal(UsageError, "inputs and targets", (inputs,), parameters).got == "1 arrays"
+    assert check_refusal(UsageError, "weight and bias of each", activations, parameters[:-1]).want == "8 or 25 arrays"
 
 
 def test_arrays_of_two_kinds_are_refused():
@@ -116,8 +116,10 @@ def test_states_of_other_shapes_are_refused():
     mlp = MLP(Pipeline(2, 3), optimizer=Adam())
     kept = step(mlp, activations, parameters)[0].next_parameters
     assert len(kept) == 25
-    failure = refused(LayoutError, "mean.weight.0 does not fit", activations, [*kept[:8], kept[10], *kept[9:]], mlp)
+    failure = check_refusal(
+        LayoutError, "mean.weight.0 does not fit", activations, [*kept[:8], kept[10], *kept[9:]], mlp
+    )
     assert failure.tensor == "mean.weight.0" and failure.want == "(7, 9) F32"
-    refused(LayoutError, "steps does not fit", activations, [*kept[:-1], np.float32(1)], mlp)
+    check_refusal(LayoutError, "steps does not fit", activations, [*kept[:-1], np.float32(1)], mlp)
     plain = MLP(Pipeline(2, 3), 0.1)
-    refused(UsageError, "weight and bias of each", activations, kept, plain)
+    check_refusal(UsageError, "weight and bias of each", activations, kept, plain)

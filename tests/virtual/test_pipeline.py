@@ -1,4 +1,4 @@
-"""Pipelines: who is which stage, what a stage says in each cycle, and what stages send each other in real runs."""
+"""Pipelines: the devices of stages, the properties of a stage in each cycle, and messages in real runs."""
 
 import numpy as np
 import pytest
@@ -134,7 +134,7 @@ def test_the_stages_around_are_those_at_the_same_place():
 
 
 def walk(device, pipeline):
-    """Do a batch with nothing but clocks: a message says when it was sent. Return cycles, works, live forwards."""
+    """Run a batch with clocks alone: a message contains its sending time. Return cycles, works, live forwards."""
     stage = pipeline.stage(device.index)
     clock = num_works = live = peak = 0
     for _ in range(pipeline.num_cycles):

@@ -39,7 +39,7 @@ def nothing_remains():
 
 
 def script(seed, mesh):
-    """Some collectives, told alike to all devices."""
+    """Some collectives, the same on all devices."""
     chance = random.Random(seed)
     calls = []
     for _ in range(12):
@@ -58,7 +58,7 @@ NAMES = ["all_scatter", "all_gather", "joined", "all_reduce", "reduce_scatter", 
 
 
 def play(device, calls):
-    """Make the calls; return what each gave."""
+    """Make the calls and return their results."""
     return [_called(device, how) for how in calls]
 
 
@@ -96,10 +96,10 @@ def _made(how, device, more=0):
     return from_bytes(content, spec, how["kind"])
 
 
-def told(value):
+def normalize(value):
     """A value in a form that compares bit by bit."""
     if isinstance(value, list | tuple):
-        return [told(part) for part in value]
+        return [normalize(part) for part in value]
     return value if value is None else (kind_of(value), spec_of(value), bytes_of(value).tobytes())
 
 
@@ -111,7 +111,7 @@ def test_both_engines_give_the_same_bits_and_counts(seed, mesh):
     first, second = runs
     for ours, theirs in zip(first.outputs, second.outputs, strict=True):
         for how, one, other in zip(calls, ours, theirs, strict=True):
-            assert told(one) == told(other), how
+            assert normalize(one) == normalize(other), how
     assert first.statistics == second.statistics
     assert first.channels == second.channels
     assert first.channels.sent == first.channels.received
@@ -201,7 +201,7 @@ def test_devices_have_what_the_caller_had_and_change_nothing_of_it():
 
 
 def test_one_outputs_arrays_are_not_another_devices_in_the_next_run():
-    """What a run gave is the caller's private memory, of which a forked device has a copy of its own."""
+    """Outputs are the caller's private memory, which a forked device copies."""
     weights = VirtualCluster(2).run(lambda device: np.ones(1 << 20)).outputs
 
     def change(device):
@@ -325,7 +325,7 @@ def test_ctrl_c_ends_devices_and_is_the_callers():
 
 
 def test_devices_end_with_their_parent():
-    """A parent that is killed leaves nobody: the kernel ends its devices."""
+    """A killed parent leaves no devices: the kernel ends them."""
     code = """
         import os, time
         from xrank.virtual import VirtualCluster

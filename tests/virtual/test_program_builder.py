@@ -94,7 +94,7 @@ def test_a_value_gets_from_any_sharding_to_any_other(data):
 @pytest.mark.parametrize(
     ("shapes", "layouts", "collectives", "elements"),
     [
-        # What a device sends of a product of 256 elements.
+        # Elements that a device sends for a product of 256 elements.
         ((16, 8, 16), ("[m, k/y]", "[k/y, n]", "[m, n]"), ["all_reduce"], 3 * 256),
         ((16, 8, 16), ("[m, k/y]", "[k/y, n]", "[m/y, n]"), ["reduce_scatter"], 3 * 256 / 4),
         ((16, 8, 16), ("[m, k/y]", "[k/y, n]", "[m/y, n/x]"), ["reduce_scatter"], 3 * 256 / 4),

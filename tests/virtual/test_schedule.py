@@ -48,7 +48,7 @@ def test_interleaved_stages_are_idle_less(chunks):
             assert schedule.stages == plain.stages
         elif stages > 1 and runs > 1:
             assert schedule.bubble_fraction < plain.bubble_fraction
-        # What is forward before the first backward, and one more: no stage keeps more than it must.
+        # The forwards before the first backward, plus one: no stage keeps more than necessary.
         group = max(map(len, np.array_split(range(runs), max(1, runs // stages))))
         wanted = ((chunks - 1) * group + 2 * (stages - 1 - stage) + 1 for stage in range(stages))
         if chunks > 1:

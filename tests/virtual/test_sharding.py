@@ -1,4 +1,4 @@
-"""Shardings: what each device holds, in which words, and what is refused."""
+"""Shardings: the elements of each device, the text forms, and invalid shardings."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from xrank.virtual.sharding import FULL, DimSharding, TensorSharding, canonical
 MESH = DeviceMesh((2, 4), ("x", "y"))
 
 
-def held(sharding: TensorSharding, shape: tuple[int, ...], mesh: DeviceMesh = MESH) -> list[list[int]]:
+def list_elements(sharding: TensorSharding, shape: tuple[int, ...], mesh: DeviceMesh = MESH) -> list[list[int]]:
     """Return the elements of 0, 1, 2, ... that each device holds."""
     array = np.arange(np.prod(shape)).reshape(shape)
     return [shard.ravel().tolist() for shard in shards_of(array, sharding, mesh)]
@@ -25,31 +25,31 @@ def held(sharding: TensorSharding, shape: tuple[int, ...], mesh: DeviceMesh = ME
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 6, 7, 8, 9])
 def test_an_uneven_dim_is_cut_as_array_split_or_as_chunk(size):
     balanced = [part.tolist() for part in np.array_split(np.arange(size), 4)]
-    assert held(TensorSharding(("y",)), (size,)) == balanced * 2
+    assert list_elements(TensorSharding(("y",)), (size,)) == balanced * 2
     chunks = [part.tolist() for part in torch.arange(size).chunk(4)] if size else []
     chunks += [[]] * (4 - len(chunks))
-    assert held(TensorSharding((DimSharding(("y",), "/~"),)), (size,)) == chunks * 2
+    assert list_elements(TensorSharding((DimSharding(("y",), "/~"),)), (size,)) == chunks * 2
 
 
 def test_a_cut_that_must_be_even_is_refused_where_it_does_not_divide():
-    assert held(TensorSharding((DimSharding(("y",), "/"),)), (8,))[3] == [6, 7]
+    assert list_elements(TensorSharding((DimSharding(("y",), "/"),)), (8,))[3] == [6, 7]
     with pytest.raises(LayoutError, match=r"7/y: 7 does not divide by 4") as caught:
-        held(TensorSharding((DimSharding(("y",), "/"),)), (7,))
+        list_elements(TensorSharding((DimSharding(("y",), "/"),)), (7,))
     assert caught.value.want == "a multiple of 4"
 
 
 def test_two_axes_cut_one_dim_one_within_the_other():
     halves = np.array_split(np.arange(11), 2)
     inner = [part.tolist() for half in halves for part in np.array_split(half, 4)]
-    assert held(TensorSharding((("x", "y"),)), (11,)) == inner
+    assert list_elements(TensorSharding((("x", "y"),)), (11,)) == inner
     other = [part.tolist() for quarter in np.array_split(np.arange(11), 4) for part in np.array_split(quarter, 2)]
-    assert held(TensorSharding((("y", "x"),)), (11,)) == [other[2 * y + x] for x in range(2) for y in range(4)]
+    assert list_elements(TensorSharding((("y", "x"),)), (11,)) == [other[2 * y + x] for x in range(2) for y in range(4)]
 
 
 def test_a_device_has_the_block_of_its_place():
-    assert held(TensorSharding(("x", "y")), (2, 4)) == [[i] for i in range(8)]
-    assert held(TensorSharding(("y", None)), (4, 1)) == [[0], [1], [2], [3]] * 2
-    assert held(TensorSharding((None, None)), (1, 2)) == [[0, 1]] * 8
+    assert list_elements(TensorSharding(("x", "y")), (2, 4)) == [[i] for i in range(8)]
+    assert list_elements(TensorSharding(("y", None)), (4, 1)) == [[0], [1], [2], [3]] * 2
+    assert list_elements(TensorSharding((None, None)), (1, 2)) == [[0, 1]] * 8
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_an_axis_that_cuts_a_dim_twice_or_is_not_there_is_refused():
     with pytest.raises(LayoutError, match="'x' cuts one dim twice"):
         DimSharding(("x", "x"))
     with pytest.raises(LayoutError, match="has no axis 'tp'"):
-        held(TensorSharding(("tp",)), (8,))
+        list_elements(TensorSharding(("tp",)), (8,))
     with pytest.raises(LayoutError, match=r"is not of a tensor of shape \(8,\)"):
-        held(TensorSharding(("x", None)), (8,))
+        list_elements(TensorSharding(("x", None)), (8,))
     with pytest.raises(LayoutError, match="cannot be cut by '%'"):
         DimSharding(("x",), "%")
     for axes in (2, ("x", 2), [None]):

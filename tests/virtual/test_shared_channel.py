@@ -1,4 +1,4 @@
-"""Channels of shared memory: what goes in comes out, whose memory it is, and how much of it there is."""
+"""Channels of shared memory: arrays arrive unchanged; ownership and amount of their memory."""
 
 import errno
 import os
@@ -219,7 +219,7 @@ def test_a_receiver_that_forks_never_frees_its_blocks():
 
 
 def test_a_receiver_that_waits_is_woken_and_seen(monkeypatch):
-    """The receiver sleeps in poll; the board says for what, until the message has come."""
+    """The receiver sleeps in poll; the board shows its wait until the message has come."""
     with shared_ends() as ((sender, receiver, _), _):
         got = []
         heading = make_heading("send", call=9)

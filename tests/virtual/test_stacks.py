@@ -66,7 +66,7 @@ def runs_here(writing, ready):
 
 
 def runs_and_then_sleeps(writing, ready):
-    """It answers in between: when another signal says so."""
+    """It answers in between, on another signal."""
     faulthandler.register(signal.SIGUSR1, file=writing)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     told = []
@@ -79,7 +79,7 @@ def runs_and_then_sleeps(writing, ready):
         signal.pause()
 
 
-def never_hears(writing, ready):
+def block_signal(writing, ready):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     ready()
     while True:
@@ -87,7 +87,7 @@ def never_hears(writing, ready):
 
 
 def has_a_thread_that_hears_nothing(writing, ready):
-    """What a thread has always blocked is no handler that it is in."""
+    """A signal that a thread blocked from the start does not mean that it is in the handler."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
@@ -106,7 +106,7 @@ def test_stacks_come_whole_at_once(monkeypatch):
         for _ in range(3):
             said = collect_stacks([one, other])
             assert all(words.count("in stands_here") == 1 for words in said)
-        assert time.monotonic() - begun < 30, "nobody was waited for: here it takes milliseconds"
+        assert time.monotonic() - begun < 30, "no process was awaited: here it takes milliseconds"
 
 
 def test_stacks_are_complete_when_the_writer_pauses():
@@ -140,7 +140,7 @@ def test_output_just_after_a_look_is_read(monkeypatch):
         assert "in runs_and_then_sleeps" in collect_stacks([one])[0]
 
 
-@pytest.mark.parametrize("body", [never_hears, ends])
+@pytest.mark.parametrize("body", [block_signal, ends])
 def test_a_process_that_cannot_answer_is_not_awaited(body, monkeypatch):
     monkeypatch.setattr(stacks, "_PATIENCE_SECONDS", (0.1, 50.0))
     with process(body) as one:

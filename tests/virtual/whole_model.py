@@ -42,7 +42,7 @@ def whole_gradients(activations, parameters, relu_last=False):
 
 
 def step(mlp, activations, parameters, **options):
-    """Run one step, and see that it did what was planned and what the channels saw."""
+    """Run one step and check it against the plan and the channels' counts."""
     cluster = VirtualCluster(mlp.pipeline.mesh, **{"engine": "in-process", **options})
     run = cluster.run(mlp, activations=activations, parameters=parameters)
     planned = plan(mlp, mlp.pipeline.mesh, activations=activations, parameters=parameters, algorithm=cluster.algorithm)
