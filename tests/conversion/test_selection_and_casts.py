@@ -16,8 +16,6 @@ from tests.cli.bench import Bench
 from tests.conversion.made_workspaces import LAYOUTS, assert_holds, leave, leave_plain, made_model, model_in
 from xrank.conversion.gather import gather_checkpoint
 
-pytestmark = pytest.mark.quick
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

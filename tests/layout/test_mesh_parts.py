@@ -20,8 +20,6 @@ from xrank.layout.local_part import LocalPart, local_part
 from xrank.layout.mesh_parts import MeshParts, mesh_parts
 from xrank.layout.nests import Nest, size
 
-pytestmark = pytest.mark.quick
-
 MANY = "<" + " | ".join(f"p{i}: 1" for i in range(130)) + ">"
 """A dim of which every rank has 130 nests."""
 

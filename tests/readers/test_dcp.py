@@ -52,7 +52,6 @@ class DcpContract(ReaderContract):
         yield SampleSource(saved(rank_pool, folder / "checkpoint-20", cls.cut, **cls.options), expected())
 
 
-@pytest.mark.quick
 class TestFsdp(DcpContract):
     options: ClassVar = {"nesting": "trainer"}
 
@@ -109,6 +108,7 @@ def edit(folder: Path, change: Callable[[Any], None]) -> None:
 # ---- what is told
 
 
+@pytest.mark.quick
 def test_optimizer_and_values_are_left_out_and_told(fsdp: Path) -> None:
     model = read(fsdp)
     metadata = pickle.loads((fsdp / ".metadata").read_bytes())
@@ -203,6 +203,7 @@ def accelerate(rank_pool: RankPool, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "given",
     ["", "checkpoint-2000", "checkpoint-2000/pytorch_model_fsdp_0", "checkpoint-2000/pytorch_model_fsdp_0/.metadata"],

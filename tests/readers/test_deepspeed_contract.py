@@ -12,8 +12,6 @@ from tests.readers.made_zero import MadeModel, Zero, write_universal, write_zero
 from xrank.readers.deepspeed import DeepSpeedReader
 from xrank.testing.reader_contract import ReaderContract, SampleSource, whole
 
-pytestmark = pytest.mark.quick
-
 
 def small_model() -> MadeModel:
     """One of each kind of tensor: the contract tries every fault on every file."""
@@ -39,6 +37,7 @@ class _Contract(ReaderContract):
         return SampleSource(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.expected.items()})
 
 
+@pytest.mark.quick
 class TestZero3(_Contract):
     how = Zero(stage=3, num_ranks=2)
 
