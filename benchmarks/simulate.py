@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from xrank.conversion.export import export_model
 from xrank.layout import LayoutMap
 from xrank.layout.local_part import local_part
-from xrank.plan.told_shapes import told_shapes
+from xrank.plan.layout_shapes import compute_shapes
 from xrank.simulation.fitting import Sample, fit_rates
 from xrank.simulation.prediction import predict
 from xrank.simulation.simulation import simulate
@@ -105,7 +105,7 @@ def _held(file: str, rank: int) -> tuple[LayoutMap, dict[str, torch.Tensor]]:
     layouts = LayoutMap.read(file)
     mesh, model = layouts.device_mesh, {}
     assert mesh is not None
-    for name, shape in told_shapes(layouts)[0].items():
+    for name, shape in compute_shapes(layouts)[0].items():
         layout = layouts[name]
         assert layout is not None
         part = local_part(layout, mesh, mesh.coordinate(rank), shape)

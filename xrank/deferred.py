@@ -1,4 +1,4 @@
-"""Names of a package that are loaded when they are first used, so that importing it imports nothing else (PEP 562)."""
+"""Lazy imports of a package's public names on first use (PEP 562), so that importing it imports nothing else."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["deferred"]
+__all__ = ["defer_imports"]
 
 
-def deferred(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def defer_imports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
-        package: its ``__name__``.
-        homes: by public name, the module below the package that defines it.
+        package: ``__name__`` of the package.
+        homes: public name -> module below the package that defines it.
     """
 
     def find(name: str) -> Any:

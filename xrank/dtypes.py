@@ -1,7 +1,7 @@
-"""Element types: one name for each, its width, and what torch and numpy call it.
+"""Element types: name, width, and their names in torch and numpy.
 
-The name is the one a safetensors header uses (safetensors 0.8, ``safetensors/src/tensor.rs: enum Dtype``), because
-that is what every output says.
+The name is that of safetensors headers (safetensors 0.8, ``safetensors/src/tensor.rs: enum Dtype``), which every output
+uses.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class DType:
     """An element type."""
 
     name: str
-    """As in a safetensors header: ``"BF16"``."""
+    """Name in a safetensors header: ``"BF16"``."""
     nbytes: int
     """Width of one element in bytes."""
     torch_name: str
     """Attribute of torch: ``"bfloat16"``."""
     numpy_name: str
-    """Attribute of numpy, or of ml_dtypes where numpy lacks it."""
+    """Attribute of numpy, or of ml_dtypes if numpy lacks it."""
     is_float: bool = False
     """Whether a cast of weights applies: plain floating point, not a quantised payload."""
 
@@ -58,7 +58,7 @@ DTYPES: dict[str, DType] = {
         DType("BOOL", 1, "bool", "bool"),
     )
 }
-"""Every element type xrank moves, by name."""
+"""All supported element types, by name."""
 
 _BY_TORCH_NAME = {d.torch_name: d for d in DTYPES.values()}
 
@@ -67,7 +67,7 @@ def dtype(name: str) -> DType:
     """Return the element type of that safetensors name.
 
     Raises:
-        UsageError: xrank does not move such elements.
+        UsageError: the element type is not supported.
     """
     try:
         return DTYPES[name]
@@ -90,7 +90,7 @@ def by_torch_name(name: str) -> DType:
 def unsupported(name: str) -> UsageError:
     """Return the error for an element type that safetensors does not have, or has in parts of a byte (F4, F6)."""
     return UsageError(
-        f"element type {name} is none that xrank moves",
+        f"element type {name} is not supported",
         got=name,
         want="one of " + ", ".join(sorted(DTYPES)),
         next_step="cast the tensor before it is written, or leave it out",

@@ -1,7 +1,7 @@
-"""What the environment says: the launcher's mark on this process, xrank's own settings, Hugging Face's cache.
+"""Environment variables: the launcher's, xrank's own settings, Hugging Face's cache.
 
-The only module that looks at os.environ. Everything else takes values; everything here that reads takes the mapping,
-so that a test (or a simulation of eight ranks in one process) brings its own.
+This is the only module that reads os.environ. Functions here take the mapping, so that a test (or a simulation of eight
+ranks in one process) passes its own.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ __all__ = [
 ]
 
 SETTINGS = ("XRANK_WORKSPACE", "XRANK_MAX_MEMORY", "XRANK_WORKERS", "XRANK_TIMEOUT", "XRANK_RUN_ID")
-"""xrank's own variables: the options of that name, and one id for all ranks of a run."""
+"""xrank's own variables: defaults of the options of these names, and one run id for all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process's place among those that a launcher started."""
+    """This process among those that a launcher started."""
 
     rank: int
     world_size: int
     local_rank: int
-    """Place among the processes of this host."""
+    """Number of the process on this host."""
     local_world_size: int
     run_id: str | None
-    """One text for all ranks of this run and no other run; None where nothing says it."""
+    """An id that all ranks of this run share and no other run has; None if it is not known."""
     attempt: str | None
-    """Which restart of the run this is, as the launcher counts."""
+    """Restart count of the run, as the launcher counts."""
     launcher: str
-    """``torchrun``, ``srun``, ``mpirun``; ``bare`` for RANK and WORLD_SIZE that no launcher vouches for."""
+    """``torchrun``, ``srun``, ``mpirun``; ``bare`` for RANK and WORLD_SIZE without a launcher's marks."""
 
     def __post_init__(self) -> None:
         for kind, place, places in (
@@ -53,7 +53,7 @@ class Launch:
         ):
             if not 0 <= place < places:
                 raise UsageError(
-                    f"{self.launcher} says {kind} {place} of {places}",
+                    f"{self.launcher} gives {kind} {place} of {places}",
                     got=str(place),
                     want=f"a number from 0 to {places - 1}" if places > 0 else "at least one process",
                     next_step="correct or unset the launcher's variables in this process",
@@ -62,7 +62,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class KerasJobs:
-    """What Keras' own variables say about the processes of a job; None for what they do not say."""
+    """Keras' own variables about the processes of a job; None for those that are not set."""
 
     addresses: str | None
     num_processes: int | None
@@ -75,10 +75,10 @@ def environ() -> Mapping[str, str]:
 
 
 def forgo_blas_threads() -> None:
-    """Let numpy load without threads for its matrices, unless this process was told how many; call it before that.
+    """Let numpy load without matrix threads, unless the environment sets their number; call it before numpy loads.
 
-    OpenBLAS starts one for each core, which spins before it sleeps: a quarter of a small run's processor time, on two
-    cores. No command multiplies matrices; programs that import xrank may, so only ``xrank`` itself calls this.
+    OpenBLAS starts a thread for each core, which spins before it sleeps: on two cores, a quarter of a small run's
+    processor time. No command multiplies matrices; programs that import xrank may, so only ``xrank`` itself calls this.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -97,12 +97,12 @@ def read_run_id(environ: Mapping[str, str]) -> str | None:
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Return what the launcher says about this process, or None where there was none.
+    """Return the launcher's description of this process, or None without a launcher.
 
-    torchrun's marks win over srun's and mpirun's, since ``srun torchrun`` is common and the inner one made the ranks.
+    torchrun's marks win over srun's and mpirun's, since ``srun torchrun`` is common and torchrun made the ranks.
 
     Raises:
-        UsageError: a variable holds no number, or a rank outside its world.
+        UsageError: a variable is not a number, or a rank is outside its world.
     """
     own_id = setting(environ, "XRANK_RUN_ID")
     if "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ and "WORLD_SIZE" in environ:
@@ -170,8 +170,8 @@ def _plain_ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
 
 
 def _torchrun_id(text: str) -> str | None:
-    # "none" is what every torchrun without --rdzv-id and --standalone says (torch/distributed/run.py: get_args_parser,
-    # --rdzv-id default "none"): taking it for an id would make last week's states look like this run's.
+    # Every torchrun without --rdzv-id and --standalone has the id "none" (torch/distributed/run.py: get_args_parser,
+    # --rdzv-id default "none"): used as an id, it would make last week's states look like this run's.
     return None if text in ("", "none") else text
 
 
@@ -181,7 +181,7 @@ def _slurm_id(environ: Mapping[str, str]) -> str | None:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Return this node's number of tasks out of ``4(x2),3``, or None where the step does not say."""
+    """Return this node's number of tasks out of ``4(x2),3``, or None if the step does not give it."""
     node = _number(environ, "SLURM_NODEID", 0)
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part, re.ASCII)

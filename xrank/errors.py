@@ -1,4 +1,4 @@
-"""Every error xrank raises, in one tree.
+"""All errors of xrank, in one tree.
 
     XrankError
     ├ UsageError (ValueError) 2         ├ IncompleteError (FileNotFoundError) 3   ├ RankFailedError (RuntimeError) 1
@@ -6,8 +6,8 @@
     │ └ OutputExistsError (FileExists…) ├ CorruptError (ValueError) 4             ├ NoSpaceError (OSError) 1
     ├ LayoutError (ValueError) 2        ├ UnsafeError (UnpicklingError) 4         └ GradientError (RuntimeError) 1
 
-The number is the exit status of the command that meets the error. Each class doubles the built-in that plain
-callers would catch. All of them survive pickling, so a failure can cross process borders whole.
+The number is the exit status of a command that fails with the error. Each class also derives from the built-in that
+plain callers would catch. All of them can be pickled, so a failure reaches other processes with all its parts.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ __all__ = [
 
 
 class XrankError(Exception):
-    """Is raised for everything xrank refuses or cannot finish; each part that does not apply is None.
+    """Base class of xrank's errors; each part that does not apply is None.
 
     Texts may mark options (`xrank.faces`). They are shown in Python's words, unless a face is asked for another's.
 
     Args:
-        message: what failed, in one line that names the thing.
+        message: the failure, in one line that names the thing.
         tensor: the tensor's name in the source or the output.
         rank: the rank concerned.
         host: the host concerned.
         file: the file concerned.
         index_range: the part of the tensor, in words (``"rows 1024-1535"``).
-        got: what was found.
-        want: what had to be found.
-        next_step: what the user does next.
+        got: the value or state that was found.
+        want: the value or state that is needed.
+        next_step: the next step of the user.
     """
 
     exit_code: ClassVar[int] = 1
@@ -144,23 +144,23 @@ class XrankError(Exception):
 
     @property
     def __notes__(self) -> list[str]:  # type: ignore[override]
-        """What Python prints below the message of an error that nobody caught: got, want, try, and what was added."""
+        """Lines that Python prints below the message of an uncaught error: got, want, try, and added notes."""
         parts = (("got", self.got), ("want", self.want), ("try", self.next_step))
         return [*(f"  {label:<5} {part}" for label, part in parts if part), *self._added]
 
     def add_note(self, note: str) -> None:
-        """Add a line to what is printed below the message."""
+        """Add a line to those printed below the message."""
         self._added.append(note)
 
     def __str__(self) -> str:
-        # Some built-in bases (OSError) print their arguments in ways of their own.
+        # Some built-in bases (OSError) format their arguments in ways of their own.
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self._message, {**self.__dict__, "_added": [*self._added]}))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the error as the JSON face shows it; absent parts are None."""
+        """Return the error as a JSON object; absent parts are None."""
         return {
             "type": type(self).__name__,
             "message": self.message,
@@ -199,7 +199,7 @@ class UsageError(XrankError, ValueError):
 
 
 class UnknownFormatError(UsageError):
-    """No reader recognises the source; the message lists what each said."""
+    """No reader recognises the source; ``got`` lists each reader's reason."""
 
 
 class OutputExistsError(UsageError, FileExistsError):
@@ -225,7 +225,7 @@ class ContradictionError(XrankError, ValueError):
 
 
 class CorruptError(XrankError, ValueError):
-    """Bytes are not what they were written as: a checksum, a size, a structure."""
+    """Bytes differ from those that were written: a checksum, a size, a structure."""
 
     exit_code = 4
 
@@ -237,7 +237,7 @@ class UnsafeError(XrankError, UnpicklingError):
 
 
 class RankFailedError(XrankError, RuntimeError):
-    """Another rank failed: ``rank``, ``host``, ``pid``, ``cause``; all that failed are in ``failures``."""
+    """Another rank failed: ``rank``, ``host``, ``pid``, ``cause``; ``failures`` contains all failures."""
 
     def __init__(
         self,

@@ -216,7 +216,7 @@ def test_folders_above_the_output_are_made(bench: Bench) -> None:
     bench.out = state_of(bench.workspace, 0) / "model"
     ended = bench.gather()
     assert ended.exit_code == 2
-    assert "is no folder, so" in ended.stderr and "try   choose another --out (exit 2)" in ended.stderr
+    assert "is not a folder, so" in ended.stderr and "try   choose another --out (exit 2)" in ended.stderr
 
 
 @pytest.mark.parametrize("what", TAKEN)
@@ -235,7 +235,7 @@ def test_a_dry_run_foretells_where_an_output_cannot_be(bench: Bench) -> None:
     leave(bench.workspace)
     before = everything(bench.folder)
     bench.out = state_of(bench.workspace, 0) / "model"
-    bench.refused("UsageError", "--dry-run", says=["is no folder, so", "choose another --out"])
+    bench.refused("UsageError", "--dry-run", says=["is not a folder, so", "choose another --out"])
     bench.out = bench.workspace
     refusal(bench.gather("--dry-run", "--overwrite"), "UsageError", says=["would replace its source"])
     assert everything(bench.folder) == before
@@ -272,11 +272,11 @@ def test_a_dry_run_foretells_a_full_disk(bench: Bench, monkeypatch: pytest.Monke
     assert largest < needed
     options = ("--dry-run", "--max-shard-size", "600")
     monkeypatch.setattr(output_place, "may_share_blocks", lambda path, other: False)
-    monkeypatch.setattr(output_place, "free_nbytes", lambda path: needed - 1)
+    monkeypatch.setattr(output_place, "measure_free_nbytes", lambda path: needed - 1)
     bench.refused("NoSpaceError", *options, says=[f"{needed} bytes needed"])
     monkeypatch.setattr(output_place, "may_share_blocks", lambda path, other: True)
     assert bench.gather(*options).exit_code == 0
-    monkeypatch.setattr(output_place, "free_nbytes", lambda path: largest - 1)
+    monkeypatch.setattr(output_place, "measure_free_nbytes", lambda path: largest - 1)
     bench.refused("NoSpaceError", *options, says=[f"{largest} bytes needed"])
 
 
@@ -548,7 +548,7 @@ def test_a_disk_that_fills_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_room_from_the_start(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = leave(bench.workspace)
     with monkeypatch.context() as full:
-        full.setattr(disk, "free_nbytes", lambda path: 100)
+        full.setattr(disk, "measure_free_nbytes", lambda path: 100)
         says = ["no space left, 5240 bytes needed, 100 bytes free"]
         bench.refused("NoSpaceError", says=says, got="100 bytes free", want="5240 bytes")
     bench.succeeds(model)

@@ -92,13 +92,13 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
     import xrank
     from xrank.conversion import load
     from xrank.lending import memory_offer
-    from xrank.plan import division, near_makers, windows, worker
+    from xrank.plan import division, makers, windows, worker
     from xrank.ranks import appointment, peer
 
     torch.set_num_threads(1)
     for module in (windows, worker, load):
         module.WINDOW_NBYTES = 4096  # type: ignore[attr-defined]
-    assert near_makers.windows is windows and division.windows is windows
+    assert makers.windows is windows and division.windows is windows
     division.ROUND_NBYTES = job.get("round_nbytes", 20_000)
     if job.get("far"):
         for module in (peer, appointment, memory_offer):
@@ -117,7 +117,7 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
 
         shared_writing._ELSEWHERE_SECONDS = 0.2
         if job["elsewhere"][0] == rank:
-            place = OutputPlace.of(os.path.join(job["elsewhere"][1], "out"))
+            place = OutputPlace.from_path(os.path.join(job["elsewhere"][1], "out"))
             shared_writing.OutputPlace = type("", (), {"of": lambda out: place})  # type: ignore[misc, assignment]
     if job.get("absent") == rank:
         return {"absent": True}

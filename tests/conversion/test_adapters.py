@@ -743,7 +743,7 @@ class TestSources:
         _, pairs = leave_adapted(bench.workspace)
         other = {**pairs, LORA_A: pairs[LORA_A] + 1}
         leave_adapted(bench.workspace, None, other, ranks=[3])
-        with pytest.raises(ContradictionError, match=r"q_proj\.lora_A\.default\.weight: rank 3 holds another copy"):
+        with pytest.raises(ContradictionError, match=r"q_proj\.lora_A\.default\.weight: rank 3 holds other values"):
             gather_checkpoint(bench.workspace, bench.out, **MERGE)
         report = gather_checkpoint(bench.workspace, bench.out, replicas="pick", **MERGE)
         assert_holds(bench.out, merged(base_model(), pairs))
@@ -753,7 +753,7 @@ class TestSources:
         base, _ = leave_adapted(bench.workspace)
         other = {**base, f"{DOWN}.weight": base[f"{DOWN}.weight"] + 1}
         leave_adapted(bench.workspace, other, ranks=[2])
-        with pytest.raises(ContradictionError, match=r"down_proj\.weight: rank 2 holds another copy"):
+        with pytest.raises(ContradictionError, match=r"down_proj\.weight: rank 2 holds other values"):
             gather_checkpoint(bench.workspace, bench.out, dtype="fp32", **MERGE)
 
 

@@ -23,7 +23,7 @@ from xrank.errors import IncompleteError
 from xrank.workspace.abandoned_memory import find_abandoned_segments
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.writers import cleaning, stage_inspection
-from xrank.writers.journal import JOURNAL_NAME, journal_text
+from xrank.writers.journal import JOURNAL_NAME, encode_journal
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace
 
@@ -36,10 +36,10 @@ def machines_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def stage(folder: Path, *, pid: int, host: str | None = None, age_seconds: float = 0, name: str = "model") -> Path:
     """Leave a stage as a gather of that process would."""
-    path = Path(OutputPlace.of(folder / name).new_stage())
+    path = Path(OutputPlace.from_path(folder / name).new_stage())
     path.mkdir()
     (path / "model.safetensors.part").write_bytes(bytes(1000))
-    (path / JOURNAL_NAME).write_bytes(journal_text("plan", host or socket.gethostname(), pid))
+    (path / JOURNAL_NAME).write_bytes(encode_journal("plan", host or socket.gethostname(), pid))
     for entry in (*path.iterdir(), path):
         os.utime(entry, (time.time() - age_seconds,) * 2)
     return path
@@ -74,7 +74,7 @@ def test_a_stage_of_another_host_goes_when_it_is_old(tmp_path: Path, age_seconds
 
 def test_a_stage_whose_lock_is_held_stays(tmp_path: Path) -> None:
     path = stage(tmp_path, pid=dead_pid())
-    place = OutputPlace.of(tmp_path / "model")
+    place = OutputPlace.from_path(tmp_path / "model")
     with hold_lock(place.lock_path, place.path, owner=str):
         report = clean([tmp_path])
     assert path.exists() and report.details["stages"][0]["why"] == "its gather is running"
@@ -92,7 +92,7 @@ def test_the_output_itself_may_be_named_and_dry_run_removes_nothing(tmp_path: Pa
 
 
 def test_an_interrupted_replacement_is_finished(tmp_path: Path) -> None:
-    place = OutputPlace.of(tmp_path / "model")
+    place = OutputPlace.from_path(tmp_path / "model")
     old = Path(f"{place.new_stage()}-old")
     old.mkdir()
     (old / "config.json").write_text("{}")
@@ -181,7 +181,7 @@ def test_a_message_that_its_rank_removes_meanwhile_is_none(tmp_path: Path, monke
 def test_what_a_running_gather_finishes_meanwhile_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, place = stage(tmp_path, pid=os.getpid()), OutputPlace.of(tmp_path / "model")
+    path, place = stage(tmp_path, pid=os.getpid()), OutputPlace.from_path(tmp_path / "model")
     gone = stage(tmp_path, pid=dead_pid(), name="other")
 
     def finish(folder: str) -> None:

@@ -104,7 +104,7 @@ def test_what_cannot_be_exported_is_refused_on_every_rank(rank, tmp_path):
     rows["w"] = "[f/tp, h]"
     cases = [
         # Cut tensors of which nothing says so are compared as replicas.
-        ({"w": part}, {}, ContradictionError, "another copy than rank 0"),
+        ({"w": part}, {}, ContradictionError, "other values than rank 0"),
         ({"w": part} if rank != 2 else {"v": part}, {"layouts": rows}, IncompleteError, "w"),
         ({"w": part.to(torch.float64 if rank == 3 else torch.float32)}, {"layouts": rows}, ContradictionError, "dtype"),
         ({"w": part}, {"layouts": rows, "dtype": "fp8"}, UsageError, "fp8"),

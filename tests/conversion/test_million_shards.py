@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xrank.layout import LayoutMap
-from xrank.plan.told_shapes import told_shapes
+from xrank.plan.layout_shapes import compute_shapes
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "layouts.py"
 
@@ -20,7 +20,7 @@ def test_a_million_shards_are_proven_in_the_time_and_memory_that_are_promised(tm
     file = tmp_path / "layouts.toml"
     file.write_text(made["layout_file"](128, 8, 1000))
     layouts = LayoutMap.read(file)
-    shapes, _ = told_shapes(layouts)
+    shapes, _ = compute_shapes(layouts)
     assert len(shapes) == len(set(shapes.values())) == 1000
     texts = [str(layout) for layout in layouts.values()]
     assert (sum("/~tp" in text for text in texts), sum("<" in text for text in texts)) == (333, 100)

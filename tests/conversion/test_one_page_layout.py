@@ -12,8 +12,8 @@ from xrank import NFSWorkspace, gather_checkpoint, reshard_checkpoint
 from xrank.conversion.layout_check import check_layouts
 from xrank.errors import ContradictionError, IncompleteError, LayoutError, XrankError
 from xrank.layout import LayoutMap
+from xrank.plan.layout_shapes import compute_shapes
 from xrank.plan.survey import survey
-from xrank.plan.told_shapes import told_shapes
 
 PAGE = """
 [mesh]
@@ -124,7 +124,7 @@ def without(name: str):
         (
             lambda rank, held: {**held, "layers.0.norm": torch.ones(H)} if rank == 1 else held,
             ContradictionError,
-            "layers.0.norm: rank 1 holds another copy than rank 0",
+            "layers.0.norm: rank 1 holds other values than rank 0",
         ),
         (
             lambda rank, held: {**held, "tail": torch.ones(6)} if rank == 7 else held,
@@ -148,11 +148,11 @@ def test_what_does_not_fit_the_page_is_refused_by_name(tmp_path: Path, page: Pat
 
 def test_the_page_is_proven_without_any_state(page: Path) -> None:
     page.write_text(page.read_text().replace("[sizes]", "[sizes]\nh = 5"))
-    found = survey(LayoutMap.read(page), told_shapes(LayoutMap.read(page))[0])
+    found = survey(LayoutMap.read(page), compute_shapes(LayoutMap.read(page))[0])
     ranks = {one.name: {rank for share in one.shares for rank in share.ranks} for one in found.tensors}
     assert ranks["layers.8.experts.3.w13"] == ranks["layers.8.experts.3.scale"] == {5}
     assert ranks["layers.9.qkv"] == {6, 7} and ranks["embed"] == {0, 1} and ranks["final.norm"] == {6}
-    report = check_layouts(page, told_shapes(LayoutMap.read(page))[0])
+    report = check_layouts(page, compute_shapes(LayoutMap.read(page))[0])
     assert report.ok and report.num_tensors == len(whole()) + 1 and not report.notes
 
 

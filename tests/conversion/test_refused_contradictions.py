@@ -154,7 +154,7 @@ def test_replicas_that_differ(bench: Bench) -> None:
 
     rewrite(bench.workspace, 2, drift)
     says = [
-        "embed.weight: rank 2 holds another copy than rank 0",
+        "embed.weight: rank 2 holds other values than rank 0",
         "got   2 of 64 elements differ, the first at element [3, 2], by at most 1.5",
         "--replicas pick takes the lowest rank's",
     ]
@@ -182,7 +182,7 @@ def test_replicas_of_integers(bench: Bench) -> None:
     leave(bench.workspace)
     rewrite(bench.workspace, 3, lambda state: state["weight"]["steps"][2].add_(1))
     bench.refused(
-        "ContradictionError", says=["steps: rank 3 holds another copy", "1 of 3 elements", "by at most 1"], rank=3
+        "ContradictionError", says=["steps: rank 3 holds other values", "1 of 3 elements", "by at most 1"], rank=3
     )
 
 
@@ -232,7 +232,7 @@ def test_a_hole(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as blind:
         blind.setattr(layout_placement, "_check_meshes", lambda name, placed: None)
         says = [
-            "up.weight, rows 6-8: left by no rank",
+            "up.weight, rows 6-8: no rank left these elements",
             "got   pieces of ranks 0, 2-3",
             "want  every element exactly once",
         ]

@@ -145,25 +145,25 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str | None, list[str]]] =
         lambda out: (out / MANIFEST).write_text(""),
         "CorruptError",
         MANIFEST,
-        ["is no manifest of xrank"],
+        ["is not a manifest of xrank"],
     ),
     "a manifest cut short": (
         lambda out: os.truncate(out / MANIFEST, 700),
         "CorruptError",
         MANIFEST,
-        ["is no manifest of xrank"],
+        ["is not a manifest of xrank"],
     ),
     "a manifest of another version": (
         lambda out: replace(out / MANIFEST, '"schema": 1', '"schema": 9'),
         "CorruptError",
         MANIFEST,
-        ["schema 1 was wanted"],
+        ["its schema must be 1"],
     ),
     "a manifest that points outside": (
         lambda out: replace(out / MANIFEST, '"name": "config.json"', '"name": "../../etc/passwd"'),
         "CorruptError",
         MANIFEST,
-        ["names no file inside the folder"],
+        ["is not the name of a file inside the folder"],
     ),
     "a manifest with a wrong digest": (
         lambda out: replace(out / MANIFEST, '"digest": "xxh3:', '"digest": "xxh3:000000', 2),
@@ -175,7 +175,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str | None, list[str]]] =
         lambda out: ((out / MANIFEST).unlink(), os.mkfifo(out / MANIFEST)),
         "CorruptError",
         MANIFEST,
-        ["no regular file"],
+        ["not a regular file"],
     ),
 }
 
@@ -234,7 +234,7 @@ def test_a_workspace(bench: Bench) -> None:
     refusal(verify(bench.workspace), "IncompleteError", says=["rank 1 of 4 left nothing"], rank=1)
     shutil.copytree(aside, bench.workspace, dirs_exist_ok=True)
     rewrite(bench.workspace, 2, lambda state: state["weight"]["norm.weight"].mul_(2))
-    refusal(verify(bench.workspace), "ContradictionError", says=["norm.weight: rank 2 holds another copy"], rank=2)
+    refusal(verify(bench.workspace), "ContradictionError", says=["norm.weight: rank 2 holds other values"], rank=2)
     shutil.copytree(aside, bench.workspace, dirs_exist_ok=True)
     path = state_of(bench.workspace, 3)
     flip(path, path.read_bytes().index(bytes(model_bytes(path, "norm.weight"))))
@@ -311,4 +311,4 @@ def test_a_workspace_that_disagrees_with_itself(bench: Bench, pair: tuple[Path, 
     # Its own replicas differ: that is not a difference between the two.
     rewrite(bench.workspace, 2, lambda state: state["weight"]["norm.weight"].mul_(2))
     ended = verify(bench.workspace, "--against", bench.out)
-    refusal(ended, "ContradictionError", says=["norm.weight: rank 2 holds another copy than rank 0"], rank=2)
+    refusal(ended, "ContradictionError", says=["norm.weight: rank 2 holds other values than rank 0"], rank=2)

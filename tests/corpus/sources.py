@@ -292,12 +292,12 @@ def _places(folder: Path) -> None:
     for step in (9, 30):
         leave(base / "run" / f"step-{step}", step=step)
         write_zero(base / "marked", zero_model(step), Zero(step=step, stage=2))
-    from xrank.writers.journal import JOURNAL_NAME, journal_text
+    from xrank.writers.journal import JOURNAL_NAME, encode_journal
 
     stage = base / "stages" / ".model.xrank-0123456789abcdef"
     stage.mkdir(parents=True)
     (stage / "model.safetensors.part").write_bytes(bytes(1000))
-    (stage / JOURNAL_NAME).write_bytes(journal_text("plan", "elsewhere", 1))
+    (stage / JOURNAL_NAME).write_bytes(encode_journal("plan", "elsewhere", 1))
     for path in (*stage.iterdir(), stage):
         os.utime(path, (1.6e9, 1.6e9))
 

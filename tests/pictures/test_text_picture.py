@@ -9,7 +9,7 @@ import pytest
 from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.nests import Nest
 from xrank.pictures import layout_text, survey_text
-from xrank.plan.holdings import Holdings, Survey, held_by_pieces
+from xrank.plan.holdings import Holdings, Survey, apply_pieces
 
 
 def picture(layout: str, grid: str, shape: tuple[int, ...], *, name: str = "w", view: str = "", **sizes: int) -> str:
@@ -146,14 +146,14 @@ def test_planted_holes_and_overlaps_in_any_pieces_are_named() -> None:
         return (Nest(0, first, ((4, count, 6), (count, 1, 1))),)
 
     for moved, kind, where, ranks in ((2, "overlap", "elements [0, 2] to [0, 2]", (0, 1)), (4, "gap", "[0, 3]", ())):
-        one = held_by_pieces(Holdings("w", (4, 6), rule="w"), {0: columns(0, 3), 1: columns(moved, 6 - moved)})
+        one = apply_pieces(Holdings("w", (4, 6), rule="w"), {0: columns(0, 3), 1: columns(moved, 6 - moved)})
         misfit = one.misfit
         assert misfit is not None
         assert (misfit.kind, misfit.ranks) == (kind, ranks)
         assert misfit.where in (where, "element [0, 2]", "element [0, 3]")
         text = survey_text(Survey({}, {}, (one,)))
         assert f"  ! {'OVERLAP' if kind == 'overlap' else 'HOLE'}: {misfit.where}: on " in text
-    assert held_by_pieces(Holdings("w", (4, 6)), {0: columns(0, 3), 1: columns(3, 3)}).misfit is None
+    assert apply_pieces(Holdings("w", (4, 6)), {0: columns(0, 3), 1: columns(3, 3)}).misfit is None
 
 
 def test_tensors_that_look_alike_are_drawn_once() -> None:

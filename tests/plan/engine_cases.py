@@ -131,7 +131,9 @@ class MadeModel:
             content[rank] += record + b"gap"
         for rank, data in content.items():
             (folder / f"rank_{rank}").write_bytes(data)
-        files = [SourceFile.of(str(folder / f"rank_{rank}"), os.stat(folder / f"rank_{rank}")) for rank in content]
+        files = [
+            SourceFile.from_status(str(folder / f"rank_{rank}"), os.stat(folder / f"rank_{rank}")) for rank in content
+        ]
         numbers = {rank: i for i, rank in enumerate(content)}
         return self._model(tuple(files), [numbers[rank] for rank in self.ranks], offsets)
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 
 def model_of(paths, records: list[tuple[int, int, int]]) -> StoredModel:
     """Return a model of these files with records of (file, offset, nbytes)."""
-    files = tuple(SourceFile.of(str(path), os.stat(path)) for path in paths)
+    files = tuple(SourceFile.from_status(str(path), os.stat(path)) for path in paths)
     columns = (int_array(record[i] for record in records) for i in range(3))
     return StoredModel("made", "made", files, RecordTable(*columns, int_array([NO_CHECKSUM] * len(records))), ())
 

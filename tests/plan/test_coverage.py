@@ -15,7 +15,7 @@ from xrank.errors import LayoutError
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, canonical, restrict, size
 from xrank.plan import coverage
-from xrank.plan.coverage import Fault, contains, destination_keys, find_fault, range_text
+from xrank.plan.coverage import CoverageFault, contains, destination_keys, find_fault, range_text
 
 pytestmark = pytest.mark.quick
 
@@ -159,10 +159,10 @@ def test_pinwheels(depth):
 
 def test_the_first_fault_counts_whatever_follows():
     rows = [Nest(0, start, ((10, 1, 1),)) for start in (0, 10, 20, 20, 40)]
-    assert find_fault(NestTable.of(rows), 50) == Fault("overlap", 20)
-    assert find_fault(NestTable.of(rows[:1] + rows[2:]), 50) == Fault("gap", 10)
-    assert find_fault(NestTable.of([*rows, Nest(0, 49, ((3, 1, 1),))]), 50) == Fault("outside", 51)
-    assert find_fault(NestTable.of([*rows, Nest(0, -3, ((2, 1, 1),))]), 50) == Fault("outside", -3)
+    assert find_fault(NestTable.of(rows), 50) == CoverageFault("overlap", 20)
+    assert find_fault(NestTable.of(rows[:1] + rows[2:]), 50) == CoverageFault("gap", 10)
+    assert find_fault(NestTable.of([*rows, Nest(0, 49, ((3, 1, 1),))]), 50) == CoverageFault("outside", 51)
+    assert find_fault(NestTable.of([*rows, Nest(0, -3, ((2, 1, 1),))]), 50) == CoverageFault("outside", -3)
 
 
 def test_a_gap_and_an_overlap_of_one_size_do_not_cancel():
@@ -173,10 +173,10 @@ def test_a_gap_and_an_overlap_of_one_size_do_not_cancel():
 def test_empty_tensors_and_scalars():
     nothing, one = NestTable.of([]), NestTable.of([Nest(0, 0)])
     assert find_fault(nothing, 0) is None
-    assert find_fault(nothing, 1) == find_fault(nothing, 7) == Fault("gap", 0)
+    assert find_fault(nothing, 1) == find_fault(nothing, 7) == CoverageFault("gap", 0)
     assert find_fault(one, 1) is None
-    assert find_fault(one, 0) == Fault("outside", 0)
-    assert find_fault(NestTable.of([Nest(0, 0), Nest(5, 0)]), 1) == Fault("overlap", 0)
+    assert find_fault(one, 0) == CoverageFault("outside", 0)
+    assert find_fault(NestTable.of([Nest(0, 0), Nest(5, 0)]), 1) == CoverageFault("overlap", 0)
 
 
 def test_real_sizes_are_proven_without_a_grid():

@@ -121,7 +121,7 @@ def test_windows_and_buffers_of_the_real_size(tmp_path, source_kind, target_kind
     made.add("transposed", "F32", (900, 800), whole, pieces)
     files = lay_out(outputs_of(made), 2, 4096)
     with opened(made, tmp_path, files, source_kind, target_kind) as (model, source, target, written):
-        execute(make_plan(model, files), source, target, budget=Budget.within(4 * MIB, 2))
+        execute(make_plan(model, files), source, target, budget=Budget.from_memory(4 * MIB, 2))
         assert written() == [expected_file(file, made.whole) for file in files]
 
 
@@ -239,7 +239,7 @@ def test_replicas_that_differ_end_the_execution(small_windows, has_checksum):
     with pytest.raises(ContradictionError) as caught:
         run(made)
     error = caught.value
-    assert str(error) == "a: rank 4 holds another copy than rank 0"
+    assert str(error) == "a: rank 4 holds other values than rank 0"
     assert (error.tensor, error.rank, error.index_range) == ("a", 4, "element [11, 5]")
     assert error.got.startswith("1 of 3,000 elements differ, the first at element [11, 5]")
 
@@ -387,19 +387,19 @@ def test_ctrl_c_waits_for_the_windows_under_way(small_windows, workers):
 def test_a_budget_fits_the_memory_it_is_given():
     for max_memory in (MIB + 512 * 1024, 2 * MIB, 5 * MIB, 7_777_777, 64 << 20, 1 << 40):
         for workers in (1, 2, 3, 16):
-            budget = Budget.within(max_memory, workers)
+            budget = Budget.from_memory(max_memory, workers)
             assert 1 <= budget.workers <= workers
             assert budget.nbytes == budget.workers * (MIB + 2 * budget.staging_nbytes) <= max_memory
             assert 256 * 1024 <= budget.staging_nbytes <= 2 * MIB
             assert budget.staging_nbytes % 4096 == 0
-    assert Budget.within(64 << 20, 2) == Budget(2, 2 * MIB)
-    assert Budget.within(4 * MIB, 16).workers == 2
+    assert Budget.from_memory(64 << 20, 2) == Budget(2, 2 * MIB)
+    assert Budget.from_memory(4 * MIB, 16).workers == 2
 
 
 @pytest.mark.parametrize(("max_memory", "workers"), [(MIB + 512 * 1024 - 1, 1), (64 << 20, 0), (0, 1)])
 def test_a_budget_that_is_too_small_is_refused(max_memory, workers):
     with pytest.raises(UsageError, match="too small") as caught:
-        Budget.within(max_memory, workers)
+        Budget.from_memory(max_memory, workers)
     assert "1,572,864 bytes" in caught.value.want
 
 
@@ -408,5 +408,5 @@ def test_the_smallest_budget_moves_everything(tmp_path):
     add_random(made, random.Random(9).randint, "a", (900, 1000), dtype="F64", num_cuts=6)
     files = lay_out(outputs_of(made))
     with opened(made, tmp_path, files, "file", "file") as (model, source, target, written):
-        execute(make_plan(model, files), source, target, budget=Budget.within(MIB + 512 * 1024, 9))
+        execute(make_plan(model, files), source, target, budget=Budget.from_memory(MIB + 512 * 1024, 9))
         assert written() == [expected_file(files[0], made.whole)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from xrank.plan.casts import CastOverflowError
-from xrank.plan.low_rank import _BLOCK, Factors, _blocks, add_low_rank, factors_of
+from xrank.plan.low_rank import _BLOCK, Factors, _blocks, add_low_rank, read_factors
 
 NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -20,7 +20,7 @@ def data(tensor: torch.Tensor) -> memoryview:
 
 def factors(a: torch.Tensor, b: torch.Tensor, scale: float, *, turned: bool = False, kind: str = "F32") -> Factors:
     name = {value: key for key, value in NAMES.items()}[a.dtype]
-    return factors_of(data(a), name, data(b), name, len(a), scale, is_transposed=turned, kind=kind)
+    return read_factors(data(a), name, data(b), name, len(a), scale, is_transposed=turned, kind=kind)
 
 
 def test_blocks_follow_one_another_and_cover_each_element_once() -> None:

@@ -18,7 +18,7 @@ from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest
 from xrank.plan import planner, windows, worker
 from xrank.plan.buffers import MemorySource, MemoryTarget
-from xrank.plan.composition import composed
+from xrank.plan.composition import compose
 from xrank.plan.coverage import find_fault
 from xrank.plan.digests import digest_of_file
 from xrank.plan.executor import Budget, execute
@@ -45,7 +45,7 @@ def test_composition_is_what_it_means():
         pieces = NestTable.of([box_nest(box, shape, order) for box in cut_boxes(rng.randint, shape, rng.randint(0, 5))])
         boxes = cut_boxes(rng.randint, shape, rng.randint(0, 3))
         part = tuple(box_nest(box, shape) for box in boxes[:1])
-        rows, nests = composed(pieces, part)
+        rows, nests = compose(pieces, part)
         found = {
             (int(rows[i]), int(x), int(y)) for i in range(len(rows)) for x, y in zip(*pairs_of(nests[i]), strict=True)
         }
@@ -160,8 +160,8 @@ def test_a_part_that_is_not_covered_is_a_fault_of_ours(monkeypatch):
     made.add("w", "F32", (8,), np.arange(8, dtype=np.uint32), [(0, [Nest(0, 0, ((8, 1, 1),))])])
     part = TensorPart((8,), (Nest(0, 2, ((4, 1, 1),)),), ())
     file = OutputFile("made", b"", (OutputTensor("w", "F32", (4,), 0, part),), 16)
-    real = planner.composed
-    monkeypatch.setattr(planner, "composed", lambda pieces, nests: real(pieces, (Nest(0, 2, ((3, 1, 1),)),)))
+    real = planner.compose
+    monkeypatch.setattr(planner, "compose", lambda pieces, nests: real(pieces, (Nest(0, 2, ((3, 1, 1),)),)))
     with pytest.raises(ContradictionError, match="not covered exactly once") as caught:
         make_plan(made.in_memory(), [file])
     assert caught.value.got == "gap at elements 3-3"

@@ -78,7 +78,7 @@ def test_a_gap_names_its_rows_and_who_was_there(tmp_path):
     with pytest.raises(IncompleteError) as caught:
         divided(tmp_path, [(0, ROWS[0]), (1, ROWS[0]), (3, ROWS[3])])
     error = caught.value
-    assert str(error) == "a, rows 1-2: left by no rank"
+    assert str(error) == "a, rows 1-2: no rank left these elements"
     assert (error.tensor, error.index_range, error.got) == ("a", "rows 1-2", "pieces of ranks 0-1, 3")
 
 
@@ -165,7 +165,7 @@ def test_tied_tensors_must_be_of_one_kind(kinds):
 def test_tied_tensors_are_proven_too():
     made = tied_model()
     made.add("c", "F32", (4, 3), np.frombuffer(made.whole["a"], np.uint8), [(0, [ROWS[0]])])
-    with pytest.raises(IncompleteError, match=r"c, rows 1-3: left by no rank"):
+    with pytest.raises(IncompleteError, match=r"c, rows 1-3: no rank left these elements"):
         plan_of(made, outputs_of(made)[:1], a=["c"])
 
 
@@ -191,7 +191,7 @@ def test_a_refused_proof_is_passed_on(monkeypatch):
     def refuse(nests, num_elements):
         raise LayoutError("too many boxes")
 
-    planner._divided.cache_clear()  # what other tests have proven is not proven again
+    planner._divide_pieces.cache_clear()  # what other tests have proven is not proven again
     monkeypatch.setattr(planner, "find_fault", refuse)
     made = tied_model()
     with pytest.raises(LayoutError, match="too many boxes"):

@@ -12,7 +12,7 @@ from xrank.plan import replicas
 from xrank.plan.buffers import MemorySource, MemoryTarget
 from xrank.plan.executor import Budget, execute
 from xrank.plan.planner import Plan, make_plan
-from xrank.plan.replicas import digests_of_twins, first_different, nearest
+from xrank.plan.replicas import digest_twins, find_different_twin, prefer_own_copies
 
 
 class Watched(MemorySource):
@@ -53,7 +53,7 @@ def digests(made: MadeModel, plan: Plan, holder: np.ndarray, num_ranks: int = 4)
     found = []
     for rank in range(num_ranks):
         source = Watched(made.views)
-        found.append(digests_of_twins(plan, holder, rank, source))
+        found.append(digest_twins(plan, holder, rank, source))
         assert all(holder[record] == rank for record in source.records), "a rank digests its own alone"
     return found
 
@@ -64,7 +64,7 @@ def test_equal_replicas_have_equal_digests_and_any_change_is_found(monkeypatch, 
     rng, num_found = random.Random(7), 0
     for _ in range(60):
         made, plan, holder = made_replicas(rng)
-        assert first_different(plan, holder, digests(made, plan, holder)) is None
+        assert find_different_twin(plan, holder, digests(made, plan, holder)) is None
         # One byte of one replica, where the tensor has an element.
         tensor = next((t for t in plan.tensors if len(t.replicas)), None)
         if tensor is None:
@@ -75,7 +75,7 @@ def test_equal_replicas_have_equal_digests_and_any_change_is_found(monkeypatch, 
         content = bytearray(made.records[record])
         content[2 * x + rng.randint(0, 1)] ^= 4
         made.records[record] = bytes(content)
-        different = first_different(plan, holder, digests(made, plan, holder))
+        different = find_different_twin(plan, holder, digests(made, plan, holder))
         assert different is not None
         assert (different[0].output.name, different[1]) == (tensor.output.name, row)
         num_found += 1
@@ -88,7 +88,7 @@ def test_each_rank_reads_its_own_and_makes_the_same() -> None:
         made, plan, holder = made_replicas(rng)
         want = expected_file(plan.files[0].output, made.whole)
         for rank in range(4):
-            near = nearest(plan, holder, rank)
+            near = prefer_own_copies(plan, holder, rank)
             source, room = Watched(made.views), bytearray(len(want))
             execute(near, source, MemoryTarget([memoryview(room)]), budget=Budget(1, 4096))
             assert bytes(room) == want
@@ -111,7 +111,7 @@ def test_a_tied_tensor_that_is_cut_otherwise_is_left_to_be_compared() -> None:
     plan = make_plan(made.in_memory(), lay_out(outputs), tied={"embed": ["head"]})
     holder = np.array(made.ranks, np.int64)
     assert digests(made, plan, holder, 2) == [b"", b""]
-    near = nearest(plan, holder, 1)
+    near = prefer_own_copies(plan, holder, 1)
     assert len(next(iter(near.tensors)).replicas) == 2
 
 

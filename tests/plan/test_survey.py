@@ -14,7 +14,7 @@ from xrank.layout.local_part import local_part
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, addresses
 from xrank.layout.tensor_name import name_table
-from xrank.plan.holdings import Holdings, held_by_layout, held_by_pieces, held_nbytes
+from xrank.plan.holdings import Holdings, apply_layout, apply_pieces, sum_held_nbytes
 from xrank.plan.survey import survey
 
 
@@ -32,7 +32,7 @@ def test_shares_are_what_the_ranks_hold_equal_parts_together(text: str, shape: t
     mesh = DeviceMesh((3, 2), ("dp", "tp"), [5, 3, 1, 0, 2, 4])
     layout = TensorLayout.parse(text, mesh, {"kv": mesh.view("dp=3 kvs=1 rep=2")})
     sizes = {"H": 4, "g": 2, "d": 1} if "H" in text else {}
-    one = held_by_layout(Holdings("w", shape, sizes=sizes), layout, mesh)
+    one = apply_layout(Holdings("w", shape, sizes=sizes), layout, mesh)
     wanted: dict[object, list[int]] = {}
     absent = []
     for rank in sorted(mesh.ranks):
@@ -45,7 +45,7 @@ def test_shares_are_what_the_ranks_hold_equal_parts_together(text: str, shape: t
     assert list(one.absent) == absent
     assert one.misfit is None
     local = {rank: share for share in one.shares for rank in share.ranks}
-    held = held_nbytes([one, one], lambda _: 3)
+    held = sum_held_nbytes([one, one], lambda _: 3)
     assert held == {
         rank: 0 if rank in absent else 6 * (local[rank].num_elements + local[rank].num_pads) for rank in range(6)
     }
@@ -53,8 +53,8 @@ def test_shares_are_what_the_ranks_hold_equal_parts_together(text: str, shape: t
 
 def test_bytes_beyond_what_an_array_counts_are_counted() -> None:
     mesh = DeviceMesh((2,), ("tp",))
-    one = held_by_layout(Holdings("w", (1 << 62,), "F64"), TensorLayout.parse("[f]", mesh), mesh)
-    assert held_nbytes([one] * 3, lambda _: 8) == {0: 3 << 65, 1: 3 << 65}
+    one = apply_layout(Holdings("w", (1 << 62,), "F64"), TensorLayout.parse("[f]", mesh), mesh)
+    assert sum_held_nbytes([one] * 3, lambda _: 8) == {0: 3 << 65, 1: 3 << 65}
 
 
 def test_the_first_misfit_is_what_counting_finds() -> None:
@@ -77,7 +77,7 @@ def test_the_first_misfit_is_what_counting_finds() -> None:
             held[9] = held[rank]
         elif fault == "strided":
             held[9] = (Nest(0, 0, ((12, 1, 2),)),)
-        one = held_by_pieces(Holdings("w", (24,)), held)
+        one = apply_pieces(Holdings("w", (24,)), held)
         distinct = dict.fromkeys(nest for nests in held.values() for nest in nests)
         count: dict[int, int] = {}
         for nest in distinct:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.plan.engine_cases import Integer, pairs_of, shuffled
 from xrank.layout.nests import Nest, canonical
-from xrank.plan.tiles import Tile, tiles
+from xrank.plan.tiles import Tile, cut_tiles
 
 
 def drawn_nest(integer: Integer) -> Nest:
@@ -32,7 +32,7 @@ def pairs_of_tile(tile: Tile) -> list[tuple[int, int]]:
 
 
 def check(nest: Nest, max_elements: int) -> None:
-    made = list(tiles(nest, max_elements))
+    made = list(cut_tiles(nest, max_elements))
     x, y = pairs_of(nest)
     pairs = [pair for tile in made for pair in pairs_of_tile(tile)]
     assert sorted(pairs) == sorted(zip(x.tolist(), y.tolist(), strict=True))
@@ -59,34 +59,34 @@ def test_thousands_of_nests():
 
 
 def test_a_run_is_cut_only_by_the_bound():
-    assert list(tiles(Nest(5, 7, ((10, 1, 1),)), 4)) == [
+    assert list(cut_tiles(Nest(5, 7, ((10, 1, 1),)), 4)) == [
         Tile(5, 4, 7, ((4, 1, 1),)),
         Tile(9, 4, 11, ((4, 1, 1),)),
         Tile(13, 2, 15, ((2, 1, 1),)),
     ]
-    assert list(tiles(Nest(5, 7), 4)) == [Tile(5, 1, 7, ())]
+    assert list(cut_tiles(Nest(5, 7), 4)) == [Tile(5, 1, 7, ())]
 
 
 @pytest.mark.parametrize(("row", "together"), [(406, True), (407, False)])
 def test_columns_are_read_together_while_a_quarter_of_the_bytes_is_wanted(row, together):
     columns = Nest(0, 0, ((50, row, 100), (100, 1, 1)))
-    made = list(tiles(columns, 1 << 20))
+    made = list(cut_tiles(columns, 1 << 20))
     assert len(made) == (1 if together else 50)
     assert sum(tile.length for tile in made) == (49 * row + 100 if together else 5000)
 
 
 def test_rows_that_do_not_fit_together_are_read_some_at_a_time():
-    made = list(tiles(Nest(0, 0, ((10, 20, 10), (10, 1, 1))), 75))
+    made = list(cut_tiles(Nest(0, 0, ((10, 20, 10), (10, 1, 1))), 75))
     assert [(tile.start, tile.length, tile.loops[0][0]) for tile in made] == [(0, 70, 4), (80, 70, 4), (160, 30, 2)]
 
 
 def test_a_transposed_nest_is_read_whole_not_by_elements():
     rows, columns = 300, 200
-    made = list(tiles(Nest(0, 0, ((rows, 1, columns), (columns, rows, 1))), 30_000))
+    made = list(cut_tiles(Nest(0, 0, ((rows, 1, columns), (columns, rows, 1))), 30_000))
     assert [(tile.start, tile.length) for tile in made] == [(0, 30_000), (30_000, 30_000)]
     assert all(tile.is_dense for tile in made)
 
 
 def test_the_number_of_tiles_of_a_large_nest_follows_from_its_bytes():
     nest = Nest(0, 0, ((1 << 10, 1 << 12, 1 << 11), (1 << 11, 1, 1)))
-    assert sum(1 for _ in tiles(nest, 1 << 20)) == math.ceil((1 << 22) / (1 << 20))
+    assert sum(1 for _ in cut_tiles(nest, 1 << 20)) == math.ceil((1 << 22) / (1 << 20))

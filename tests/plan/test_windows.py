@@ -99,8 +99,8 @@ def test_cut_yields_what_lies_in_a_range(small_windows):
 def test_few_prepared_tensors_are_kept():
     file = file_of([("U8", (1,))] * 1000)
     for i in range(1000):
-        assert file.prepared(i).plan is file.plan.tensors[i]
-        assert file.prepared(i) is file.prepared(i)
+        assert file.prepare(i).plan is file.plan.tensors[i]
+        assert file.prepare(i) is file.prepare(i)
     assert len(file._prepared) == windows._PREPARED_TENSORS
 
 
@@ -112,7 +112,7 @@ def test_prepared_tensors_of_many_threads():
         rng = random.Random(seed)
         for _ in range(2_000):
             i = rng.randrange(300)
-            if file.prepared(i).plan is not file.plan.tensors[i]:
+            if file.prepare(i).plan is not file.plan.tensors[i]:
                 wrong.append(i)
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]

@@ -15,7 +15,7 @@ from tests.simulation.made_layouts import llama
 from tests.simulation.test_planned_bytes import NEW, PAGE
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, addresses
-from xrank.plan.tiles import tiles
+from xrank.plan.tiles import cut_tiles
 from xrank.simulation.counted_reads import compute_read_overhead, elements_below, num_places
 from xrank.simulation.planned_work import PlannedWork, plan_work
 from xrank.simulation.simulation import compute_traffic
@@ -50,7 +50,7 @@ def test_elements_below(many: list[Nest], data: st.DataObject) -> None:
 @settings(deadline=None)
 def test_reads_include_the_gaps_between_pieces(nest: Nest, most: int) -> None:
     told = float(compute_read_overhead(NestTable.of([nest]), most)[0])
-    each = list(tiles(nest, most))
+    each = list(cut_tiles(nest, most))
     first = each[0]  # a tile of its full length, as the loop is cut
     assert told == first.length / prod(n for n, _, _ in first.loops)
     assert told > 1 or all(tile.is_dense for tile in each)

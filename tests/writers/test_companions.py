@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xrank.errors import IncompleteError, UnsafeError, UsageError
-from xrank.writers.companions import base_companions, hub_snapshot, source_companions
+from xrank.writers.companions import find_hub_snapshot, list_base_companions, list_source_companions
 
 
 def fill(folder: Path, *names: str) -> None:
@@ -19,7 +19,7 @@ def fill(folder: Path, *names: str) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    return [c.name for c in base_companions(str(folder))]
+    return [c.name for c in list_base_companions(str(folder))]
 
 
 KEPT = [
@@ -62,7 +62,7 @@ DROPPED = [
 def test_all_but_weights_and_hidden_files(tmp_path: Path) -> None:
     fill(tmp_path, *KEPT, *DROPPED)
     assert names(tmp_path) == sorted(KEPT)
-    assert all(Path(c.path).read_text() == c.name for c in base_companions(str(tmp_path)))
+    assert all(Path(c.path).read_text() == c.name for c in list_base_companions(str(tmp_path)))
 
 
 def test_nothing_of_another_model_or_checkpoint_within(tmp_path: Path) -> None:
@@ -93,17 +93,17 @@ def test_fifos_and_devices_are_left_out(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     (tmp_path / "vocab.txt").symlink_to("/dev/zero")
     assert names(tmp_path) == []
-    assert source_companions(str(tmp_path)) == ()
+    assert list_source_companions(str(tmp_path)) == ()
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no folder"):
-        base_companions(str(tmp_path / "gone"))
+    with pytest.raises(UsageError, match="not a folder"):
+        list_base_companions(str(tmp_path / "gone"))
 
 
 def test_beside_a_source_only_well_known_names(tmp_path: Path) -> None:
     fill(tmp_path, "config.json", "huggingface/config.json", "huggingface/tokenizer.json", "trainer_state.json")
-    found = {c.name: c.path for c in source_companions(str(tmp_path))}
+    found = {c.name: c.path for c in list_source_companions(str(tmp_path))}
     assert found == {
         "config.json": str(tmp_path / "config.json"),
         "tokenizer.json": str(tmp_path / "huggingface" / "tokenizer.json"),
@@ -119,26 +119,26 @@ def cache(tmp_path: Path) -> Path:
 
 
 def test_a_model_in_the_cache(cache: Path) -> None:
-    assert hub_snapshot("org/name", str(cache)) == str(cache / "models--org--name/snapshots/0a1b")
+    assert find_hub_snapshot("org/name", str(cache)) == str(cache / "models--org--name/snapshots/0a1b")
 
 
 def test_a_model_not_in_the_cache(cache: Path) -> None:
     with pytest.raises(UsageError, match="models--org--other") as caught:
-        hub_snapshot("org/other", str(cache))
+        find_hub_snapshot("org/other", str(cache))
     assert "hf download org/other" in (caught.value.next_step or "")
     (cache / "models--org--name/refs/main").write_text("ffff")
     with pytest.raises(UsageError, match="ffff"):
-        hub_snapshot("org/name", str(cache))
+        find_hub_snapshot("org/name", str(cache))
 
 
 @pytest.mark.parametrize("text", ["../../x", "/etc", "", ".", "..", "a/b", "a\0b", "ä"])
 def test_a_cache_that_points_outside(cache: Path, text: str) -> None:
     (cache / "models--org--name/refs/main").write_text(text)
     with pytest.raises(UnsafeError):
-        hub_snapshot("org/name", str(cache))
+        find_hub_snapshot("org/name", str(cache))
 
 
 @pytest.mark.parametrize("identifier", ["", "../x", "a/b/c", "/a", "a/", "a\nb", "a/../b", "~"])
 def test_no_identifier(cache: Path, identifier: str) -> None:
     with pytest.raises(UsageError, match="neither"):
-        hub_snapshot(identifier, str(cache))
+        find_hub_snapshot(identifier, str(cache))

@@ -92,7 +92,7 @@ class TestOutputThatExists:
             gather(out, overwrite=True)
             assert seen(out) == "new"
             return
-        with pytest.raises(OutputExistsError, match="no model"):
+        with pytest.raises(OutputExistsError, match="not a model"):
             gather(out, overwrite=True)
         if taken == "full folder":
             assert (out / "thesis.tex").read_text() == "mine"
@@ -156,7 +156,7 @@ class TestPlace:
         assert os.listdir(deep) == ["xrank_manifest.json"]
 
     def test_parent_is_a_file(self, out: Path) -> None:
-        with pytest.raises(UsageError, match="no folder"):
+        with pytest.raises(UsageError, match="not a folder"):
             check_output(out.parent / "companion.txt" / "model", overwrite=False)
 
     @pytest.mark.parametrize("path", ["/", "a\0b"])
@@ -266,7 +266,7 @@ class TestResume:
         from xrank.writers import journal as module
 
         head.pop("xxh3")
-        lines[0] = module._sealed({**head, "version": 2}).rstrip()
+        lines[0] = module._seal({**head, "version": 2}).rstrip()
         (stage / JOURNAL_NAME).write_bytes(b"\n".join(lines) + b"\n")
         with open_stage(out, plan_digest="plan of new") as again:
             assert again.finished == {}
@@ -490,7 +490,7 @@ class TestLinkAttacks:
     def test_link_as_lock(self, out: Path) -> None:
         (out.parent / "victim").write_text("mine")
         (out.parent / ".model.xrank.lock").symlink_to("victim")
-        with pytest.raises(UsageError, match="no file"):
+        with pytest.raises(UsageError, match="not a file"):
             gather(out)
         assert (out.parent / "victim").read_text() == "mine"
 
@@ -501,7 +501,7 @@ class TestLinkAttacks:
 
     def test_folder_as_lock(self, out: Path) -> None:
         (out.parent / ".model.xrank.lock").mkdir()
-        with pytest.raises(UsageError, match="no file"):
+        with pytest.raises(UsageError, match="not a file"):
             gather(out)
 
     def test_link_as_stage_is_not_followed(self, out: Path) -> None:
@@ -621,7 +621,7 @@ class TestTwoGathers:
 
 
 def test_place_names(out: Path) -> None:
-    place = OutputPlace.of(out)
+    place = OutputPlace.from_path(out)
     assert os.path.dirname(place.new_stage()) == str(out.parent)
     assert place.new_stage() != place.new_stage()
     assert expected("new").keys() >= set(SHARDS)

@@ -13,7 +13,7 @@ from xrank.decisions.base_model import BaseModel
 from xrank.decisions.found_source import FoundSource, read_found, read_source
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.layout import LayoutMap
-from xrank.plan.source import StoredModel, merged
+from xrank.plan.source import StoredModel, merge_models
 from xrank.readers.discovery import find_source
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
@@ -170,4 +170,4 @@ def _with_adapter(found: _Found) -> tuple[StoredModel, AdapterNames]:
     pairs, marked_names = (marked.pairs, marked.saved) if marked is not None else ((), {})
     # What PEFT trained whole lies there under the name of what it is in place of.
     trained = {name.removeprefix(PREFIX): name for name in saved if name not in marked_names}
-    return merged(found.source.model, adapter, ""), AdapterNames(None, pairs, saved, base, trained)
+    return merge_models(found.source.model, adapter, ""), AdapterNames(None, pairs, saved, base, trained)

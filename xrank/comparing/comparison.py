@@ -25,7 +25,7 @@ from xrank.plan.executor import Budget, Outcome
 from xrank.plan.low_rank import LowRank
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
-from xrank.plan.source import StoredModel, StoredShard, merged
+from xrank.plan.source import StoredModel, StoredShard, merge_models
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME
 
@@ -231,7 +231,7 @@ def _plan(pair: _Pair, found: Correspondence, outputs: Sequence[OutputTensor], m
         target = prefix * (one.target in is_made) + one.target
         tied[target] = (*tied.get(target, ()), prefix + one.name)
     return make_plan(
-        merged(ours, pair.theirs.model, _OTHER),
+        merge_models(ours, pair.theirs.model, _OTHER),
         [file for group in groups if group for file in lay_out(group, 1 << 62)],
         tied=tied,
         updates=pair.updates,
@@ -290,7 +290,7 @@ def _check_digests(pair: _Pair, made: Sequence[OutputTensor], plan: Plan, outcom
             continue
         differences = find_differences(plan, mine, other, budget)
         where = range_text(mine.output.shape, differences.first, differences.first)
-        got = differences.text(mine.output.num_elements, where)
+        got = differences.describe(mine.output.num_elements, where)
         record = int(plan.source.records.file[other.copies.record[0]])
         if name not in formulas:
             made_of = pair.ours.shards[name].dtype, pair.theirs.shards[name].dtype

@@ -6,7 +6,7 @@ from xrank import dtypes
 from xrank.plan.buffers import FileSource
 from xrank.plan.differences import Differences
 from xrank.plan.executor import Budget, execute
-from xrank.plan.planner import Plan, TensorPlan, tensor_plan
+from xrank.plan.planner import Plan, TensorPlan, select_tensors
 from xrank.plan.windows import WINDOW_NBYTES
 
 __all__ = ["find_differences"]
@@ -30,7 +30,7 @@ class _Stretch:
 
 def find_differences(plan: Plan, ours: TensorPlan, theirs: TensorPlan, budget: Budget) -> Differences:
     """Return what two tensors of a plan, of one element type and shape, differ in."""
-    plan = tensor_plan(plan, (ours, theirs))
+    plan = select_tensors(plan, (ours, theirs))
     dtype, nbytes = ours.output.dtype, ours.output.nbytes
     target, found = _Stretch(), Differences(dtype)
     source = FileSource(plan.source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xrank.deferred import deferred
+from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
     from xrank.conversion.layout_check import check_layouts
@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 __all__ = ["check_layouts"]
 
 # A command that needs another module of this package shall not wait for the engine.
-__getattr__, __dir__ = deferred(__name__, {"check_layouts": "layout_check"})
+__getattr__, __dir__ = defer_imports(__name__, {"check_layouts": "layout_check"})

@@ -17,10 +17,10 @@ from xrank.dtypes import DTYPES
 from xrank.errors import LayoutError, UsageError
 from xrank.faces import option
 from xrank.layout import LayoutMap
-from xrank.plan.holdings import Survey, find_problem, held_nbytes
+from xrank.plan.holdings import Survey, find_problem, sum_held_nbytes
+from xrank.plan.layout_shapes import compute_shapes
 from xrank.plan.report import Report
 from xrank.plan.survey import survey
-from xrank.plan.told_shapes import told_shapes
 from xrank.words import numbers_text
 
 __all__ = ["check_file", "check_layouts", "check_survey", "survey_facts"]
@@ -79,7 +79,7 @@ def check_file(
             next_step=f"run: xrank layout check {file} {os.fspath(base_model)}, if its tensors are meant",
         )
     if path is None:
-        shapes, untold = told_shapes(layouts)
+        shapes, untold = compute_shapes(layouts)
         if not shapes and len(layouts):
             raise LayoutError(
                 f"{file} tells the size of no tensor, so nothing can be proven",
@@ -154,7 +154,7 @@ def check_survey(
 
 def survey_facts(found: Survey) -> dict[str, Any]:
     """Return what JSON shows of a survey beside its tensors."""
-    held = held_nbytes(found.tensors, _width)
+    held = sum_held_nbytes(found.tensors, _width)
     return {
         "meshes": {name: {"grid": mesh.grid, "ranks": numbers_text(mesh.ranks)} for name, mesh in found.meshes.items()},
         "unmatched": list(found.unmatched),

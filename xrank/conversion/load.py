@@ -93,7 +93,7 @@ def load_model(
     def asked() -> int:
         check_types(None if isinstance(layouts, str | os.PathLike) else layouts, mesh)
         nbytes = parse_size(max_memory, "max_memory")
-        Budget.within(nbytes, default_workers())
+        Budget.from_memory(nbytes, default_workers())
         return nbytes
 
     def told(max_memory_nbytes: int) -> dict[str, str | None]:
@@ -116,7 +116,7 @@ def load_model(
     team = find_group_team(group, place, timeout_seconds=timeout_seconds, joins_launch=False)
     with team.together():
         max_memory_nbytes, _ = team.agree("what is asked", asked, told, check_alike(team.ranks))
-        budget = Budget.within(max_memory_nbytes, default_workers())
+        budget = Budget.from_memory(max_memory_nbytes, default_workers())
         planned, _ = team.agree(
             "the plan",
             plan,

@@ -101,7 +101,7 @@ def verify(
 ) -> tuple[Report, XrankError | None]:
     """Do as `verify_model` and return the first fault as it was raised, too."""
     started = time.monotonic()
-    budget = Budget.within(parse_size(max_memory, "max_memory"), workers or default_workers())
+    budget = Budget.from_memory(parse_size(max_memory, "max_memory"), workers or default_workers())
     if adapter_config is not None and against is None:
         raise UsageError(
             f"{option('adapter_config')} was given without {option('against')}",

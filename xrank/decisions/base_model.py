@@ -15,7 +15,7 @@ from xrank.formats.regular_file import open_regular
 from xrank.plan.output import OutputTensor
 from xrank.readers.hugging_face.folder import HfFolderReader, read_headers
 from xrank.words import likewise_text, list_text
-from xrank.writers.companions import Companion, base_companions, hub_snapshot
+from xrank.writers.companions import CompanionFile, find_hub_snapshot, list_base_companions
 
 __all__ = ["BaseModel", "check_against", "open_base_model", "read_config"]
 
@@ -27,7 +27,7 @@ class BaseModel:
     """A model folder that says what the result looks like."""
 
     path: str
-    companions: tuple[Companion, ...]
+    companions: tuple[CompanionFile, ...]
     config: Mapping[str, Any] | None
     tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Name -> (dtype, global shape); empty where the folder holds no safetensors weights."""
@@ -49,7 +49,7 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
             want="a model's folder, as from_pretrained takes it",
             next_step=f"give {option('base_model')} the folder that holds it: {os.path.dirname(text) or os.curdir}",
         )
-    path = text if os.path.isdir(text) else hub_snapshot(text, hub_cache(environ()))
+    path = text if os.path.isdir(text) else find_hub_snapshot(text, hub_cache(environ()))
     config_path = os.path.join(path, "config.json")
     tensors = {}
     if HfFolderReader().recognise(path) is None:
@@ -63,7 +63,7 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
             want="a model's folder, as from_pretrained takes it",
             next_step=f"give {option('base_model')} the folder of the model itself",
         )
-    return BaseModel(path, base_companions(path), config, tensors)
+    return BaseModel(path, list_base_companions(path), config, tensors)
 
 
 def read_config(path: str) -> Mapping[str, Any]:

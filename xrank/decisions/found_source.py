@@ -20,7 +20,7 @@ from xrank.readers.discovery import find_source
 from xrank.readers.own_readers import WORKSPACE
 from xrank.readers.wrapper_names import plain_names, renamed
 from xrank.recipes.shape_proof import prove_shapes
-from xrank.writers.companions import Companion, companions_in
+from xrank.writers.companions import CompanionFile, find_companions
 
 __all__ = ["FoundSource", "companions_of", "find_live_source", "read_found", "read_source"]
 
@@ -34,7 +34,7 @@ class FoundSource:
     """The model's config.json: the one beside the source, the base model's, or the one in the source."""
     config_path: str | None = None
     """Path of the config, if it is a file."""
-    companions: tuple[Companion, ...] = ()
+    companions: tuple[CompanionFile, ...] = ()
     """Small files beside the source."""
     notes: tuple[tuple[str, str], ...] = ()
     """Notes on companions of one name, of which one was taken."""
@@ -63,7 +63,7 @@ def read_found(
     layouts: LayoutMap | None = None,
     is_left_out: Callable[[str], bool] | None = None,
     for_layouts: bool = False,
-    beside: tuple[tuple[Companion, ...], tuple[tuple[str, str], ...]] | None = None,
+    beside: tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]] | None = None,
 ) -> FoundSource:
     """Read what lies where it was found, by its reader.
 
@@ -95,7 +95,9 @@ def read_found(
     return FoundSource(model, known, config_path, companions, notes, place)
 
 
-def companions_of(asked: str, place: str, reader: Reader) -> tuple[tuple[Companion, ...], tuple[tuple[str, str], ...]]:
+def companions_of(
+    asked: str, place: str, reader: Reader
+) -> tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]]:
     """Return the companions of what was found at a place, and notes on those that were not taken.
 
     Raises:
@@ -107,7 +109,7 @@ def companions_of(asked: str, place: str, reader: Reader) -> tuple[tuple[Compani
         if reader.name == WORKSPACE.name
         else checkpoint_folders(asked, place)
     )
-    found, others = companions_in(folders)
+    found, others = find_companions(folders)
     return found, tuple(("companion", text) for text in others)
 
 

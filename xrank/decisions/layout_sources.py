@@ -18,9 +18,9 @@ from xrank.layout.layout_file import LayoutFile, to_text
 from xrank.layout.notation import with_sizes
 from xrank.layout.tensor_name import has_groups, parse_name
 from xrank.plan.holdings import Survey
+from xrank.plan.layout_shapes import compute_shapes
 from xrank.plan.source import StoredModel
 from xrank.plan.survey import survey
-from xrank.plan.told_shapes import told_shapes
 from xrank.readers.discovery import find_source
 
 __all__ = [
@@ -76,7 +76,7 @@ def read_source(path: str) -> LayoutSource:
         place, stored = stored_at(path)
         return LayoutSource(place, stored.format, stated_survey(stored), None, stored)
     layouts = read_layouts(path)
-    shapes, untold = told_shapes(layouts)
+    shapes, untold = compute_shapes(layouts)
     found = survey(layouts, shapes)
     # A rule whose sizes are not told decides for tensors that nobody has named.
     found = replace(found, unused=tuple(rule for rule in found.unused if rule not in untold))

@@ -14,9 +14,9 @@ from xrank.layout.local_part import LocalPart, local_part
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest
 from xrank.layout.tensor_layout import flat_of
-from xrank.plan.coverage import Fault, contains, range_text
+from xrank.plan.coverage import CoverageFault, contains, range_text
 from xrank.plan.output import TensorPart
-from xrank.plan.planner import divided
+from xrank.plan.planner import divide_pieces
 from xrank.readers.claims import Claim, Claims, own_name
 from xrank.words import ranks_text
 
@@ -80,7 +80,7 @@ def new_parts(
 @lru_cache(maxsize=1024)
 def _proven(
     claim: Claim, owners: tuple[int, ...], shape: tuple[int, ...], base: tuple[int, ...] | None
-) -> tuple[Mapping[int, NewPart], Fault | None]:
+) -> tuple[Mapping[int, NewPart], CoverageFault | None]:
     found = {}
     for rank in owners:
         part = _part(claim, rank, shape, base)
@@ -95,7 +95,7 @@ def _proven(
         found[rank] = part
     rows = [(rank, nest) for rank, part in found.items() for nest in part.nests]
     table = NestTable.of([nest for _, nest in rows])
-    first, _, fault = divided(int_array(rank for rank, _ in rows), table, math.prod(shape))
+    first, _, fault = divide_pieces(int_array(rank for rank, _ in rows), table, math.prod(shape))
     compared: dict[int, list[Nest]] = {}
     for row in first.tolist():
         rank, nest = rows[row]
@@ -121,7 +121,7 @@ def _part(claim: Claim, rank: int, shape: tuple[int, ...], base: tuple[int, ...]
 
 
 def _not_exact(
-    name: str, claim: Claim, shape: tuple[int, ...], parts: Mapping[int, NewPart], fault: Fault
+    name: str, claim: Claim, shape: tuple[int, ...], parts: Mapping[int, NewPart], fault: CoverageFault
 ) -> LayoutError:
     where = range_text(shape, fault.address, fault.address)
     ranks = [rank for rank, new in parts.items() if any(contains(nest, fault.address) for nest in new.part.nests)]

@@ -166,7 +166,7 @@ class GatherOptions:
         Raises:
             UsageError: the buffers are too small for so many threads.
         """
-        return Budget.within(self.max_memory_nbytes, self.num_workers)
+        return Budget.from_memory(self.max_memory_nbytes, self.num_workers)
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:

@@ -33,7 +33,7 @@ from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.claims import Claim, Claims, counted_names, own_name
 from xrank.words import likewise_text
 from xrank.workspace.state_content import plain_config
-from xrank.writers.companions import Companion
+from xrank.writers.companions import CompanionFile
 from xrank.writers.rank_states import lay_out_state
 
 __all__ = ["Reshard", "plan_reshard", "plan_reshard_of"]
@@ -56,7 +56,7 @@ class Reshard:
     run_id: str
     grid: str
     """Of the new mesh."""
-    companions: tuple[Companion, ...]
+    companions: tuple[CompanionFile, ...]
     config_text: str | None
     """A config.json made here, with the dtype of a cast, in place of the one beside the source."""
     notes: tuple[tuple[str, str], ...]

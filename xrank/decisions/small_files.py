@@ -10,7 +10,7 @@ from typing import Any
 
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import merged_config
-from xrank.writers.companions import Companion
+from xrank.writers.companions import CompanionFile
 
 __all__ = ["SmallFiles", "config_text_of", "small_files_of"]
 
@@ -21,7 +21,7 @@ _CAST_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 class SmallFiles:
     """All of it but texts of the conversion's own."""
 
-    companions: tuple[Companion, ...] = ()
+    companions: tuple[CompanionFile, ...] = ()
     """Copied byte for byte, in the order of their names."""
     config_text: str | None = None
     """A config.json that is made."""
@@ -29,7 +29,7 @@ class SmallFiles:
 
 
 def small_files_of(
-    companions: Iterable[Companion],
+    companions: Iterable[CompanionFile],
     config_path: str | None,
     config: Mapping[str, Any] | None,
     options: GatherOptions,

@@ -11,7 +11,7 @@ from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.layout.companion import Companion
 from xrank.layout.tensor_layout import free_size_names
-from xrank.plan.holdings import Holdings, Survey, held_by_layout, held_by_pieces
+from xrank.plan.holdings import Holdings, Survey, apply_layout, apply_pieces
 from xrank.plan.source import StatedLayout, StoredModel, StoredShard
 from xrank.plan.survey import survey
 
@@ -138,11 +138,11 @@ def _drawn_by_names(shards: Sequence[StoredShard], stated: Mapping[str, StatedLa
 def _drawn(shard: StoredShard, stated: StatedLayout | None) -> Holdings:
     start = Holdings(shard.name, shard.shape, shard.dtype)
     if stated is not None and stated.companion is None:
-        return held_by_layout(start, stated.layout, stated.mesh)
+        return apply_layout(start, stated.layout, stated.mesh)
     held: dict[int, list[int]] = {}
     for row, rank in enumerate(shard.rank.tolist()):
         held.setdefault(rank, []).append(row)
-    found = held_by_pieces(start, {rank: tuple(shard.nests[row] for row in rows) for rank, rows in held.items()})
+    found = apply_pieces(start, {rank: tuple(shard.nests[row] for row in rows) for rank, rows in held.items()})
     return found if stated is None else replace(found, mesh=stated.mesh, text=str(stated.companion))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xrank.deferred import deferred
+from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
     from xrank.gradients.checking.checks import GradientCheck, check_gradients
@@ -49,4 +49,4 @@ _HOMES = {
     "mark": "plans.marks",
 }
 
-__getattr__, __dir__ = deferred(__name__, _HOMES)
+__getattr__, __dir__ = defer_imports(__name__, _HOMES)

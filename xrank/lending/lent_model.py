@@ -23,7 +23,7 @@ from xrank.lending.local_bytes import local_bytes
 from xrank.lending.peer_source import MemoryOffer, PeerSource
 from xrank.plan.faults import difference_error
 from xrank.plan.planner import Plan
-from xrank.plan.replicas import digests_of_twins, first_different
+from xrank.plan.replicas import digest_twins, find_different_twin
 from xrank.readers.live.local_model import LocalModel, local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.teams.agreement import check_plans, nbytes_text, path_text, value_text
@@ -234,10 +234,10 @@ def _compare_replicas(plan: Plan, source: PeerSource, holder: IntArray, team: Te
         ContradictionError: two ranks hold different copies; on every rank.
     """
     failures = team.make_failure_check()
-    own = digests_of_twins(plan, holder, team.position, source, failures)
+    own = digest_twins(plan, holder, team.position, source, failures)
 
     def compare(_: object, parts: Sequence[Any]) -> None:
-        different = first_different(plan, holder, [part.numpy().tobytes() for part in parts])
+        different = find_different_twin(plan, holder, [part.numpy().tobytes() for part in parts])
         if different is not None:
             raise difference_error(plan, *different, source)
 

@@ -16,7 +16,7 @@ from xrank.plan.buffers import FileSource, MemoryTarget
 from xrank.plan.checksums import RecordChecksums
 from xrank.plan.executor import execute
 from xrank.plan.faults import checksum_error
-from xrank.plan.planner import TensorPlan, tensor_plan
+from xrank.plan.planner import TensorPlan, select_tensors
 from xrank.public_calls import errors_of
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         source = FileSource(self._gather.source)
         try:
             execute(
-                tensor_plan(self._gather.plan, (plan,)),
+                select_tensors(self._gather.plan, (plan,)),
                 source,
                 MemoryTarget([into]),
                 budget=options.budget,

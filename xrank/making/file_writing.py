@@ -17,7 +17,7 @@ from xrank.plan.executor import Budget, FinishedFile, Outcome, execute
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
 from xrank.teams.team import Team
-from xrank.writers.disk import explaining, in_memory
+from xrank.writers.disk import explain_errors, is_in_memory
 from xrank.writers.stage import Stage
 
 __all__ = ["WrittenFiles", "write_files"]
@@ -128,7 +128,7 @@ class _Writing:
     def begin(self, index: int) -> None:
         output = self._plan.files[index].output
         fd = self._stage.create_part(output.name, output.nbytes)
-        self.target.in_memory = in_memory(fd)
+        self.target.in_memory = is_in_memory(fd)
         self.target.descriptors[index] = fd
 
     def finish(self, finished: FinishedFile) -> None:
@@ -140,7 +140,7 @@ class _Writing:
 
     def explained(self) -> AbstractContextManager[None]:
         """Say of what the file system refuses in the body what it means."""
-        return explaining(self._stage.path)
+        return explain_errors(self._stage.path)
 
     def finish_share(self, part: FilePart) -> None:
         """Do nothing: there are no others to come."""

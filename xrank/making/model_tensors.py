@@ -11,8 +11,8 @@ from xrank.decisions.transformed_plan import compared_plan
 from xrank.decisions.transforms import transformed
 from xrank.lending.lent_model import AskedModel, LentModel, lend_model
 from xrank.making.whole_tensors import TensorsAhead, WholeTensors, shared_budget
-from xrank.plan.planner import tensor_plan
-from xrank.plan.replicas import nearest
+from xrank.plan.planner import select_tensors
+from xrank.plan.replicas import prefer_own_copies
 from xrank.teams.agreement import check_alike
 from xrank.teams.team import Team
 
@@ -79,9 +79,9 @@ def _taken(asked: AskedModel, model: LentModel, team: Team) -> Tensors:
     transforms = gather.transforms
     compared = {tensor.output.name: tensor for tensor in compared_plan(gather.plan, transforms).tensors}
     names = [output.name for output in gather.selection.outputs] if transforms is None else transforms.order
-    plan = tensor_plan(gather.plan, [compared[name] for name in names])
+    plan = select_tensors(gather.plan, [compared[name] for name in names])
     if team.size > 1:
-        plan = nearest(plan, model.holder, team.position)  # all replicas have been compared
+        plan = prefer_own_copies(plan, model.holder, team.position)  # all replicas have been compared
     whole = WholeTensors(plan, model.source, budget)
     failures = team.make_failure_check()
     outputs = {} if transforms is None else {tensor.name: tensor.outputs for tensor in transforms.tensors}

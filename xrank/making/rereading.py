@@ -80,7 +80,7 @@ def reread(path: str, output: OutputFile, budget: Budget) -> FileDigests:
     model = StoredModel(
         format="file",
         path=path,
-        files=(SourceFile.of(path, status),),
+        files=(SourceFile.from_status(path, status),),
         records=RecordTable(*(int_array(row[i] for row in rows) for i in range(4))),
         shards=tuple(_as_bytes(tensor, record) for record, tensor in enumerate(tensors)),
     )

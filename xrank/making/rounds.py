@@ -23,7 +23,7 @@ from xrank.plan.executor import Budget, FinishedFile, Outcome, execute
 from xrank.plan.faults import checksum_error
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
-from xrank.plan.replicas import nearest
+from xrank.plan.replicas import prefer_own_copies
 from xrank.teams.team import Team
 
 __all__ = ["NoOutputs", "Outputs", "finish_nothing", "make_in_rounds"]
@@ -141,7 +141,7 @@ class _Share:
     def __init__(self, team: Team, work: Work, division: Division, outputs: Outputs) -> None:
         self._team, self._work, self._division, self._outputs = team, work, division, outputs
         plan, holder = work.plan, work.holder
-        self._plan = plan if holder is None else nearest(plan, holder, team.position)
+        self._plan = plan if holder is None else prefer_own_copies(plan, holder, team.position)
         self._checksums = RecordChecksums(plan.source.records, _mismatch(plan), left_open=division.left_open)
 
     def make(self, number: int, count: Callable[[int], None]) -> PartialResults:
@@ -164,10 +164,10 @@ class _Share:
                 )
         finally:
             self._outputs.close()
-        read_rest(self._checksums, work.source, division.own_records(rank, number), _staging(work.budget))
+        read_rest(self._checksums, work.source, division.find_own_records(rank, number), _staging(work.budget))
         return PartialResults(
             tuple(outcome.parts.values()),
-            self._checksums.take_parts(division.open_records(number)),
+            self._checksums.take_parts(division.find_open_records(number)),
             self._checksums.num_checked,
             outcome.differences,
         )
@@ -209,7 +209,7 @@ class _Joining:
         self._num_checked = [results.num_checksums for results in found]
         # What is missing now was read by no rank, or by two of them in cuts that overlap.
         staging = _staging(self._work.budget)
-        read_rest(self._checksums, self._work.source, self._division.open_records(number), staging)
+        read_rest(self._checksums, self._work.source, self._division.find_open_records(number), staging)
         for index in [index for index in self._joined if self._last_round[index] <= number]:
             self._outcome.files[index] = self._finish(self._joined.pop(index), index)
 

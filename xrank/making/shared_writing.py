@@ -26,7 +26,7 @@ from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
 from xrank.teams.team import Team
 from xrank.workspace.shared_directory import STALE_SECONDS
-from xrank.writers.disk import explaining, in_memory
+from xrank.writers.disk import explain_errors, is_in_memory
 from xrank.writers.output_place import OutputPlace
 from xrank.writers.shared_parts import SharedParts
 from xrank.writers.stage import Stage
@@ -83,7 +83,7 @@ def write_together(
         finished, ending = file.finish()
         fd = _await_sight(lambda: parts.open(output.name, output.nbytes), lambda: False, path, 0)
         try:
-            with explaining(path):
+            with explain_errors(path):
                 for offset, data in ending:
                     os.pwrite(fd, data, offset)
         except BaseException:
@@ -109,12 +109,12 @@ def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> N
     if work.holder is not None:
         _read(team, work, json.loads(team.broadcast("files to read")))
     told = json.loads(team.broadcast("stage"))
-    parts = SharedParts(os.path.join(OutputPlace.of(out).parent, told["name"]))
+    parts = SharedParts(os.path.join(OutputPlace.from_path(out).parent, told["name"]))
     if told["files"]:  # else rank 0 waits for nobody, and the stage may be the output already
         # Where it is for certain another folder, no client of a network file system need be waited for.
         seconds = _ELSEWHERE_SECONDS if _is_elsewhere(parts.path, told["above"]) else STALE_SECONDS
         _await_sight(
-            lambda: parts.is_of(plan_digest) or None, team.make_failure_check(), parts.path, team.rank, seconds
+            lambda: parts.has_plan(plan_digest) or None, team.make_failure_check(), parts.path, team.rank, seconds
         )
     _make(team, work, told["files"], _Parts(team, work.plan, parts), what="the files")
 
@@ -152,7 +152,7 @@ class _Parts:
         output = self._plan.files[index].output
         path = os.path.join(self._parts.path, f"{output.name}.part")
         fd = _await_sight(lambda: self._parts.open(output.name, output.nbytes), self._failures, path, self._rank)
-        self.target.in_memory = in_memory(fd)
+        self.target.in_memory = is_in_memory(fd)
         self.target.descriptors[index] = fd
 
     def finish_share(self, part: FilePart) -> None:
@@ -165,7 +165,7 @@ class _Parts:
 
     def explained(self) -> AbstractContextManager[None]:
         """Say of what the file system refuses in the body what it means."""
-        return explaining(self._parts.path)
+        return explain_errors(self._parts.path)
 
     def close(self) -> None:
         """Close all files."""

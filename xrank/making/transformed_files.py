@@ -25,12 +25,12 @@ from xrank.making.rounds import Finish, Outputs, finish_nothing
 from xrank.making.whole_tensors import WholeTensors
 from xrank.making.work import Work
 from xrank.plan.digests import TensorDigest
-from xrank.plan.division import ROUND_NBYTES, groups
+from xrank.plan.division import ROUND_NBYTES, group_files
 from xrank.plan.executor import Outcome
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, TensorPlan
-from xrank.plan.replicas import nearest
+from xrank.plan.replicas import prefer_own_copies
 
 if TYPE_CHECKING:
     import torch
@@ -72,12 +72,14 @@ def make_transformed(
     plan, transforms, holder = work.plan, work.transforms, work.holder
     assert transforms is not None
     size, position = team.size, team.position
-    sources = transforms.sources if holder is None or size == 1 else nearest(transforms.sources, holder, position)
+    sources = (
+        transforms.sources if holder is None or size == 1 else prefer_own_copies(transforms.sources, holder, position)
+    )
     whole = WholeTensors(sources, work.source, work.budget)
     shares_pages = not team.is_one_host
     failures = team.make_failure_check()
     outcome = Outcome()
-    rounds = list(groups(plan, files, size * ROUND_NBYTES))
+    rounds = list(group_files(plan, files, size * ROUND_NBYTES))
     for number, group in enumerate(rounds):
         tensors = transforms.of_files(group)
         makers = _makers(transforms.sources, tensors, holder, size)

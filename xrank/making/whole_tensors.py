@@ -36,7 +36,7 @@ def shared_budget(max_memory_nbytes: int, workers: int) -> tuple[Budget, int]:
         UsageError: not even one worker with the smallest buffers fits.
     """
     least = min(max_memory_nbytes, _LEAST_BUFFERS_NBYTES)
-    budget = Budget.within(max(max_memory_nbytes // 3, least), workers)
+    budget = Budget.from_memory(max(max_memory_nbytes // 3, least), workers)
     return budget, max(0, max_memory_nbytes - budget.nbytes)
 
 

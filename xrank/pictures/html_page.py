@@ -10,7 +10,7 @@ from xrank.layout import DeviceMesh, LayoutMap
 from xrank.pictures.page import colour, page, page_text
 from xrank.pictures.regions import cut_dims, region_of
 from xrank.pictures.text_picture import group_alike, misfit_words, share_words
-from xrank.plan.holdings import Holdings, Share, Survey, held_nbytes
+from xrank.plan.holdings import Holdings, Share, Survey, sum_held_nbytes
 from xrank.plan.survey import survey
 from xrank.words import amount_text, ranks_text
 
@@ -162,7 +162,7 @@ def _drawing(one: Holdings, shares: Sequence[Share], max_boxes: int = 2048) -> I
 
 def _bars(found: Survey) -> Iterator[str]:
     has_width = all(one.dtype in DTYPES for one in found.tensors if one.shares)
-    held = held_nbytes(found.tensors, lambda dtype: DTYPES[dtype].nbytes if has_width and dtype else 1)
+    held = sum_held_nbytes(found.tensors, lambda dtype: DTYPES[dtype].nbytes if has_width and dtype else 1)
     if not held:
         return
     most = max(held.values()) or 1

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from xrank.dtypes import DTYPES
 from xrank.layout import LayoutMap
 from xrank.pictures.regions import cut_dims, part_names, region_of, region_words, strip
-from xrank.plan.holdings import Holdings, Share, Survey, held_nbytes
+from xrank.plan.holdings import Holdings, Share, Survey, sum_held_nbytes
 from xrank.plan.survey import survey
 from xrank.words import amount_text, clip, first_lines, one_line, ranks_text
 
@@ -167,7 +167,7 @@ def _amount_lines(found: Survey) -> list[str]:
     if not any(one.shares for one in found.tensors):
         return []
     has_width = all(one.dtype in DTYPES for one in found.tensors if one.shares)
-    held = held_nbytes(found.tensors, lambda dtype: DTYPES[dtype].nbytes if has_width and dtype else 1)
+    held = sum_held_nbytes(found.tensors, lambda dtype: DTYPES[dtype].nbytes if has_width and dtype else 1)
     by_amount: dict[int, list[int]] = {}
     for rank, amount in held.items():
         by_amount.setdefault(amount, []).append(rank)

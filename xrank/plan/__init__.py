@@ -1,1 +1,1 @@
-"""The engine: what lies where (source, output), the proof of coverage, the plan, and its execution."""
+"""The engine: tables of source and output, the proof of coverage, the plan, and its execution."""

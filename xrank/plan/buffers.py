@@ -1,4 +1,4 @@
-"""Where the executor reads and writes: ranges of files, or memory; either on either side."""
+"""Sources and targets of the executor: ranges of files, or memory."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ __all__ = ["FileSource", "FileTarget", "MemorySource", "MemoryTarget", "NullTarg
 _WRITEBACK_NBYTES = 8 << 20
 
 _WRITE_NBYTES = 128 << 10
-"""Bytes written to a disk by one call. ext4 takes a folio of that size for its cache, and the largest ones (1 MiB) come
-from memory that lay idle: in a virtual machine its host has taken it back, and gives it anew at four times the cost."""
+"""Bytes of one write call to a disk. ext4 allocates a cache folio of that size. The largest folios (1 MiB) come from
+idle memory, which the host of a virtual machine has taken back and returns at four times the cost."""
 
 
 class Source(Protocol):
-    """Records to read from; called by many threads at once."""
+    """Records to read; called by many threads at once."""
 
     def read_into(self, record: int, start: int, into: memoryview) -> None:
         """Fill `into` with the record's bytes from `start` on."""
 
     def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
-        """Return the record's bytes [start, start + nbytes): in `staging`, or a view of where they already are."""
+        """Return the record's bytes [start, start + nbytes), in `staging` or as a view of the record's own memory."""
 
 
 class OpenSource(Source, Protocol):
-    """A source that holds something open."""
+    """A source with open files or connections."""
 
     def check_unchanged(self) -> None:
-        """Raise if it is not what its metadata described, as far as that can be seen."""
+        """Raise if the source has visibly changed since its metadata was read."""
 
     def close(self) -> None:
-        """Let go of it; no read may be under way."""
+        """Release the source; no read may be under way."""
 
 
 class Target(Protocol):
@@ -56,8 +56,8 @@ class FileSource:
     """Reads the records of a stored model; keeps a bounded number of files open.
 
     Raises (from every method):
-        CorruptError: a file is shorter than its metadata said.
-        XrankError: the disk or the server fails to give the bytes.
+        CorruptError: a file is shorter than when its metadata was read.
+        XrankError: the disk or the server fails to read.
         ContradictionError: a file is not the one whose metadata was read.
     """
 
@@ -79,12 +79,12 @@ class FileSource:
             while into:
                 try:
                     n = os.preadv(fd, [into], offset)
-                except OSError as error:  # it knows no name, and what is being written has another
+                except OSError as error:  # the error has no path, and the caller would add the target's
                     raise XrankError(
                         f"{self._files[file].path} cannot be read at byte {offset:,}: {error.strerror}",
                         file=self._files[file].path,
                         got=errno.errorcode.get(error.errno or 0),
-                        next_step="look at the disk or the server; the same command goes on from what is finished",
+                        next_step="look at the disk or the server; the same command goes on from the finished files",
                     ) from error
                 if n == 0:
                     raise CorruptError(
@@ -104,7 +104,7 @@ class FileSource:
 
     @contextmanager
     def place(self, record: int) -> Iterator[tuple[int, int, int]]:
-        """Give the body a record's file, its descriptor, and the record's first byte in it."""
+        """Yield the index of a record's file, the file's descriptor, and the record's first byte in it."""
         file = self._record_files[record]
         with self._descriptor(file) as fd:
             yield file, fd, self._record_offsets[record]
@@ -127,19 +127,20 @@ class FileSource:
                 self._users[file] -= 1
 
     def _evict(self) -> None:
+        # Least recently used first; files that a thread reads now stay open, so the limit may be exceeded for a moment.
         for file in list(self._open)[: max(0, len(self._open) - self._max_open)]:
             if not self._users.get(file):
                 os.close(self._open.pop(file))
 
     def check_unchanged(self) -> None:
-        """Compare every file with what it was when its metadata was read."""
+        """Compare size, inode and time of every file with those at the reading of its metadata."""
         for file in self._files:
             try:
                 status = os.stat(file.path)
             except FileNotFoundError:
                 status = None
-            if status is None or SourceFile.of(file.path, status) != file:
-                raise _changed(file)
+            if status is None or SourceFile.from_status(file.path, status) != file:
+                raise _make_change_error(file)
 
     def close(self) -> None:
         """Close all files; no read may be under way."""
@@ -158,13 +159,13 @@ def _open_checked(file: SourceFile) -> int:
             file=file.path,
             next_step="nothing may remove the source during a gather; run the same command again",
         ) from None
-    if SourceFile.of(file.path, os.fstat(fd)) != file:
+    if SourceFile.from_status(file.path, os.fstat(fd)) != file:
         os.close(fd)
-        raise _changed(file)
+        raise _make_change_error(file)
     return fd
 
 
-def _changed(file: SourceFile) -> ContradictionError:
+def _make_change_error(file: SourceFile) -> ContradictionError:
     return ContradictionError(
         f"{file.path} changed while it was being read",
         file=file.path,
@@ -175,11 +176,11 @@ def _changed(file: SourceFile) -> ContradictionError:
 
 
 class FileTarget:
-    """Writes to file descriptors, one for each output file; opening, sizing and syncing them is the caller's.
+    """Writes to file descriptors, one for each output file; the caller opens, sizes and syncs them.
 
     Args:
-        descriptors: by index of the output file; the caller may add to them and take from them.
-        in_memory: whether the files lie on tmpfs, where pages are small anyway and each call has its price.
+        descriptors: index of the output file -> descriptor; the caller may add and remove some.
+        in_memory: whether the files are on tmpfs, where pages are small anyway and fewer calls are faster.
     """
 
     def __init__(self, descriptors: dict[int, int], *, in_memory: bool = False) -> None:
@@ -192,7 +193,7 @@ class FileTarget:
         while data:
             n = os.pwrite(fd, data if self.in_memory else data[:_WRITE_NBYTES], offset)
             data, offset = data[n:], offset + n
-        # Windows come nearly in order: where one ends a stretch, the stretch before it is complete.
+        # Windows come nearly in order: when one ends a stretch, the stretch before it is complete.
         if offset % _WRITEBACK_NBYTES == 0 and not self.in_memory:
             start_writeback(fd, max(0, offset - 2 * _WRITEBACK_NBYTES), _WRITEBACK_NBYTES)
 
@@ -208,7 +209,7 @@ class MemorySource:
         into[:] = self._views[record][start : start + len(into)]
 
     def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
-        """Return the bytes where they are; nothing is copied."""
+        """Return a view of the bytes; nothing is copied."""
         return self._views[record][start : start + nbytes]
 
 
@@ -224,7 +225,7 @@ class MemoryTarget:
 
 
 class NullTarget:
-    """Lets go of every byte: for digests, checksums and comparisons alone."""
+    """Discards every byte: for digests, checksums and comparisons alone."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Do nothing."""

@@ -26,8 +26,8 @@ class CastOverflowError(Exception):
         self.value = value
 
 
-def _strided(data: memoryview, dtype: np.dtype[Any], offset: int, loops: tuple[Loop, ...], side: int) -> Array:
-    """Return a view of bytes: loops give its shape, their stride number `side` (1 or 2) its strides, in elements."""
+def _view_strided(data: memoryview, dtype: np.dtype[Any], offset: int, loops: tuple[Loop, ...], side: int) -> Array:
+    """Return a view of bytes with a dim for each loop; `side` (1 or 2) selects the loops' strides, in elements."""
     width = dtype.itemsize
     shape = tuple(loop[0] for loop in loops)
     strides = tuple(loop[side] * width for loop in loops)
@@ -48,7 +48,11 @@ def count_different(
     if np.array_equal(source_view, target_view):
         return 0
     kind = _UNSIGNED[width]
-    return int(np.count_nonzero(_strided(source, kind, 0, loops, 1) != _strided(target, kind, target_offset, loops, 2)))
+    return int(
+        np.count_nonzero(
+            _view_strided(source, kind, 0, loops, 1) != _view_strided(target, kind, target_offset, loops, 2)
+        )
+    )
 
 
 def _wide_views(
@@ -63,11 +67,11 @@ def _wide_views(
                     wide = (*((n, xs // factor, ys // factor) for n, xs, ys in outer), (loops[-1][0] // factor, 1, 1))
                     kind = _UNSIGNED[width * factor]
                     return (
-                        _strided(source, kind, 0, wide, 1),
-                        _strided(target, kind, target_offset // factor, wide, 2),
+                        _view_strided(source, kind, 0, wide, 1),
+                        _view_strided(target, kind, target_offset // factor, wide, 2),
                     )
     kind = _UNSIGNED[width]
-    return _strided(source, kind, 0, loops, 1), _strided(target, kind, target_offset, loops, 2)
+    return _view_strided(source, kind, 0, loops, 1), _view_strided(target, kind, target_offset, loops, 2)
 
 
 def copy_cast(
@@ -83,14 +87,14 @@ def copy_cast(
     Raises:
         CastOverflowError: a finite value has no finite counterpart in the target type.
     """
-    source_view = _strided(source, dtypes.numpy_dtype(source_dtype), 0, loops, 1)
-    target_view = _strided(target, dtypes.numpy_dtype(target_dtype), target_offset, loops, 2)
+    source_view = _view_strided(source, dtypes.numpy_dtype(source_dtype), 0, loops, 1)
+    target_view = _view_strided(target, dtypes.numpy_dtype(target_dtype), target_offset, loops, 2)
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(target_view, _first_rounding(source_view, target_dtype), casting="unsafe")
         if target_dtype not in _EXPONENT:
             return
         kind, mask = _EXPONENT[target_dtype]
-        bits = _strided(target, np.dtype(kind), target_offset, loops, 2)
+        bits = _view_strided(target, np.dtype(kind), target_offset, loops, 2)
         special = source_view[(bits & kind(mask)) == mask].astype(np.float64)
     lost = special[np.isfinite(special)]
     if lost.size:
@@ -98,7 +102,7 @@ def copy_cast(
 
 
 def _first_rounding(values: Array, target_dtype: str) -> Array:
-    """Return doubles as floats where 16 bits are asked for: torch goes by way of them (c10/util/Half.h: Half)."""
+    """Return doubles as floats if the target has 16 bits: torch rounds twice, too (c10/util/Half.h: Half)."""
     return values.astype(np.float32) if values.dtype == np.float64 and target_dtype in ("F16", "BF16") else values
 
 
@@ -113,6 +117,6 @@ def count_cast_different(
     """Return how many elements `copy_cast` would change in `target`."""
     kind = _UNSIGNED[dtypes.dtype(target_dtype).nbytes]
     with np.errstate(over="ignore", invalid="ignore"):
-        source_view = _strided(source, dtypes.numpy_dtype(source_dtype), 0, loops, 1)
+        source_view = _view_strided(source, dtypes.numpy_dtype(source_dtype), 0, loops, 1)
         cast = _first_rounding(source_view, target_dtype).astype(dtypes.numpy_dtype(target_dtype))
-    return int(np.count_nonzero(cast.view(kind) != _strided(target, kind, target_offset, loops, 2)))
+    return int(np.count_nonzero(cast.view(kind) != _view_strided(target, kind, target_offset, loops, 2)))

@@ -1,7 +1,7 @@
-"""Checksums of source records, gathered from the reads that a gather makes anyway.
+"""Checksums of source records, computed from the reads that a gather makes anyway.
 
-Windows read a record in pieces, in any order and by several threads. CRC-32 combines: the pieces' values are joined as
-neighbours appear, and a record whose pieces have become one is compared with what its format recorded.
+Windows read a record in pieces, in any order and by several threads. CRC-32 values of neighbours can be combined: they
+are joined as neighbours appear, and the value of a whole record is compared with the recorded one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BoolArray: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class JoinedCrc32:
-    """The CRC-32 of a stretch of bytes, joined of the CRCs of its parts as neighbours appear."""
+    """The CRC-32 of a stretch of bytes, joined from the CRCs of its parts as neighbours appear."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -31,9 +31,10 @@ class JoinedCrc32:
         self._parts: dict[int, tuple[int, int]] = {} if nbytes else {0: (0, 0)}  # start -> (end, crc)
 
     def add(self, start: int, end: int, crc: int) -> None:
-        """Take in the CRC of bytes [start, end); bytes that overlap what is known are left out."""
+        """Add the CRC of bytes [start, end); a part that overlaps known bytes is left out."""
         starts, parts = self._starts, self._parts
         after = bisect_right(starts, start)
+        # A part that overlaps a known one cannot be combined: CRC-32 has no subtraction. `missing` gets its new bytes.
         before_end = parts[starts[after - 1]][0] if after else -1
         if start == end or before_end > start or (after < len(starts) and starts[after] < end):
             return
@@ -56,11 +57,11 @@ class JoinedCrc32:
 
     @property
     def parts(self) -> list[tuple[int, int, int]]:
-        """(start, end, CRC) of all that is known, joined as far as it can be, by rising start."""
+        """(start, end, CRC) of the known stretches, by rising start; no two touch."""
         return [(start, *self._parts[start]) for start in self._starts]
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Return (start, end) of what is missing."""
+        """Return (start, end) of the missing stretches."""
         found, position = [], 0
         for start in self._starts:
             if start > position:
@@ -70,13 +71,13 @@ class JoinedCrc32:
 
 
 class RecordChecksums:
-    """Knows for each record which bytes have been checked.
+    """The bytes of each record that have been read and checked.
 
     Args:
-        records: the source's.
-        mismatch: called with (record, computed CRC) where they disagree.
-        left_open: marks records of which others read parts too: what is read here is kept for `take_parts`, and
-            nothing is compared. None: no record is.
+        records: the source's records.
+        mismatch: called with (record, computed CRC) if that is not the recorded one.
+        left_open: mask of records of which other ranks read parts too. Their CRCs are kept for `take_parts` and not
+            compared. None: there are none.
     """
 
     def __init__(
@@ -96,29 +97,30 @@ class RecordChecksums:
         return len(self._checked)
 
     def wants(self, record: int) -> bool:
-        """Say whether a record has a checksum that is not yet compared."""
+        """Return whether a record has a checksum that was not compared yet."""
         return self._expected[record] != NO_CHECKSUM and record not in self._checked
 
     def add(self, record: int, start: int, data: memoryview) -> None:
-        """Take in bytes of a record that were read at `start`; bytes seen before count once."""
+        """Add bytes of a record that were read at `start`; bytes added twice count once."""
         if not self.wants(record):
             return
         self.join(record, start, start + len(data), isal_zlib.crc32(data))
 
     def join(self, record: int, start: int, end: int, crc: int) -> None:
-        """Take in the CRC of a record's bytes [start, end); errors and the rest as `add`."""
+        """Add the CRC of a record's bytes [start, end); otherwise as `add`."""
         if not self.wants(record):
             return
         with self._lock:
             if record in self._checked:
                 return
             part = self._part(record)
-            part.add(start, end, crc)  # what it leaves out is left to `missing`
+            part.add(start, end, crc)  # an overlapping part is left out, and `missing` returns its bytes
             value = None if self._is_open(record) else part.value
             if value is None:
                 return
             del self._parts[record]
             self._checked.add(record)
+            # Counted before the comparison: a mismatch raises, and no other thread compares the record again.
             if value != self._expected[record]:
                 self._mismatch(record, value)
 
@@ -132,23 +134,23 @@ class RecordChecksums:
         return part
 
     def missing(self, records: Iterable[int]) -> list[tuple[int, int, int]]:
-        """Return (record, start, end) of all bytes of these records that have not been added yet, but of open ones."""
+        """Return (record, start, end) of all bytes of these records that were not added yet; open records excluded."""
         with self._lock:
             wanted = [record for record in records if self.wants(record) and not self._is_open(record)]
             return [(record, *gap) for record in wanted for gap in self._part(record).gaps()]
 
     def take_parts(self, records: Iterable[int]) -> list[tuple[int, int, int, int]]:
-        """Return (record, start, end, CRC) of what was added of these records and not compared, and forget it."""
+        """Remove and return (record, start, end, CRC) of all parts of these records that were not compared."""
         with self._lock:
             known = [(record, self._parts.pop(record)) for record in records if record in self._parts]
         return [(record, *part) for record, parts in known for part in parts.parts]
 
 
 def read_rest(checksums: RecordChecksums, source: Source, records: Iterable[int], staging: memoryview) -> None:
-    """Read what nobody has read of these records (padding, left-out parts), for their checksums alone.
+    """Read the bytes of these records that no window needed (padding, left-out parts), for their checksums.
 
     Raises:
-        CorruptError: as the source, or as the checksums' `mismatch`.
+        CorruptError: raised by the source, or by the checksums' `mismatch`.
     """
     for record, start, stop in checksums.missing(records):
         for position in range(start, stop, len(staging)):

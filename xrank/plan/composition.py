@@ -1,4 +1,4 @@
-"""From pieces of a whole tensor to pieces of a part of it: both sides' nests meet in the tensor's own addresses."""
+"""Pieces of a part of a tensor from pieces of the whole: both sides' nests share the tensor's addresses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from xrank.layout.nest_table import IntArray, NestTable, int_array
 from xrank.layout.nests import Nest, intersect, swap
 
-__all__ = ["composed"]
+__all__ = ["compose"]
 
 
-def composed(pieces: NestTable, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
-    """Return the pieces of a part: for each the row of `pieces` it comes of, and its nest, sorted by y.
+def compose(pieces: NestTable, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
+    """Return the pieces of a part, sorted by y: for each its row in `pieces` and its nest.
 
     Args:
         pieces: x is an address in a record, y in the tensor.
@@ -25,11 +25,11 @@ def composed(pieces: NestTable, part: tuple[Nest, ...]) -> tuple[IntArray, NestT
     Raises:
         LayoutError: two cuts have strides that do not divide each other, and would make too many pieces.
     """
-    return _composed(_Pieces(pieces), part)
+    return _compose(_Pieces(pieces), part)
 
 
 class _Pieces:
-    """A table, equal to others of the same content: a model has some dozens of kinds at most."""
+    """A table as a cache key: a model has some dozens of distinct ones at most."""
 
     def __init__(self, table: NestTable) -> None:
         self.table = table
@@ -43,12 +43,13 @@ class _Pieces:
 
 
 @lru_cache(maxsize=1024)
-def _composed(pieces: _Pieces, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
+def _compose(pieces: _Pieces, part: tuple[Nest, ...]) -> tuple[IntArray, NestTable]:
     starts, ends = pieces.table.y, pieces.table.y_ends
     found: list[tuple[int, Nest]] = []
     for nest in part:
         to_part = swap(nest)
         end = nest.y + sum((n - 1) * ys for n, _, ys in nest.loops) + 1
+        # Only pieces whose address range meets the nest's can intersect it.
         for row in np.flatnonzero((starts < end) & (ends > nest.y)).tolist():
             found += [(row, piece) for piece in intersect(pieces.table[row], to_part)]
     found.sort(key=lambda item: item[1].y)

@@ -1,8 +1,8 @@
-"""The proof that nests cover a tensor exactly once, and the first wrong element where they do not.
+"""The proof that nests cover a tensor exactly once, and the first wrong element otherwise.
 
 Boxes cover a whole exactly once if and only if the signed corners of all boxes equal those of the whole: the signed
 corner measure of a box is the mixed derivative of its indicator function, which determines it. Two sorted arrays of
-integers are compared; no grid is built, and no order or regularity of the boxes is asked for.
+integers are compared; no grid is built, and the boxes may come in any order and irregular.
 
 Nests become boxes by writing addresses in mixed radix: a chain of strides, each dividing the one before, gives each
 address digits, and a loop over a chain stride is an interval of one digit.
@@ -22,14 +22,14 @@ from xrank.errors import LayoutError
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest
 
-__all__ = ["MAX_BOXES", "Fault", "contains", "destination_keys", "find_fault", "first_of_equal", "range_text"]
+__all__ = ["MAX_BOXES", "CoverageFault", "contains", "destination_keys", "find_fault", "first_of_equal", "range_text"]
 
 MAX_BOXES = 1 << 24
 """Boxes that the nests of one tensor may be cut into before the proof is refused."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class CoverageFault:
     """The first element, in row-major order, that is not covered exactly once."""
 
     kind: Literal["gap", "overlap", "outside"]
@@ -37,25 +37,26 @@ class Fault:
     """Row-major address of the element in the tensor."""
 
 
-def find_fault(nests: NestTable, num_elements: int, wanted: NestTable | None = None) -> Fault | None:
+def find_fault(nests: NestTable, num_elements: int, wanted: NestTable | None = None) -> CoverageFault | None:
     """Return the first element of [0, num_elements) that the y sides do not cover exactly once, or None if all are.
 
     Args:
-        nests: what covers.
-        num_elements: of the whole.
-        wanted: cover the y sides of these exactly, in place of all: what a tensor with padding is to hold.
+        nests: the covering nests.
+        num_elements: number of elements of the tensor.
+        wanted: elements to cover in place of all of them: the elements of a tensor with padding.
 
     Raises:
         LayoutError: the nests would have to be cut into more than `MAX_BOXES` boxes.
     """
+    # Bounds first: the mixed radix below is defined inside [0, num_elements) only.
     if len(nests):
         if int(nests.y.min()) < 0:
-            return Fault("outside", int(nests.y.min()))
+            return CoverageFault("outside", int(nests.y.min()))
         if int(nests.y_ends.max()) > num_elements:
-            return Fault("outside", int(nests.y_ends.max()) - 1)
+            return CoverageFault("outside", int(nests.y_ends.max()) - 1)
     if num_elements == 0 or not len(nests):
         first = 0 if wanted is None else int(wanted.y.min(initial=num_elements))
-        return Fault("gap", first) if first < num_elements else None
+        return CoverageFault("gap", first) if first < num_elements else None
     chain = _chain(nests, wanted)
     lower, upper = _boxes(*_digit_counts(nests, chain), chain)
     if wanted is None:
@@ -97,13 +98,13 @@ def _digit_counts(nests: NestTable, chain: IntArray) -> tuple[IntArray, IntArray
         counts[rows[direct], position[direct]] = n[direct]
         repeats = np.where(direct, 1, n)
         if (repeats > 1).any():
-            rows, step = _repeated(repeats)
+            rows, step = _repeat_rows(repeats)
             starts, counts, loops = starts[rows] + step * stride[rows], counts[rows], loops[rows]
     return starts, counts
 
 
-def _repeated(repeats: IntArray) -> tuple[IntArray, IntArray]:
-    """Return row numbers, each as often as asked, and the running number within each row."""
+def _repeat_rows(repeats: IntArray) -> tuple[IntArray, IntArray]:
+    """Return each row number as often as `repeats` gives, and a running number within each row."""
     total = int(repeats.sum())
     _check_size(total)
     rows = np.repeat(np.arange(len(repeats)), repeats)
@@ -148,11 +149,11 @@ def _boxes(starts: IntArray, counts: IntArray, chain: IntArray) -> tuple[IntArra
             if part is turns:
                 part_lower[:, level], part_upper[:, level] = 0, radix
                 carried = part[rows]
-                # A digit that already counts and now also gets a carry: take its own steps one by one.
+                # The next digit already has a count and now gets a carry too: unroll its own steps into rows.
                 own = np.where(carried > 1, part_counts[:, level - 1], 1)
                 part_counts[:, level - 1] = np.where(carried > 1, carried, part_counts[:, level - 1])
                 if (own > 1).any():
-                    again, step = _repeated(own)
+                    again, step = _repeat_rows(own)
                     part_starts = part_starts[again] + step * int(chain[level - 1])
                     part_counts, part_lower, part_upper = part_counts[again], part_lower[again], part_upper[again]
             else:
@@ -168,9 +169,9 @@ def _boxes(starts: IntArray, counts: IntArray, chain: IntArray) -> tuple[IntArra
 
 def _compare_corners(
     lower: IntArray, upper: IntArray, whole_lower: IntArray, whole_upper: IntArray, chain: IntArray
-) -> Fault | None:
+) -> CoverageFault | None:
     all_lower, all_upper = np.concatenate((lower, whole_lower)), np.concatenate((upper, whole_upper))
-    # A digit that every box spans alike tells nothing.
+    # A digit that every box spans alike adds the same factor to every corner: leave it out.
     cut = [
         d
         for d in range(len(chain))
@@ -187,13 +188,16 @@ def _compare_corners(
         )
     covered = _corner_keys(lower, upper, cut, sizes)
     whole = _corner_keys(whole_lower, whole_upper, cut, sizes)
+    # Sum over boxes minus sum over the whole is zero if and only if both sorted arrays are equal: positive corners of
+    # the boxes and negative ones of the whole on one side, the others on the other side.
     positive = np.sort(np.concatenate((covered[0], whole[1])))
     negative = np.sort(np.concatenate((covered[1], whole[0])))
     common = min(len(positive), len(negative))
     different = np.flatnonzero(positive[:common] != negative[:common])
     if not len(different) and len(positive) == len(negative):
         return None
-    # An odd whole leaves both arrays equally long, so a difference lies within both; the longer one decides otherwise.
+    # Both arrays must be equal. At the first difference, the smaller corner lacks its counterpart: a positive one means
+    # that a box begins too early (overlap), a negative one that a box is missing (gap).
     at = int(different[0]) if len(different) else common
     excess = len(negative) <= at or (len(positive) > at and positive[at] < negative[at])
     key = int(positive[at] if excess else negative[at])
@@ -201,13 +205,15 @@ def _compare_corners(
     for d, size in zip(reversed(cut), reversed(sizes), strict=True):
         key, digits[d] = divmod(key, size)
     address = sum(digit * int(stride) for digit, stride in zip(digits, chain, strict=True))
-    return Fault("overlap" if excess else "gap", address)
+    return CoverageFault("overlap" if excess else "gap", address)
 
 
 def _corner_keys(
     lower: IntArray, upper: IntArray, cut: Sequence[int], sizes: Sequence[int]
 ) -> tuple[IntArray, IntArray]:
     """Return the linear keys of the corners with an even, and with an odd, number of upper coordinates."""
+    # A corner takes the lower or the upper coordinate in each dim; its sign is (-1) ** (number of upper ones). Keys are
+    # built dim by dim: lower keeps the parity of a corner, upper flips it.
     even: list[IntArray] = [np.zeros(len(lower), dtype=np.int64)]
     odd: list[IntArray] = []
     for d, size in zip(cut, sizes, strict=True):
@@ -221,7 +227,7 @@ def _corner_keys(
 
 
 def contains(nest: Nest, address: int) -> bool:
-    """Say whether a y address is among those a nest pairs."""
+    """Return whether a nest contains a y address."""
     remaining = address - nest.y
     if remaining < 0:
         return False
@@ -235,7 +241,9 @@ def destination_keys(nests: NestTable) -> IntArray:
     loops = nests.loops[:, :, [0, 2]]
     n, depth = len(nests), loops.shape[1]
     loops = np.where(loops[:, :, :1] > 1, loops, np.array([1, 0]))
-    order = np.argsort(loops[:, :, 1], axis=1, kind="stable")  # rising stride, single iterations first
+    # Rising stride, single iterations first; then loops that continue one another are merged, so that nests with the
+    # same addresses get the same key however their loops were split.
+    order = np.argsort(loops[:, :, 1], axis=1, kind="stable")
     loops = np.take_along_axis(loops, order[:, :, None], axis=1)
     merged = np.zeros((n, depth + 1, 2), dtype=np.int64)
     merged[:, :, 0] = 1
@@ -257,7 +265,7 @@ def destination_keys(nests: NestTable) -> IntArray:
 
 
 def first_of_equal(keys: IntArray) -> npt.NDArray[np.bool_]:
-    """Return which rows are the first of their kind; shape [n]."""
+    """Return a mask [n] of the rows that are the first of equal ones."""
     first = np.zeros(len(keys), dtype=np.bool_)
     order = np.lexsort(keys.T[::-1])  # stable: among equal rows the first stays first
     ordered = keys[order]
@@ -267,7 +275,7 @@ def first_of_equal(keys: IntArray) -> npt.NDArray[np.bool_]:
 
 
 def range_text(shape: Sequence[int], first: int, last: int) -> str:
-    """Return words for the row-major addresses first..last (inclusive) of a tensor of that global shape."""
+    """Describe the row-major addresses first..last (inclusive) of a tensor of that global shape."""
     if not shape or math.prod(shape) == 0:
         return "the whole tensor"
     if first == 0 and last == math.prod(shape) - 1:

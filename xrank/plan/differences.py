@@ -1,4 +1,4 @@
-"""What two copies of a tensor differ in, found stretch by stretch: how many elements, where first, by how much."""
+"""Differences of two copies of a tensor: their number, the first and the largest, found stretch by stretch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Differences:
         theirs: bytearray | memoryview,
         mask: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Compare the elements from address `start` on; with `mask`, those alone where it is true."""
+        """Compare the elements from address `start` on, or those of them that `mask` selects."""
         kind = np.dtype(f"u{dtypes.dtype(self._dtype).nbytes}")
         is_different: npt.NDArray[Any] = np.frombuffer(ours, kind) != np.frombuffer(theirs, kind)
         different = np.flatnonzero(is_different if mask is None else is_different & mask)
@@ -50,8 +50,8 @@ class Differences:
         self._incomparable += int(np.count_nonzero(np.isnan(apart)))
         self._largest = max(self._largest, float(np.nanmax(apart, initial=0.0)))
 
-    def text(self, total: int, where: str) -> str:
-        """Say it in words, of `total` elements, the first of them being at `where`."""
+    def describe(self, total: int, where: str) -> str:
+        """Describe the differences among `total` elements, the first of which is at `where`."""
         by_nan = f", {self._incomparable:,} of them by NaN" if self._incomparable else ""
         found = f"{self.count:,} of {total:,} elements differ, the first at {where}, by at most {self._largest:g}"
         return found + by_nan

@@ -1,8 +1,8 @@
-"""Digests of tensors that can be taken of their parts in any order, by any thread.
+"""Digests of tensors, computed from their parts in any order and by any thread.
 
 A tensor's digest is the XXH3-128 of the XXH3-128 digests of its 64 KiB blocks, in order; a file's digest is the
-XXH3-128 of its header's bytes and its tensors' digests, in the file's order. What else is in no tensor, such as a zip's
-directory, counts as header. They find accidents, not attackers.
+XXH3-128 of its header's bytes and its tensors' digests, in the file's order. Other bytes outside tensors, such as a
+zip's directory, count as header. The digests detect accidents, not attacks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ BLOCK_NBYTES = 1 << 16
 
 
 class DigestPart(NamedTuple):
-    """What is known of a tensor's digest where only stretches of its bytes were seen."""
+    """A part of a tensor's digest, from some stretches of its bytes."""
 
     blocks: tuple[tuple[int, bytes], ...]
-    """(First block, digests of it and those after it) of blocks that were seen whole, by rising number."""
+    """(First block, digests of it and of those after it) for runs of whole blocks, by rising number."""
     edges: tuple[tuple[int, bytes], ...]
-    """(start, bytes) of the blocks that stretches begin and end in."""
+    """(start, bytes) of the partial blocks at the ends of stretches."""
 
 
 class TensorDigest:
@@ -39,7 +39,7 @@ class TensorDigest:
         self._lock = threading.Lock()
 
     def add(self, start: int, data: memoryview) -> None:
-        """Take in the tensor's bytes [start, start + len(data))."""
+        """Add the tensor's bytes [start, start + len(data))."""
         stop = start + len(data)
         first = -(-start // BLOCK_NBYTES)  # first block that begins in data
         last = self._num_blocks if stop == self._nbytes else stop // BLOCK_NBYTES  # one past the last that ends in it
@@ -54,15 +54,16 @@ class TensorDigest:
             self._add_edge(start, data[: first * BLOCK_NBYTES - start])
             self._add_edge(start + ends[-1], data[ends[-1] :])
         else:
-            # No block lies whole in data: it may still reach over one border between two.
+            # No whole block is in data, but data may cross one border between two blocks.
             border = min(first * BLOCK_NBYTES, stop)
             self._add_edge(start, data[: border - start])
             self._add_edge(border, data[border - start :])
 
     def _add_edge(self, start: int, part: memoryview) -> None:
-        """Keep a part of a block until the others, which another window or thread brings, are there."""
+        """Keep a part of a block until another window or thread has added the rest."""
         if not part:
             return
+        # Parts of a block come once each, so the sum of their sizes shows that the block is complete.
         block = start // BLOCK_NBYTES
         block_nbytes = min(BLOCK_NBYTES, self._nbytes - block * BLOCK_NBYTES)
         with self._lock:
@@ -74,19 +75,19 @@ class TensorDigest:
                 self._finish(block, xxhash.xxh3_128_digest(whole))
 
     def _finish(self, block: int, digests: bytes) -> None:
-        """Put the digests of one block or more in their place; the lock is held."""
+        """Record the digests of one or more blocks; the caller holds the lock."""
         if not self._blocks:
             self._blocks = bytearray(self._num_blocks * 16)
         self._blocks[block * 16 : block * 16 + len(digests)] = digests
         num_blocks = len(digests) // 16
         self._missing -= num_blocks
-        if self._known and self._known[-1][1] == block:  # as a rule: windows come nearly in order
+        if self._known and self._known[-1][1] == block:  # the usual case: windows come nearly in order
             self._known[-1] = self._known[-1][0], block + num_blocks
         else:
             self._known.append((block, block + num_blocks))
 
     def part(self) -> DigestPart:
-        """Return what is known."""
+        """Return the part that has been added so far."""
         stretches: list[tuple[int, int]] = []
         for first, last in sorted(self._known):
             if stretches and stretches[-1][1] == first:
@@ -97,7 +98,7 @@ class TensorDigest:
         return DigestPart(blocks, tuple(edge for _, parts in sorted(self._edges.items()) for edge in parts))
 
     def join(self, part: DigestPart) -> None:
-        """Take in what another digest of the same tensor knows, of bytes that are new here."""
+        """Add a part of another digest of the same tensor, of bytes that are new here."""
         with self._lock:
             for first, digests in part.blocks:
                 self._finish(first, digests)
@@ -119,5 +120,5 @@ def digest_of_file(header: bytes, tensors: Iterable[bytes]) -> bytes:
 
 
 def digest_text(digest: bytes) -> str:
-    """Return a digest as it stands in manifests and reports."""
+    """Return a digest as manifests and reports record it."""
     return f"xxh3:{digest.hex()}"

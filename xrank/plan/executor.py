@@ -1,7 +1,7 @@
-"""The executor: takes a plan and a memory budget, and moves the bytes.
+"""The executor: carries out a plan within a memory budget.
 
-Worker threads take windows of the output in order; each fills its window from the source, checks and digests what it
-read while it is in cache, and writes it. Memory is the workers' buffers, whatever the model's size.
+Worker threads take windows of the output in order. Each fills its window from the source, checks and digests the bytes
+while they are in cache, and writes the window. Memory is the workers' buffers, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xrank.faces import option
 from xrank.plan.buffers import Source, Target
 from xrank.plan.checksums import RecordChecksums
 from xrank.plan.faults import checksum_error
-from xrank.plan.file_parts import FilePart, FinishedFile, finished_file
+from xrank.plan.file_parts import FilePart, FinishedFile, make_finished_file
 from xrank.plan.merging import MergedTensors
 from xrank.plan.planner import Plan
 from xrank.plan.sharing import SharedExtents
@@ -31,18 +31,18 @@ _SMALLEST_STAGING_NBYTES = 256 << 10
 
 
 class CancelledError(Exception):
-    """`cancelled()` said so; whatever was finished stays finished."""
+    """`cancelled()` returned True; finished files stay finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Worker threads and the size of each one's staging buffer, beside its window (casts take as much again)."""
+    """Number of worker threads, and bytes of each one's staging buffer beside its window; casts need as much again."""
 
     workers: int
     staging_nbytes: int
 
     @classmethod
-    def within(cls, max_memory_nbytes: int, workers: int) -> Budget:
+    def from_memory(cls, max_memory_nbytes: int, workers: int) -> Budget:
         """Return the largest budget whose buffers fit that many bytes.
 
         Raises:
@@ -62,21 +62,21 @@ class Budget:
 
     @property
     def nbytes(self) -> int:
-        """All buffers together, those of casts among them."""
+        """Bytes of all buffers, those of casts included."""
         return self.workers * (WINDOW_NBYTES + 2 * self.staging_nbytes)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What an execution found."""
+    """The results of an execution."""
 
     files: dict[int, FinishedFile] = field(default_factory=dict)
     parts: dict[int, FilePart] = field(default_factory=dict)
-    """Of files of which a share was made."""
+    """File index -> its part, for files of which a share was made."""
     num_checksums: int = 0
     """Records whose every byte agreed with its recorded checksum."""
     differences: dict[str, dict[int, int]] = field(default_factory=dict)
-    """Tensor -> rank -> differing elements, where the lowest rank's were picked."""
+    """Tensor -> rank -> number of differing elements, if the lowest rank's were picked."""
 
 
 def execute(
@@ -95,29 +95,29 @@ def execute(
     cancelled: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Outcome:
-    """Make output files of a plan; return when all are done or the first failure was met.
+    """Make output files of a plan; return when all are done or one has failed.
 
     Args:
-        plan: what to do.
-        source: where the plan's records are read.
-        target: where the output is written.
+        plan: the whole plan.
+        source: reads the plan's records.
+        target: writes the output.
         budget: threads and buffers.
         files: indices of the output files to make, in this order; all if None.
-        shares: in place of `files`, which windows to make of which files. Of those files no ending is written, and
-            their records are checked as far as they are read; what others read too is theirs to join.
-        checksums: knows what other executions have read of the records; None: nothing was read.
-        replicas: whether pieces that must be equal and are not end the execution, or are counted.
+        shares: in place of `files`, the windows to make of each file. No ending is written for these files. Their
+            records are checked as far as they are read here; the caller joins the reads of other executions.
+        checksums: state of the records that other executions have read; None: none was read.
+        replicas: "verify" raises if pieces that must be equal differ, "pick" counts the differences.
         begin: called once for each file before its first byte is written, by one thread at a time.
         finish: called for each file after its last byte was written and its sources were checked, by any thread.
         finish_share: called for each share after its last byte was written, by any thread.
-        cancelled: asked before each window, by one thread at a time; it may raise, too.
-        progress: told the bytes of each finished window, by one thread at a time.
+        cancelled: called before each window, by one thread at a time; it may also raise.
+        progress: called with the bytes of each finished window, by one thread at a time.
 
     Raises:
         CorruptError: bytes differ from their recorded checksum.
         ContradictionError: replicas differ.
         UsageError: a cast would turn a finite value into an infinite one.
-        CancelledError: `cancelled` said so.
+        CancelledError: `cancelled` returned True.
     """
     state = _Execution(plan, source, target, replicas, begin, finish, finish_share, cancelled, progress)
     if checksums is not None:
@@ -141,15 +141,15 @@ def execute(
 
 
 def _wait(threads: Sequence[threading.Thread], workers: Sequence[Worker]) -> None:
-    # A join that Ctrl-C interrupts takes its thread for ended, and does not wait the next time (CPython 3.11,
-    # threading.py: Thread._wait_for_tstate_lock); an event can be waited for again.
+    # A join that Ctrl-C interrupts marks its thread as ended, so the next join returns at once (CPython 3.11,
+    # threading.py: Thread._wait_for_tstate_lock). An event can be waited for again.
     for thread, worker in zip(threads, workers, strict=False):
         worker.ended.wait()
         thread.join()
 
 
 class _Execution:
-    """What all workers share; each method may be called by any thread."""
+    """State that all workers share; any thread may call its methods."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class _Execution:
         raise checksum_error(self.plan, record, crc)
 
     def windows(self, files: Iterable[tuple[int, Sequence[range] | None]]) -> Iterator[tuple[FileWindows, int]]:
-        """Yield all windows of these files, or their shares of them, in order, each file begun before its first."""
+        """Yield all windows of these files, or of the shares of them, in order; begin each file before its first."""
         for index, share in files:
             self._begin(index)
             file = FileWindows(self.plan.files[index], index, share)
@@ -186,7 +186,8 @@ class _Execution:
                 yield file, window
 
     def next_window(self) -> tuple[FileWindows, int] | None:
-        """Hand out the next window; None when there is nothing left to do."""
+        """Return the next window; None when none is left or a worker failed."""
+        # The lock orders `cancelled`, `begin` and the queue: each runs on one thread at a time.
         with self._lock:
             if self.failure is not None:
                 return None
@@ -195,14 +196,14 @@ class _Execution:
             return next(self.queue, None)
 
     def window_done(self, file: FileWindows, nbytes: int) -> bool:
-        """Count a written window; say whether it was the file's last."""
+        """Count a written window; return whether it was the file's last."""
         with self._lock:
             self._progress(nbytes)
             file.remaining -= 1
             return file.remaining == 0
 
     def file_done(self, file: FileWindows) -> None:
-        """Report a file whose windows are all written and whose records are checked; or a share of one."""
+        """Report a file, or a share of one, whose windows are all written and whose records are checked."""
         if not file.is_whole:
             part = file.part()
             self._finish_share(part)
@@ -213,13 +214,13 @@ class _Execution:
         for offset, data in ending:
             self.target.write(file.index, offset, memoryview(data))
         digests = [digest.digest() for digest in file.digests]
-        finished = finished_file(file.plan.output, file.index, digests, ending)
+        finished = make_finished_file(file.plan.output, file.index, digests, ending)
         self._finish(finished)
         with self._lock:
             self.outcome.files[file.index] = finished
 
     def differs(self, tensor: str, rank: int, num_elements: int) -> None:
-        """Count elements in which a rank's replica differs from what was written."""
+        """Count elements in which a rank's replica differs from the written one."""
         with self._lock:
             ranks = self.outcome.differences.setdefault(tensor, {})
             ranks[rank] = ranks.get(rank, 0) + num_elements

@@ -1,4 +1,4 @@
-"""The errors an execution ends in, each naming tensor, rank, file and range."""
+"""The errors of an execution, each with tensor, rank, file and range."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xrank.plan.casts import copy_same
 from xrank.plan.coverage import range_text
 from xrank.plan.differences import Differences
 from xrank.plan.planner import Copies, Plan, TensorPlan
-from xrank.plan.tiles import tiles
+from xrank.plan.tiles import cut_tiles
 
 __all__ = ["checksum_error", "difference_error", "overflow_error"]
 
@@ -52,7 +52,7 @@ def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
 
 
 def overflow_error(plan: TensorPlan, rank: int, value: float) -> UsageError:
-    """Return the error for a finite value that the cast asked for would make infinite."""
+    """Return the error for a finite value that the requested cast would make infinite."""
     return UsageError(
         f"{plan.output.name}: {value:g} does not fit {plan.output.dtype}",
         tensor=plan.output.name,
@@ -68,7 +68,7 @@ def overflow_error(plan: TensorPlan, rank: int, value: float) -> UsageError:
 
 
 def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -> XrankError:
-    """Return the error for a replica that differs: how much and where; or, if its bytes are corrupt, that.
+    """Return the error for a replica that differs, with number and place; for corrupt bytes, the checksum error.
 
     Reads both pieces once more, in chunks.
     """
@@ -103,7 +103,7 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
     where = range_text(tensor.output.global_shape, address, address)
     record, total = int(tensor.replicas.record[row]), int(tensor.replicas.nests.sizes[row])
     path, tied = _file_of(plan, record), tensor.tied.get(record)
-    message = f"{tensor.output.name}: rank {rank} holds another copy than rank {other_rank}"
+    message = f"{tensor.output.name}: rank {rank} holds other values than rank {other_rank}"
     want = "equal replicas"
     next_step = either(
         "find out why the ranks diverged, and make them equal",
@@ -122,7 +122,7 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
         rank=rank,
         file=path,
         index_range=where,
-        got=found.text(total, where),
+        got=found.describe(total, where),
         want=want,
         next_step=next_step,
     )
@@ -138,7 +138,7 @@ def _rank_holding(copies: Copies, address: int) -> int:
 def _check_records(
     plan: Plan, copies: Copies, only: int | None, low: int, high: int, source: Source
 ) -> XrankError | None:
-    """Return a checksum error if a record behind these pieces, in that range of the tensor, is corrupt."""
+    """Return a checksum error if a record of these pieces, in that range of the tensor, is corrupt."""
     from isal import isal_zlib
 
     staging = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
@@ -161,14 +161,14 @@ def _check_records(
 def _gather(
     copies: Copies, row: int, low: int, high: int, width: int, source: Source, into: bytearray
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Bring one piece's elements of [low, high) into `into`; return which elements it has."""
+    """Copy one piece's elements of [low, high) to `into`; return a mask of the copied elements."""
     staging = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
     have = np.zeros(high - low, dtype=np.uint8)
     target, marks = memoryview(into), have.data
     record = int(copies.record[row])
     for part in restrict(swap(copies.nests[row]), low, high):
         nest = part._replace(x=part.y, y=part.x - low, loops=tuple((n, ys, xs) for n, xs, ys in part.loops))
-        for tile in tiles(nest, _CHUNK_NBYTES // width):
+        for tile in cut_tiles(nest, _CHUNK_NBYTES // width):
             data = source.fetch(record, tile.start * width, tile.length * width, staging)
             copy_same(data, target, tile.target, tile.loops, width)
             copy_same(memoryview(b"\1" * tile.length), marks, tile.target, tile.loops, 1)

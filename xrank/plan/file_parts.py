@@ -1,4 +1,4 @@
-"""Parts of an output file that several executions made, joined to what one execution would say of the whole file."""
+"""Parts of an output file that several executions made, joined to the result of one execution of the whole file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xrank.plan.checksums import JoinedCrc32
 from xrank.plan.digests import DigestPart, TensorDigest, digest_of_file
 from xrank.plan.output import OutputFile, PlacedBytes
 
-__all__ = ["FilePart", "FinishedFile", "JoinedFile", "finished_file"]
+__all__ = ["FilePart", "FinishedFile", "JoinedFile", "make_finished_file"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,19 @@ class FinishedFile:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """What is known of an output file where some of its windows were written."""
+    """The digests and CRCs of an output file's windows that one execution has written."""
 
     index: int
     digests: tuple[tuple[int, DigestPart], ...]
-    """(Tensor of the file, what is known of its digest); tensors of which nothing was written are left out."""
+    """(Tensor of the file, part of its digest); tensors of which nothing was written are left out."""
     crcs: tuple[tuple[int, int, int, int], ...]
-    """(Tensor of the file, start, end, CRC-32 of those bytes of it), where the file's ending needs them."""
+    """(Tensor of the file, start, end, CRC-32 of these bytes), if the file's ending needs them."""
 
 
-def finished_file(
+def make_finished_file(
     output: OutputFile, index: int, digests: Sequence[bytes], ending: Sequence[PlacedBytes]
 ) -> FinishedFile:
-    """Return what is said of a file whose tensors have these digests, and which ends so."""
+    """Return the result for a file with these digests of its tensors and this ending."""
     around = b"".join((output.header, *(data for _, data in (*output.fragments, *ending))))
     return FinishedFile(index, digest_of_file(around, digests), tuple(digests))
 
@@ -50,18 +50,18 @@ class JoinedFile:
         self._crcs = [JoinedCrc32(tensor.nbytes) for tensor in output.tensors] if output.ending else []
 
     def join(self, part: FilePart) -> None:
-        """Take in a part."""
+        """Add a part."""
         for tensor, digest in part.digests:
             self._digests[tensor].join(digest)
         for tensor, start, end, crc in part.crcs:
             self._crcs[tensor].add(start, end, crc)
 
     def finish(self) -> tuple[FinishedFile, Sequence[PlacedBytes]]:
-        """Return what is said of the file, and what is still to be written to it; all parts must be there."""
+        """Return the file's result and the ending that is still to be written; all parts must have been added."""
         ending: Sequence[PlacedBytes] = ()
         if self._output.ending is not None:
             values = [crc.value for crc in self._crcs]
             assert None not in values, "bytes of a tensor were never read for its CRC"
             ending = self._output.ending([value for value in values if value is not None])
         digests = [digest.digest() for digest in self._digests]
-        return finished_file(self._output, self._index, digests, ending), ending
+        return make_finished_file(self._output, self._index, digests, ending), ending

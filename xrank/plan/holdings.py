@@ -1,4 +1,4 @@
-"""Holdings: which ranks hold which part of a tensor, and whether they hold all of it exactly once; nothing is read."""
+"""Holdings: the ranks of each part of a tensor, and whether they hold all of it exactly once; nothing is read."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ __all__ = [
     "Holdings",
     "Share",
     "Survey",
+    "apply_layout",
+    "apply_parts",
+    "apply_pieces",
     "find_problem",
-    "held_by_layout",
-    "held_by_parts",
-    "held_by_pieces",
-    "held_nbytes",
+    "sum_held_nbytes",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One part of a tensor, and all ranks that hold just it."""
+    """One part of a tensor, and all ranks that hold exactly this part."""
 
     ranks: tuple[int, ...]
-    """Rising; replicas of each other where there are several."""
+    """By rising number; several ranks hold replicas."""
     nests: tuple[Nest, ...]
     """y is the row-major address in the tensor's global shape."""
     shape: tuple[int, ...] | None = None
-    """Local shape, pads included; None where the part lies in a flat buffer or in a file."""
+    """Local shape, pads included; None if the part is in a flat buffer or in a file."""
     num_pads: int = 0
-    """Local elements that stand for none of the tensor's."""
+    """Number of local elements that are padding."""
 
     @property
     def num_elements(self) -> int:
@@ -49,36 +49,36 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Who holds what of one tensor."""
+    """The parts of one tensor and the ranks that hold them."""
 
     name: str
     shape: tuple[int, ...]
     """Global shape."""
     dtype: str | None = None
     rule: str | None = None
-    """The key of the layout map that decided; None without one."""
+    """Key of the layout map that decides for the tensor; None without one."""
     layout: TensorLayout | None = None
     mesh: DeviceMesh | None = None
     text: str | None = None
-    """The layout, or how it follows from another tensor's, as the layout file says it."""
+    """The layout or companion rule, in the notation of the layout file."""
     parts: MeshParts | None = None
-    """What each rank holds; None where nothing says it."""
+    """The part of each rank; None if it is not known."""
     sums: tuple[str, ...] = ()
     """Axes along which the ranks hold addends."""
     misfit: Misfit | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Sizes by name that the shape does not tell."""
+    """Sizes by name that do not follow from the shape."""
     problem: LayoutError | None = None
-    """Why nothing more is known."""
+    """The error because of which nothing more is known."""
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """Its parts one by one, by their lowest rank; made when they are asked for, as a million would be dear."""
+        """Its parts one by one, by their lowest rank; computed on demand, as there may be a million."""
         return () if self.parts is None else _shares(self.parts)
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """Ranks of the mesh that do not have the tensor at all, rising."""
+        """Ranks of the mesh that have no part of the tensor, by rising number."""
         if self.parts is None or self.mesh is None:
             return ()
         return tuple(sorted(set(self.mesh.ranks).difference(self.parts.ranks.tolist())))
@@ -86,21 +86,21 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Who holds what of every tensor."""
+    """The holdings of every tensor."""
 
     meshes: Mapping[str, DeviceMesh]
     """``"mesh"`` and ``"view NAME"``."""
     rules: Mapping[str, str]
     tensors: tuple[Holdings, ...]
     unmatched: tuple[str, ...] = ()
-    """Tensors that no rule decides for."""
+    """Names of tensors without a rule."""
     unused: tuple[str, ...] = ()
-    """Rules that decide for no tensor."""
+    """Rules that match no tensor."""
 
 
 @lru_cache(maxsize=256)
 def _shares(parts: MeshParts) -> tuple[Share, ...]:
-    """Return the parts as shares; parts that are equal though their places differ become one."""
+    """Return the parts as shares; equal parts of several ranks become one."""
     nests: list[list[Nest]] = [[] for _ in range(len(parts.local_sizes))]
     for row, part in enumerate(parts.owner.tolist()):
         nests[part].append(parts.nests[row])
@@ -113,44 +113,44 @@ def _shares(parts: MeshParts) -> tuple[Share, ...]:
 
 
 @lru_cache(maxsize=256)
-def _compiled(
+def _compile_parts(
     layout: TensorLayout, mesh: DeviceMesh, shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]
 ) -> tuple[MeshParts, Misfit | None]:
     parts = mesh_parts(layout, mesh, shape, sizes=dict(sizes))
     return parts, find_misfit(parts, shape)
 
 
-def held_by_layout(start: Holdings, layout: TensorLayout, mesh: DeviceMesh) -> Holdings:
-    """Return who holds what of a tensor by a layout.
+def apply_layout(start: Holdings, layout: TensorLayout, mesh: DeviceMesh) -> Holdings:
+    """Return a tensor's holdings by a layout.
 
     Raises:
         LayoutError: the layout does not fit mesh and shape.
     """
-    parts, misfit = _compiled(layout, mesh, start.shape, tuple(start.sizes.items()))
+    parts, misfit = _compile_parts(layout, mesh, start.shape, tuple(start.sizes.items()))
     return replace(start, layout=layout, mesh=mesh, text=str(layout), parts=parts, sums=layout.tree.sums, misfit=misfit)
 
 
-def held_by_parts(start: Holdings, parts: MeshParts, sums: tuple[str, ...] = ()) -> Holdings:
-    """Return who holds what of a tensor by the parts of its ranks."""
+def apply_parts(start: Holdings, parts: MeshParts, sums: tuple[str, ...] = ()) -> Holdings:
+    """Return a tensor's holdings by the parts of its ranks."""
     return replace(start, parts=parts, sums=sums, misfit=find_misfit(parts, start.shape))
 
 
-def held_by_pieces(start: Holdings, held: Mapping[int, tuple[Nest, ...]]) -> Holdings:
-    """Return who holds what of a tensor by rank -> nests, whose y sides count alone."""
-    placed = {rank: tuple(map(_placed, nests)) for rank, nests in held.items()}
-    return held_by_parts(
+def apply_pieces(start: Holdings, held: Mapping[int, tuple[Nest, ...]]) -> Holdings:
+    """Return a tensor's holdings by rank -> nests, of which only the y sides count."""
+    placed = {rank: tuple(map(_drop_local_addresses, nests)) for rank, nests in held.items()}
+    return apply_parts(
         start, MeshParts.of({rank: (nests, None, sum(map(size, nests))) for rank, nests in placed.items()})
     )
 
 
-def _placed(nest: Nest) -> Nest:
-    """Return a nest without where its elements lie on the rank, which differs in files."""
+def _drop_local_addresses(nest: Nest) -> Nest:
+    """Return a nest without its local addresses, which differ between files."""
     y_side = canonical(Nest(nest.y, nest.y, tuple((n, stride, stride) for n, _, stride in nest.loops)))
     return Nest(0, y_side.y, tuple((n, 0, stride) for n, _, stride in y_side.loops))
 
 
-def held_nbytes(tensors: Iterable[Holdings], width: Callable[[str | None], int]) -> dict[int, int]:
-    """Return rank -> what it holds of all tensors, pads included; `width` says an element's by its type."""
+def sum_held_nbytes(tensors: Iterable[Holdings], width: Callable[[str | None], int]) -> dict[int, int]:
+    """Return rank -> bytes of all its parts, pads included; `width` returns the bytes of an element of a type."""
     sums: dict[bytes, tuple[IntArray, np.ndarray[tuple[int], np.dtype[np.object_]]]] = {}
     meshes: dict[int, DeviceMesh] = {}
     for one in tensors:

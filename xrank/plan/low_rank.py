@@ -1,9 +1,9 @@
-"""Low-rank updates: whole tensors of which a product of two small ones is added, W + scale * (B @ A).
+"""Low-rank updates: whole tensors to which a product of two small ones is added, W + scale * (B @ A).
 
-This is the one element operation that is no copy. It is computed a few thousand elements at a time, in float32 (float64
-where W is), in one order: products for k = 0, 1, … are added up one after the other, then scaled, then added to W, and
-only that is rounded to the output's type. A matrix library would be free to choose the order by its version, its
-threads and where a window happens to begin; so the same input gives the same bytes everywhere.
+This is the only operation on elements that is not a copy. It is computed some thousand elements at a time, in float32
+(float64 if W is), in a fixed order: products for k = 0, 1, … are summed one after the other, scaled and added to W, and
+only the result is rounded to the output's type. A matrix library may choose the order by its version, its threads and
+the borders of windows; with a fixed order the same input gives the same bytes everywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from xrank import dtypes
 from xrank.plan.casts import copy_cast
 
-__all__ = ["Factors", "LowRank", "add_low_rank", "factors_of"]
+__all__ = ["Factors", "LowRank", "add_low_rank", "read_factors"]
 
 _Array: TypeAlias = npt.NDArray[Any]
 
@@ -28,14 +28,14 @@ _BLOCK = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is to be added to a tensor: two other tensors of the source, A [r, n] and B [m, r]."""
+    """An update of a tensor by two other tensors of the source, A [r, n] and B [m, r]."""
 
     a: str
     """Name of the source's tensor A."""
     b: str
     scale: float
     is_transposed: bool = False
-    """Whether what is added is the transpose of B @ A: to an embedding, or a weight stored [in, out]."""
+    """Whether the transpose of B @ A is added: to an embedding, or a weight stored [in, out]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,10 +47,10 @@ class Factors:
     scale: float
 
 
-def factors_of(
+def read_factors(
     a: memoryview, a_dtype: str, b: memoryview, b_dtype: str, rank: int, scale: float, *, is_transposed: bool, kind: str
 ) -> Factors:
-    """Return the factors that are in these bytes, of element type `kind`."""
+    """Return the factors in these bytes, converted to the element type `kind`."""
     wide = dtypes.numpy_dtype(kind)
     found_a = np.frombuffer(a, dtypes.numpy_dtype(a_dtype)).reshape(rank, -1).astype(wide)
     found_b = np.frombuffer(b, dtypes.numpy_dtype(b_dtype)).reshape(-1, rank).astype(wide)
@@ -61,15 +61,15 @@ def factors_of(
 def add_low_rank(
     stored: memoryview, dtype: str, factors: Factors, low: int, target: memoryview, target_dtype: str
 ) -> None:
-    """Put elements of a tensor, with the product of the factors added, where they belong.
+    """Write elements of a tensor, with the product of the factors added, to `target`.
 
     Args:
-        stored: the tensor's elements from address `low` on, as the source holds them.
-        dtype: their type.
-        factors: of the whole tensor.
+        stored: the tensor's elements from address `low` on, as the source stores them.
+        dtype: element type of `stored`.
+        factors: factors of the whole tensor.
         low: row-major address of the first element.
-        target: where the results go, as many elements.
-        target_dtype: their type.
+        target: receives as many elements.
+        target_dtype: element type of `target`.
 
     Raises:
         CastOverflowError: a finite sum has no finite counterpart in the target type.
@@ -102,7 +102,7 @@ def add_low_rank(
 
 
 def _blocks(low: int, num_elements: int, num_columns: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield (first element here, row, rows, column, columns) of rectangles that follow one another in a matrix."""
+    """Yield (first element here, row, rows, column, columns) of consecutive rectangles of a matrix."""
     start = 0
     while start < num_elements:
         row, column = divmod(low + start, num_columns)

@@ -1,4 +1,4 @@
-"""Tensors that are being merged with a low-rank update: their factors are in memory while some worker needs them."""
+"""Tensors with a low-rank update: their factors stay in memory while some worker needs them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from weakref import WeakValueDictionary
 
 from xrank import dtypes
-from xrank.plan.low_rank import Factors, factors_of
+from xrank.plan.low_rank import Factors, read_factors
 from xrank.plan.planner import Plan, TensorPlan, UpdatePlan
 from xrank.plan.windows import PreparedTensor
 
@@ -16,21 +16,22 @@ __all__ = ["MergedTensor", "MergedTensors", "factors_nbytes"]
 
 
 class MergedTensor:
-    """A tensor and what is added to it; used by any thread."""
+    """A tensor and its update; any thread may use it."""
 
     def __init__(self, plan: TensorPlan, update: UpdatePlan) -> None:
         self.plan, self.update = plan, update
         self.stored = PreparedTensor(replace(plan, output=replace(plan.output, dtype=plan.source_dtype), update=None))
-        """The tensor as the source holds it."""
+        """The tensor as the source stores it."""
         self._factors: Factors | None = None
         self._lock = threading.Lock()
 
     def factors(self, read: Callable[[PreparedTensor], memoryview]) -> Factors:
-        """Return the factors; the first thread that asks reads them, the others wait."""
+        """Return the factors; the first caller reads them, other threads wait."""
+        # Under the lock: a second reader would double the memory that `factors_nbytes` promises.
         with self._lock:
             if self._factors is None:
                 a, b = self.update.a, self.update.b
-                self._factors = factors_of(
+                self._factors = read_factors(
                     read(PreparedTensor(a)),
                     a.source_dtype,
                     read(PreparedTensor(b)),
@@ -44,14 +45,14 @@ class MergedTensor:
 
 
 class MergedTensors:
-    """The tensors whose factors are in memory: each as long as a worker holds on to it."""
+    """The tensors whose factors are in memory: each as long as a worker refers to it."""
 
     def __init__(self) -> None:
         self._alive: WeakValueDictionary[tuple[int, int], MergedTensor] = WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def of(self, file: int, tensor: int, plan: TensorPlan) -> MergedTensor:
-        """Return the tensor of that number in that file, the same to all who ask while one of them holds it."""
+    def get(self, file: int, tensor: int, plan: TensorPlan) -> MergedTensor:
+        """Return a tensor of a file; the same object for all callers while one of them refers to it."""
         with self._lock:
             found = self._alive.get((file, tensor))
             if found is None:
@@ -61,14 +62,14 @@ class MergedTensors:
 
 
 def factors_nbytes(plan: Plan) -> int:
-    """Return the bytes that the largest pair of factors takes while it is read: as stored, and as it is multiplied."""
+    """Return the peak bytes of the largest pair of factors, as stored and as multiplied."""
     return max((_nbytes(tensor, tensor.update) for tensor in plan.tensors if tensor.update is not None), default=0)
 
 
 def _nbytes(tensor: TensorPlan, update: UpdatePlan) -> int:
     width = dtypes.dtype(_kind(tensor)).nbytes
     pair = (update.a.output, update.b.output)
-    # Turned and made contiguous, it is there twice for a moment.
+    # While a factor is transposed and made contiguous, memory contains it twice.
     return sum(part.nbytes + 2 * part.num_elements * width for part in pair)
 
 

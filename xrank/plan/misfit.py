@@ -1,4 +1,4 @@
-"""Misfits: the first elements of a tensor that are not held exactly once, in words, and the ranks that hold them."""
+"""Misfits: the first elements of a tensor that are not held exactly once, and the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from xrank.layout.mesh_parts import MeshParts
 from xrank.layout.nests import Nest
 from xrank.plan.coverage import contains, range_text
-from xrank.plan.planner import divided
+from xrank.plan.planner import divide_pieces
 
 __all__ = ["Misfit", "find_misfit"]
 
@@ -24,17 +24,17 @@ class Misfit:
     where: str
     """The elements' range, in words."""
     ranks: tuple[int, ...] = ()
-    """Who holds them, rising; nobody holds a gap."""
+    """Ranks that hold them, by rising number; empty for a gap."""
 
 
 def find_misfit(parts: MeshParts, shape: tuple[int, ...]) -> Misfit | None:
     """Return the first elements that are not held exactly once; nests with equal y sides are replicas, and count once.
 
     Args:
-        parts: what each rank holds; y is the row-major address in the tensor.
+        parts: the part of each rank; y is the row-major address in the tensor.
         shape: the tensor's global shape.
     """
-    _, _, fault = divided(parts.first_ranks[parts.owner], parts.nests, math.prod(shape))
+    _, _, fault = divide_pieces(parts.first_ranks[parts.owner], parts.nests, math.prod(shape))
     if fault is None:
         return None
     at = fault.address
@@ -52,7 +52,7 @@ def find_misfit(parts: MeshParts, shape: tuple[int, ...]) -> Misfit | None:
 
 
 def _first_from(nest: Nest, address: int) -> int | None:
-    """Return the first y address at or after one that a nest pairs."""
+    """Return the first y address of a nest at or after `address`."""
     loops = sorted(((n, stride) for n, _, stride in nest.loops), key=lambda loop: -loop[1])
 
     def first(start: int, depth: int) -> int | None:
@@ -69,7 +69,7 @@ def _first_from(nest: Nest, address: int) -> int | None:
 
 
 def _run_end(nest: Nest, address: int) -> int:
-    """Return the last y address of the run without a break that an address stands in."""
+    """Return the last y address of the contiguous run that contains an address."""
     run = 1
     outer: list[tuple[int, int]] = []
     for n, stride in sorted(((n, stride) for n, _, stride in nest.loops), key=lambda loop: loop[1]):

@@ -1,4 +1,4 @@
-"""What a writer has decided before any data moves: each output file, its header, and where each tensor lies in it."""
+"""Output files as a writer lays them out before any data moves: header and offsets of the tensors."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from xrank.layout.nests import Nest, restrict, size
 __all__ = ["OutputFile", "OutputTensor", "PlacedBytes", "TensorPart"]
 
 PlacedBytes: TypeAlias = tuple[int, bytes]
-"""Bytes of an output file, after the offset of the first."""
+"""Offset in an output file, and the bytes there."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """What an output holds of a tensor, where it holds a part only: one rank's, in another layout."""
+    """The part of a tensor that an output contains: one rank's, in another layout."""
 
     shape: tuple[int, ...]
     """Global shape."""
     nests: tuple[Nest, ...]
-    """Canonical; x is an address in the part, row-major, y in the tensor. What none reaches is padding: zeros."""
+    """Canonical; x is a row-major address in the part, y in the tensor. Elements outside all nests are zeros."""
     compared: tuple[Nest, ...]
-    """Those of `nests` that the source's replicas are compared with. Parts of several outputs may be equal: in one of
-    them is enough."""
+    """Nests, of `nests`, that the source's replicas are compared with. Equal parts of several outputs are compared in
+    one of them only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class OutputTensor:
 
     name: str
     dtype: str
-    """Safetensors name of the element type it is written as."""
+    """Safetensors name of the written element type."""
     shape: tuple[int, ...]
-    """Global shape; of a part its own."""
+    """Global shape; for a part the shape of the part."""
     offset: int = 0
     """First byte in the output file; a multiple of the element's width."""
     part: TensorPart | None = None
@@ -60,11 +60,11 @@ class OutputTensor:
 
     @property
     def is_padded(self) -> bool:
-        """Whether some of its elements are no element of the tensor."""
+        """Whether some of its elements are padding."""
         return self.part is not None and sum(map(size, self.part.nests)) < self.num_elements
 
     def global_address(self, address: int) -> int:
-        """Return the tensor's address of the element at that address here, which must not be padding."""
+        """Return the address in the whole tensor of the element at `address` here, which must not be padding."""
         if self.part is None:
             return address
         return next(piece.y for nest in self.part.nests for piece in restrict(nest, address, address + 1))
@@ -72,9 +72,9 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file to be: its header's bytes, then its tensors; zeros where neither they nor `fragments` or `ending` are.
+    """A file to write: header, tensors, `fragments`, `ending`, and zeros in between.
 
-    A safetensors file has no such places and no fragments. A torch archive has.
+    A safetensors file has neither fragments nor zeros in between; a torch archive has both.
     """
 
     name: str
@@ -84,11 +84,11 @@ class OutputFile:
     nbytes: int
     """Whole file, header included."""
     fragments: tuple[PlacedBytes, ...] = ()
-    """Further bytes that are known beforehand, by rising offset."""
+    """Further bytes that are known before any data moves, by rising offset."""
     ending: Callable[[Sequence[int]], Sequence[PlacedBytes]] | None = None
-    """Returns what can only be said when each tensor's CRC-32 is known; as many bytes at the same offsets, always."""
+    """Returns the bytes that depend on the tensors' CRC-32; their number and offsets do not depend on the CRCs."""
 
     @classmethod
     def bare(cls, tensor: OutputTensor) -> OutputFile:
-        """Return a file of that tensor alone, without a header: for what is made in memory."""
+        """Return a file of that tensor alone, without a header, to make it in memory."""
         return cls(tensor.name, b"", (replace(tensor, offset=0),), tensor.nbytes)

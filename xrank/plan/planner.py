@@ -17,8 +17,8 @@ from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankE
 from xrank.faces import option
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, swap
-from xrank.plan.composition import composed
-from xrank.plan.coverage import Fault, contains, destination_keys, find_fault, first_of_equal, range_text
+from xrank.plan.composition import compose
+from xrank.plan.coverage import CoverageFault, contains, destination_keys, find_fault, first_of_equal, range_text
 from xrank.plan.low_rank import LowRank
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
@@ -30,10 +30,10 @@ __all__ = [
     "Plan",
     "TensorPlan",
     "UpdatePlan",
+    "divide_pieces",
     "divide_replicas",
-    "divided",
     "make_plan",
-    "tensor_plan",
+    "select_tensors",
 ]
 
 _CHECK_LAYOUT = f"check the layout that the ranks recorded, or the one given by {option('layouts')}"
@@ -61,22 +61,22 @@ class TensorPlan:
     copies: Copies
     """Cover every element exactly once."""
     replicas: Copies
-    """Hold what `copies` already bring; compared with them, never written."""
+    """Repeat elements of `copies`; compared with them, never written."""
     tied: Mapping[int, str] = field(default_factory=dict)
-    """Record -> the name of the tied tensor it belongs to, for those replicas that are another tensor's."""
+    """Record -> name of the tied tensor it belongs to, for replicas of another tensor."""
     update: UpdatePlan | None = None
-    """What is added to the tensor before it is cast and written."""
+    """Update that is added to the tensor before it is cast and written."""
 
     @property
     def read(self) -> Iterable[Copies]:
-        """All that is read for the tensor."""
+        """All copies that are read for the tensor, those of its update too."""
         yield from (self.copies, self.replicas)
         if self.update is not None:
             yield from (*self.update.a.read, *self.update.b.read)
 
     @property
     def compared(self) -> Iterable[Copies]:
-        """Of that, what repeats other pieces."""
+        """Replicas among the copies that are read."""
         yield self.replicas
         if self.update is not None:
             yield from (self.update.a.replicas, self.update.b.replicas)
@@ -102,7 +102,7 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A whole conversion: what is read, what is written."""
+    """A whole conversion: its source and its output files."""
 
     source: StoredModel
     files: tuple[FilePlan, ...]
@@ -128,52 +128,57 @@ def make_plan(
     """Plan how the output files are made of the source's shards, and prove each tensor covered exactly once.
 
     Args:
-        source: what the reader found.
-        files: the output, decided from names, dtypes and shapes alone.
-        tied: for an output tensor, names of further tensors of the source that must hold the same values and are
-            compared with it in place of being written.
-        updates: for an output tensor that is written whole, what is added to it.
+        source: the stored model of a reader.
+        files: the output files, which depend on names, dtypes and shapes alone.
+        tied: output tensor -> names of source tensors that must have the same values; they are compared, not written.
+        updates: output tensor, written whole -> update that is added to it.
 
     Raises:
-        IncompleteError: elements of a tensor are held by no rank.
+        IncompleteError: no rank holds some elements of a tensor.
         ContradictionError: elements are held twice in different cuts, or lie outside the tensor.
     """
     shards = {shard.name: shard for shard in source.shards}
     whole: dict[str, tuple[Copies, Copies, dict[int, str]]] = {}
 
-    def planned(output: OutputTensor) -> TensorPlan:
+    def plan_tensor(output: OutputTensor) -> TensorPlan:
         shard = shards[output.name]
         _check_cast(shard.dtype, output)
         if output.name not in whole:
-            whole[output.name] = _whole(shard, [shards[name] for name in (tied or {}).get(output.name, ())], source)
+            whole[output.name] = _divide_with_ties(
+                shard, [shards[name] for name in (tied or {}).get(output.name, ())], source
+            )
         copies, replicas, others = whole[output.name]
         if output.part is not None:
             copies, replicas = _part_of(copies, output.part.nests), _part_of(replicas, output.part.compared)
             _check_part(output, copies)
         update = (updates or {}).get(output.name)
-        return TensorPlan(output, shard.dtype, copies, replicas, others, None if update is None else added(update))
+        return TensorPlan(
+            output, shard.dtype, copies, replicas, others, None if update is None else plan_update(update)
+        )
 
-    def added(update: LowRank) -> UpdatePlan:
-        a, b = (planned(OutputTensor(name, shards[name].dtype, shards[name].shape)) for name in (update.a, update.b))
+    def plan_update(update: LowRank) -> UpdatePlan:
+        a, b = (
+            plan_tensor(OutputTensor(name, shards[name].dtype, shards[name].shape)) for name in (update.a, update.b)
+        )
         return UpdatePlan(a, b, update.scale, update.is_transposed)
 
-    return Plan(source, tuple(FilePlan(file, tuple(map(planned, file.tensors))) for file in files))
+    return Plan(source, tuple(FilePlan(file, tuple(map(plan_tensor, file.tensors))) for file in files))
 
 
-def tensor_plan(plan: Plan, tensors: Iterable[TensorPlan]) -> Plan:
-    """Return a plan of these tensors of that one, each a bare file of its own."""
+def select_tensors(plan: Plan, tensors: Iterable[TensorPlan]) -> Plan:
+    """Return a plan of some tensors of another plan, each as a bare file of its own."""
     files = ((OutputFile.bare(tensor.output), tensor) for tensor in tensors)
     return Plan(plan.source, tuple(FilePlan(f, (replace(tensor, output=f.tensors[0]),)) for f, tensor in files))
 
 
-def _whole(
+def _divide_with_ties(
     shard: StoredShard, tied: Sequence[StoredShard], source: StoredModel
 ) -> tuple[Copies, Copies, dict[int, str]]:
-    """Return a whole tensor's copies and replicas, and the records among the latter that are a tied tensor's."""
+    """Return a whole tensor's copies and replicas, and record -> name for replicas of tied tensors."""
     copies, replicas = divide_replicas(shard, source)
     others: dict[int, str] = {}
     for other in tied:
-        replicas = _joined(replicas, _tied_copies(shard, other, source))
+        replicas = _join_copies(replicas, _collect_tied_copies(shard, other, source))
         others.update((record, other.name) for record in other.record.tolist())
     for record in shard.record.tolist():
         others.pop(record, None)  # one storage under both names cannot differ
@@ -181,16 +186,16 @@ def _whole(
 
 
 def _part_of(copies: Copies, part: tuple[Nest, ...]) -> Copies:
-    rows, nests = composed(copies.nests, part)
+    rows, nests = compose(copies.nests, part)
     return Copies(copies.rank[rows], copies.record[rows], nests)
 
 
 def _check_part(output: OutputTensor, copies: Copies) -> None:
-    """Prove once more, on the destination, what follows from the proofs of source and layout."""
+    """Prove on the destination, once more, that the part is covered exactly once."""
     part = output.part
     assert part is not None
     wanted = NestTable.of([swap(nest) for nest in part.nests])
-    fault = _part_fault(_Cuts(copies.rank, copies.nests), _Cuts(wanted.x, wanted), output.num_elements)
+    fault = _part_fault(_PieceKey(copies.rank, copies.nests), _PieceKey(wanted.x, wanted), output.num_elements)
     if fault is not None:
         where = range_text(output.shape, fault.address, fault.address)
         raise ContradictionError(
@@ -206,13 +211,13 @@ def _check_part(output: OutputTensor, copies: Copies) -> None:
 def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Copies]:
     """Return the pieces that make a tensor, proven to cover it exactly once, and the pieces that repeat them.
 
-    Pieces with the same destination are replicas of one another; the lowest rank's is the one that is copied.
+    Pieces with the same destination are replicas; the lowest rank's piece is copied.
 
     Raises:
         IncompleteError, ContradictionError: as `make_plan`.
     """
     num_elements = math.prod(shard.shape)
-    first, others, fault = divided(shard.rank, shard.nests, num_elements)
+    first, others, fault = divide_pieces(shard.rank, shard.nests, num_elements)
     copies, replicas = (
         Copies(shard.rank[rows], shard.record[rows], shard.nests.take(rows)) for rows in (first, others)
     )
@@ -221,8 +226,8 @@ def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Co
     return copies, replicas
 
 
-class _Cuts:
-    """Ranks and places of a tensor's pieces, equal where the arrays are: a model has some dozens of kinds at most."""
+class _PieceKey:
+    """Ranks and nests of a tensor's pieces as a cache key: a model has some dozens of distinct ones at most."""
 
     def __init__(self, rank: IntArray, nests: NestTable) -> None:
         self.rank, self.nests = rank, nests
@@ -232,43 +237,47 @@ class _Cuts:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Cuts) and self._key == other._key
+        return isinstance(other, _PieceKey) and self._key == other._key
 
 
-def divided(rank: IntArray, nests: NestTable, num_elements: int) -> tuple[IntArray, IntArray, Fault | None]:
-    """Return the rows of the first piece of each place and of those that repeat it, by rising y; and the fault, if any.
+def divide_pieces(
+    rank: IntArray, nests: NestTable, num_elements: int
+) -> tuple[IntArray, IntArray, CoverageFault | None]:
+    """Return the rows of the first piece of each place, the rows that repeat them, both by rising y, and the fault.
 
-    Of equal pieces the lowest rank's is first; the first pieces are what must cover [0, num_elements) exactly once.
+    The lowest rank's piece of a place is first; the first pieces must cover [0, num_elements) exactly once.
     """
-    return _divided(_Cuts(rank, nests), num_elements)
+    return _divide_pieces(_PieceKey(rank, nests), num_elements)
 
 
 @lru_cache(maxsize=256)
-def _divided(cuts: _Cuts, num_elements: int) -> tuple[IntArray, IntArray, Fault | None]:
-    by_rank = np.argsort(cuts.rank, kind="stable")
-    is_first = first_of_equal(destination_keys(cuts.nests)[by_rank])
+def _divide_pieces(pieces: _PieceKey, num_elements: int) -> tuple[IntArray, IntArray, CoverageFault | None]:
+    # Stable by rank, so that the first of equal destinations is the lowest rank's on every rank that plans.
+    by_rank = np.argsort(pieces.rank, kind="stable")
+    is_first = first_of_equal(destination_keys(pieces.nests)[by_rank])
     first, others = (
-        rows[np.argsort(cuts.nests.y[rows], kind="stable")] for rows in (by_rank[is_first], by_rank[~is_first])
+        rows[np.argsort(pieces.nests.y[rows], kind="stable")] for rows in (by_rank[is_first], by_rank[~is_first])
     )
-    return first, others, find_fault(cuts.nests.take(first), num_elements)
+    return first, others, find_fault(pieces.nests.take(first), num_elements)
 
 
 @lru_cache(maxsize=1024)
-def _part_fault(cuts: _Cuts, wanted: _Cuts, num_elements: int) -> Fault | None:
-    return find_fault(cuts.nests, num_elements, wanted.nests)
+def _part_fault(pieces: _PieceKey, wanted: _PieceKey, num_elements: int) -> CoverageFault | None:
+    return find_fault(pieces.nests, num_elements, wanted.nests)
 
 
-def _joined(a: Copies, b: Copies) -> Copies:
+def _join_copies(a: Copies, b: Copies) -> Copies:
     if not len(a):
         return b
+    # One by one, as tables may have loops of different depths; only tied tensors come here.
     nests = [table.nests[i] for table in (a, b) for i in range(len(table))]
     rank, record = np.concatenate((a.rank, b.rank)), np.concatenate((a.record, b.record))
     order = np.argsort(np.array([nest.y for nest in nests]), kind="stable")
     return Copies(rank[order], record[order], NestTable.of([nests[i] for i in order]))
 
 
-def _tied_copies(shard: StoredShard, other: StoredShard, source: StoredModel) -> Copies:
-    """Return all pieces of a tensor that is tied to `shard`, as replicas of it."""
+def _collect_tied_copies(shard: StoredShard, other: StoredShard, source: StoredModel) -> Copies:
+    """Return all pieces of a tensor that is tied to `shard`, as replicas of `shard`."""
     if (shard.dtype, shard.shape) != (other.dtype, other.shape):
         raise ContradictionError(
             f"{other.name} is tied to {shard.name}, but they differ in kind",
@@ -278,7 +287,7 @@ def _tied_copies(shard: StoredShard, other: StoredShard, source: StoredModel) ->
             next_step="correct tie_word_embeddings in config.json, or the [alias] of the layout file",
         )
     copies, replicas = divide_replicas(other, source)
-    return _joined(copies, replicas)
+    return _join_copies(copies, replicas)
 
 
 def _check_cast(source_dtype: str, output: OutputTensor) -> None:
@@ -295,16 +304,16 @@ def _check_cast(source_dtype: str, output: OutputTensor) -> None:
 
 
 def _coverage_error(
-    shard: StoredShard, copies: Copies, fault: Fault, num_elements: int, source: StoredModel
+    shard: StoredShard, copies: Copies, fault: CoverageFault, num_elements: int, source: StoredModel
 ) -> XrankError:
     """Return the error that names a fault's tensor, range, ranks and files."""
     table = [copies.nests[i] for i in range(len(copies))]
     if fault.kind == "gap":
-        # The gap ends at the next element that some piece begins at; good enough to name whole missing shards.
+        # The gap ends where the next piece begins, which is exact for whole missing shards.
         later = [nest.y for nest in table if nest.y > fault.address]
         where = range_text(shard.shape, fault.address, min(later, default=num_elements) - 1)
         return IncompleteError(
-            f"{shard.name}, {where}: left by no rank",
+            f"{shard.name}, {where}: no rank left these elements",
             tensor=shard.name,
             index_range=where,
             got=f"pieces of {ranks_text(shard.rank.tolist())}" if len(shard.rank) else "no piece at all",

@@ -1,8 +1,8 @@
-"""Replicas in ranks' memories: compared by digests that each rank takes of its own, then read where it is near.
+"""Replicas in ranks' memories: each rank digests its own, and then reads its own copies.
 
-Pieces with the same destination are twins. Where each rank digests its own twins, and equal ones are proven so, a rank
-may read its own in place of another's; only what has no twin, such as a tied tensor that is cut otherwise, is left to
-be compared while bytes move.
+Pieces with the same destination are twins. Once their digests have proven them equal, a rank may read its own twin in
+place of another rank's. Replicas without a twin, such as those of a tied tensor with other cuts, are compared while
+bytes move.
 """
 
 from __future__ import annotations
@@ -21,52 +21,54 @@ from xrank.plan.buffers import Source
 from xrank.plan.casts import copy_same
 from xrank.plan.coverage import destination_keys
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
-from xrank.plan.tiles import Tile, tiles
+from xrank.plan.tiles import Tile, cut_tiles
 
 __all__ = [
     "DIGEST_NBYTES",
     "DIGEST_STAGING_NBYTES",
-    "digested_tiles",
-    "digests_of_twins",
-    "first_different",
-    "nearest",
-    "to_digest",
-    "twins",
+    "cut_digest_tiles",
+    "digest_twins",
+    "find_different_twin",
+    "find_twins",
+    "list_digested",
+    "prefer_own_copies",
 ]
 
 DIGEST_NBYTES = 16
 DIGEST_STAGING_NBYTES = _CHUNK_NBYTES = 1 << 20
 
 
-def nearest(plan: Plan, holder: IntArray, rank: int) -> Plan:
-    """Return the plan for one rank, for source whose twins are equal: it reads its own where it has one.
+def prefer_own_copies(plan: Plan, holder: IntArray, rank: int) -> Plan:
+    """Return the plan for one rank of a source with equal twins: the rank reads its own twin of a piece if it has one.
 
     Args:
-        plan: as all ranks have it.
-        holder: by record, who holds it.
-        rank: for whom.
+        plan: the plan of all ranks.
+        holder: by record, the rank that holds it.
+        rank: the rank that reads.
     """
-    files = tuple(FilePlan(f.output, tuple(_nearest(tensor, holder, rank) for tensor in f.tensors)) for f in plan.files)
+    files = tuple(
+        FilePlan(f.output, tuple(_prefer_own_copies(tensor, holder, rank) for tensor in f.tensors)) for f in plan.files
+    )
     return replace(plan, files=files)
 
 
-def _nearest(tensor: TensorPlan, holder: IntArray, rank: int) -> TensorPlan:
+def _prefer_own_copies(tensor: TensorPlan, holder: IntArray, rank: int) -> TensorPlan:
     if not len(tensor.replicas):
         return tensor
-    twin = twins(tensor)
+    twin = find_twins(tensor)
     own = np.flatnonzero((twin >= 0) & (holder[tensor.replicas.record] == rank))
     own = own[holder[tensor.copies.record[twin[own]]] != rank]
     pairs = dict(zip(twin[own].tolist(), own.tolist(), strict=True))
     rows = [
         (tensor.replicas, pairs[row]) if row in pairs else (tensor.copies, row) for row in range(len(tensor.copies))
     ]
-    copies = tensor.copies if not pairs else _picked(rows)
+    copies = tensor.copies if not pairs else _pick_rows(rows)
     rest = np.flatnonzero(twin < 0)
     left = Copies(tensor.replicas.rank[rest], tensor.replicas.record[rest], tensor.replicas.nests.take(rest))
     return replace(tensor, copies=copies, replicas=left)
 
 
-def _picked(rows: Sequence[tuple[Copies, int]]) -> Copies:
+def _pick_rows(rows: Sequence[tuple[Copies, int]]) -> Copies:
     return Copies(
         np.array([copies.rank[row] for copies, row in rows], np.int64),
         np.array([copies.record[row] for copies, row in rows], np.int64),
@@ -74,8 +76,8 @@ def _picked(rows: Sequence[tuple[Copies, int]]) -> Copies:
     )
 
 
-def twins(tensor: TensorPlan) -> IntArray:
-    """Return for each replica the piece of `copies` with the same destination; -1 where there is none."""
+def find_twins(tensor: TensorPlan) -> IntArray:
+    """Return for each replica the row of `copies` with the same destination; -1 without one."""
     depth = max(table.nests.loops.shape[1] for table in (tensor.copies, tensor.replicas))
     tables = [copies.nests.deepened(depth) for copies in (tensor.copies, tensor.replicas)]
     count = len(tensor.copies)
@@ -88,18 +90,18 @@ def twins(tensor: TensorPlan) -> IntArray:
 
 
 def _pairs(plan: Plan) -> Iterator[tuple[TensorPlan, int, int]]:
-    """Yield (tensor, row of its replicas, row of its copies) of all twins that are not one place in memory."""
+    """Yield (tensor, row of its replicas, row of its copies) of all twins that are distinct memory."""
     for tensor in plan.tensors:
         if not len(tensor.replicas):
             continue
-        for row, twin in enumerate(twins(tensor).tolist()):
+        for row, twin in enumerate(find_twins(tensor).tolist()):
             is_one = twin >= 0 and tensor.replicas.record[row] == tensor.copies.record[twin]
             if twin >= 0 and not is_one:
                 yield tensor, row, twin
 
 
-def to_digest(plan: Plan) -> Iterator[tuple[TensorPlan, Copies, int]]:
-    """Yield every piece that has a twin, each once, in an order that follows from the plan."""
+def list_digested(plan: Plan) -> Iterator[tuple[TensorPlan, Copies, int]]:
+    """Yield every piece that has a twin once, in an order that follows from the plan."""
     seen: set[tuple[int, int]] = set()
     for tensor, row, twin in _pairs(plan):
         if (id(tensor), twin) not in seen:
@@ -108,17 +110,17 @@ def to_digest(plan: Plan) -> Iterator[tuple[TensorPlan, Copies, int]]:
         yield tensor, tensor.replicas, row
 
 
-def digests_of_twins(
+def digest_twins(
     plan: Plan, holder: IntArray, rank: int, source: Source, cancelled: Callable[[], bool] = lambda: False
 ) -> bytes:
-    """Return the digests, one after another, of all pieces with twins that a rank holds; `cancelled` may raise.
+    """Return the concatenated digests of all pieces with twins that a rank holds; `cancelled` may raise.
 
-    A digest is of the elements in the order of the tensor's addresses, however they lie in memory.
+    A digest covers the elements in the order of the tensor's addresses, whatever their order in memory.
     """
     staging = memoryview(mmap.mmap(-1, DIGEST_STAGING_NBYTES))
     window = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
     found = bytearray()
-    for tensor, copies, row in to_digest(plan):
+    for tensor, copies, row in list_digested(plan):
         record = int(copies.record[row])
         if holder[record] == rank:
             width = dtypes.dtype(tensor.source_dtype).nbytes
@@ -126,18 +128,19 @@ def digests_of_twins(
     return bytes(found)
 
 
-def first_different(plan: Plan, holder: IntArray, digests: Sequence[bytes]) -> tuple[TensorPlan, int] | None:
-    """Return the first tensor of which twins differ, and the row of its replicas; None where all are equal.
+def find_different_twin(plan: Plan, holder: IntArray, digests: Sequence[bytes]) -> tuple[TensorPlan, int] | None:
+    """Return the first tensor with twins that differ, and the row of its replicas; None if all are equal.
 
     Args:
-        plan: what was digested.
-        holder: by record, who holds it.
-        digests: by rank, what `digests_of_twins` returned there.
+        plan: the plan of all ranks.
+        holder: by record, the rank that holds it.
+        digests: by rank, the bytes that `digest_twins` returned there.
     """
     position = [0] * len(digests)
     known: dict[tuple[int, bool, int], bytes] = {}
-    for tensor, copies, row in to_digest(plan):
+    for tensor, copies, row in list_digested(plan):
         rank = int(holder[copies.record[row]])
+        # Each rank digested its own pieces in the order of the plan: its next digest is of this piece.
         start = position[rank]
         position[rank] += DIGEST_NBYTES
         known[id(tensor), copies is tensor.copies, row] = digests[rank][start : start + DIGEST_NBYTES]
@@ -147,18 +150,18 @@ def first_different(plan: Plan, holder: IntArray, digests: Sequence[bytes]) -> t
     return None
 
 
-def digested_tiles(nest: Nest, width: int, staging_nbytes: int) -> Iterator[tuple[int, Sequence[Tile]]]:
-    """Yield (elements, what is read of them) of a piece, chunk by chunk by rising destination, as digests are taken.
+def cut_digest_tiles(nest: Nest, width: int, staging_nbytes: int) -> Iterator[tuple[int, Sequence[Tile]]]:
+    """Yield (number of elements, their reads) for each chunk of a piece, by rising destination.
 
     Args:
-        nest: of the piece.
-        width: of an element.
-        staging_nbytes: of the buffer that is read to.
+        nest: the piece's nest.
+        width: bytes of an element.
+        staging_nbytes: bytes of the buffer that receives a read.
     """
     turned = swap(nest)
     counts = [n for n, _, _ in turned.loops]
     strides = [int(np.prod(counts[k + 1 :], dtype=np.int64)) for k in range(len(counts))]
-    # The same elements, one after another where the tensor has others between them.
+    # The same elements with consecutive destinations, without those that the tensor has in between.
     loops = tuple((n, dense, ys) for (n, _, ys), dense in zip(turned.loops, strides, strict=True))
     packed = canonical(Nest(0, turned.y, loops))
     total, step = int(np.prod(counts, dtype=np.int64)), _CHUNK_NBYTES // width
@@ -171,7 +174,7 @@ def digested_tiles(nest: Nest, width: int, staging_nbytes: int) -> Iterator[tupl
             Nest(part.y, part.x - low, tuple((n, ys, xs) for n, xs, ys in part.loops))
             for part in restrict(packed, low, high)
         )
-        yield high - low, [tile for one in back for tile in tiles(one, staging_nbytes // width)]
+        yield high - low, [tile for one in back for tile in cut_tiles(one, staging_nbytes // width)]
 
 
 def _digest(
@@ -185,9 +188,9 @@ def _digest(
 ) -> bytes:
     """Return the digest of a piece's elements by rising destination."""
     state = xxhash.xxh3_128()
-    for count, chunk in digested_tiles(nest, width, len(staging)):
+    for count, chunk in cut_digest_tiles(nest, width, len(staging)):
         cancelled()
-        if len(chunk) == 1 and chunk[0].loops == ((count, 1, 1),):  # they stand as they are to be digested
+        if len(chunk) == 1 and chunk[0].loops == ((count, 1, 1),):  # contiguous and in order: no copy is needed
             state.update(source.fetch(record, chunk[0].start * width, count * width, staging))
             continue
         for tile in chunk:

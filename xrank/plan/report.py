@@ -1,4 +1,4 @@
-"""The report of a command: what was read, proven and written, in the units of the user."""
+"""The report of a command: source, proof and output, in the units of the user."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Report"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a command or call did; `to_dict` is the JSON face, whose keys are stable."""
+    """The result of a command or call; `to_dict` is its JSON form, whose keys are stable."""
 
     command: str
     path: str | None = None
-    """The output folder, or what was looked at."""
+    """The output folder, or the path that was read."""
     status: str = "ok"
     exit_code: int = 0
     seconds: float = 0.0
@@ -25,12 +25,12 @@ class Report:
     proof: Mapping[str, Any] = field(default_factory=dict)
     output: Mapping[str, Any] | None = None
     plan: Mapping[str, Any] | None = None
-    """In place of `output` where nothing was written."""
+    """In place of `output` if nothing was written."""
     notes: tuple[tuple[str, str], ...] = ()
     """(code, message) pairs."""
     error: Mapping[str, Any] | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
-    """What only this command shows; its keys stand beside the others."""
+    """Facts of this command alone; `to_dict` adds their keys to the others."""
 
     @property
     def ok(self) -> bool:

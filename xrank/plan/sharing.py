@@ -1,8 +1,8 @@
-"""Shared extents: where a file system can, a piece of an output is the source's own bytes on disk, not a copy.
+"""Shared extents: on some file systems, a piece of an output shares the source's blocks on disk.
 
 ``FICLONERANGE`` (ioctl_ficlonerange(2)) makes a range of one file share another's blocks until either is written to.
-XFS, btrfs and NFS 4.2 have it. Both ranges must begin at a block and be whole blocks, so a piece whose two places
-differ by a part of a block is copied. The bytes are read all the same, for checksums and digests.
+XFS, btrfs and NFS 4.2 support it. Both ranges must be whole blocks, so a piece whose two places differ by a part of a
+block is copied. The bytes are read in either case, for checksums and digests.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import NamedTuple
 
 from xrank.plan.buffers import FileSource, FileTarget, Source, Target
 
-__all__ = ["Run", "SharedExtents"]
+__all__ = ["SharedExtents", "SharedRun"]
 
 _FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)
 _BLOCK_NBYTES = 4096
 _SMALLEST_NBYTES = 64 << 10
-"""A shorter piece is written sooner than shared."""
+"""Smallest shared piece; a shorter one is written faster than shared."""
 _NEVER = {errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EPERM, errno.EACCES}
 _NOT_HERE = {errno.EINVAL, errno.ETXTBSY, errno.EISDIR}
 
 
-class Run(NamedTuple):
-    """Bytes of a window that stand in a record as they are."""
+class SharedRun(NamedTuple):
+    """Bytes of a window that a record contains unchanged."""
 
     start: int
     """First byte of the window."""
@@ -38,11 +38,11 @@ class Run(NamedTuple):
 
 
 class SharedExtents:
-    """Tries to share what lies alike in source and output; any thread may call it.
+    """Shares blocks of source and output if possible; any thread may call it.
 
     Args:
-        source: where records are read.
-        target: where the output is written. Anything but files on both sides shares nothing.
+        source: reads the records.
+        target: writes the output. Blocks are shared only if both are files.
     """
 
     def __init__(self, source: Source, target: Target) -> None:
@@ -51,16 +51,16 @@ class SharedExtents:
         self._refused: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self.nbytes = 0
-        """Bytes that no new block was needed for."""
+        """Bytes that were shared and not written."""
 
-    def share(self, file: int, first: int, nbytes: int, runs: Sequence[Run]) -> Iterator[tuple[int, int]]:
-        """Share what can be of a window; yield (start, stop) of its bytes that are still to be written.
+    def share(self, file: int, first: int, nbytes: int, runs: Sequence[SharedRun]) -> Iterator[tuple[int, int]]:
+        """Share as much of a window as possible; yield (start, stop) of its bytes that are still to be written.
 
         Args:
             file: the output file.
             first: the window's first byte in it.
-            nbytes: of the window.
-            runs: by rising start.
+            nbytes: bytes of the window.
+            runs: unchanged bytes, by rising start.
         """
         done = 0
         for run in runs if self._is_possible else ():
@@ -74,7 +74,7 @@ class SharedExtents:
         if done < nbytes:
             yield done, nbytes
 
-    def _clone(self, file: int, first: int, run: Run, low: int, high: int) -> bool:
+    def _clone(self, file: int, first: int, run: SharedRun, low: int, high: int) -> bool:
         assert isinstance(self._source, FileSource) and isinstance(self._target, FileTarget)
         target = self._target.descriptors[file]
         with self._source.place(run.record) as (source_file, descriptor, offset):
@@ -85,6 +85,7 @@ class SharedExtents:
             try:
                 fcntl.ioctl(target, _FICLONERANGE, request)
             except OSError as error:
+                # Some refusals hold for the whole file system, some for this pair of files: do not ask again.
                 if error.errno in _NEVER:
                     self._is_possible = False
                 elif error.errno in _NOT_HERE:

@@ -1,4 +1,4 @@
-"""What a reader finds: files, byte records with their checksums, and for each tensor where its pieces lie."""
+"""The stored model of a reader: files, byte records with their checksums, and the pieces of each tensor."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from xrank.layout.companion import Companion
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.tensor_name import TensorName
 
-__all__ = ["NO_CHECKSUM", "RecordTable", "SourceFile", "StatedLayout", "StoredModel", "StoredShard", "merged"]
+__all__ = ["NO_CHECKSUM", "RecordTable", "SourceFile", "StatedLayout", "StoredModel", "StoredShard", "merge_models"]
 
 NO_CHECKSUM = -1
-"""In `RecordTable.crc32`: the format holds no evidence for these bytes."""
+"""In `RecordTable.crc32`: the format records no checksum of these bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file as it was when its metadata was read; a change after that is noticed."""
+    """Size, inode and time of a file when its metadata was read, to detect later changes."""
 
     path: str
     nbytes: int
@@ -30,8 +30,8 @@ class SourceFile:
     mtime_ns: int
 
     @classmethod
-    def of(cls, path: str, status: os.stat_result) -> SourceFile:
-        """Return the file of that path with that status."""
+    def from_status(cls, path: str, status: os.stat_result) -> SourceFile:
+        """Return the file at a path with that status."""
         return cls(path, status.st_size, status.st_ino, status.st_mtime_ns)
 
 
@@ -55,7 +55,7 @@ class RecordTable:
 class StoredShard:
     """One tensor with all its pieces, as a table of arrays; row i is piece i.
 
-    A piece says: the elements of this record at the nest's x addresses are the tensor's elements at its y addresses.
+    A piece maps the elements of its record at the nest's x addresses to the tensor's elements at its y addresses.
     x counts elements from the record's first byte, y elements of the row-major global tensor.
     """
 
@@ -73,14 +73,14 @@ class StoredShard:
 
 @dataclass(frozen=True, slots=True)
 class StatedLayout:
-    """How ranks, or a layout file, say that a tensor is cut."""
+    """Layout of a tensor as ranks or a layout file declare it."""
 
     layout: TensorLayout
     mesh: DeviceMesh
     pattern: TensorName | None = None
-    """The tensor's name, where it has dims in it: ranks have names of their own for what it stands for."""
+    """Name with dims in it, if the tensor has one: each rank then has names of its own for its parts."""
     companion: Companion | None = None
-    """How it follows from another tensor, whose layout it is then."""
+    """Rule by which the tensor follows from another one, whose layout `layout` then is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,34 +94,34 @@ class StoredModel:
     shards: tuple[StoredShard, ...]
     """One for each tensor, in the order of the output."""
     absent: tuple[str, ...] = ()
-    """Names of tensors that the source says it has, and of which it holds nothing."""
+    """Names of tensors that the source lists without any of their elements."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Tied name -> name of the shard it is the same tensor as, where the source says so; both have a shard."""
+    """Tied name -> name of the shard with the same values, as the source records it; both have a shard."""
     world_size: int | None = None
     recipe: str | None = None
-    """The recipe that gave the tensors their names and fusions; None where they are the source's own."""
+    """Recipe that gave the tensors their names and fusions; None if they are the source's own."""
     step: int | None = None
     run_id: str | None = None
     config: Mapping[str, Any] | None = None
-    """The model's config.json, where the source holds one."""
+    """The model's config.json, if the source contains one."""
     args: Mapping[str, Any] | None = None
-    """The trainer's own arguments, as plain values, where the source holds them (Megatron's ``args``)."""
+    """The trainer's arguments as plain values, if the source contains them (Megatron's ``args``)."""
     nbytes: int = 0
     """Bytes of the source's files that belong to the model."""
     skipped_nbytes: int = 0
     """Bytes left out on purpose: optimizer states and the like."""
     padding_dropped: Mapping[str, int] = field(default_factory=dict)
-    """Name -> rows of padding that a recipe cut off its end."""
+    """Name -> number of padding rows that a recipe removed from its end."""
     notes: tuple[tuple[str, str], ...] = ()
     """(code, message) pairs for the report."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """What `inspect` shows besides, by name."""
+    """Further facts for `inspect`, by name."""
     layouts: Mapping[str, Sequence[StatedLayout]] = field(default_factory=dict)
-    """Name -> what is said of how it is cut, each once; where a reader was asked for it, and under its own names."""
+    """Name of the source -> its distinct declared layouts; filled if the hints ask for it."""
 
 
-def merged(a: StoredModel, b: StoredModel, prefix: str) -> StoredModel:
-    """Return one model of both, b's tensors under names that begin with `prefix`: for comparing the two."""
+def merge_models(a: StoredModel, b: StoredModel, prefix: str) -> StoredModel:
+    """Return one model with the tensors of both, b's under names that begin with `prefix`, to compare them."""
     shards = [
         StoredShard(prefix + s.name, s.dtype, s.shape, s.rank, s.record + len(a.records), s.nests) for s in b.shards
     ]

@@ -1,4 +1,4 @@
-"""Surveys: who holds what of every tensor, by a layout map and the tensors' shapes; nothing is read."""
+"""Surveys: the holdings of every tensor, by a layout map and the tensors' shapes; nothing is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xrank.layout.mesh_parts import MeshParts
 from xrank.layout.notation import axes_of
 from xrank.layout.tensor_layout import flat_of
 from xrank.layout.tensor_name import NameTable, name_table
-from xrank.plan.holdings import Holdings, Survey, held_by_layout, held_by_parts
+from xrank.plan.holdings import Holdings, Survey, apply_layout, apply_parts
 
 __all__ = ["survey"]
 
@@ -27,10 +27,10 @@ __all__ = ["survey"]
 def survey(
     layouts: LayoutMap, shapes: Mapping[str, Sequence[int]], *, dtypes: Mapping[str, str] | None = None
 ) -> Survey:
-    """Return who holds what of the tensors with these global shapes; what is wrong is told, not raised.
+    """Return the holdings of the tensors with these global shapes; errors are recorded in them, not raised.
 
     Args:
-        layouts: how each is cut; with a mesh.
+        layouts: layouts of the tensors, with a mesh.
         shapes: global shape by name. A flat buffer's members are tensors like others.
         dtypes: safetensors name of the element type, by name.
     """
@@ -58,23 +58,23 @@ def survey(
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What ranks hold under a name with dims."""
+    """The tensors of a name with dims, and the ranks that hold them."""
 
     groups: tuple[tuple[int, ...], ...]
-    """Ranks that no axis of the name or of "where" tells apart."""
+    """Groups of ranks that hold the same names: equal on all axes of the name and of "where"."""
     held: Mapping[str, tuple[int, ...]]
     """Name -> the groups that hold it."""
     table: NameTable | None
-    """Of some rank that holds any."""
+    """The table of a rank that holds some of the names."""
 
 
 class _Compiler:
-    """Finds each tensor's rule, and compiles what every rank holds by it."""
+    """Finds each tensor's rule, and compiles the part of every rank by it."""
 
     def __init__(self, layouts: LayoutMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.layouts, self.shapes = layouts, shapes
         self.rules: dict[str, str] = {}
-        """Name -> the rule that decided."""
+        """Name -> the rule that decides for it."""
         self._names: dict[str, _Names] = {}
         self._alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Holdings] = {}
         self._fitting: dict[Companion, dict[tuple[int, ...], dict[str, tuple[int, ...]]]] = {}
@@ -86,7 +86,7 @@ class _Compiler:
                 self._members.setdefault(member.name, []).append(rule)
 
     def holdings(self, start: Holdings) -> Holdings:
-        """Return who holds what of one tensor; without a rule where none decides."""
+        """Return the holdings of one tensor; without a rule if none decides for it."""
         name = start.name
         rule, member_of = self.layouts.rule_for(name), self._members.get(name, [])
         companion = self.layouts.companion_rule_for(name)
@@ -107,40 +107,40 @@ class _Compiler:
         start = replace(start, rule=deciding[0])
         if member_of:
             return self._flat(start, layout)
-        found = held_by_layout(start, layout, self._mesh(layout))
+        found = apply_layout(start, layout, self._mesh(layout))
         if self.layouts.name_of(deciding[0]) is not None and name not in self.layouts.aliases:
-            return self._named(found, layout)
+            return self._apply_name(found, layout)
         return found
 
     def _mesh(self, layout: TensorLayout) -> DeviceMesh:
         mesh = layout.device_mesh or self.layouts.device_mesh
         if mesh is None:
             raise LayoutError(
-                "nothing says the mesh of its ranks",
+                "the mesh of its ranks is not given",
                 got=str(layout),
                 next_step='add a table like [mesh] with grid = "dp=2 tp=2" to the layout file',
             )
         return mesh
 
-    def _named(self, whole: Holdings, layout: TensorLayout) -> Holdings:
-        """A tensor whose leading dims stand in its name: only ranks that hold its index have it."""
+    def _apply_name(self, whole: Holdings, layout: TensorLayout) -> Holdings:
+        """Limit the holdings of a tensor with an index in its name to the ranks that hold this index."""
         rule = whole.rule or ""
         if rule not in self._names:
-            self._names[rule] = self._names_held(rule, layout)
+            self._names[rule] = self._compile_name(rule, layout)
         names = self._names[rule]
         groups = names.held.get(whole.name, ())
         if not groups and names.table is not None:
-            names.table.local_name(whole.name)  # refuses an index that there is not
-        # Layers and experts are alike: what was found and proven for one is so for all on the same ranks.
+            names.table.local_name(whole.name)  # raises for an index that does not exist
+        # Layers and experts are alike: one proof serves all of them on the same ranks.
         key = rule, groups, whole.shape
         if key not in self._alike:
             assert whole.parts is not None
             ranks = [rank for group in groups for rank in names.groups[group]]
             parts = whole.parts.kept(np.isin(whole.parts.ranks, ranks))
-            self._alike[key] = held_by_parts(whole, parts, whole.sums)
+            self._alike[key] = apply_parts(whole, parts, whole.sums)
         return replace(whole, parts=self._alike[key].parts, misfit=self._alike[key].misfit)
 
-    def _names_held(self, rule: str, layout: TensorLayout) -> _Names:
+    def _compile_name(self, rule: str, layout: TensorLayout) -> _Names:
         mesh, name = self._mesh(layout), self.layouts.name_of(rule)
         assert name is not None
         axes = {axis for dim in name.dims for axis in axes_of(dim)} | {where.axis for where in layout.tree.where}
@@ -161,7 +161,7 @@ class _Compiler:
         if rule not in self._flats:
             self._flats[rule] = flat_mesh_parts(layout, mesh, self.shapes, sizes=self.layouts.sizes)
         start = replace(start, layout=layout, mesh=mesh, text=str(layout))
-        return held_by_parts(start, self._flats[rule][start.name], layout.tree.sums)
+        return apply_parts(start, self._flats[rule][start.name], layout.tree.sums)
 
     def _companion(self, start: Holdings) -> Holdings:
         companion = self.layouts.companions[start.rule or ""]
@@ -170,15 +170,15 @@ class _Compiler:
         base = base_of_shape(companion, self.layouts, start.name, start.shape, bases)
         mesh = self._mesh(layout)
         parts = companion_mesh_parts(companion, layout, mesh, base, sizes=self.layouts.sizes)
-        found = held_by_parts(replace(start, mesh=mesh, text=str(companion)), parts, layout.tree.sums)
-        return found if self.layouts.name_of(start.rule or "") is None else self._named(found, layout)
+        found = apply_parts(replace(start, mesh=mesh, text=str(companion)), parts, layout.tree.sums)
+        return found if self.layouts.name_of(start.rule or "") is None else self._apply_name(found, layout)
 
     def _bases(self, of: Holdings, companion: Companion) -> Mapping[str, tuple[int, ...]]:
-        """Return the tensors that a companion may follow from: of a thousand, those of a fitting shape."""
+        """Return the tensors that a companion may follow from: those of a fitting shape."""
         if companion.of is None:
             return {}
         if self.layouts.name_of(of.rule or "") is not None:
-            return self.shapes  # the names say which
+            return self.shapes  # the name decides
         if companion not in self._fitting:
             fitting = self._fitting.setdefault(companion, {})
             for name, shape in self.shapes.items():

@@ -1,7 +1,7 @@
 """Tiles: a nest cut into reads that fit a bounded buffer, each one contiguous in the source.
 
-A tile is read in one call and put where it belongs by one strided copy. Dense runs (whole rows of a column shard) are
-read together with what lies between them as long as at least a quarter of the bytes is wanted; sparse ones row by row.
+A tile is read in one call and copied to its place by one strided copy. Dense runs (rows of a column shard) are read
+together with the bytes between them as long as at least a quarter of all is wanted; sparse runs are read one by one.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import NamedTuple
 
 from xrank.layout.nests import Loop, Nest
 
-__all__ = ["SMALLEST_DENSITY", "Tile", "tiles"]
+__all__ = ["SMALLEST_DENSITY", "Tile", "cut_tiles"]
 
 SMALLEST_DENSITY = 4
-"""Read are at most this many times the wanted bytes."""
+"""Most bytes that a tile reads, as a multiple of the wanted ones."""
 
 
 class Tile(NamedTuple):
-    """Elements [start, start + length) of the source, of which the loops pick what goes to `target` and on."""
+    """A read of elements [start, start + length) of the source; loops select those that go to `target` and after."""
 
     start: int
     length: int
     target: int
     loops: tuple[Loop, ...]
-    """(count, source stride, target stride), falling source stride."""
+    """(count, source stride, target stride), by falling source stride."""
 
     @property
     def is_dense(self) -> bool:
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
         return prod(n for n, _, _ in self.loops) == self.length
 
 
-def tiles(nest: Nest, max_elements: int) -> Iterator[Tile]:
+def cut_tiles(nest: Nest, max_elements: int) -> Iterator[Tile]:
     """Cut a nest (x = source, y = target) into tiles that span at most `max_elements` of the source each."""
     loops = sorted(nest.loops, key=lambda loop: -loop[1])
     inner: list[Loop] = []
@@ -47,7 +47,7 @@ def tiles(nest: Nest, max_elements: int) -> Iterator[Tile]:
             inner.insert(0, loops.pop())
             span, wanted = whole, wanted * n
             continue
-        # The loop does not fit whole: take as many iterations at a time as do, if they are dense enough.
+        # The loop does not fit whole: take as many iterations at a time as fit, if they are dense enough.
         step = (max_elements - span) // xs + 1
         if step > 1 and (step - 1) * xs + span <= SMALLEST_DENSITY * wanted * step:
             chunked = (step, xs, ys)

@@ -1,7 +1,7 @@
 """Windows: the aligned pieces of output files that the executor fills one at a time.
 
-A window is 1 MiB of the output *file*, whatever tensors it crosses: a write that starts and ends on its own size costs
-a file system least (ext4 gives it one folio), and a window stays in cache while it is filled, digested and written.
+A window is 1 MiB of the output *file*, whatever tensors it crosses: file systems are fastest with aligned writes (ext4
+allocates one folio), and a window stays in cache while it is filled, digested and written.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Portion(NamedTuple):
 
 
 class PreparedCopies:
-    """Copies of one tensor, ready to be cut to windows: nests turned to run from the target, made when first asked."""
+    """Copies of one tensor, ready to be cut to windows; nests are swapped to target addresses on first use."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
@@ -52,7 +52,7 @@ class PreparedCopies:
         self._records: list[int] = copies.record.tolist()
 
     def cut(self, low: int, high: int) -> Iterator[tuple[int, int, Nest]]:
-        """Yield (row, record, nest) of all that reaches into elements [low, high); x = source, y = target - low."""
+        """Yield (row, record, nest) of all copies of elements [low, high); x = source, y = target - low."""
         for row in np.flatnonzero((self._starts < high) & (self._ends > low)).tolist():
             nest = self._nests[row]
             if nest is None:
@@ -75,9 +75,9 @@ class FileWindows:
     """The windows of one output file, its tensors' digests, and how many windows are still to be written.
 
     Args:
-        plan: the file's.
-        index: its number in the whole plan.
-        share: those of its windows that are made here, by rising number; all if None.
+        plan: plan of the file.
+        index: number of the file in the whole plan.
+        share: ranges of the windows that are made here, rising; all if None.
     """
 
     def __init__(self, plan: FilePlan, index: int, share: Sequence[range] | None = None) -> None:
@@ -95,7 +95,7 @@ class FileWindows:
         self._prepared: dict[int, PreparedTensor] = {}
 
     def portions(self, window: int) -> Iterator[Portion]:
-        """Yield the parts of tensors that a window holds, in the file's order."""
+        """Yield the parts of tensors in a window, in the file's order."""
         first = window * WINDOW_NBYTES
         last = min(first + WINDOW_NBYTES, self.plan.output.nbytes)
         for index in range(max(0, bisect_left(self._offsets, first) - 1), len(self._offsets)):
@@ -109,7 +109,7 @@ class FileWindows:
                 yield Portion(index, low, high, start - first, stop - first)
 
     def fragments(self, window: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (first byte of the window, bytes) of what stands between the tensors."""
+        """Yield (first byte in the window, bytes) of the fragments between tensors."""
         first = window * WINDOW_NBYTES
         last = min(first + WINDOW_NBYTES, self.plan.output.nbytes)
         for index in range(max(0, bisect_left(self._fragment_offsets, first) - 1), len(self._fragment_offsets)):
@@ -121,7 +121,7 @@ class FileWindows:
                 yield start - first, data[start - offset : stop - offset]
 
     def add(self, tensor: int, start: int, data: memoryview) -> None:
-        """Take the tensor's finished bytes from `start` on into its digest, and into its CRC where the file has it."""
+        """Add the tensor's finished bytes from `start` on to its digest, and to its CRC if the file needs it."""
         self.digests[tensor].add(start, data)
         if self._crcs:
             crc = isal_zlib.crc32(data)
@@ -129,14 +129,14 @@ class FileWindows:
                 self._crcs[tensor].add(start, start + len(data), crc)
 
     def ending(self) -> list[tuple[int, bytes]]:
-        """Return the bytes, and where they go, that follow from what was written; all windows must be done."""
+        """Return (offset, bytes) of the file's ending, which depends on the CRCs; all windows must be done."""
         if self.plan.output.ending is None:
             return []
         crcs = [crc.value for crc in self._crcs]
         return list(self.plan.output.ending([crc for crc in crcs if crc is not None]))
 
     def part(self) -> FilePart:
-        """Return what the share's windows, which must all be done, add to what is said of the whole file."""
+        """Return the digests and CRCs of the share's windows, which must all be done."""
         digests = ((tensor, digest.part()) for tensor, digest in enumerate(self.digests))
         return FilePart(
             self.index,
@@ -144,8 +144,8 @@ class FileWindows:
             tuple((tensor, *part) for tensor, crc in enumerate(self._crcs) for part in crc.parts if part[0] < part[1]),
         )
 
-    def prepared(self, tensor: int) -> PreparedTensor:
-        """Return a tensor's copies made ready for cutting; the last few are kept, as windows come in order."""
+    def prepare(self, tensor: int) -> PreparedTensor:
+        """Return a tensor's copies, ready for cutting; the last few are cached, as windows come in order."""
         ready = self._prepared.get(tensor)
         if ready is None:
             ready = PreparedTensor(self.plan.tensors[tensor])
@@ -156,7 +156,7 @@ class FileWindows:
 
     @property
     def records(self) -> list[int]:
-        """Every source record that is read for the file's tensors."""
+        """Source records that are read for the file's tensors, rising."""
         return sorted(
             {record for tensor in self.plan.tensors for copies in tensor.read for record in copies.record.tolist()}
         )

@@ -1,4 +1,4 @@
-"""One thread of the executor: its buffers, and what it does with a window."""
+"""One thread of the executor: its buffers, and the making of a window."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from xrank.plan.faults import difference_error, overflow_error
 from xrank.plan.low_rank import add_low_rank
 from xrank.plan.merging import MergedTensor, MergedTensors
 from xrank.plan.planner import Plan, TensorPlan
-from xrank.plan.sharing import Run, SharedExtents
-from xrank.plan.tiles import Tile, tiles
+from xrank.plan.sharing import SharedExtents, SharedRun
+from xrank.plan.tiles import Tile, cut_tiles
 from xrank.plan.windows import WINDOW_NBYTES, FileWindows, Portion, PreparedTensor
 
 __all__ = ["Worker"]
 
 
 class _Shared(Protocol):
-    """What a worker needs of the execution it belongs to."""
+    """The methods and state of an execution that its workers use."""
 
     plan: Plan
     source: Source
@@ -42,20 +42,20 @@ class _Shared(Protocol):
 
 
 class Worker:
-    """Fills windows until there are none; the first exception goes to the execution."""
+    """Makes windows until none is left; reports an exception to the execution."""
 
     def __init__(self, shared: _Shared, staging_nbytes: int) -> None:
         self._shared = shared
         self.ended = threading.Event()
-        # Anonymous maps are page-aligned and go back to the system at once when the worker is done.
+        # Anonymous maps are page-aligned and are returned to the system as soon as the worker is freed.
         self._window = memoryview(mmap.mmap(-1, WINDOW_NBYTES))
         self._staging = memoryview(mmap.mmap(-1, staging_nbytes))
         self._stored: memoryview | None = None
-        """A window of what is merged, as the source holds it."""
+        """Stored elements of a tensor with an update, as many as fit a window."""
         self._merged: MergedTensor | None = None
 
     def work(self) -> None:
-        """Run until no window is left or some worker failed."""
+        """Run until no window is left or some worker has failed."""
         try:
             while (job := self._shared.next_window()) is not None:
                 self._make(*job)
@@ -71,14 +71,14 @@ class Worker:
         header = output.header[first : first + nbytes]
         self._window[: len(header)] = header
         done = len(header)
-        runs: list[Run] = []
+        runs: list[SharedRun] = []
         for portion in file.portions(window):
-            tensor = file.prepared(portion.tensor)
+            tensor = file.prepare(portion.tensor)
             part = self._window[portion.start : portion.stop]
             self._clear(done, portion.stop if tensor.plan.output.is_padded else portion.start)
             done = portion.stop
             if tensor.plan.update is not None:
-                self._merge(self._shared.merging.of(file.index, portion.tensor, tensor.plan), portion, part)
+                self._merge(self._shared.merging.get(file.index, portion.tensor, tensor.plan), portion, part)
             else:
                 straight = self._bring(tensor, portion.low, portion.high, part)
                 runs += (run._replace(start=portion.start + run.start) for run in straight)
@@ -87,23 +87,26 @@ class Worker:
         self._clear(done, nbytes)
         for start, data in file.fragments(window):
             self._window[start : start + len(data)] = data
+        # The window was read and digested in any case; only the writing of shared blocks is left out.
         for start, stop in self._shared.extents.share(file.index, first, nbytes, sorted(runs)):
             self._shared.target.write(file.index, first + start, self._window[start:stop])
+        # The last worker to finish a window of the file reads the rest of its records: all checksums are then compared
+        # before the file is reported as finished.
         if self._shared.window_done(file, nbytes):
             if file.is_whole:
                 read_rest(self._shared.checksums, self._shared.source, file.records, self._staging)
             self._shared.file_done(file)
 
     def _clear(self, start: int, stop: int) -> None:
-        """Take away what an earlier window left where this one has nothing."""
+        """Zero bytes of an earlier window that this one does not fill."""
         if start < stop:
             self._window[start:stop] = bytes(stop - start)
 
-    def _bring(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> list[Run]:
-        """Bring elements [low, high) of a tensor into `part`, and compare them with every replica of them.
+    def _bring(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> list[SharedRun]:
+        """Copy elements [low, high) of a tensor to `part`, and compare them with every replica of them.
 
         Returns:
-            What of `part` stands in the source as it is.
+            The bytes of `part` that the source contains unchanged.
         """
         runs = self._fill(tensor, low, high, part)
         if len(tensor.plan.replicas):
@@ -111,8 +114,8 @@ class Worker:
         return runs
 
     def _merge(self, tensor: MergedTensor, portion: Portion, part: memoryview) -> None:
-        """Bring a portion of a tensor into `part`, with its update added; replicas are of what is stored."""
-        self._merged = tensor  # its factors stay in memory as long
+        """Write a portion of a tensor to `part`, with its update added; replicas are compared before that."""
+        self._merged = tensor  # keeps its factors in memory
         plan = tensor.plan
         factors = tensor.factors(self._whole)
         if self._stored is None:
@@ -130,13 +133,13 @@ class Worker:
                 raise overflow_error(plan, int(plan.copies.rank[0]), overflow.value) from None
 
     def _whole(self, tensor: PreparedTensor) -> memoryview:
-        """Return all of a small tensor, checked and compared as what is written is."""
+        """Return all of a small tensor, checked and compared like written ones."""
         memory = memoryview(bytearray(tensor.plan.output.nbytes))
         self._bring(tensor, 0, tensor.plan.output.num_elements, memory)
         return memory
 
-    def _fill(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> list[Run]:
-        """Bring elements [low, high) of a tensor into `part`; return the pieces that came in one run of bytes."""
+    def _fill(self, tensor: PreparedTensor, low: int, high: int, part: memoryview) -> list[SharedRun]:
+        """Copy elements [low, high) of a tensor to `part`; return the runs of bytes that were read unchanged."""
         runs = []
         plan = tensor.plan
         width = dtypes.dtype(plan.source_dtype).nbytes
@@ -147,7 +150,7 @@ class Worker:
                 into = part[nest.y * width : (nest.y + length) * width]
                 self._shared.source.read_into(record, nest.x * width, into)
                 self._shared.checksums.add(record, nest.x * width, into)
-                runs.append(Run(nest.y * width, len(into), record, nest.x * width))
+                runs.append(SharedRun(nest.y * width, len(into), record, nest.x * width))
                 continue
             for tile, data in self._tiles(record, nest, width):
                 if not cast:
@@ -165,7 +168,7 @@ class Worker:
         width = dtypes.dtype(plan.source_dtype).nbytes
         for row, record, nest in tensor.replicas.cut(low, high):
             different = sum(_count(plan, tile, data, part) for tile, data in self._tiles(record, nest, width))
-            # Ranks may be picked among, tensors may not: a tied one that differs is another tensor.
+            # --replicas pick chooses among ranks, not among tensors: a tied tensor that differs is an error.
             if different and (self._shared.replicas == "verify" or record in plan.tied):
                 raise difference_error(self._shared.plan, plan, row, self._shared.source)
             if different:
@@ -173,7 +176,7 @@ class Worker:
 
     def _tiles(self, record: int, nest: Nest, width: int) -> Iterator[tuple[Tile, memoryview]]:
         """Yield a nest's tiles, each with its bytes, which stay valid until the next."""
-        for tile in tiles(nest, len(self._staging) // width):
+        for tile in cut_tiles(nest, len(self._staging) // width):
             data = self._shared.source.fetch(record, tile.start * width, tile.length * width, self._staging)
             if tile.is_dense:
                 self._shared.checksums.add(record, tile.start * width, data)
@@ -181,7 +184,7 @@ class Worker:
 
 
 def _count(plan: TensorPlan, tile: Tile, data: memoryview, part: memoryview) -> int:
-    """Return how many elements of a replica's tile differ from what stands in `part`."""
+    """Return how many elements of a replica's tile differ from those in `part`."""
     if plan.source_dtype == plan.output.dtype:
         width = dtypes.dtype(plan.source_dtype).nbytes
         return count_different(data, part, tile.target, tile.loops, width)

@@ -1,7 +1,7 @@
-"""Early writeback: the kernel begins with pages that are complete, so that the fsync at the end finds little left.
+"""Early writeback: the kernel writes complete pages in the background, so that the final fsync has little left to do.
 
-sync_file_range(2) with SYNC_FILE_RANGE_WRITE starts the writing and waits for nothing; it promises nothing either, so
-an fsync must still follow. Only Linux has it; elsewhere nothing is done.
+sync_file_range(2) with SYNC_FILE_RANGE_WRITE starts the writing without waiting. It guarantees nothing, so an fsync
+must still follow. Only Linux has it; other systems do nothing here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _sync_file_range() -> Any:
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Begin to write a range of a file to its disk; what can't be begun is left to fsync."""
+    """Begin to write a range of a file to its disk; errors are left to fsync."""
     function = _sync_file_range()
     if function is not None:
         function(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)

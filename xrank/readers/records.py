@@ -29,7 +29,7 @@ class Records:
     def file(self, archive: TorchArchive) -> Callable[[str], int]:
         """Take in a file; return what gives the index of the record with a key, taking it in at first use."""
         number = len(self.files)
-        self.files.append(SourceFile.of(archive.path, archive.status))
+        self.files.append(SourceFile.from_status(archive.path, archive.status))
         if not archive.has_checksums:
             self.bare.append(archive.path)
         known: dict[str, int] = {}
@@ -46,7 +46,7 @@ class Records:
     def safetensors_file(self, header: SafetensorsHeader) -> Callable[[HeaderTensor], int]:
         """Take in a file; return what takes in the record of one of its tensors and gives its index."""
         number = len(self.files)
-        self.files.append(SourceFile.of(header.path, header.status))
+        self.files.append(SourceFile.from_status(header.path, header.status))
         return lambda tensor: self._add(
             number, header.data_start + tensor.start, tensor.end - tensor.start, NO_CHECKSUM
         )

@@ -13,7 +13,7 @@ from xrank.errors import ContradictionError, IncompleteError
 from xrank.layout.binding import global_size
 from xrank.layout.nest_rows import joined_rows
 from xrank.layout.nests import Nest, swap
-from xrank.plan.composition import composed
+from xrank.plan.composition import compose
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.matching import Match, active_rules, ends, froms
 from xrank.recipes.pairing import Pairing, pair, reversed_pairing, single_tensors
@@ -114,7 +114,7 @@ def _moved(shard: StoredShard, name: str, shape: tuple[int, ...], nest: Nest) ->
     """Return the pieces of a target that one source has; `nest` goes from the source's addresses to the target's."""
     if nest.x == 0 == nest.y and nest.loops == ((prod(shard.shape), 1, 1),):
         return replace(shard, name=name, shape=shape)
-    rows, nests = composed(shard.nests, (swap(nest),))
+    rows, nests = compose(shard.nests, (swap(nest),))
     return StoredShard(name, shard.dtype, shape, shard.rank[rows], shard.record[rows], nests)
 
 

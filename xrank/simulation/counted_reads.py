@@ -16,7 +16,7 @@ from xrank import dtypes
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.plan.division import Division, Round
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan
-from xrank.plan.replicas import twins
+from xrank.plan.replicas import find_twins
 from xrank.plan.source import NO_CHECKSUM
 from xrank.plan.tiles import SMALLEST_DENSITY
 from xrank.plan.windows import WINDOW_NBYTES
@@ -65,7 +65,7 @@ def count_compared_nbytes(plan: Plan, holder: IntArray, num_ranks: int) -> IntAr
         if not len(tensor.replicas):
             continue
         width = dtypes.dtype(tensor.source_dtype).nbytes
-        twin = twins(tensor)
+        twin = find_twins(tensor)
         rows = np.flatnonzero(twin >= 0)
         rows = rows[tensor.replicas.record[rows] != tensor.copies.record[twin[rows]]]  # the same memory is equal
         first = np.zeros(len(tensor.copies), np.bool_)
@@ -165,7 +165,7 @@ def _count_from_memory(tensor: TensorPlan, runs: _Runs, holder: IntArray, stagin
     """Yield the reads from memory: a rank's own replica if it has one; replicas without a twin only for comparison."""
     width = dtypes.dtype(tensor.source_dtype).nbytes
     num_ranks = int(max(holder.max(initial=0), runs.maker.max(initial=0))) + 1
-    twin = twins(tensor) if len(tensor.replicas) else np.zeros(0, np.int64)
+    twin = find_twins(tensor) if len(tensor.replicas) else np.zeros(0, np.int64)
     has_twin = np.flatnonzero(twin >= 0)
     # Sorted keys (piece, rank) of replicas: one search finds the ranks that have their own.
     own = np.sort(twin[has_twin] * num_ranks + holder[tensor.replicas.record[has_twin]])

@@ -14,9 +14,9 @@ from xrank.layout import DeviceMesh, LayoutMap
 from xrank.layout.nest_rows import rows_of
 from xrank.layout.nest_table import IntArray, int_array
 from xrank.plan.holdings import Holdings, Survey
+from xrank.plan.layout_shapes import compute_shapes
 from xrank.plan.source import RecordTable, SourceFile, StoredModel, StoredShard
 from xrank.plan.survey import survey
-from xrank.plan.told_shapes import told_shapes
 
 __all__ = ["build_layout_model", "read_layouts_on", "survey_layouts"]
 
@@ -51,7 +51,7 @@ def survey_layouts(layouts: LayoutMap, file: str, dtype: str) -> tuple[Survey, t
         LayoutError: no size or no mesh is defined, the ranks do not cover a tensor exactly once, or they have addends
             of it.
     """
-    shapes, untold = told_shapes(layouts)
+    shapes, untold = compute_shapes(layouts)
     if not shapes:
         raise LayoutError(
             f"{file} defines the size of no tensor",

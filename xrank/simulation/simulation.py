@@ -87,7 +87,7 @@ def simulate(
         needs_mesh=rates is not None and bool(rates.link.axes),
     )
     options = GatherOptions(workers=_WORKERS)
-    budget = Budget.within(options.max_memory_nbytes, _WORKERS)
+    budget = Budget.from_memory(options.max_memory_nbytes, _WORKERS)
     traffic = compute_traffic(work, budget.staging_nbytes)
     prediction = None if rates is None else predict(traffic, rates, work.mesh)
     return Simulation(work, traffic, rates, prediction, budget.nbytes, time.monotonic() - started)

@@ -17,8 +17,8 @@ from xrank.layout.nests import Nest
 from xrank.plan.checksums import BoolArray, RecordChecksums
 from xrank.plan.division import Division
 from xrank.plan.planner import Plan
-from xrank.plan.replicas import DIGEST_STAGING_NBYTES, digested_tiles, nearest, to_digest
-from xrank.plan.tiles import tiles
+from xrank.plan.replicas import DIGEST_STAGING_NBYTES, cut_digest_tiles, list_digested, prefer_own_copies
+from xrank.plan.tiles import cut_tiles
 from xrank.plan.windows import FileWindows, PreparedCopies
 from xrank.simulation.traffic import FROM_FILES, Flow, RoundTraffic, build_round, count_written_nbytes
 
@@ -48,7 +48,7 @@ def trace_rounds(
     num_ranks = len(division.rounds[0].shares) if division.rounds else 1
     is_alone = num_ranks == 1
     left_open = None if is_alone else division.left_open
-    plans = [plan if holder is None else nearest(plan, holder, rank) for rank in range(num_ranks)]
+    plans = [plan if holder is None else prefer_own_copies(plan, holder, rank) for rank in range(num_ranks)]
     checksums = [_ChecksumCoverage(plan, staging_nbytes, left_open) for _ in range(num_ranks)]
     joined = _ChecksumCoverage(plan, staging_nbytes)
     rounds = []
@@ -61,11 +61,11 @@ def trace_rounds(
                 if is_alone:  # it finishes each file alone
                     reads[rank] += checksums[rank].take_rest(file.records)
             if not is_alone:
-                reads[rank] += checksums[rank].take_rest(division.own_records(rank, number))
-                joined.join(checksums[rank], division.open_records(number))
+                reads[rank] += checksums[rank].take_rest(division.find_own_records(rank, number))
+                joined.join(checksums[rank], division.find_open_records(number))
         if not is_alone:
             # Rank 0 completes the records that several ranks read, as in the executor.
-            reads[0] += joined.take_rest(division.open_records(number))
+            reads[0] += joined.take_rest(division.find_open_records(number))
         flows = [_flow(rank, each, holder) for rank, each in enumerate(reads)]
         rounds.append(build_round(count_written_nbytes(plan, one), flows))
     return tuple(rounds)
@@ -74,9 +74,9 @@ def trace_rounds(
 def trace_compared_nbytes(plan: Plan, holder: IntArray, num_ranks: int) -> IntArray:
     """Trace the bytes that each rank digests of its own memory to compare replicas."""
     found = np.zeros(num_ranks, np.int64)
-    for tensor, copies, row in to_digest(plan):
+    for tensor, copies, row in list_digested(plan):
         width = dtypes.dtype(tensor.source_dtype).nbytes
-        for _, chunk in digested_tiles(copies.nests[row], width, DIGEST_STAGING_NBYTES):
+        for _, chunk in cut_digest_tiles(copies.nests[row], width, DIGEST_STAGING_NBYTES):
             found[holder[copies.record[row]]] += sum(tile.length for tile in chunk) * width
     return found
 
@@ -114,7 +114,7 @@ def _reads(file: FileWindows, ranges: Sequence[range], staging_nbytes: int) -> I
     """Yield the reads of a worker for windows of a file."""
     for window in chain(*ranges):
         for portion in file.portions(window):
-            tensor = file.prepared(portion.tensor)
+            tensor = file.prepare(portion.tensor)
             width = dtypes.dtype(tensor.plan.source_dtype).nbytes
             is_cast = tensor.plan.source_dtype != tensor.plan.output.dtype
             for copies, may_be_straight in ((tensor.copies, not is_cast), (tensor.replicas, False)):
@@ -129,7 +129,7 @@ def _cut(
         if may_be_straight and length:  # the worker reads directly into the output
             yield _Read(record, nest.x * width, length * width, True)
             continue
-        for tile in tiles(nest, staging_nbytes // width):
+        for tile in cut_tiles(nest, staging_nbytes // width):
             yield _Read(record, tile.start * width, tile.length * width, tile.is_dense)
 
 

@@ -87,7 +87,7 @@ def find_group_team(group: Any, place: str, *, timeout_seconds: float, joins_lau
             found.group,
             found.ranks,
             found.rank,
-            None if found.is_one_host else OutputPlace.of(place).parent,
+            None if found.is_one_host else OutputPlace.from_path(place).parent,
             num_here=found.num_here,
             timeout_seconds=timeout_seconds,
         )
@@ -109,7 +109,7 @@ def _team_of_launch(launch: Launch, out: str, timeout_seconds: float) -> Team:
         group,
         range(launch.world_size),
         launch.rank,
-        None if is_one_host else OutputPlace.of(out).parent,
+        None if is_one_host else OutputPlace.from_path(out).parent,
         num_here=launch.local_world_size or 1,
         timeout_seconds=timeout_seconds,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xrank.deferred import deferred
+from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
     from xrank.testing.message_contract import MessageWorkspaceContract
@@ -22,4 +22,4 @@ _HOMES = {
     "WorkspaceContract": "workspace_contract",
 }
 
-__getattr__, __dir__ = deferred(__name__, _HOMES)
+__getattr__, __dir__ = defer_imports(__name__, _HOMES)

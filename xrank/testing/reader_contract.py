@@ -40,7 +40,7 @@ from xrank.errors import CorruptError, UnsafeError, XrankError
 from xrank.readers.base import Hints, Reader
 from xrank.readers.discovery import find_source
 from xrank.testing.source_faults import FAULTS, SourceChange, escaping_paths, hostile_changes
-from xrank.writers.companions import source_companions
+from xrank.writers.companions import list_source_companions
 
 __all__ = ["ReaderContract", "SampleSource", "WholeTensor", "read_model", "whole"]
 
@@ -124,7 +124,7 @@ class ReaderContract:
     def files(self, made: SampleSource) -> list[Path]:
         """Return the files to damage: all of the source but the companions, which are only copied."""
         root = made.path if made.path.is_dir() else made.path.parent
-        companions = {companion.path for companion in source_companions(str(root))}
+        companions = {companion.path for companion in list_source_companions(str(root))}
         return sorted(file for file in root.rglob("*") if file.is_file() and str(file) not in companions)
 
     # ---- fixtures

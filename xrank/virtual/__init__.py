@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xrank.deferred import deferred
+from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
     from xrank.virtual.array_spec import ArraySpec
@@ -105,4 +105,4 @@ _HOMES = {
     "shards_of": "operations.shards",
 }
 
-__getattr__, __dir__ = deferred(__name__, _HOMES)
+__getattr__, __dir__ = defer_imports(__name__, _HOMES)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xrank.deferred import deferred
+from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
     from xrank.workspace.base import MessageWorkspace, Workspace
 
 __all__ = ["MessageWorkspace", "Workspace"]
 
-__getattr__, __dir__ = deferred(__name__, {"MessageWorkspace": "base", "Workspace": "base"})
+__getattr__, __dir__ = defer_imports(__name__, {"MessageWorkspace": "base", "Workspace": "base"})

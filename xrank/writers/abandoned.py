@@ -1,6 +1,6 @@
-"""What dead gathers left beside an output: finished by the next start, gone on with, or cleared away.
+"""Folders that dead gathers left beside an output: the next start finishes, resumes or removes them.
 
-Each folder is taken over by renaming it to an id of one's own: of two that try, one finds it gone.
+A gather takes a folder over by renaming it to an id of its own: of two that try, one finds it gone.
 """
 
 from __future__ import annotations
@@ -15,45 +15,53 @@ from dataclasses import dataclass
 
 from xrank.errors import OutputExistsError
 from xrank.faces import option
-from xrank.writers.disk import describe, explaining, sync_folder, write_all
-from xrank.writers.journal import JOURNAL_NAME, Journal, JournalLine, journal_text, read_journal
+from xrank.writers.disk import describe, explain_errors, sync_folder, write_all
+from xrank.writers.journal import JOURNAL_NAME, Journal, JournalLine, encode_journal, read_journal
 from xrank.writers.output_place import MANIFEST_NAME, OutputPlace
 from xrank.writers.rename import move, move_new
 
-__all__ = ["Claim", "claim", "clear", "owner_text", "roll_forward", "taken_over", "write_journal"]
+__all__ = [
+    "ClaimedStage",
+    "claim_stage",
+    "clear_folder",
+    "describe_owner",
+    "make_takeover_error",
+    "roll_forward",
+    "write_journal",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """A stage to go on with, and what was found on the way."""
+class ClaimedStage:
+    """A stage to resume, and notes about the folders that were removed."""
 
     path: str | None
-    """None: nothing to go on with."""
+    """None if there is nothing to resume."""
     finished: tuple[JournalLine, ...]
     notes: tuple[str, ...]
 
 
 def roll_forward(place: OutputPlace) -> None:
-    """Finish what a killed overwrite began without an exchange: the new output if it is there, else the old."""
+    """Finish a killed overwrite that had no exchange: restore the new output if it is whole, else the old."""
     for identifier in place.identifiers("-old"):
         stage = place.stage(identifier)
         old = f"{stage}-old"
         staged = os.path.isdir(stage)
         if not os.path.lexists(place.path):
-            # The old one is moved aside only when the stage is whole and on disk.
+            # The old output is moved aside only after the stage is whole and on disk.
             complete = staged and os.path.isfile(os.path.join(stage, MANIFEST_NAME))
-            with explaining(place.path), suppress(FileNotFoundError, FileExistsError):
+            with explain_errors(place.path), suppress(FileNotFoundError, FileExistsError):
                 move_new(stage if complete else old, place.path)
             sync_folder(place.parent)
             if complete:
-                clear(place, old)
+                clear_folder(place, old)
         elif not staged:
-            clear(place, old)
-        # else: something new took the name between the two renames; both stay until it is gone.
+            clear_folder(place, old)
+        # else: something new took the name between the two renames; both folders stay until it is gone.
 
 
-def claim(place: OutputPlace, plan_digest: str, *, resume: bool) -> Claim:
-    """Take over the stage an interrupted run of the same plan left; clear all others of this user's away."""
+def claim_stage(place: OutputPlace, plan_digest: str, *, resume: bool) -> ClaimedStage:
+    """Take over the stage that an interrupted run of the same plan left; remove this user's other stages."""
     path: str | None = None
     finished: tuple[JournalLine, ...] = ()
     notes = []
@@ -64,44 +72,44 @@ def claim(place: OutputPlace, plan_digest: str, *, resume: bool) -> Claim:
             continue
         journal = read_journal(stage)
         if not resume or path is not None or journal is None or journal.plan != plan_digest:
-            clear(place, stage)
-            notes.append(_why_cleared(stage, journal, plan_digest, resume=resume))
+            clear_folder(place, stage)
+            notes.append(_explain_clearing(stage, journal, plan_digest, resume=resume))
             continue
         mine = place.new_stage()
-        with explaining(stage):
+        with explain_errors(stage):
             try:
                 move(stage, mine)
             except FileNotFoundError:
-                continue  # another gather was quicker
-        # Read again: until the rename its owner may have lived and added to it.
+                continue  # another gather took it first
+        # Read again: until the rename its owner may have been alive and have added lines.
         journal = read_journal(mine) or journal
         path, finished = mine, _keep_finished(mine, journal)
         write_journal(mine, plan_digest, finished)
-    return Claim(path, finished, tuple(notes))
+    return ClaimedStage(path, finished, tuple(notes))
 
 
-def clear(place: OutputPlace, path: str) -> None:
-    """Remove a folder of this user's beside the output; nothing is left that could be taken for a whole one."""
-    with explaining(path):
+def clear_folder(place: OutputPlace, path: str) -> None:
+    """Remove a folder of this user beside the output; its rename comes first, so no half-removed output is left."""
+    with explain_errors(path):
         doomed = place.new_stage()
         try:
             move(path, doomed)
         except FileNotFoundError:
             return
-        with suppress(FileNotFoundError):  # another start may clear the same
+        with suppress(FileNotFoundError):  # another start may remove the same folder
             shutil.rmtree(doomed)
 
 
 def write_journal(stage: str, plan_digest: str, finished: Sequence[JournalLine] = ()) -> None:
-    """Put a new journal in place of any other, whole or not at all."""
+    """Replace the journal of a stage, atomically."""
     path = os.path.join(stage, JOURNAL_NAME)
     fresh = f"{path}.part"
-    with explaining(path):
+    with explain_errors(path):
         with suppress(FileNotFoundError):
             os.unlink(fresh)
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            write_all(fd, journal_text(plan_digest, socket.gethostname(), os.getpid(), finished))
+            write_all(fd, encode_journal(plan_digest, socket.gethostname(), os.getpid(), finished))
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -109,8 +117,8 @@ def write_journal(stage: str, plan_digest: str, finished: Sequence[JournalLine] 
     sync_folder(stage)
 
 
-def owner_text(place: OutputPlace) -> str:
-    """Say who writes to the output, as its stage tells it."""
+def describe_owner(place: OutputPlace) -> str:
+    """Describe the process that writes to the output, from its stage's journal."""
     for identifier in place.identifiers():
         journal = read_journal(place.stage(identifier))
         if journal is not None:
@@ -118,10 +126,10 @@ def owner_text(place: OutputPlace) -> str:
     return f"it has only begun; lock {describe(place.lock_path)}"
 
 
-def taken_over(place: OutputPlace) -> OutputExistsError:
-    """Return the error for a gather whose stage another one has claimed."""
+def make_takeover_error(place: OutputPlace) -> OutputExistsError:
+    """Return the error for a gather whose stage another gather has taken over."""
     return OutputExistsError(
-        f"{place.path}: another gather to it took over this one's stage ({owner_text(place)})",
+        f"{place.path}: another gather to it took over this one's stage ({describe_owner(place)})",
         file=place.path,
         next_step=f"wait for the other gather, or give this one another {option('out')}",
     )
@@ -134,7 +142,7 @@ def _keep_finished(stage: str, journal: Journal) -> tuple[JournalLine, ...]:
             status = os.lstat(os.path.join(stage, line.file))
             if stat.S_ISREG(status.st_mode) and status.st_size == line.nbytes:
                 finished[line.file] = line
-    with explaining(stage):
+    with explain_errors(stage):
         for entry in list(os.scandir(stage)):
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
@@ -143,7 +151,7 @@ def _keep_finished(stage: str, journal: Journal) -> tuple[JournalLine, ...]:
     return tuple(finished.values())
 
 
-def _why_cleared(stage: str, journal: Journal | None, plan_digest: str, *, resume: bool) -> str:
+def _explain_clearing(stage: str, journal: Journal | None, plan_digest: str, *, resume: bool) -> str:
     name = os.path.basename(stage)
     if not resume:
         return f"{name}: left by an earlier run, cleared away: this run was not to resume"

@@ -11,7 +11,7 @@ from typing import Any
 from xrank.errors import OutputExistsError
 from xrank.workspace.abandoned_memory import find_abandoned_segments
 from xrank.workspace.directory_messages import MessageName
-from xrank.writers.abandoned import clear, owner_text, roll_forward
+from xrank.writers.abandoned import clear_folder, describe_owner, roll_forward
 from xrank.writers.journal import read_journal
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace
@@ -53,8 +53,8 @@ def clean_places(path: str, *, dry_run: bool, now: float) -> list[dict[str, Any]
 def _places(path: str) -> Iterator[OutputPlace]:
     """Yield the places of outputs that may have left something: those in a folder, and the folder itself as one."""
     names = {match[1] for entry in os.listdir(path) if (match := _STAGE.fullmatch(entry)) is not None}
-    places = [OutputPlace.of(os.path.join(path, name)) for name in sorted(names)]
-    for place in [*places, OutputPlace.of(path)]:
+    places = [OutputPlace.from_path(os.path.join(path, name)) for name in sorted(names)]
+    for place in [*places, OutputPlace.from_path(path)]:
         if place.identifiers() or place.identifiers("-old"):
             yield place
 
@@ -63,12 +63,12 @@ def _clean_place(place: OutputPlace, dry_run: bool, now: float) -> list[dict[str
     if dry_run:
         return _rows(place, now)
     try:
-        with hold_lock(place.lock_path, place.path, owner=lambda: owner_text(place)):
+        with hold_lock(place.lock_path, place.path, owner=lambda: describe_owner(place)):
             rows = _rows(place, now)
             roll_forward(place)
             for row in rows:
                 if row["removed"]:
-                    clear(place, row["path"])
+                    clear_folder(place, row["path"])
             return rows
     except OutputExistsError:
         return [{**row, "removed": False, "why": "its gather is running"} for row in _rows(place, now)]

@@ -1,4 +1,4 @@
-"""What a model folder holds besides weights: configuration, tokenizer, templates, code, licence."""
+"""Files of a model folder besides weights: configuration, tokenizer, templates, code, licence."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from xrank.errors import IncompleteError, UnsafeError, UsageError
 from xrank.faces import option
-from xrank.writers.disk import explaining
+from xrank.writers.disk import explain_errors
 
-__all__ = ["Companion", "base_companions", "companions_in", "hub_snapshot", "source_companions"]
+__all__ = ["CompanionFile", "find_companions", "find_hub_snapshot", "list_base_companions", "list_source_companions"]
 
-# A list of what is a weight ages better than a list of what is not: new kinds of companions appear every year.
+# Weights are listed and not companions: new kinds of companions appear every year.
 _WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data"),
     *(".ot", ".npz", ".tflite", ".distcp", ".lock", ".part"),
@@ -36,24 +36,24 @@ _REVISION = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Companion:
+class CompanionFile:
     """A file to copy byte for byte."""
 
     name: str
-    """In the output, with ``/`` between folders."""
+    """Path in the output, with ``/`` between folders."""
     path: str
-    """Where it is read; may be a link, as every file of a Hugging Face cache snapshot is."""
+    """Path of the source; may be a link, like every file of a Hugging Face cache snapshot."""
 
 
-def base_companions(folder: str) -> tuple[Companion, ...]:
-    """List every file of a model folder that holds no weights and is not hidden, by name.
+def list_base_companions(folder: str) -> tuple[CompanionFile, ...]:
+    """List every file of a model folder that is neither weights nor hidden, by name.
 
-    A folder within counts, as chat templates and code have theirs, unless there are weights in it: that is another
+    Folders inside are included, as for chat templates and code, unless they contain weights: such a folder is another
     model, or a checkpoint. Links to files are followed, links to folders are not; FIFOs, sockets and devices are left
     out.
 
     Raises:
-        UsageError: the folder is none, or may not be read.
+        UsageError: the path is not a folder, or may not be read.
         IncompleteError: a companion is a link to nothing.
     """
     if not os.path.isdir(folder):
@@ -63,22 +63,22 @@ def base_companions(folder: str) -> tuple[Companion, ...]:
     return tuple(sorted(_walk(folder, ""), key=lambda companion: companion.name))
 
 
-def source_companions(folder: str) -> tuple[Companion, ...]:
+def list_source_companions(folder: str) -> tuple[CompanionFile, ...]:
     """List the well-known companions in a checkpoint folder or its ``huggingface`` child; the folder's own come first.
 
     Raises:
         IncompleteError: a companion is a link to nothing.
     """
-    return companions_in((folder, os.path.join(folder, "huggingface")))[0]
+    return find_companions((folder, os.path.join(folder, "huggingface")))[0]
 
 
-def companions_in(folders: Iterable[str]) -> tuple[tuple[Companion, ...], tuple[str, ...]]:
-    """List the well-known companions in some folders, each in the first that has it; and say where others differ.
+def find_companions(folders: Iterable[str]) -> tuple[tuple[CompanionFile, ...], tuple[str, ...]]:
+    """List the well-known companions in some folders, each from the first that has it, and notes about differing ones.
 
     Raises:
         IncompleteError: a companion is a link to nothing.
     """
-    found: dict[str, Companion] = {}
+    found: dict[str, CompanionFile] = {}
     others = []
     for folder in folders:
         for name in _WELL_KNOWN:
@@ -88,11 +88,11 @@ def companions_in(folders: Iterable[str]) -> tuple[tuple[Companion, ...], tuple[
                 if os.path.isfile(path) and not filecmp.cmp(first, path, shallow=False):
                     others.append(f"{first} was taken; {path} differs from it")
             elif os.path.lexists(path) and _is_file(path):
-                found[name] = Companion(name, path)
+                found[name] = CompanionFile(name, path)
     return tuple(found[name] for name in sorted(found)), tuple(others)
 
 
-def hub_snapshot(identifier: str, cache: str) -> str:
+def find_hub_snapshot(identifier: str, cache: str) -> str:
     """Return the folder of a model in the local Hugging Face cache. Nothing is downloaded.
 
     Args:
@@ -100,7 +100,7 @@ def hub_snapshot(identifier: str, cache: str) -> str:
         cache: the cache folder (``HF_HUB_CACHE``).
 
     Raises:
-        UsageError: that is no identifier, or the cache does not hold the model.
+        UsageError: this is not an identifier, or the cache does not contain the model.
         UnsafeError: the cache names a folder outside itself.
     """
     if not _IDENTIFIER.fullmatch(identifier) or ".." in identifier or "--" in identifier:
@@ -117,20 +117,22 @@ def hub_snapshot(identifier: str, cache: str) -> str:
         with open(reference, "rb") as file:
             revision = file.read(257).decode("ascii", "replace").strip()
     except (FileNotFoundError, NotADirectoryError):
-        raise _not_cached(identifier, place) from None
+        raise _make_cache_error(identifier, place) from None
     except OSError as error:
         raise UsageError(f"{reference}: {error.strerror}", file=reference) from error
     if not _REVISION.fullmatch(revision) or len(revision) > 255:
-        raise UnsafeError(f"{reference}: names no snapshot", file=reference, got=repr(revision), want="a commit's hash")
+        raise UnsafeError(
+            f"{reference}: does not name a snapshot", file=reference, got=repr(revision), want="a commit's hash"
+        )
     snapshot = os.path.join(place, "snapshots", revision)
     if not os.path.isdir(snapshot):
-        raise _not_cached(identifier, snapshot)
+        raise _make_cache_error(identifier, snapshot)
     return snapshot
 
 
-def _walk(folder: str, prefix: str) -> list[Companion]:
+def _walk(folder: str, prefix: str) -> list[CompanionFile]:
     found = []
-    with explaining(folder):
+    with explain_errors(folder):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     for entry in entries:
         if entry.name.startswith("."):
@@ -139,7 +141,7 @@ def _walk(folder: str, prefix: str) -> list[Companion]:
         if entry.is_dir(follow_symlinks=False):
             found += _walk(entry.path, f"{name}/") if not _holds_weights(entry.path) else []
         elif not _is_weight(entry.name) and _is_file(entry.path):
-            found.append(Companion(name, entry.path))
+            found.append(CompanionFile(name, entry.path))
     return found
 
 
@@ -166,7 +168,7 @@ def _is_file(path: str) -> bool:
         return False  # a link in a circle
 
 
-def _not_cached(identifier: str, place: str) -> UsageError:
+def _make_cache_error(identifier: str, place: str) -> UsageError:
     return UsageError(
         f"{identifier}: is not in the local Hugging Face cache: no {place}",
         file=place,

@@ -1,4 +1,4 @@
-"""What the file system is asked for, and its refusals in words: room for a file, a folder on disk, errors explained."""
+"""Requests to the file system: room for a file, a folder's sync, and errors with an explanation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = [
     "allocate",
     "describe",
     "explain",
-    "explaining",
-    "free_nbytes",
-    "give_room",
-    "in_memory",
+    "explain_errors",
+    "is_in_memory",
     "may_share_blocks",
+    "measure_free_nbytes",
+    "reserve_room",
     "sync_folder",
     "write_all",
 ]
@@ -34,12 +34,12 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def explain(error: OSError, path: str, *, needed_nbytes: int | None = None) -> XrankError:
-    """Return the error xrank raises for a refusal of the file system at that path."""
+    """Return xrank's error for an error of the file system at that path."""
     if isinstance(error, XrankError):
         return error
     text = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in _NO_SPACE:
-        return _no_space(error.errno, path, needed_nbytes)
+        return _make_space_error(error.errno, path, needed_nbytes)
     if error.errno == errno.EFBIG:
         return UsageError(
             f"{path}: larger than a file may be here: the file-size limit (ulimit -f) or the file system's own",
@@ -61,13 +61,13 @@ def explain(error: OSError, path: str, *, needed_nbytes: int | None = None) -> X
         f"{path}: {text}",
         file=path,
         got=errno.errorcode.get(error.errno or 0, str(error.errno)),
-        next_step="look at the disk or the server; the same command goes on from what is finished",
+        next_step="look at the disk or the server; the same command goes on from the finished files",
     )
 
 
 @contextmanager
-def explaining(path: str, *, needed_nbytes: int | None = None) -> Iterator[None]:
-    """Raise what the file system refuses in the body as the XrankError that says so."""
+def explain_errors(path: str, *, needed_nbytes: int | None = None) -> Iterator[None]:
+    """Raise an OSError of the body as the XrankError that explains it."""
     try:
         yield
     except XrankError:
@@ -77,8 +77,8 @@ def explaining(path: str, *, needed_nbytes: int | None = None) -> Iterator[None]
 
 
 def describe(path: str) -> str:
-    """Say who owns a path and its mode; of a path that does not exist, those of the nearest folder that does."""
-    there = _nearest(path)
+    """Describe owner and mode of a path, or of the nearest existing folder above it."""
+    there = _find_existing(path)
     try:
         status = os.lstat(there)
     except OSError:
@@ -87,26 +87,26 @@ def describe(path: str) -> str:
     return f"{place}owner uid {status.st_uid}, mode {stat.filemode(status.st_mode)}, this process is uid {os.geteuid()}"
 
 
-def free_nbytes(path: str) -> int | None:
-    """Return the bytes this user may still write beside that path; None where nobody says."""
+def measure_free_nbytes(path: str) -> int | None:
+    """Return the bytes that this user may still write beside that path; None if they are not known."""
     try:
-        status = os.statvfs(_nearest(path))
+        status = os.statvfs(_find_existing(path))
     except OSError:
         return None
     return status.f_bavail * status.f_frsize
 
 
-def give_room(fd: int, path: str, nbytes: int) -> None:
-    """Size a new, empty file, so that a full disk is met before the data moves and not after hours.
+def reserve_room(fd: int, path: str, nbytes: int) -> None:
+    """Size a new, empty file, so that a full disk is detected before the data moves.
 
     Raises:
         NoSpaceError: the file system has less room than that.
         UsageError: a file may not be that large here.
     """
-    with explaining(path, needed_nbytes=nbytes):
-        if in_memory(fd):
-            # fallocate would zero every page of a tmpfs first; a sparse file only promises, so ask for the room here.
-            free = free_nbytes(path)
+    with explain_errors(path, needed_nbytes=nbytes):
+        if is_in_memory(fd):
+            # fallocate would zero every page of a tmpfs first, and a sparse file reserves nothing: check the room here.
+            free = measure_free_nbytes(path)
             if free is not None and free < nbytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         elif nbytes:
@@ -123,7 +123,7 @@ def allocate(fd: int, nbytes: int) -> None:
     """Reserve the first bytes of a file: fallocate(2).
 
     Not os.posix_fallocate: where a file system cannot reserve (NFS 3, many FUSE), glibc writes a byte into every
-    block instead of saying so.
+    block instead of returning an error.
     """
     function = getattr(_LIBC, "fallocate64", None) or getattr(_LIBC, "fallocate", None)
     if function is None:
@@ -143,24 +143,24 @@ def write_all(fd: int, content: bytes | memoryview) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """Make the names in a folder last through a power loss."""
-    with explaining(path):
+    """Sync a folder, so that the names in it survive a power loss."""
+    with explain_errors(path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         except OSError as error:
-            # Some network and user-space file systems keep no such promise for folders and say so by EINVAL.
+            # Some network and user-space file systems cannot sync folders and return EINVAL.
             if error.errno not in _NOT_SUPPORTED:
                 raise
         finally:
             os.close(fd)
 
 
-def _no_space(number: int, path: str, needed: int | None) -> NoSpaceError:
-    free = free_nbytes(path)
+def _make_space_error(number: int, path: str, needed: int | None) -> NoSpaceError:
+    free = measure_free_nbytes(path)
     what = "the quota is used up" if number == errno.EDQUOT else "no space left"
     with suppress(OSError):
-        status = os.statvfs(_nearest(path))
+        status = os.statvfs(_find_existing(path))
         if status.f_files and not status.f_favail:
             what = "no inode left (too many files)"
     need = "" if needed is None else f", {needed} bytes needed"
@@ -177,7 +177,7 @@ def _no_space(number: int, path: str, needed: int | None) -> NoSpaceError:
     )
 
 
-def _nearest(path: str) -> str:
+def _find_existing(path: str) -> str:
     while not os.path.lexists(path):
         parent = os.path.dirname(path)
         if parent == path or not parent:
@@ -186,14 +186,14 @@ def _nearest(path: str) -> str:
     return path
 
 
-def in_memory(fd: int) -> bool:
-    """Say whether a file lies in memory (tmpfs, ramfs)."""
+def is_in_memory(fd: int) -> bool:
+    """Return whether a file is in memory (tmpfs, ramfs)."""
     return _file_system(fd) in _MEMORY_FILE_SYSTEMS
 
 
 def may_share_blocks(path: str, other: str) -> bool:
-    """Say whether a new file at a path might come to share blocks with another file, and so need no room of its own."""
-    there = _nearest(path)
+    """Return whether a new file at a path may share blocks with another file, and so need less room."""
+    there = _find_existing(path)
     with suppress(OSError):
         if os.stat(there).st_dev != os.stat(other).st_dev:
             return False

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder: which tensors share a file, where each lies, and the index."""
+"""The weights of a Hugging Face folder: the tensors of each file, their offsets, and the index."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def lay_out(
 ) -> tuple[OutputFile, ...]:
     """Split tensors over files in the given order and give each its place.
 
-    Inside a file, tensors of whole 4,096-byte blocks come first: safetensors allows no gaps, and so they all start at
-    such a block. The others follow, widest element first, which keeps each at a multiple of its element's width.
+    Inside a file, tensors of whole 4,096-byte blocks come first: safetensors allows no gaps, so all of them start at a
+    block. The others follow, widest element first, which keeps each at a multiple of its element's width.
 
     Args:
         tensors: with names and global shapes; their offsets do not matter.
-        max_shard_nbytes: of tensor data in a file; a larger tensor gets a file of its own.
-        apart: groups of further tensors, which come after those and share no file with them; a group is in one file.
+        max_shard_nbytes: most bytes of tensor data in a file; a larger tensor gets a file of its own.
+        apart: groups of further tensors, which come last and in files of their own; a group is in one file.
 
     Raises:
-        UsageError: there is no tensor, two have one name, or the limit is no size.
+        UsageError: there is no tensor, two have one name, or the limit is below 1.
     """
     everything = [*tensors, *chain.from_iterable(apart)]
     if not everything:
@@ -73,7 +73,7 @@ def lay_out_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
 
 
 def index_text(files: Iterable[OutputFile]) -> str | None:
-    """Return ``model.safetensors.index.json`` as the Hub and transformers write it; None where one file needs none."""
+    """Return ``model.safetensors.index.json`` as the Hub and transformers write it; None for a single file."""
     files = tuple(files)
     if len(files) == 1:
         return None
@@ -103,7 +103,7 @@ def _split(units: Iterable[Sequence[OutputTensor]], max_shard_nbytes: int) -> li
 
 
 def _entry_nbytes(tensor: OutputTensor) -> int:
-    # At most: JSON escaped to ASCII is never shorter than UTF-8, offsets have 20 digits at most, and a comma.
+    # An upper bound: JSON escaped to ASCII is never shorter than UTF-8, and offsets have 20 digits at most.
     digits = sum(len(str(n)) + 1 for n in tensor.shape)
     frame = len('"":{"dtype":"","shape":[],"data_offsets":[,]},') + 2 * 20
     return len(json.dumps(tensor.name)) + len(tensor.dtype) + digits + frame

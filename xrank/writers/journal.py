@@ -1,4 +1,4 @@
-"""The journal of a stage: which files are finished, each line with its own checksum."""
+"""The journal of a stage: its finished files, each line with its own checksum."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import xxhash
 
-__all__ = ["JOURNAL_NAME", "Journal", "JournalLine", "journal_text", "line_text", "parse_journal", "read_journal"]
+__all__ = ["JOURNAL_NAME", "Journal", "JournalLine", "encode_journal", "encode_line", "parse_journal", "read_journal"]
 
 JOURNAL_NAME = ".xrank-journal.jsonl"
-"""Hidden, so that no companion can have its name: hidden files are never companions."""
+"""Hidden: hidden files are never companions, so no companion has this name."""
 
 _VERSION = 1
 _MAX_NBYTES = 256 * 2**20
@@ -31,35 +31,35 @@ class JournalLine:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What an earlier run wrote down."""
+    """The journal of an earlier run."""
 
     plan: str
     """Digest of its plan."""
     host: str
     pid: int
     lines: tuple[JournalLine, ...]
-    """Up to the first torn or flipped one."""
+    """Lines before the first damaged one."""
 
 
-def journal_text(plan: str, host: str, pid: int, lines: Iterable[JournalLine] = ()) -> bytes:
-    """Return a whole journal."""
-    head = _sealed({"version": _VERSION, "plan": plan, "host": host, "pid": pid})
-    return head + b"".join(line_text(line) for line in lines)
+def encode_journal(plan: str, host: str, pid: int, lines: Iterable[JournalLine] = ()) -> bytes:
+    """Return the bytes of a journal."""
+    head = _seal({"version": _VERSION, "plan": plan, "host": host, "pid": pid})
+    return head + b"".join(encode_line(line) for line in lines)
 
 
-def line_text(line: JournalLine) -> bytes:
-    """Return the line that says a file is finished."""
-    return _sealed({"file": line.file, "nbytes": line.nbytes, "digest": line.digest})
+def encode_line(line: JournalLine) -> bytes:
+    """Return the bytes of the line for a finished file."""
+    return _seal({"file": line.file, "nbytes": line.nbytes, "digest": line.digest})
 
 
 def parse_journal(content: bytes) -> Journal | None:
     """Read a journal up to its first damaged line; None if the first is damaged or of another version.
 
-    What stands after a damaged line is not trusted either: it was written by a run that did not know of the damage.
+    Lines after a damaged one are not trusted either: their run did not know of the damage.
     """
     records = []
-    for text in content.split(b"\n")[:-1]:  # what follows the last newline is torn or nothing
-        record = _unsealed(text)
+    for text in content.split(b"\n")[:-1]:  # the text after the last newline is torn or empty
+        record = _unseal(text)
         if record is None:
             break
         records.append(record)
@@ -72,14 +72,16 @@ def parse_journal(content: bytes) -> Journal | None:
     for record in rest:
         match record:
             case {"file": str(file), "nbytes": int(nbytes), "digest": str(digest)} if os.path.basename(file) == file:
-                finished[file] = JournalLine(file, nbytes, digest)  # a file made again stands twice: the last holds
+                finished[file] = JournalLine(
+                    file, nbytes, digest
+                )  # a file that was made again has two lines: the last counts
             case _:
                 break
     return Journal(plan, host, pid, tuple(finished.values()))
 
 
 def read_journal(stage: str) -> Journal | None:
-    """Read the journal in a stage; None if there is none to trust. Follows no link and waits for no FIFO."""
+    """Read the journal in a stage; None without a valid one. Does not follow links or wait for FIFOs."""
     try:
         fd = os.open(os.path.join(stage, JOURNAL_NAME), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -94,11 +96,11 @@ def read_journal(stage: str) -> Journal | None:
             return None
 
 
-def _sealed(record: dict[str, Any]) -> bytes:
+def _seal(record: dict[str, Any]) -> bytes:
     return json.dumps({**record, "xxh3": _checksum(record)}).encode() + b"\n"
 
 
-def _unsealed(text: bytes) -> dict[str, Any] | None:
+def _unseal(text: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""``xrank_manifest.json``: what an output holds, where each byte came from, and the digests to prove it again.
+"""``xrank_manifest.json``: the contents of an output, the source of each byte, and digests to verify it.
 
-No time, host or absolute path stands in it: the same input gives the same bytes.
+It contains no time, host or absolute path, so the same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from xrank import dtypes
 from xrank.errors import CorruptError, IncompleteError
 from xrank.faces import either, option
-from xrank.writers.disk import explaining
+from xrank.writers.disk import explain_errors
 from xrank.writers.output_place import MANIFEST_NAME
 
 __all__ = [
@@ -42,7 +42,7 @@ _DIGEST = re.compile(r"([a-z0-9_]+:)?[0-9a-f]{8,128}")
 
 @dataclass(frozen=True, slots=True)
 class ManifestSource:
-    """What was gathered."""
+    """The source of a gather."""
 
     format: str
     world_size: int | None = None
@@ -61,13 +61,13 @@ class ManifestFile:
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A part of a source file that went into a tensor."""
+    """A part of a source file that a tensor was made of."""
 
     file: str
-    """Relative to the source folder."""
+    """Path relative to the source folder."""
     rank: int | None
     offset: int
-    """In bytes from the file's first."""
+    """First byte in the file."""
     nbytes: int
 
 
@@ -76,14 +76,14 @@ class ManifestTensor:
     """A tensor of the output."""
 
     dtype: str
-    """Safetensors name."""
+    """Safetensors name of the element type."""
     shape: tuple[int, ...]
     """Global shape."""
     file: str
     digest: str
     sources: tuple[TensorSource, ...] = ()
     replicas: int = 0
-    """Copies that were compared with the one written."""
+    """Number of copies that were compared with the written one."""
 
 
 def manifest_text(
@@ -103,17 +103,17 @@ def manifest_text(
     """Return the manifest, one line for each file and tensor, sorted by name.
 
     Args:
-        source: what was gathered.
-        files: the files of weights, and the index.
-        tensors: by name.
-        companions: files copied beside them.
-        tied: names that were not written, and the tensor each is the same as.
-        excluded: names left out as asked.
-        cast: names of which the element type changed, and what it was.
-        merged: names to which an adapter's tensors were added, and which; without any, the manifest says nothing of it.
-        transformed: names of tensors that a caller's function made, and of which tensor; said as `merged` is.
-        padding_dropped: names that lost padding rows, and how many.
-        notes: what the report said besides.
+        source: the source of the gather.
+        files: files of weights, and the index.
+        tensors: tensors by name.
+        companions: files copied beside the weights.
+        tied: name that was not written -> name of the tensor with the same values.
+        excluded: names that options left out.
+        cast: name -> earlier element type, for tensors that were cast.
+        merged: name -> the adapter's tensors that were added to it; the key is left out if empty.
+        transformed: name -> tensor that the caller's function made it of; the key is left out if empty.
+        padding_dropped: name -> number of padding rows that were removed.
+        notes: notes of the report.
     """
     sections = {
         "schema": str(_SCHEMA),
@@ -121,32 +121,32 @@ def manifest_text(
         "source": _line(asdict(source)),
         "files": _rows(_line(asdict(file)) for file in sorted(files, key=lambda f: f.name)),
         "companions": _rows(_line(asdict(file)) for file in sorted(companions, key=lambda f: f.name)),
-        "tensors": _named({name: asdict(tensor) for name, tensor in tensors.items()}),
-        "tied": _named(tied or {}),
+        "tensors": _table({name: asdict(tensor) for name, tensor in tensors.items()}),
+        "tied": _table(tied or {}),
         "excluded": _rows(_line(name) for name in sorted(excluded)),
-        "cast": _named(cast or {}),
-        **({"merged": _named(merged)} if merged else {}),
-        **({"transformed": _named(transformed)} if transformed else {}),
-        "padding_dropped": _named(padding_dropped or {}),
+        "cast": _table(cast or {}),
+        **({"merged": _table(merged)} if merged else {}),
+        **({"transformed": _table(transformed)} if transformed else {}),
+        "padding_dropped": _table(padding_dropped or {}),
         "notes": _rows(_line(note) for note in notes),
     }
     return "{\n" + ",\n".join(f'"{key}": {text}' for key, text in sections.items()) + "\n}\n"
 
 
 def read_manifest(path: str) -> dict[str, Any]:
-    """Read a manifest and check that every part is what it should be.
+    """Read a manifest and check every part of it.
 
     Raises:
-        IncompleteError: there is none.
+        IncompleteError: there is no manifest.
         CorruptError: it is damaged, contradicts itself or was written by another version.
     """
     content = _read(path)
     try:
-        manifest = json.loads(content, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-        _check(manifest)
+        manifest = json.loads(content, object_pairs_hook=_build_unique, parse_constant=_refuse_constant)
+        _check_manifest(manifest)
     except (ValueError, RecursionError, _FlawError) as error:
         raise CorruptError(
-            f"{path}: is no manifest of xrank: {error}",
+            f"{path}: is not a manifest of xrank: {error}",
             file=path,
             got=str(error),
             next_step="gather the model again; its manifest cannot be trusted",
@@ -156,7 +156,7 @@ def read_manifest(path: str) -> dict[str, Any]:
 
 
 class _FlawError(Exception):
-    """Says what is wrong in a manifest."""
+    """A manifest is wrong; the message names the part."""
 
 
 def _line(value: Any) -> str:
@@ -168,7 +168,7 @@ def _rows(lines: Iterable[str]) -> str:
     return f"[\n  {text}\n ]" if text else "[]"
 
 
-def _named(values: Mapping[str, Any]) -> str:
+def _table(values: Mapping[str, Any]) -> str:
     text = ",\n  ".join(f"{_line(name)}: {_line(values[name])}" for name in sorted(values))
     return f"{{\n  {text}\n }}" if text else "{}"
 
@@ -186,61 +186,61 @@ def _read(path: str) -> bytes:
             ),
         ) from None
     except OSError as error:
-        with explaining(path):
+        with explain_errors(path):
             raise error
-    with explaining(path), open(fd, "rb") as file:
+    with explain_errors(path), open(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_NBYTES:
-            raise CorruptError(f"{path}: is no manifest of xrank: no regular file, or too large", file=path)
+            raise CorruptError(f"{path}: is not a manifest of xrank: not a regular file, or too large", file=path)
         return file.read()
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise _FlawError("a key stands twice")
+        raise _FlawError("a key occurs twice")
     return result
 
 
 def _refuse_constant(text: str) -> None:
-    raise _FlawError(f"{text} is no value of it")
+    raise _FlawError(f"{text} is not a valid value")
 
 
-def _check(manifest: Any) -> None:
+def _check_manifest(manifest: Any) -> None:
     if not isinstance(manifest, dict) or manifest.get("schema") is not _SCHEMA:
-        raise _FlawError(f"schema {_SCHEMA} was wanted")
-    _keys("the manifest", {key: value for key, value in manifest.items() if key not in _FURTHER_KEYS}, _KEYS)
+        raise _FlawError(f"its schema must be {_SCHEMA}")
+    _check_keys("the manifest", {key: value for key, value in manifest.items() if key not in _FURTHER_KEYS}, _KEYS)
     if manifest["digest"] != DIGEST_ALGORITHM:
         raise _FlawError(f"its digests are {manifest['digest']!r}, not {DIGEST_ALGORITHM}")
     source = manifest["source"]
-    _keys("source", source, ("format", "world_size", "run_id", "step"))
-    _is("source.format", source["format"], str)
+    _check_keys("source", source, ("format", "world_size", "run_id", "step"))
+    _check_kind("source.format", source["format"], str)
     if source["run_id"] is not None:
-        _is("source.run_id", source["run_id"], str)
+        _check_kind("source.run_id", source["run_id"], str)
     for key in ("world_size", "step"):
         if source[key] is not None:
-            _count(f"source.{key}", source[key])
+            _check_count(f"source.{key}", source[key])
     files = {*_check_files("files", manifest["files"])}
     companions = {*_check_files("companions", manifest["companions"])}
     if files & companions:
         raise _FlawError(f"{min(files & companions)!r} is a file and a companion")
-    _is("tensors", manifest["tensors"], dict)
+    _check_kind("tensors", manifest["tensors"], dict)
     for name, tensor in manifest["tensors"].items():
         _check_tensor(f"tensor {name!r}", tensor, files)
     for key in ("tied", "cast", "padding_dropped"):
-        _is(key, manifest[key], dict)
+        _check_kind(key, manifest[key], dict)
     for key in _FURTHER_KEYS:
-        for name, text in _is(key, manifest.get(key, {}), dict).items():
-            _is(key, text, str)
+        for name, text in _check_kind(key, manifest.get(key, {}), dict).items():
+            _check_kind(key, text, str)
             if name not in manifest["tensors"]:
-                raise _FlawError(f"{name!r} was {key}, and is no tensor")
+                raise _FlawError(f"{name!r} was {key}, and is not a tensor")
     for name, target in manifest["tied"].items():
         if not isinstance(target, str) or target not in manifest["tensors"]:
-            raise _FlawError(f"{name!r} is tied to {target!r}, which is no tensor")
-    _is("notes", manifest["notes"], list)
-    _is("excluded", manifest["excluded"], list)
+            raise _FlawError(f"{name!r} is tied to {target!r}, which is not a tensor")
+    _check_kind("notes", manifest["notes"], list)
+    _check_kind("excluded", manifest["excluded"], list)
     for name in manifest["excluded"]:
-        _is("excluded", name, str)
+        _check_kind("excluded", name, str)
 
 
 _KEYS = (
@@ -251,66 +251,66 @@ _FURTHER_KEYS = ("merged", "transformed")
 
 
 def _check_files(what: str, entries: Any) -> list[str]:
-    _is(what, entries, list)
+    _check_kind(what, entries, list)
     names = []
     for entry in entries:
-        _keys(what, entry, ("name", "nbytes", "digest"))
-        _file_name(f"{what}.name", entry["name"])
-        _count(f"{what}.nbytes", entry["nbytes"])
-        _digest(f"{what}.digest", entry["digest"])
+        _check_keys(what, entry, ("name", "nbytes", "digest"))
+        _check_file_name(f"{what}.name", entry["name"])
+        _check_count(f"{what}.nbytes", entry["nbytes"])
+        _check_digest(f"{what}.digest", entry["digest"])
         names.append(entry["name"])
     if len(set(names)) != len(names):
-        raise _FlawError(f"{what}: a name stands twice")
+        raise _FlawError(f"{what}: a name occurs twice")
     return names
 
 
 def _check_tensor(what: str, tensor: Any, files: set[str]) -> None:
-    _keys(what, tensor, ("dtype", "shape", "file", "digest", "sources", "replicas"))
-    _is(f"{what}.dtype", tensor["dtype"], str)
+    _check_keys(what, tensor, ("dtype", "shape", "file", "digest", "sources", "replicas"))
+    _check_kind(f"{what}.dtype", tensor["dtype"], str)
     if tensor["dtype"] not in dtypes.DTYPES:
         raise _FlawError(f"{what}: no element type {tensor['dtype']!r}")
-    _is(f"{what}.shape", tensor["shape"], list)
+    _check_kind(f"{what}.shape", tensor["shape"], list)
     for size in tensor["shape"]:
-        _count(f"{what}.shape", size)
-    _is(f"{what}.file", tensor["file"], str)
+        _check_count(f"{what}.shape", size)
+    _check_kind(f"{what}.file", tensor["file"], str)
     if tensor["file"] not in files:
-        raise _FlawError(f"{what} lies in {tensor['file']!r}, which is not among the files")
-    _digest(f"{what}.digest", tensor["digest"])
-    _count(f"{what}.replicas", tensor["replicas"])
-    _is(f"{what}.sources", tensor["sources"], list)
+        raise _FlawError(f"{what} is in {tensor['file']!r}, which is not among the files")
+    _check_digest(f"{what}.digest", tensor["digest"])
+    _check_count(f"{what}.replicas", tensor["replicas"])
+    _check_kind(f"{what}.sources", tensor["sources"], list)
     for source in tensor["sources"]:
-        _keys(f"{what}.sources", source, ("file", "rank", "offset", "nbytes"))
-        _file_name(f"{what}.sources.file", source["file"])
+        _check_keys(f"{what}.sources", source, ("file", "rank", "offset", "nbytes"))
+        _check_file_name(f"{what}.sources.file", source["file"])
         if source["rank"] is not None:
-            _count(f"{what}.sources.rank", source["rank"])
-        _count(f"{what}.sources.offset", source["offset"])
-        _count(f"{what}.sources.nbytes", source["nbytes"])
+            _check_count(f"{what}.sources.rank", source["rank"])
+        _check_count(f"{what}.sources.offset", source["offset"])
+        _check_count(f"{what}.sources.nbytes", source["nbytes"])
 
 
-def _keys(what: str, value: Any, keys: Sequence[str]) -> None:
-    _is(what, value, dict)
+def _check_keys(what: str, value: Any, keys: Sequence[str]) -> None:
+    _check_kind(what, value, dict)
     if set(value) != set(keys):
         raise _FlawError(f"{what} must have {', '.join(keys)}; it has {', '.join(sorted(value)) or 'nothing'}")
 
 
-def _is(what: str, value: Any, kind: type) -> Any:
+def _check_kind(what: str, value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
         raise _FlawError(f"{what}: {type(value).__name__} in place of {kind.__name__}")
     return value
 
 
-def _count(what: str, value: Any) -> None:
+def _check_count(what: str, value: Any) -> None:
     if type(value) is not int or value < 0:
-        raise _FlawError(f"{what}: {value!r} is no count")
+        raise _FlawError(f"{what}: {value!r} is not a count")
 
 
-def _digest(what: str, value: Any) -> None:
+def _check_digest(what: str, value: Any) -> None:
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise _FlawError(f"{what}: {value!r} is no digest")
+        raise _FlawError(f"{what}: {value!r} is not a digest")
 
 
-def _file_name(what: str, value: Any) -> None:
-    # A manifest is read by verify, which opens what it names: nothing outside the folder.
+def _check_file_name(what: str, value: Any) -> None:
+    # verify opens the files that a manifest names: no name may lead outside the folder.
     escapes = not isinstance(value, str) or "\0" in value or "\\" in value
     if escapes or any(piece in {"", ".", ".."} for piece in value.split("/")):
-        raise _FlawError(f"{what}: {value!r} names no file inside the folder")
+        raise _FlawError(f"{what}: {value!r} is not the name of a file inside the folder")

@@ -1,4 +1,4 @@
-"""The lock beside an output: it saves a second gather from working in vain; nothing that must hold rests on it."""
+"""The lock beside an output: it saves a second gather needless work; correctness does not depend on it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO}
 
 @contextmanager
 def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None]:
-    """Hold the lock of an output, or go on without where the file system has no locks.
+    """Hold the lock of an output, or go on without if the file system has no locks.
 
-    The native lock, though StrictSoftFileLock is the one that excludes across NFS clients: a strict lock whose owner
-    was killed stays held until someone breaks it by hand, on this host too, which would stop the run that a scheduler
-    starts again, perhaps on another node. The kernel (of the NFS server, after the lease) frees this one with its
-    owner. Where it lets two gathers pass, the later one claims the stage of the earlier by a rename, and the commit
-    decides: work is lost, never an output.
+    This is the native lock, though only StrictSoftFileLock excludes across NFS clients: a strict lock whose owner was
+    killed stays held until it is removed by hand, which would stop a run that a scheduler starts again, perhaps on
+    another node. The kernel (of the NFS server, after the lease) frees the native lock with its owner. If two gathers
+    pass, the later one takes over the stage of the earlier by a rename, and the commit decides: work is lost, but no
+    output.
 
     Args:
         path: the lock file.
         out: the output, for the message.
-        owner: says who holds it, once it is known to be held.
+        owner: returns a description of the lock's owner, for the message.
 
     Raises:
         OutputExistsError: another gather holds it.
-        UsageError: something that is no file lies there, or the folder cannot be written to.
+        UsageError: the lock's path is not a file, or the folder cannot be written to.
     """
     lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
     held = False
@@ -52,7 +52,7 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
     except OSError as error:
         if error.errno in _NO_FILE:
             raise UsageError(
-                f"{path}: is no file, so it cannot be the lock of {out} ({describe(path)})",
+                f"{path}: is not a file, so it cannot be the lock of {out} ({describe(path)})",
                 file=path,
                 next_step="remove it, then run the same command",
             ) from error
@@ -63,7 +63,7 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
         yield
     finally:
         if held:
-            # Unlinked while held: who waits on this file finds that it has no name any more and takes a new one.
+            # Unlinked while held: a process that waits on this file finds it without a name and makes a new one.
             with suppress(OSError):
                 os.unlink(path)
             lock.release()

@@ -1,6 +1,6 @@
-"""Where an output is to be, the names xrank uses beside it, and what may not be replaced there.
+"""The path of an output, the names xrank uses beside it, and checks of existing files there.
 
-.<name>.xrank-<id>/        a stage, or what an output was before it was replaced
+.<name>.xrank-<id>/        a stage, or an old output that was replaced
 .<name>.xrank-<id>-old/    the old output while the stage of that id takes its place, without renameat2's exchange
 .<name>.xrank.lock         the lock
 """
@@ -21,10 +21,10 @@ from xrank.errors import OutputExistsError, UsageError
 from xrank.faces import option
 from xrank.formats.rank_state import rank_of, state_file_name
 from xrank.words import list_text, plural
-from xrank.writers.disk import describe, explain, explaining, free_nbytes, may_share_blocks, sync_folder
+from xrank.writers.disk import describe, explain, explain_errors, may_share_blocks, measure_free_nbytes, sync_folder
 
-__all__ = ["MANIFEST_NAME", "OutputPlace", "check_output", "check_replaceable", "check_room", "exists"]
-__all__ += ["listed_files", "make_parents"]
+__all__ = ["MANIFEST_NAME", "OutputPlace", "check_output", "check_replaceable", "check_room", "make_exists_error"]
+__all__ += ["make_parents", "read_listed_files"]
 
 MANIFEST_NAME = "xrank_manifest.json"
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -32,24 +32,24 @@ _ID = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True)
 class OutputPlace:
-    """Where an output is to be, and the names xrank uses beside it."""
+    """The path of an output, and the names xrank uses beside it."""
 
     path: str
-    """Absolute; the folder it is in has no link on its way."""
+    """Absolute; its folder is resolved, without links."""
     parent: str
     name: str
 
     @classmethod
-    def of(cls, out: str | os.PathLike[str]) -> OutputPlace:
+    def from_path(cls, out: str | os.PathLike[str]) -> OutputPlace:
         """Return the place of an output path.
 
         Raises:
-            UsageError: the path names no folder that could be made.
+            UsageError: the path is not a possible folder.
         """
         text = os.path.abspath(os.fspath(out))
         parent, name = os.path.split(text)
         if not name or "\0" in text:
-            raise UsageError(f"{out!s}: is no name for an output folder", file=text, next_step="name a new folder")
+            raise UsageError(f"{out!s}: is not a name for an output folder", file=text, next_step="name a new folder")
         parent = os.path.realpath(parent)
         return cls(os.path.join(parent, name), parent, name)
 
@@ -59,7 +59,7 @@ class OutputPlace:
         return os.path.join(self.parent, f".{self.name}.xrank.lock")
 
     def new_stage(self) -> str:
-        """Return a stage's path that nobody can guess."""
+        """Return the path of a new stage, with a random id."""
         return self.stage(secrets.token_hex(8))
 
     def stage(self, identifier: str) -> str:
@@ -70,7 +70,7 @@ class OutputPlace:
         """List the ids of this user's folders ``.<name>.xrank-<id><suffix>``, in order. No link is followed."""
         prefix = f".{self.name}.xrank-"
         found = []
-        with explaining(self.parent):
+        with explain_errors(self.parent):
             names = os.listdir(self.parent)
         for name in names:
             identifier = name[len(prefix) : len(name) - len(suffix)]
@@ -86,32 +86,32 @@ def check_output(out: str | os.PathLike[str], *, overwrite: bool, replaces_state
     """Refuse an output that exists or cannot be made. Writes nothing.
 
     Args:
-        out: the folder to be.
-        overwrite: whether what is there may be replaced.
-        replaces_states: whether that may be a workspace, too, as where the output is one.
+        out: the folder to make.
+        overwrite: whether an existing model may be replaced.
+        replaces_states: whether an existing workspace may be replaced too, as by an output that is one.
 
     Raises:
-        OutputExistsError: it exists, and ``overwrite`` is not given or would replace what is no model.
-        UsageError: the folder it is to be in cannot be written to.
+        OutputExistsError: it exists, and ``overwrite`` is not given or it is not a model.
+        UsageError: its parent folder cannot be written to.
     """
-    place = OutputPlace.of(out)
+    place = OutputPlace.from_path(out)
     if os.path.lexists(place.path):
         if not overwrite:
-            raise exists(place.path, "")
+            raise make_exists_error(place.path, "")
         check_replaceable(place.path, replaces_states=replaces_states)
     there = place.parent
     while not os.path.lexists(there):
         there = os.path.dirname(there)
     if not os.path.isdir(there):
         raise UsageError(
-            f"{there}: is no folder, so {place.path} cannot be made",
+            f"{there}: is not a folder, so {place.path} cannot be made",
             file=there,
-            got=_kind(there),
+            got=_describe_kind(there),
             want="a folder",
             next_step=f"choose another {option('out')}",
         )
     if not os.access(there, os.W_OK | os.X_OK):
-        is_read_only = os.statvfs(there).f_flag & os.ST_RDONLY  # then owner and mode explain nothing
+        is_read_only = os.statvfs(there).f_flag & os.ST_RDONLY  # then owner and mode are not the reason
         why = "its file system is mounted read-only" if is_read_only else describe(there)
         raise UsageError(
             f"{there}: cannot be written to ({why})",
@@ -126,34 +126,34 @@ def check_room(out: str | os.PathLike[str], nbytes: Sequence[int], source: str) 
     """Refuse an output for which the disk is certainly too small. Writes nothing.
 
     Args:
-        out: the folder to be.
-        nbytes: of each of its files.
-        source: where the bytes are from, which files on a file system that shares blocks need not hold twice.
+        out: the folder to make.
+        nbytes: bytes of each of its files.
+        source: path of the source; on a file system that shares blocks, the output may share the source's.
 
     Raises:
         NoSpaceError: there is less room.
     """
-    place = OutputPlace.of(out)
+    place = OutputPlace.from_path(out)
     if os.path.isdir(place.parent) and place.identifiers():
-        return  # what an interrupted run finished is there already
-    free = free_nbytes(place.path)
+        return  # an interrupted run may have written most of it already
+    free = measure_free_nbytes(place.path)
     needed = max(nbytes, default=0) if may_share_blocks(place.path, source) else sum(nbytes)
     if free is not None and free < needed:
         raise explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), place.path, needed_nbytes=needed)
 
 
 def check_replaceable(path: str, *, replaces_states: bool) -> None:
-    """Refuse to replace what is not an empty folder or one that holds a model: overwriting a home folder is a slip.
+    """Refuse to replace anything but an empty folder or a model: overwriting a home folder is a slip.
 
-    Nor a model beside which somebody keeps folders, such as a trainer's checkpoints, or ranks' states, unless the
-    output is states itself: they would go with it, and no model gives them back.
+    A model with other folders in it, such as a trainer's checkpoints, or with ranks' states, is refused too, unless the
+    output is states itself: they would be removed with it, and cannot be made from a model.
 
     Raises:
-        OutputExistsError: it is something else; the message says what it holds.
+        OutputExistsError: it is something else; the message describes it.
     """
     status = os.lstat(path)
     if stat.S_ISDIR(status.st_mode):
-        with explaining(path):
+        with explain_errors(path):
             names = os.listdir(path)
         known = {MANIFEST_NAME, "config.json"}
         if not names or any(name in known or name.endswith(".safetensors") for name in names):
@@ -162,9 +162,9 @@ def check_replaceable(path: str, *, replaces_states: bool) -> None:
                 _check_states(path, names)
             return
     raise OutputExistsError(
-        f"{path}: is {_kind(path)}, not a model, so {option('overwrite', True)} does not replace it",
+        f"{path}: is {_describe_kind(path)}, not a model, so {option('overwrite', True)} does not replace it",
         file=path,
-        got=_kind(path),
+        got=_describe_kind(path),
         want="a folder that holds a model, or nothing",
         next_step=f"choose another {option('out')}, or move it elsewhere",
     )
@@ -178,7 +178,7 @@ def _check_folders(path: str, names: Sequence[str]) -> None:
             folders.append(name)
     if not folders:
         return
-    own = {name.partition("/")[0] for name in listed_files(path) if "/" in name}
+    own = {name.partition("/")[0] for name in read_listed_files(path) if "/" in name}
     others = [name for name in folders if name not in own]
     if others:
         raise OutputExistsError(
@@ -198,14 +198,14 @@ def _check_states(path: str, names: Sequence[str]) -> None:
             f"{path}: holds the states of {plural(len(ranks), 'rank')}, so {option('overwrite', True)} does not put a "
             "model in their place",
             file=os.path.join(path, state_file_name(ranks[0])),
-            got=_kind(path),
+            got=_describe_kind(path),
             want="a folder that holds a model, or nothing",
             next_step=f"choose another {option('out')}, or move it elsewhere",
         )
 
 
-def listed_files(path: str) -> set[str]:
-    """Return the files that the manifest in a folder lists, itself too; a damaged one lists nothing else."""
+def read_listed_files(path: str) -> set[str]:
+    """Return the manifest's own name and the files that it lists; only the former if it is damaged or missing."""
     listed = {MANIFEST_NAME}
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         with open(os.path.join(path, MANIFEST_NAME), encoding="utf-8") as file:
@@ -214,32 +214,32 @@ def listed_files(path: str) -> set[str]:
     return listed
 
 
-def exists(path: str, when: str) -> OutputExistsError:
-    """Return the error for an output whose name is taken; ``when`` says since when, if not from the start."""
+def make_exists_error(path: str, when: str) -> OutputExistsError:
+    """Return the error for an output whose name is taken; ``when`` describes a name taken during the run."""
     return OutputExistsError(
-        f"{path}: {when or 'exists already'} ({_kind(path)})",
+        f"{path}: {when or 'exists already'} ({_describe_kind(path)})",
         file=path,
-        got=_kind(path),
+        got=_describe_kind(path),
         want="nothing there",
         next_step=f"choose another {option('out')}, or add {option('overwrite', True)} to replace it",
     )
 
 
 def make_parents(place: OutputPlace) -> None:
-    """Make the folders above the output, so that they last."""
+    """Make the folders above the output, and sync them."""
     missing = []
     folder = place.parent
     while not os.path.lexists(folder):
         missing.append(folder)
         folder = os.path.dirname(folder)
     for path in reversed(missing):
-        with explaining(path):
+        with explain_errors(path):
             with suppress(FileExistsError):
                 os.mkdir(path)
             sync_folder(os.path.dirname(path))
 
 
-def _kind(path: str) -> str:
+def _describe_kind(path: str) -> str:
     try:
         mode = os.lstat(path).st_mode
         if stat.S_ISLNK(mode):

@@ -1,4 +1,4 @@
-"""A workspace's states as output files: what stands in each, where each tensor lies, its directory last."""
+"""A workspace's states as output files: a pickle, the tensors and the zip directory at the end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["lay_out_state"]
 def lay_out_state(
     record: RankRecord, config: Mapping[str, Any], tensors: Sequence[OutputTensor], names: Mapping[str, str]
 ) -> OutputFile:
-    """Return one rank's state as a file to be written: ``rank_<r>_state.pth``, as `NFSWorkspace` leaves it.
+    """Return one rank's state as a file to be written: ``rank_<r>_state.pth``, as `NFSWorkspace` writes it.
 
     Args:
-        record: whose state it is.
+        record: rank, world size and run of the state.
         config: plain values.
         tensors: the rank's parts, with their local shapes; their offsets do not matter.
-        names: every name of the state, in its order, and the tensor it stands for; tied names stand for one.
+        names: name in the state, in its order -> tensor; tied names have the same tensor.
     """
     keys = {tensor.name: str(key) for key, tensor in enumerate(tensors)}
     views = {

@@ -1,4 +1,4 @@
-"""Renames that replace nothing, and renames that trade places: what makes an output appear at one instant."""
+"""Atomic renames: without replacing, and as an exchange; they make an output appear at one instant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Identity = tuple[int, int]
 
 
 def renameat2(source: str, target: str, flags: int) -> None:
-    """Rename by renameat2, which Python's os lacks; OSError(ENOSYS) where the C library lacks it too."""
+    """Rename by renameat2, which Python's os lacks; OSError(ENOSYS) if the C library lacks it too."""
     function = getattr(_LIBC, "renameat2", None)
     if function is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), source, None, target)
@@ -31,7 +31,7 @@ def renameat2(source: str, target: str, flags: int) -> None:
 
 
 def identity(path: str) -> Identity | None:
-    """Return what stays the same when a file or folder is renamed; None where there is nothing."""
+    """Return device and inode, which a rename keeps; None if nothing is there."""
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -50,10 +50,10 @@ def move(source: str, target: str) -> None:
 
 
 def move_new(source: str, target: str) -> None:
-    """Rename a folder to a name that nothing has.
+    """Rename a folder to a free name.
 
     Raises:
-        FileExistsError: something has that name.
+        FileExistsError: the name is taken.
         OSError: the file system refused.
     """
     moving = identity(source)
@@ -65,7 +65,7 @@ def move_new(source: str, target: str) -> None:
             return
         if error.errno not in _NOT_SUPPORTED:
             raise
-    # Between this look and the rename another process may put a folder there: a rename replaces an empty one at most.
+    # Between the check and the rename another process may make a folder there; a rename replaces an empty one at most.
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
     try:
@@ -79,7 +79,7 @@ def move_new(source: str, target: str) -> None:
 
 
 def exchange(one: str, other: str) -> bool:
-    """Let two folders trade names at one instant; return False where the file system cannot."""
+    """Exchange the names of two folders at one instant; return False if the file system cannot."""
     first, second = identity(one), identity(other)
     try:
         renameat2(one, other, _EXCHANGE)
@@ -93,5 +93,5 @@ def exchange(one: str, other: str) -> bool:
 
 
 def _has_moved(moving: Identity | None, source: str, target: str) -> bool:
-    # An NFS client that repeats a request whose answer was lost is told ENOENT about a rename that was done.
+    # An NFS client repeats a request whose answer was lost, and then gets ENOENT for a rename that was done.
     return moving is not None and identity(target) == moving and identity(source) is None

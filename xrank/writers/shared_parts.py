@@ -1,4 +1,4 @@
-"""A stage's unfinished files, as all ranks of one gather write to them: rank 0 makes, finishes and commits them."""
+"""A stage's unfinished files, to which all ranks of a gather write; rank 0 makes, finishes and commits them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass
 
 from xrank.errors import CorruptError
-from xrank.writers.disk import describe, explaining
+from xrank.writers.disk import describe, explain_errors
 from xrank.writers.journal import read_journal
 
 __all__ = ["SharedParts"]
@@ -18,30 +18,30 @@ _PART = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:
-    """The files of a stage that another process holds.
+    """The files of a stage of another process.
 
-    That process may fail and its successor take the stage's name away: then nothing is found here, and what is still
-    written to an open file changes none of the successor's, which makes its own.
+    That process may fail, and its successor take over the stage by a rename. Then no file is found here, and writes to
+    open files do not change the successor's, which makes new ones.
     """
 
     path: str
-    """The stage."""
+    """Path of the stage."""
 
-    def is_of(self, plan_digest: str) -> bool:
-        """Say whether the stage is to be seen here, and is one of that plan."""
+    def has_plan(self, plan_digest: str) -> bool:
+        """Return whether the stage is visible here and belongs to that plan."""
         journal = read_journal(self.path)
         return journal is not None and journal.plan == plan_digest
 
     def open(self, name: str, nbytes: int) -> int | None:
-        """Return the file that will be finished under that name, open for both ways; it is never made here.
+        """Return a descriptor of the file that will be finished under that name, for reading and writing.
 
-        None: it is not to be seen here, not yet or not any more.
+        None if it is not visible here, not yet or not any more: it is never made here.
 
         Raises:
-            CorruptError: it has another size than it was given.
+            CorruptError: it has another size.
         """
         path = os.path.join(self.path, f"{name}.part")
-        with explaining(path):
+        with explain_errors(path):
             try:
                 fd = os.open(path, _PART)
             except OSError as error:

@@ -1,4 +1,4 @@
-"""A folder that is about to become the output: files are made to last one by one, then all appear by one rename."""
+"""A folder that becomes the output: its files are synced one by one, then all appear by one rename."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import xxhash
 from xrank.errors import ContradictionError, CorruptError, OutputExistsError, UnsafeError, XrankError
 from xrank.words import list_text
 from xrank.writers import rename
-from xrank.writers.abandoned import clear, taken_over, write_journal
-from xrank.writers.disk import describe, explain, give_room, sync_folder, write_all
-from xrank.writers.journal import JOURNAL_NAME, JournalLine, line_text
+from xrank.writers.abandoned import clear_folder, make_takeover_error, write_journal
+from xrank.writers.disk import describe, explain, reserve_room, sync_folder, write_all
+from xrank.writers.journal import JOURNAL_NAME, JournalLine, encode_line
 from xrank.writers.output_place import (
     MANIFEST_NAME,
     OutputPlace,
     check_replaceable,
-    exists,
-    listed_files,
+    make_exists_error,
+    read_listed_files,
 )
 
 __all__ = ["Stage"]
 
 _COPY_NBYTES = 2**20
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# The permissions are the umask's, not 0600: whoever may read the folder is to read the model.
+# Permissions by the umask, not 0600: users who may read the folder may read the model.
 _FILE_MODE = 0o666
 
 
 class Stage:
-    """A folder that is about to become the output. Its methods may be called from several threads, ``commit`` last."""
+    """A folder that becomes the output. Several threads may call its methods; ``commit`` comes last."""
 
     def __init__(
         self,
@@ -60,25 +60,25 @@ class Stage:
 
     @property
     def finished(self) -> Mapping[str, JournalLine]:
-        """Files that are whole, by name: from an interrupted run of the same plan (to be verified again) and this."""
+        """Finished files by name, of this run and of an interrupted one of the same plan, which need verification."""
         return MappingProxyType(self._finished)
 
     def part_path(self, name: str) -> str:
-        """Return where a file is written until it is finished."""
+        """Return the path of a file until it is finished."""
         return self._path_of(name) + ".part"
 
     def create_part(self, name: str, nbytes: int) -> int:
-        """Make the file that will be finished under that name, at its full size, and return it open for both ways.
+        """Make the file that will be finished under that name, at its full size; return its descriptor.
 
         Raises:
-            NoSpaceError: there is less room than that.
+            NoSpaceError: there is less room.
         """
         part = self.part_path(name)
-        with self._explaining(part, nbytes):
+        with self._explain_errors(part, nbytes):
             self._make_folders(name)
             fd = self._open_new(part)
             try:
-                give_room(fd, part, nbytes)
+                reserve_room(fd, part, nbytes)
             except BaseException:
                 os.close(fd)
                 with suppress(OSError):
@@ -87,13 +87,13 @@ class Stage:
         return fd
 
     def finish_part(self, name: str, fd: int, nbytes: int, digest: str) -> None:
-        """Make a written file last and say so in the journal. Closes ``fd``, also when it fails.
+        """Sync a written file, give it its name and record it in the journal. Closes ``fd``, also on an error.
 
         Raises:
-            CorruptError: the file has another size than it should.
+            CorruptError: the file does not have `nbytes` bytes.
         """
         final = self._path_of(name)
-        with self._explaining(final, nbytes):
+        with self._explain_errors(final, nbytes):
             self._seal(fd, final, nbytes)
             line = JournalLine(name, nbytes, digest)
             with self._journal_lock:
@@ -101,7 +101,7 @@ class Stage:
                     os.path.join(self.path, JOURNAL_NAME), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
                 )
                 try:
-                    write_all(journal, line_text(line))
+                    write_all(journal, encode_line(line))
                     os.fsync(journal)
                 finally:
                     os.close(journal)
@@ -110,23 +110,23 @@ class Stage:
     def discard(self, name: str) -> None:
         """Remove a finished file that turned out to be wrong."""
         path = self._path_of(name)
-        with self._explaining(path), self._journal_lock:
-            # The journal keeps its line: a line without its file, or with a file of another digest, means nothing.
+        with self._explain_errors(path), self._journal_lock:
+            # The journal keeps the line: a resume ignores lines without a file and verifies the digests of the others.
             self._finished.pop(name, None)
             with suppress(FileNotFoundError):
                 os.unlink(path)
 
     def write_file(self, name: str, content: bytes) -> JournalLine:
-        """Write a small file, whole or not at all; return what the manifest says of it."""
+        """Write a small file atomically; return its entry for the manifest."""
 
         def fill(fd: int) -> tuple[int, str]:
             write_all(fd, content)
             return len(content), xxhash.xxh3_128_hexdigest(content)
 
-        return self._lay(name, fill, len(content))
+        return self._write_small(name, fill, len(content))
 
     def copy_file(self, name: str, source_path: str) -> JournalLine:
-        """Copy a regular file, whole or not at all; links are followed for reading. Returns as ``write_file``.
+        """Copy a regular file atomically, following links; return its entry for the manifest.
 
         Raises:
             UnsafeError: the source is a FIFO, a device or a folder.
@@ -139,8 +139,8 @@ class Stage:
         try:
             before = os.fstat(source)
             if not stat.S_ISREG(before.st_mode):
-                raise UnsafeError(f"{source_path}: is no regular file", file=source_path, got=describe(source_path))
-            result = self._lay(name, lambda fd: _copy(source, source_path, fd), before.st_size)
+                raise UnsafeError(f"{source_path}: is not a regular file", file=source_path, got=describe(source_path))
+            result = self._write_small(name, lambda fd: _copy(source, source_path, fd), before.st_size)
             after = os.fstat(source)
         finally:
             os.close(source)
@@ -159,19 +159,19 @@ class Stage:
         """Make the stage the output, at one instant.
 
         Raises:
-            OutputExistsError: something took the output's name and may not be replaced.
-            XrankError: the output does not read back as it was written.
+            OutputExistsError: the output's name was taken meanwhile and may not be replaced.
+            XrankError: the output does not read back as written.
         """
         manifest = self._check_whole()
         try:
-            with self._explaining(self.path):
+            with self._explain_errors(self.path):
                 with suppress(FileNotFoundError):
                     os.unlink(os.path.join(self.path, JOURNAL_NAME))
                 sync_folder(self.path)
-            with self._explaining(self._place.path):
-                replaced = self._take_the_name()
+            with self._explain_errors(self._place.path):
+                replaced = self._take_output_name()
         except BaseException:
-            # Give the next run back what this one finished.
+            # The journal was removed above; without it the next run could not resume.
             if rename.identity(self.path) == self._identity:
                 with suppress(OSError, XrankError):
                     write_journal(self.path, self._plan_digest, tuple(self._finished.values()))
@@ -180,42 +180,42 @@ class Stage:
         sync_folder(self._place.parent)
         self._read_back(manifest)
         if replaced is not None:
-            gone = _others(replaced, self._place.path)
+            gone = _find_other_files(replaced, self._place.path)
             if gone:
                 removed = list_text(gone)
                 self.notes += (f"the folder that was replaced held {removed}, which xrank had not written: removed",)
             try:
-                clear(self._place, replaced)
+                clear_folder(self._place, replaced)
             except XrankError as error:
-                # The output stands; what it replaced is hidden and the next start clears it.
+                # The output is complete; the replaced one is hidden, and the next start removes it.
                 self.notes += (f"the replaced output could not be removed: {error}",)
 
     def abandon(self) -> None:
-        """Remove what is of no use to a later run: half-written files, and the stage itself if nothing is finished."""
+        """Remove half-written files, and the stage itself if no file is finished."""
         if self._committed or rename.identity(self.path) != self._identity:
             return
         with suppress(OSError, XrankError):
             if not self._finished:
-                clear(self._place, self.path)
+                clear_folder(self._place, self.path)
                 return
             for folder, _, names in os.walk(self.path):
                 for name in names:
                     if name.endswith(".part"):
                         os.unlink(os.path.join(folder, name))
 
-    def _take_the_name(self) -> str | None:
-        """Rename the stage to the output; return where what it replaced is now."""
+    def _take_output_name(self) -> str | None:
+        """Rename the stage to the output; return the present path of the replaced one."""
         place = self._place
         if not self._overwrite or not os.path.lexists(place.path):
             try:
                 rename.move_new(self.path, place.path)
             except FileExistsError as error:
-                raise exists(place.path, "something took its name while this gather ran") from error
+                raise make_exists_error(place.path, "something took its name while this gather ran") from error
             return None
         check_replaceable(place.path, replaces_states=self._replaces_states)
         if rename.exchange(self.path, place.path):
             return self.path
-        # Without an exchange the output is absent for an instant; "-old" tells the next start what was going on.
+        # Without an exchange the output is absent for an instant; the suffix "-old" lets the next start finish this.
         aside = f"{self.path}-old"
         rename.move_new(place.path, aside)
         try:
@@ -228,7 +228,7 @@ class Stage:
         return aside
 
     def _check_whole(self) -> bytes:
-        with self._explaining(self.path):
+        with self._explain_errors(self.path):
             for folder, _, names in os.walk(self.path):
                 for name in names:
                     if name.endswith(".part"):
@@ -245,9 +245,9 @@ class Stage:
                 return file.read()
 
     def _read_back(self, manifest: bytes) -> None:
-        # NFS: what a rename answered may be stale or repeated; what another open reads is what is there.
+        # NFS: the answer to a rename may be stale or repeated; only a new open shows the folder that is there.
         path = os.path.join(self._place.path, MANIFEST_NAME)
-        with self._explaining(path), open(path, "rb") as file:
+        with self._explain_errors(path), open(path, "rb") as file:
             found = file.read()
         if found != manifest:
             raise XrankError(
@@ -259,7 +259,7 @@ class Stage:
     def _path_of(self, name: str) -> str:
         pieces = name.split("/")
         if "\0" in name or not all(piece not in {"", ".", ".."} for piece in pieces) or name == JOURNAL_NAME:
-            raise UnsafeError(f"{name!r} names no file inside the output", file=name)
+            raise UnsafeError(f"{name!r} is not the name of a file inside the output", file=name)
         return os.path.join(self.path, name)
 
     def _open_new(self, path: str) -> int:
@@ -267,10 +267,10 @@ class Stage:
             os.unlink(path)
         return os.open(path, _NEW_FILE, _FILE_MODE)
 
-    def _lay(self, name: str, fill: Callable[[int], tuple[int, str]], nbytes: int) -> JournalLine:
+    def _write_small(self, name: str, fill: Callable[[int], tuple[int, str]], nbytes: int) -> JournalLine:
         final = self._path_of(name)
         part = self.part_path(name)
-        with self._explaining(final, nbytes):
+        with self._explain_errors(final, nbytes):
             self._make_folders(name)
             fd = self._open_new(part)
             try:
@@ -284,7 +284,7 @@ class Stage:
         return JournalLine(name, written, digest)
 
     def _make_folders(self, name: str) -> None:
-        folder = self.path  # never made again: if it is gone, another gather took it
+        folder = self.path  # not made again: if it is gone, another gather took it over
         for piece in name.split("/")[:-1]:
             parent, folder = folder, os.path.join(folder, piece)
             with suppress(FileExistsError):
@@ -299,21 +299,21 @@ class Stage:
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # NFS says here, at last, that the quota is used up
+        os.close(fd)  # NFS reports a used-up quota as late as here
         if found != nbytes:
             raise CorruptError(f"{part}: has the wrong size", file=part, got=f"{found} bytes", want=f"{nbytes} bytes")
         rename.move(part, final)
         sync_folder(os.path.dirname(final))
 
     @contextmanager
-    def _explaining(self, path: str, needed_nbytes: int | None = None) -> Iterator[None]:
+    def _explain_errors(self, path: str, needed_nbytes: int | None = None) -> Iterator[None]:
         try:
             yield
         except OutputExistsError:
             raise
         except (OSError, XrankError) as error:
             if not self._committed and rename.identity(self.path) is None:
-                raise taken_over(self._place) from error
+                raise make_takeover_error(self._place) from error
             if isinstance(error, XrankError):
                 raise
             raise explain(error, path, needed_nbytes=needed_nbytes) from error
@@ -334,9 +334,9 @@ def _copy(source: int, source_path: str, fd: int) -> tuple[int, str]:
         nbytes += len(chunk)
 
 
-def _others(replaced: str, path: str) -> list[str]:
-    """Return the files of a replaced folder that are no part of the new one, and that no manifest of its own lists."""
-    listed = listed_files(replaced)
+def _find_other_files(replaced: str, path: str) -> list[str]:
+    """Return the files of a replaced folder that neither the new one nor the old manifest contains."""
+    listed = read_listed_files(replaced)
     found = []
     for folder, _, names in os.walk(replaced):
         inner = os.path.relpath(folder, replaced)

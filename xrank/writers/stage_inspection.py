@@ -1,4 +1,4 @@
-"""What an unfinished output of xrank holds, and whether its gather still runs."""
+"""The contents of an unfinished output of xrank, and whether its gather still runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["inspect_stage", "owner_state"]
 
 
 def inspect_stage(path: str) -> Report | None:
-    """Return what a stage holds, or None if the path is no stage."""
+    """Return the report of a stage, or None if the path is not a stage."""
     journal = read_journal(path)
     if journal is None:
         return None
@@ -21,10 +21,10 @@ def inspect_stage(path: str) -> Report | None:
     total = done
     try:
         unfinished = [entry for entry in os.scandir(path) if entry.name.endswith(".part")]
-    except FileNotFoundError:  # its gather is running, and has made it its output
+    except FileNotFoundError:  # its gather runs, and has committed it meanwhile
         return None
     for entry in unfinished:
-        with suppress(FileNotFoundError):  # it is finished by now
+        with suppress(FileNotFoundError):  # finished meanwhile
             total += entry.stat(follow_symlinks=False).st_size
     return Report(
         command="inspect",

@@ -81,7 +81,7 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) 
         with open_regular(os.path.join(folder, name), rank_of_file(name)) as opened:
             _check_end(opened, int(metadata.ends[number]))
             rows[mine] = reader.read(opened, owner[mine], mine, start[mine], nbytes[mine])
-            files.append(SourceFile.of(opened.origin.path, opened.status))
+            files.append(SourceFile.from_status(opened.origin.path, opened.status))
     kinds = reader.items.kinds
     ends = np.cumsum(counts)
     ranks = np.array([rank_of_file(name) or 0 for name in metadata.files], dtype=np.int64)

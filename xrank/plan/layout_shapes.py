@@ -1,4 +1,4 @@
-"""Told shapes: the global shapes that a layout map says by itself, where all sizes in it are numbers or have one."""
+"""Global shapes that follow from a layout map alone, if all sizes in it are numbers or have one."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from xrank.layout.notation import LayoutTree
 from xrank.layout.tensor_layout import axis_lengths, flat_of
 from xrank.layout.tensor_name import TensorName, name_table
 
-__all__ = ["told_shapes"]
+__all__ = ["compute_shapes"]
 
 
-def told_shapes(layouts: LayoutMap) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return name -> global shape for all that the map tells, and rule -> why it tells none.
+def compute_shapes(layouts: LayoutMap) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return name -> global shape, and rule -> reason for the rules without known shapes.
 
     A pattern stands for a tensor of its own name; a name with dims for all its tensors, a flat buffer for its members.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    untold: dict[str, str] = {}
+    unknown: dict[str, str] = {}
     for rule, layout in layouts.items():
         assert layout is not None
         try:
             shapes.update(_shapes_of(rule, layout, layouts))
         except KeyError as error:
-            untold[rule] = f"the size {error.args[0]!r} is not known"
+            unknown[rule] = f"the size {error.args[0]!r} is not known"
         except LayoutError as error:
-            untold[rule] = error.message
+            unknown[rule] = error.message
     for rule, companion in layouts.companions.items():
         try:
             for name in _companion_names(rule, companion, layouts):
                 shapes[name] = companion_shape(companion, _base_shape(name, companion, layouts, shapes))
         except KeyError as error:
-            untold[rule] = f"the size {error.args[0]!r} is not known"
+            unknown[rule] = f"the size {error.args[0]!r} is not known"
         except LayoutError as error:
-            untold[rule] = error.message
-    return shapes, untold
+            unknown[rule] = error.message
+    return shapes, unknown
 
 
 def _shapes_of(rule: str, layout: TensorLayout, layouts: LayoutMap) -> Mapping[str, tuple[int, ...]]:

@@ -1,7 +1,7 @@
-"""Who makes which window where ranks hold the source in their own memories: who holds most of it, evenly shared.
+"""The rank that makes each window of a source in ranks' memories: the one with most of its bytes, at equal loads.
 
-Bytes that a rank does not hold come from another, perhaps over a network; windows of which several hold as much, such
-as those of columns or replicas, go to whoever has least to do.
+Bytes that a rank does not hold come from another, perhaps over a network. Windows of which several ranks hold equally
+much, such as those of columns or replicas, go to the rank with the least work.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from xrank.layout.nest_table import IntArray
 from xrank.plan import windows
 from xrank.plan.planner import FilePlan, TensorPlan
 
-__all__ = ["near_makers"]
+__all__ = ["assign_makers"]
 
 _NEARLY = 0.9
-"""Of what the rank that holds most of a window holds: who holds as much is as near."""
+"""Fraction of the most bytes of a window on any rank; a rank with that much is near to the window."""
 _MOST_PERCENT = 105
-"""Of the mean: so much may a rank make."""
+"""Most windows of a rank, in percent of the mean."""
 _MOST_PLACES = 1 << 20
-"""A tensor that lies in more than so many (window, rank) places is near to nobody: its pieces are thin slices."""
+"""A tensor in more (window, rank) places than this is not near to any rank: its pieces are thin slices."""
 
 
-def near_makers(files: Sequence[FilePlan], starts: Sequence[int], holder: IntArray, num_ranks: int) -> IntArray:
-    """Return for each window the rank that makes it; all make nearly as many.
+def assign_makers(files: Sequence[FilePlan], starts: Sequence[int], holder: IntArray, num_ranks: int) -> IntArray:
+    """Return the rank that makes each window; all ranks make nearly equally many.
 
     Args:
         files: the windows' files.
-        starts: by file, the number of its first window; one more at the end, the number of windows.
+        starts: number of each file's first window, and the number of windows at the end.
         holder: by source record, the rank that holds it.
-        num_ranks: among how many.
+        num_ranks: number of ranks.
     """
     makers = np.full(starts[-1], -1, np.int64)
     loads = np.zeros(num_ranks, np.int64)
     for low, high, near in _runs(files, starts, holder, num_ranks):
-        # Contiguous parts of it, one for each rank that is near.
+        # One contiguous part for each near rank.
         step = -(-(high - low) // len(near))
         for start in range(low, high, step):
-            rank = int(near[loads[near].argmin()])  # of several the lowest
+            rank = int(near[loads[near].argmin()])  # the lowest of equals
             stop = min(start + step, high)
             makers[start:stop] = rank
             loads[rank] += stop - start
@@ -52,13 +52,13 @@ def near_makers(files: Sequence[FilePlan], starts: Sequence[int], holder: IntArr
 def _runs(
     files: Sequence[FilePlan], starts: Sequence[int], holder: IntArray, num_ranks: int
 ) -> Iterator[tuple[int, int, IntArray]]:
-    """Yield (first window, one past the last, ranks that are near) of neighbours that are near to the same ranks."""
+    """Yield (first window, one past the last, near ranks) of runs of windows with the same near ranks."""
     everyone = np.arange(num_ranks)
     for file, start, stop in zip(files, starts, starts[1:], strict=False):
-        window, rank = _near(file, stop - start, holder, num_ranks)
+        window, rank = _find_near_ranks(file, stop - start, holder, num_ranks)
         counts = np.bincount(window, minlength=stop - start)
         firsts = np.cumsum(counts) - counts
-        # Neighbours differ in how many are near, or in who is.
+        # A run ends where the number of near ranks changes, or one of them.
         is_new = np.append(True, counts[1:] != counts[:-1])[: stop - start]
         before = firsts[window - 1] + np.arange(len(window)) - firsts[window]
         compared = ~is_new[window]
@@ -68,12 +68,12 @@ def _runs(
             yield start + low, start + high, near if len(near) else everyone
 
 
-def _near(file: FilePlan, num_windows: int, holder: IntArray, num_ranks: int) -> tuple[IntArray, IntArray]:
-    """Return (window, rank) of all ranks that are near to each window of a file, by rising window, then rank."""
-    held = [_held(tensor, holder, num_ranks) for tensor in file.tensors]
+def _find_near_ranks(file: FilePlan, num_windows: int, holder: IntArray, num_ranks: int) -> tuple[IntArray, IntArray]:
+    """Return (window, rank) for all near ranks of each window of a file, by rising window, then rank."""
+    held = [_measure_held(tensor, holder, num_ranks) for tensor in file.tensors]
     none = np.empty(0, np.int64)
     keys, nbytes = (np.concatenate([none, *column]) for column in zip(*held, strict=True)) if held else (none, none)
-    order = np.argsort(keys, kind="stable")  # fast on what comes in rising runs
+    order = np.argsort(keys, kind="stable")  # fast on rising runs
     keys = keys[order]
     firsts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
     sums = np.add.reduceat(nbytes[order], firsts) if len(firsts) else none
@@ -85,8 +85,8 @@ def _near(file: FilePlan, num_windows: int, holder: IntArray, num_ranks: int) ->
     return window[is_near], rank[is_near]
 
 
-def _held(tensor: TensorPlan, holder: IntArray, num_ranks: int) -> tuple[IntArray, IntArray]:
-    """Return (window * ranks + rank, bytes) of all that ranks hold of a tensor; holes are spread evenly."""
+def _measure_held(tensor: TensorPlan, holder: IntArray, num_ranks: int) -> tuple[IntArray, IntArray]:
+    """Return (window * ranks + rank, bytes) for all pieces of a tensor; holes are spread evenly."""
     output, width = tensor.output, dtypes.dtype(tensor.output.dtype).nbytes
     found = []
     for copies in (tensor.copies, tensor.replicas):
@@ -106,7 +106,7 @@ def _held(tensor: TensorPlan, holder: IntArray, num_ranks: int) -> tuple[IntArra
 
 
 def _even_out(makers: IntArray, loads: IntArray) -> None:
-    """Let ranks that have too much give their last windows to those that have least."""
+    """Move the last windows of overloaded ranks to those with the fewest."""
     mean, most = len(makers) // len(loads), -(-_MOST_PERCENT * len(makers) // (100 * len(loads)))
     surplus = np.concatenate([np.flatnonzero(makers == rank)[most:] for rank in range(len(loads))])
     surplus.sort()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.plan.engine_cases import MadeModel, box_nest, lay_out, outputs_of
 from xrank.plan import windows
-from xrank.plan.near_makers import near_makers
+from xrank.plan.makers import assign_makers
 from xrank.plan.planner import make_plan
 
 WINDOW = 512
@@ -42,7 +42,7 @@ def makers_of(tensors, num_ranks):
                     y = y[..., None] + np.arange(n) * ys
                 elements[tensor.output.offset + y.ravel()] = 1
                 held[:, holder[copies.record[row]]] += elements.reshape(count, WINDOW).sum(axis=1)
-    return near_makers([file], [0, count], np.array(holder, np.int64), num_ranks), held
+    return assign_makers([file], [0, count], np.array(holder, np.int64), num_ranks), held
 
 
 def rows(shape, num_ranks, ranks=None):
@@ -92,7 +92,7 @@ def test_who_holds_too_much_gives_to_who_holds_little():
 
 
 def test_thin_slices_are_near_to_nobody(monkeypatch):
-    monkeypatch.setattr("xrank.plan.near_makers._MOST_PLACES", 10)
+    monkeypatch.setattr("xrank.plan.makers._MOST_PLACES", 10)
     makers, _ = makers_of([((64, 512), columns((64, 512), 4))], 4)
     assert np.bincount(makers).tolist() == [16] * 4
 
@@ -112,4 +112,4 @@ def test_random_cuts_are_evenly_shared():
 
 
 def test_no_file_has_no_maker():
-    assert len(near_makers([], [0], np.empty(0, np.int64), 3)) == 0
+    assert len(assign_makers([], [0], np.empty(0, np.int64), 3)) == 0
