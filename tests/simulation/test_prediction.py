@@ -93,7 +93,7 @@ def test_a_needed_rate_must_be_given(name: str) -> None:
     words = [word for word in ALL.split() if not word.startswith(f"{name}=")]
     moved = traffic(([1, 1], [(0, FROM_FILES, 1, 1), (0, 0, 1, 1), (0, 1, 1, 1)]))
     predict(moved, read_rates(ALL), None)
-    with pytest.raises(UsageError, match=f"does not give {name}, which"):
+    with pytest.raises(UsageError, match=f"lacks {name}, which"):
         predict(moved, read_rates(" ".join(words)), None)
     # Rates that are not needed may be missing.
     predict(traffic(([0], [])), read_rates("start=1s"), None)
