@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.distribution.trained_models import Perceptron, assert_same_state, own_part, perceptron_batches, train
+from tests.distribution.trained_models import Perceptron, assert_same_state, perceptron_batches, take_part, train
 from xrank.distribution import DataParallel, DeviceMesh, LayoutMap, ModelParallel, list_devices, set_distribution
 from xrank.distribution.datasets import shard_dataset
 
@@ -21,7 +21,7 @@ def test_four_ranks_train_as_one_process_does(rank):
     with distribution.scope():
         model = Perceptron()
     assert type(model.norm.weight) is nn.Parameter
-    parts = own_part(batches, 4, rank)
+    parts = take_part(batches, 4, rank)
     losses = torch.stack(train(model, torch.optim.SGD(model.parameters(), 0.1), parts, functional.mse_loss))
     dist.all_reduce(losses)
     torch.testing.assert_close(losses / 4, torch.stack(expected))
@@ -64,7 +64,7 @@ def numbers(size: int) -> TensorDataset:
     return TensorDataset(torch.arange(size))
 
 
-def seen(loader) -> list[list[int]]:
+def list_batches(loader) -> list[list[int]]:
     return [torch.as_tensor(batch[0] if isinstance(batch, list) else batch).flatten().tolist() for batch in loader]
 
 
@@ -74,22 +74,22 @@ def flat(parts) -> list[int]:
 
 def test_parts_of_a_batch_are_cut_in_order():
     for make in (numbers, Stream):
-        parts = [seen(shard_dataset(DataLoader(make(16), batch_size=8), 4, shard)) for shard in range(4)]
+        parts = [list_batches(shard_dataset(DataLoader(make(16), batch_size=8), 4, shard)) for shard in range(4)]
         assert parts[1] == [[2, 3], [10, 11]] and len(parts) == 4
         assert sorted(flat(parts)) == list(range(16))
         # The last batch is smaller, but divides.
-        assert seen(shard_dataset(DataLoader(make(12), batch_size=8), 4, 1)) == [[2, 3], [9]]
-        assert seen(shard_dataset(DataLoader(make(13), batch_size=8, drop_last=True), 4, 1)) == [[2, 3]]
+        assert list_batches(shard_dataset(DataLoader(make(12), batch_size=8), 4, 1)) == [[2, 3], [9]]
+        assert list_batches(shard_dataset(DataLoader(make(13), batch_size=8, drop_last=True), 4, 1)) == [[2, 3]]
     assert len(shard_dataset(DataLoader(numbers(16), batch_size=8), 4, 0)) == 2
 
 
 def test_single_samples_are_dealt_so_that_batches_are_the_same_sets():
-    local = [seen(DataLoader(shard_dataset(numbers(8), 2, shard), batch_size=2)) for shard in range(2)]
+    local = [list_batches(DataLoader(shard_dataset(numbers(8), 2, shard), batch_size=2)) for shard in range(2)]
     assert local == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
     assert [list(shard_dataset(Stream(6), 2, shard)) for shard in range(2)] == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_what_is_not_cut_is_the_same_object():
+def test_datasets_that_are_not_cut_are_the_same_object():
     for data in (DataLoader(numbers(5), batch_size=3), numbers(5), Stream(5)):
         assert shard_dataset(data, 1, 0) is data
 
@@ -117,13 +117,13 @@ def test_a_dataset_is_cut_by_the_place_along_the_batch_axis(rank):
         distribution = ModelParallel(layout_map=layout_map, batch_dim_name="batch")
         assert (distribution.data_shard_id, distribution.num_data_shards) == (places[rank], 2)
         loader = DataLoader(numbers(8), batch_size=4)
-        assert seen(distribution.distribute_dataset(loader))[0] == [[0, 1], [2, 3]][places[rank]]
+        assert list_batches(distribution.distribute_dataset(loader))[0] == [[0, 1], [2, 3]][places[rank]]
         kept = ModelParallel(layout_map=layout_map, auto_shard_dataset=False)
         assert kept.distribute_dataset(loader) is loader
     # Shuffling is one order for all, another one each epoch, whatever a rank's own seed.
     torch.manual_seed(rank)
     loader = DataParallel().distribute_dataset(DataLoader(numbers(64), batch_size=8, shuffle=True))
-    epochs = [seen(loader), seen(loader)]
+    epochs = [list_batches(loader), list_batches(loader)]
     every = [None] * 4
     dist.all_gather_object(every, epochs)
     for epoch in range(2):

@@ -33,7 +33,7 @@ def nothing_in_force():
     set_distribution(None)
 
 
-def described(rules=PERCEPTRON_RULES, **options) -> ModelParallel:
+def describe(rules=PERCEPTRON_RULES, **options) -> ModelParallel:
     layout_map = LayoutMap(MESH)
     layout_map.update(rules)
     return ModelParallel(layout_map=layout_map, **options)
@@ -76,7 +76,7 @@ def test_a_start_of_one_process_starts_nothing():
 
 
 def test_one_distribution_is_in_force_on_each_thread():
-    one, other = described(), described()
+    one, other = describe(), describe()
     assert distribution() is None
     set_distribution(one)
     with other.scope() as yielded:
@@ -102,15 +102,15 @@ def test_hooks_are_there_while_a_distribution_is():
 
     hooks = (module._global_parameter_registration_hooks, module._global_module_registration_hooks)
     before = [len(registered) for registered in hooks]
-    with described(strict=False).scope():
+    with describe(strict=False).scope():
         assert [len(registered) for registered in hooks] == [count + 1 for count in before]
         model = Perceptron()
         assert model._forward_pre_hooks
     assert [len(registered) for registered in hooks] == before
     assert not any(part._forward_pre_hooks for part in model.modules())
-    with pytest.raises(KeyError), described().scope():
+    with pytest.raises(KeyError), describe().scope():
         model = Perceptron()
-        set_distribution(described())
+        set_distribution(describe())
         nn.Linear(2, 2)
         raise KeyError
     assert [len(registered) for registered in hooks] == before
@@ -119,25 +119,25 @@ def test_hooks_are_there_while_a_distribution_is():
 
 def test_rules_are_checked_in_a_description():
     torch.manual_seed(0)
-    with described().scope():
+    with describe().scope():
         model = Perceptron()
     torch.manual_seed(0)
     for one, other in zip(model.parameters(), Perceptron().parameters(), strict=True):
         assert type(one) is nn.Parameter and one.equal(other)
-    with pytest.raises(LayoutError, match="is used for no parameter"), described({"x": ("model",)}).scope():
+    with pytest.raises(LayoutError, match="is used for no parameter"), describe({"x": ("model",)}).scope():
         Perceptron()
-    with pytest.raises(LayoutError, match="does not divide by 4"), described({"weight": ("model",)}).scope():
+    with pytest.raises(LayoutError, match="does not divide by 4"), describe({"weight": ("model",)}).scope():
         nn.Linear(4, 6)
-    with described({"x": ("model",)}).scope():
+    with describe({"x": ("model",)}).scope():
         pass  # nothing was made
 
 
 def test_set_distribution_lays_out_at_the_first_use_or_at_its_end():
-    set_distribution(described({"x": ("model",)}))
+    set_distribution(describe({"x": ("model",)}))
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(LayoutError, match="is used for no parameter"):
         model(torch.ones(1, 2))
-    set_distribution(described({"x": ("model",)}))
+    set_distribution(describe({"x": ("model",)}))
     nn.Linear(2, 2)
     with pytest.raises(LayoutError, match="is used for no parameter"):
         set_distribution(None)
@@ -169,7 +169,7 @@ def test_names_are_those_of_the_outermost_module():
 
 
 def test_layouts_are_asked_for():
-    layouts = described()
+    layouts = describe()
     assert str(layouts.get_variable_layout("dense.1.weight", (4, 16))) == "[d0, d1/model]"
     assert layouts.get_variable_layout("norm.weight", (8,)) == TensorLayout((None,), MESH)
     assert layouts.get_tensor_layout("norm.weight") is None
@@ -245,5 +245,5 @@ def test_tensors_are_checked_and_stay_whole():
 def test_a_launched_process_without_its_group_is_refused(monkeypatch):
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "8")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="rank 1 of 8, and there is no process group"), described().scope():
+    with pytest.raises(UsageError, match="rank 1 of 8, and there is no process group"), describe().scope():
         Perceptron()

@@ -16,8 +16,8 @@ from tests.distribution.trained_models import (
     Perceptron,
     assert_same_state,
     decoder_batches,
-    own_part,
     perceptron_batches,
+    take_part,
     token_loss,
     train,
 )
@@ -49,11 +49,11 @@ def train_both(distribution, make, batches, loss_of, make_optimizer=sgd) -> tupl
     torch.manual_seed(3)
     whole = make()
     expected = train(whole, make_optimizer(whole), batches, loss_of)
-    torch.manual_seed(3 + dist.get_rank())  # the first rank's values are everyone's
+    torch.manual_seed(3 + dist.get_rank())  # all ranks get the first rank's values
     with distribution.scope():
         model = make()
         optimizer = make_optimizer(model)  # made before the parameters are laid out
-    parts = own_part(batches, distribution.num_model_replicas, distribution.data_shard_id)
+    parts = take_part(batches, distribution.num_model_replicas, distribution.data_shard_id)
     losses = torch.stack(train(model, optimizer, parts, loss_of))
     dist.all_reduce(losses)
     torch.testing.assert_close(losses / dist.get_world_size(), torch.stack(expected))
@@ -103,7 +103,7 @@ def test_a_decoder_with_masks_positions_and_tied_weights():
 
 
 @pytest.mark.ranks(4)
-def test_what_enters_and_leaves():
+def test_inputs_and_outputs_of_modules():
     distribution = model_parallel((2, 2), PERCEPTRON_RULES)
     torch.manual_seed(0)
     model, whole = Perceptron(), Perceptron()
@@ -147,12 +147,12 @@ def test_outputs_are_laid_out_by_their_path():
     data = distribute_tensor(torch.ones(4, 8), TensorLayout(("batch", None), model_parallel((1, 2), {}).device_mesh))
     assert model(data).placements == (Shard(0), Shard(1))
     assert seen == [(Shard(0), Replicate())]
-    # What leaves as a part of the batch is whole in the other dims.
+    # Outputs that are parts of the batch are whole in the other dims.
     assert model(torch.ones(4, 8)).shape == (4, 4)
 
 
 class Dropping(nn.Module):
-    """Drops from a part, from a partial sum, and from what is computed twice."""
+    """Drops from a part, from a partial sum, and from recomputed activations."""
 
     def __init__(self, is_again: bool) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_replicas_drop_alike(rank):
             copies = [torch.empty(parameter.shape) for _ in range(4)]
             dist.all_gather(copies, parameter.grad.redistribute(placements=[Replicate()] * 2).to_local())
             assert all(copy_.equal(copies[0]) for copy_ in copies)
-    torch.testing.assert_close(gradients[0], gradients[1])  # what was computed twice dropped the same
+    torch.testing.assert_close(gradients[0], gradients[1])  # recomputed activations dropped the same elements
     model.eval()
     assert model(torch.ones(4, 8)).equal(model(torch.ones(4, 8)))
 
@@ -273,7 +273,7 @@ def test_a_model_is_laid_out_before_it_is_used(is_scoped, rank):
         optimizer, others = sgd(model), sgd(whole)
         for _ in range(2):
             torch.testing.assert_close(model(x.chunk(2)[rank]), whole(x).chunk(2)[rank])
-            train(model, optimizer, own_part([(x, y)], 2, rank), functional.mse_loss)
+            train(model, optimizer, take_part([(x, y)], 2, rank), functional.mse_loss)
             train(whole, others, [(x, y)], functional.mse_loss)
             assert isinstance(model.norm.weight, DTensor)
     set_distribution(None)
@@ -307,7 +307,7 @@ class GlobalLoss(nn.Module):
 
 
 @pytest.mark.ranks(2)
-def test_what_is_not_cut_by_the_batch_leaves_whole():
+def test_outputs_that_the_batch_does_not_cut_are_whole():
     distribution = model_parallel((2, 1), {"layer.weight": ("model",)})
     torch.manual_seed(0)
     with distribution.scope():
@@ -315,7 +315,7 @@ def test_what_is_not_cut_by_the_batch_leaves_whole():
     torch.manual_seed(0)
     whole, ((x, y),) = GlobalLoss(), perceptron_batches(1)
     wanted = whole(x, y=y)
-    (part,) = own_part([(x, y)], 2, distribution.data_shard_id)
+    (part,) = take_part([(x, y)], 2, distribution.data_shard_id)
     found = model(part[0], y=part[1])
     torch.testing.assert_close(found["loss"], wanted["loss"])
     found["loss"].backward()
@@ -434,7 +434,7 @@ def test_uneven_parts_have_to_be_written():
     [("[f/~batch/~model, h]", 5), ("[f/~batch/~model, h]", 6), ("[f/model/batch, h]", 8), ("[2 f/model, h]", 8)],
 )
 def test_a_dim_cut_by_both_axes_or_in_pieces(rule, rows):
-    """torch 2.13 gathers what the first two say wrongly, and the third not at all, once the mesh is flattened.
+    """Over a flattened mesh, torch 2.13 gathers the first two layouts wrongly, and the third not at all.
 
     Nor may the batch be gathered in place of a parameter that its axis cuts: each rank wants its own part back.
     """
@@ -464,7 +464,7 @@ def test_names_of_one_parameter_agree():
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_be_laid_out_is_named():
+def test_parameters_that_cannot_be_laid_out_are_named():
     distribution = model_parallel((1, 2), {"weight": ("model",)})
     with pytest.raises(UsageError, match="weight has no shape yet"):
         distribution.distribute_module(nn.LazyLinear(4))

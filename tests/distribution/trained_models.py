@@ -88,7 +88,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches, loss_of) 
     return losses
 
 
-def own_part(batches, num_parts: int, part: int):
+def take_part(batches, num_parts: int, part: int):
     return [tuple(tensor.chunk(num_parts)[part] for tensor in batch) for batch in batches]
 
 

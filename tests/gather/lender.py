@@ -1,4 +1,4 @@
-"""A process that lends bytes, without torch, and a source over it: for tests that kill it or stop it.
+"""A process that lends bytes, without torch, and a source over it: for tests that kill or stop it.
 
 python lender.py [option ...]        prints what it told, lends until its standard input ends, says "closed"
 """
@@ -105,7 +105,7 @@ def lender(*options: str, within: tuple[str, ...] = ()):
 
 @contextmanager
 def source(told, *, way="memory", own=(), check=lambda: None, timeout_seconds=20.0):
-    """Give the body a source over rank 0, which this process is, and rank 1, which told; record r is view r of 1."""
+    """Yield a source over rank 0, this process, and rank 1, by its description; record r is view r of rank 1."""
     if way == "tcp":
         told = {**told, "socket": "nobody", "addresses": ["127.0.0.1"]}
     elif way == "network":
@@ -147,7 +147,7 @@ def main(options: list[str]) -> None:
     print(json.dumps(offer.describe()), flush=True)
     if "fork" in options:
         sys.stdin.readline()
-        if os.fork() == 0:  # a data loader's worker, say: it has what its parent has open
+        if os.fork() == 0:  # like a data loader's worker: it inherits the parent's connections
             os.read(0, 1)
             os._exit(0)
         print("forked", flush=True)

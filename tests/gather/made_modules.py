@@ -126,6 +126,6 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def config(**sizes: Any) -> SimpleNamespace:
-    """Return what Megatron's TransformerConfig says of a run."""
+    """Return the fields of Megatron's TransformerConfig for a run."""
     told = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1}
     return SimpleNamespace(**{**told, "expert_tensor_parallel_size": 1, "num_moe_experts": None, **sizes})

@@ -1,4 +1,4 @@
-"""Mixed gathers as a seed draws them: who gathers what from whom, what befalls whom, and what must come of it.
+"""Mixed gathers drawn from a seed: the ranks and values of each, the planned failures, and the expected results.
 
 Every rank draws the same, so that who receives knows each byte; of all bytes there is one pool, also the seed's.
 """
@@ -23,7 +23,7 @@ _DTYPES = (
 
 
 class Colour(enum.Enum):
-    """Of a config."""
+    """Levels of a config."""
 
     RED = 1
     BLUE = 2
@@ -119,7 +119,7 @@ class Plan:
 
     @classmethod
     def further(cls, seed: int, number: str, lists: list[tuple[int, ...]]) -> Plan:
-        """Draw one that goes on until somebody is killed: of all ranks, and without further trouble."""
+        """Draw a gather of all ranks that lasts until a rank is killed, without other failures."""
         chosen = random.Random(f"{seed} {number}")
         early = tuple(chosen.random() < 0.3 for _ in range(NUM_RANKS))
         return cls(number, chosen.choice(lists), chosen.random() < 0.3, early, False, None, None)

@@ -39,7 +39,7 @@ _SLOT = struct.Struct("<q")
 
 
 class PlannedError(Exception):
-    """What a body raises by plan."""
+    """The planned error of a body."""
 
 
 def victim_of(seed: int, epoch: int) -> tuple[int, float]:
@@ -101,7 +101,7 @@ class Soaker:
             except RankFailedError as error:
                 assert error.rank == plan.raises and "PlannedError" in str(error), f"{plan.raises} raised: {error}"
             else:
-                raise AssertionError(f"rank {plan.raises} raised, and nobody said so")
+                raise AssertionError(f"rank {plan.raises} raised, and no rank reported it")
             return
         with self.begun(plan, plan.ranks) as parts:
             self.check(plan, parts, plan.ranks)
@@ -110,7 +110,7 @@ class Soaker:
                     self.check(plan, more, plan.inner, "inner")
         self.counts["gathers"] += self.rank == plan.ranks[0]
 
-    def begun(self, plan: Plan, ranks: tuple[int, ...], part: str = "") -> Any:
+    def begin(self, plan: Plan, ranks: tuple[int, ...], part: str = "") -> Any:
         value = plan.value(self.pool, self.seed, self.rank, part)
         gather: Any = get_configs_parallel if plan.is_config else get_tensors_parallel
         way = self.directory if plan.is_through_directory and not part else None
@@ -136,7 +136,7 @@ class Soaker:
     def die_or_notice(self, epoch: int, lists: list[tuple[int, ...]]) -> None:
         """Gather until a rank is killed, which is this one or one that all others name."""
         victim, moment = victim_of(self.seed, epoch)
-        for ranks in lists:  # who dies before a list has met leaves no trace to be known by
+        for ranks in lists:  # a rank that dies before its list has met leaves no trace
             with get_tensors_parallel(None, ranks, timeout_seconds=_WAIT_SECONDS):
                 pass
         if self.rank == victim:
@@ -149,7 +149,7 @@ class Soaker:
         except RankFailedError as error:
             assert error.rank == victim, f"rank {victim} was killed: {error}"
         self.counts["kills noticed"] += 1
-        # Who ends its part now is not to be taken for the one that was lost.
+        # A rank that ends its part now is not the one that was lost.
         _SLOT.pack_into(self.noticed, 8 * self.rank, epoch + 1)
         end = time.monotonic() + _WAIT_SECONDS
         for rank in range(NUM_RANKS):
@@ -205,7 +205,7 @@ def _fork(soaker: Soaker, epoch: int, num_epochs: int, size: int) -> int:
 
 
 def main(seed: int, count: int, size: int, directory: str, seconds: float) -> dict[str, Any]:
-    """Run the job; return what the ranks say at the end."""
+    """Run the job, and return the ranks' reports."""
     gc.collect()
     gc.freeze()  # what torch made: each collection of a rank would look at all of it
     # Forked before any thread is started: the store's process has them, this one never.
@@ -229,7 +229,7 @@ def main(seed: int, count: int, size: int, directory: str, seconds: float) -> di
         elif code:
             wrong.append(f"rank {rank} ended with {code}")
     if wrong:
-        time.sleep(1)  # what the others have to say
+        time.sleep(1)  # the reports of the others
         for pid in pids:
             os.kill(pid, signal.SIGUSR1)
         time.sleep(1)

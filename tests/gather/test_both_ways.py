@@ -1,4 +1,4 @@
-"""Gathers on 2, 3, 4 and 8 real ranks, through memory and through a directory: what holds for both ways."""
+"""Gathers on 2, 3, 4 and 8 real ranks, through memory and through a directory."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from tests.gather.told import assert_soon, is_told, tell, told
+from tests.gather.notes import assert_soon, await_note, read_note, write_note
 from tests.named_memory import named_memory
 from tests.open_files import open_files
 from xrank.errors import RankFailedError, UsageError
@@ -104,18 +104,18 @@ def test_subsets_gather_at_once_and_do_not_meet(rank, workspace_path):
     # One pair is inside a body until the other has gathered again and again.
     if rank < 2:
         with get_tensors_parallel(torch.tensor(rank), [0, 1], workspace_path=workspace_path) as parts:
-            assert is_told("the others are done 2") and is_told("the others are done 3")
+            assert await_note("the others are done 2") and await_note("the others are done 3")
         assert parts == ([0, 1] if rank == 0 else [])
     else:
         for number in range(5):
             gather([2, 3], number)
-        tell(f"the others are done {rank}")
+        write_note(f"the others are done {rank}")
     # One pair fails, which is nothing to the other, nor to all of them later.
     with suppress(KeyError, RankFailedError), get_tensors_parallel(None, mine, workspace_path=workspace_path):
         if rank == 1:
             raise KeyError("of one pair")
         if rank == 0:
-            assert not is_told("nothing", 0.1)
+            assert not await_note("nothing", 0.1)
     gather([0, 1, 2, 3], 9)
 
 
@@ -130,23 +130,23 @@ def test_a_rank_that_raises_is_named_on_all_others_within_a_second(rank, num_ran
     ranks = list(range(num_ranks))
     raising = ranks[raising]
     with get_tensors_parallel(torch.ones(1), ranks, workspace_path=workspace_path):
-        tell(f"pid of {rank}", str(os.getpid()))
+        write_note(f"pid of {rank}", str(os.getpid()))
 
     def gather_and_raise():
         with get_configs_parallel({"w": torch.ones(9)}, ranks, None, workspace_path):
             if rank == raising:
-                tell(f"raised {turn}", str(time.monotonic()))
+                write_note(f"raised {turn}", str(time.monotonic()))
                 if where.startswith("before"):
                     raise KeyError("on one rank")
             inner = ranks[::-1] if where == "before a meeting" else ranks
             config = Unsendable() if where == "call" and rank == raising else None
             with get_configs_parallel(config, inner, None, workspace_path):
                 if rank == raising:
-                    assert rank == 0 or is_told(f"the first's body is over {turn}")
-                    tell(f"raised {turn}", str(time.monotonic()))
+                    assert rank == 0 or await_note(f"the first's body is over {turn}")
+                    write_note(f"raised {turn}", str(time.monotonic()))
                     raise KeyError("on one rank")
                 if rank == 0:
-                    tell(f"the first's body is over {turn}")
+                    write_note(f"the first's body is over {turn}")
 
     expected = RankFailedError if rank != raising else UsageError if where == "call" else KeyError
 
@@ -158,12 +158,12 @@ def test_a_rank_that_raises_is_named_on_all_others_within_a_second(rank, num_ran
         heard_at, error = time.monotonic(), raised.value
         if rank != raising:
             assert (error.rank, error.host) == (raising, socket.gethostname())
-            assert error.pid == int(told(f"pid of {raising}"))
+            assert error.pid == int(read_note(f"pid of {raising}"))
             assert ("Unsendable" if where == "call" else "on one rank") in error.cause
-        # What comes next begins anew.
+        # The next gather begins with a new meeting.
         with get_tensors_parallel(torch.tensor(rank), ranks, workspace_path=workspace_path) as parts:
             assert parts == (ranks if rank == 0 else [])
-        return heard_at - float(told(f"raised {turn}"))
+        return heard_at - float(read_note(f"raised {turn}"))
 
     turn = 0
     assert_soon(hear)
@@ -175,27 +175,27 @@ def test_all_leave_together_when_all_bodies_have_ended(rank, num_ranks, workspac
     for slow in (0, ranks[-1]):
         with get_tensors_parallel(torch.full((5000,), rank), ranks, workspace_path=workspace_path):
             if rank == slow:
-                assert not any(is_told(f"{r} left {slow}", 0.1) for r in ranks)
-                tell(f"{slow} is ready")
-        assert told(f"{slow} is ready") is not None
-        tell(f"{rank} left {slow}")
+                assert not any(await_note(f"{r} left {slow}", 0.1) for r in ranks)
+                write_note(f"{slow} is ready")
+        assert read_note(f"{slow} is ready") is not None
+        write_note(f"{rank} left {slow}")
 
 
 @worlds(2, 3)
-def test_who_may_leave_early_does_so_while_the_first_is_in_its_body(rank, num_ranks, workspace_path):
+def test_writers_with_early_exit_leave_while_the_first_rank_is_in_its_body(rank, num_ranks, workspace_path):
     ranks = list(range(num_ranks))
     for number in range(5):
         with get_tensors_parallel(
             torch.full((5000,), 10 * number + rank), ranks, workspace_path=workspace_path, early_exit=True
         ) as parts:
             if rank == 0:
-                assert all(is_told(f"{r} left {number}") for r in ranks[1:])
+                assert all(await_note(f"{r} left {number}") for r in ranks[1:])
                 assert [int(part[-1]) for part in parts] == [10 * number + r for r in ranks]
-        tell(f"{rank} left {number}")
+        write_note(f"{rank} left {number}")
 
 
 @worlds(3)
-def test_who_left_early_hears_of_a_failure_in_the_next_gather_and_none_waits_there(rank, num_ranks, workspace_path):
+def test_a_rank_that_left_early_receives_a_failure_in_the_next_gather(rank, num_ranks, workspace_path):
     def gather(early_exit=False):
         return get_tensors_parallel(
             torch.full((5,), rank), [0, 1, 2], workspace_path=workspace_path, early_exit=early_exit, timeout_seconds=20
@@ -205,13 +205,13 @@ def test_who_left_early_hears_of_a_failure_in_the_next_gather_and_none_waits_the
         try:
             with gather(early_exit=rank >= last):
                 if rank == 0:
-                    assert all(is_told(f"{r} left {last}") for r in range(last, 3))
+                    assert all(await_note(f"{r} left {last}") for r in range(last, 3))
                     raise KeyError("the first's")
         except (KeyError, RankFailedError):
             assert rank < last
         else:
             assert rank >= last
-            tell(f"{rank} left {last}")
+            write_note(f"{rank} left {last}")
         with pytest.raises(RankFailedError, match='rank 0 failed: KeyError: "the first\'s"') as raised, gather():
             pass
         assert raised.value.rank == 0
@@ -231,15 +231,15 @@ def test_a_process_forked_in_a_body_does_not_speak_for_its_rank(rank, num_ranks,
                     raise end
                 if pid > 0:
                     assert os.waitpid(pid, 0) == (pid, 0)
-                    assert not is_told(f"0 left {number}", 0.1)
-            tell(f"{rank} left {number}") if pid != 0 else None
+                    assert not await_note(f"0 left {number}", 0.1)
+            write_note(f"{rank} left {number}") if pid != 0 else None
         if pid == 0:
             os._exit(0)
         assert [int(part[0]) for part in parts] == ([0, 1] if rank == 0 else [])
 
 
-def left():
-    """Return what a process has open or runs, and what ranks have in shared memory."""
+def list_leftovers():
+    """Return a process's open files and threads, and the ranks' shared memory."""
     gc.collect()  # of earlier tests' errors, whose frames hold groups and with them their gathers
     leads_to = [name.rstrip("0123456789[]") for name in open_files().values()]
     beats = [thread for thread in threading.enumerate() if thread.name == "xrank heartbeat"]
@@ -259,12 +259,12 @@ def test_nothing_is_left_after_many_gathers(rank, workspace_path, num_repeats):
 
     for number in range(6):
         gather(number)
-    before = left()
+    before = list_leftovers()
     for number in range(6 * num_repeats if workspace_path is None else num_repeats):
         gather(number, early_exit=number % 5 == 0)
     for number in range(6):
         gather(number)
-    after = left()
+    after = list_leftovers()
     assert after[1:] == before[1:]
     # Calls left early hold an arena each until the first rank is done with them: a few at most.
     assert len(after[0]) <= len(before[0]) + 4, (before, after)

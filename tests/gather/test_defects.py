@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gather.told import assert_soon
+from tests.gather.notes import assert_soon
 from tests.named_memory import named_memory
 from xrank.errors import NoSpaceError, RankFailedError, UsageError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
@@ -58,7 +58,7 @@ def counts() -> tuple[int, list[str]]:
 def test_defect_2_a_foreign_segment_is_never_read(rank):
     foreign = None
     if rank == 0:
-        with suppress(FileExistsError):  # somebody else's ModelOpt, perhaps: it is as foreign
+        with suppress(FileExistsError):  # perhaps another user's ModelOpt: it is as foreign
             foreign = shared_memory.SharedMemory("rank_1", create=True, size=4096)
             foreign.buf[:4] = b"evil"
     try:
@@ -86,7 +86,7 @@ def test_defect_3_uneven_stages_are_an_error_on_both_sides(rank, stages):
 
 
 @pytest.mark.ranks(2)
-def test_defect_3_without_a_key_the_classes_tell_that_a_rank_is_behind(rank):
+def test_defect_3_without_a_key_the_classes_show_that_a_rank_is_behind(rank):
     with pytest.raises((ValueError, RankFailedError), match="different classes") as raised:
         for config in ([LayernormConfig(), ModelConfig()], [LayernormConfig(), LayernormConfig(), ModelConfig()])[rank]:
             with get_configs_parallel(config, [0, 1], None):
@@ -161,7 +161,7 @@ def test_defects_6_7_8_jobs_beside_and_after_each_other_and_one_killed_whole(tmp
     said = [(*job.communicate(timeout=150), job.returncode) for job in jobs]
     assert said[0][2] == -signal.SIGKILL
     assert said[1][::2] == said[2][::2] == ("all came\n", 0), said
-    assert named_memory() == before, "a killed job leaves nothing, and nobody removes another's"
+    assert named_memory() == before, "a killed job leaves nothing, and removes nothing of others"
 
 
 def test_defect_9_no_memory_is_an_error_with_numbers(monkeypatch):
@@ -181,7 +181,7 @@ def test_defect_9_no_memory_is_an_error_with_numbers(monkeypatch):
 
 
 @pytest.mark.ranks(2)
-def test_defect_9_the_others_hear_of_it(rank):
+def test_defect_9_the_others_receive_the_failure(rank):
     import xrank.workspace.arena as arena
 
     pwrite = os.pwrite
@@ -235,14 +235,14 @@ def test_defect_15_gathers_may_nest(rank):
 
 
 @pytest.mark.ranks(2)
-def test_defect_15_a_failure_inside_fails_what_is_around_it(rank):
+def test_defect_15_a_failure_inside_fails_the_gathers_around_it(rank):
     with pytest.raises((KeyError, RankFailedError)) as raised:  # noqa: SIM117
         with get_tensors_parallel(torch.ones(1), [0, 1]):
             with get_tensors_parallel(torch.ones(1), [0, 1]):
                 if rank == 1:
                     raise KeyError("inside")
     assert "inside" in str(raised.value)
-    # Who catches it inside still hears of it at the end, and the next gathers are whole.
+    # A rank that catches it inside still gets it at the end, and the next gathers are complete.
     with pytest.raises(RankFailedError, match="again"):  # noqa: SIM117
         with get_tensors_parallel(torch.ones(1), [0, 1]):
             try:
@@ -274,7 +274,7 @@ def test_defects_16_17_18_views_expanded_and_parameters(rank):
 
 
 @pytest.mark.ranks(2)
-def test_defect_18_sparse_tensors_are_refused_and_the_others_hear_of_it(rank):
+def test_defect_18_sparse_tensors_are_refused_on_all_ranks(rank):
     with pytest.raises(UsageError if rank == 1 else RankFailedError) as raised:  # noqa: SIM117
         with get_tensors_parallel(torch.eye(3).to_sparse() if rank == 1 else torch.eye(3), [0, 1]):
             pass

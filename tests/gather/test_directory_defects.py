@@ -1,4 +1,4 @@
-"""Defects 1, 10, 11 and 12 of the list that tests/gather/test_defects.py tells of: gathers and states in a directory.
+"""Defects 1, 10, 11 and 12 of the list in tests/gather/test_defects.py: gathers and states in a directory.
 
 Defect 1 as a network file system shows it is in tests/network, and in tests/workspace/test_stale_view.py without one.
 """
@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from tests.gather.told import is_told, tell, told
+from tests.gather.notes import await_note, read_note, write_note
 from xrank.errors import RankFailedError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
 from xrank.workspace.nfs import NFSWorkspace
@@ -52,11 +52,11 @@ def test_defect_11_no_rank_waits_for_another_to_make_the_directory(rank, tmp_pat
     # The rank that comes last, or not at all, is not the one that makes it.
     path = tmp_path / "without rank 0"
     if rank == 0:
-        assert is_told("1 has gathered") and is_told("2 has gathered")
+        assert await_note("1 has gathered") and await_note("2 has gathered")
     else:
         with get_tensors_parallel(torch.ones(5000), [1, 2], workspace_path=path):
             pass
-        tell(f"{rank} has gathered")
+        write_note(f"{rank} has gathered")
     with get_tensors_parallel(torch.full((5000,), rank), [0, 1, 2], workspace_path=path) as parts:
         assert [int(part[0]) for part in parts] == ([0, 1, 2] if rank == 0 else [])
 
@@ -67,11 +67,11 @@ def test_defect_12_a_reader_that_looks_at_any_time_sees_a_whole_state_or_none(ra
     if rank == 0:
         for number in range(1, 9):
             workspace.write_configs_and_weights({"number": number}, {"w": torch.full((1 << 19,), number)})
-        tell("all are written")
+        write_note("all are written")
         return
     seen = set()
     while True:
-        is_last = told("all are written") is not None
+        is_last = read_note("all are written") is not None
         config, weights = workspace.read_configs_and_weights_from_rank(0)
         number = None if config is None else config["number"]
         seen.add(number)
@@ -80,4 +80,4 @@ def test_defect_12_a_reader_that_looks_at_any_time_sees_a_whole_state_or_none(ra
             break
     assert number == 8 and seen <= {None, *range(1, 9)}
     workspace.write_configs_and_weights({}, {})
-    assert workspace.read_configs_and_weights_from_rank(1) == ({}, {}), "nothing to say is not nothing yet"
+    assert workspace.read_configs_and_weights_from_rank(1) == ({}, {}), "an empty state differs from none"

@@ -20,7 +20,7 @@ def test_nothing_is_searched_meanwhile_and_then_as_before():
     assert gc.isenabled()
 
 
-def test_who_has_switched_it_off_keeps_it_so():
+def test_collection_stays_disabled_if_it_was():
     gc.disable()
     try:
         with pause_collection():

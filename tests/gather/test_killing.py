@@ -282,7 +282,7 @@ def run(program: str, *arguments: object) -> Any:
     try:
         answers, complaints = job.communicate(timeout=370)
     finally:
-        with suppress(ProcessLookupError):  # where all went well, nobody is left
+        with suppress(ProcessLookupError):  # after a success no process is left
             os.killpg(job.pid, signal.SIGKILL)
     assert job.returncode == 0, complaints[-3000:]
     return json.loads(answers.splitlines()[-1])
@@ -318,7 +318,9 @@ def test_a_rank_of_another_host_that_is_killed_or_stopped_is_named_within_15_sec
     for answer in survivors:
         assert answer.get("type") == "RankFailedError" and answer["rank"] == 1, answers
     assert answers["jobs"][0][1] is None
-    assert answers["jobs"][1][1]["type"] == "RankFailedError", "who goes on after a stop hears that it was given up"
+    assert answers["jobs"][1][1]["type"] == "RankFailedError", (
+        "a rank that continues after a stop learns that it was given up"
+    )
     slowest = max(answer["when"] - answers["struck"] for answer in survivors)
     # Where the machine lets this process wait, it lets the beats of the six ranks wait, too.
     assert slowest < 15 + 6 * answers["late"], (slowest, answers["late"])
@@ -328,7 +330,7 @@ def test_a_job_that_is_killed_whole_leaves_a_directory_that_the_next_one_sweeps(
     through = tmp_path / "through"
     through.mkdir()
     others = {"rank_0_state.pth", ".rank_0.notes", ".rank_0.0123456789abcdef.99999999.0123456789abcdef.1.message"}
-    for name in others:  # a state, what is none of ours, a message of another host's
+    for name in others:  # a state, a foreign file, a message of another host
         (through / name).write_text("another's")
     said = run(END_ALL, through, len(others))
     assert said["left"] > 0

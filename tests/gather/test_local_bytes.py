@@ -31,7 +31,7 @@ MAKE = {
 }
 
 
-def filled(dtype: torch.dtype, shape: tuple[int, ...] = (7, 9, 11)) -> torch.Tensor:
+def fill(dtype: torch.dtype, shape: tuple[int, ...] = (7, 9, 11)) -> torch.Tensor:
     """Return a tensor of random bytes: every pattern of NaN among them."""
     width = torch.empty(0, dtype=dtype).element_size()
     high = 2 if dtype == torch.bool else 256
@@ -63,7 +63,7 @@ def assert_all_ranges(tensor: torch.Tensor, seed: int, repeats: int = 40) -> Non
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_range_is_that_of_the_row_major_copy(dtype, kind):
-    assert_all_ranges(MAKE[kind](filled(dtype)), seed=1)
+    assert_all_ranges(MAKE[kind](fill(dtype)), seed=1)
 
 
 def test_conjugated_and_negated_tensors_are_read_as_the_values_they_show():
@@ -81,7 +81,7 @@ def test_parameters_and_inference_tensors_are_read():
     assert local_bytes(made).is_unchanged
 
 
-def test_what_lies_in_a_row_is_told_by_its_address():
+def test_contiguous_bytes_have_an_address():
     x = torch.arange(100, dtype=torch.int32).view(10, 10)
     lent = local_bytes(x[3:5])
     assert lent.address == x.data_ptr() + 120 and bytes(memory_at(lent.address, lent.nbytes)) == row_major(x[3:5])
@@ -133,7 +133,7 @@ def test_a_change_in_place_is_seen():
     assert not lent.is_unchanged
 
 
-def freed(tensor):
+def free(tensor):
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -145,13 +145,13 @@ def freed(tensor):
         lambda: torch.empty(3, device="meta"),
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
         lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]),
-        lambda: freed(torch.ones(3)),
-        lambda: freed(torch.ones(4, 3).t()),
+        lambda: free(torch.ones(3)),
+        lambda: free(torch.ones(4, 3).t()),
     ],
     ids=["sparse", "meta", "quantized", "nested", "freed", "freed, turned"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_has_no_plain_elements_is_refused(make):
+def test_tensors_without_plain_elements_are_refused(make):
     with pytest.raises(UsageError, match="no plain elements"):
         local_bytes(make())
 
@@ -160,7 +160,7 @@ def test_what_has_no_plain_elements_is_refused(make):
 def test_any_range_of_a_cuda_tensor():
     for dtype in DTYPES:
         for make in MAKE.values():
-            tensor = make(filled(dtype).cuda())
+            tensor = make(fill(dtype).cuda())
             assert local_bytes(tensor).address is None
             assert_all_ranges(tensor, seed=5, repeats=5)
 

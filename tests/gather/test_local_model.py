@@ -1,4 +1,4 @@
-"""What a rank holds of a live model: its tensors where they are, each view once, names as the plain module's."""
+"""The part of a live model on a rank: its tensors in place, each view once, under the plain module's names."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_views_that_only_begin_alike_are_two() -> None:
     assert len(local.views) == 6
 
 
-def test_what_is_told_says_dtype_shape_view_and_place() -> None:
+def test_the_description_has_dtype_shape_view_and_place() -> None:
     layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
     layouts["w"] = "[f/tp, h]"
     told = json.loads(
@@ -95,7 +95,7 @@ def test_what_is_told_says_dtype_shape_view_and_place() -> None:
     [torch.empty(2, device="meta"), torch.eye(2).to_sparse(), [1.0]],
     ids=["meta", "sparse", "list"],
 )
-def test_what_has_no_bytes_is_refused_by_name(tensor: object) -> None:
+def test_tensors_without_bytes_are_refused_by_name(tensor: object) -> None:
     with pytest.raises(UsageError) as caught:
         local_model({"w": tensor}, rank=0, world_size=1)
     assert caught.value.tensor == "w"

@@ -41,7 +41,7 @@ _RUNS = {
 _EXPERTS = Run(ep=2, chunks=((1,),), has_experts=True)
 
 
-def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
@@ -54,7 +54,7 @@ def test_chunks_of_all_ranks_are_the_model_they_were_cut_from(run: Run) -> None:
     live = read_locals(locals_)
     if run.tied:  # the last stage's copy is a replica of the embedding
         del model["output_layer.weight"]
-    _same(whole_tensors(live.stored, live, [local.views for local in locals_]), model)
+    _assert_same(whole_tensors(live.stored, live, [local.views for local in locals_]), model)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -68,7 +68,7 @@ def test_a_recipe_makes_them_hugging_faces(family: str) -> None:
     match = choose_recipe(live.stored, config_of(model), None)
     assert match is not None and match.recipe.name == f"megatron-{family}"
     stored = follow_recipe(live.stored, match, config_of(model))
-    _same(whole_tensors(stored, live, [local.views for local in locals_]), saved(model))
+    _assert_same(whole_tensors(stored, live, [local.views for local in locals_]), saved(model))
 
 
 @pytest.mark.ranks(4)
@@ -82,9 +82,9 @@ def test_ranks_of_a_torch_mesh(rank: int) -> None:
     told: list[Any] = [None] * 4
     torch.distributed.all_gather_object(told, (local.described(), local.views))
     live = read_locals([SimpleNamespace(described=lambda text=text: text) for text, _ in told])
-    _same(whole_tensors(live.stored, live, [views for _, views in told]), model)
+    _assert_same(whole_tensors(live.stored, live, [views for _, views in told]), model)
 
-    # What FSDP2 makes of a module after Megatron: its placements do not say what Megatron cut.
+    # A module after Megatron and FSDP2: its placements do not contain Megatron's cuts.
     from torch.distributed.tensor import DTensor, Shard
 
     chunks = chunks_of(run, model, rank)
@@ -113,7 +113,7 @@ def test_wrappers_and_their_prefix_are_left_out() -> None:
     assert wrapped.described() == plain.described()
 
 
-def test_layers_without_attributes_say_by_their_sizes_how_they_are_cut() -> None:
+def test_sizes_show_the_cut_of_layers_without_attributes() -> None:
     """`perform_initialization=False` leaves weights without attributes; their modules have sizes per partition."""
     run = Run(tp=2, bias=True)
     model = whole_model(run)
@@ -132,11 +132,11 @@ def test_layers_without_attributes_say_by_their_sizes_how_they_are_cut() -> None
                 del parameter.partition_dim, parameter.tensor_model_parallel
         locals_.append(local_model(chunk, mesh=mesh_of(run), rank=rank, world_size=2))
     live = read_locals(locals_)
-    _same(whole_tensors(live.stored, live, [local.views for local in locals_]), model)
+    _assert_same(whole_tensors(live.stored, live, [local.views for local in locals_]), model)
 
 
 def test_transformer_engines_marks_are_not_believed_where_they_are_not_meant() -> None:
-    """Of a layer without a parallel mode they say dim 0, whatever Megatron made of it."""
+    """For a layer without a parallel mode they contain dim 0, whatever Megatron cut."""
     run = Run(tp=2)
     model = whole_model(run)
     extra = "decoder.layers.0.self_attention.linear_q_down_proj"
@@ -154,10 +154,10 @@ def test_transformer_engines_marks_are_not_believed_where_they_are_not_meant() -
     live = read_locals(locals_)
     expected = {**model, f"{extra}.weight": torch.arange(6.0).view(2, 3)}
     found = whole_tensors(live.stored, live, [local.views for local in locals_])
-    _same(dict(sorted(found.items())), dict(sorted(expected.items())))
+    _assert_same(dict(sorted(found.items())), dict(sorted(expected.items())))
 
 
-def test_unknown_names_are_cut_as_their_attributes_say() -> None:
+def test_attributes_define_the_cut_of_unknown_names() -> None:
     """`partition_stride` n: n pieces lie end to end, of each every rank has its part."""
     whole = torch.arange(24.0).view(12, 2)
     locals_ = []
@@ -170,7 +170,7 @@ def test_unknown_names_are_cut_as_their_attributes_say() -> None:
         locals_.append(local_model(module, mesh=DeviceMesh.parse_grid("tp=2"), rank=rank, world_size=2))
     live = read_locals(locals_)
     found = whole_tensors(live.stored, live, [local.views for local in locals_])
-    _same(found, {f"{name}.weight": whole for name in "abcd"})
+    _assert_same(found, {f"{name}.weight": whole for name in "abcd"})
 
 
 @pytest.mark.parametrize("mesh", [None, DeviceMesh((2,), ("tp",)), DeviceMesh((1, 2), ("x", "tp"))], ids=str)
@@ -191,7 +191,7 @@ def test_a_rule_goes_before_names_and_attributes(mesh: DeviceMesh | None) -> Non
     assert locals_[0].record.meshes == ((mesh.axis_names, mesh.shape, (0, 1)),) if mesh else True
     live = read_locals(locals_)
     found = whole_tensors(live.stored, live, [local.views for local in locals_])
-    _same(found, {"a.in_proj.weight": whole})
+    _assert_same(found, {"a.in_proj.weight": whole})
 
 
 @pytest.mark.parametrize("run", [Run(tp=2, pp=2, chunks=((1, 1),)), _EXPERTS], ids=["stages", "experts"])
@@ -206,10 +206,10 @@ def test_a_rule_on_the_mesh_of_all_ranks_is_of_those_that_share_the_tensor(run: 
     norm = record.tensors["decoder.layers.0.pre_mlp_layernorm.weight"].mesh
     assert norm is not None and record.meshes[norm][2] == tuple(range(run.world // run.pp))
     live = read_locals(locals_)
-    _same(whole_tensors(live.stored, live, [local.views for local in locals_]), model)
+    _assert_same(whole_tensors(live.stored, live, [local.views for local in locals_]), model)
 
 
-def test_what_an_expert_has_whole_is_on_its_own_ranks_alone() -> None:
+def test_whole_tensors_of_an_expert_are_on_its_own_ranks_alone() -> None:
     run = Run(ep=2, tp=2, chunks=((1,),), has_experts=True)
     model = whole_model(run)
     for expert in range(4):
@@ -217,7 +217,7 @@ def test_what_an_expert_has_whole_is_on_its_own_ranks_alone() -> None:
     locals_ = locals_of(run, model)
     live = read_locals(locals_)
     found = whole_tensors(live.stored, live, [local.views for local in locals_])
-    _same(dict(sorted(found.items())), dict(sorted(model.items())))
+    _assert_same(dict(sorted(found.items())), dict(sorted(model.items())))
 
 
 def test_modules_of_megatrons_are_known_without_attributes() -> None:
@@ -227,7 +227,7 @@ def test_modules_of_megatrons_are_known_without_attributes() -> None:
     for parameter in chunk.parameters():
         parameter.__dict__.clear()
     chunk.decoder.__class__ = type("TransformerBlock", (torch.nn.Module,), {"__module__": "megatron.core.transformer"})
-    # Nothing is cut over one rank of tp, whatever names say.
+    # Nothing is cut over one rank of tp, whatever the names.
     assert local_model(chunk, mesh=mesh_of(run), rank=1, world_size=2).described() == expected
 
 
@@ -240,7 +240,7 @@ def test_a_process_alone_needs_no_mesh(is_marked: bool) -> None:
         parameter.__dict__.clear()
     local = local_model(chunk, rank=0, world_size=1)
     live = read_locals([local])
-    _same(whole_tensors(live.stored, live, [local.views]), model)
+    _assert_same(whole_tensors(live.stored, live, [local.views]), model)
 
 
 def test_layers_of_a_whole_model_need_no_number() -> None:

@@ -1,4 +1,4 @@
-"""Live modules of Megatron's whose place is told in two ways, or not at all, are refused by name."""
+"""Live modules of Megatron with contradictory or missing places are refused by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _layer(module: torch.nn.Module, name: str) -> torch.Tensor:
     return module.get_parameter(f"decoder.layers.0.{name}")
 
 
-def _without(*attributes: str) -> Callable[[torch.nn.Module], None]:
+def _remove(*attributes: str) -> Callable[[torch.nn.Module], None]:
     def change(module: torch.nn.Module) -> None:
         for attribute in attributes:
             delattr(_layer(module, "mlp.linear_fc2.weight"), attribute)
@@ -54,7 +54,7 @@ def _without(*attributes: str) -> Callable[[torch.nn.Module], None]:
     return change
 
 
-def _numbered(*numbers: int | None) -> Callable[[torch.nn.Module], None]:
+def _number(*numbers: int | None) -> Callable[[torch.nn.Module], None]:
     def change(module: torch.nn.Module) -> None:
         for layer, number in zip(module.get_submodule("decoder.layers").children(), numbers, strict=False):
             layer.layer_number = number
@@ -96,7 +96,7 @@ _REFUSED: dict[str, tuple[Run, Callable[[torch.nn.Module], object], str, str]] =
     ),
     "no attributes": (
         _DENSE,
-        _without("tensor_model_parallel", "partition_dim"),
+        _remove("tensor_model_parallel", "partition_dim"),
         "contradict",
         "decoder.layers.0.mlp.linear_fc2.weight",
     ),
@@ -150,9 +150,9 @@ _REFUSED: dict[str, tuple[Run, Callable[[torch.nn.Module], object], str, str]] =
         "nothing says",
         "decoder.layers.0.mlp.linear_fc1.weight",
     ),
-    "layers without a number": (_DENSE, _numbered(None, None), "which layer", "decoder.layers.0"),
-    "layers with a gap": (_DENSE, _numbered(1, 3), "which layer", "decoder.layers.0"),
-    "layers before the first": (_DENSE, _numbered(0, 1), "which layer", "decoder.layers.0"),
+    "layers without a number": (_DENSE, _number(None, None), "which layer", "decoder.layers.0"),
+    "layers with a gap": (_DENSE, _number(1, 3), "which layer", "decoder.layers.0"),
+    "layers before the first": (_DENSE, _number(0, 1), "which layer", "decoder.layers.0"),
     "layers elsewhere": (
         _DENSE,
         _with("vision.layers.0.norm.weight", torch.ones(3)),
@@ -227,7 +227,7 @@ _REFUSED: dict[str, tuple[Run, Callable[[torch.nn.Module], object], str, str]] =
 
 
 @pytest.mark.parametrize(("run", "change", "words", "name"), _REFUSED.values(), ids=_REFUSED.keys())
-def test_what_is_told_in_two_ways_or_not_at_all_is_refused(
+def test_ambiguous_or_missing_facts_are_refused(
     run: Run, change: Callable[[torch.nn.Module], object], words: str, name: str
 ) -> None:
     (chunk,) = chunks_of(run, whole_model(run), 0)
@@ -239,7 +239,7 @@ def test_what_is_told_in_two_ways_or_not_at_all_is_refused(
     assert (info.value.tensor or "") == name
 
 
-def test_a_mesh_of_other_axes_or_none_is_refused() -> None:
+def test_a_mesh_with_other_axes_or_without_any_is_refused() -> None:
     run = Run(tp=2)
     (chunk,) = chunks_of(run, whole_model(run), 0)
     with pytest.raises(LayoutError, match="none of Megatron's"):
@@ -252,7 +252,7 @@ def test_a_mesh_of_other_axes_or_none_is_refused() -> None:
         local_model(chunk, mesh=mesh_of(run), rank=2, world_size=3)
     with pytest.raises(UsageError, match="the model is a list of dicts"):
         local_model([{}], mesh=mesh_of(run), rank=0, world_size=2)
-    # Experts' marks tell that they lie on several ranks.
+    # Experts' marks show that they lie on several ranks.
     experts = Run(ep=2, chunks=((1,),), has_experts=True)
     (chunk,) = chunks_of(experts, whole_model(experts), 0)
     with pytest.raises(LayoutError, match="one of several expert ranks"):

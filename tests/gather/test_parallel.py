@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from tests.gather.told import assert_soon, is_told, tell, told
+from tests.gather.notes import assert_soon, await_note, read_note, write_note
 from tests.named_memory import named_memory
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
@@ -25,7 +25,7 @@ def test_the_first_of_ranks_gets_all_in_their_order(rank):
                 assert [int(part[0, 0]) for part in parts] == ranks
             else:
                 assert parts == []
-    # What was yielded is valid after the body, and the caller's to write to.
+    # Yielded tensors are valid after the body, and the caller may write to them.
     if rank == 1:
         parts[1].zero_()
         assert parts[1].sum() == 0
@@ -68,20 +68,20 @@ def test_large_and_many_tensors_grow_and_reuse_the_arena(rank):
 
 @pytest.mark.ranks(2)
 def test_nothing_is_left_after_many_gathers(rank):
-    def left() -> tuple[int, list[str]]:
+    def list_leftovers() -> tuple[int, list[str]]:
         gc.collect()  # of earlier tests' errors, whose frames hold groups and with them their gathers
         return len(os.listdir("/proc/self/fd")), named_memory()
 
     with get_tensors_parallel(torch.ones(4), [0, 1]):
-        before = left()
+        before = list_leftovers()
     for i in range(500):
         with get_tensors_parallel(torch.full((300,), i + rank), [0, 1], early_exit=i % 3 == 0) as parts:
             if rank == 0:
                 assert int(parts[1][-1]) == i + 1
     with get_tensors_parallel(torch.ones(4), [0, 1]):
-        assert left()[1] == before[1]
+        assert list_leftovers()[1] == before[1]
         # Calls left early hold an arena each until the first rank is done with them: a few at most.
-        assert left()[0] <= before[0] + 4
+        assert list_leftovers()[0] <= before[0] + 4
 
 
 @pytest.mark.ranks(3)
@@ -96,7 +96,7 @@ def test_nested_and_disjoint_gathers_do_not_meet(rank):
 
 
 @pytest.mark.ranks(2)
-def test_configs_come_with_ties_and_without_none_dropped(rank):
+def test_configs_keep_ties_and_nones(rank):
     shared = torch.arange(3.0)
     config = None if rank == 0 else {"a": shared, "b": [shared, (1, None)], "dtype": torch.bfloat16, 3: float("inf")}
     with get_configs_parallel(config, [0, 1], None) as configs:
@@ -169,7 +169,7 @@ def test_a_wait_inside_a_gather_that_failed_ends_with_its_failure(rank):
                     raise KeyError("caught")
             if rank == 0:  # the others never come to this one
                 with get_tensors_parallel(torch.ones(1), [0, 2]):
-                    pytest.fail("nobody came")
+                    pytest.fail("no rank came")
     assert raised.value.rank == 1
     with get_tensors_parallel(torch.tensor(rank), [0, 1, 2]) as parts:
         assert parts == ([0, 1, 2] if rank == 0 else [])
@@ -186,8 +186,8 @@ def test_a_state_of_many_small_tensors_comes_in_one_gather_again_and_again(rank)
 
 
 @pytest.mark.ranks(2)
-def test_what_is_held_of_many_gathers_stays_as_it_was(rank):
-    # Sizes that are told inline, copied out of an arena, and lent.
+def test_held_values_of_many_gathers_do_not_change(rank):
+    # Sizes that are sent inline, copied out of an arena, and lent.
     held = []
     for number in range(12):
         size = (100, 9000, 60_000, 200_000)[number % 4]
@@ -210,15 +210,15 @@ def test_a_rank_that_stays_away_is_named_at_the_deadline(rank):
     with get_tensors_parallel(torch.ones(1), [0, 1, 2]):
         pass
     if rank == 2:
-        # It comes too late, and hears why the others have given up.
-        assert is_told("0 has given up") and is_told("1 has given up")
+        # It comes too late, and receives the reason why the others gave up.
+        assert await_note("0 has given up") and await_note("1 has given up")
         with suppress(RankFailedError), get_tensors_parallel(torch.ones(1), [0, 1, 2], timeout_seconds=0.7):
             pytest.fail("the others had given up")
         return
     with pytest.raises((RankTimeoutError, RankFailedError)) as raised:  # noqa: SIM117
         with get_tensors_parallel(torch.ones(1), [0, 1, 2], timeout_seconds=0.7):
             pass
-    tell(f"{rank} has given up")
+    write_note(f"{rank} has given up")
     # On a busy machine rank 1 may not have come either.
     assert "rank 2" in str(raised.value) or "ranks 1-2" in str(raised.value)
 
@@ -228,13 +228,13 @@ def die_in_the_body(rank: int, world_size: int) -> str:
     try:
         with get_tensors_parallel(torch.tensor(os.getpid()), [0, 1, 2]) as pids:
             if rank == 1:
-                tell("dies", str(time.monotonic()))
+                write_note("dies", str(time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank == 0:
                 select.select([os.pidfd_open(int(pids[1]))], [], [])
     except RankFailedError as error:
         # Far less than any deadline here; that it is two seconds where nothing else runs, test_killing shows.
-        assert error.rank == 1 and time.monotonic() - float(told("dies")) < 20
+        assert error.rank == 1 and time.monotonic() - float(read_note("dies")) < 20
         return error.message
     return "nothing"
 

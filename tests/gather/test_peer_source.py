@@ -102,7 +102,7 @@ def test_ranks_read_each_others_tensors(rank, world_size, direct):
             if len(want) > 10:
                 assert made.fetch(record, 3, len(want) - 7, staging) == want[3:-4], (r, v)
         made.check_unchanged()
-        torch.distributed.barrier()  # nobody takes back what another still reads
+        torch.distributed.barrier()  # no rank closes an offer that another still reads
     offer.close()
 
 
@@ -129,7 +129,7 @@ def test_a_tensor_that_was_changed_meanwhile_is_refused():
             made.check_unchanged()
 
 
-# Who is not what it was told to be
+# Wrong identities
 
 
 def test_a_process_number_that_is_anothers_is_not_read():
@@ -213,7 +213,7 @@ print("right")
     assert run.stdout == "[]\nright\n", run.stderr
 
 
-def test_yama_is_told_while_any_sign_stands(monkeypatch, tmp_path):
+def test_yama_allows_readers_while_any_sign_stands(monkeypatch, tmp_path):
     scope = tmp_path / "ptrace_scope"
     told = []
 
@@ -262,7 +262,7 @@ def test_a_lender_in_another_namespace_is_read_as_far_as_it_can_be(kind):
             made.fetch(1, 0, 10, staging)  # it has no network
 
 
-# Who does not answer
+# Missing answers
 
 
 @pytest.mark.parametrize("view", [0, 1])
@@ -278,11 +278,11 @@ def test_a_killed_peer_is_named(view):
 
 
 @pytest.mark.parametrize("view", [0, 1])
-def test_what_is_known_of_a_peers_end_is_said_instead(view, monkeypatch):
+def test_a_known_reason_of_a_peers_end_is_raised_instead(view, monkeypatch):
     monkeypatch.setattr(peer_source, "_GRACE_SECONDS", 30.0)
     has_ended, asked = [], []
 
-    def check() -> None:  # the others hear of a failure a moment after the one that failed has gone
+    def check() -> None:  # a failure is reported a moment after the failed rank has gone
         asked.extend(has_ended)
         if len(asked) == 4:
             raise RankFailedError("rank 1 failed: no space on its device", rank=1)
@@ -344,11 +344,11 @@ def test_a_killed_peer_whose_child_holds_its_connections_is_named():
             made.read_into(0, 0, memoryview(bytearray(10)))
 
 
-def test_a_place_that_says_nothing_is_left_for_the_next_and_at_last_given_up(monkeypatch):
+def test_a_silent_place_is_left_for_the_next_and_finally_given_up(monkeypatch):
     monkeypatch.setattr(peer_connection, "_PLACE_SECONDS", 1.5)
     with lender() as other, socket.create_server(("127.0.0.2", 0)) as silent:
         address, port = silent.getsockname()
-        # The first address leads to a port that is somebody else's, as a container's may on another host.
+        # The first address leads to another program's port, as a container's address may on another host.
         with closing(connect_to(other.told, ["127.0.0.2", "127.0.0.1"], silence_at=(address, port))):
             pass
         told = {**other.told, "socket": "nobody", "port": port, "addresses": [address]}
@@ -356,12 +356,12 @@ def test_a_place_that_says_nothing_is_left_for_the_next_and_at_last_given_up(mon
             made.read_into(0, 0, memoryview(bytearray(10)))
 
 
-def test_who_is_itself_held_up_while_it_connects_connects_again(monkeypatch):
+def test_a_reader_that_was_stopped_while_connecting_connects_again(monkeypatch):
     monkeypatch.setattr(peer_service, "_STRANGER_SECONDS", 0.3)
     monkeypatch.setattr(peer_connection, "_PLACE_SECONDS", 0.2)
     real, sent_away = peer_connection._open_socket, []
 
-    def stopped_meanwhile(family, place, tick):
+    def stop_meanwhile(family, place, tick):
         sock = real(family, place, tick)
         if not sent_away:
             end = select.poll()
@@ -369,7 +369,7 @@ def test_who_is_itself_held_up_while_it_connects_connects_again(monkeypatch):
             sent_away.extend(end.poll(50_000))
         return sock
 
-    monkeypatch.setattr(peer_connection, "_open_socket", stopped_meanwhile)
+    monkeypatch.setattr(peer_connection, "_open_socket", stop_meanwhile)
     with closing(MemoryOffer(views(), across_hosts=False)) as offer, source(offer.describe(), way="unix") as made:
         into = memoryview(bytearray(10))
         made.read_into(0, 5, into)
@@ -382,15 +382,15 @@ def connect_to(told: dict, addresses: list[str], silence_at=None) -> PeerConnect
         return connect(told["socket"], told["port"], addresses, bytes.fromhex(told["token"]), tick)
     real = peer_connection._open_socket
 
-    def misled(family, place, tick):
+    def mislead(family, place, tick):
         return real(family, silence_at if place == (addresses[0], told["port"]) else place, tick)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_connection, "_open_socket", misled)
+        patch.setattr(peer_connection, "_open_socket", mislead)
         return connect("nobody", told["port"], addresses, bytes.fromhex(told["token"]), tick)
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("way", ["unix", "tcp"])
@@ -413,7 +413,7 @@ def test_a_service_that_only_pretends_is_refused():
             PeerConnection(a, b"token" * 6, lambda seconds: None)
 
 
-def test_who_says_nothing_or_nonsense_is_not_kept(monkeypatch):
+def test_silent_and_nonsensical_connections_are_closed(monkeypatch):
     with closing(MemoryOffer(views())) as offer:
         strangers = []
         for said in (b"", b"x", b"x" * 64, b"GET / HTTP/1.1\r\n\r\n" * 10):
@@ -421,7 +421,9 @@ def test_who_says_nothing_or_nonsense_is_not_kept(monkeypatch):
             stranger.connect(f"\0{offer.describe()['socket']}")
             stranger.sendall(said)
             strangers.append(stranger)
-        monkeypatch.setattr(peer_service, "_STRANGER_SECONDS", 0.3)  # from now on: they have said it
+        monkeypatch.setattr(
+            peer_service, "_STRANGER_SECONDS", 0.3
+        )  # from now on: earlier guests have proven themselves
         for stranger in strangers:
             stranger.settimeout(50)
             with stranger, suppress(ConnectionResetError):
@@ -446,13 +448,13 @@ def test_a_request_out_of_range_is_refused_by_the_service_and_before_it(view, st
             with source(told) as made, pytest.raises(ContradictionError) as caught_here:
                 made.read_into(view, start, into)
             assert caught_here.value.rank == 1
-        told["views"][view % 4][1] = 2**62  # a rank that told more than it lends
+        told["views"][view % 4][1] = 2**62  # a rank that describes more than it lends
         if start < 2**62:
             with source(told, way="unix") as made, pytest.raises(ContradictionError, match="rank 1"):
                 made.read_into(view % 4, start, into) if view < 4 else made.read_into(0, 2**61, into)
 
 
-def test_what_fails_at_the_lender_is_said_and_the_service_goes_on():
+def test_failures_of_the_lender_are_sent_and_the_service_goes_on():
     with lender() as other, source(other.told) as made:
         for _ in range(2):
             with pytest.raises(RankFailedError, match="ArithmeticError: the device is lost") as caught:
@@ -466,7 +468,7 @@ def test_what_fails_at_the_lender_is_said_and_the_service_goes_on():
     [{"pid": None}, {"nonce": "no hex"}, {"views": [[1]]}, {"views": [["a", "b"]]}, {"port": "http"}, {"token": 3}],
     ids=lambda change: f"{change}",
 )
-def test_what_is_no_offer_is_refused(change):
+def test_invalid_descriptions_of_offers_are_refused(change):
     with closing(MemoryOffer(views())) as offer:
         with pytest.raises(CorruptError) as caught, source({**offer.describe(), **change}):
             pass
@@ -488,7 +490,7 @@ def test_a_connection_that_was_closed_for_others_is_made_again(monkeypatch):
         assert made._idle[0][1] is not first
 
 
-def test_a_reader_that_stops_keeps_nobody_waiting(monkeypatch):
+def test_a_stopped_reader_does_not_delay_others(monkeypatch):
     monkeypatch.setattr(peer_service, "_NUM_STAGES", 2)
     with closing(MemoryOffer(views())) as offer, source(offer.describe(), way="unix") as made:
         stopped = [connect_to(offer.describe(), []) for _ in range(3)]

@@ -19,7 +19,7 @@ import pytest
 
 _EPOCH = 250
 _MAX_GROWTH_NBYTES = 64 << 20
-"""Of a rank, from one quarter of its life to its end: arenas keep what the largest gathers took, drawn by chance."""
+"""Growth of a rank in bytes after a quarter of its life: arenas keep the sizes of the largest gathers drawn."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

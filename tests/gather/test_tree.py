@@ -1,4 +1,4 @@
-"""Values as trees and back; what is refused; and trees of a stranger's, which run nothing."""
+"""Values as trees and back; refused values; and hostile trees, which run nothing."""
 
 import dataclasses
 import enum
@@ -104,7 +104,7 @@ def test_dataclasses_are_rebuilt_field_by_field():
     assert type(back) is Layer and type(back.linear) is Linear and back.path == Path("out")
     assert torch.equal(back.linear.weight, torch.arange(3)) and back.linear.bias is None
     assert back.linear.activation is Activation.GELU and back.extra == {0: Layer.Place(1)}
-    assert back.linear.made == 1, "what was sent are the fields; __post_init__ does not run again"
+    assert back.linear.made == 1, "the fields are sent; __post_init__ does not run again"
 
 
 def test_a_field_without_a_value_stays_without():
@@ -129,7 +129,7 @@ def test_every_kind_of_tensor_is_packed():
         assert has_same_bytes(through({"x": tensor})["x"], tensor), name
 
 
-def made_by_a_function() -> object:
+def make_class() -> object:
     @dataclasses.dataclass
     class Local:
         x: int = 0
@@ -146,7 +146,7 @@ def made_by_a_function() -> object:
         (object(), "object"),
         (Linear, "type"),
         (json, "module"),
-        (made_by_a_function(), "its module does not contain"),
+        (make_class(), "its module does not contain"),
         (dataclasses.make_dataclass("Nameless", ["x"])(1), "its module does not contain"),
         (DictWithFields(), "DictWithFields"),
         (Bits.LOW | Bits.HIGH, "Bits"),
@@ -158,7 +158,7 @@ def made_by_a_function() -> object:
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_what_can_not_be_sent_is_refused_with_its_place(value, said):
+def test_values_that_cannot_be_sent_are_refused_with_their_place(value, said):
     with pytest.raises(UsageError) as raised:
         pack(value)
     assert said in str(raised.value)
@@ -275,7 +275,7 @@ def test_a_tree_nested_without_end_is_refused():
         unpack(tree, [])
 
 
-def test_numpy_scalars_come_as_what_they_were():
+def test_numpy_scalars_keep_their_type():
     numbers = [np.float32(0.1), np.float64(-0.0), np.int8(-3), np.uint64(2**64 - 1), np.bool_(True), np.float16("nan")]
     tree, tensors = pack(numbers)
     back = unpack(json.loads(json.dumps(tree)), tensors)
@@ -325,7 +325,7 @@ def test_a_state_comes_as_it_was_by_the_short_way_and_by_the_long_one(state, kin
     assert ties == [[a is b for a in state.values()] for b in state.values()]
 
 
-def test_a_state_with_what_cannot_be_sent_is_refused_by_its_name():
+def test_states_that_cannot_be_sent_are_refused_by_name():
     with pytest.raises(UsageError, match=r"\['sparse'\].*layout"):
         pack({"a": torch.ones(2), "sparse": torch.eye(2).to_sparse()})
 

@@ -1,4 +1,4 @@
-"""Modules cut along tp as Megatron marks them, whose gradients are told beforehand; and the same module whole."""
+"""Modules cut along tp with Megatron's marks and known gradients; and the same module whole."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         place = self.place
-        y = _exchange(_normed(x) * self.norm * self.frozen, place, "tp", 1, "gather", "sum split")
+        y = _exchange(_norm(x) * self.norm * self.frozen, place, "tp", 1, "gather", "sum split")
         heads = (y @ self.up.T).unflatten(-1, (NUM_HEADS // place.lengths["tp"], -1))
         z = torch.tanh(heads * self.q_norm).flatten(-2) @ self.down.T
         x = x + _exchange(z, place, "tp", 1, "sum split", "gather") + self.down_bias + condition
@@ -168,21 +168,21 @@ class Stage(nn.Module):
         if not self.is_last:
             return x
         # Ranks along tp have the same from here on.
-        x = _exchange(_normed(x) * self.final, place, tp, 1, "gather", "split")
+        x = _exchange(_norm(x) * self.final, place, tp, 1, "gather", "split")
         logits = (x * self.gate + self._positions(ids)) @ self.table.T
         targets = (ids * 5 + 1) % VOCABULARY
-        return nn.functional.cross_entropy(_at_least_float32(logits.flatten(0, 1)), targets.flatten(), reduction="none")
+        return nn.functional.cross_entropy(_widen(logits.flatten(0, 1)), targets.flatten(), reduction="none")
 
     def _positions(self, ids: torch.Tensor) -> torch.Tensor:
         start = self.place.places["cp"] * ids.shape[1]
         return self.position[start : start + ids.shape[1]]
 
 
-def _normed(x: torch.Tensor) -> torch.Tensor:
+def _norm(x: torch.Tensor) -> torch.Tensor:
     return nn.functional.layer_norm(x, (WIDTH,))
 
 
-def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+def _widen(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -219,13 +219,13 @@ def whole_batch() -> torch.Tensor:
     return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(9))
 
 
-def own_batch(place: Place) -> torch.Tensor:
+def take_batch(place: Place) -> torch.Tensor:
     """Return the rows and the part of the sequence that a rank sees."""
     rows = whole_batch().chunk(place.lengths["dp"])[place.places["dp"]]
     return rows.chunk(place.lengths["cp"], 1)[place.places["cp"]]
 
 
-def counted(ids: torch.Tensor) -> torch.Tensor:
+def count(ids: torch.Tensor) -> torch.Tensor:
     """Return which tokens count in a loss by tokens: not the same number on each rank."""
     return (ids % 3 > 0).flatten()
 
@@ -246,8 +246,8 @@ def run_microbatch(model: Any, place: Place, ids: torch.Tensor, *, by_tokens: bo
         dist.recv(gradient, after)
         out.backward(gradient)
     elif by_tokens:
-        num_tokens = int(counted(ids).sum())
-        (out * counted(ids)).sum().backward()
+        num_tokens = int(count(ids).sum())
+        (out * count(ids)).sum().backward()
     else:
         (out.mean() * share).backward()
     if x is not None:

@@ -1,4 +1,4 @@
-"""Modules as one rank of a training holds them: what is cut has the size that the rank's place says."""
+"""Modules of one rank of a training: cut parameters have the size of the rank's part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("replica", "cut", "copy", "average", "expert", "word", "position", "con
 
 
 @dataclass(frozen=True)
-class Told:
+class MarkedParameter:
     """One parameter of a module."""
 
     kind: str
@@ -22,7 +22,7 @@ class Told:
     dtype: torch.dtype = torch.float32
 
 
-def module_of(told: list[Told], views: MeshViews, rank: int) -> nn.Module:
+def module_of(told: list[MarkedParameter], views: MeshViews, rank: int) -> nn.Module:
     """Return the module of a rank; cut parameters are one element larger on the first rank along tp or etp."""
     dense, expert = views.main.coordinate(rank), views.view("expert").coordinate(rank)
     num_stages = views.main.axis_length("pp")

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.gradients.planned_modules import Told, module_of
+from tests.gradients.planned_modules import MarkedParameter, module_of
 from xrank.errors import GradientError
 from xrank.gradients import GradientConfig, GradientPlan
 from xrank.gradients.plans.agreement import agreement_lines, check_lines
@@ -27,7 +27,7 @@ def test_equal_modules_agree():
     check_lines({rank: lines_of(nn.Linear(2, 3), rank) for rank in (0, 1)})
 
 
-def test_what_differs_is_shown():
+def test_the_first_difference_is_shown():
     frozen = nn.Linear(2, 3)
     frozen.bias.requires_grad = False
     got, want = difference(lines_of(nn.Linear(2, 3), 0), lines_of(frozen, 1))
@@ -44,9 +44,9 @@ def test_what_differs_is_shown():
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_what_is_reduced_later_is_among_the_lines_of_its_ranks(sharded):
+def test_later_reductions_are_among_the_lines_of_their_ranks(sharded):
     views = megatron_views(8, tp=2, pp=2)
-    told = [Told("word", 5), Told("copy", 4), Told("cut", 3)]
+    told = [MarkedParameter("word", 5), MarkedParameter("copy", 4), MarkedParameter("cut", 3)]
     lines = agreement_lines(
         GradientPlan.from_module(
             module_of(told, views, 0), views, GradientConfig(use_distributed_optimizer=sharded), rank=0

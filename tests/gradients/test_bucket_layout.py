@@ -76,7 +76,7 @@ def test_a_bucket_that_is_just_full_is_closed():
     assert [bucket.members for bucket in lay_out((5, 5, 4), (False,) * 3, 9, 0, False).buckets] == [(2, 1), (0,)]
 
 
-def test_the_same_arguments_give_the_same_layout_and_nothing_none():
+def test_equal_arguments_give_equal_layouts_and_no_parameters_an_empty_one():
     assert lay_out((5, 7), (False, False), 4, 3, False) == lay_out((5, 7), (False, False), 4, 3, False)
     assert lay_out((), (), None, 4, False).numel == 0
 

@@ -1,4 +1,4 @@
-"""One step's exchange without a module: what is added, divided, sent and shared, and what other code may look at."""
+"""One step's exchange without a module: additions, divisions, sent and shared buckets, and observers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _module(num_elements: int = 4, dtype: torch.dtype = torch.float32) -> torch.
     return module
 
 
-def _synced(module: torch.nn.Module, mesh: object, **options: object) -> tuple[BucketSync, RecordingWire]:
+def _make_sync(module: torch.nn.Module, mesh: object, **options: object) -> tuple[BucketSync, RecordingWire]:
     config = GradientConfig(**options)  # type: ignore[arg-type]
     plan = GradientPlan.from_module(module, mesh, config, rank=1)
     wire = RecordingWire()
@@ -45,7 +45,9 @@ def _gradient(sync: BucketSync, index: int) -> torch.Tensor:
 @pytest.mark.parametrize("options", [{}, {"average_in_collective": True}, {"calculate_per_token_loss": True}])
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_the_same_gradient_comes_out_however_it_came_in(is_overlapped: bool, options: dict[str, bool]) -> None:
-    sync, _ = _synced(_module(), DeviceMesh((3,), ("dp",)), overlap_grad_reduce=is_overlapped, bucket_size=8, **options)
+    sync, _ = _make_sync(
+        _module(), DeviceMesh((3,), ("dp",)), overlap_grad_reduce=is_overlapped, bucket_size=8, **options
+    )
     value = torch.tensor([1.0, -2.0, 3.0, 0.1])
     sync.add_gradient(0, value, is_last=False)
     sync.add_gradient(0, value, is_last=False)
@@ -65,7 +67,7 @@ def test_experts_are_divided_by_all_ranks_that_see_other_data_though_few_hold_th
         module = _module()
         mark(module.b, expert=True)
         views = megatron_views(4, tp=1, ep=4)
-        sync, wire = _synced(module, views, average_in_collective=is_averaged, overlap_grad_reduce=True)
+        sync, wire = _make_sync(module, views, average_in_collective=is_averaged, overlap_grad_reduce=True)
         for index in range(3):
             sync.add_gradient(index, torch.full((4,), 8.0), is_last=True)
         sync.finish()
@@ -75,7 +77,7 @@ def test_experts_are_divided_by_all_ranks_that_see_other_data_though_few_hold_th
 
 
 def test_shards_are_added_up_inside_an_instance_and_then_over_all() -> None:
-    sync, wire = _synced(
+    sync, wire = _make_sync(
         _module(300),
         DeviceMesh((4,), ("dp",)),
         use_distributed_optimizer=True,
@@ -96,11 +98,13 @@ def test_shards_are_added_up_inside_an_instance_and_then_over_all() -> None:
     for index, planned in enumerate(sync.plan.parameters):
         owned = slice(*planned.owned)
         assert torch.equal(_gradient(sync, index)[owned], torch.full((300,), 4.0)[owned])
-        assert _gradient(sync, index)[: planned.owned[0]].isnan().all()  # the rest is nobody's here
+        assert _gradient(sync, index)[: planned.owned[0]].isnan().all()  # other ranks own the rest
 
 
 def test_a_kernel_that_added_by_itself_counts_as_a_gradient() -> None:
-    sync, wire = _synced(_module(), DeviceMesh((2,), ("dp",)), overlap_grad_reduce=True, bucket_size=12, unused="error")
+    sync, wire = _make_sync(
+        _module(), DeviceMesh((2,), ("dp",)), overlap_grad_reduce=True, bucket_size=12, unused="error"
+    )
     _gradient(sync, 1).fill_(6.0)
     sync.add_gradient(1, None, is_last=True)
     sync.add_gradient(0, torch.ones(4), is_last=True)
@@ -112,8 +116,8 @@ def test_a_kernel_that_added_by_itself_counts_as_a_gradient() -> None:
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
 @pytest.mark.parametrize("is_wide", [False, True])
-def test_what_was_left_is_replaced_where_zeros_are_spared(is_overlapped: bool, is_wide: bool) -> None:
-    sync, _ = _synced(
+def test_old_gradients_are_replaced_when_zeroing_is_skipped(is_overlapped: bool, is_wide: bool) -> None:
+    sync, _ = _make_sync(
         _module(dtype=torch.bfloat16),
         DeviceMesh((2,), ("dp",)),
         overlap_grad_reduce=is_overlapped,
@@ -139,7 +143,7 @@ def test_what_was_left_is_replaced_where_zeros_are_spared(is_overlapped: bool, i
 
 
 def test_complex_gradients_travel_as_pairs() -> None:
-    sync, wire = _synced(_module(dtype=torch.complex64), DeviceMesh((2,), ("dp",)))
+    sync, wire = _make_sync(_module(dtype=torch.complex64), DeviceMesh((2,), ("dp",)))
     for index in range(3):
         sync.add_gradient(index, torch.full((4,), 1 + 2j), is_last=True)
     sync.finish()
@@ -148,7 +152,7 @@ def test_complex_gradients_travel_as_pairs() -> None:
 
 
 def test_inspections_see_each_bucket_before_it_leaves_and_their_faults_are_raised_when_all_have_left() -> None:
-    sync, wire = _synced(_module(), DeviceMesh((2,), ("dp",)), overlap_grad_reduce=True, bucket_size=4)
+    sync, wire = _make_sync(_module(), DeviceMesh((2,), ("dp",)), overlap_grad_reduce=True, bucket_size=4)
     seen = []
 
     def inspect(bucket: PlannedBucket) -> GradientFault | None:
@@ -165,11 +169,11 @@ def test_inspections_see_each_bucket_before_it_leaves_and_their_faults_are_raise
     assert not wire.outstanding
     sync.reset()
     sync.inspections.clear()
-    sync.finish()  # the fault was told once
+    sync.finish()  # a fault is raised once
 
 
 def test_a_plan_of_nothing_has_nothing_to_send() -> None:
     module = _module().requires_grad_(False)
-    sync, wire = _synced(module, DeviceMesh((2,), ("dp",)))
+    sync, wire = _make_sync(module, DeviceMesh((2,), ("dp",)))
     sync.finish()
     assert [sent.how for sent in wire.sent] == ["max"]

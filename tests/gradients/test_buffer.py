@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.gradients.wires import RecordingWire, batch_of, loss_of, made_module
+from tests.gradients.wires import RecordingWire, batch_of, loss_of, make_module
 from xrank.errors import GradientError, UsageError
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan
 from xrank.layout import DeviceMesh
@@ -17,18 +17,18 @@ from xrank.layout import DeviceMesh
 pytestmark = pytest.mark.timeout(60)
 
 
-def _wrapped(module: torch.nn.Module, **options: object) -> DistributedDataParallel:
+def _wrap(module: torch.nn.Module, **options: object) -> DistributedDataParallel:
     config = GradientConfig(**options)  # type: ignore[arg-type]
     plan = GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)), config, rank=0)
     return DistributedDataParallel(module, plan, wire=RecordingWire())
 
 
-def _filled(ddp: DistributedDataParallel) -> None:
+def _fill(ddp: DistributedDataParallel) -> None:
     loss_of(ddp(batch_of().to(next(ddp.module.parameters()).dtype))).backward()
 
 
 def test_main_grads_are_disjoint_views_in_the_order_of_the_plan() -> None:
-    ddp = _wrapped(made_module())
+    ddp = _wrap(make_module())
     (buffer,) = ddp.gradient_buffers
     spans = []
     for name, parameter in ddp.module.named_parameters():
@@ -42,20 +42,20 @@ def test_main_grads_are_disjoint_views_in_the_order_of_the_plan() -> None:
 
 
 def test_frozen_parameters_take_no_memory_and_get_no_gradient() -> None:
-    module = made_module()
+    module = make_module()
     module.layers.requires_grad_(False)
-    ddp = _wrapped(module)
-    _filled(ddp)
+    ddp = _wrap(module)
+    _fill(ddp)
     ddp.finish_grad_sync()
     assert not hasattr(module.layers[0].weight, "main_grad")
     assert ddp.gradient_buffers[0].data.numel() == 8 + 8 + 64
     assert module.extra.weight.main_grad.any()
 
 
-def test_parameters_move_into_their_buffer_and_stay_what_they_were() -> None:
-    module, like = made_module(), made_module()
+def test_parameters_move_into_their_buffer_and_keep_their_values() -> None:
+    module, like = make_module(), make_module()
     before = dict(module.named_parameters())
-    ddp = _wrapped(module, use_distributed_optimizer=True)
+    ddp = _wrap(module, use_distributed_optimizer=True)
     (buffer,) = ddp.gradient_buffers
     for name, parameter in module.named_parameters():
         assert parameter is before[name]
@@ -67,14 +67,14 @@ def test_parameters_move_into_their_buffer_and_stay_what_they_were() -> None:
 
 
 def test_padding_stays_zero() -> None:
-    ddp = _wrapped(made_module(), use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=70)
+    ddp = _wrap(make_module(), use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=70)
     (buffer,) = ddp.gradient_buffers
     is_padding = torch.ones(buffer.data.numel(), dtype=torch.bool)
     for one in ddp.plan.parameters:
         is_padding[one.offset : one.offset + one.numel] = False
     assert is_padding.any()
     with ddp.no_sync():
-        _filled(ddp)
+        _fill(ddp)
     ddp.scale_gradients(3.0)
     assert buffer.data.any()
     assert not buffer.data[is_padding].any()
@@ -83,7 +83,7 @@ def test_padding_stays_zero() -> None:
 
 def test_narrow_parameters_are_added_up_in_float32_where_that_is_asked_for() -> None:
     for grad_dtype, is_wide in ((torch.float32, True), (torch.bfloat16, False)):
-        ddp = _wrapped(made_module(dtype=torch.bfloat16), grad_reduce_in_fp32=is_wide, overlap_grad_reduce=True)
+        ddp = _wrap(make_module(dtype=torch.bfloat16), grad_reduce_in_fp32=is_wide, overlap_grad_reduce=True)
         parameter = ddp.module.extra.weight
         assert parameter.main_grad.dtype == grad_dtype
         gradient = torch.full((8, 8), 1 / 3, dtype=torch.bfloat16)
@@ -96,8 +96,8 @@ def test_narrow_parameters_are_added_up_in_float32_where_that_is_asked_for() -> 
 
 
 def test_release_gives_all_bytes_back_and_views_survive() -> None:
-    ddp = _wrapped(made_module())
-    _filled(ddp)
+    ddp = _wrap(make_module())
+    _fill(ddp)
     ddp.finish_grad_sync()
     (buffer,) = ddp.gradient_buffers
     view = ddp.module.extra.weight.main_grad
@@ -112,7 +112,7 @@ def test_release_gives_all_bytes_back_and_views_survive() -> None:
         ddp.finish_grad_sync,
         ddp.zero_grad_buffer,
         lambda: ddp.scale_gradients(2.0),
-        lambda: _filled(ddp),
+        lambda: _fill(ddp),
     ):
         with pytest.raises(GradientError, match=r"released|exchanged already"):
             call()
@@ -121,13 +121,13 @@ def test_release_gives_all_bytes_back_and_views_survive() -> None:
     assert ddp.restore() == 0
     assert ddp.module.extra.weight.main_grad is view
     assert not view.any()
-    _filled(ddp)
+    _fill(ddp)
     ddp.finish_grad_sync()
     assert view.any()
 
 
-def test_what_cannot_be_wrapped_is_refused_by_name() -> None:
-    module = made_module()
+def test_parameters_that_cannot_be_wrapped_are_refused_by_name() -> None:
+    module = make_module()
     plan = GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)), rank=0)
     with pytest.raises(UsageError, match="config is not that of the plan"):
         DistributedDataParallel(module, plan, GradientConfig(unused="error"), wire=RecordingWire())
@@ -138,19 +138,19 @@ def test_what_cannot_be_wrapped_is_refused_by_name() -> None:
         (lambda one: loss_of(one(batch_of())).backward(), "layers.0.weight"),
         (lambda one: delattr(one, "extra"), "extra.weight"),
     ):
-        other = made_module()
+        other = make_module()
         change(other)
         with pytest.raises(UsageError, match=name.replace(".", r"\.")) as caught:
             DistributedDataParallel(other, plan, wire=RecordingWire())
         assert caught.value.tensor == name
-    elsewhere = made_module()
+    elsewhere = make_module()
     elsewhere.norm.to("meta")
     with pytest.raises(UsageError, match=r"norm\.bias is on meta"):
         DistributedDataParallel(elsewhere, plan, wire=RecordingWire())
 
 
 def test_a_parameter_whose_data_was_replaced_is_not_gathered_silently() -> None:
-    ddp = _wrapped(made_module(), use_distributed_optimizer=True)
+    ddp = _wrap(make_module(), use_distributed_optimizer=True)
     ddp.module.norm.weight.data = torch.ones(8)
     with pytest.raises(GradientError, match=r"norm\.weight: it is no longer in the buffer"):
         ddp.start_param_sync()
@@ -158,11 +158,11 @@ def test_a_parameter_whose_data_was_replaced_is_not_gathered_silently() -> None:
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_module_is_wrapped_once_and_as_before_when_it_is_unwrapped(is_sharded: bool) -> None:
-    module = made_module()
-    ddp = _wrapped(module, use_distributed_optimizer=is_sharded)
+    module = make_module()
+    ddp = _wrap(module, use_distributed_optimizer=is_sharded)
     with pytest.raises(UsageError, match=r"layers\.0\.weight has a main_grad already"):
-        _wrapped(module)
-    _filled(ddp)
+        _wrap(module)
+    _fill(ddp)
     with pytest.raises(GradientError, match="never exchanged"):
         ddp.unwrap()
     ddp.finish_grad_sync()
@@ -171,17 +171,17 @@ def test_a_module_is_wrapped_once_and_as_before_when_it_is_unwrapped(is_sharded:
     loss_of(module(batch_of())).backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in module.parameters())
     module.zero_grad()
-    again = _wrapped(module)
-    _filled(again)
+    again = _wrap(module)
+    _fill(again)
     again.finish_grad_sync()
     assert module.extra.weight.main_grad.any()
     assert not again.sync.faults
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_memory_and_groups_go_with_a_wrapper_that_nobody_uses(is_sharded: bool) -> None:
-    ddp = _wrapped(made_module(), use_distributed_optimizer=is_sharded)
-    _filled(ddp)
+def test_an_unused_wrapper_frees_its_memory_and_groups(is_sharded: bool) -> None:
+    ddp = _wrap(make_module(), use_distributed_optimizer=is_sharded)
+    _fill(ddp)
     ddp.finish_grad_sync()
     gone = [weakref.ref(one) for one in (ddp, ddp.wire, ddp.sync, *ddp.gradient_buffers)]
     del ddp
@@ -190,8 +190,8 @@ def test_memory_and_groups_go_with_a_wrapper_that_nobody_uses(is_sharded: bool) 
 
 
 def test_a_module_whose_wrapper_is_gone_has_gradients_as_any_other() -> None:
-    module = made_module()
-    _filled(_wrapped(module))
+    module = make_module()
+    _fill(_wrap(module))
     gc.collect()
     loss_of(module(batch_of())).backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in module.parameters())

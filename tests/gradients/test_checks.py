@@ -1,4 +1,4 @@
-"""A check says which gradient is wrong, where, and how: of plain dicts, whoever filled them."""
+"""A check names each wrong gradient with its ranks and the error: for plain dicts from any framework."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.gradients.wires import RecordingWire, batch_of, loss_of, made_module, mean_gradients
+from tests.gradients.wires import RecordingWire, batch_of, loss_of, make_module, mean_gradients
 from xrank.errors import GradientError
 from xrank.gradients import GradientCheck, GradientConfig, GradientPlan, check_gradients, mark
 from xrank.layout import DeviceMesh
@@ -44,7 +44,7 @@ def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def same_everywhere(check: GradientCheck) -> GradientCheck:
+def is_same_everywhere(check: GradientCheck) -> GradientCheck:
     """Return a check whose findings are the same on all ranks."""
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, check.findings)
@@ -52,9 +52,9 @@ def same_everywhere(check: GradientCheck) -> GradientCheck:
     return check
 
 
-def found(check: GradientCheck) -> list[tuple[str, str, tuple[int, ...]]]:
+def find(check: GradientCheck) -> list[tuple[str, str, tuple[int, ...]]]:
     """Return what a check found, without words."""
-    return [(one.kind, one.name, one.ranks) for one in same_everywhere(check).findings]
+    return [(one.kind, one.name, one.ranks) for one in is_same_everywhere(check).findings]
 
 
 @pytest.mark.ranks(4, timeout_seconds=60)
@@ -62,12 +62,12 @@ def test_replicas_that_differ_are_named_with_their_ranks_and_by_how_much(rank: i
     module = Mixed()
     plan = GradientPlan.from_module(module, megatron_views(4, tp=2, ep=2, etp=1))  # dp 2 x tp 2, edp 2 x ep 2
     right = gradients_of(module)
-    check = same_everywhere(check_gradients(right, plan, reference=right))
+    check = is_same_everywhere(check_gradients(right, plan, reference=right))
     assert check.is_right and check and check.num_checked == 3
     assert str(check) == f"3 gradients of rank {rank} are right"
     check.raise_if_wrong()
     own = {name: one.clone() for name, one in right.items()}
-    own["dense"] += rank % 2  # another part along tp: nothing says that it is a copy
+    own["dense"] += rank % 2  # another part along tp: it is not marked as a copy
     own["expert"] += rank % 2
     assert check_gradients(own, plan)
     assert plan["expert"].ranks in ((0, 2), (1, 3))
@@ -76,7 +76,7 @@ def test_replicas_that_differ_are_named_with_their_ranks_and_by_how_much(rank: i
         own["expert"][4] -= 0.25
         own["norm"][0] += 1
     check = check_gradients(own, plan)
-    assert found(check) == [
+    assert find(check) == [
         ("replicas", "dense", (1, 3)),
         ("replicas", "expert", (1, 3)),
         ("replicas", "norm", (1, 3)),
@@ -94,18 +94,18 @@ def test_replicas_that_differ_are_named_with_their_ranks_and_by_how_much(rank: i
 
 
 @pytest.mark.ranks(4, timeout_seconds=60)
-def test_the_odd_one_of_many_replicas_is_told_and_zeros_have_no_sign(rank: int) -> None:
+def test_the_odd_one_of_many_replicas_is_named_and_zeros_have_no_sign(rank: int) -> None:
     module = nn.ModuleDict({"a": nn.Linear(2, 2)})
     plan = GradientPlan.from_module(module, DeviceMesh((4,), ("dp",)))
     own: dict[str, Any] = {"module.module.a.weight": torch.zeros(2, 2), "module.a.bias": None}
     if rank == 1:
         own["module.module.a.weight"] = -torch.zeros(2, 2)
-    assert found(check_gradients(own, plan)) == []
+    assert find(check_gradients(own, plan)) == []
     if rank == 2:
         own["module.module.a.weight"][1, 1] = 2.0
         own["module.a.bias"] = torch.zeros(2)
     check = check_gradients(own, plan)
-    assert found(check) == [("replicas", "a.bias", (0, 1, 2, 3)), ("replicas", "a.weight", (0, 1, 2, 3))]
+    assert find(check) == [("replicas", "a.bias", (0, 1, 2, 3)), ("replicas", "a.weight", (0, 1, 2, 3))]
     assert "ranks 0-1, 3 have one and the same, rank 2 another (2 of torch.float32" in str(check.findings[0])
     assert "at element 3 of those that are compared" in str(check.findings[1])
     for one in (torch.bfloat16, torch.complex64):
@@ -126,7 +126,7 @@ _CASES = [
 
 
 def test_a_missing_factor_is_named_by_its_axis() -> None:
-    """Of one rank alone, whose exchanges are those of a recorded wire: 6 ranks as dp 2 x tp 3."""
+    """The check of one rank alone over a recorded wire: 6 ranks as dp 2 x tp 3."""
     module = Mixed()
     plan = GradientPlan.from_module(module, megatron_views(6, tp=3, ep=2, etp=1), rank=0)
     reference = gradients_of(module)
@@ -147,7 +147,7 @@ def test_a_missing_factor_is_named_by_its_axis() -> None:
     assert "as many as ranks along edp or tp: it was divided once too often" in finding.message
 
 
-def test_a_reference_that_is_not_finite_is_told_and_excuses_nothing() -> None:
+def test_a_reference_that_is_not_finite_is_a_finding_and_excuses_nothing() -> None:
     module = Mixed()
     plan = GradientPlan.from_module(module, megatron_views(1))
     own = gradients_of(module)
@@ -161,14 +161,14 @@ def test_a_reference_that_is_not_finite_is_told_and_excuses_nothing() -> None:
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)
-def test_replicas_that_agree_and_are_wrong_are_told_by_the_reference(rank: int) -> None:
-    module = made_module()
+def test_the_reference_shows_replicas_that_agree_and_are_wrong(rank: int) -> None:
+    module = make_module()
     plan = GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)))
-    whole = mean_gradients(made_module(), batch_of())
+    whole = mean_gradients(make_module(), batch_of())
     assert check_gradients(whole, plan, reference=whole)
-    half = mean_gradients(made_module(), batch_of().chunk(2)[0])  # rank 1's part was lost, on both
+    half = mean_gradients(make_module(), batch_of().chunk(2)[0])  # rank 1's part was lost, on both
     check = check_gradients(half, plan, reference=whole)
-    assert {(one.kind, one.ranks) for one in same_everywhere(check).findings} == {("reference", (0, 1))}
+    assert {(one.kind, one.ranks) for one in is_same_everywhere(check).findings} == {("reference", (0, 1))}
     assert "it differs from that of one process by up to" in str(check)
     zero = {**whole, "norm.bias": torch.zeros(8)}
     assert check_gradients(zero, plan, reference=whole).findings[0].message.startswith("it is zero")
@@ -176,7 +176,7 @@ def test_replicas_that_agree_and_are_wrong_are_told_by_the_reference(rank: int) 
     assert check_gradients(noisy, plan, reference=whole)
     assert not check_gradients(noisy, plan, reference=whole, tolerance=1e-8)
     none = {**whole, "extra.weight": None}
-    assert found(check_gradients(none, plan, reference=whole)) == [("reference", "extra.weight", (0, 1))]
+    assert find(check_gradients(none, plan, reference=whole)) == [("reference", "extra.weight", (0, 1))]
     assert check_gradients(none, plan, reference=none)
 
 
@@ -190,12 +190,12 @@ def test_tied_tables_of_stages_are_compared_under_the_name_of_the_first(rank: in
     assert check_gradients(own, plan)
     own[table] += rank
     check = check_gradients(own, plan)
-    assert found(check) == [("tied", "word", (0, 1))]
+    assert find(check) == [("tied", "word", (0, 1))]
     assert "copies along pp are not equal, by up to 1 at" in str(check)
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)
-def test_what_is_missing_strange_or_not_finite_is_told_and_stops_nobody(rank: int) -> None:
+def test_missing_unknown_and_nonfinite_gradients_are_findings_on_all_ranks(rank: int) -> None:
     module = Mixed()
     plan = GradientPlan.from_module(module, megatron_views(2, tp=1, ep=1))
     own = gradients_of(module)
@@ -206,7 +206,7 @@ def test_what_is_missing_strange_or_not_finite_is_told_and_stops_nobody(rank: in
         own["expert"][2] = float("inf")
         own["other"] = torch.zeros(1)
     check = check_gradients(own, plan)
-    assert found(check) == [
+    assert find(check) == [
         ("nonfinite", "expert", (1,)),
         ("missing", "norm", (1,)),
         ("unknown", "other", (1,)),
@@ -216,15 +216,15 @@ def test_what_is_missing_strange_or_not_finite_is_told_and_stops_nobody(rank: in
     assert "it is inf at element [2], in bucket" in str(check)
     reference = gradients_of(module)
     del reference["expert"]
-    assert found(check_gradients(gradients_of(module), plan, reference=reference)) == [("missing", "expert", (0, 1))]
+    assert find(check_gradients(gradients_of(module), plan, reference=reference)) == [("missing", "expert", (0, 1))]
 
 
 @pytest.mark.ranks(4, timeout_seconds=60)
 def test_with_shards_only_owned_elements_count(rank: int) -> None:
-    module, mesh = made_module(), DeviceMesh((2, 2), ("dp", "tp"))
+    module, mesh = make_module(), DeviceMesh((2, 2), ("dp", "tp"))
     mark(module.layers[0].weight, over_tp="sum")
     plan = GradientPlan.from_module(module, mesh, GradientConfig(use_distributed_optimizer=True))
-    whole = mean_gradients(made_module(), batch_of())
+    whole = mean_gradients(make_module(), batch_of())
     own = {name: torch.full_like(one, 7.0 + rank) for name, one in whole.items()}
     for name, one in own.items():
         part = slice(*plan[name].owned)
@@ -240,9 +240,9 @@ def test_gradients_of_torchs_fsdp_are_compared_with_whole_ones(rank: int) -> Non
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    whole = mean_gradients(made_module(), batch_of())
+    whole = mean_gradients(make_module(), batch_of())
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    module = made_module()
+    module = make_module()
     fully_shard(module, mesh=mesh)
     loss_of(module(batch_of().chunk(2)[rank])).backward()
     plan = GradientPlan.from_module(module, mesh)
@@ -250,5 +250,5 @@ def test_gradients_of_torchs_fsdp_are_compared_with_whole_ones(rank: int) -> Non
     assert check_gradients(own, plan, reference=whole)
     doubled = {name: one * 2 if name == "norm.weight" else one for name, one in own.items()}
     check = check_gradients(doubled, plan, reference=whole)
-    assert found(check) == [("scale", "norm.weight", (0, 1))]
+    assert find(check) == [("scale", "norm.weight", (0, 1))]
     assert "as many as ranks along dp: a division by it is missing" in str(check)

@@ -30,7 +30,7 @@ def test_defaults_are_megatrons():
     }
 
 
-def test_is_a_value_that_nobody_changes():
+def test_is_immutable():
     config = GradientConfig(bucket_size=100, unused="error")
     assert config == GradientConfig(bucket_size=100, unused="error") and hash(config) == hash(
         pickle.loads(pickle.dumps(config))
@@ -58,7 +58,7 @@ def test_is_a_value_that_nobody_changes():
         ({"unused": "ignore"}, "unused must be"),
     ],
 )
-def test_what_means_nothing_is_refused(options, message):
+def test_invalid_values_are_refused(options, message):
     with pytest.raises(UsageError, match=message) as caught:
         GradientConfig(**options)
     assert caught.value.got and caught.value.want

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gradients.wires import RecordingWire, batch_of, loss_of, made_module
+from tests.gradients.wires import RecordingWire, batch_of, loss_of, make_module
 from xrank.errors import GradientError, UsageError
 from xrank.gradients import (
     DistributedDataParallel,
@@ -27,7 +27,7 @@ _MESH = DeviceMesh((2,), ("dp",))
 
 
 def test_a_plan_is_its_copies_and_the_wrapper_has_none() -> None:
-    module = made_module()
+    module = make_module()
     plan = GradientPlan.from_module(module, _MESH, _SHARDED, rank=0)
     assert pickle.loads(pickle.dumps(plan)) == plan == copy.deepcopy(plan)
     assert pickle.loads(pickle.dumps(plan.config)) == plan.config
@@ -37,10 +37,10 @@ def test_a_plan_is_its_copies_and_the_wrapper_has_none() -> None:
 
 
 def test_a_copy_of_the_module_waits_for_nothing_and_sends_nothing() -> None:
-    module, wire = made_module(), RecordingWire()
+    module, wire = make_module(), RecordingWire()
     ddp = DistributedDataParallel(module, GradientPlan.from_module(module, _MESH, _SHARDED, rank=0), wire=wire)
     loss_of(ddp(batch_of())).backward()
-    ddp.finish_grad_sync()  # the next forward gathers parameters, unless somebody did
+    ddp.finish_grad_sync()  # the next forward gathers parameters that are still due
     average = copy.deepcopy(module)
     loss_of(average(batch_of())).backward()
     assert average.norm.weight.grad is not None
@@ -49,15 +49,15 @@ def test_a_copy_of_the_module_waits_for_nothing_and_sends_nothing() -> None:
     assert len(wire.buckets("all_gather")) == len(ddp.plan.buckets)
 
 
-def test_a_config_and_a_module_that_are_none_are_refused() -> None:
+def test_other_types_than_config_and_module_are_refused() -> None:
     with pytest.raises(UsageError, match="the config is not a GradientConfig") as caught:
-        GradientPlan.from_module(made_module(), _MESH, {"overlap_grad_reduce": True}, rank=0)  # type: ignore[arg-type]
+        GradientPlan.from_module(make_module(), _MESH, {"overlap_grad_reduce": True}, rank=0)  # type: ignore[arg-type]
     assert caught.value.got == "dict"
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_values_that_are_loaded_or_broadcast_are_what_wide_copies_step(rank: int) -> None:
-    module = made_module(dtype=torch.bfloat16)
+    module = make_module(dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(rank)
@@ -76,8 +76,8 @@ def test_values_that_are_loaded_or_broadcast_are_what_wide_copies_step(rank: int
             assert torch.equal(module.get_parameter(name), wanted), name
 
     ddp.broadcast_params()
-    assert_kept(made_module(dtype=torch.bfloat16))
-    other = made_module(dtype=torch.bfloat16)
+    assert_kept(make_module(dtype=torch.bfloat16))
+    other = make_module(dtype=torch.bfloat16)
     with torch.no_grad():
         other.norm.weight.mul_(3)
     ddp.load_state_dict(other.state_dict())
@@ -86,10 +86,10 @@ def test_values_that_are_loaded_or_broadcast_are_what_wide_copies_step(rank: int
 
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_a_module_that_torch_wraps_and_tokens_that_are_no_number_are_refused(rank: int) -> None:
-    module = torch.nn.parallel.DistributedDataParallel(made_module())
+    module = torch.nn.parallel.DistributedDataParallel(make_module())
     with pytest.raises(UsageError, match="the module is wrapped by torch's DistributedDataParallel"):
         DistributedDataParallel(module, GradientPlan.from_module(module, _MESH))
-    module = made_module()
+    module = make_module()
     plan = GradientPlan.from_module(module, _MESH, GradientConfig(calculate_per_token_loss=True))
     ddp = DistributedDataParallel(module, plan)
     with pytest.raises(GradientError, match="num_tokens of rank 1 is not a count") as caught:

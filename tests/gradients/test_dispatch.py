@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.gradients.wires import RecordingWire, batch_of, loss_of, made_module, mean_gradients
+from tests.gradients.wires import RecordingWire, batch_of, loss_of, make_module, mean_gradients
 from xrank.errors import GradientError
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan
 from xrank.layout import DeviceMesh
@@ -17,21 +17,21 @@ pytestmark = pytest.mark.timeout(60)
 _OVERLAP = GradientConfig(overlap_grad_reduce=True, bucket_size=100)
 
 
-def _wrapped(
+def _wrap(
     config: GradientConfig, module: torch.nn.Module | None = None
 ) -> tuple[DistributedDataParallel, RecordingWire]:
-    module = made_module() if module is None else module
+    module = make_module() if module is None else module
     plan = GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)), config, rank=1)
     wire = RecordingWire()
     return DistributedDataParallel(module, plan, wire=wire), wire
 
 
-def _planned(ddp: DistributedDataParallel) -> list[tuple[int, int]]:
+def _plan(ddp: DistributedDataParallel) -> list[tuple[int, int]]:
     return [(bucket.start, bucket.numel) for bucket in ddp.plan.buckets]
 
 
-def _watched(x: torch.Tensor, wire: RecordingWire) -> tuple[torch.Tensor, list[int]]:
-    """Return a batch whose own gradient is the last that a backward makes, and what is under way when it is made."""
+def _watch(x: torch.Tensor, wire: RecordingWire) -> tuple[torch.Tensor, list[int]]:
+    """Return a batch whose gradient a backward makes last, and the buckets under way at that time."""
     seen: list[int] = []
     x = x.clone().requires_grad_()
     x.register_hook(lambda _: seen.append(len(wire.outstanding)))
@@ -41,25 +41,25 @@ def _watched(x: torch.Tensor, wire: RecordingWire) -> tuple[torch.Tensor, list[i
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_buckets_leave_in_order_while_the_first_backward_still_runs(is_sharded: bool) -> None:
     config = GradientConfig(overlap_grad_reduce=True, bucket_size=70, use_distributed_optimizer=is_sharded)
-    ddp, wire = _wrapped(config)
+    ddp, wire = _wrap(config)
     assert len(ddp.plan.buckets) >= 4
     for batch in range(3):
         wire.sent.clear()
-        x, seen = _watched(batch_of(), wire)
+        x, seen = _watch(batch_of(), wire)
         ddp.zero_grad_buffer()
         loss_of(ddp(x)).backward()
         # All but the last are on their way before the input's gradient is made; batch 1 as any other.
         assert seen and seen[0] >= len(ddp.plan.buckets) - 1, batch
         kind = "reduce_scatter" if is_sharded else "all_reduce"
-        assert wire.buckets(kind) == _planned(ddp)
+        assert wire.buckets(kind) == _plan(ddp)
         assert len(wire.outstanding) == len(ddp.plan.buckets)
         ddp.finish_grad_sync()
         assert not wire.outstanding
-        assert wire.buckets(kind) == _planned(ddp)
+        assert wire.buckets(kind) == _plan(ddp)
 
 
 def test_buckets_leave_one_by_one_each_when_its_last_gradient_is_there() -> None:
-    ddp, wire = _wrapped(_OVERLAP)
+    ddp, wire = _wrap(_OVERLAP)
     left: list[tuple[str, int]] = []
     for name, parameter in ddp.module.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: left.append((name, len(wire.sent))))
@@ -90,17 +90,17 @@ def test_modules_that_run_in_another_order_than_registered_change_no_order() -> 
     module = Backwards()
     expected = mean_gradients(module, batch_of())
     module.zero_grad()
-    ddp, wire = _wrapped(GradientConfig(overlap_grad_reduce=True, bucket_size=72), module)
+    ddp, wire = _wrap(GradientConfig(overlap_grad_reduce=True, bucket_size=72), module)
     assert len(ddp.plan.buckets) == 4
     loss_of(ddp(batch_of())).backward()
-    assert wire.buckets() == _planned(ddp)
+    assert wire.buckets() == _plan(ddp)
     ddp.finish_grad_sync()
     for name, wanted in expected.items():
         torch.testing.assert_close(ddp.main_grad(name), wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_nothing_leaves_inside_no_sync() -> None:
-    ddp, wire = _wrapped(_OVERLAP)
+    ddp, wire = _wrap(_OVERLAP)
     with ddp.no_sync():
         loss_of(ddp(batch_of())).backward()
         with ddp.no_sync():
@@ -108,24 +108,24 @@ def test_nothing_leaves_inside_no_sync() -> None:
         loss_of(ddp(batch_of())).backward()
     assert not wire.sent
     loss_of(ddp(batch_of())).backward()
-    assert wire.buckets() == _planned(ddp)
+    assert wire.buckets() == _plan(ddp)
     ddp.finish_grad_sync()
-    expected = mean_gradients(made_module(), batch_of())
+    expected = mean_gradients(make_module(), batch_of())
     for name, wanted in expected.items():
         torch.testing.assert_close(ddp.main_grad(name), 4 * wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_without_overlap_a_buffer_leaves_whole_and_at_the_end() -> None:
-    ddp, wire = _wrapped(GradientConfig())
+    ddp, wire = _wrap(GradientConfig())
     loss_of(ddp(batch_of())).backward()
     assert not wire.sent
     ddp.finish_grad_sync()
-    assert wire.buckets() == _planned(ddp) == [(0, sum(one.numel() for one in ddp.module.parameters()))]
+    assert wire.buckets() == _plan(ddp) == [(0, sum(one.numel() for one in ddp.module.parameters()))]
 
 
 def test_kernels_that_autograd_does_not_know_of_count_as_gradients() -> None:
     for lazily in (False, True):
-        ddp, _ = _wrapped(GradientConfig(overlap_grad_reduce=True, bucket_size=70, unused="error"))
+        ddp, _ = _wrap(GradientConfig(overlap_grad_reduce=True, bucket_size=70, unused="error"))
         extra = ddp.module.extra.weight
         ddp.zero_grad_buffer(lazily=lazily)
         loss_of(ddp(batch_of(), use_extra=False)).backward()
@@ -143,35 +143,35 @@ def test_kernels_that_autograd_does_not_know_of_count_as_gradients() -> None:
         ddp.finish_grad_sync()
         assert not extra.main_grad.any()
         ddp.zero_grad_buffer()
-        extra.grad_added_to_main_grad = extra.zero_out_wgrad = True  # unless it says otherwise
+        extra.grad_added_to_main_grad = extra.zero_out_wgrad = True  # zero_out_wgrad overrules it
         loss_of(ddp(batch_of())).backward()
         ddp.finish_grad_sync()
         assert extra.main_grad.any()
 
 
-def test_start_grad_sync_sends_all_and_waits_for_none() -> None:
-    ddp, wire = _wrapped(_OVERLAP)
+def test_start_grad_sync_sends_all_without_waiting() -> None:
+    ddp, wire = _wrap(_OVERLAP)
     with ddp.no_sync():
         loss_of(ddp(batch_of())).backward()
     ddp.start_grad_sync()
     ddp.start_grad_sync()
-    assert wire.buckets() == _planned(ddp)
+    assert wire.buckets() == _plan(ddp)
     assert len(wire.outstanding) == len(ddp.plan.buckets)
     ddp.finish_grad_sync()
     ddp.start_grad_sync()
-    assert wire.buckets() == _planned(ddp)
+    assert wire.buckets() == _plan(ddp)
 
 
 def test_stepped_parameters_are_sent_in_the_order_of_the_forward_and_awaited_one_by_one() -> None:
     config = GradientConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=70
     )
-    ddp, wire = _wrapped(config)
+    ddp, wire = _wrap(config)
     loss_of(ddp(batch_of())).backward()
     ddp.finish_grad_sync()
     wire.sent.clear()
     ddp.start_param_sync()
-    assert wire.buckets("all_gather") == _planned(ddp)[::-1]
+    assert wire.buckets("all_gather") == _plan(ddp)[::-1]
     assert len(wire.outstanding) == len(ddp.plan.buckets)
     outstanding: list[int] = []
     for layer in ddp.module.layers:
@@ -182,22 +182,22 @@ def test_stepped_parameters_are_sent_in_the_order_of_the_forward_and_awaited_one
     assert len(wire.buckets("all_gather")) == len(ddp.plan.buckets)
 
 
-def test_nobody_runs_or_saves_parameters_that_were_not_gathered() -> None:
+def test_parameters_that_were_not_gathered_cannot_run_or_be_saved() -> None:
     config = GradientConfig(use_distributed_optimizer=True, overlap_param_gather=True, align_param_gather=True)
-    ddp, wire = _wrapped(config)
+    ddp, wire = _wrap(config)
     loss_of(ddp(batch_of())).backward()
     ddp.finish_grad_sync()
     with pytest.raises(GradientError, match=r"layers\.0\.weight: its shards may have been stepped"):
-        ddp(batch_of())  # the schedule says when they are gathered
+        ddp(batch_of())  # the schedule decides when they are gathered
     with pytest.raises(GradientError, match="were not gathered"):
         ddp.state_dict()
     ddp.start_param_sync()
     assert ddp.state_dict().keys() == ddp.module.state_dict().keys()
     assert not wire.outstanding
 
-    ddp, wire = _wrapped(GradientConfig(use_distributed_optimizer=True))
+    ddp, wire = _wrap(GradientConfig(use_distributed_optimizer=True))
     loss_of(ddp(batch_of())).backward()
     ddp.finish_grad_sync()
     ddp(batch_of())  # who forgot start_param_sync has it done before the forward
-    assert wire.buckets("all_gather") == _planned(ddp)
+    assert wire.buckets("all_gather") == _plan(ddp)
     assert not wire.outstanding

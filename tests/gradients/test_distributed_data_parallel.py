@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gradients.wires import batch_of, loss_of, made_module, mean_gradients
+from tests.gradients.wires import batch_of, loss_of, make_module, mean_gradients
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, mark
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh_views import megatron_views
@@ -38,22 +38,22 @@ def _step(ddp: DistributedDataParallel, rank: int, world_size: int, num_microbat
     ddp.finish_grad_sync()
 
 
-def _owned(ddp: DistributedDataParallel, name: str) -> slice:
+def _take_owned(ddp: DistributedDataParallel, name: str) -> slice:
     return slice(*ddp.plan[name].owned)
 
 
 @pytest.mark.ranks(4, timeout_seconds=60)
 def test_every_way_gives_the_gradient_of_the_whole_batch(rank: int, world_size: int) -> None:
-    expected = mean_gradients(made_module(), batch_of())
+    expected = mean_gradients(make_module(), batch_of())
     for config in _CONFIGS:
         for num_microbatches in (1, 2):
-            module = made_module()
+            module = make_module()
             plan = GradientPlan.from_module(module, DeviceMesh((4,), ("dp",)), config)
             ddp = DistributedDataParallel(module, plan)
             for _ in range(3):  # the first batch takes the path of all others
                 _step(ddp, rank, world_size, num_microbatches)
                 for name, wanted in expected.items():
-                    part = _owned(ddp, name)
+                    part = _take_owned(ddp, name)
                     found = ddp.main_grad(name).flatten()[part]
                     torch.testing.assert_close(found, wanted.flatten()[part], rtol=1e-6, atol=1e-7, msg=name)
                     assert module.get_parameter(name).grad is None
@@ -61,7 +61,7 @@ def test_every_way_gives_the_gradient_of_the_whole_batch(rank: int, world_size: 
 
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_shards_that_each_rank_steps_alone_are_the_module_of_one_process(rank: int, world_size: int) -> None:
-    reference = made_module()
+    reference = make_module()
     optimizer = torch.optim.Adam(reference.parameters(), lr=0.1)
     history = []
     for _ in range(3):
@@ -73,18 +73,18 @@ def test_shards_that_each_rank_steps_alone_are_the_module_of_one_process(rank: i
         config = GradientConfig(
             use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=overlap, bucket_size=70
         )
-        module = made_module()
+        module = make_module()
         ddp = DistributedDataParallel(module, GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)), config))
         shards = {}
         for name, parameter in module.named_parameters():
             if ddp.plan[name].owned != (0, 0):
-                shards[name] = torch.nn.Parameter(parameter.detach().flatten()[_owned(ddp, name)])
+                shards[name] = torch.nn.Parameter(parameter.detach().flatten()[_take_owned(ddp, name)])
         assert len(shards) < len(ddp.plan.parameters)
         optimizer = torch.optim.Adam(shards.values(), lr=0.1)
         for expected in history:
             _step(ddp, rank, world_size, 1)
             for name, shard in shards.items():
-                shard.grad = ddp.main_grad(name).flatten()[_owned(ddp, name)]
+                shard.grad = ddp.main_grad(name).flatten()[_take_owned(ddp, name)]
             optimizer.step()
             ddp.start_param_sync()
             if expected is history[-1]:
@@ -95,7 +95,7 @@ def test_shards_that_each_rank_steps_alone_are_the_module_of_one_process(rank: i
 
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_replicas_get_the_values_of_the_first(rank: int) -> None:
-    module = made_module()
+    module = make_module()
     module.norm.requires_grad_(False)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -105,7 +105,7 @@ def test_replicas_get_the_values_of_the_first(rank: int) -> None:
     views = megatron_views(2, ep=2)
     ddp = DistributedDataParallel(module, GradientPlan.from_module(module, views))
     ddp.broadcast_params()
-    expected = made_module()
+    expected = make_module()
     for name, parameter in expected.named_parameters():
         wanted = parameter.t() if name == "extra.weight" else parameter
         # An expert is a rank's own.

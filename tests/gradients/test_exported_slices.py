@@ -41,7 +41,7 @@ _CONFIGS = {
 _RUN = "run-1"
 
 
-def _stepped(
+def _step(
     mesh: DeviceMesh | MeshViews, rank: int, config: GradientConfig
 ) -> tuple[DistributedDataParallel, ParameterShards, torch.optim.Optimizer]:
     """Return a module after its gradients of one step were exchanged; `_take` steps it."""
@@ -75,19 +75,19 @@ def _leave(folder: Path, rank: int, world_size: int, tensors: dict[str, torch.Te
     dist.barrier()
 
 
-def _on_first(rank: int, act: Callable[[], object]) -> None:
+def _gather_on_first(rank: int, act: Callable[[], object]) -> None:
     """Let rank 0 do something, and the others wait."""
     if rank == 0:
         act()
     dist.barrier()
 
 
-def _gathered(rank: int, source: Path, out: Path) -> dict[str, torch.Tensor]:
-    _on_first(rank, functools.partial(gather_checkpoint, source, out, recipe="none"))
+def _gather(rank: int, source: Path, out: Path) -> dict[str, torch.Tensor]:
+    _gather_on_first(rank, functools.partial(gather_checkpoint, source, out, recipe="none"))
     return load_file(out / "model.safetensors")
 
 
-def _expected(num_steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _compute_expected(num_steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return parameters and states of one process after some steps."""
     parameters = {name: torch.nn.Parameter(one) for name, one in whole_tensors().items()}
     optimizer = torch.optim.AdamW(parameters.items(), lr=0.1)
@@ -116,7 +116,7 @@ def test_gradients_of_ranks_are_gathered_whole(rank: int, world_size: int, tmp_p
         "sharded": DeviceMesh((2, 2), ("tp", "dp"), [0, 2, 1, 3]),
         "instances": megatron_views(4, cp=2),
     }
-    ddp, _, _ = _stepped(meshes[case], rank, _CONFIGS[case])
+    ddp, _, _ = _step(meshes[case], rank, _CONFIGS[case])
     with pytest.raises(GradientError, match="column: its gradient was not exchanged yet"):
         export_gradients(ddp)
     _backward(ddp, rank, 10)
@@ -132,31 +132,31 @@ def test_gradients_of_ranks_are_gathered_whole(rank: int, world_size: int, tmp_p
             for name, shape in SHAPES.items()
         )
     _leave(tmp_path / "states", rank, world_size, tensors, layouts)
-    _assert_close(_gathered(rank, tmp_path / "states", tmp_path / "model"), whole_tensors(10))
+    _assert_close(_gather(rank, tmp_path / "states", tmp_path / "model"), whole_tensors(10))
 
 
 @pytest.mark.ranks(4, timeout_seconds=60)
 def test_optimizer_states_go_on_with_other_numbers_of_replicas(rank: int, world_size: int, tmp_path: Path) -> None:
-    ddp, _, optimizer = _stepped(DeviceMesh((2, 2), ("dp", "tp")), rank, _SHARDED)
+    ddp, _, optimizer = _step(DeviceMesh((2, 2), ("dp", "tp")), rank, _SHARDED)
     _backward(ddp, rank, 10)
     optimizer.step()
     tensors, layouts = export_optimizer_shards(optimizer, ddp)
     _leave(tmp_path / "states", rank, world_size, tensors, layouts)
-    parameters, states = _expected(1)
-    _assert_close(_gathered(rank, tmp_path / "states", tmp_path / "model"), parameters | states)
-    _on_first(
+    parameters, states = _compute_expected(1)
+    _assert_close(_gather(rank, tmp_path / "states", tmp_path / "model"), parameters | states)
+    _gather_on_first(
         rank,
         lambda: gather_checkpoint(tmp_path / "states", tmp_path / "weights", recipe="none", exclude=[r"state\..*"]),
     )
     assert load_file(tmp_path / "weights" / "model.safetensors").keys() == parameters.keys()
 
     # Four replicas of the whole model take over what two of two halves left, and take the same next step.
-    ddp, shards, optimizer = _stepped(DeviceMesh((4,), ("dp",)), rank, _SHARDED)
+    ddp, shards, optimizer = _step(DeviceMesh((4,), ("dp",)), rank, _SHARDED)
     _backward(ddp, rank, 20)
     optimizer.step()
     _, layouts = export_optimizer_shards(optimizer, ddp)
-    _on_first(rank, lambda: layouts.write(tmp_path / "four.toml"))
-    _on_first(rank, lambda: reshard_checkpoint(tmp_path / "states", tmp_path / "four.toml", tmp_path / "four"))
+    _gather_on_first(rank, lambda: layouts.write(tmp_path / "four.toml"))
+    _gather_on_first(rank, lambda: reshard_checkpoint(tmp_path / "states", tmp_path / "four.toml", tmp_path / "four"))
     read = NFSWorkspace(tmp_path / "four", rank=rank, world_size=4, run_id=_RUN)
     _, tensors = read.read_configs_and_weights_from_rank(rank)
     assert tensors is not None
@@ -170,12 +170,12 @@ def test_optimizer_states_go_on_with_other_numbers_of_replicas(rank: int, world_
     optimizer.step()
     tensors, layouts = export_optimizer_shards(optimizer, ddp)
     _leave(tmp_path / "later", rank, world_size, tensors, layouts)
-    parameters, states = _expected(2)
-    later = _gathered(rank, tmp_path / "later", tmp_path / "later-model")
+    parameters, states = _compute_expected(2)
+    later = _gather(rank, tmp_path / "later", tmp_path / "later-model")
     _assert_close(later, parameters | states)
     dist.barrier()
-    # What was resharded is what was left, to the last bit.
-    resharded = _gathered(rank, tmp_path / "four", tmp_path / "four-model")
+    # Resharding changes no bit of the exported states.
+    resharded = _gather(rank, tmp_path / "four", tmp_path / "four-model")
     first = load_file(tmp_path / "model" / "model.safetensors")
     assert resharded.keys() == first.keys() and all(torch.equal(resharded[name], first[name]) for name in first)
 
@@ -203,10 +203,10 @@ def test_stages_and_experts_have_names_of_the_whole_model(rank: int, world_size:
     expected = {"layers.0.w": 10, "layers.1.w": 11, "table": 30}
     expected |= {f"layers.{number // 2}.experts.{number % 2}.w": 20 + number for number in range(4)}
     _assert_close(
-        _gathered(rank, tmp_path / "states", tmp_path / "model"),
+        _gather(rank, tmp_path / "states", tmp_path / "model"),
         {name: torch.full((5,), float(value)) for name, value in expected.items()},
     )
-    # A table whose stages were not added up yet is no gradient to give away.
+    # A table whose stages were not added up yet cannot be exported.
     ddp.finish_grad_sync()
     with pytest.raises(GradientError, match=r"layer: its gradient was not exchanged yet"):
         export_gradients(ddp)
@@ -217,12 +217,12 @@ def test_stages_and_experts_have_names_of_the_whole_model(rank: int, world_size:
     tensors, layouts = export_optimizer_shards(optimizer, ddp)
     _leave(tmp_path / "states", rank, world_size, tensors, layouts)
 
-    def refused() -> None:
+    def assert_refused() -> None:
         with pytest.raises(XrankError, match=r"(layer|expert): ranks") as caught:
             gather_checkpoint(tmp_path / "states", tmp_path / "none", recipe="none")
         assert isinstance(caught.value, ContradictionError)
 
-    _on_first(rank, refused)
+    _gather_on_first(rank, assert_refused)
     with pytest.raises(UsageError, match="w: two tensors have this name"):
         export_optimizer_shards(optimizer, ddp, names=lambda name: "w")
 
@@ -248,12 +248,12 @@ def test_cuts_come_from_dtensors_or_are_given(rank: int, world_size: int, tmp_pa
     tensors, layouts = export_gradients(ddp, layouts=own)
     assert str(layouts["placed"]) == "[6/~tp, 7]" and str(layouts["given"]) == "[6, 6/tp]"
     _leave(tmp_path / "states", rank, world_size, tensors, layouts)
-    found = _gathered(rank, tmp_path / "states", tmp_path / "model")
+    found = _gather(rank, tmp_path / "states", tmp_path / "model")
     _assert_close(found, {"placed": whole, "given": whole[:, :6].contiguous()})
 
 
 @pytest.mark.ranks(4, timeout_seconds=60)
-def test_what_no_layout_says_is_refused_by_name(rank: int) -> None:
+def test_slices_without_a_layout_are_refused_by_name(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -1,4 +1,4 @@
-"""The end of a step: what is exchanged, in which order, once; and that what is wrong is told to all ranks."""
+"""The end of a step: each exchange runs once and in order, and all ranks raise the faults of any."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Parts(nn.Module):
         mark(self.embedder, over_pp=True)
 
 
-def filled(ddp: DistributedDataParallel, value: float) -> None:
+def fill(ddp: DistributedDataParallel, value: float) -> None:
     """Run a backward in which every gradient is ``value``."""
     ddp.zero_grad_buffer()
     sum((one * value).sum() for one in ddp.module.parameters() if one.requires_grad).backward()
 
 
-def raised_everywhere(call: Callable[[], Any]) -> GradientError:
+def assert_raises_everywhere(call: Callable[[], Any]) -> GradientError:
     """Return the error that a call raises, the same on all ranks."""
     with pytest.raises(GradientError) as caught:
         call()
@@ -66,9 +66,7 @@ def value_of(ddp: DistributedDataParallel, name: str) -> float:
     return float(owned[0])
 
 
-def wrapped(
-    module: nn.Module, shape: tuple[int, ...], axes: tuple[str, ...], **options: Any
-) -> DistributedDataParallel:
+def wrap(module: nn.Module, shape: tuple[int, ...], axes: tuple[str, ...], **options: Any) -> DistributedDataParallel:
     """Return a module on a mesh."""
     return DistributedDataParallel(
         module, GradientPlan.from_module(module, DeviceMesh(shape, axes), GradientConfig(**options))
@@ -79,9 +77,9 @@ def wrapped(
 def test_each_kind_is_reduced_over_its_ranks_and_in_megatrons_order(rank: int) -> None:
     stage = rank // 2
     for is_sharded in (False, True):  # no replicas here, so that each rank owns all
-        ddp = wrapped(Parts(stage, 2), (2, 2), ("pp", "tp"), use_distributed_optimizer=is_sharded)
+        ddp = wrap(Parts(stage, 2), (2, 2), ("pp", "tp"), use_distributed_optimizer=is_sharded)
         for _ in range(2):
-            filled(ddp, 10.0**rank)
+            fill(ddp, 10.0**rank)
             done = finalize_model_grads(ddp)
             along_tp, along_pp = (2 * stage, 2 * stage + 1), (rank % 2, rank % 2 + 2)
             assert done == [
@@ -102,9 +100,9 @@ def test_each_kind_is_reduced_over_its_ranks_and_in_megatrons_order(rank: int) -
 def test_shards_of_replicas_are_reduced_later_alone(rank: int) -> None:
     # Replicas first, then tp: each rank owns half of a bucket, and of some parameters nothing.
     for axes in (("dp", "tp"), ("tp", "dp")):
-        ddp = wrapped(Parts(0, 1), (2, 2), axes, use_distributed_optimizer=True)
+        ddp = wrap(Parts(0, 1), (2, 2), axes, use_distributed_optimizer=True)
         place = dict(zip(axes, divmod(rank, 2), strict=True))
-        filled(ddp, 10.0**rank)
+        fill(ddp, 10.0**rank)
         done = finalize_model_grads([ddp])
         assert {one.kind for one in done} <= {"data", "tensor"}
         assert sum(one.numel for one in done if one.kind == "data") == sum(one.numel for one in ddp.plan.buckets)
@@ -112,7 +110,7 @@ def test_shards_of_replicas_are_reduced_later_alone(rank: int) -> None:
         for name, wanted in (("weight", sum(10.0**r for r in sees) / 2), ("norm", 1111 / 2), ("average", 1111 / 4)):
             found = value_of(ddp, name)
             assert found == wanted or ddp.plan[name].owned == (0, 0)
-        # Somebody owns it, and what nobody owns is exchanged by nobody.
+        # Some rank owns each element, and only owners exchange it.
         owned = [None] * 4
         dist.all_gather_object(owned, {name: ddp.plan[name].owned for name in ("weight", "norm", "average")})
         assert all(
@@ -163,8 +161,8 @@ def test_chunks_whose_embedders_are_no_copies_are_named(rank: int) -> None:
         module = nn.Module()
         module.register_parameter("embedder", nn.Parameter(torch.zeros(size)))
         mark(module.embedder, over_pp=True)
-        models.append(wrapped(module, (2,), ("pp",)))
-    error = raised_everywhere(lambda: finalize_model_grads(models))
+        models.append(wrap(module, (2,), ("pp",)))
+    error = assert_raises_everywhere(lambda: finalize_model_grads(models))
     assert str(error) == "embedder: its shapes in chunks 0 and 1 of rank 0 differ"
     for model in models:
         model.zero_grad_buffer(discard=True)  # all chunks are finished: none is left half way
@@ -173,33 +171,35 @@ def test_chunks_whose_embedders_are_no_copies_are_named(rank: int) -> None:
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_a_second_call_in_a_step_raises_and_sums_nothing_twice(rank: int) -> None:
     for options in ({"calculate_per_token_loss": True}, {}, {"overlap_grad_reduce": True}):
-        ddp = wrapped(Parts(0, 1), (2,), ("dp",), **options)
+        ddp = wrap(Parts(0, 1), (2,), ("dp",), **options)
         tokens = 3 if "calculate_per_token_loss" in options else None
         for _ in range(2):
-            filled(ddp, 1.0 + rank)
+            fill(ddp, 1.0 + rank)
             finalize_model_grads(ddp, tokens)
             before = value_of(ddp, "weight")
-            error = raised_everywhere(lambda ddp=ddp, tokens=tokens: finalize_model_grads(ddp, tokens))
+            error = assert_raises_everywhere(lambda ddp=ddp, tokens=tokens: finalize_model_grads(ddp, tokens))
             assert str(error) == "word: gradients of this step were exchanged already"
             assert error.got == "finalize_model_grads after it, or after finish_grad_sync"
             assert value_of(ddp, "weight") == before == (0.5 if tokens else 1.5)
-    filled(ddp, 1.0)
+    fill(ddp, 1.0)
     ddp.finish_grad_sync()
-    raised_everywhere(lambda: finalize_model_grads(ddp, 3))  # not that 3 is one too many: nothing is looked at any more
-    filled(ddp, 1.0)
+    assert_raises_everywhere(
+        lambda: finalize_model_grads(ddp, 3)
+    )  # not that 3 is one too many: nothing is looked at any more
+    fill(ddp, 1.0)
     finalize_model_grads(ddp)
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_a_step_that_leaves_out_the_later_reductions_is_named_by_the_next_one(rank: int) -> None:
     """Megatron's users step with norms that differ along tp then, and see neither a crash nor a NaN."""
-    ddp = wrapped(Parts(0, 1), (2,), ("tp",))
-    filled(ddp, 1.0)
+    ddp = wrap(Parts(0, 1), (2,), ("tp",))
+    fill(ddp, 1.0)
     ddp.finish_grad_sync()
-    error = raised_everywhere(ddp.zero_grad_buffer)
+    error = assert_raises_everywhere(ddp.zero_grad_buffer)
     assert str(error) == "norm: its gradients of this step were added up over replicas, and not along tp"
     ddp.zero_grad_buffer(discard=True)
-    filled(ddp, 1.0)
+    fill(ddp, 1.0)
     finalize_model_grads(ddp)
     ddp.zero_grad_buffer()
     assert ddp.release() > 0
@@ -210,9 +210,9 @@ def test_a_step_that_leaves_out_the_later_reductions_is_named_by_the_next_one(ra
 def test_token_losses_are_divided_by_the_tokens_that_last_stages_saw(rank: int) -> None:
     axes = ("pp", "dp")
     for tokens in (3 + rank, torch.tensor([3 + rank]), torch.tensor(3.0 + rank)):
-        ddp = wrapped(Parts(rank // 2, 2), (2, 2), axes, calculate_per_token_loss=True)
-        filled(ddp, 1.0)
-        # The first stage has not seen the loss, and what it says counts for nothing.
+        ddp = wrap(Parts(rank // 2, 2), (2, 2), axes, calculate_per_token_loss=True)
+        fill(ddp, 1.0)
+        # The first stage has not seen the loss, so its number is ignored.
         given = tokens if rank // 2 == 1 else (None, 77)[rank]
         done = finalize_model_grads(ddp, given)
         assert [(one.ranks, one.axes) for one in done if one.kind == "tokens"] == [
@@ -228,26 +228,28 @@ def test_token_losses_are_divided_by_the_tokens_that_last_stages_saw(rank: int) 
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)
-def test_token_counts_that_are_missing_or_too_many_are_told_to_all_ranks(rank: int) -> None:
-    ddp = wrapped(Parts(0, 1), (2,), ("dp",), calculate_per_token_loss=True)
+def test_all_ranks_raise_for_missing_or_surplus_token_counts(rank: int) -> None:
+    ddp = wrap(Parts(0, 1), (2,), ("dp",), calculate_per_token_loss=True)
     for missing in (0, 1):
-        filled(ddp, 1.0)
-        error = raised_everywhere(lambda missing=missing: finalize_model_grads(ddp, None if rank == missing else 3))
+        fill(ddp, 1.0)
+        error = assert_raises_everywhere(
+            lambda missing=missing: finalize_model_grads(ddp, None if rank == missing else 3)
+        )
         assert str(error) == f"rank {missing} gives no num_tokens, and its gradients are not divided otherwise"
     for wrong in (-1, float("nan"), [3], 1j, 10**400, torch.tensor([])):
-        filled(ddp, 1.0)
-        error = raised_everywhere(lambda wrong=wrong: finalize_model_grads(ddp, wrong if rank else 3))
+        fill(ddp, 1.0)
+        error = assert_raises_everywhere(lambda wrong=wrong: finalize_model_grads(ddp, wrong if rank else 3))
         assert str(error) == "num_tokens of rank 1 is not a count"
-    ddp = wrapped(Parts(0, 1), (2,), ("dp",))
-    filled(ddp, 1.0)
-    error = raised_everywhere(lambda: finalize_model_grads(ddp, 3 if rank else None))
+    ddp = wrap(Parts(0, 1), (2,), ("dp",))
+    fill(ddp, 1.0)
+    error = assert_raises_everywhere(lambda: finalize_model_grads(ddp, 3 if rank else None))
     assert "were divided by the number of ranks already" in str(error)
-    filled(ddp, 1.0)
+    fill(ddp, 1.0)
     finalize_model_grads(ddp)
 
 
 class Router(nn.Module):
-    """What Megatron's router has beside its weight."""
+    """The buffers of Megatron's router beside its weight."""
 
     def __init__(self, counts: list[float], rate: float | None) -> None:
         super().__init__()
@@ -271,7 +273,7 @@ def test_biases_of_routers_move_towards_experts_with_few_tokens(rank: int) -> No
     dense = nn.Module()
     dense.expert_bias = dense.local_tokens_per_expert = None  # as Megatron's, where biases are off
     module["off"] = dense
-    ddp = wrapped(module, (1, 2, 2), ("dp", "cp", "tp"))
+    ddp = wrap(module, (1, 2, 2), ("dp", "cp", "tp"))
     for step in (1, 2):
         ddp.zero_grad_buffer()
         done = finalize_model_grads(ddp)
@@ -289,8 +291,8 @@ def test_biases_of_routers_move_towards_experts_with_few_tokens(rank: int) -> No
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_a_router_without_a_rate_is_named(rank: int) -> None:
     module = nn.ModuleDict({"moe": Router([1.0, 2.0], None)})
-    ddp = wrapped(module, (2,), ("dp",))
-    error = raised_everywhere(lambda: finalize_model_grads(ddp))
+    ddp = wrap(module, (2,), ("dp",))
+    error = assert_raises_everywhere(lambda: finalize_model_grads(ddp))
     assert str(error) == "moe: the rate at which its expert_bias moves is unknown"
     module["moe"].expert_bias_update_rate = 0.5
     ddp.zero_grad_buffer()
@@ -304,7 +306,7 @@ def test_a_model_that_is_frozen_goes_through_every_step(rank: int) -> None:
         module = nn.ModuleDict({"parts": Parts(rank, 2) if axes == ("pp",) else Parts(0, 1)})
         module["moe"] = Router([1.0, 2.0], 0.5)
         module.requires_grad_(False)
-        ddp = wrapped(module, (2,), axes, calculate_per_token_loss=True)
+        ddp = wrap(module, (2,), axes, calculate_per_token_loss=True)
         ddp.zero_grad_buffer()
         kinds = [one.kind for one in finalize_model_grads(ddp, 3)]
         assert set(kinds) <= {"router", "tokens"}

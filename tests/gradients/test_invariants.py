@@ -1,4 +1,4 @@
-"""What must hold of gradients however a model is cut: on real ranks, against one process that sees the whole batch."""
+"""Invariants of gradients for every cut of a model: real ranks against one process that sees the whole batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.gradients.parallel_models import (
     Place,
     Stage,
     cut,
-    own_batch,
     place_of,
     reference_gradients,
     run_microbatch,
+    take_batch,
     whole_batch,
     whole_place,
 )
@@ -56,7 +56,7 @@ def _id(sizes: dict[str, int]) -> str:
     return "x".join(f"{axis}{length}" for axis, length in sizes.items()) or "dp"
 
 
-def _wrapped(place: Place, dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:
+def _wrap(place: Place, dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:
     model = Stage(place, dtype)
     plan = GradientPlan.from_module(model, place.views, GradientConfig(qk_layernorm=True, **options))
     return DistributedDataParallel(model, plan)
@@ -65,7 +65,7 @@ def _wrapped(place: Place, dtype: torch.dtype = torch.float32, **options: Any) -
 def _step(ddp: DistributedDataParallel, place: Place, num_microbatches: int = 1) -> list[Reduction]:
     """Run a step over this rank's part of the batch."""
     by_tokens = ddp.config.calculate_per_token_loss
-    parts, num_tokens = own_batch(place).chunk(num_microbatches), 0
+    parts, num_tokens = take_batch(place).chunk(num_microbatches), 0
     ddp.zero_grad_buffer()
     for number, ids in enumerate(parts, 1):
         if number < num_microbatches:
@@ -119,7 +119,7 @@ def _assert_every_way_is_right(rank: int, world_size: int, sizes: dict[str, int]
             continue
         if by_tokens:
             way = {name: value for name, value in way.items() if name != "average_in_collective"}
-        ddp = _wrapped(place, calculate_per_token_loss=by_tokens, **way)
+        ddp = _wrap(place, calculate_per_token_loss=by_tokens, **way)
         assert [name.rpartition(".")[2] for name in ddp.plan.frozen] == ["frozen"] * (
             NUM_LAYERS // place.lengths["pp"]
         )  # I10: frozen, and unused, which the backward never comes to
@@ -192,7 +192,7 @@ def test_weights_are_those_of_one_process_after_steps_and_copies_are_bitwise_equ
                     parameter -= 0.5 * parameter.grad
     wanted = {name: cut(name, one.detach(), place) for name, one in whole.named_parameters()}
     for way in _WAYS[1:3]:
-        ddp = _wrapped(place, **way)
+        ddp = _wrap(place, **way)
         for _ in range(3):
             _step(ddp, place)
             _stepped(ddp, 0.5)
@@ -207,7 +207,7 @@ def test_weights_are_those_of_one_process_after_steps_and_copies_are_bitwise_equ
 @pytest.mark.ranks(2, timeout_seconds=90)
 def test_buffers_of_16_bits_are_near_and_of_32_bits_exact(rank: int, world_size: int) -> None:
     place = place_of(rank, world_size)
-    # What each rank makes of each of its micro-batches, in 16 bits, added up in 32.
+    # Gradients of each micro-batch are in 16 bits, their sums in 32.
     exact: dict[str, torch.Tensor] = {}
     for ids in whole_batch().chunk(2 * world_size):
         model = Stage(whole_place(), torch.bfloat16)
@@ -217,11 +217,11 @@ def test_buffers_of_16_bits_are_near_and_of_32_bits_exact(rank: int, world_size:
             exact[name] = exact.get(name, 0) + gradient.float() / world_size
     whole, _ = reference_gradients()
     for way in _WAYS:
-        ddp = _wrapped(place, torch.bfloat16, grad_reduce_in_fp32=True, **way)
+        ddp = _wrap(place, torch.bfloat16, grad_reduce_in_fp32=True, **way)
         _step(ddp, place, 2)
         _assert_right(ddp, place, exact, 1e-6)
         assert all(buffer.data.dtype == torch.float32 for buffer in ddp.gradient_buffers)
-        ddp = _wrapped(place, torch.bfloat16, **way)
+        ddp = _wrap(place, torch.bfloat16, **way)
         _step(ddp, place, 2)
         _assert_right(ddp, place, exact, 1e-2)
         _assert_right(ddp, place, whole, 3e-2)  # what 16 bits lose in the model itself comes on top

@@ -28,7 +28,7 @@ def role(made, name="w", place=PLACE, **options) -> ParameterRole:
     return role_of(name, made, place, GradientConfig(**options))
 
 
-def test_nothing_said_is_a_plain_copy():
+def test_a_parameter_without_any_source_is_a_plain_copy():
     assert role(parameter()) == ParameterRole()
 
 
@@ -46,7 +46,7 @@ def test_megatrons_attributes(attribute, value, field, meaning, aspect):
     found = role(parameter(**{attribute: value}))
     assert getattr(found, field) == meaning
     assert list(found.reasons) == [aspect] and attribute in found.reasons[aspect]
-    # The other value of each is what a parameter without it has.
+    # The other value of each attribute is its default.
     assert role(parameter(**{attribute: not value})) == ParameterRole()
 
 
@@ -76,7 +76,7 @@ def test_marks_beat_attributes_and_names():
     assert found.over_tp == "average" and found.is_expert and found.over_pp and found.tied == "word"
 
 
-def test_a_mark_says_what_config_and_attributes_do_not():
+def test_a_mark_decides_before_config_and_attributes():
     made = parameter()
     mark(made, over_tp="sum")
     assert role(made, sequence_parallel=False, qk_layernorm=False).over_tp == "sum"
@@ -91,7 +91,7 @@ def test_norms_of_queries_and_keys_are_known_by_name(name):
     with pytest.raises(UsageError, match="it is unknown whether") as caught:
         role(parameter(), name)
     assert caught.value.tensor == name and "qk_layernorm=True" in caught.value.next_step
-    # Along one rank there is nothing to know; a cut one sees its own part alone; attributes say it before.
+    # One rank needs no answer; a cut parameter sees only its own part; attributes decide first.
     assert role(parameter(), name, MeshPlace(megatron_views(4, ep=2), 1)).over_tp is None
     assert role(parameter(tensor_model_parallel=True), name, qk_layernorm=True).over_tp is None
     assert role(parameter(tensor_model_parallel=True), name).over_tp is None
@@ -101,12 +101,12 @@ def test_norms_of_queries_and_keys_are_known_by_name(name):
 @pytest.mark.parametrize(
     "name", ["seq_norm.weight", "kv_layernorm.weight", "q_norms.weight", "rank_norm.weight", "q.norm"]
 )
-def test_other_names_say_nothing(name):
+def test_other_names_decide_nothing(name):
     assert role(parameter(), name, qk_layernorm=True).over_tp is None
 
 
 @pytest.mark.parametrize("marked", ["mark", "sequence_parallel", "average_gradients_across_tp_domain"])
-def test_what_is_cut_along_tp_is_not_added_up_there(marked):
+def test_parameters_cut_along_tp_are_not_added_up_there(marked):
     made = parameter(tensor_model_parallel=True)
     if marked == "mark":
         mark(made, over_tp="sum")
@@ -143,21 +143,21 @@ def test_marks_are_copied_with_a_module():
 
 
 @pytest.mark.ranks(4)
-def test_placements_say_what_a_parameter_is(rank):
+def test_placements_define_the_role_of_a_parameter(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
-    def placed(*placements, on=mesh):
+    def place_parameter(*placements, on=mesh):
         return nn.Parameter(DTensor.from_local(torch.zeros(2, 3), on, placements, run_check=False))
 
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.replica = placed(Replicate(), Replicate())
-            self.column = placed(Replicate(), Shard(0))
-            self.fully = placed(Shard(0), Shard(1))
-            self.partial = placed(Replicate(), Partial())
-            self.sub = placed(Shard(0), on=mesh["tp"])
-            self.q_norm = placed(Replicate(), Replicate())
+            self.replica = place_parameter(Replicate(), Replicate())
+            self.column = place_parameter(Replicate(), Shard(0))
+            self.fully = place_parameter(Shard(0), Shard(1))
+            self.partial = place_parameter(Replicate(), Partial())
+            self.sub = place_parameter(Shard(0), on=mesh["tp"])
+            self.q_norm = place_parameter(Replicate(), Replicate())
 
     plan = GradientPlan.from_module(Model(), mesh)
     assert plan.rank == rank
@@ -170,7 +170,7 @@ def test_placements_say_what_a_parameter_is(rank):
         "fully": ((2, 3), (rank,), 1, []),
         "partial": ((2, 3), replicas, 2, tensor),
         "sub": ((2, 3), replicas, 2, []),
-        # Replicate says that it is a copy, so the name is not asked.
+        # Replicate marks a copy, so the name does not matter.
         "q_norm": ((2, 3), replicas, 2, []),
     }
 

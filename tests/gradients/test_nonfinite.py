@@ -1,4 +1,4 @@
-"""NaN and infinity: every rank says which rank, bucket, parameter, element and micro-batch, and none hangs."""
+"""NaN and infinity: every rank reports the rank, bucket, parameter, element and micro-batch, and none hangs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gradients.test_finalize import raised_everywhere
-from tests.gradients.wires import RecordingWire, made_module
+from tests.gradients.test_finalize import assert_raises_everywhere
+from tests.gradients.wires import RecordingWire, make_module
 from xrank.errors import GradientError
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, finalize_model_grads
 from xrank.gradients.buffers.nonfinite import first_nonfinite
@@ -36,7 +36,7 @@ def test_the_first_bad_element_is_found_in_any_shape() -> None:
 def _step(
     ddp: DistributedDataParallel, spoils: dict[int, dict[str, tuple[tuple[int, ...], float]]], num_microbatches: int = 3
 ) -> None:
-    """Run backwards in which every gradient is 1, but for what is spoilt: by micro-batch, a name, an index, a value."""
+    """Run backwards in which every gradient is 1, with given exceptions: micro-batch -> name, index, value."""
     ddp.zero_grad_buffer()
     for number in range(1, num_microbatches + 1):
         loss = torch.zeros(())
@@ -54,22 +54,22 @@ def _step(
 
 
 @pytest.mark.ranks(4, timeout_seconds=60)
-def test_every_rank_says_the_same_and_the_next_step_is_right(rank: int) -> None:
+def test_every_rank_raises_the_same_and_the_next_step_is_right(rank: int) -> None:
     for options in (
         {},
         {"overlap_grad_reduce": True},
         {"overlap_grad_reduce": True, "use_distributed_optimizer": True},
     ):
-        module = made_module()
+        module = make_module()
         config = GradientConfig(check_for_nan_in_grad=True, bucket_size=70, **options)
         mesh = DeviceMesh((2, 2), ("dp", "tp"))
         ddp = DistributedDataParallel(module, GradientPlan.from_module(module, mesh, config))
         name = "layers.1.weight"
         bucket = ddp.plan[name].bucket
         assert (bucket > 0) == bool(options)
-        # Rank 3 alone, and nobody else along tp or dp waits for it.
+        # Only rank 3 has it, and no rank along tp or dp waits for it.
         _step(ddp, {2: {name: ((3, 5), _NAN)}} if rank == 3 else {})
-        error = raised_everywhere(lambda ddp=ddp: finalize_model_grads(ddp))
+        error = assert_raises_everywhere(lambda ddp=ddp: finalize_model_grads(ddp))
         assert str(error) == (
             f"{name}: its gradient on rank 3 is nan at element [3, 5], in bucket {bucket}, from micro-batch 2 of the 3 "
             "that used it"
@@ -78,7 +78,7 @@ def test_every_rank_says_the_same_and_the_next_step_is_right(rank: int) -> None:
         # Infinities of two ranks and several parameters: the lowest rank's first, others as notes.
         spoils = {1: {"layers.2.bias": ((7,), _INF)}, 3: {"layers.2.weight": ((0, 1), _NAN)}}
         _step(ddp, spoils if rank in (1, 2) else {})
-        error = raised_everywhere(lambda ddp=ddp: finalize_model_grads(ddp))
+        error = assert_raises_everywhere(lambda ddp=ddp: finalize_model_grads(ddp))
         assert error.rank == 1
         assert "layers.2.bias: its gradient on rank 1 is inf at element [7]" in str(error)
         assert "from micro-batch 1 of the 3" in str(error)
@@ -95,8 +95,8 @@ def test_every_rank_says_the_same_and_the_next_step_is_right(rank: int) -> None:
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)
-def test_sums_that_overflow_and_kernels_that_add_by_themselves_are_told_apart(rank: int) -> None:
-    module = made_module(dtype=torch.float16)
+def test_overflowing_sums_and_adding_kernels_are_distinguished(rank: int) -> None:
+    module = make_module(dtype=torch.float16)
     plan = GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)), GradientConfig(check_for_nan_in_grad=True))
     ddp = DistributedDataParallel(module, plan)
     large = {number: {"layers.0.weight": ((0, 0), 30000.0)} for number in (1, 2)}
@@ -104,7 +104,7 @@ def test_sums_that_overflow_and_kernels_that_add_by_themselves_are_told_apart(ra
     finalize_model_grads(ddp)
     large[3] = {"layers.0.weight": ((0, 0), 30000.0)}
     _step(ddp, large if rank else {})
-    error = raised_everywhere(lambda: finalize_model_grads(ddp))
+    error = assert_raises_everywhere(lambda: finalize_model_grads(ddp))
     assert str(error).endswith("from the sum of 3 micro-batches, each of which is finite")
     ddp.zero_grad_buffer()
     weight = module.layers[0].weight
@@ -112,13 +112,13 @@ def test_sums_that_overflow_and_kernels_that_add_by_themselves_are_told_apart(ra
     weight.main_grad[4, 4] = _NAN
     weight.grad_added_to_main_grad = True
     (weight * 1.0).sum().backward()
-    error = raised_everywhere(lambda: finalize_model_grads(ddp))
+    error = assert_raises_everywhere(lambda: finalize_model_grads(ddp))
     assert "on rank 0 is nan at element [4, 4]" in str(error)
     assert str(error).endswith("from a kernel, in one of 2 micro-batches")
 
 
 def test_a_finite_gradient_whose_norm_float16_cannot_hold_is_not_blamed() -> None:
-    module = made_module(dtype=torch.float16)
+    module = make_module(dtype=torch.float16)
     config = GradientConfig(check_for_nan_in_grad=True)
     plan = GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)), config, rank=0)
     ddp = DistributedDataParallel(module, plan, wire=RecordingWire())
@@ -131,8 +131,8 @@ def test_a_finite_gradient_whose_norm_float16_cannot_hold_is_not_blamed() -> Non
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)
-def test_nobody_looks_where_it_is_not_asked_for(rank: int) -> None:
-    module = made_module()
+def test_nothing_is_checked_unless_configured(rank: int) -> None:
+    module = make_module()
     ddp = DistributedDataParallel(module, GradientPlan.from_module(module, DeviceMesh((2,), ("dp",))))
     _step(ddp, {1: {"norm.bias": ((1,), _NAN)}} if rank else {})
     finalize_model_grads(ddp)
@@ -143,7 +143,7 @@ def test_nobody_looks_where_it_is_not_asked_for(rank: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_norms_of_any_dtype_are_compared(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
-    module = made_module(dtype=dtype)
+    module = make_module(dtype=dtype)
     config = GradientConfig(check_for_large_grads=True)
     plan = GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)), config, rank=0)
     ddp = DistributedDataParallel(module, plan, wire=RecordingWire())
@@ -159,7 +159,7 @@ def test_norms_of_any_dtype_are_compared(dtype: torch.dtype, caplog: pytest.LogC
 
 
 def test_a_gradient_far_larger_than_those_before_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    module = made_module()
+    module = make_module()
     config = GradientConfig(check_for_large_grads=True)
     plan = GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)), config, rank=0)
     ddp = DistributedDataParallel(module, plan, wire=RecordingWire())

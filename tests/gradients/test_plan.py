@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.gradients.planned_modules import KINDS, Told, module_of
+from tests.gradients.planned_modules import KINDS, MarkedParameter, module_of
 from tests.sampled import count_of
 from xrank.errors import LayoutError, UsageError
 from xrank.gradients import GradientConfig, GradientPlan, mark
@@ -44,7 +44,9 @@ configs = st.builds(
     average_in_collective=st.booleans(),
 )
 modules = st.lists(
-    st.builds(Told, st.sampled_from(KINDS), st.integers(0, 300), st.sampled_from(DTYPES)), min_size=1, max_size=10
+    st.builds(MarkedParameter, st.sampled_from(KINDS), st.integers(0, 300), st.sampled_from(DTYPES)),
+    min_size=1,
+    max_size=10,
 )
 
 
@@ -75,7 +77,7 @@ def test_all_ranks_agree(views, told, config):
         assert needed <= set(plan.groups())
         for ranks in plan.groups():
             assert rank in ranks and list(ranks) == sorted(ranks)
-            # Whoever one exchanges with exchanges with the same ranks, and what is alike.
+            # All ranks of an exchange exchange with the same ranks, in the same layout.
             if rank == ranks[0]:
                 assert all(ranks in plans[other].groups() for other in ranks)
                 check_lines({other: lines[other].get(ranks, ()) for other in ranks})
@@ -123,7 +125,7 @@ def test_buckets_leave_in_the_order_of_a_backward(views, told, config):
 @settings(max_examples=count_of(40))
 @given(meshes(), modules, configs)
 def test_every_element_is_added_up_once_over_all_that_saw_data(views, told, config):
-    """I8 as arithmetic: each rank's gradient counts 1 for an element; what the plan makes of it is known."""
+    """I8 as arithmetic: each rank's gradient counts 1 for an element, so the plan's result is known."""
     plans = plans_of(told, views, config)
     dense, expert = views.main, views.view("expert")
     num_data = dense.axis_length("dp") * dense.axis_length("cp")
@@ -256,11 +258,11 @@ def test_instances_of_the_distributed_optimizer():
         GradientPlan.from_module(two_layers(), DeviceMesh((3,), ("dp",)), config, 0)
 
 
-def test_copies_along_tp_lie_apart_from_what_differs_there():
+def test_copies_along_tp_have_buffers_of_their_own():
     """Else uneven tensor parallelism would give the ranks of one tp group other shards of the same norm."""
     views = megatron_views(4, tp=2)
     config = GradientConfig(use_distributed_optimizer=True)
-    told = [Told("cut", 1000), Told("copy", 300), Told("replica", 10)]
+    told = [MarkedParameter("cut", 1000), MarkedParameter("copy", 300), MarkedParameter("replica", 10)]
     first, second = (GradientPlan.from_module(module_of(told, views, rank), views, config, rank) for rank in (0, 1))
     assert first["cut_0"].numel == second["cut_0"].numel + 1
     assert first["copy_1"].owned == second["copy_1"].owned and first["copy_1"].offset == second["copy_1"].offset
@@ -288,8 +290,11 @@ def test_default_buckets_of_experts_follow_experts_alone():
 
 
 @pytest.mark.parametrize("kind", ["word", "position", "conditional"])
-def test_what_stages_share_has_a_bucket_of_its_own(kind):
-    views, told = megatron_views(4, pp=2), [Told("replica", 7), Told(kind, 5), Told("replica", 3)]
+def test_parameters_shared_by_stages_have_buckets_of_their_own(kind):
+    views, told = (
+        megatron_views(4, pp=2),
+        [MarkedParameter("replica", 7), MarkedParameter(kind, 5), MarkedParameter("replica", 3)],
+    )
     for sharded in (False, True):
         config = GradientConfig(use_distributed_optimizer=sharded)
         plan = GradientPlan.from_module(module_of(told, views, 3), views, config, 3)
@@ -300,14 +305,14 @@ def test_what_stages_share_has_a_bucket_of_its_own(kind):
 
 
 def test_the_first_and_the_last_of_many_stages_are_a_group():
-    views, told = megatron_views(3, pp=3), [Told("word", 5)]
+    views, told = megatron_views(3, pp=3), [MarkedParameter("word", 5)]
     groups = GradientPlan.from_module(module_of(told, views, 2), views, rank=2).groups()
     assert groups == ((0, 2), (0, 1, 2))
     assert GradientPlan.from_module(module_of(told, views, 1), views, rank=1).groups() == ((0, 1, 2),)
 
 
 def test_losses_over_tokens_are_not_divided():
-    told, views = [Told("replica", 4), Told("expert", 4)], megatron_views(4, ep=2)
+    told, views = [MarkedParameter("replica", 4), MarkedParameter("expert", 4)], megatron_views(4, ep=2)
     plan = GradientPlan.from_module(
         module_of(told, views, 1), views, GradientConfig(calculate_per_token_loss=True), rank=1
     )
@@ -397,7 +402,7 @@ def test_other_refusals():
 # Explanations
 
 
-def explained(told, views, rank, config=GradientConfig()):  # noqa: B008  frozen
+def explain_all(told, views, rank, config=GradientConfig()):  # noqa: B008  frozen
     plan = GradientPlan.from_module(module_of(told, views, rank), views, config, rank)
     return [plan.explain(name) for name in (*(parameter.name for parameter in plan.parameters), *plan.frozen)]
 
@@ -418,22 +423,34 @@ FROZEN = "frozen_4 is frozen: it has no gradient, no place in a buffer, and is n
 
 def test_explanations_read_as_sentences():
     views = megatron_views(16, tp=2, ep=4, pp=2, etp=1)
-    told = [Told("word", 40), Told("copy", 8), Told("expert", 12), Told("replica", 6), Told("frozen", 3)]
+    told = [
+        MarkedParameter("word", 40),
+        MarkedParameter("copy", 8),
+        MarkedParameter("expert", 12),
+        MarkedParameter("replica", 6),
+        MarkedParameter("frozen", 3),
+    ]
     wanted = [text.replace("\n", " ") for text in (WORD, COPY, EXPERT, REPLICA, FROZEN)]
-    assert explained(told, views, 9) == wanted
+    assert explain_all(told, views, 9) == wanted
 
 
 def test_explanations_of_shards_tokens_and_many_ranks():
     sharded = GradientConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     views = megatron_views(64, ep=64)
-    told = [Told("replica", 200, torch.bfloat16), Told("expert", 5), Told("replica", 3)]
-    replica, expert, small = explained(told, views, 1, sharded)
+    told = [
+        MarkedParameter("replica", 200, torch.bfloat16),
+        MarkedParameter("expert", 5),
+        MarkedParameter("replica", 3),
+    ]
+    replica, expert, small = explain_all(told, views, 1, sharded)
     assert "in bfloat16, its gradient float32" in replica
     assert "on ranks 0-63, replicas along dp, are added up and divided by 64." in replica
     assert replica.endswith("Ranks 0-49 own shards of it: rank 1 owns elements 4 to 7 of it.")
     assert "Rank 1 holds the only copy, so its gradient is not added up with others but divided by 64, the" in expert
     assert small.endswith("Ranks 0-1 own shards of it: rank 1 owns element 2 of it.")
-    alone = explained([Told("replica", 4)], megatron_views(2, tp=2), 1)
+    alone = explain_all([MarkedParameter("replica", 4)], megatron_views(2, tp=2), 1)
     assert "holds the only copy, so its gradient is not added up with others." in alone[0]
-    tokens = explained([Told("replica", 4)], megatron_views(2), 1, GradientConfig(calculate_per_token_loss=True))
+    tokens = explain_all(
+        [MarkedParameter("replica", 4)], megatron_views(2), 1, GradientConfig(calculate_per_token_loss=True)
+    )
     assert "are added up; finalize_model_grads divides by the number of tokens." in tokens[0]

@@ -1,4 +1,4 @@
-"""What ranks tell of their replicas: digests of bits, of tensors of any shape and strides."""
+"""Digests of replicas: of the bits of tensors of any shape and strides."""
 
 import torch
 

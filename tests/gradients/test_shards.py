@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gradients.wires import batch_of, loss_of, made_module
+from tests.gradients.wires import batch_of, loss_of, make_module
 from xrank.errors import GradientError, UsageError
 from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, ParameterShards
 from xrank.gradients.sharding.shards import list_owned_slices
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.timeout(90)
 _SHARDED = GradientConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=70)
 
 
-def _wrapped(config: GradientConfig, dtype: torch.dtype = torch.float32) -> DistributedDataParallel:
-    module = made_module(dtype=dtype)
+def _wrap(config: GradientConfig, dtype: torch.dtype = torch.float32) -> DistributedDataParallel:
+    module = make_module(dtype=dtype)
     return DistributedDataParallel(module, GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)), config))
 
 
@@ -35,9 +35,9 @@ def test_any_optimizer_steps_shards_as_one_process_does(rank: int) -> None:
         (lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9), _SHARDED, True),
     ]
     for make, config, sets_to_none in cases:
-        reference = made_module()
+        reference = make_module()
         expected = make(reference.parameters())
-        ddp = _wrapped(config)
+        ddp = _wrap(config)
         shards = ParameterShards(ddp)
         optimizer = make(shards.named_parameters())
         shards.attach(optimizer)
@@ -64,7 +64,7 @@ def test_any_optimizer_steps_shards_as_one_process_does(rank: int) -> None:
 def test_narrow_parameters_are_stepped_in_wide_copies(rank: int) -> None:
     config = GradientConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     for told in (config, GradientConfig(grad_reduce_in_fp32=True)):
-        ddp = _wrapped(told, torch.bfloat16)
+        ddp = _wrap(told, torch.bfloat16)
         shards = ParameterShards(ddp)
         optimizer = torch.optim.SGD(shards.parameters(), lr=1e-4)
         shards.attach(optimizer)
@@ -92,7 +92,7 @@ def test_narrow_parameters_are_stepped_in_wide_copies(rank: int) -> None:
 
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_steps_that_would_be_wrong_are_refused(rank: int) -> None:
-    ddp = _wrapped(_SHARDED)
+    ddp = _wrap(_SHARDED)
     shards = ParameterShards([ddp])
     optimizer = torch.optim.SGD(shards.parameters(), lr=0.1)
     shards.attach(optimizer)
@@ -116,7 +116,7 @@ def test_steps_that_would_be_wrong_are_refused(rank: int) -> None:
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_a_parameter_whose_data_was_replaced_is_not_stepped_in_vain(rank: int) -> None:
     for config in (GradientConfig(), _SHARDED):
-        ddp = _wrapped(config)
+        ddp = _wrap(config)
         shards = ParameterShards(ddp)
         optimizer = torch.optim.SGD(shards.named_parameters(), lr=0.1)
         shards.attach(optimizer)

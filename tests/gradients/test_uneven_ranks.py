@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gradients.wires import batch_of, loss_of, made_module, mean_gradients
+from tests.gradients.wires import batch_of, loss_of, make_module, mean_gradients
 from xrank.errors import GradientError
 from xrank.gradients import (
     DistributedDataParallel,
@@ -26,8 +26,8 @@ _SHARDED = replace(_OVERLAP, use_distributed_optimizer=True)
 _MESH = DeviceMesh((2,), ("dp",))
 
 
-def _wrapped(config: GradientConfig) -> DistributedDataParallel:
-    module = made_module()
+def _wrap(config: GradientConfig) -> DistributedDataParallel:
+    module = make_module()
     return DistributedDataParallel(module, GradientPlan.from_module(module, _MESH, config))
 
 
@@ -36,7 +36,7 @@ def _backward(ddp: DistributedDataParallel, rank: int) -> None:
 
 
 def _assert_right(ddp: DistributedDataParallel) -> None:
-    for name, wanted in mean_gradients(made_module(), batch_of()).items():
+    for name, wanted in mean_gradients(make_module(), batch_of()).items():
         part = slice(*ddp.plan[name].owned)
         torch.testing.assert_close(
             ddp.main_grad(name).flatten()[part], wanted.flatten()[part], rtol=1e-5, atol=1e-7, msg=name
@@ -45,7 +45,7 @@ def _assert_right(ddp: DistributedDataParallel) -> None:
 
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_gradients_of_plans_that_differ_are_not_checked(rank: int) -> None:
-    module = made_module()
+    module = make_module()
     module.norm.bias.requires_grad_(rank == 0)
     plan = GradientPlan.from_module(module, _MESH)
     with pytest.raises(GradientError, match="ranks 0 and 1 do not lay out the same gradients") as caught:
@@ -55,7 +55,7 @@ def test_gradients_of_plans_that_differ_are_not_checked(rank: int) -> None:
 
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_a_plan_of_another_rank_is_refused_on_all_ranks(rank: int) -> None:
-    module = made_module()
+    module = make_module()
     plan = GradientPlan.from_module(module, _MESH, _SHARDED, rank=0)
     with pytest.raises(GradientError, match="rank 1 has the plan of rank 0") as caught:
         DistributedDataParallel(module, plan)
@@ -70,7 +70,7 @@ def test_a_plan_of_another_rank_is_refused_on_all_ranks(rank: int) -> None:
 
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_a_parameter_that_one_rank_froze_is_named(rank: int) -> None:
-    module = made_module()
+    module = make_module()
     module.layers[1].weight.requires_grad_(rank == 0)
     with pytest.raises(GradientError, match="do not lay out the same gradients") as caught:
         DistributedDataParallel(module, GradientPlan.from_module(module, _MESH))
@@ -81,7 +81,7 @@ def test_a_parameter_that_one_rank_froze_is_named(rank: int) -> None:
 def test_a_rank_that_runs_no_forward_gets_the_parameters_that_others_wait_for(rank: int) -> None:
     # Nobody calls start_param_sync: the first forward would gather on one rank alone.
     for config in (_SHARDED, replace(_SHARDED, overlap_param_gather=True)):
-        ddp = _wrapped(config)
+        ddp = _wrap(config)
         for step in range(3):
             ddp.zero_grad_buffer()
             if rank == 0 or step != 1:
@@ -96,13 +96,13 @@ def test_a_rank_that_runs_no_forward_gets_the_parameters_that_others_wait_for(ra
         others = [torch.empty_like(held) for _ in range(2)]
         dist.all_gather(others, held)
         assert torch.equal(*others)
-        assert not torch.equal(held, torch.cat([one.detach().flatten() for one in made_module().parameters()]))
+        assert not torch.equal(held, torch.cat([one.detach().flatten() for one in make_module().parameters()]))
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_a_step_that_only_one_rank_began_is_dropped_by_all(rank: int) -> None:
     for config in (GradientConfig(), _OVERLAP, _SHARDED):
-        ddp = _wrapped(config)
+        ddp = _wrap(config)
         for who in (0, 1):
             if rank == who:
                 _backward(ddp, rank)
@@ -116,7 +116,7 @@ def test_a_step_that_only_one_rank_began_is_dropped_by_all(rank: int) -> None:
 @pytest.mark.ranks(2, timeout_seconds=60)
 def test_a_step_that_one_rank_drops_and_others_finish_is_an_error_there(rank: int) -> None:
     for config in (GradientConfig(), _OVERLAP, _SHARDED):
-        ddp = _wrapped(config)
+        ddp = _wrap(config)
         if rank == 0:
             _backward(ddp, rank)
             with pytest.raises(GradientError, match="rank 1 dropped this step") as caught:

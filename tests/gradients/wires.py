@@ -1,4 +1,4 @@
-"""Wires that record what is sent, and small modules whose gradients one process can tell."""
+"""Wires that record sent tensors, and small modules whose gradients one process can compute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Small(torch.nn.Module):
         return self.norm(self.extra(x) if use_extra else x)
 
 
-def made_module(width: int = 8, depth: int = 3, dtype: torch.dtype = torch.float32) -> Small:
+def make_module(width: int = 8, depth: int = 3, dtype: torch.dtype = torch.float32) -> Small:
     """Return a module, the same on every rank."""
     torch.manual_seed(7)
     return Small(width, depth).to(dtype)
@@ -62,7 +62,7 @@ class Sent:
 
 
 class RecordingWire:
-    """A wire to ranks that hold the same as this one. What a collective does is done when its handle is waited for."""
+    """A wire to ranks with the same values as this one. A collective takes effect when its handle is waited for."""
 
     device = torch.device("cpu")
 

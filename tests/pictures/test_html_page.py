@@ -37,7 +37,7 @@ class Page(HTMLParser):
         self.words += data
 
 
-def made() -> tuple[LayoutMap, dict[str, tuple[int, ...]]]:
+def make_page() -> tuple[LayoutMap, dict[str, tuple[int, ...]]]:
     layouts = LayoutMap(DeviceMesh.parse_grid("dp=2 tp=2"))
     layouts.sizes.update(g=2, r=2, d=2)
     layouts["up"] = "[f/tp/~dp, h]"
@@ -50,7 +50,7 @@ def made() -> tuple[LayoutMap, dict[str, tuple[int, ...]]]:
 
 
 def test_a_page_has_mesh_rules_parts_and_bytes() -> None:
-    layouts, shapes = made()
+    layouts, shapes = make_page()
     page = Page(layout_html(layouts, shapes, dtypes=dict.fromkeys(shapes, "BF16")))
     for text in ("dp=2 tp=2", "[f/tp/~dp, h]", "q: rows 0-3", "unused.*", "Tensors that no rule decides for", "odd"):
         assert text in page.words, text
@@ -72,7 +72,7 @@ def test_boxes_stand_where_the_parts_are() -> None:
 
 
 def test_nothing_comes_from_elsewhere() -> None:
-    layouts, shapes = made()
+    layouts, shapes = make_page()
     page = layout_html(layouts, shapes)
     assert "://" not in page and "url(" not in page and "@import" not in page
     for tag, attrs in Page(page).tags:

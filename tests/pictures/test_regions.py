@@ -1,4 +1,4 @@
-"""Regions against enumeration: what the words and boxes are made of is what the nest covers."""
+"""Regions against enumeration: words and boxes show the elements that the nest covers."""
 
 from __future__ import annotations
 

@@ -116,14 +116,14 @@ def test_fused_parts_are_named_also_where_one_of_them_has_replicas() -> None:
     ]
 
 
-def test_a_piece_that_runs_over_two_fused_parts_is_told_part_by_part() -> None:
+def test_a_piece_over_two_fused_parts_is_shown_part_by_part() -> None:
     lines = picture("[<gate: f | up: f>/tp, h]", "tp=3", (6, 2)).splitlines()
     assert "  gate: rows 0-1  " in lines[1]
     assert "  gate: row 2; up: row 3  " in lines[2]
     assert "  up: rows 4-5  " in lines[3]
 
 
-def test_a_flat_buffer_is_told_member_by_member_and_its_padding_with_the_last() -> None:
+def test_a_flat_buffer_is_shown_member_by_member_and_its_padding_with_the_last() -> None:
     layouts = LayoutMap(DeviceMesh.parse_grid("dp=4"))
     layouts["flat_param"] = "flat(q [64, 64], b [64], n [7], pad 4)/dp"
     text = layout_text(layouts, {"q": (64, 64), "b": (64,), "n": (7,)}, dtypes=dict.fromkeys("qbn", "F32"))
@@ -175,7 +175,7 @@ def test_unmatched_and_unused_are_listed() -> None:
     assert text.endswith("\nrules that decide for no tensor\n  layers\\..*\n")
 
 
-def test_what_does_not_fit_is_said_at_its_tensor() -> None:
+def test_a_misfit_is_shown_at_its_tensor() -> None:
     assert "\n  ! w: " in picture("[f/tp, h]", "tp=4", (6, 2))
 
 

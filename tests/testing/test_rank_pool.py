@@ -16,7 +16,7 @@ class BoomError(Exception):
     pass
 
 
-def who(offset):
+def find_rank(offset):
     import torch.distributed as dist
 
     total = [None] * dist.get_world_size()
@@ -72,16 +72,16 @@ def mesh_sum():
 
 
 def test_forms_a_world_each_call_with_the_same_processes(rank_pool):
-    first = rank_pool.run(2, who, 10)
+    first = rank_pool.run(2, find_rank, 10)
     assert [(rank, total) for rank, total, _ in first] == [(0, [10, 11]), (1, [10, 11])]
-    again = rank_pool.run(2, who, 0)
+    again = rank_pool.run(2, find_rank, 0)
     assert [pid for *_, pid in again] == [pid for *_, pid in first]
-    assert rank_pool.run(1, who, 5)[0][1] == [5]
+    assert rank_pool.run(1, find_rank, 5)[0][1] == [5]
 
 
 def test_grows_to_the_largest_world_asked(rank_pool):
-    two = [pid for *_, pid in rank_pool.run(2, who, 0)]
-    four = [pid for *_, pid in rank_pool.run(4, who, 0)]
+    two = [pid for *_, pid in rank_pool.run(2, find_rank, 0)]
+    four = [pid for *_, pid in rank_pool.run(4, find_rank, 0)]
     assert four[:2] == two and len(set(four)) == 4
 
 
@@ -94,13 +94,13 @@ def test_meshes_of_one_world_are_unknown_to_the_next(rank_pool):
 
 
 def test_an_exception_is_the_cause_with_its_traceback_and_the_pool_goes_on(rank_pool):
-    pids = [pid for *_, pid in rank_pool.run(2, who, 0)]
+    pids = [pid for *_, pid in rank_pool.run(2, find_rank, 0)]
     with pytest.raises(RankFailedError, match=r"rank 1 failed: .*BoomError: no luck on 1") as caught:
         rank_pool.run(2, boom_on, 1)
     assert caught.value.rank == 1 and caught.value.failures[0] is caught.value
     assert isinstance(caught.value.__cause__, BoomError)
     assert any("raise BoomError(" in note for note in caught.value.__notes__)
-    assert [pid for *_, pid in rank_pool.run(2, who, 0)] == pids
+    assert [pid for *_, pid in rank_pool.run(2, find_rank, 0)] == pids
 
 
 def test_a_result_that_cannot_travel_is_that_ranks_failure(rank_pool):
@@ -118,20 +118,20 @@ def test_a_hang_names_the_ranks_and_where_they_stand(rank_pool):
     assert isinstance(caught.value, RankTimeoutError) and "did not return" in str(caught.value)
     assert caught.value.waiting_for == (1,) and str(caught.value).startswith("rank 1 did not return")
     assert any("a_rank_that_waits_here" in note for note in caught.value.__notes__)
-    assert rank_pool.run(2, who, 0)[1][1] == [0, 1]
+    assert rank_pool.run(2, find_rank, 0)[1][1] == [0, 1]
 
 
-def test_a_death_is_told_with_its_signal_and_the_pool_is_rebuilt(rank_pool):
+def test_a_death_is_reported_with_its_signal_and_the_pool_is_rebuilt(rank_pool):
     with pytest.raises(RankFailedError, match="rank 1 died: killed by SIGKILL") as caught:
         rank_pool.run(2, die_on, 1)
     assert caught.value.rank == 1
-    assert rank_pool.run(2, who, 0)[1][1] == [0, 1]
+    assert rank_pool.run(2, find_rank, 0)[1][1] == [0, 1]
 
 
 @pytest.mark.parametrize("world_size", [0, 9])
 def test_worlds_that_no_pool_has(rank_pool, world_size):
     with pytest.raises(UsageError, match="ranks"):
-        rank_pool.run(world_size, who, 0)
+        rank_pool.run(world_size, find_rank, 0)
 
 
 def test_functions_inside_functions_are_refused(rank_pool):
@@ -195,7 +195,7 @@ class TestMethods:
         assert isinstance(self, TestMethods) and world_size == 2
 
 
-def test_what_the_marker_refuses_and_shows(tmp_path):
+def test_the_marker_refuses_bad_arguments_and_shows_values(tmp_path):
     (tmp_path / "test_inner.py").write_text(
         textwrap.dedent("""
         import threading, pytest
