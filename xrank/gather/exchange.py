@@ -4,8 +4,7 @@ Calls are counted from 1 for each list of ranks. In a call, every writer sends o
 values in it and large values published in the workspace. The first rank fetches them and runs its body. When all bodies
 have ended well it releases the ranks, and all leave.
 
-A merge makes thousands of similar gathers, and eight ranks may share two processors. So headers are cached: one with
-the words of an earlier one is neither encoded nor parsed again.
+A merge makes thousands of similar gathers, so equal headers are neither encoded nor parsed again.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ class DistributedDataParallel(torch.nn.Module):
             self.sync.faults.append(make_drop_fault(self.plan.rank))
             with suppress(GradientError):
                 self.sync.finish()
-        elif self.sync.has_begun and not self.sync.is_finished:
-            raise make_unexchanged_error(self.plan, self.sync.arrivals)
+        else:
+            self._check_exchanged()
         self._gather.catch_up()
         for buffer in self.gradient_buffers:
             buffer.demand()
@@ -234,8 +234,7 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             GradientError: gradients are under way, or were never exchanged.
         """
-        if self.sync.has_begun and not self.sync.is_finished:
-            raise make_unexchanged_error(self.plan, self.sync.arrivals)
+        self._check_exchanged()
         self._take_main_grads()
         return sum(buffer.release() for buffer in self.gradient_buffers)
 
@@ -255,8 +254,7 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             GradientError: gradients were never exchanged, or stepped parameters were not gathered.
         """
-        if self.sync.has_begun and not self.sync.is_finished:
-            raise make_unexchanged_error(self.plan, self.sync.arrivals)
+        self._check_exchanged()
         self._gather.close()
         self._take_main_grads()
         while self._hooks:
@@ -291,6 +289,10 @@ class DistributedDataParallel(torch.nn.Module):
             want="of its module",
             next_step="copy .module, as for a moving average, and wrap the copy if its gradients are wanted",
         )
+
+    def _check_exchanged(self) -> None:
+        if self.sync.has_begun and not self.sync.is_finished:
+            raise make_unexchanged_error(self.plan, self.sync.arrivals)
 
     def _notify_listeners(self) -> None:
         for listener in self.value_listeners:

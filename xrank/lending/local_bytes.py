@@ -18,7 +18,7 @@ from xrank.workspace.plain_memory import has_memory, kind_without_elements
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LocalBytes", "TensorBytes", "integer_type", "local_bytes", "runs_of"]
+__all__ = ["LocalBytes", "TensorBytes", "local_bytes", "locate_elements", "runs_of"]
 
 _CHUNK_NBYTES = 1 << 20
 
@@ -63,15 +63,9 @@ class TensorBytes:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.numel() * tensor.element_size()
-        self.address: int | None = None
         self._tensor = tensor
         self._version = _version(tensor)
-        is_plain = not (tensor.is_conj() or tensor.is_neg())
-        if is_plain and self.nbytes and tensor.is_contiguous() and tensor.device.type == "cpu":
-            self.address = tensor.data_ptr()
-        # Integers are copied without reading elements as numbers. Lazy bits still need the tensor's own dtype.
-        integer = integer_type(tensor.element_size()) if is_plain else None
-        self._elements = tensor if integer is None else tensor.view(integer)
+        self.address, self._elements = locate_elements(tensor)
 
     @property
     def is_unchanged(self) -> bool:
@@ -165,11 +159,16 @@ def runs_of(elements: torch.Tensor, low: int, high: int) -> Iterator[torch.Tenso
         yield from runs_of(elements[last], 0, high - last * inner)
 
 
-def integer_type(width: int) -> torch.dtype | None:
-    """Return an integer type of that many bytes, for moving elements unread; None without such a type."""
+def locate_elements(tensor: torch.Tensor) -> tuple[int | None, torch.Tensor]:
+    """Return the address of a tensor's bytes, None unless they are in a row in memory, and its elements as integers."""
     import torch
 
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(width)
+    if tensor.is_conj() or tensor.is_neg():
+        return None, tensor  # only the tensor's own dtype can apply lazy bits
+    is_in_row = tensor.nbytes and tensor.is_contiguous() and tensor.device.type == "cpu"
+    # Integers are copied without reading elements as numbers.
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    return tensor.data_ptr() if is_in_row else None, tensor if integer is None else tensor.view(integer)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

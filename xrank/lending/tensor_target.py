@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
-from xrank.lending.local_bytes import integer_type, runs_of
+from xrank.lending.local_bytes import locate_elements, runs_of
 from xrank.lending.peer_memory import address_of
 from xrank.plan.windows import WINDOW_NBYTES
 
@@ -74,14 +74,7 @@ class _Fillable:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.device = tensor.device
-        self._tensor = tensor
-        is_plain = not (tensor.is_conj() or tensor.is_neg())
-        self._address: int | None = None
-        if is_plain and tensor.is_contiguous() and tensor.device.type == "cpu":
-            self._address = tensor.data_ptr()
-        # Integers are copied without reading elements as numbers. Lazy bits still need the tensor's own dtype.
-        integer = integer_type(tensor.element_size()) if is_plain else None
-        self._elements = tensor if integer is None else tensor.view(integer)
+        self._address, self._elements = locate_elements(tensor)
 
     def write(self, offset: int, data: memoryview, buffers: _PinnedBuffers) -> None:
         import torch

@@ -162,18 +162,7 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
     if is_reduced or over_tp == "own":
         reasons["tp"] = reason
 
-    over_pp = marked.over_pp
-    if over_pp is not None:
-        reasons["pp"] = f"it is marked over_pp={over_pp}"
-    elif getattr(parameter, "pipeline_parallel", False):
-        over_pp = True
-        reasons["pp"] = "its attribute pipeline_parallel is True"
-    tied = marked.tied
-    if tied is not None:
-        reasons["tied"] = f'it is marked tied="{tied}"'
-    elif getattr(parameter, "shared_embedding", False):
-        tied = "word"
-        reasons["tied"] = "its attribute shared_embedding is True"
+    over_pp, tied = _find_stage_roles(parameter, marked, reasons)
     return ParameterRole(
         is_expert=bool(is_expert),
         over_tp=over_tp if is_reduced else None,  # type: ignore[arg-type]  # "own" and "unknown" are not reduced
@@ -186,6 +175,25 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
 
 
 _BY_NAME = "its name is that of a norm of queries or keys, and qk_layernorm is set"
+
+
+def _find_stage_roles(
+    parameter: torch.Tensor, marked: ParameterMark, reasons: dict[Aspect, str]
+) -> tuple[bool | None, Tied | None]:
+    """Return `over_pp` and `tied`, and add their reasons."""
+    over_pp = marked.over_pp
+    if over_pp is not None:
+        reasons["pp"] = f"it is marked over_pp={over_pp}"
+    elif getattr(parameter, "pipeline_parallel", False):
+        over_pp = True
+        reasons["pp"] = "its attribute pipeline_parallel is True"
+    tied = marked.tied
+    if tied is not None:
+        reasons["tied"] = f'it is marked tied="{tied}"'
+    elif getattr(parameter, "shared_embedding", False):
+        tied = "word"
+        reasons["tied"] = "its attribute shared_embedding is True"
+    return over_pp, tied
 
 
 def _resolve_over_tp(

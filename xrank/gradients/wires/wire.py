@@ -76,30 +76,21 @@ class TorchWire:
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...], how: Combination) -> Handle:
         """Combine a tensor in place."""
-        if len(ranks) == 1:
-            return Done()
-        return _handle(dist.all_reduce(tensor, op=_OPERATIONS[how], group=self._groups[ranks], async_op=True))
+        return self._start(ranks, dist.all_reduce, tensor, op=_OPERATIONS[how])
 
     def reduce_scatter(
         self, shard: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...], how: Combination
     ) -> Handle:
         """Combine a tensor and keep this rank's part."""
-        if len(ranks) == 1:
-            return Done()
-        group = self._groups[ranks]
-        return _handle(_reduce_scatter(shard, whole, op=_OPERATIONS[how], group=group, async_op=True))
+        return self._start(ranks, _reduce_scatter, shard, whole, op=_OPERATIONS[how])
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
         """Gather the parts of all ranks."""
-        if len(ranks) == 1:
-            return Done()
-        return _handle(_all_gather(whole, shard, group=self._groups[ranks], async_op=True))
+        return self._start(ranks, _all_gather, whole, shard)
 
     def broadcast(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
         """Send the first rank's tensor to all ranks."""
-        if len(ranks) == 1:
-            return Done()
-        return _handle(dist.broadcast(tensor, src=ranks[0], group=self._groups[ranks], async_op=True))
+        return self._start(ranks, dist.broadcast, tensor, src=ranks[0])
 
     def exchange(self, text: str, ranks: tuple[int, ...]) -> Mapping[int, str]:
         """Return each rank's text."""
@@ -107,6 +98,8 @@ class TorchWire:
             return {ranks[0]: text}
         return dict(zip(ranks, exchange_texts(text, self._groups[ranks]), strict=True))
 
-
-def _handle(work: Any) -> Handle:
-    return work if work is not None else Done()
+    def _start(self, ranks: tuple[int, ...], collective: Callable[..., Any], *tensors: Any, **options: Any) -> Handle:
+        if len(ranks) == 1:
+            return Done()
+        work = collective(*tensors, group=self._groups[ranks], async_op=True, **options)
+        return Done() if work is None else work  # None: this rank is not in the group
