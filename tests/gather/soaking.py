@@ -93,7 +93,7 @@ class Soaker:
         if plan.raises is not None and self.rank in plan.ranks:
             self.counts["exceptions"] += 1
             try:
-                with self.begun(plan, plan.ranks):
+                with self.begin(plan, plan.ranks):
                     if self.rank == plan.raises:
                         raise PlannedError
             except PlannedError:
@@ -103,10 +103,10 @@ class Soaker:
             else:
                 raise AssertionError(f"rank {plan.raises} raised, and no rank reported it")
             return
-        with self.begun(plan, plan.ranks) as parts:
+        with self.begin(plan, plan.ranks) as parts:
             self.check(plan, parts, plan.ranks)
             if plan.inner is not None and self.rank in plan.inner:
-                with self.begun(plan, plan.inner, "inner") as more:
+                with self.begin(plan, plan.inner, "inner") as more:
                     self.check(plan, more, plan.inner, "inner")
         self.counts["gathers"] += self.rank == plan.ranks[0]
 
