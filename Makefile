@@ -9,7 +9,7 @@ run = @echo '$$ $(1)'; PATH="$(abspath $(VENV))/bin:$$PATH" HF_HUB_OFFLINE=1 $(1
 # Each of the many programs that tests start would otherwise compile xrank anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# One worker per core; each has up to 8 ranks of its own, 200 MB each. Where -m is given twice, the last counts.
+# One worker per core; each has up to 8 ranks of its own. Where -m is given twice, the last counts.
 PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: help demo test test-all soak oracle lint bench clean
