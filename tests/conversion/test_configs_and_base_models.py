@@ -87,7 +87,7 @@ def test_a_config_that_json_does_not_hold(bench: Bench, value: object) -> None:
     model = leave(bench.workspace)
     for rank in range(4):
         rewrite(bench.workspace, rank, lambda state: state["config"].update(extra=value))
-    says = ["config can't be written as config.json", "give --base-model"]
+    says = ["config cannot be written as config.json", "give --base-model"]
     bench.refused("UsageError", says=says, rank=0, file="rank_0_state.pth")
     bench.succeeds(model, *base_model(bench, model, {"model_type": "base"}))
 

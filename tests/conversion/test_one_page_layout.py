@@ -114,7 +114,7 @@ def without(name: str):
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
-        (without("layers.1.qkv"), IncompleteError, "layers.6.qkv: rank 5 of its mesh holds nothing of it"),
+        (without("layers.1.qkv"), IncompleteError, "layers.6.qkv: rank 5 of its mesh holds no part of it"),
         (without("layers.3.experts.1.w13"), IncompleteError, "layers.8.experts.3.w13: no rank holds it"),
         (
             lambda rank, held: {**held, "layers.4.norm": torch.ones(H)} if rank == 4 else held,
@@ -129,7 +129,7 @@ def without(name: str):
         (
             lambda rank, held: {**held, "tail": torch.ones(6)} if rank == 7 else held,
             ContradictionError,
-            "tail: rank 7's part does not have the shape",
+            "tail: rank 7's part has another shape",
         ),
         (
             lambda rank, held: {**held, "final.norm": torch.ones(5)},

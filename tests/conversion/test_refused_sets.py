@@ -73,7 +73,7 @@ def test_a_stale_rank_of_a_larger_world(bench: Bench) -> None:
     bench.refused(
         "ContradictionError",
         says=[
-            "rank 4, and the run has 4 ranks",
+            "rank 4, but the run has 4 ranks",
             "ranks 4-5: run run-51c0, step 1500, 6 ranks",
             f"want  run {RUN}, step 2000",
         ],
@@ -188,7 +188,7 @@ def test_a_tensor_that_one_rank_lacks(bench: Bench) -> None:
     good = copied(bench.workspace)
     rewrite(bench.workspace, 2, lambda state: state["weight"].pop("up.weight"))
     says = [
-        "up.weight: rank 2 of its mesh holds nothing of it",
+        "up.weight: rank 2 of its mesh holds no part of it",
         "got   parts on ranks 0-1, 3",
         "want  parts on ranks 0-3",
     ]

@@ -87,7 +87,7 @@ def cut(parameter: torch.Tensor, dim: int, stride: int = 1) -> None:
 
 def read_locals(locals_: Sequence[LocalModel]) -> LiveModel:
     """Return the live model of all ranks."""
-    return read_ranks([local.described() for local in locals_])
+    return read_ranks([local.describe() for local in locals_])
 
 
 def locals_of(run: Run, model: Mapping[str, torch.Tensor], **options: Any) -> list[LocalModel]:

@@ -83,7 +83,7 @@ def test_the_description_has_dtype_shape_view_and_place() -> None:
     layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
     layouts["w"] = "[f/tp, h]"
     told = json.loads(
-        local_model({"w": torch.rand(2, 3).bfloat16().t().t()}, layouts=layouts, rank=1, world_size=2).described()
+        local_model({"w": torch.rand(2, 3).bfloat16().t().t()}, layouts=layouts, rank=1, world_size=2).describe()
     )
     assert told["tensors"] == {"w": ["bfloat16", [2, 3], 0]} and told["views"] == [12]
     record = json.loads(told["record"])

@@ -80,7 +80,7 @@ def test_ranks_of_a_torch_mesh(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     local = local_model(chunks_of(run, model, rank), mesh=mesh, rank=rank, world_size=4)
     told: list[Any] = [None] * 4
-    torch.distributed.all_gather_object(told, (local.described(), local.views))
+    torch.distributed.all_gather_object(told, (local.describe(), local.views))
     live = read_locals([SimpleNamespace(described=lambda text=text: text) for text, _ in told])
     _assert_same(whole_tensors(live.stored, live, [views for _, views in told]), model)
 
@@ -110,7 +110,7 @@ def test_wrappers_and_their_prefix_are_left_out() -> None:
     half.module = chunk  # Float16Module, and DistributedDataParallel around it
     outer.module = half
     plain, wrapped = (local_model(m, mesh=mesh_of(run), rank=0, world_size=2) for m in (chunk, outer))
-    assert wrapped.described() == plain.described()
+    assert wrapped.describe() == plain.describe()
 
 
 def test_sizes_show_the_cut_of_layers_without_attributes() -> None:
@@ -223,12 +223,12 @@ def test_whole_tensors_of_an_expert_are_on_its_own_ranks_alone() -> None:
 def test_modules_of_megatrons_are_known_without_attributes() -> None:
     run = Run(pp=2, chunks=((1, 1),))
     (chunk,) = chunks_of(run, whole_model(run), 1)
-    expected = local_model(chunk, mesh=mesh_of(run), rank=1, world_size=2).described()
+    expected = local_model(chunk, mesh=mesh_of(run), rank=1, world_size=2).describe()
     for parameter in chunk.parameters():
         parameter.__dict__.clear()
     chunk.decoder.__class__ = type("TransformerBlock", (torch.nn.Module,), {"__module__": "megatron.core.transformer"})
     # Nothing is cut over one rank of tp, whatever the names.
-    assert local_model(chunk, mesh=mesh_of(run), rank=1, world_size=2).described() == expected
+    assert local_model(chunk, mesh=mesh_of(run), rank=1, world_size=2).describe() == expected
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
@@ -246,7 +246,7 @@ def test_a_process_alone_needs_no_mesh(is_marked: bool) -> None:
 def test_layers_of_a_whole_model_need_no_number() -> None:
     run = Run(tp=2)
     (chunk,) = chunks_of(run, whole_model(run), 0)
-    expected = local_model(chunk, mesh=mesh_of(run), rank=0, world_size=2).described()
+    expected = local_model(chunk, mesh=mesh_of(run), rank=0, world_size=2).describe()
     for layer in chunk.get_submodule("decoder.layers").children():
         del layer.layer_number
-    assert local_model(chunk, mesh=mesh_of(run), rank=0, world_size=2).described() == expected
+    assert local_model(chunk, mesh=mesh_of(run), rank=0, world_size=2).describe() == expected

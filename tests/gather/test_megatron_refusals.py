@@ -128,26 +128,26 @@ _REFUSED: dict[str, tuple[Run, Callable[[torch.nn.Module], object], str, str]] =
         "disagree",
         "decoder.layers.0.mlp.linear_fc1.weight",
     ),
-    "rows in turns": (
+    "alternating gate and up rows": (
         _DENSE,
         lambda m: setattr(
             m,
             "config",
             config(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, moe_mlp_glu_interleave_size=32),
         ),
-        "in turns",
+        "alternating",
         "",
     ),
     "linear_fc1 of no known size": (
         _DENSE,
         _with("decoder.layers.0.mlp.linear_fc1.weight", torch.zeros(9, HIDDEN), 0),
-        "no projections",
+        "not that of projections",
         "decoder.layers.0.mlp.linear_fc1.weight",
     ),
     "linear_fc1 alone": (
         Run(),
         _alone,
-        "nothing says",
+        "it is unknown whether",
         "decoder.layers.0.mlp.linear_fc1.weight",
     ),
     "layers without a number": (_DENSE, _number(None, None), "which layer", "decoder.layers.0"),
@@ -208,7 +208,7 @@ _REFUSED: dict[str, tuple[Run, Callable[[torch.nn.Module], object], str, str]] =
             "weight2",
             torch.nn.Parameter(torch.zeros(HIDDEN, 24).T),
         ),
-        "no plain matrix",
+        "not a plain matrix",
         "decoder.layers.0.mlp.experts.weight2",
     ),
     "another tensor of a known name": (
@@ -244,9 +244,9 @@ def test_a_mesh_with_other_axes_or_without_any_is_refused() -> None:
     (chunk,) = chunks_of(run, whole_model(run), 0)
     with pytest.raises(LayoutError, match="none of Megatron's"):
         local_model(chunk, mesh=DeviceMesh.parse_grid("tensor=2"), rank=0, world_size=2)
-    with pytest.raises(LayoutError, match="nothing says how its ranks"):
+    with pytest.raises(LayoutError, match="the layout of its ranks is unknown"):
         local_model(chunk, rank=0, world_size=2)
-    with pytest.raises(LayoutError, match="nothing says how its ranks"):
+    with pytest.raises(LayoutError, match="the layout of its ranks is unknown"):
         local_model([chunk], layouts=LayoutMap(), rank=0, world_size=2)
     with pytest.raises(LayoutError, match="rank 2 is not in the mesh"):
         local_model(chunk, mesh=mesh_of(run), rank=2, world_size=3)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from xrank.readers.checkpoint_folders import checkpoint_folders
+from xrank.readers.checkpoint_folders import find_checkpoint_folders
 
 
 def folders(root: Path, asked: str, place: str) -> list[str]:
     """Return where companions are looked for, below a root; ``huggingface`` folders left out, which follow each."""
-    found = checkpoint_folders(str(root / asked), str(root / place))
+    found = find_checkpoint_folders(str(root / asked), str(root / place))
     assert found[1::2] == tuple(f"{folder}/huggingface" for folder in found[::2])
     return [str(Path(folder).relative_to(root)) for folder in found[::2]]
 
@@ -84,9 +84,9 @@ def test_files_and_paths_that_are_not_absolute(tmp_path: Path, monkeypatch: pyte
     assert folders(tmp_path, "model/model.safetensors", "model/model.safetensors") == ["model"]
     assert folders(tmp_path, "model/model.safetensors", "model") == ["model"]
     monkeypatch.chdir(tmp_path / "model")
-    assert checkpoint_folders("model.safetensors", "model.safetensors") == (".", "./huggingface")
+    assert find_checkpoint_folders("model.safetensors", "model.safetensors") == (".", "./huggingface")
     monkeypatch.chdir(tmp_path / "checkpoint-5")
-    assert checkpoint_folders("dcp", "dcp")[::2] == ("dcp", ".")
-    assert checkpoint_folders(".", "./dcp")[::2] == ("./dcp", ".")
+    assert find_checkpoint_folders("dcp", "dcp")[::2] == ("dcp", ".")
+    assert find_checkpoint_folders(".", "./dcp")[::2] == ("./dcp", ".")
     monkeypatch.chdir(tmp_path / "checkpoint-5" / "dcp")
-    assert checkpoint_folders(".", ".")[::2] == (".", str(tmp_path / "checkpoint-5"))
+    assert find_checkpoint_folders(".", ".")[::2] == (".", str(tmp_path / "checkpoint-5"))

@@ -220,7 +220,7 @@ def test_an_optimizers_folder_is_no_model(accelerate: Path, tmp_path: Path) -> N
     with pytest.raises(UnknownFormatError, match="no format") as caught:
         gather_checkpoint(folder, tmp_path / "out")
     assert "dcp: an optimizer's state" in caught.value.got
-    with pytest.raises(UsageError, match="no model in this checkpoint"):
+    with pytest.raises(UsageError, match="this checkpoint contains no model"):
         read(Path(shutil.copytree(folder, tmp_path / "renamed")))
 
 
@@ -330,7 +330,7 @@ def test_a_save_that_was_interrupted_is_seen_where_it_has_more(tmp_path: Path) -
     folder = save_here(tmp_path / "checkpoint", {"w": W, "z": B})
     more = save_here(tmp_path / "more", {"w": W, "y": B, "z": B + 1})  # in z's place lies y
     shutil.copy(more / "__0_0.distcp", folder / "__0_0.distcp")
-    with pytest.raises(ContradictionError, match="of two saves") as caught:
+    with pytest.raises(ContradictionError, match="belong to two saves") as caught:
         read(folder)
     assert caught.value.rank == 0
 
@@ -366,7 +366,7 @@ def test_a_piece_that_reaches_out_of_its_tensor(checkpoint: Path, shape: tuple[i
         metadata.state_dict_metadata["model.embed.weight"].size = torch.Size(shape)
 
     edit(checkpoint, shrink)
-    with pytest.raises(CorruptError, match="reaches out of it") as caught:
+    with pytest.raises(CorruptError, match="reaches beyond it") as caught:
         read(checkpoint)
     assert caught.value.tensor == "embed.weight" and caught.value.want == f"within {list(shape)}"
 

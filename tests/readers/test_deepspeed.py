@@ -352,10 +352,10 @@ def test_missing_ranks(tmp_path, stage):
     error = refused(tmp_path / "run", IncompleteError, "rank 2 of 4", "ranks 0-1, 3")
     assert (error.rank, error.file) == (2, str(partition(tmp_path / "run", 2)))
     partition(tmp_path / "run", 0).unlink()
-    assert refused(tmp_path / "run", IncompleteError, "ranks 0, 2 of 4", "a node without a shared disk").rank == 0
+    assert refused(tmp_path / "run", IncompleteError, "ranks 0, 2 of 4", "nodes without a shared disk").rank == 0
     for rank in (1, 3):
         partition(tmp_path / "run", rank).unlink()
-    refused(tmp_path / "run", IncompleteError, "the fp32 weights lie in them")
+    refused(tmp_path / "run", IncompleteError, "which would contain the fp32 weights")
 
 
 def test_missing_model_states(tmp_path):
@@ -374,11 +374,11 @@ def test_files_of_another_world(tmp_path):
     assert refused(run, ContradictionError, "rank 3", "3 partitions").rank == 3
     partition(run, 3).unlink()
     shutil.copy(partition(run, 1), run / TAG / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    refused(run, ContradictionError, "both of rank 1")
+    refused(run, ContradictionError, "both belong to rank 1")
     (run / TAG / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     write_zero(tmp_path / "other", made_model(), Zero(stage=2))
     shutil.copy(modules(tmp_path / "other"), modules(run))
-    refused(run, ContradictionError, "stage 3", "of another stage")
+    refused(run, ContradictionError, "stage 3", "to another stage")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -390,7 +390,7 @@ def test_another_steps_file_is_seen(tmp_path, stage):
         tmp_path / "other" / "global_step3" / partition(tmp_path, 1).name,
         partition(tmp_path / "run", 1),
     )
-    refused(tmp_path / "run", ContradictionError, "not of the same moment", "differs")
+    refused(tmp_path / "run", ContradictionError, "not from the same save", "differs")
 
 
 def test_another_steps_model_states_are_seen(tmp_path):
@@ -420,7 +420,7 @@ def test_all_model_states_of_another_step_are_told(tmp_path, stage):
 def test_model_states_of_another_configuration_are_seen(tmp_path, config):
     kept = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     write_zero(tmp_path / "run", made_model(), Zero(stage=2, changed_state={"ds_config": {**kept, **config}}))
-    refused(tmp_path / "run", ContradictionError, "not of the same moment", f"ds_config.{next(iter(config))}")
+    refused(tmp_path / "run", ContradictionError, "not from the same save", f"ds_config.{next(iter(config))}")
 
 
 def inspected(run: Path) -> str:
@@ -518,7 +518,7 @@ def test_pieces_that_do_not_fit(tmp_path):
             state["optimizer_state_dict"][key][0] = torch.rand(2, 2)
 
         changed(partition(run, 1), square)
-        refused(run, CorruptError, "no row of elements")
+        refused(run, CorruptError, "not a row of elements")
 
         def half(state: dict[str, Any], key: str = key) -> None:
             state["optimizer_state_dict"][key][0] = torch.rand(30).bfloat16()
@@ -536,7 +536,7 @@ def test_pieces_that_do_not_fit(tmp_path):
     (2, {"module": None, "x": 1}, CorruptError, ("no module",)),
     (2, {"num_experts": [8]}, UsageError, ("experts that are spread over ranks are", "export_model")),
     (2, {"ds_autoep_layers": [{"a": 1}]}, UsageError, ("experts that are spread over ranks are", "export_model")),
-    (2, {"param_shapes": None}, UsageError, ("which shapes",)),
+    (2, {"param_shapes": None}, UsageError, ("the shapes",)),
     (2, {"param_shapes": [{"a": "b"}]}, CorruptError, ("no shape",)),
     (2, {"param_shapes": [{"a": torch.Size([2])}, {"a": torch.Size([2])}]}, CorruptError, ("two groups",)),
     (2, {"param_shapes": 3}, CorruptError, ("param_shapes",)),
@@ -545,13 +545,13 @@ def test_pieces_that_do_not_fit(tmp_path):
     (2, {"shared_params": {"a": 1}}, CorruptError, ("shared_params",)),
     (2, {"frozen_param_fragments": {"a": 1}}, CorruptError, ("no tensor",)),
     (3, {"frozen_param_fragments": None}, IncompleteError, ("frozen.weight", "exclude_frozen_parameters")),
-    (3, {"frozen_param_fragments": None, "frozen_param_shapes": None}, IncompleteError, ("whose weights lie nowhere",)),
+    (3, {"frozen_param_fragments": None, "frozen_param_shapes": None}, IncompleteError, ("contains no weights of it",)),
     (3, {"buffer_names": []}, None, ()),
 ])  # fmt: skip
 def test_model_states_that_do_not_fit(tmp_path, stage, changes, kind, words):
     write_zero(tmp_path / "run", made_model(), Zero(stage=stage, changed_state=changes))
     if kind is None:  # real tensors that no list names: stage 3 keeps parameters out of the partitions, too
-        kind, words = IncompleteError, ("names mean", "whose weights lie nowhere")
+        kind, words = IncompleteError, ("names mean", "contains no weights of it")
     refused(tmp_path / "run", kind, *words)
 
 
@@ -592,8 +592,8 @@ def test_quantised_frozen_weights(tmp_path):
 
 def test_ranks_whose_model_states_differ(tmp_path):
     for number, (change, words) in enumerate([
-        (lambda s: s["param_shapes"].pop(), "the shapes of what is trained"),
-        (lambda s: s["frozen_param_shapes"].popitem(), "the shapes of what is frozen"),
+        (lambda s: s["param_shapes"].pop(), "the shapes of trained"),
+        (lambda s: s["frozen_param_shapes"].popitem(), "the shapes of frozen"),
         (lambda s: s["buffer_names"].pop(), "buffers"),
         (lambda s: s["module"].popitem(), "names"),
         (lambda s: s["shared_params"].update({"a": "b"}), "ties"),
@@ -648,7 +648,7 @@ def test_a_marker_that_leads_elsewhere(tmp_path, tag, kind):
 def test_a_marker_that_is_no_text(tmp_path):
     write_zero(tmp_path / "run", made_model())
     (tmp_path / "run" / "latest").write_bytes(b"\xff\xfe")
-    refused(tmp_path / "run", CorruptError, "no tag")
+    refused(tmp_path / "run", CorruptError, "not a tag")
 
 
 def test_two_markers_are_a_choice(tmp_path):
@@ -661,7 +661,7 @@ def test_two_markers_are_a_choice(tmp_path):
 def test_another_programs_latest_is_no_checkpoint(tmp_path):
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "latest").write_text("logs")
-    with pytest.raises(UnknownFormatError, match="no format that is known"):
+    with pytest.raises(UnknownFormatError, match="has no known format"):
         gather_checkpoint(tmp_path / "run", tmp_path / "out")
 
 
@@ -672,7 +672,7 @@ def test_a_parameters_name_that_leads_elsewhere(tmp_path, name):
     changed(
         place / "mp_rank_00_model_states.pt", lambda state: state["param_shapes"][0].update({name: torch.Size([2])})
     )
-    refused(tmp_path / "run", UnsafeError, "no name of a folder")
+    refused(tmp_path / "run", UnsafeError, "not the name of a folder")
 
 
 def test_universal_checkpoints_that_do_not_fit(tmp_path):

@@ -123,7 +123,7 @@ def test_the_step_that_a_marker_names(actor: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds several sources"):
         find_source(str(run))
     marker = run / "latest_checkpointed_iteration.txt"
-    for text, error, match in [("31", IncompleteError, "global_step_31"), ("9\0", CorruptError, "no marker")]:
+    for text, error, match in [("31", IncompleteError, "global_step_31"), ("9\0", CorruptError, "not a step marker")]:
         marker.write_text(text)
         with pytest.raises(error, match=match):
             find_source(str(run))
@@ -160,7 +160,7 @@ def test_a_config_of_another_world(checkpoint: Path) -> None:
 
 def test_a_rank_beyond_the_world(checkpoint: Path) -> None:
     shutil.copy(checkpoint / "model_world_size_4_rank_0.pt", checkpoint / "model_world_size_4_rank_4.pt")
-    with pytest.raises(ContradictionError, match="is of rank 4, and the run has 4 ranks"):
+    with pytest.raises(ContradictionError, match="belongs to rank 4, but the run has 4 ranks"):
         gathered(checkpoint)
 
 
@@ -196,7 +196,7 @@ def test_files_of_a_larger_run_under_smaller_names(rank_pool: RankPool, tmp_path
     for rank in range(4):
         file = folder / f"model_world_size_4_rank_{rank}.pt"
         file.rename(folder / f"model_world_size_2_rank_{rank}.pt") if rank < 2 else file.unlink()
-    with pytest.raises(ContradictionError, match="of a run of another size"):
+    with pytest.raises(ContradictionError, match="to a run of another size"):
         gathered(folder)
 
 
@@ -369,11 +369,11 @@ class TestFlatParameters:
                 replace(f, plain={n: t for n, t in f.plain.items() if n != name or f.rank not in ranks}) for f in files
             ]
 
-        with pytest.raises(IncompleteError, match=r"_flat_param: elements .* belong to no parameter"):
+        with pytest.raises(IncompleteError, match=r"_flat_param: elements .* belong to no named parameter"):
             find_flat_pieces(without("odd.weight", range(4)), indexes)
         holders = [f.rank for f in files if f.plain["up.weight"].shape[0]]
         assert len(holders) > 1
-        with pytest.raises(IncompleteError, match="belong to no parameter"):
+        with pytest.raises(IncompleteError, match="belong to no named parameter"):
             find_flat_pieces(without("up.weight", holders[:1]), indexes)
         # The same hole within a parameter.
         pieces = find_flat_pieces(files, indexes)

@@ -160,7 +160,7 @@ def test_a_missing_file(shards: Path, base: Path) -> None:
 def test_shards_of_a_larger_world(rank_pool: RankPool, tmp_path: Path, base: Path) -> None:
     folder = saved(rank_pool, tmp_path / "shards", num_ranks=4)
     saved(rank_pool, folder, num_ranks=2, seed=1)
-    with pytest.raises(ContradictionError, match="hold the same elements") as caught:
+    with pytest.raises(ContradictionError, match="contain the same elements") as caught:
         gathered(folder, base_model=base)
     assert caught.value.tensor is not None and "shard-0000" in str(caught.value.file)
 
@@ -168,7 +168,7 @@ def test_shards_of_a_larger_world(rank_pool: RankPool, tmp_path: Path, base: Pat
 def test_shards_of_another_number_of_files(shards: Path, base: Path) -> None:
     stale = shards / "shard-00002-model-00001-of-00001.safetensors"
     shutil.copy(shards / "shard-00002-model-00001-of-00003.safetensors", stale)
-    with pytest.raises(ContradictionError, match="is of another save") as caught:
+    with pytest.raises(ContradictionError, match="belongs to another save") as caught:
         gathered(shards, base_model=base)
     assert caught.value.file == str(stale)
 
@@ -196,7 +196,7 @@ def test_a_recipe_proves(shards: Path) -> None:
     model = read(str(shards), Hints(prove_shapes=prove, needs_config=False))
     assert dict(model.notes)["inferred-shapes"].endswith("those of some-recipe")
     assert asked == [{name: tensor.shape for name, tensor in expected().items()}]
-    with pytest.raises(LayoutError, match="nothing else tells") as loose:
+    with pytest.raises(LayoutError, match="it is unknown whether all") as loose:
         read(str(shards), Hints(prove_shapes=lambda shapes: None, needs_config=False))
     assert "config.json" not in str(loose.value.next_step)  # of names that no recipe knows it says nothing
     with pytest.raises(LayoutError, match="'v' is not told") as loose:
@@ -208,7 +208,7 @@ def test_a_recipe_proves(shards: Path) -> None:
     gone.unlink()
     read(str(shards), Hints(prove_shapes=prove))
     for nothing in (refuse, None):
-        with pytest.raises(IncompleteError, match=f"{gone.name} is not there, and nothing says") as caught:
+        with pytest.raises(IncompleteError, match=f"{gone.name} is missing, and it is unknown") as caught:
             read(str(shards), Hints(prove_shapes=nothing))
         assert caught.value.file == str(gone) and "--base-model" in str(caught.value.next_step)
 

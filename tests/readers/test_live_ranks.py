@@ -29,7 +29,7 @@ def cut_map(**layouts: str) -> LayoutMap:
 def told(parts: list[dict[str, torch.Tensor]], layouts: LayoutMap | None = None, ranks=None) -> list[str]:
     ranks = range(len(parts)) if ranks is None else ranks
     return [
-        local_model(part, layouts=layouts, rank=rank, world_size=max(ranks) + 1).described()
+        local_model(part, layouts=layouts, rank=rank, world_size=max(ranks) + 1).describe()
         for rank, part in zip(ranks, parts, strict=True)
     ]
 
@@ -113,9 +113,9 @@ def test_ranks_that_disagree_are_named(change: dict[str, torch.Tensor], what: st
 
 def test_a_rank_that_takes_itself_for_another_is_refused() -> None:
     texts = told([{"w": torch.ones(2)}, {"w": torch.ones(2)}])
-    with pytest.raises(ContradictionError, match="rank 0 takes itself for rank 1"):
+    with pytest.raises(ContradictionError, match="rank 0 describes itself as rank 1"):
         read_ranks(texts[::-1])
-    with pytest.raises(ContradictionError, match="rank 1 takes itself for rank 0"):
+    with pytest.raises(ContradictionError, match="rank 1 describes itself as rank 0"):
         read_ranks(texts, ranks=(1, 2))
 
 

@@ -14,7 +14,7 @@ from xrank.decisions.adapter_names import AdapterNames, Pair
 from xrank.decisions.base_model import read_config
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UsageError
 from xrank.faces import either, needs, option
-from xrank.readers.checkpoint_folders import checkpoint_folders
+from xrank.readers.checkpoint_folders import find_checkpoint_folders
 
 __all__ = ["CONFIG_NAME", "AdapterConfig", "check_ranks", "checked_config", "find_config"]
 
@@ -107,7 +107,7 @@ def find_config(
         CorruptError: it is no JSON object, or its values are not what PEFT writes.
         ContradictionError: it and the adapter's tensors disagree.
     """
-    path = os.fspath(given) if given is not None else _found(checkpoint_folders(place, place))
+    path = os.fspath(given) if given is not None else _found(find_checkpoint_folders(place, place))
     try:
         values = read_config(path)
     except IncompleteError as error:

@@ -15,10 +15,10 @@ from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints, Reader
-from xrank.readers.checkpoint_folders import checkpoint_folders
+from xrank.readers.checkpoint_folders import find_checkpoint_folders
 from xrank.readers.discovery import find_source
 from xrank.readers.own_readers import WORKSPACE
-from xrank.readers.wrapper_names import plain_names, renamed
+from xrank.readers.wrapper_names import plain_names, rename_tensors
 from xrank.recipes.shape_proof import prove_shapes
 from xrank.writers.companions import CompanionFile, find_companions
 
@@ -107,7 +107,7 @@ def companions_of(
     folders = (
         (place, os.path.join(place, "huggingface"))
         if reader.name == WORKSPACE.name
-        else checkpoint_folders(asked, place)
+        else find_checkpoint_folders(asked, place)
     )
     found, others = find_companions(folders)
     return found, tuple(("companion", text) for text in others)
@@ -126,7 +126,7 @@ def find_live_source(stored: StoredModel, own: OwnConfig, base: BaseModel | None
     """
     config_path = next((c.path for c in base.companions if c.name == "config.json"), None) if base else None
     plain = plain_names([*(shard.name for shard in stored.shards), *stored.absent])
-    stored = renamed(stored, plain)
+    stored = rename_tensors(stored, plain)
     unsaved = tuple(shard.name for shard in stored.shards if shard.name in own.unsaved)
     stored = replace(stored, shards=tuple(shard for shard in stored.shards if shard.name not in own.unsaved))
     _check_tensors(stored, base)

@@ -18,10 +18,10 @@ from xrank.layout.tensor_layout import axis_lengths, flat_of
 from xrank.plan.output import OutputFile, OutputTensor, TensorPart
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel, StoredShard
-from xrank.readers.claims import Claim, Claims, claimed_name
+from xrank.readers.claims import Claim, Claims, find_global_name
 from xrank.readers.held_tensor import whole
 from xrank.readers.live.local_model import LocalModel
-from xrank.readers.live.ranks import held_in_memory
+from xrank.readers.live.ranks import make_held_tensor
 from xrank.words import likewise_text
 
 __all__ = ["Load", "plan_load"]
@@ -154,11 +154,11 @@ def _all_wanted(local: LocalModel, claims: Claims, meshes: Sequence[DeviceMesh])
     for own_name, tensor in local.tensors.items():
         known = local.record.tensors.get(own_name, TensorRecord())
         dtype = str(tensor.dtype).removeprefix("torch.")
-        held = held_in_memory(rank, local.view_of[own_name], dtype, tuple(tensor.shape), known, meshes)
-        claim = claims.of(own_name, held)
-        name = claimed_name(claim, own_name, held)
+        held = make_held_tensor(rank, local.view_of[own_name], dtype, tuple(tensor.shape), known, meshes)
+        claim = claims.find(own_name, held)
+        name = find_global_name(claim, own_name, held)
         if claim is not None and claim.companion is not None:
-            claim = claims.given(own_name)  # it names the rule of the tensor that this one follows from
+            claim = claims.find_in_file(own_name)  # it names the rule of the tensor that this one follows from
         if name is not None:  # padding is no tensor's
             yield own_name, _Wanted(name, held.dtype, held.shape, known.shape, claim)
 

@@ -17,7 +17,7 @@ from xrank.layout.tensor_layout import flat_of
 from xrank.plan.coverage import CoverageFault, contains, range_text
 from xrank.plan.output import TensorPart
 from xrank.plan.planner import divide_pieces
-from xrank.readers.claims import Claim, Claims, own_name
+from xrank.readers.claims import Claim, Claims, find_local_name
 from xrank.words import ranks_text
 
 __all__ = ["NewPart", "new_claim", "new_parts"]
@@ -38,7 +38,7 @@ def new_claim(name: str, claims: Claims) -> Claim | None:
     Raises:
         LayoutError: several rules decide, nothing says the mesh, or it is to lie in a flat buffer with others.
     """
-    claim = claims.given(name)
+    claim = claims.find_in_file(name)
     flat = None if claim is None else flat_of(claim.layout)
     if flat is not None and (flat.multiple is not None or [member.name for member in flat.members] != [name]):
         raise LayoutError(
@@ -67,7 +67,7 @@ def new_parts(
             different cuts.
     """
     try:
-        owners = tuple(rank for rank in claim.mesh.ranks if own_name(claim, name, rank) is not None)
+        owners = tuple(rank for rank in claim.mesh.ranks if find_local_name(claim, name, rank) is not None)
         parts, fault = _proven(claim, owners, shape, base)
     except LayoutError as error:
         error.about(name, tensor=name, next_step="correct the layout file")

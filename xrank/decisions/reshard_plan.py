@@ -30,7 +30,7 @@ from xrank.layout.tensor_layout import flat_of
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel, StoredShard
-from xrank.readers.claims import Claim, Claims, counted_names, own_name
+from xrank.readers.claims import Claim, Claims, find_local_name, list_counted_names
 from xrank.words import likewise_text
 from xrank.workspace.state_content import plain_config
 from xrank.writers.companions import CompanionFile
@@ -223,7 +223,7 @@ class _States:
         for rank, new in parts.items():
             self.held.setdefault(rank, []).append(OutputTensor(output.name, output.dtype, new.shape, part=new.part))
             for name in (output.name, *self.tied.get(output.name, ())):
-                self._name(rank, name, own_name(claim, name, rank) or name, record)
+                self._name(rank, name, find_local_name(claim, name, rank) or name, record)
 
     def _told_sizes(self, name: str) -> str:
         """Return the sizes that the layout file tells and the rule of a tensor names: ``r = 4, d = 128``."""
@@ -269,10 +269,10 @@ class _States:
         """Return what is to be said of names with dims that count more than there is: a size may be another model's."""
         found: dict[str, tuple[Claim, list[str]]] = {}
         for name in self.shapes:
-            claim = self.claims.given(name)
+            claim = self.claims.find_in_file(name)
             if claim is not None and claim.pattern is not None:
                 found.setdefault(str(claim.pattern), (claim, []))[1].append(name)
-        counts = {pattern: sum(1 for _ in counted_names(claim)) for pattern, (claim, _) in found.items()}
+        counts = {pattern: sum(1 for _ in list_counted_names(claim)) for pattern, (claim, _) in found.items()}
         surplus = [pattern for pattern, (_, names) in found.items() if counts[pattern] > len(names)]
         if not surplus:
             return []

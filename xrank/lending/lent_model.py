@@ -125,7 +125,7 @@ def lend_model(
     offer = MemoryOffer([local_bytes(view) for view in local.views], across_hosts=not team.is_one_host)
     lent.callback(offer.close)
     lent.push(partial(_raise_own, rank, offer))
-    told = json.dumps({"model": local.described(), "offer": offer.describe(), "own": asdict(config)})
+    told = json.dumps({"model": local.describe(), "offer": offer.describe(), "own": asdict(config)})
 
     def collect_all(_: object, parts: Sequence[str]) -> list[str]:
         check()

@@ -1,6 +1,6 @@
-"""One module a source format: what lies where, found from metadata alone.
+"""Readers of source formats, one module or package each: they find where tensors lie, from metadata alone.
 
-What a reader of one's own is made of, and describes a source with, has its names here.
+This package exports the names that a reader of your own needs.
 """
 
 from xrank.plan.source import RecordTable, SourceFile, StoredModel, StoredShard

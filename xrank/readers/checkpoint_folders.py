@@ -1,4 +1,4 @@
-"""The folders of one checkpoint: where its weights lie, what users name, and its root; a config may be in any."""
+"""Finds the folders of one checkpoint in which its config may lie: its weights' folder, the user's path, its root."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from xrank.errors import XrankError
 from xrank.formats.regular_file import open_regular
 
-__all__ = ["checkpoint_folders", "nbytes_below"]
+__all__ = ["find_checkpoint_folders", "nbytes_below"]
 
 # deepspeed/runtime/engine.py: _save_checkpoint; megatron/training/checkpointing.py: get_checkpoint_tracker_filename;
 # verl/utils/checkpoint/checkpoint_manager.py; skyrl_train/trainer.py.
@@ -21,41 +21,41 @@ _MAX_NBYTES = 256
 # transformers/trainer_utils.py: PREFIX_CHECKPOINT_DIR.
 _TRAINER_STEP = re.compile(r"checkpoint-[0-9]+")
 # accelerate/utils/fsdp_utils.py: save_fsdp_model; torch/distributed/checkpoint/_hf_utils.py: SHARDED_DIR_NAME;
-# verl/utils/checkpoint/checkpoint_manager.py: get_dist_checkpoint_path, of Megatron's part.
+# verl/utils/checkpoint/checkpoint_manager.py: get_dist_checkpoint_path, for Megatron's part.
 _PART = re.compile(r"pytorch_model_fsdp(_[0-9]+)?|sharded|dist_ckpt")
 _SHARDED = "sharded"
 _INNER = "huggingface"
-"""verl's and SkyRL's, beside the ranks' files."""
+"""Subfolder for the config that verl and SkyRL write beside the ranks' files."""
 
 
-def checkpoint_folders(asked: str, place: str) -> tuple[str, ...]:
+def find_checkpoint_folders(asked: str, place: str) -> tuple[str, ...]:
     """Return the folders in which a checkpoint's companions may lie, those nearest to its weights first.
 
-    These are the folder that a marker in the found one names, the found one, each above it up to what the user gave,
-    and one more where a marker, or its name, makes that the checkpoint's root; of each also its ``huggingface``.
+    The order: the folder that a marker in the source names, the source, each parent up to the user's path, and the
+    checkpoint's root, recognised by a marker or a name. Each is followed by its subfolder ``huggingface``.
 
     Args:
-        asked: what the user gave; a file, or a folder at or above the source, or a state's file in it.
-        place: the source that was found.
+        asked: the user's path: a file, or a folder at or above the source.
+        place: the source.
     """
-    folder = place if os.path.isdir(place) else _above(place)
-    found = [*_marked(folder), folder]
+    folder = place if os.path.isdir(place) else _parent(place)
+    found = [*_find_marked(folder), folder]
     while _is_below(found[-1], asked):
-        found.append(_above(found[-1]))
-    above = _above(folder)
+        found.append(_parent(found[-1]))
+    above = _parent(folder)
     if _is_root(above, os.path.basename(os.path.abspath(folder))):
         found.append(above)
     return tuple(dict.fromkeys(inner for own in found for inner in (own, os.path.join(own, _INNER))))
 
 
-def _marked(folder: str) -> Iterator[str]:
-    """Yield the folders within that hold the files, as markers name them; never one outside."""
+def _find_marked(folder: str) -> Iterator[str]:
+    """Yield the folders with the weights that markers name; never one outside `folder`."""
     for marker in _MARKERS:
         try:
             with open_regular(os.path.join(folder, marker)) as file:
                 text = file.read(0, min(file.nbytes, _MAX_NBYTES)).decode().strip()
         except (XrankError, OSError, ValueError):
-            continue  # a damaged marker is for the format's reader to name
+            continue  # the format's reader reports a damaged marker
         names = [text]
         if text.isdecimal():
             names = [f"iter_{int(text):07d}", f"global_step_{int(text)}"]
@@ -77,8 +77,8 @@ def _is_root(above: str, name: str) -> bool:
     return is_marked or is_step or _PART.fullmatch(name) is not None
 
 
-def _above(path: str) -> str:
-    """Return the folder that holds a file or folder, as the user's path says it where it does."""
+def _parent(path: str) -> str:
+    """Return the parent folder, spelled as in the user's path if possible."""
     head, name = os.path.split(path.rstrip(os.sep))
     if name in ("", os.curdir, os.pardir):
         return os.path.dirname(os.path.abspath(path))
@@ -90,7 +90,7 @@ def nbytes_below(folder: str) -> int:
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
-            # A file that no gather needs may be a link to nothing, or gone by now.
+            # A companion file may be a dangling link, or removed meanwhile.
             with suppress(OSError):
                 total += os.stat(os.path.join(place, name)).st_size
     return total

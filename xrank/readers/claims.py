@@ -1,4 +1,4 @@
-"""What each rank's part of a tensor is said to be: by the layout that the rank recorded, or by a layout file's rule."""
+"""Claims: the declared cut of each rank's part of a tensor, by the rank's recorded layout or a layout file's rule."""
 
 from __future__ import annotations
 
@@ -16,81 +16,81 @@ from xrank.layout.tensor_name import NameTable, TensorName, name_table, parse_na
 from xrank.readers.held_tensor import HeldTensor
 from xrank.words import ranks_text
 
-__all__ = ["Claim", "Claims", "claimed_name", "counted_names", "named", "own_name"]
+__all__ = ["Claim", "Claims", "find_global_name", "find_local_name", "list_counted_names", "prefix_error"]
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """How the tensor that a rank's part belongs to is cut, and over which ranks."""
+    """The declared cut of the tensor that a rank's part belongs to, and its mesh."""
 
     layout: TensorLayout
     mesh: DeviceMesh
     pattern: TensorName | None = None
-    """The tensor's name, where it has dims in it: the rank's own name for it has other indices."""
+    """The tensor's name with dims, if it has any; the rank's own name for it then has other indices."""
     companion: Companion | None = None
-    """How the tensor follows from another one, whose layout it is then; None for a tensor cut by itself."""
+    """How the tensor follows from another one; `layout` is then the other one's. None for a tensor cut by itself."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """Sizes by name that shapes do not tell."""
+    """Sizes by name that shapes do not determine."""
     is_recorded: bool = False
-    """By the rank itself; False for a rule of a layout file."""
+    """True for the rank's own record; False for a rule of a layout file."""
 
     def __str__(self) -> str:
         return str(self.layout if self.companion is None else self.companion)
 
 
 class Claims:
-    """Finds the claim of each part; one for all parts of a source, since parts of one name share what is found.
+    """Finds the claim of each part. Use one object per source, because parts of one name share results.
 
     Args:
-        layouts: the layout file's content, if there is one.
+        layouts: the layout file's content, if any.
     """
 
     def __init__(self, layouts: LayoutMap | None) -> None:
         self._layouts = layouts
-        self._given: dict[str, Claim | None] = {}
+        self._from_file: dict[str, Claim | None] = {}
 
-    def of(self, name: str, held: HeldTensor) -> Claim | None:
-        """Return the claim of a rank's part; None where nothing says how its tensor is cut.
+    def find(self, name: str, held: HeldTensor) -> Claim | None:
+        """Return the claim of a rank's part; None if it is unknown how its tensor is cut.
 
         Args:
-            name: the tensor's name, as the rank has it.
+            name: the rank's name of the tensor.
             held: the part.
 
         Raises:
-            LayoutError: the file's rules contradict each other, or what the rank recorded.
+            LayoutError: the file's rules contradict each other or the rank's record.
         """
-        given = self.given(name)
+        given = self.find_in_file(name)
         if held.layout is None:
             return given
-        recorded = _recorded(held, name)
+        recorded = _read_record(held, name)
         if given is not None and _meaning(_as_seen_by(held.rank, given, recorded.mesh)) != _meaning(recorded):
             raise LayoutError(
-                f"{name}: its ranks recorded a layout, and the layout file gives another one",
+                f"{name}: its ranks recorded one layout, and the layout file gives another",
                 tensor=name,
                 rank=held.rank,
                 got=f"{given} on {given.mesh.grid}",
                 want=f"{recorded} on {recorded.mesh.grid}",
-                next_step="take the tensor's rule out of the layout file",
+                next_step="remove the tensor's rule from the layout file",
             )
         return recorded
 
-    def given(self, name: str) -> Claim | None:
-        """Return the claim that the layout file makes for a name, a rank's own or a global one; None without a rule.
+    def find_in_file(self, name: str) -> Claim | None:
+        """Return the layout file's claim for a rank's own name or a global one; None without a rule.
 
         Raises:
-            LayoutError: several rules decide, or nothing says the mesh.
+            LayoutError: several rules match, or the mesh is missing.
         """
         if self._layouts is None:
             return None
-        if name not in self._given:
-            self._given[name] = _given(name, self._layouts)
-        return self._given[name]
+        if name not in self._from_file:
+            self._from_file[name] = _find_in_file(name, self._layouts)
+        return self._from_file[name]
 
 
 def _as_seen_by(rank: int, given: Claim, mesh: DeviceMesh) -> Claim:
-    """Return a file's claim on a rank's own mesh where that is a part of the file's.
+    """Return a file's claim, on the rank's own mesh if that is a part of the file's mesh.
 
-    FSDP2 over tensor parallelism records norms on the mesh of its one axis; a file has one mesh for all tensors.
+    FSDP2 over tensor parallelism records norms on the mesh of their one axis; a file has one mesh for all tensors.
     """
     is_part = {*mesh.axis_names} < {*given.mesh.axis_names} and given.layout.view_mesh is None and rank in given.mesh
     if is_part and _part_with(given.mesh, rank, mesh.axis_names) == mesh:
@@ -100,7 +100,7 @@ def _as_seen_by(rank: int, given: Claim, mesh: DeviceMesh) -> Claim:
 
 @lru_cache(maxsize=4096)
 def _part_with(mesh: DeviceMesh, rank: int, axes: tuple[str, ...]) -> DeviceMesh:
-    """Return the part of a mesh that differs from a rank along these axes alone."""
+    """Return the part of a mesh in which only the coordinates along these axes vary, at this rank."""
     return mesh.submesh(**{name: place for name, place in mesh.coordinate(rank).items() if name not in axes})
 
 
@@ -109,15 +109,15 @@ def _meaning(claim: Claim) -> tuple[object, ...]:
     return str(companion or claim.layout), claim.mesh, claim.layout.view_mesh, claim.pattern
 
 
-def _given(name: str, layouts: LayoutMap) -> Claim | None:
+def _find_in_file(name: str, layouts: LayoutMap) -> Claim | None:
     try:
         rule, companion_rule = layouts.rule_for(name), layouts.companion_rule_for(name)
     except LayoutError as error:
-        error.about(next_step="let the patterns of the layout file tell the names apart")
+        error.about(next_step="write patterns into the layout file of which only one matches each name")
         raise
     if rule is not None and companion_rule is not None:
         raise LayoutError(
-            f"{name}: two rules of the layout file decide for it",
+            f"{name}: two rules of the layout file match",
             tensor=name,
             got=f"{rule!r} and {companion_rule!r}",
             want="one",
@@ -125,8 +125,8 @@ def _given(name: str, layouts: LayoutMap) -> Claim | None:
         )
     deciding = rule if rule is not None else companion_rule
     if deciding is None:
-        target = layouts.aliases.get(name)  # which is no alias itself
-        return None if target is None else _given(target, layouts)
+        target = layouts.aliases.get(name)  # never an alias itself
+        return None if target is None else _find_in_file(target, layouts)
     if companion_rule is not None:
         companion = layouts.companions[companion_rule]
         layout = base_layout(companion, layouts).with_sizes(layouts.sizes)
@@ -134,7 +134,7 @@ def _given(name: str, layouts: LayoutMap) -> Claim | None:
         companion = None
         found = layouts[name]
         assert found is not None
-        layout = found.with_sizes(layouts.sizes)  # as a state records it
+        layout = found.with_sizes(layouts.sizes)  # as in a state's record
     mesh = layout.device_mesh or layouts.device_mesh
     if mesh is None:
         raise LayoutError(
@@ -149,59 +149,63 @@ def _given(name: str, layouts: LayoutMap) -> Claim | None:
     return Claim(layout, mesh, pattern, companion, tuple(layouts.sizes.items()))
 
 
-def _recorded(held: HeldTensor, name: str) -> Claim:
+def _read_record(held: HeldTensor, name: str) -> Claim:
     assert held.layout is not None
     if held.mesh is None or held.rank not in held.mesh:
         raise held.contradiction(
             name,
-            f"the mesh that rank {held.rank} recorded is not one of its own",
+            f"the mesh that rank {held.rank} recorded does not contain it",
             got="no mesh" if held.mesh is None else f"a mesh of {ranks_text(held.mesh.ranks)}",
             want=f"a mesh with rank {held.rank}",
             next_step="let the rank write its state again",
         )
     try:
-        companion, layout = _parsed(held.layout)
+        companion, layout = _parse_layout(held.layout)
         if held.view is not None:
-            layout = _attached(layout, held.mesh, held.view)
-        pattern = None if held.pattern is None else _parsed_name(held.pattern)
+            layout = _attach_meshes(layout, held.mesh, held.view)
+        pattern = None if held.pattern is None else _parse_cached_name(held.pattern)
     except LayoutError as error:
-        raise named(error, name, held) from None
+        raise prefix_error(error, name, held) from None
     return Claim(layout, held.mesh, pattern, companion, is_recorded=True)
 
 
 @lru_cache(maxsize=4096)
-def _parsed(text: str) -> tuple[Companion | None, TensorLayout]:
-    """Return the same objects for equal texts: a model has a handful of layouts."""
+def _parse_layout(text: str) -> tuple[Companion | None, TensorLayout]:
+    """Return the same objects for equal texts, because a model has a handful of layouts."""
     if not is_companion(text):
         return None, TensorLayout.parse(text)
     companion = parse_companion(text)
     if companion.base is None:
-        raise LayoutError("the layout names a rule, and a state has none", got=text, want="the base's own layout")
+        raise LayoutError(
+            "the recorded layout refers to a rule, but states do not contain rules",
+            got=text,
+            want="the base's own layout",
+        )
     return companion, TensorLayout.from_tree(companion.base)
 
 
 @lru_cache(maxsize=4096)
-def _attached(layout: TensorLayout, mesh: DeviceMesh, view: DeviceMesh) -> TensorLayout:
+def _attach_meshes(layout: TensorLayout, mesh: DeviceMesh, view: DeviceMesh) -> TensorLayout:
     return layout.with_mesh(mesh, {layout.tree.view or "": view})
 
 
 @lru_cache(maxsize=4096)
-def _parsed_name(pattern: str) -> TensorName:
+def _parse_cached_name(pattern: str) -> TensorName:
     return parse_name(pattern)
 
 
-def named(error: LayoutError, name: str, held: HeldTensor) -> LayoutError:
-    """Return the error as one about a rank's part of that tensor."""
+def prefix_error(error: LayoutError, name: str, held: HeldTensor) -> LayoutError:
+    """Return the error with the tensor's name and the part's rank and file, and with a next step."""
     mend = "correct the layout file" if held.layout is None else f"let rank {held.rank} write its state again"
     error.about(name, tensor=name, rank=held.rank, file=held.file, next_step=mend)
     return error
 
 
-def claimed_name(claim: Claim | None, name: str, held: HeldTensor) -> str | None:
-    """Return the global name of what a rank holds under a name of its own; None for padding, no tensor's element.
+def find_global_name(claim: Claim | None, name: str, held: HeldTensor) -> str | None:
+    """Return the global name of a rank's part with a name of the rank's own; None for padding.
 
     Raises:
-        LayoutError: the name's index is beyond what the rank holds, or the layout leaves the rank out.
+        LayoutError: the name's index is beyond the rank's part, or the layout leaves the rank out.
     """
     if claim is None or claim.pattern is None or held.rank not in claim.mesh:
         return name
@@ -209,17 +213,17 @@ def claimed_name(claim: Claim | None, name: str, held: HeldTensor) -> str | None
         table = _table(claim.pattern, claim.layout, claim.mesh, held.rank, claim.sizes)
         if table is None:
             raise LayoutError(
-                "its rank has a part, and the layout says that it has none",
+                "the rank holds a part, but its layout leaves this rank out",
                 got=f"a part of shape {list(held.shape)}",
-                want=f"none, by {claim} on {claim.mesh.grid}",
+                want=f"no part, by {claim} on {claim.mesh.grid}",
             )
         return table.global_name(name)
     except LayoutError as error:
-        raise named(error, name, held) from None
+        raise prefix_error(error, name, held) from None
 
 
-def counted_names(claim: Claim) -> Iterator[str]:
-    """Yield every name that a claim's name with dims stands for, over all ranks; none for a name without dims."""
+def list_counted_names(claim: Claim) -> Iterator[str]:
+    """Yield all names, over all ranks, that a claim's name with dims stands for; nothing for a name without dims."""
     if claim.pattern is None:
         return
     for rank in claim.mesh.ranks:
@@ -229,8 +233,8 @@ def counted_names(claim: Claim) -> Iterator[str]:
             return
 
 
-def own_name(claim: Claim, name: str, rank: int) -> str | None:
-    """Return the name by which a rank of the claim's mesh knows a tensor; None if it is to have no part of it."""
+def find_local_name(claim: Claim, name: str, rank: int) -> str | None:
+    """Return a rank's own name of a tensor on the claim's mesh; None if the rank should hold no part of it."""
     if claim.pattern is None:
         return name if holds(claim.layout, claim.mesh, claim.mesh.coordinate(rank)) else None
     table = _table(claim.pattern, claim.layout, claim.mesh, rank, claim.sizes)

@@ -1,4 +1,4 @@
-"""Whether each rank's file is its own, or another's under its name, for every reader of torch archives."""
+"""Detects a rank's file that is a copy of another rank's, for all readers of torch archives."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ from xrank.errors import ContradictionError
 from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 
-__all__ = ["Copies", "repeated_crc32"]
+__all__ = ["Copies", "compute_repeated_crc32"]
 
 _TELLING_ELEMENTS = 8
 _ONES = {"F32": b"\0\0\x80\x3f", "BF16": b"\x80\x3f", "F16": b"\0\x3c"}
 
 
 class Copies:
-    """Finds a rank's file that is another's: ranks hold different weights, so not all checksums can be equal."""
+    """Detects copied files: ranks hold different weights, so the checksums of two files cannot all be equal."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[tuple[int, int], ...], Origin] = {}
 
     def add(self, archive: TorchArchive, tensors: Iterable[ArchivedTensor], num_elements: int, origin: Origin) -> None:
-        """Take in what only this rank should hold, of that many elements besides padding.
+        """Add the tensors that only this rank should hold, with `num_elements` elements besides padding.
 
         Raises:
             ContradictionError: another rank holds the same.
         """
+        # Very small tensors may be equal by chance, and padding often is.
         # A few elements may be equal by chance, and padding often is.
         if not archive.has_checksums or num_elements < _TELLING_ELEMENTS:
             return
         found = tuple(
-            (archive.records[t.key].nbytes, archive.records[t.key].crc32) for t in tensors if _tells(archive, t)
+            (archive.records[t.key].nbytes, archive.records[t.key].crc32)
+            for t in tensors
+            if _differs_by_rank(archive, t)
         )
         if not found:
             return
@@ -44,23 +47,23 @@ class Copies:
                 rank=origin.rank,
                 file=origin.path,
                 got=f"the checksums of all {len(found)} tensors as in {other.path}",
-                want="weights of its own",
+                want="different weights",
                 next_step=f"copy rank {origin.rank}'s file, or rank {other.rank}'s, again from where it was saved",
             )
 
 
-def _tells(archive: TorchArchive, tensor: ArchivedTensor) -> bool:
-    """Say whether a tensor tells ranks apart: zeros or ones (norms, new adapters, padding) are alike everywhere."""
+def _differs_by_rank(archive: TorchArchive, tensor: ArchivedTensor) -> bool:
+    """Return whether ranks' tensors should differ; zeros or ones (norms, new adapters, padding) do not."""
     record, width = archive.records[tensor.key], dtype(tensor.dtype).nbytes
     if tensor.shape in ((), (0,)) or record.nbytes < width:
         return False
     count = record.nbytes // width
     patterns: Sequence[bytes] = [bytes(width), *([_ONES[tensor.dtype]] if tensor.dtype in _ONES else [])]
-    return all(repeated_crc32(pattern, count) != record.crc32 for pattern in patterns)
+    return all(compute_repeated_crc32(pattern, count) != record.crc32 for pattern in patterns)
 
 
-def repeated_crc32(pattern: bytes, count: int) -> int:
-    """Return the CRC-32 of a pattern repeated that often, in few steps."""
+def compute_repeated_crc32(pattern: bytes, count: int) -> int:
+    """Return the CRC-32 of a pattern repeated `count` times, in O(log count) steps."""
     total, total_nbytes = 0, 0
     power, power_nbytes = isal_zlib.crc32(pattern), len(pattern)
     while count:

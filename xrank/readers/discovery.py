@@ -1,4 +1,4 @@
-"""Finds what a user's path means: the source at it, just above it or below it, and the reader that fits."""
+"""Finds the source that a user's path means, at it, just above it or below it, and the reader that fits."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from xrank.faces import option
 from xrank.readers.base import Reader
 from xrank.readers.own_readers import OWN_READERS
 from xrank.readers.plugins import plugin_readers
-from xrank.readers.step_marker import marked_step
+from xrank.readers.step_marker import find_marked_step
 from xrank.words import list_text
 
 __all__ = ["find_source"]
 
 _SEARCHED_LEVELS = 2
-_MANIFEST = "xrank_manifest.json"  # of outputs: writers/output_place.py
+_MANIFEST = "xrank_manifest.json"  # in outputs: writers/output_place.py
 
 
 def find_source(path: str, *, format_name: str | None = None) -> tuple[str, Reader]:
     """Return the source that a path means and the one reader that recognises it.
 
-    The path itself comes first; a state's file stands for its folder; a folder of no format is searched two levels
-    down, or only the step in it that a marker names; what xrank itself made there is no source unless it is named.
-    More than one source is never chosen among.
+    The path itself comes first; a state file stands for its folder. A folder of unknown format is searched two levels
+    down, or only in the step that its marker names. Outputs of xrank below the path are skipped. If several sources
+    fit, the user must choose.
 
     Args:
-        path: what the user gave.
+        path: the user's path.
         format_name: consider only this reader.
 
     Raises:
         IncompleteError: the path does not exist.
-        UnknownFormatError: no reader recognises anything there; what those said that saw a sign of theirs is listed.
-        UsageError: several readers, or several folders, fit; or a folder may not be read.
+        UnknownFormatError: no reader recognises anything there; the error lists the reasons of likely readers.
+        UsageError: several readers or several folders fit, or a folder may not be read.
     """
     if not os.path.exists(path):
         raise IncompleteError(f"{path} does not exist", file=path, next_step="check the path")
     _check_readable(path)
     listed = [own for own in OWN_READERS if format_name in (None, own.name)]
     more: list[Reader] = []
-    found = _found(path, lambda place: [own.load() for own in listed if own.is_hinted_at(place)])
+    found = _search(path, lambda place: [own.load() for own in listed if own.is_hinted_at(place)])
     if found is None:
         more = [reader for reader in plugin_readers() if format_name in (None, reader.name)]
-        found = _found(path, lambda place: more) if more else None
+        found = _search(path, lambda place: more) if more else None
     if found is not None:
         return found
     readers: list[Reader] = [*(own.load() for own in listed), *more]
@@ -62,35 +62,35 @@ def find_source(path: str, *, format_name: str | None = None) -> tuple[str, Read
             next_step=f"check the path, or leave {option('format')} out: formats are recognised",
         )
     unseen = [own.name for own in listed if not own.is_hinted_at(path)]
-    said = [f"{reader.name}: {reader.recognise(path)}" for reader in readers if reader.name not in unseen]
+    reasons = [f"{reader.name}: {reader.recognise(path)}" for reader in readers if reader.name not in unseen]
     if unseen:
-        said.append(f"no sign of: {', '.join(unseen)}")
+        reasons.append(f"no sign of: {', '.join(unseen)}")
     made = [place for place in _folders_below(path, _SEARCHED_LEVELS) if _is_made_here(place)]
     raise UnknownFormatError(
-        f"{path} is of no format that is known",
+        f"{path} has no known format",
         file=path,
-        got="; ".join([*said, *(f"{place}, which xrank made" for place in made[:1])]),
+        got="; ".join([*reasons, *(f"{place}, which xrank made" for place in made[:1])]),
         want="a checkpoint, a workspace or a model at the path, or up to two folders below",
         next_step=f"check the path, or name {made[0]} itself" if made else "check the path",
     )
 
 
-def _found(path: str, asked: Callable[[str], Sequence[Reader]]) -> tuple[str, Reader] | None:
-    """Return the one source that a path means, and its reader; None where none of the readers asked fits."""
+def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> tuple[str, Reader] | None:
+    """Return the one source that a path means, and its reader; None if none of the readers fits."""
     for place in (path, *([os.path.dirname(os.path.abspath(path))] if os.path.isfile(path) else [])):
-        fitting = [reader for reader in asked(place) if reader.recognise(place) is None]
+        fitting = [reader for reader in readers_for(place) if reader.recognise(place) is None]
         if fitting:
-            return place, _only_reader(place, fitting)
+            return place, _choose_reader(place, fitting)
     found: list[tuple[str, list[Reader]]] = []
     passed: str | None = None
-    for place in _folders_below(marked_step(path) or path, _SEARCHED_LEVELS):
-        # What lies below a source is a part of it, such as the folder that its marker names.
+    for place in _folders_below(find_marked_step(path) or path, _SEARCHED_LEVELS):
+        # Folders below a source are parts of it, such as the folder that its marker names.
         if passed is not None and place.startswith(passed + os.sep):
             continue
         if _is_made_here(place):
             passed = place
             continue
-        fitting = [reader for reader in asked(place) if reader.recognise(place) is None]
+        fitting = [reader for reader in readers_for(place) if reader.recognise(place) is None]
         if fitting:
             found.append((place, fitting))
             passed = place
@@ -100,17 +100,17 @@ def _found(path: str, asked: Callable[[str], Sequence[Reader]]) -> tuple[str, Re
             file=path,
             got=list_text((f"{place} ({fitting[0].name})" for place, fitting in found), 10),
             want="one",
-            next_step="name the one to take",
+            next_step="give the path of one of them",
         )
-    return (found[0][0], _only_reader(*found[0])) if found else None
+    return (found[0][0], _choose_reader(*found[0])) if found else None
 
 
 def _is_made_here(place: str) -> bool:
-    """Say whether a folder is the output of a gather or reshard: often it lies in the run's own folder."""
+    """Return whether a folder is the output of a gather or reshard; such a folder often lies beside the checkpoints."""
     return os.path.isfile(os.path.join(place, _MANIFEST))
 
 
-def _only_reader(place: str, fitting: Sequence[Reader]) -> Reader:
+def _choose_reader(place: str, fitting: Sequence[Reader]) -> Reader:
     if len(fitting) > 1:
         raise UsageError(
             f"{place} can be read in several ways",
@@ -122,9 +122,9 @@ def _only_reader(place: str, fitting: Sequence[Reader]) -> Reader:
 
 
 def _folders_below(path: str, levels: int) -> Iterator[str]:
-    """Yield the folders below one, by name; hidden ones (stages of xrank among them) are passed over.
+    """Yield the folders below one, by name, except hidden ones, such as stages of xrank.
 
-    So are those that end meanwhile: a trainer removes old checkpoints while it goes on.
+    Folders that a running trainer removes meanwhile are skipped.
     """
     if levels == 0 or not os.path.isdir(path):
         return
@@ -133,7 +133,7 @@ def _folders_below(path: str, levels: int) -> Iterator[str]:
     except FileNotFoundError:
         return
     for entry in entries:
-        # DirEntry.is_dir raises where links lead in a circle.
+        # DirEntry.is_dir raises on a cycle of links.
         if os.path.isdir(entry.path) and not entry.name.startswith(".") and entry.name != "lost+found":
             try:
                 _check_readable(entry.path)
@@ -144,10 +144,10 @@ def _folders_below(path: str, levels: int) -> Iterator[str]:
 
 
 def _check_readable(path: str) -> None:
-    """Refuse to look past a folder that may hold the source, or another one."""
+    """Refuse an unreadable folder: it may contain the source, or a second one."""
     if not os.path.isdir(path):
         return
-    try:  # os.access would ask for the real user, and a network's server has the last word
+    try:  # os.access checks the real user, and on a network file system only the server knows
         with os.scandir(path):
             os.stat(os.path.join(path, os.curdir))
     except PermissionError:

@@ -1,9 +1,10 @@
-"""One rank's part of a tensor, as it lies in a record, and the table of pieces that such parts make."""
+"""One rank's part of a tensor, as it lies in a record, and the table of pieces that such parts form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from xrank.errors import ContradictionError, CorruptError
 from xrank.layout import DeviceMesh, TensorLayout
@@ -11,7 +12,10 @@ from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, intersect, row_major
 from xrank.plan.source import StoredShard
 
-__all__ = ["HeldTensor", "pieces_of", "replicated", "row_slice", "whole"]
+if TYPE_CHECKING:
+    from xrank.formats.torch_archive import ArchivedTensor
+
+__all__ = ["HeldTensor", "pieces_of", "replicate", "row_slice", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +29,32 @@ class HeldTensor:
     shape: tuple[int, ...]
     """Local shape."""
     strides: tuple[int, ...]
-    """Of the storage, in elements."""
+    """Strides in the storage, in elements."""
     storage_offset: int
-    """First element, counted from the record's first byte."""
+    """Index of the first element, counted from the record's start."""
     layout: str | None = None
-    """As the rank recorded it, like all that follows."""
+    """Layout that the rank recorded; the attributes below are the rank's records, too."""
     mesh: DeviceMesh | None = None
     view: DeviceMesh | None = None
-    """The view of the mesh that the layout names."""
+    """The view of the mesh that the layout refers to."""
     pattern: str | None = None
-    """The tensor's name with dims in it, where the rank's own name for it is another."""
+    """The tensor's name with dims, if the rank's own name for it differs."""
     global_shape: tuple[int, ...] | None = None
 
+    @classmethod
+    def from_archive(cls, tensor: ArchivedTensor, *, rank: int, file: str, record: int) -> HeldTensor:
+        """Return the part that a tensor of a torch archive is, without a layout."""
+        return cls(rank, file, record, tensor.dtype, tensor.shape, tensor.strides, tensor.storage_offset)
+
     def contradiction(self, name: str, problem: str, *, got: str, want: str, next_step: str) -> ContradictionError:
-        """Return the error that this part of a tensor contradicts others, or what its own rank recorded."""
+        """Return the error that this part contradicts other parts or its rank's own record."""
         return ContradictionError(
             f"{name}: {problem}", tensor=name, rank=self.rank, file=self.file, got=got, want=want, next_step=next_step
         )
 
 
-def replicated(held: HeldTensor, mesh: DeviceMesh) -> HeldTensor:
-    """Return a tensor that every rank of a mesh holds whole."""
+def replicate(held: HeldTensor, mesh: DeviceMesh) -> HeldTensor:
+    """Return the tensor with the layout that every rank of the mesh holds it whole."""
     return replace(held, layout=str(TensorLayout((None,) * len(held.shape))), mesh=mesh)
 
 
@@ -67,16 +76,16 @@ def row_slice(shape: tuple[int, ...], dim: int, start: int, length: int) -> tupl
 def pieces_of(
     name: str, held: Sequence[HeldTensor], shape: tuple[int, ...], nests: Sequence[Sequence[Nest]]
 ) -> StoredShard:
-    """Return the table of all pieces; a nest of local addresses becomes one of the record's addresses.
+    """Return the table of all pieces. Nests of local addresses become nests of the records' addresses.
 
     Args:
         name: the tensor's name.
-        held: what ranks hold of it.
+        held: the ranks' parts.
         shape: global shape.
-        nests: for each of `held`, from its local row-major addresses to the global ones.
+        nests: for each part, the map from its local row-major addresses to global ones.
 
     Raises:
-        CorruptError: elements of a stored view share their bytes.
+        CorruptError: elements of a stored view share bytes.
     """
     rows = [
         (h, nest)
@@ -95,12 +104,12 @@ def pieces_of(
 
 
 def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:
-    """Turn local row-major addresses into addresses of the storage the tensor is a view of."""
+    """Turn local row-major addresses into addresses of the storage, of which the tensor is a view."""
     if held.strides == row_major(held.shape) or 0 in held.shape:
         return [Nest(local.x + held.storage_offset, local.y, local.loops)]
     if any(stride <= 0 for n, stride in zip(held.shape, held.strides, strict=True) if n > 1):
         raise CorruptError(
-            f"{name}: rank {held.rank} stored an expanded view, whose elements share their bytes",
+            f"{name}: rank {held.rank} stored an expanded view, whose elements share bytes",
             tensor=name,
             rank=held.rank,
             file=held.file,

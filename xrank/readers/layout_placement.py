@@ -1,4 +1,4 @@
-"""Places the parts of a tensor by the layouts that are claimed for them, each rank by its own."""
+"""Places the parts of a tensor by their claimed layouts, each rank by its own."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from xrank.layout.shape_inference import infer_shape
 from xrank.layout.tensor_layout import axis_lengths, flat_of
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.claims import Claim, named, own_name
+from xrank.readers.claims import Claim, find_local_name, prefix_error
 from xrank.readers.held_tensor import HeldTensor, pieces_of
 from xrank.words import ranks_text
 
 __all__ = ["Claimed", "place_claimed", "place_companion", "place_members"]
 
 Claimed: TypeAlias = tuple[HeldTensor, Claim]
-"""What a rank holds, and how its tensor is cut."""
+"""A rank's part, and how its tensor is cut."""
 
 
 def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] | None) -> StoredShard:
-    """Return a tensor's pieces; several meshes of one tensor are replicas of each other.
+    """Return a tensor's pieces. If it has several meshes, they hold replicas of each other.
 
     Args:
         name: the tensor's global name.
-        claimed: what ranks hold of it, by rising rank.
-        shape: its global shape; None: the local shapes tell it.
+        claimed: the ranks' parts, by rising rank.
+        shape: its global shape; None to infer it from the local shapes.
 
     Raises:
         ContradictionError: ranks disagree about the layout, or a part does not fit it.
@@ -45,30 +45,30 @@ def place_claimed(name: str, claimed: Sequence[Claimed], shape: tuple[int, ...] 
     """
     _check_meshes(name, claimed)
     if shape is None:
-        shape = _inferred(name, claimed)
+        shape = _infer_shape(name, claimed)
     nests = []
     for h, claim in claimed:
         try:
             part = local_part(claim.layout, claim.mesh, _coordinate(claim, h), shape, sizes=dict(claim.sizes))
         except LayoutError as error:
-            raise named(error, name, h) from None
-        nests.append(_checked(name, h, claim, part, shape).nests)
+            raise prefix_error(error, name, h) from None
+        nests.append(_check_part(name, h, claim, part, shape).nests)
     return pieces_of(name, [h for h, _ in claimed], shape, nests)
 
 
 def place_companion(
     name: str, claimed: Sequence[Claimed], shapes: Mapping[str, tuple[int, ...]], hints: Hints
 ) -> StoredShard:
-    """Return the pieces of a tensor that follows from another one, such as a weight's scales.
+    """Return the pieces of a companion, a tensor that follows from another one, such as a weight's scales.
 
     Args:
         name: the tensor's global name.
-        claimed: what ranks hold of it.
-        shapes: global shapes by name, of the tensor it follows from among others.
-        hints: the layout file that says so.
+        claimed: the ranks' parts.
+        shapes: global shapes by name; the other tensor is among them.
+        hints: the layout file with the companion's rule.
 
     Raises:
-        LayoutError: no single shape of the other tensor gives the parts that ranks hold.
+        LayoutError: not exactly one shape of the other tensor fits the ranks' parts.
         ContradictionError, IncompleteError: as `place_claimed`.
     """
     _check_meshes(name, claimed)
@@ -90,38 +90,38 @@ def place_companion(
             fitting[base] = [part for part in parts if part is not None]
     if len(fitting) != 1:
         if failure is not None and not fitting:
-            raise named(failure, name, first)
+            raise prefix_error(failure, name, first)
         raise LayoutError(
-            f"{name}: no single shape of the tensor it belongs to follows from {companion}",
+            f"{name}: the tensor from which it follows by {companion} has not exactly one possible shape",
             tensor=name,
             rank=first.rank,
             file=first.file,
             got=f"a part of shape {list(first.shape)}; shapes that would fit: {sorted(map(list, fitting))[:4]}",
-            want="one tensor, or several of one shape, that it belongs to",
-            next_step="give the rule of that tensor, and of this one, for their names alone",
+            want="one tensor, or several of one shape, from which it follows",
+            next_step="write rules for that tensor and for this one that match their names only",
         )
     ((base, found),) = fitting.items()
     shape = companion_shape(companion, base)
-    nests = [_checked(name, h, c, part, shape).nests for (h, c), part in zip(claimed, found, strict=True)]
+    nests = [_check_part(name, h, c, part, shape).nests for (h, c), part in zip(claimed, found, strict=True)]
     return pieces_of(name, [h for h, _ in claimed], shape, nests)
 
 
 def _base_shapes(
     name: str, claimed: Sequence[Claimed], shapes: Mapping[str, tuple[int, ...]], hints: Hints
 ) -> set[tuple[int, ...]]:
-    """Return the shapes that the tensor may have which a companion follows from."""
+    """Return the possible shapes of the tensor from which a companion follows."""
     first, claim = claimed[0]
     companion = claim.companion
     assert companion is not None
     if companion.of is not None:
-        assert hints.layouts is not None  # a state's record has the layout itself
+        assert hints.layouts is not None  # a state's record contains the layout itself
         return base_shapes(companion, hints.layouts, name, shapes)
     blocks = companion.blocks or tuple(companion.factor if i == companion.dim else 1 for i in range(len(first.shape)))
     if len(blocks) != len(first.shape):
         return set()
-    told = _told(claim.layout.tree, claim)
-    if told is not None:
-        return {told}
+    shape = _shape_of_dims(claim.layout.tree, claim)
+    if shape is not None:
+        return {shape}
     if first.global_shape is not None:
         return {tuple(n * block for n, block in zip(first.global_shape, blocks, strict=True))}
     local = {
@@ -132,11 +132,11 @@ def _base_shapes(
     try:
         return {infer_shape(claim.layout, claim.mesh, local, sizes=dict(claim.sizes))}
     except LayoutError as error:
-        raise named(error, name, first) from None
+        raise prefix_error(error, name, first) from None
 
 
-def _told(tree: LayoutTree, claim: Claim) -> tuple[int, ...] | None:
-    """Return the shape that dims tell by themselves; None where a name in them has no number."""
+def _shape_of_dims(tree: LayoutTree, claim: Claim) -> tuple[int, ...] | None:
+    """Return the shape that the dims determine by themselves; None if a name in them has no number."""
     bound = known_names(tree, axis_lengths(claim.mesh, claim.layout.view_mesh), dict(claim.sizes))
     try:
         return tuple(global_size(dim, bound) for dim in tree.dims)
@@ -145,15 +145,15 @@ def _told(tree: LayoutTree, claim: Claim) -> tuple[int, ...] | None:
 
 
 def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[StoredShard]:
-    """Return the pieces of every tensor that lies in a flat buffer.
+    """Return the pieces of every member of a flat buffer.
 
     Args:
         name: the buffer's name.
-        claimed: what ranks hold of the buffer.
-        hints: shapes from outside, for members whose dims do not tell them.
+        claimed: the ranks' parts of the buffer.
+        hints: shapes of members whose dims do not determine them.
 
     Raises:
-        LayoutError: a member's shape is not known.
+        LayoutError: a member's shape is unknown.
         ContradictionError, IncompleteError: as `place_claimed`.
     """
     _check_meshes(name, claimed)
@@ -162,11 +162,11 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
     assert flat is not None
     if claim.pattern is not None:
         raise LayoutError(
-            f"{name}: a flat buffer's members have one name each, and this buffer's name has dims",
+            f"{name}: the members of a flat buffer have one name each, but the buffer's name has dims",
             tensor=name,
             got=f"{claim.pattern} = {claim.layout}",
             want="a rule for each buffer",
-            next_step="write a rule for each of the names",
+            next_step="write one rule per buffer name",
         )
     lengths = axis_lengths(claim.mesh, claim.layout.view_mesh)
     shapes = {}
@@ -176,7 +176,7 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
             shapes[member.name] = hints.shapes.get(member.name) or tuple(global_size(dim, bound) for dim in member.dims)
         except KeyError as error:
             raise LayoutError(
-                f"{member.name}: the layout of the buffer {name} does not tell its shape",
+                f"{member.name}: the layout of the buffer {name} does not determine its shape",
                 tensor=member.name,
                 got=f"no number for {error.args[0]!r} in {claim.layout}",
                 want="numbers, or names of [sizes]",
@@ -187,9 +187,9 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
         try:
             part = flat_part(c.layout, c.mesh, _coordinate(c, h), shapes, sizes=dict(c.sizes))
         except LayoutError as error:
-            raise named(error, name, h) from None
+            raise prefix_error(error, name, h) from None
         local = None if part is None else LocalPart((part.size,), (), part.sums)
-        _checked(name, h, c, local, (sum(map(prod, shapes.values())),))
+        _check_part(name, h, c, local, (sum(map(prod, shapes.values())),))
         assert part is not None
         parts.append(part)
     held = [h for h, _ in claimed]
@@ -199,7 +199,7 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
     ]
 
 
-def _inferred(name: str, claimed: Sequence[Claimed]) -> tuple[int, ...]:
+def _infer_shape(name: str, claimed: Sequence[Claimed]) -> tuple[int, ...]:
     first, claim = claimed[0]
     holders = {h.rank: h for h, c in claimed if c.mesh == claim.mesh}
     try:
@@ -207,12 +207,12 @@ def _inferred(name: str, claimed: Sequence[Claimed]) -> tuple[int, ...]:
             claim.layout, claim.mesh, {rank: h.shape for rank, h in holders.items()}, sizes=dict(claim.sizes)
         )
     except LayoutError as error:
-        wrong = named(error, name, first if error.rank is None else holders[error.rank])
-        raise wrong if not claim.is_recorded else _contradiction(wrong) from None
+        wrong = prefix_error(error, name, first if error.rank is None else holders[error.rank])
+        raise wrong if not claim.is_recorded else _to_contradiction(wrong) from None
 
 
-def _contradiction(error: LayoutError) -> ContradictionError:
-    """Return the error for shapes that contradict layouts which the ranks themselves recorded: no option is wrong."""
+def _to_contradiction(error: LayoutError) -> ContradictionError:
+    """Return the error for shapes that contradict the ranks' own records, where changing the command does not help."""
     return ContradictionError(
         error.message,
         tensor=error.tensor,
@@ -228,20 +228,20 @@ def _coordinate(claim: Claim, held: HeldTensor) -> Mapping[str, int]:
     return claim.mesh.coordinate(held.rank)
 
 
-def _checked(name: str, held: HeldTensor, claim: Claim, part: LocalPart | None, shape: tuple[int, ...]) -> LocalPart:
-    """Return what the layout gives a rank, if that is what the rank holds."""
+def _check_part(name: str, held: HeldTensor, claim: Claim, part: LocalPart | None, shape: tuple[int, ...]) -> LocalPart:
+    """Return the part that the layout gives a rank, after checking that the rank holds it."""
     check = "check that the layout and mesh are those of the run that wrote the state"
     if part is None:
         raise held.contradiction(
             name,
-            f"rank {held.rank} holds a part, and the layout says that it holds none",
+            f"rank {held.rank} holds a part, but its layout leaves this rank out",
             got=f"a part of shape {list(held.shape)}",
-            want=f"none, by {claim} on {claim.mesh.grid}",
+            want=f"no part, by {claim} on {claim.mesh.grid}",
             next_step=check,
         )
     if part.sums:
         raise LayoutError(
-            f"{name}: its ranks hold addends of a sum over {', '.join(part.sums)}, which are no values to copy",
+            f"{name}: its ranks hold addends of a sum over {', '.join(part.sums)}, not values",
             tensor=name,
             rank=held.rank,
             file=held.file,
@@ -252,7 +252,7 @@ def _checked(name: str, held: HeldTensor, claim: Claim, part: LocalPart | None, 
     if part.shape != held.shape:
         raise held.contradiction(
             name,
-            f"rank {held.rank}'s part does not have the shape that its layout gives it",
+            f"rank {held.rank}'s part has another shape than its layout gives it",
             got=str(list(held.shape)),
             want=f"{list(part.shape)}, by {claim} of {list(shape)} on {claim.mesh.grid}",
             next_step=check,
@@ -261,7 +261,7 @@ def _checked(name: str, held: HeldTensor, claim: Claim, part: LocalPart | None, 
 
 
 def _check_meshes(name: str, claimed: Sequence[Claimed]) -> None:
-    """Check that meshes are equal or disjoint, that one mesh has one layout, and that all its ranks are there."""
+    """Check that meshes are equal or disjoint, that each mesh has one layout, and that all its ranks are present."""
     holders = {h.rank: h for h, _ in claimed}
     if len(holders) < len(claimed):
         twice = next(h for h, _ in claimed if holders[h.rank] is not h)
@@ -274,20 +274,20 @@ def _check_meshes(name: str, claimed: Sequence[Claimed]) -> None:
         )
     seen: dict[int, Claimed] = {}
     for h, claim in claimed:
-        # A mesh is looked at rank by rank when its first rank comes; the others only find themselves claimed by it.
+        # The first rank of a mesh claims all its ranks; later ranks of the mesh check only their own entry.
         for rank in claim.mesh.ranks if h.rank not in seen else (h.rank,):
             other, others = seen.setdefault(rank, (h, claim))
             if other is not h and (others.mesh, others.layout) != (claim.mesh, claim.layout):
                 raise h.contradiction(
                     name,
                     f"ranks {other.rank} and {h.rank} disagree about its layout or mesh",
-                    got=f"{claim} on {claim.mesh.grid}, {_in_order(claim.mesh.ranks)}",
-                    want=f"{others} on {others.mesh.grid}, {_in_order(others.mesh.ranks)}",
+                    got=f"{claim} on {claim.mesh.grid}, {_format_ranks(claim.mesh.ranks)}",
+                    want=f"{others} on {others.mesh.grid}, {_format_ranks(others.mesh.ranks)}",
                     next_step="all ranks must come from one run; write the states again",
                 )
-            if rank not in holders and own_name(claim, name, rank) is not None:
+            if rank not in holders and find_local_name(claim, name, rank) is not None:
                 raise IncompleteError(
-                    f"{name}: rank {rank} of its mesh holds nothing of it",
+                    f"{name}: rank {rank} of its mesh holds no part of it",
                     tensor=name,
                     rank=rank,
                     got=f"parts on {ranks_text(holders)}",
@@ -296,6 +296,6 @@ def _check_meshes(name: str, claimed: Sequence[Claimed]) -> None:
                 )
 
 
-def _in_order(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     rising = all(a < b for a, b in pairwise(ranks))
     return ranks_text(ranks) if rising else f"ranks {', '.join(map(str, ranks))}"

@@ -1,4 +1,4 @@
-"""xrank's own readers, each imported where names in the source's folder hint at its format: imports take time."""
+"""xrank's own readers. Each is imported only if file names hint at its format, because imports take time."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["OWN_READERS", "WORKSPACE", "ListedReader"]
 
 @dataclass(frozen=True, slots=True)
 class ListedReader:
-    """Where a reader is, and the sign without which its format is not there."""
+    """A reader's place, and the file names that hint at its format."""
 
     name: str
     """The format."""
     sign: str
-    """A regular expression: the reader recognises no folder without an entry of such a name, and no other file."""
+    """A regular expression. A folder of this format has an entry with a matching name; a single file matches itself."""
     module: str
     class_name: str
 
     def is_hinted_at(self, path: str) -> bool:
-        """Say whether the reader may recognise a path."""
+        """Return whether the reader may recognise a path."""
         try:
             names = os.listdir(path)
-        except (NotADirectoryError, FileNotFoundError):  # a file; or a trainer has just removed the folder
+        except (NotADirectoryError, FileNotFoundError):  # a file, or a folder that a trainer has just removed
             names = [os.path.basename(path)]
         return any(map(re.compile(self.sign).fullmatch, names))
 
@@ -60,4 +60,4 @@ OWN_READERS = (
     ListedReader("verl", r"model_world_size_.*\.pt", "xrank.readers.fsdp", "VerlReader"),
     ListedReader("accelerate-ranks", r"pytorch_model_fsdp.*rank.*\.bin", "xrank.readers.fsdp", "AccelerateRanksReader"),
 )
-"""In the order in which they are asked; where none of them fits, other packages' are."""
+"""In the order in which they are tried, before the readers of other packages."""

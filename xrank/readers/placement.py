@@ -1,135 +1,132 @@
-"""From what each rank holds of a tensor to where its pieces lie in the whole: the second half of every per-rank reader.
+"""Places the ranks' parts in whole tensors: the second half of every per-rank reader.
 
-A piece's place comes from the layout that the rank recorded, else from the caller's layout file, else from the base
-model's shapes where they leave one way only. What cannot be placed is refused; nothing is guessed.
+A part's place comes from the layout that its rank recorded, else from the caller's layout file, else from the base
+model's shapes if only one cut fits them. A part without a place is an error; the code never guesses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from xrank.errors import LayoutError, UsageError, XrankError
+from xrank.errors import LayoutError
 from xrank.faces import either, option
 from xrank.layout.tensor_layout import flat_of
 from xrank.plan.source import StatedLayout, StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.claims import Claim, Claims, claimed_name, counted_names
+from xrank.readers.claims import Claim, Claims, find_global_name, list_counted_names
 from xrank.readers.held_tensor import HeldTensor, pieces_of, row_slice, whole
 from xrank.readers.layout_placement import Claimed, place_claimed, place_companion, place_members
 from xrank.words import likewise_text, list_text, ranks_text
 
-__all__ = ["Placement", "place", "place_all"]
+__all__ = ["Placement", "place_all"]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Every tensor's pieces in the whole."""
+    """The pieces of all tensors in the whole."""
 
     shards: tuple[StoredShard, ...]
-    """In the order in which the tensors were first met."""
+    """In the order in which the tensors first occur."""
     assumptions: tuple[tuple[str, str], ...] = ()
-    """(Name, what base shapes decided of it, in words)."""
+    """(Name, description of the cut that base shapes determined)."""
     num_pads: int = 0
-    """Parts that stand for padding: an index of a name beyond the model's."""
+    """Number of padding parts, whose name has an index beyond the model's."""
     absent: tuple[str, ...] = ()
-    """Names that a name with dims counts, and no rank holds; and those left out whose place nothing says."""
+    """Names that a name with dims counts but no rank holds, and names left out because their place is unknown."""
     layouts: Mapping[str, Sequence[StatedLayout]] = field(default_factory=dict)
-    """Name -> how it is said to be cut, where the hints ask for it."""
+    """Name -> its declared layouts, if the hints ask for them."""
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        """What a report says of the assumptions: each once, with the first of the tensors that it is made of."""
+        """The report's notes about the assumptions, each with the first of its tensors."""
         names: dict[str, list[str]] = {}
         for name, how in self.assumptions:
             names.setdefault(how, []).append(name)
         return [("assumed-layout", f"{list_text(own, 3)}: {how}") for how, own in names.items()]
 
 
-@dataclass(slots=True)
-class _Parts:
-    """What ranks hold of one tensor, with the claims; by rising rank."""
-
-    held: list[HeldTensor] = field(default_factory=list)
-    claims: list[Claim | None] = field(default_factory=list)
+_Parts: TypeAlias = list[tuple[HeldTensor, Claim | None]]
+"""The ranks' parts of one tensor, with their claims."""
 
 
 def place_all(held: Mapping[str, Sequence[HeldTensor]], hints: Hints, *, world_size: int) -> Placement:
     """Return where all parts lie in their whole tensors.
 
     Args:
-        held: the ranks' own name of a tensor -> what they hold under it, by rising rank.
-        hints: layouts and shapes from outside.
-        world_size: number of ranks that left a state.
+        held: parts by the rank's own name of the tensor, by rising rank.
+        hints: layouts and shapes from the caller.
+        world_size: number of ranks that wrote a state.
 
     Raises:
-        ContradictionError, IncompleteError, LayoutError: as `place`. A layout that is missing for one tensor is missing
-            for more: all such tensors are named at once.
+        ContradictionError, IncompleteError, LayoutError: as `_place`. A layout that is missing for one tensor is often
+            missing for more: one LayoutError names all such tensors.
     """
-    claims = Claims(hints.layouts)
-    parts: dict[str, _Parts] = {}
-    num_pads = 0
-    unplaced: list[XrankError] = []
-    left_out: list[str] = []
-    for local_name, tensors in held.items():
-        try:
-            for tensor in tensors:
-                claim = claims.of(local_name, tensor)
-                name = claimed_name(claim, local_name, tensor)
-                if name is None:
-                    num_pads += 1
-                    continue
-                own = parts.setdefault(name, _Parts())
-                own.held.append(tensor)
-                own.claims.append(claim)
-        except LayoutError as error:
-            unplaced.append(error)
+    parts, num_pads, failures = _collect_parts(held, Claims(hints.layouts))
     placed: dict[str, list[StoredShard]] = {}
     assumptions = []
-    # What follows from another tensor's layout comes last, when that tensor's shape is known.
-    for name in sorted(parts, key=lambda name: any(c is not None and c.companion for c in parts[name].claims)):
-        own = parts[name]
-        order = sorted(range(len(own.held)), key=lambda i: own.held[i].rank)
+    left_out: list[str] = []
+    # Companions follow from another tensor's layout, so they come last, when that tensor's shape is known.
+    for name in sorted(parts, key=lambda name: _has_companion(parts[name])):
+        own = sorted(parts[name], key=lambda part: part[0].rank)
+        shapes = {}
+        if _has_companion(own):
+            shapes = {shard.name: shard.shape for shards in placed.values() for shard in shards}
         try:
-            placed[name], assumption = place(
-                name,
-                [own.held[i] for i in order],
-                [own.claims[i] for i in order],
-                hints,
-                world_size=world_size,
-                shapes={shard.name: shard.shape for shards in placed.values() for shard in shards}
-                if any(c is not None and c.companion for c in own.claims)
-                else {},
-            )
-        except XrankError as error:
-            if isinstance(error, UsageError) or error.exit_code != 2:
-                raise
+            placed[name], assumption = _place(name, own, hints, world_size, shapes)
+        except LayoutError as error:
             if hints.is_left_out is not None and hints.is_left_out(name):
                 left_out.append(name)
             else:
-                unplaced.append(error)
+                failures.append(error)
             continue
         if assumption:
             assumptions.append((name, assumption))
-    if unplaced:
-        raise _joined(unplaced)
+    if failures:
+        raise _join_errors(failures)
     shards = tuple(shard for name in parts for shard in placed.get(name, ()))
     _check_once(shards)
-    counting = dict.fromkeys(claim for own in parts.values() for claim in own.claims if claim and claim.pattern)
-    absent = dict.fromkeys(name for claim in counting for name in counted_names(claim) if name not in parts)
+    counting = dict.fromkeys(claim for own in parts.values() for _, claim in own if claim and claim.pattern)
+    absent = dict.fromkeys(name for claim in counting for name in list_counted_names(claim) if name not in parts)
     absent.update(dict.fromkeys(left_out))
-    layouts = _stated({name: own.claims for name, own in parts.items()}) if hints.needs_layouts else {}
+    layouts = _collect_layouts(parts) if hints.needs_layouts else {}
     return Placement(shards, tuple(assumptions), num_pads, tuple(absent), layouts)
 
 
-def _stated(claims: Mapping[str, Sequence[Claim | None]]) -> dict[str, Sequence[StatedLayout]]:
-    """Return what is said of each tensor that is none of a flat buffer's, each layout once."""
-    # Ranks have the same few objects by the million; to compare two meshes costs as much as they have ranks.
+def _collect_parts(
+    held: Mapping[str, Sequence[HeldTensor]], claims: Claims
+) -> tuple[dict[str, _Parts], int, list[LayoutError]]:
+    """Return the parts by global name, the number of padding parts, and the errors of parts without a name."""
+    parts: dict[str, _Parts] = {}
+    num_pads = 0
+    failures: list[LayoutError] = []
+    for local_name, tensors in held.items():
+        try:
+            for tensor in tensors:
+                claim = claims.find(local_name, tensor)
+                name = find_global_name(claim, local_name, tensor)
+                if name is None:
+                    num_pads += 1
+                else:
+                    parts.setdefault(name, []).append((tensor, claim))
+        except LayoutError as error:
+            failures.append(error)
+    return parts, num_pads, failures
+
+
+def _has_companion(parts: _Parts) -> bool:
+    return any(claim is not None and claim.companion is not None for _, claim in parts)
+
+
+def _collect_layouts(parts: Mapping[str, _Parts]) -> dict[str, Sequence[StatedLayout]]:
+    """Return the declared layouts of each tensor outside flat buffers, each layout once."""
+    # A million ranks share a few objects, so compare identities: comparing two meshes costs as much as they have ranks.
     known: dict[tuple[int, int], StatedLayout] = {}
     found: dict[str, dict[StatedLayout, None]] = {}
-    for name, own in claims.items():
+    for name, own in parts.items():
         seen: set[tuple[int, int]] = set()
-        for claim in own:
+        for _, claim in own:
             if claim is None or flat_of(claim.layout) is not None:
                 continue
             key = id(claim.layout), id(claim.mesh)
@@ -143,7 +140,8 @@ def _stated(claims: Mapping[str, Sequence[Claim | None]]) -> dict[str, Sequence[
     return {name: tuple(stated) for name, stated in found.items()}
 
 
-def _joined(errors: Sequence[XrankError]) -> XrankError:
+def _join_errors(errors: Sequence[LayoutError]) -> LayoutError:
+    """Return the first error with the names of the tensors that the others concern."""
     errors[0].about(got=likewise_text([error.tensor or "?" for error in errors[1:]]).removeprefix("; "))
     return errors[0]
 
@@ -153,42 +151,36 @@ def _check_once(shards: Sequence[StoredShard]) -> None:
     for shard in shards:
         if shard.name in seen:
             raise LayoutError(
-                f"{shard.name}: it lies in a flat buffer, and in another one or by itself, too",
+                f"{shard.name}: it lies in a flat buffer, and also in another one or by itself",
                 tensor=shard.name,
                 want="each tensor in one place",
-                next_step="save one of the two",
+                next_step="save only one of the two",
             )
         seen.add(shard.name)
 
 
-def place(
-    name: str,
-    held: Sequence[HeldTensor],
-    claims: Sequence[Claim | None],
-    hints: Hints,
-    *,
-    world_size: int,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+def _place(
+    name: str, parts: _Parts, hints: Hints, world_size: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[StoredShard], str | None]:
-    """Return a tensor's pieces in the whole, and, where base shapes decided, the assumption in words.
+    """Return a tensor's pieces in the whole, and the assumption, in words, if base shapes determined them.
 
-    A flat buffer has several tensors' pieces.
+    A flat buffer gives the pieces of several tensors.
 
     Args:
         name: the tensor's global name.
-        held: what ranks hold of it, by rising rank.
-        claims: how each of them says that it is cut.
-        hints: layouts and shapes from outside.
-        world_size: number of ranks that left a state.
-        shapes: global shapes of tensors that it may follow from.
+        parts: the ranks' parts and claims, by rising rank.
+        hints: layouts and shapes from the caller.
+        world_size: number of ranks that wrote a state.
+        shapes: global shapes of tensors from which this one may follow.
 
     Raises:
         ContradictionError: ranks disagree about dtype, global shape, layout or mesh, or a local shape does not fit.
-        IncompleteError: a rank of the tensor's mesh holds nothing of it.
-        LayoutError: how the tensor was cut is not known.
+        IncompleteError: a rank of the tensor's mesh holds no part of it.
+        LayoutError: it is unknown how the tensor was cut.
     """
+    held = [h for h, _ in parts]
     _check_equal(name, "dtype", {h.rank: h.dtype for h in held}, held)
-    claimed = [(h, claim) for h, claim in zip(held, claims, strict=True) if claim is not None]
+    claimed = [(h, claim) for h, claim in parts if claim is not None]
     if claimed and (len(claimed) < len(held) or len({claim.is_recorded for _, claim in claimed}) > 1):
         recording = [(h, claim) for h, claim in claimed if claim.is_recorded]
         without = [h for h in held if h.layout is None]
@@ -200,15 +192,15 @@ def place(
             next_step="let all ranks write their states in the same way",
         )
     if claimed:
-        return _place_claimed(name, claimed, hints, world_size, shapes or {}), None
+        return _place_claimed(name, claimed, hints, world_size, shapes), None
     if world_size == 1:
         return [pieces_of(name, held, held[0].shape, [whole(held[0].shape)])], None
-    shape = _told_shape(name, hints)
+    shape = _find_base_shape(name, hints)
     if shape is not None:
-        shard, assumption = _by_base_shape(name, held, shape)
+        shard, assumption = _place_by_base_shape(name, held, shape)
         return [shard], assumption
     raise LayoutError(
-        f"{name}: no layout is recorded, so how it is cut over {ranks_text(h.rank for h in held)} is not known",
+        f"{name}: no layout is recorded, so it is unknown how it is cut over {ranks_text(h.rank for h in held)}",
         tensor=name,
         rank=held[0].rank,
         file=held[0].file,
@@ -222,8 +214,8 @@ def place(
     )
 
 
-def _told_shape(name: str, hints: Hints) -> tuple[int, ...] | None:
-    """Return the whole shape that the base model tells of a tensor, or of the one that it is tied to."""
+def _find_base_shape(name: str, hints: Hints) -> tuple[int, ...] | None:
+    """Return the base model's shape of a tensor, or of the one that it is tied to."""
     target = hints.layouts.aliases.get(name) if hints.layouts is not None else None
     if target is None and hints.tied_to is not None:
         target = hints.tied_to(name)
@@ -241,7 +233,7 @@ def _place_claimed(
         return [place_companion(name, claimed, shapes, hints)]
     if flat_of(claim.layout) is not None:
         return place_members(name, claimed, hints)
-    # What ranks recorded stands by itself; a base model is compared with it afterwards.
+    # A recorded shape does not need the base model, which is compared with it afterwards.
     shape = first.global_shape if claim.is_recorded else hints.shapes.get(name) or first.global_shape
     return [place_claimed(name, claimed, shape)]
 
@@ -252,7 +244,7 @@ def _check_mesh_of_file(name: str, claimed: Sequence[Claimed], world_size: int) 
     outside = [rank for rank in ranks if rank not in mesh.ranks]
     if outside or max(mesh.ranks) >= world_size:
         raise LayoutError(
-            f"{name}: the layout file's mesh is not that of the {world_size} ranks that left a state",
+            f"{name}: the layout file's mesh is not that of the {world_size} ranks that wrote a state",
             tensor=name,
             rank=outside[0] if outside else None,
             got=f"{mesh.grid}, {ranks_text(mesh.ranks)}",
@@ -278,8 +270,10 @@ def _check_equal(name: str, what: str, values: Mapping[int, object], held: Seque
             )
 
 
-def _by_base_shape(name: str, held: Sequence[HeldTensor], shape: tuple[int, ...]) -> tuple[StoredShard, str | None]:
-    """Place parts by the one way that the whole shape leaves: all whole, or cut along one dim in rank order."""
+def _place_by_base_shape(
+    name: str, held: Sequence[HeldTensor], shape: tuple[int, ...]
+) -> tuple[StoredShard, str | None]:
+    """Place parts by the only cut that fits the whole shape: all whole, or along one dim in rank order."""
     ranks = ranks_text(h.rank for h in held)
     if all(h.shape == shape for h in held):
         assumption = f"whole on {ranks}" if len(held) > 1 else None
@@ -293,7 +287,7 @@ def _by_base_shape(name: str, held: Sequence[HeldTensor], shape: tuple[int, ...]
                 start += h.shape[dim]
             return pieces_of(name, held, shape, nests), f"cut along dim {dim} over {ranks} in rank order"
     raise LayoutError(
-        f"{name}: no layout is recorded, and the base model's shape leaves no single way to put its parts together",
+        f"{name}: no layout is recorded, and more than one cut, or none, fits the base model's shape",
         tensor=name,
         rank=held[0].rank,
         file=held[0].file,

@@ -1,4 +1,4 @@
-"""Readers that other packages bring: objects or classes under the entry point ``xrank.readers``."""
+"""Readers from other packages: objects or classes under the entry point ``xrank.readers``."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ _logger = logging.getLogger(__name__)
 
 @lru_cache(maxsize=1)
 def plugin_readers() -> tuple[Reader, ...]:
-    """Return the readers of installed packages; one that does not load is a warning with its package's name.
+    """Return the readers of installed packages; a reader that fails to load becomes a warning with its package's name.
 
-    Looking for them reads every installed package's metadata, so it is done once, and only where no reader of xrank's
-    own fits.
+    The search reads the metadata of every installed package. So it happens once, and only if no own reader fits.
     """
-    from importlib.metadata import entry_points  # it brings the email package: seldom needed, and slow
+    from importlib.metadata import entry_points  # slow, because it imports the email package
 
     found: list[Reader] = []
     for point in entry_points(group=GROUP):
         try:
-            found.append(_loaded(point))
-        except Exception as error:  # whatever another package's code raises
+            found.append(_load(point))
+        except Exception as error:  # another package's code may raise anything
             package = point.dist.name if point.dist is not None else point.module
             _logger.warning("the reader %s of the package %s does not load: %s", point.name, package, error)
     return tuple(found)
 
 
-def _loaded(point: EntryPoint) -> Reader:
+def _load(point: EntryPoint) -> Reader:
     made = point.load()
     reader: Reader = made() if isinstance(made, type) else made
     for name in ("name", "recognise", "read"):
         if not hasattr(reader, name):
-            raise TypeError(f"{point.value} has no {name!r}, which a reader has")
+            raise TypeError(f"{point.value} lacks {name!r}, which a reader needs")
     return reader

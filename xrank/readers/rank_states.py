@@ -1,6 +1,6 @@
-"""The states that ranks left in a workspace: read one by one, and judged as a set.
+"""The states that ranks wrote to a workspace: reads each one, and checks that all belong to one run.
 
-Which states belong together is decided by what they record: run id, attempt, step and world size.
+Run id, attempt, step and world size, which the states record, decide which of them belong together.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["check_run", "read_rank_state", "run_text"]
 
 
 def read_rank_state(path: str, rank: int) -> SavedState:
-    """Return the state a rank left in a folder, by its metadata alone.
+    """Return a rank's state in a folder, from its metadata alone.
 
     Raises:
         IncompleteError: it is empty.
-        ContradictionError: it is another rank's.
-        CorruptError, UnsafeError: it is damaged, or more than data.
+        ContradictionError: another rank wrote it.
+        CorruptError, UnsafeError: it is damaged, or contains more than data.
     """
     file = os.path.join(path, state_file_name(rank))
     if os.path.isfile(file) and os.path.getsize(file) == 0:
@@ -41,7 +41,7 @@ def read_rank_state(path: str, rank: int) -> SavedState:
 
 
 def run_text(state: SavedState) -> str:
-    """Return what a state says of its run, in words."""
+    """Return a description of a state's run."""
     record = state.record
     if record is None:
         return "without a record"
@@ -51,17 +51,17 @@ def run_text(state: SavedState) -> str:
 
 
 def check_run(path: str, states: Sequence[SavedState]) -> None:
-    """Check that the states are those of one run: all of it, nothing else.
+    """Check that the states are those of one run, complete and without others.
 
     Raises:
-        IncompleteError: ranks are missing, or left only the state of another run.
-        ContradictionError: it can't be told which of two runs is meant, or ranks are left of a larger world.
+        IncompleteError: ranks are missing, or their states belong to another run.
+        ContradictionError: two runs are equally likely, or states of a larger world remain.
     """
     runs: dict[tuple[str | None, str | None, int | None, int] | None, list[SavedState]] = {}
     for state in states:
         runs.setdefault(state.run, []).append(state)
     most = max(map(len, runs.values()))
-    # A run of which nothing is missing may be the one that is meant, however many states a larger world has left.
+    # A complete run counts as a candidate, even if a larger world left more states.
     leading = [ours for run, ours in runs.items() if len(ours) == most or (run is not None and len(ours) == run[3])]
     ours, *others = leading
     if others:
@@ -71,7 +71,7 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
             file=others[0][0].archive.path,
             got="; ".join(f"{_ranks(group)}: {run_text(group[0])}" for group in leading),
             want="states of one run, step and world size",
-            next_step="remove the states of the run that is not meant, or let all ranks write again",
+            next_step="move the states of the other run to another folder, or let all ranks write again",
         )
     record = ours[0].record
     world_size = record.world_size if record is not None else states[-1].rank + 1
@@ -79,18 +79,19 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
     if beyond:
         stale = beyond[0]
         raise ContradictionError(
-            f"{stale.archive.path} is of rank {stale.rank}, and the run has {world_size} ranks",
+            f"{stale.archive.path} belongs to rank {stale.rank}, but the run has {world_size} ranks",
             rank=stale.rank,
             file=stale.archive.path,
             got=f"{_ranks(beyond)}: {run_text(stale)}",
             want=run_text(ours[0]),
-            next_step=f"remove the state of {_ranks(beyond)}, left by another run, then run the same command",
+            next_step=f"move the state of {_ranks(beyond)}, left by another run, to another folder, "
+            "then run the same command",
         )
-    foreign = [f"{_ranks(group)} of another: {run_text(group[0])}" for group in runs.values() if group is not ours]
+    foreign = [f"{_ranks(group)} of another run: {run_text(group[0])}" for group in runs.values() if group is not ours]
     missing = list(_gaps([state.rank for state in ours], world_size))
     if not missing:
         return
-    # As text from the gaps alone: a damaged record may claim any number of ranks.
+    # Formatted from the gaps alone, because a damaged record may claim any number of ranks.
     text = runs_text(missing)
     names = f"rank {text}" if text.isdecimal() else f"ranks {text}"
     raise IncompleteError(
@@ -108,7 +109,7 @@ def _ranks(states: Sequence[SavedState]) -> str:
 
 
 def _gaps(ranks: Sequence[int], world_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and last rank of each run of ranks that is absent among these, which rise."""
+    """Yield the first and last rank of each gap in these rising ranks."""
     for before, after in pairwise([-1, *ranks, world_size]):
         if after - before > 1:
             yield before + 1, after - 1

@@ -1,4 +1,4 @@
-"""The byte records that a model's pieces lie in, collected file by file, for readers of torch and safetensors files."""
+"""Byte records that contain a model's pieces, collected file by file from torch and safetensors files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Records"]
 
 
 class Records:
-    """Files and records in the order in which they are taken; a million of them are four arrays."""
+    """Files and records in the order in which they were added, in four arrays even for a million records."""
 
     def __init__(self) -> None:
         self.files: list[SourceFile] = []
@@ -26,8 +26,8 @@ class Records:
         """Paths of torch files written without checksums."""
         self._file, self._offset, self._nbytes, self._crc32 = (array("q") for _ in range(4))
 
-    def file(self, archive: TorchArchive) -> Callable[[str], int]:
-        """Take in a file; return what gives the index of the record with a key, taking it in at first use."""
+    def add_archive(self, archive: TorchArchive) -> Callable[[str], int]:
+        """Add a file; return a function that gives the index of the record with a key, and adds it at first use."""
         number = len(self.files)
         self.files.append(SourceFile.from_status(archive.path, archive.status))
         if not archive.has_checksums:
@@ -43,8 +43,8 @@ class Records:
 
         return index
 
-    def safetensors_file(self, header: SafetensorsHeader) -> Callable[[HeaderTensor], int]:
-        """Take in a file; return what takes in the record of one of its tensors and gives its index."""
+    def add_safetensors(self, header: SafetensorsHeader) -> Callable[[HeaderTensor], int]:
+        """Add a file; return a function that adds the record of one of its tensors and gives its index."""
         number = len(self.files)
         self.files.append(SourceFile.from_status(header.path, header.status))
         return lambda tensor: self._add(
@@ -59,12 +59,12 @@ class Records:
         return len(self._file) - 1
 
     def path(self, record: int) -> str:
-        """Return the file that holds a record."""
+        """Return the path of the file that contains a record."""
         return self.files[self._file[record]].path
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all records taken in."""
+        """Bytes of all records."""
         return sum(self._nbytes)
 
     def table(self) -> RecordTable:

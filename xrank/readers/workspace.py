@@ -1,6 +1,6 @@
-"""Reads a workspace: the states that ranks left with `NFSWorkspace`, or NVIDIA ModelOpt's with its own.
+"""Reads a workspace: the states that ranks wrote with `NFSWorkspace`, or with NVIDIA ModelOpt's.
 
-The folder holds one ``rank_<r>_state.pth`` for each rank (`xrank.formats.rank_state`).
+The folder contains one ``rank_<r>_state.pth`` per rank (`xrank.formats.rank_state`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class WorkspaceReader:
     name = "workspace"
 
     def recognise(self, path: str) -> str | None:
-        """Return None if the folder holds a rank's state."""
+        """Return None if the folder contains a rank's state."""
         if not os.path.isdir(path):
-            return "no folder"
+            return "not a folder"
         if any(rank_of(entry) is not None for entry in os.listdir(path)):
             return None
         return "no rank_<r>_state.pth in it"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
-        """Return where every tensor of a workspace lies; errors as `Reader.read` lists them."""
+        """Return where every tensor of a workspace lies; errors as in `Reader.read`."""
         entries = os.listdir(path) if os.path.isdir(path) else []
         found = sorted(rank for rank in map(rank_of, entries) if rank is not None)
         if not found:
@@ -61,13 +61,14 @@ def _describe(path: str, states: Sequence[SavedState], hints: Hints) -> StoredMo
     records = Records()
     numbers: dict[tuple[int, str], int] = {}
     for state in states:
-        index = records.file(state.archive)
+        index = records.add_archive(state.archive)
         numbers.update(((state.rank, key), index(key)) for key in state.archive.records)
     held: dict[str, list[HeldTensor]] = {}
     for state in states:
         meshes = _meshes(state)
         for name, tensor in state.weights.items():
-            held.setdefault(name, []).append(_held(state, name, tensor, meshes, numbers[state.rank, tensor.key]))
+            part = _describe_part(state, name, tensor, meshes, numbers[state.rank, tensor.key])
+            held.setdefault(name, []).append(part)
     placement = place_all(held, hints, world_size=len(states))
     record, config = states[0].record, None
     if hints.needs_config:
@@ -92,7 +93,7 @@ def _describe(path: str, states: Sequence[SavedState], hints: Hints) -> StoredMo
 
 @lru_cache(maxsize=4096)
 def _mesh(record: MeshRecord) -> DeviceMesh:
-    """Return the same object for equal records: the states of a run share a handful of meshes."""
+    """Return the same object for equal records, because a run's states share a handful of meshes."""
     names, shape, ranks = record
     return DeviceMesh(shape, names, ranks)
 
@@ -106,7 +107,7 @@ def _meshes(state: SavedState) -> list[DeviceMesh]:
         raise
 
 
-def _held(
+def _describe_part(
     state: SavedState, name: str, tensor: ArchivedTensor, meshes: Sequence[DeviceMesh], record: int
 ) -> HeldTensor:
     known = TensorRecord() if state.record is None else state.record.tensors.get(name, TensorRecord())
@@ -127,7 +128,7 @@ def _held(
 
 
 def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:
-    """Return the config on which all ranks agree, or None where none of them has one."""
+    """Return the config on which all ranks agree, or None if they have none."""
     first = states[0]
     for state in states[1:]:
         key = _first_difference(first.config or {}, state.config or {}, "")
@@ -136,19 +137,19 @@ def _common_config(states: Sequence[SavedState]) -> Mapping[str, Any] | None:
                 f"ranks {first.rank} and {state.rank} disagree about the config, at {key}",
                 rank=state.rank,
                 file=state.archive.path,
-                got=f"{_at(state.config or {}, key)} on rank {state.rank}",
-                want=f"{_at(first.config or {}, key)}, as on rank {first.rank}",
+                got=f"{_look_up(state.config or {}, key)} on rank {state.rank}",
+                want=f"{_look_up(first.config or {}, key)}, as on rank {first.rank}",
                 next_step=f"give {option('base_model')}, whose config.json wins, or let all ranks write one config",
             )
     try:
         json.dumps(first.config, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"the ranks' config can't be written as config.json: {error}",
+            f"the ranks' config cannot be written as config.json: {error}",
             rank=first.rank,
             file=first.archive.path,
             got=str(error),
-            want="text keys, and values that JSON has",
+            want="text keys, and values that JSON supports",
             next_step=f"give {option('base_model')}, whose config.json wins, or let all ranks write a config of plain "
             "values",
         ) from None
@@ -166,11 +167,11 @@ def _first_difference(a: Any, b: Any, path: str) -> str | None:
             if deeper is not None:
                 return deeper
         return None
-    # Types count: 1, 1.0 and True are three different values in JSON. repr compares NaN with NaN as equal.
+    # Types count: 1, 1.0 and True are different values in JSON. repr makes NaN equal NaN.
     return None if repr(a) == repr(b) else path
 
 
-def _at(config: Any, path: str) -> str:
+def _look_up(config: Any, path: str) -> str:
     for key in path.split("."):
         if not isinstance(config, dict) or key not in config:
             return "nothing"
@@ -207,7 +208,7 @@ def _rank_details(state: SavedState) -> dict[str, Any]:
 
 
 def survey_ranks(path: str) -> list[dict[str, Any]]:
-    """Return what each rank left, for people to look at; damage is shown in place of raised."""
+    """Return what each rank wrote, for display; damage is shown, not raised."""
     rows = []
     for rank in sorted(rank for rank in map(rank_of, os.listdir(path)) if rank is not None):
         try:

@@ -1,4 +1,4 @@
-"""Names that wrappers give a state dict's tensors, and the model's own behind them."""
+"""Removes the parts that wrappers add to the names in a state dict."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import replace
 from xrank.errors import UsageError
 from xrank.plan.source import StoredModel
 
-__all__ = ["name_notes", "plain_names", "renamed", "under_own_names"]
+__all__ = ["name_notes", "plain_names", "remove_wrapper_names", "rename_tensors"]
 
 _OUTER = "module"
-"""Of DistributedDataParallel, DataParallel, DeepSpeed's engine: before every name, or it is the model's own word."""
+"""Prefix of DistributedDataParallel, DataParallel and DeepSpeed's engine, unless only some names have it."""
 # torch/_dynamo/eval_frame.py: OptimizedModule; torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py;
-# torch/distributed/fsdp/_common_utils.py: FSDP_WRAPPED_MODULE. No model has a module of such a name.
+# torch/distributed/fsdp/_common_utils.py: FSDP_WRAPPED_MODULE. Models do not have modules of these names.
 _ANYWHERE = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_TAKEN_OFF = "what wrappers put into names was taken off: {} is {}"
+_NOTE = "what wrappers put into names was taken off: {} is {}"
 
 
 def plain_names(names: Sequence[str], known: Container[str] = ()) -> dict[str, str]:
-    """Return name -> the model's own name, of all; nothing where no wrapper gave any.
+    """Return the model's own name for every name; an empty dict if no wrapper changed any.
 
     Args:
-        names: of all tensors.
-        known: names that the model has; where it has one that a wrapper may have made, none is changed.
+        names: the names of all tensors.
+        known: names that the model has. If it has one that a wrapper could have made, all names stay.
 
     Raises:
-        UsageError: two would have one name.
+        UsageError: two tensors would get the same name.
     """
     plain = {name: ".".join(piece for piece in name.split(".") if piece not in _ANYWHERE) for name in names}
     while plain and all(name.startswith(f"{_OUTER}.") for name in plain.values()):
@@ -38,7 +38,7 @@ def plain_names(names: Sequence[str], known: Container[str] = ()) -> dict[str, s
     for name, bare in plain.items():
         if (other := taken.setdefault(bare, name)) != name:
             raise UsageError(
-                f"{bare}: two tensors would have this name without what wrappers put into theirs",
+                f"{bare}: two tensors would have this name without the parts that wrappers added",
                 tensor=bare,
                 got=f"{other} and {name}",
                 want="one",
@@ -47,8 +47,8 @@ def plain_names(names: Sequence[str], known: Container[str] = ()) -> dict[str, s
     return plain
 
 
-def renamed(stored: StoredModel, plain: Mapping[str, str]) -> StoredModel:
-    """Return a model under its own names, and say so in a note."""
+def rename_tensors(stored: StoredModel, plain: Mapping[str, str]) -> StoredModel:
+    """Return a model under its own names, with a note about the change."""
     if not plain:
         return stored
     return replace(
@@ -61,12 +61,12 @@ def renamed(stored: StoredModel, plain: Mapping[str, str]) -> StoredModel:
     )
 
 
-def under_own_names(stored: StoredModel, known: Container[str] = ()) -> StoredModel:
-    """Return what a reader found under the model's own names; arguments and errors as `plain_names`."""
-    return renamed(stored, plain_names([*(shard.name for shard in stored.shards), *stored.absent], known))
+def remove_wrapper_names(stored: StoredModel, known: Container[str] = ()) -> StoredModel:
+    """Return a reader's model under the model's own names; arguments and errors as `plain_names`."""
+    return rename_tensors(stored, plain_names([*(shard.name for shard in stored.shards), *stored.absent], known))
 
 
 def name_notes(plain: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return the note on names that were changed, if any were."""
+    """Return the note about changed names, if there are any."""
     changed = next((pair for pair in plain.items() if pair[0] != pair[1]), None)
-    return () if changed is None else (("wrapper-names", _TAKEN_OFF.format(*changed)),)
+    return () if changed is None else (("wrapper-names", _NOTE.format(*changed)),)

@@ -1,29 +1,44 @@
-"""Files in a DCP checkpoint's folder: those that hold nothing of it, and those that lost what no gather needs."""
+"""Files in a DCP checkpoint's folder that contain nothing of it, or that are damaged outside the model."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 
+from xrank.errors import XrankError
 from xrank.formats.dcp_metadata import DcpMetadata
+from xrank.formats.regular_file import open_regular
 from xrank.words import list_text
 
-__all__ = ["file_notes", "other_files"]
+__all__ = ["file_notes", "find_other_files", "read_backend"]
 
 _SUFFIX = ".distcp"
+_MAX_CONFIG_NBYTES = 1 << 16
 
 
-def other_files(folder: str, metadata: DcpMetadata) -> tuple[list[str], list[str]]:
-    """Return the names of shards that no entry names, and of those that a rank without anything to save left empty."""
+def read_backend(folder: str) -> str | None:
+    """Return the format that Megatron's ``metadata.json`` in a folder names; None without a readable one."""
+    try:
+        with open_regular(os.path.join(folder, "metadata.json")) as file:
+            content = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
+    except (XrankError, OSError, ValueError, RecursionError):
+        return None
+    backend = content.get("sharded_backend") if isinstance(content, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def find_other_files(folder: str, metadata: DcpMetadata) -> tuple[list[str], list[str]]:
+    """Return the shards that the metadata does not name: those with content, and the empty ones of idle ranks."""
     named = set(metadata.files)
     others = sorted(entry for entry in os.listdir(folder) if entry.endswith(_SUFFIX) and entry not in named)
-    # torch/distributed/checkpoint/filesystem.py: write_data opens a file for an empty plan, too.
+    # torch/distributed/checkpoint/filesystem.py: write_data opens a file even for an empty plan.
     idle = [entry for entry in others if _nbytes(os.path.join(folder, entry)) == 0]
     return [entry for entry in others if entry not in idle], idle
 
 
 def file_notes(folder: str, metadata: DcpMetadata, unused: Sequence[str]) -> list[tuple[str, str]]:
-    """Return what a report says of the files of a checkpoint whose model was located: no byte of that is missing."""
+    """Return notes about the files of a checkpoint whose model was located, so that no byte of the model is missing."""
     notes = []
     lost = []
     for name, end in zip(metadata.files, metadata.ends.tolist(), strict=True):
@@ -33,13 +48,11 @@ def file_notes(folder: str, metadata: DcpMetadata, unused: Sequence[str]) -> lis
         elif nbytes < end:
             lost.append(f"{name} ends at byte {nbytes:,} of {end:,}")
     if lost:
-        notes.append(
-            ("damage", f"the checkpoint is damaged, though no byte of the model is lost: {list_text(lost, 3)}")
-        )
+        text = f"the checkpoint is damaged, though no byte of the model is lost: {list_text(lost, 3)}"
+        notes.append(("damage", text))
     if unused:
-        notes.append(
-            ("unused-files", f".metadata names nothing in {list_text(unused, 3)}: of another save, and not read")
-        )
+        text = f".metadata names nothing in {list_text(unused, 3)}: of another save, and not read"
+        notes.append(("unused-files", text))
     return notes
 
 

@@ -1,4 +1,4 @@
-"""Where the pieces of a torch DCP checkpoint's tensors lie: from what its ``.metadata`` says to records and nests."""
+"""Locates the pieces of a torch DCP checkpoint's tensors: turns its ``.metadata`` into records and nests."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ __all__ = ["DcpPieces", "locate", "rank_of_file"]
 _FILE_NAME = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp", re.ASCII)
 _SAMPLE_NBYTES = 1 << 16
 _ARCHIVE = b"PK\x03\x04"
-"""How an item begins."""
+"""First bytes of an item."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DcpPieces:
-    """The chosen tensors, as a `StoredModel` has them."""
+    """The selected tensors in the form of a `StoredModel`."""
 
     files: tuple[SourceFile, ...]
     records: RecordTable
     shards: tuple[StoredShard, ...]
     unchecked: tuple[str, ...]
-    """Names of files that hold records without checksums."""
+    """Names of files that contain records without checksums."""
 
 
 def rank_of_file(name: str) -> int | None:
-    """Return the rank in a name as torch gives it (``__<rank>_<n>.distcp``); None for any other name."""
+    """Return the rank in a torch file name (``__<rank>_<n>.distcp``); None for any other name."""
     found = _FILE_NAME.fullmatch(name)
     return None if found is None else int(found[1])
 
 
 def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) -> DcpPieces:
-    """Return where the pieces of the chosen tensors lie; of each piece only its ends are read.
+    """Return where the pieces of the chosen tensors lie; only the ends of each piece are read.
 
     Args:
-        folder: of the checkpoint.
-        metadata: of it.
-        chosen: the tensors by the names they are to have.
+        folder: the checkpoint's folder.
+        metadata: its metadata.
+        chosen: the tensors by the names that they shall have.
 
     Raises:
         IncompleteError: a file is missing.
         CorruptError, UnsafeError: an item is damaged, or a path leads out of the folder.
-        ContradictionError: an item is not what the metadata says.
-        UsageError: a tensor's element type is none that xrank moves.
+        ContradictionError: an item differs from the metadata.
+        UsageError: xrank does not support a tensor's element type.
     """
     _check_paths(metadata)
     names, tensors = list(chosen), list(chosen.values())
-    kinds_told = [_dtype(name, tensor, metadata.path) for name, tensor in chosen.items()]
+    dtypes_of = [_dtype(name, tensor, metadata.path) for name, tensor in chosen.items()]
     counts = [len(tensor.start) for tensor in tensors]
     owner = np.repeat(np.arange(len(tensors)), counts)
     file, start, nbytes = (
@@ -86,7 +86,7 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) 
     ends = np.cumsum(counts)
     ranks = np.array([rank_of_file(name) or 0 for name in metadata.files], dtype=np.int64)
     shards = []
-    for k, (name, tensor, dtype) in enumerate(zip(names, tensors, kinds_told, strict=True)):
+    for k, (name, tensor, dtype) in enumerate(zip(names, tensors, dtypes_of, strict=True)):
         first, end = int(ends[k]) - counts[k], int(ends[k])
         _check_kinds(name, tensor, dtype, rows[first:end, 0], kinds, metadata)
         nests = _nests(tensor, rows[first:end, 0], kinds)
@@ -101,7 +101,7 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) 
 
 def _check_paths(metadata: DcpMetadata) -> None:
     for name in metadata.files:
-        # torch/distributed/checkpoint/filesystem.py: write_data: a file's name, nothing before it.
+        # torch/distributed/checkpoint/filesystem.py: write_data: a plain file name without folders.
         if os.path.basename(name) != name or "\0" in name or name in ("", ".", ".."):
             raise UnsafeError(
                 f"{metadata.path} names a file outside its folder",
@@ -130,17 +130,17 @@ def _check_presence(
         rank=rank,
         file=os.path.join(folder, name),
         got=f"{len(used) - len(missing)} files",
-        want=f"the {len(used)} that .metadata names for the model",
+        want=f"the {len(used)} files that .metadata names for the model",
         next_step=f"copy {name} from {'where it was written' if rank is None else f'the node of rank {rank}'}, "
         "then run the same command; nothing was written",
     )
 
 
 def _check_end(file: RegularFile, end: int) -> None:
-    """Refuse a file in which an item follows the last one that the metadata names, which is written after all files."""
+    """Refuse a file with an item after the last one that the metadata names: the metadata is written last."""
     if file.nbytes >= end + len(_ARCHIVE) and file.read(end, len(_ARCHIVE)) == _ARCHIVE:
         raise ContradictionError(
-            f"{file.origin.path} goes on behind the last piece that .metadata names in it: they are of two saves",
+            f"{file.origin.path} continues after the last piece that .metadata names in it: they belong to two saves",
             rank=file.origin.rank,
             file=file.origin.path,
             got=f"{file.nbytes:,} bytes, an item at byte {end:,}",
@@ -172,7 +172,7 @@ def _corrupt(name: str, what: str, path: str, *, got: str | None = None, want: s
 
 
 class _FileReader:
-    """Reads the items of one file after the other, and compares files with those before."""
+    """Reads the items file by file, and compares each file with the earlier ones."""
 
     def __init__(self, names: Sequence[str], tensors: Sequence[DcpTensor], counts: Sequence[int]) -> None:
         self.items = ItemReader()
@@ -181,7 +181,7 @@ class _FileReader:
         self._seen: dict[bytes, RegularFile] = {}
 
     def read(self, file: RegularFile, owner: IntArray, piece: IntArray, start: IntArray, nbytes: IntArray) -> IntArray:
-        """Return kind, offset, bytes and checksum of each item, which are by rising start."""
+        """Return kind, offset, bytes and checksum of each item; the items are in order of their starts."""
         if is_safetensors(file, int(start[0])):
             return self._safetensors(file, owner, piece, start)
         overlap = np.flatnonzero(start[1:] < start[:-1] + nbytes[:-1])
@@ -195,9 +195,9 @@ class _FileReader:
         return rows
 
     def _check_copy(self, file: RegularFile, owner: IntArray, rows: IntArray) -> None:
-        """Refuse a file that has the very pieces of another one, where they are more than one value repeated.
+        """Refuse a file with exactly the pieces of another one, unless they repeat one value.
 
-        An item does not say whose it is, so another rank's file of the same size is seen only by this.
+        An item does not record its rank, so this check alone detects a copy of another rank's file of the same size.
         """
         content = np.column_stack((owner, rows[:, [0, 2, 3]]))
         digest = xxhash.xxh3_128_digest(content[np.lexsort(content.T)].tobytes())
@@ -211,7 +211,7 @@ class _FileReader:
             rank=rank,
             file=path,
             got=f"equal checksums of all {len(rows)} pieces",
-            want="pieces of its own in each file",
+            want="different pieces in each file",
             next_step="copy both files again from where they were written",
         )
 
@@ -228,11 +228,11 @@ class _FileReader:
             low = tuple(self._tensors[tensor].offsets[number - int(self._firsts[tensor])].tolist())
             if flat not in part.places or part.offsets[flat] != low or int(start[k]) != int(start[0]):
                 raise ContradictionError(
-                    f"{shown(flat)[1:-1]}: {file.origin.path} holds another piece than .metadata says",
+                    f"{shown(flat)[1:-1]}: {file.origin.path} contains another piece than .metadata records",
                     tensor=self._names[tensor],
                     rank=file.origin.rank,
                     file=file.origin.path,
-                    got=f"the piece at {list(part.offsets[flat])}" if flat in part.offsets else "none of it",
+                    got=f"the piece at {list(part.offsets[flat])}" if flat in part.offsets else "no piece",
                     want=f"the piece at {list(low)}",
                     next_step="copy the file again from where it was written",
                 )
@@ -244,12 +244,12 @@ class _FileReader:
 def _check_kinds(
     name: str, tensor: DcpTensor, dtype: str, rows: IntArray, kinds: Sequence[ItemKind], metadata: DcpMetadata
 ) -> None:
-    """Check that pieces lie within their tensor and are what the metadata says of them."""
+    """Check that pieces lie within their tensor and match the metadata."""
     shape = np.array(tensor.shape, dtype=np.int64)
     out = np.flatnonzero((tensor.offsets + tensor.sizes > shape).any(axis=1))
     if len(out):
         raise _corrupt(
-            name, "has a piece that reaches out of it", metadata.path,
+            name, "has a piece that reaches beyond it", metadata.path,
             got=f"{tensor.sizes[out[0]].tolist()} from {tensor.offsets[out[0]].tolist()} on",
             want=f"within {list(tensor.shape)}",
         )  # fmt: skip
@@ -265,7 +265,7 @@ def _check_kinds(
         row = int(other[0]) if len(other) else int(np.flatnonzero(mine)[0])
         file = metadata.files[int(tensor.file[row])]
         raise ContradictionError(
-            f"{shown(name)[1:-1]}: {file} holds another piece than .metadata says",
+            f"{shown(name)[1:-1]}: {file} contains another piece than .metadata records",
             tensor=name,
             rank=rank_of_file(file),
             file=os.path.join(os.path.dirname(metadata.path), file),
@@ -276,7 +276,7 @@ def _check_kinds(
 
 
 def _nests(tensor: DcpTensor, rows: IntArray, kinds: Sequence[ItemKind]) -> NestTable:
-    """Return a nest for each piece: from its record to the row-major tensor."""
+    """Return a nest for each piece, from its record to the row-major tensor."""
     steps = [prod(tensor.shape[k + 1 :]) for k in range(len(tensor.shape))]
     loops = {}
     for number in set(rows.tolist()):

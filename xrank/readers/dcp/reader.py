@@ -1,12 +1,11 @@
-"""Reads torch's distributed checkpoints (DCP): FSDP, tensor parallelism, both; accelerate's among them.
+"""Reads torch's distributed checkpoints (DCP) of FSDP, tensor parallelism or both; accelerate's among them.
 
-On disk: ``.metadata``, a pickle of what was saved and how it was cut, and ``__<rank>_<n>.distcp``, in which every piece
-is an archive of ``torch.save`` (``torch/distributed/checkpoint/filesystem.py``).
+On disk: ``.metadata``, a pickle that describes the tensors and their cuts, and ``__<rank>_<n>.distcp`` files, in which
+every piece is an archive of ``torch.save`` (``torch/distributed/checkpoint/filesystem.py``).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -14,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from xrank.errors import IncompleteError, UsageError, XrankError
+from xrank.errors import IncompleteError, UsageError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
-from xrank.formats.regular_file import open_regular
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.dcp.files import file_notes, other_files
+from xrank.readers.dcp.files import file_notes, find_other_files, read_backend
 from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
 from xrank.readers.dcp.selection import ModelPart, TopPart, select_model
 from xrank.readers.dcp.values import check_values
@@ -41,20 +39,20 @@ class DcpReader:
     name = "dcp"
 
     def recognise(self, path: str) -> str | None:
-        """Return None if the folder holds DCP's metadata or shards, and they are a model's and nobody else's."""
+        """Return None if the folder contains DCP's metadata or shards, and they are those of a torch model."""
         if not os.path.isdir(path):
-            return "no folder"
+            return "not a folder"
         entries = os.listdir(path)
         if not os.path.isfile(os.path.join(path, _METADATA)) and not any(e.endswith(_SUFFIX) for e in entries):
             return "no .metadata and no *.distcp in it"
         if _OPTIMIZER_FOLDER.fullmatch(os.path.basename(os.path.abspath(path))):
             return "an optimizer's state, as accelerate names its folder" + _model_beside(path)
-        if "metadata.json" in entries and _backend(os.path.join(path, "metadata.json")) == "torch_dist":
+        if read_backend(path) == "torch_dist":
             return "a Megatron checkpoint (torch_dist)"
         return None
 
     def read(self, path: str, hints: Hints) -> StoredModel:
-        """Return where every tensor of the model lies; errors as `Reader.read` lists them."""
+        """Return where every tensor of the model lies; errors as in `Reader.read`."""
         _check_presence(path)
         metadata = read_metadata(os.path.join(path, _METADATA))
         part = select_model(metadata)
@@ -63,7 +61,7 @@ class DcpReader:
         pieces = locate(path, metadata, part.tensors)
         left_out = check_values(path, metadata, part.values, hints.is_left_out or (lambda name: False))
         kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in part.tensors.values())
-        unused, idle = other_files(path, metadata)
+        unused, idle = find_other_files(path, metadata)
         ranks = sorted({rank for name in (*metadata.files, *idle) if (rank := rank_of_file(name)) is not None})
         return StoredModel(
             format=self.name,
@@ -82,24 +80,14 @@ class DcpReader:
 
 
 def _model_beside(path: str) -> str:
-    """Name accelerate's folder of the model beside that of its optimizer, where there is one."""
+    """Return a hint at accelerate's folder of the model, if it lies beside that of its optimizer."""
     name = os.path.basename(os.path.abspath(path)).replace("optimizer", "pytorch_model_fsdp")
     beside = os.path.join(os.path.dirname(os.path.abspath(path)), name)
     return f"; the model's is {os.path.join(path, os.pardir, name)}" if os.path.isdir(beside) else ""
 
 
-def _backend(path: str) -> str | None:
-    try:
-        with open_regular(path) as file:
-            told = json.loads(file.read(0, min(file.nbytes, 1 << 20)))
-    except (XrankError, ValueError, RecursionError):
-        return None
-    backend = told.get("sharded_backend") if isinstance(told, dict) else None
-    return backend if isinstance(backend, str) else None
-
-
 def _check_presence(path: str) -> None:
-    """Say what is the matter with a folder that has shards and no metadata, which is written last."""
+    """Raise if a folder has shards but no metadata, which is written last."""
     entries = os.listdir(path)
     if _METADATA in entries:
         return
@@ -111,7 +99,7 @@ def _check_presence(path: str) -> None:
             file=os.path.join(path, own[0]),
             got=f"{len(own)} files like {own[0]}",
             want=_METADATA,
-            next_step="save with coordination (torch's default), or load and save it once more with torch",
+            next_step="save with coordination (torch's default), or load it and save it again with torch",
         )
     shards = sum(entry.endswith(_SUFFIX) for entry in entries)
     raise IncompleteError(
@@ -124,7 +112,7 @@ def _check_presence(path: str) -> None:
 
 
 def _step(path: str) -> int | None:
-    """Return the step that the folder's name or its parent's tells."""
+    """Return the step in the folder's name or its parent's."""
     folder = os.path.abspath(path)
     for name in (os.path.basename(folder), os.path.basename(os.path.dirname(folder))):
         if re.fullmatch(r"pytorch_model_fsdp(_\d+)?", name):
@@ -178,6 +166,6 @@ def _part_text(part: TopPart) -> str:
 
 
 def _grid(tensor: DcpTensor) -> str:
-    """Return how many cuts there are in each dimension: ``4 x 2``."""
+    """Return the number of parts in each dimension: ``4 x 2``."""
     cuts = [len(set(tensor.offsets[:, k].tolist())) for k in range(len(tensor.shape))]
     return " x ".join(map(str, cuts)) if max(cuts, default=1) > 1 else "whole"

@@ -1,6 +1,6 @@
-"""Which of a torch DCP checkpoint's tensors are the model: trainers save optimizer and counters beside it.
+"""Selects the model's tensors in a torch DCP checkpoint; trainers save optimizer and counters beside them.
 
-What tells is the nesting of the dict that was saved, ``planner_data``: ``{"model": …, "optim": …}``.
+The nesting of the saved dict in ``planner_data`` identifies them: ``{"model": …, "optim": …}``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Path: TypeAlias = tuple[str | int, ...]
 
 _MODELS = frozenset({"model", "module", "state_dict", "model_state_dict", "model_state"})
 _WRAPPERS = frozenset({"app", "app_state", "state"})
-"""Of torch's own tutorials: a Stateful that holds model and optimizer."""
+"""From torch's own tutorials: a Stateful that holds model and optimizer."""
 _OPTIMIZERS = frozenset(
     {"optim", "optimizer", "optimizers", "optimizer_state", "optimizer_states", "optimizer_state_dict"}
     | {"optim_state", "optim_states", "optim_state_dict", "optimizer_0", "opt_state"}
@@ -36,7 +36,7 @@ _MOMENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "exp_avg_diff"}
     | {"momentum_buffer", "square_avg", "grad_avg", "acc_delta", "master_param"}
 )
-"""What torch's optimizers, and those after their fashion, keep for a parameter."""
+"""State that torch's optimizers, and similar ones, keep for a parameter."""
 _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 """torch/optim/optimizer.py: state_dict."""
 _FLAT = "_flat_param"
@@ -45,7 +45,7 @@ _FLAT = "_flat_param"
 
 @dataclass(frozen=True, slots=True)
 class TopPart:
-    """What was saved under one key."""
+    """Summary of the tensors under one key."""
 
     key: str
     num_tensors: int
@@ -55,62 +55,62 @@ class TopPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelPart:
-    """The model's tensors, and what else there is."""
+    """The model's tensors, and summaries of the other parts."""
 
     tensors: Mapping[str, DcpTensor]
-    """By the names that the model has for them."""
+    """By the model's own names."""
     prefix: tuple[str, ...]
-    """The keys that led to the model."""
+    """The keys that lead to the model."""
     parts: tuple[TopPart, ...]
     values: Mapping[str, str]
-    """What lies among them and is no tensor: its name -> the flat one."""
+    """Values beside them that are not tensors: name -> flat name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Branch:
-    """What was saved under some keys, by flat names."""
+    """The content under some keys, by flat names."""
 
     keys: tuple[str, ...]
     tensors: Sequence[str]
     values: Sequence[str]
-    """What is no tensor."""
+    """Flat names of values that are not tensors."""
     paths: Mapping[str, _Path]
-    """Flat name -> all keys that lead there, from the top."""
+    """Flat name -> all keys that lead to it, from the top."""
 
     @property
     def key(self) -> str:
-        """Return the last key."""
+        """The last key."""
         return self.keys[-1]
 
     def is_nested(self) -> bool:
-        """Say whether further keys lead to all of it: it is a dict or a list."""
+        """Return whether further keys lead to all of it, so that it is a dict or a list."""
         return all(len(self.paths[name]) > len(self.keys) for name in (*self.tensors, *self.values))
 
-    def inner(self) -> list[_Branch]:
-        """Return what was saved under each next key."""
-        tensors, values = self._by_key(self.tensors), self._by_key(self.values)
+    def split(self) -> list[_Branch]:
+        """Return a branch for each next key."""
+        tensors, values = self._group_by_key(self.tensors), self._group_by_key(self.values)
         keys = dict.fromkeys([*tensors, *values])
         return [_Branch((*self.keys, k), tensors.get(k, ()), values.get(k, ()), self.paths) for k in keys]
 
-    def _by_key(self, names: Iterable[str]) -> dict[str, list[str]]:
+    def _group_by_key(self, names: Iterable[str]) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         for name in names:
             found.setdefault(str(self.paths[name][len(self.keys)]), []).append(name)
         return found
 
-    def told(self, names: Iterable[str]) -> dict[str, str]:
-        """Return what is left of flat names behind the keys -> the flat names."""
+    def strip_keys(self, names: Iterable[str]) -> dict[str, str]:
+        """Return names without this branch's keys -> flat names."""
         return {".".join(map(str, self.paths[name][len(self.keys) :])): name for name in names}
 
 
 def select_model(metadata: DcpMetadata) -> ModelPart:
-    """Return the tensors that are the model's, without the keys that lead to them.
+    """Return the model's tensors, named without the keys that lead to them.
 
-    From the top down: what is an optimizer's or a trainer's is left out; a key that leads to the model, or to it and
-    more, is followed, and what is beside it left out, too. Where no key is to follow, what is left is the model.
+    The search starts at the top and leaves out branches of optimizers and trainers. If a branch leads to the model, it
+    follows that branch and leaves out the others. Without a branch to follow, the remaining tensors are the model.
 
     Raises:
-        UsageError: there is no model, or more than one part may be it.
+        UsageError: no part, or more than one part, may be the model.
         LayoutError: the model was saved as FSDP1's flat parameters.
     """
     saved: Mapping[str, _Path] = metadata.paths or {}
@@ -120,10 +120,10 @@ def select_model(metadata: DcpMetadata) -> ModelPart:
     parts: list[TopPart] = []
     is_model = False
     while not is_model:
-        inner = here.inner()
+        inner = here.split()
         rest = [branch for branch in inner if not _is_left_out(branch.key)]
         kept = [branch for branch in rest if branch.tensors and not _is_optimizer(branch, of_optimizers)]
-        followed = _followed(metadata, kept)
+        followed = _choose_branch(metadata, kept)
         chosen = frozenset(kept if followed is None else [followed])
         parts += [_part(metadata, each.keys, each.tensors) for each in inner if each.tensors and each not in chosen]
         is_model = followed is None or followed.key in _MODELS
@@ -135,21 +135,22 @@ def select_model(metadata: DcpMetadata) -> ModelPart:
         )
     own = [name for name in here.tensors if name not in of_optimizers]
     if not own:
-        raise _no_model(metadata, [branch.key for branch in inner if branch.tensors])
+        raise _no_model_error(metadata, [branch.key for branch in inner if branch.tensors])
     if states := [name for name in here.tensors if name in of_optimizers]:
         parts.append(_part(metadata, (*here.keys, "state"), states))
-    tensors = {told: metadata.tensors[name] for told, name in here.told(own).items()}
+    tensors = {own_name: metadata.tensors[name] for own_name, name in here.strip_keys(own).items()}
     _check_flat(metadata, tensors)
-    values = here.told(name for name in here.values if name not in of_optimizers)
+    values = here.strip_keys(name for name in here.values if name not in of_optimizers)
     model = _part(metadata, here.keys, own, is_model=True)
     return ModelPart(MappingProxyType(tensors), here.keys, (model, *parts), MappingProxyType(values))
 
 
 def _names_of_optimizers(names: Collection[str]) -> frozenset[str]:
-    """Return those flat names that are an optimizer's, wherever and under whatever key it was saved.
+    """Return the flat names that belong to an optimizer, under whatever keys it was saved.
 
-    torch calls its state ``state.<parameter>.exp_avg``, behind the keys that lead to it, and the rates beside it
-    ``param_groups.…lr``. With groups beside it, all of a state is an optimizer's; without, what lies beside a moment.
+    torch names its state ``state.<parameter>.exp_avg``, behind the keys that lead to it, and the learning rates beside
+    it ``param_groups.…lr``. If a state has groups beside it, all of it belongs to an optimizer; otherwise only the
+    names beside a moment do.
     """
     whole: set[str] = set()
     owners: set[str] = set()
@@ -169,19 +170,19 @@ def _names_of_optimizers(names: Collection[str]) -> frozenset[str]:
 
 
 def _is_optimizer(branch: _Branch, of_optimizers: Collection[str]) -> bool:
-    """Say whether all tensors under a key are an optimizer's, whatever the key: each is, or some in a state alone."""
+    """Return whether all tensors under a key belong to an optimizer, whatever the key."""
     if not branch.is_nested():
         return False
     state = tuple(".".join((*branch.keys, key, "")) for key in _OPTIMIZER_KEYS)
     has_moment = any(name.rpartition(".")[2] in _MOMENTS for name in branch.tensors)
     if has_moment and all(name.startswith(state) for name in branch.tensors):
         return True
-    # A model's key is not passed over for what lies beside it: where it is followed, there is no model.
+    # A model's key is not skipped for its neighbours: the search follows it and reports that it contains no model.
     return branch.key not in _MODELS and all(name in of_optimizers for name in branch.tensors)
 
 
-def _followed(metadata: DcpMetadata, kept: Sequence[_Branch]) -> _Branch | None:
-    """Return which of the branches leads to the model, or to it and more; None if they are the model themselves.
+def _choose_branch(metadata: DcpMetadata, kept: Sequence[_Branch]) -> _Branch | None:
+    """Return the branch that leads to the model, alone or with more; None if the branches together are the model.
 
     Raises:
         UsageError: more than one may be the model.
@@ -195,17 +196,17 @@ def _followed(metadata: DcpMetadata, kept: Sequence[_Branch]) -> _Branch | None:
 
 
 def _is_wrapper(branch: _Branch) -> bool:
-    """Say whether a key leads to a model and more: by its name, or where a model and an optimizer lie behind it."""
-    inner = {each.key for each in branch.inner() if each.is_nested()}
+    """Return whether a key leads to a model and more: by its name, or because both a model and an optimizer follow."""
+    inner = {each.key for each in branch.split() if each.is_nested()}
     return branch.key in _WRAPPERS or (not inner.isdisjoint(_MODELS) and not inner.isdisjoint(_OPTIMIZERS))
 
 
 def _check_flat(metadata: DcpMetadata, tensors: Mapping[str, DcpTensor]) -> None:
-    """Refuse FSDP1's flat parameters: beside them, each parameter is a rank's own range of one, under one name."""
+    """Refuse FSDP1's flat parameters, of which every rank saved its own range under one name."""
     for name, tensor in tensors.items():
         if name.rpartition(".")[2] == _FLAT:
             raise LayoutError(
-                f"{shown(name)[1:-1]}: a flat parameter of FSDP1, which does not tell the shapes of what lies in it",
+                f"{shown(name)[1:-1]}: a flat parameter of FSDP1, which does not record its members' shapes",
                 tensor=name,
                 file=metadata.path,
                 got=f"{tensor.shape[0] if tensor.shape else 1:,} elements of a LOCAL_STATE_DICT",
@@ -214,21 +215,21 @@ def _check_flat(metadata: DcpMetadata, tensors: Mapping[str, DcpTensor]) -> None
             )
 
 
-def _no_model(metadata: DcpMetadata, children: Iterable[str]) -> UsageError:
+def _no_model_error(metadata: DcpMetadata, children: Iterable[str]) -> UsageError:
     pickled = [f"{name}, pickled whole" for name in metadata.byte_items if name in _MODELS]
     return UsageError(
-        f"{metadata.path}: there is no model in this checkpoint",
+        f"{metadata.path}: this checkpoint contains no model",
         file=metadata.path,
         got=list_text([*pickled, *sorted(shown(key)[1:-1] for key in children)], 10, empty="no tensor at all"),
         want="tensors that belong to no optimizer and no trainer",
         next_step="load and save it with torch's default planner, without flatten_state_dict=False"
         if pickled
-        else "name the folder that the model was saved to",
+        else "give the path of the folder to which the model was saved",
     )
 
 
 def _is_left_out(key: str) -> bool:
-    # Planners that flatten in ways of their own leave names such as optimizer.state.exp_avg.…
+    # Some planners flatten names themselves: optimizer.state.exp_avg.…
     return key in _OPTIMIZERS or key in _TRAINERS or key.partition(".")[0] in _OPTIMIZERS
 
 
@@ -238,9 +239,9 @@ def _part(metadata: DcpMetadata, keys: tuple[str, ...], names: Sequence[str], *,
 
 
 def _check_one(metadata: DcpMetadata, parts: Iterable[_Branch]) -> None:
-    """Refuse a choice between parts.
+    """Refuse to choose between parts.
 
-    Single tensors beside a model are none, nor are those without a matrix: they are counters, seeds and positions.
+    Single tensors beside a model, and parts without a matrix, do not count: they are counters, seeds and positions.
     """
     parts = [part for part in parts if part.key in _MODELS or _has_matrix(metadata, part.tensors)]
     if len(parts) > 1:
@@ -249,7 +250,7 @@ def _check_one(metadata: DcpMetadata, parts: Iterable[_Branch]) -> None:
             file=metadata.path,
             got=", ".join(f"{shown(part.key)[1:-1]} ({len(part.tensors)} tensors)" for part in parts),
             want="one",
-            next_step="save the part that is meant in a checkpoint of its own",
+            next_step="save the model's part in a checkpoint of its own",
         )
 
 

@@ -1,4 +1,4 @@
-"""Values of a DCP checkpoint that were pickled whole: whether tensors lie in one, which nobody would miss."""
+"""Checks the values that a DCP checkpoint pickled whole: tensors inside one would be missing from the model."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["check_values"]
 def check_values(
     folder: str, metadata: DcpMetadata, values: Mapping[str, str], is_left_out: Callable[[str], bool]
 ) -> tuple[str, ...]:
-    """Refuse values with tensors in them; return the names of those that the caller leaves out.
+    """Refuse values that contain tensors; return the names of those that the caller leaves out.
 
-    torch pickles whole what its planner does not take apart: tuples, and with ``flatten_state_dict=False`` dicts
-    (torch/distributed/checkpoint/_traverse.py: traverse_state_dict). A value that can't be read holds none that torch
-    could load, and what is the matter with its file is told elsewhere.
+    torch's planner takes dicts and lists apart. It pickles other values whole, such as tuples, and dicts with
+    ``flatten_state_dict=False`` (torch/distributed/checkpoint/_traverse.py: traverse_state_dict). torch cannot load
+    tensors from an unreadable value either; other checks report the damage.
 
     Args:
-        folder: of the checkpoint.
-        metadata: of it.
-        values: of the model: name -> the flat name; their files' names were found safe.
-        is_left_out: says so of a name.
+        folder: the checkpoint's folder.
+        metadata: its metadata.
+        values: the model's values: name -> flat name. The names of their files must be checked already.
+        is_left_out: returns whether the caller leaves a name out.
 
     Raises:
-        UsageError: names the first value with a tensor in it.
+        UsageError: a value contains a tensor; the error names the first such value.
     """
     by_file: dict[int, list[tuple[str, int, int]]] = {}
     for name, flat in values.items():
@@ -49,14 +49,14 @@ def check_values(
                     file=path,
                     got=f"a {type(value).__name__}",
                     want="tensors by name, as torch's default planner saves them from dicts and lists",
-                    next_step=either("load and save it so", f"leave it out with {option('exclude')}"),
+                    next_step=either("load it and save it that way", f"leave it out with {option('exclude')}"),
                 )
             left_out.append(name)
     return tuple(left_out)
 
 
 def _with_tensors(path: str, items: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, object, int]]:
-    """Yield those of a file's items (name, first byte, bytes) that hold tensors: name, value, and how many."""
+    """Yield name, value and number of tensors of a file's items (name, first byte, bytes) that contain tensors."""
     with suppress(XrankError), open_regular(path) as file:
         for name, start, nbytes in items:
             try:

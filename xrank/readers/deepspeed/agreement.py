@@ -1,4 +1,4 @@
-"""Whether files are of one moment of one run: as far as DeepSpeed leaves evidence."""
+"""Checks that files belong to one save of one run, as far as DeepSpeed records it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """Compares each file's facts with those of the first that had them."""
+    """Compares each file's facts with those of the first file that has them."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[object, Origin]] = {}
 
     def add(self, facts: Mapping[str, object], origin: Origin) -> None:
-        """Take in a file's facts.
+        """Add a file's facts.
 
         Raises:
-            ContradictionError: an earlier file says otherwise.
+            ContradictionError: an earlier file has another value.
         """
         for path, value in facts.items():
             known, other = self._known.setdefault(path, (value, origin))
-            # Types count, and a NaN equals itself.
+            # repr compares types, too, and makes NaN equal NaN.
             if repr(known) != repr(value):
                 raise ContradictionError(
-                    origin.named(f"is not of the same moment as {other.path}: {path} differs"),
+                    origin.named(f"is not from the same save as {other.path}: {path} differs"),
                     rank=origin.rank,
                     file=origin.path,
                     got=ascii(value)[:200],

@@ -1,4 +1,4 @@
-"""One-dimensional tensors that every rank has, as a table."""
+"""One-dimensional tensors that every rank has, in a table."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class FlatTensors:
 
     record: IntArray
     start: IntArray
-    """First element, counted from the record's first byte."""
+    """Index of the first element, counted from the record's start."""
     length: IntArray
-    """In elements."""
+    """Number of elements."""
     dtypes: tuple[str, ...]
 
 
@@ -31,8 +31,8 @@ class FlatRows:
     """Collects one-dimensional tensors, rank by rank, into their table.
 
     Args:
-        names: of the tensors, the same on every rank, for messages.
-        num_ranks: of the table.
+        names: names of the tensors, the same on every rank, for messages.
+        num_ranks: number of rows.
     """
 
     def __init__(self, names: Sequence[str], num_ranks: int) -> None:
@@ -41,11 +41,11 @@ class FlatRows:
         self._dtypes: tuple[str, ...] | None = None
 
     def add(self, rank: int, tensors: Sequence[ArchivedTensor], index: Callable[[str], int], origin: Origin) -> None:
-        """Take in a rank's tensors, in the order of the names.
+        """Add a rank's tensors, in the order of the names.
 
         Raises:
-            ContradictionError: an element type is another than on an earlier rank.
-            CorruptError: a tensor is not one row of elements.
+            ContradictionError: the element type differs from an earlier rank's.
+            CorruptError: a tensor is not a row of elements.
         """
         dtypes = tuple(tensor.dtype for tensor in tensors)
         self._dtypes = self._dtypes or dtypes
@@ -53,11 +53,11 @@ class FlatRows:
             name = self._names[column]
             if len(tensor.shape) != 1 or (tensor.shape[0] > 1 and tensor.strides != (1,)):
                 raise origin.corrupt(
-                    f"{name} is no row of elements", got=f"shape {shown(tensor.shape)}", want="one dimension"
+                    f"{name} is not a row of elements", got=f"shape {shown(tensor.shape)}", want="one dimension"
                 )
             if tensor.dtype != self._dtypes[column]:
                 raise ContradictionError(
-                    origin.named(f"{name} is of another type than on the ranks before"),
+                    origin.named(f"{name} has another type than on earlier ranks"),
                     rank=origin.rank,
                     file=origin.path,
                     got=tensor.dtype,
@@ -68,5 +68,5 @@ class FlatRows:
             self._start[rank, column], self._length[rank, column] = tensor.storage_offset, tensor.shape[0]
 
     def table(self) -> FlatTensors:
-        """Return all that was taken in."""
+        """Return the table of all ranks."""
         return FlatTensors(self._record, self._start, self._length, self._dtypes or ())

@@ -1,4 +1,4 @@
-"""The folder of a DeepSpeed checkpoint: where a path's tag leads, and whose each of its files is."""
+"""The folder of a DeepSpeed checkpoint: resolves a path's marker, and assigns each file to its rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xrank.formats.regular_file import Origin, open_regular, shown
 from xrank.readers.deepspeed.unread import EXPERTS, SLICES, STAGES
 from xrank.words import list_text
 
-__all__ = ["CheckpointFiles", "checkpoint_folder", "list_files", "owner_of", "why_not"]
+__all__ = ["CheckpointFiles", "explain_mismatch", "list_files", "parse_owner", "resolve_folder"]
 
 # deepspeed/runtime/engine.py: _get_ckpt_name, _get_rank_zero_ckpt_name; older versions lack the "_" before "optim".
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,7})_)?mp_rank_([0-9]{2,7})_model_states\.pt")
@@ -32,11 +32,11 @@ class CheckpointFiles:
 
     folder: str
     models: Mapping[int, str]
-    """Model states by model-parallel rank, of stages 0 to 2: each holds its whole modules."""
+    """Model states by model-parallel rank, of stages 0 to 2; each contains whole modules."""
     rank_models: Mapping[int, str]
     """Model states by rank, of stage 3."""
     partitions: Mapping[int, str]
-    """Optimizer states by rank: here lie the fp32 weights."""
+    """Optimizer states by rank, with the fp32 weights."""
     is_universal: bool
 
     @property
@@ -45,8 +45,8 @@ class CheckpointFiles:
         return os.path.basename(os.path.abspath(self.folder))
 
 
-def owner_of(name: str) -> tuple[str, int | None, int] | None:
-    """Return (kind, rank, slice) that a file's name says; None for a name that says nothing. No rank: all share it."""
+def parse_owner(name: str) -> tuple[str, int | None, int] | None:
+    """Return (kind, rank, slice) from a file's name, or None for another name. Rank None: all ranks share the file."""
     if model := _MODEL.fullmatch(name):
         return "model states", None if model[1] is None else int(model[1]), int(model[2])
     if partition := _PARTITION.fullmatch(name):
@@ -54,16 +54,16 @@ def owner_of(name: str) -> tuple[str, int | None, int] | None:
     return None
 
 
-def why_not(path: str) -> str | None:
-    """Return None if a path is a DeepSpeed checkpoint, or a folder whose marker names one; otherwise why not."""
+def explain_mismatch(path: str) -> str | None:
+    """Return None for a DeepSpeed checkpoint, or a folder whose marker names one; otherwise the reason against it."""
     if not os.path.isdir(path):
-        return "no folder"
+        return "not a folder"
     entries = os.listdir(path)
     if any(map(_is_state, entries)):
         return None
     if not any(marker in entries for marker in _MARKERS):
         return "no *_optim_states.pt or *_model_states.pt, and no latest"
-    # Other programs write a `latest`, too: DeepSpeed puts its script beside it, and its files below.
+    # Other programs write a `latest`, too; DeepSpeed also puts its script beside it, and its files below.
     if _SCRIPT in entries or any(_holds_states(os.path.join(path, entry)) for entry in entries):
         return None
     return "a latest, but no DeepSpeed checkpoint below it"
@@ -77,12 +77,12 @@ def _holds_states(path: str) -> bool:
     return os.path.isdir(path) and any(map(_is_state, os.listdir(path)))
 
 
-def checkpoint_folder(path: str) -> str:
-    """Return the folder that holds the files: the path itself, or the one its marker names.
+def resolve_folder(path: str) -> str:
+    """Return the folder that contains the files: the path itself, or the one that its marker names.
 
     Raises:
         UnsafeError: the marker names a place outside the folder.
-        IncompleteError: the marker names nothing that is there.
+        IncompleteError: the folder that the marker names is missing.
         UsageError: there are two markers.
     """
     if _holds_states(path):
@@ -102,18 +102,18 @@ def checkpoint_folder(path: str) -> str:
             file=path,
             got=" and ".join(tags.values()),
             want="one",
-            next_step=f"name the one to take, such as {os.path.join(path, tags[markers[0]])}",
+            next_step=f"give the path of one of them, such as {os.path.join(path, tags[markers[0]])}",
         )
     folder = os.path.join(path, tags[markers[0]])
     if not _holds_states(folder):
         raise IncompleteError(
-            f"{os.path.join(path, markers[0])} names {tags[markers[0]]}, where no checkpoint lies",
+            f"{os.path.join(path, markers[0])} names {tags[markers[0]]}, which contains no checkpoint",
             file=os.path.join(path, markers[0]),
             got=list_text(
                 sorted(e for e in os.listdir(path) if os.path.isdir(os.path.join(path, e))), empty="no folder"
             ),
             want=f"{tags[markers[0]]} with *_optim_states.pt and *_model_states.pt files",
-            next_step="copy that folder here, or name the checkpoint's folder itself",
+            next_step="copy that folder here, or give the path of the checkpoint's own folder",
         )
     return folder
 
@@ -121,15 +121,18 @@ def checkpoint_folder(path: str) -> str:
 def _tag_of(file: str) -> str:
     with open_regular(file) as stream:
         if stream.nbytes > _MAX_TAG_NBYTES + 1:
-            raise stream.origin.corrupt("is no tag", got=f"{stream.nbytes} bytes", want="the name of a folder")
+            raise stream.origin.corrupt("is not a tag", got=f"{stream.nbytes} bytes", want="the name of a folder")
         raw = stream.read(0, stream.nbytes)
         try:
             tag = raw.decode("utf-8").strip()
         except UnicodeDecodeError:
-            raise stream.origin.corrupt("is no tag", got=shown(raw), want="the name of a folder") from None
+            raise stream.origin.corrupt("is not a tag", got=shown(raw), want="the name of a folder") from None
     if not tag:
         raise CorruptError(
-            f"{file}: is empty", file=file, want="the name of a folder", next_step="name the checkpoint's folder itself"
+            f"{file}: is empty",
+            file=file,
+            want="the name of a folder",
+            next_step="give the path of the checkpoint's own folder",
         )
     if os.path.basename(tag) != tag or tag in (".", "..") or not tag.isprintable():
         raise UnsafeError(
@@ -137,17 +140,17 @@ def _tag_of(file: str) -> str:
             file=file,
             got=shown(tag),
             want="the name of a folder beside it",
-            next_step="name the checkpoint's folder itself; this marker was tampered with",
+            next_step="give the path of the checkpoint's own folder; this marker was tampered with",
         )
     return tag
 
 
 def list_files(folder: str) -> CheckpointFiles:
-    """Return whose each file of a checkpoint's folder is.
+    """Return the files of a checkpoint's folder by kind and rank.
 
     Raises:
-        UsageError: it is of a kind that is not read: experts, pipeline stages, tensor-parallel ranks.
-        ContradictionError: two files claim to be one rank's.
+        UsageError: a file's kind is not read: experts, pipeline stages, tensor-parallel ranks.
+        ContradictionError: two files belong to one rank.
     """
     models: dict[int, str] = {}
     rank_models: dict[int, str] = {}
@@ -157,10 +160,10 @@ def list_files(folder: str) -> CheckpointFiles:
     is_universal = "zero" in entries and os.path.isdir(os.path.join(folder, "zero"))
     for entry in entries:
         if _EXPERT.fullmatch(entry):
-            raise EXPERTS.refused(Origin(os.path.join(folder, entry)))
+            raise EXPERTS.make_error(Origin(os.path.join(folder, entry)))
         if _LAYER.fullmatch(entry):
-            raise STAGES.refused(Origin(os.path.join(folder, entry)))
-        owner = owner_of(entry)
+            raise STAGES.make_error(Origin(os.path.join(folder, entry)))
+        owner = parse_owner(entry)
         if owner is None:
             continue
         kind, rank, slice_ = owner
@@ -173,14 +176,14 @@ def list_files(folder: str) -> CheckpointFiles:
             place, key = partitions if kind == "optimizer states" else rank_models, rank
         if key in place:
             raise ContradictionError(
-                f"{os.path.join(folder, entry)} and {os.path.basename(place[key])} are both of rank {key}",
+                f"{os.path.join(folder, entry)} and {os.path.basename(place[key])} both belong to rank {key}",
                 rank=key,
                 file=os.path.join(folder, entry),
                 got="two files",
                 want="one",
-                next_step="remove the file that another run left",
+                next_step="move the file of another run to another folder",
             )
         place[key] = os.path.join(folder, entry)
     if sliced:
-        raise SLICES.refused(Origin(os.path.join(folder, sliced[0])))
+        raise SLICES.make_error(Origin(os.path.join(folder, sliced[0])))
     return CheckpointFiles(folder, models, rank_models, partitions, is_universal)

@@ -1,8 +1,8 @@
-"""What the model states hold themselves: buffers, parameters that are not trained, ties, and which names there are."""
+"""The tensors in the model states themselves: buffers, frozen parameters and ties; and the names of all tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -14,51 +14,51 @@ from xrank.plan.source import StoredShard
 from xrank.readers.copies import Copies
 from xrank.readers.deepspeed.agreement import Agreement
 from xrank.readers.deepspeed.flat_rows import FlatRows
-from xrank.readers.deepspeed.partitions import interleaved, piece_numel
+from xrank.readers.deepspeed.partitions import locate_interleaved, piece_numel
 from xrank.readers.deepspeed.states import ModelState, Shape, Shapes, read_model_state
 from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
 from xrank.readers.records import Records
 
-__all__ = ["Modules", "assembled", "rank_modules", "whole_modules"]
+__all__ = ["Modules", "assemble", "read_rank_modules", "read_whole_modules"]
 
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """The model states of all ranks, put together."""
+    """The model states of all ranks, combined."""
 
     state: ModelState
-    """Of rank 0, or the only one."""
+    """State of rank 0, or the only one."""
     shards: Mapping[str, StoredShard]
-    """Buffers, and parameters that are not trained."""
+    """Buffers, and parameters outside the partitions."""
     shared: Mapping[str, str]
     """Alias -> the name that holds the data."""
     notes: tuple[tuple[str, str], ...]
 
     @property
     def trained(self) -> Shapes:
-        """Whole shapes of what the partitions hold."""
+        """Whole shapes of the parameters in the partitions."""
         return {name: shape for group in self.state.groups or () for name, shape in group.items()}
 
 
-def whole_modules(path: str, records: Records, agreement: Agreement) -> Modules:
-    """Return what one file of whole modules holds: stages 0 to 2.
+def read_whole_modules(path: str, records: Records, agreement: Agreement) -> Modules:
+    """Return the tensors of one file of whole modules: stages 0 to 2.
 
     Raises:
-        ContradictionError: a shape is told in two ways.
+        ContradictionError: the file records two shapes of a tensor.
         IncompleteError, CorruptError, UnsafeError, UsageError: as `read_model_state`.
     """
     state = read_model_state(path)
     agreement.add(state.facts, state.origin)
-    index = records.file(state.archive)
+    index = records.add_archive(state.archive)
     trained = {name for group in state.groups or () for name in group}
     shared = _ties(state, is_cut=False)
     shards, untrained = {}, 0
     for name, tensor in {**state.fragments, **state.module}.items():
-        # Tensors of no elements share their (absent) storage and would all be ties.
+        # Empty tensors share their (absent) storage, so they would all look tied.
         if name in trained or (name in shared and 0 not in tensor.shape):
             _check_shape(name, tensor, state, shared)
             continue
-        shards[name] = _held_shard(name, [_held(tensor, 0, state.origin, index(tensor.key))])
+        shards[name] = _shard_of(name, [_part_of(tensor, state.origin, index, 0)])
         untrained += name not in state.buffer_names and name not in state.frozen
     for name, shape in state.frozen.items():
         if name in shards and shards[name].shape != shape:
@@ -70,14 +70,14 @@ def whole_modules(path: str, records: Records, agreement: Agreement) -> Modules:
 
 
 def _ties(state: ModelState, *, is_cut: bool) -> dict[str, str]:
-    """Return the ties among parameters: those listed, and names for the very same memory.
+    """Return the ties among parameters: recorded ones, and names of the same memory.
 
-    DeepSpeed lists none in stage 0, and in no stage those of a module that its parent has under two names
+    DeepSpeed records none in stage 0, and in no stage those of a module that its parent has under two names
     (engine.py: _get_shared_params).
 
     Args:
-        state: of rank 0, which alone lists ties.
-        is_cut: as stage 3 cuts, which leaves each parameter an empty tensor of its own.
+        state: state of rank 0, which alone records ties.
+        is_cut: whether it is of stage 3, which leaves an empty tensor for each parameter.
     """
     held = {name for group in state.groups or () for name in group} | state.frozen.keys()
     names_of: dict[ArchivedTensor, list[str]] = {}
@@ -104,7 +104,7 @@ def _check_shape(name: str, tensor: ArchivedTensor, state: ModelState, shared: M
 
 def _shape_error(name: str, got: Shape, want: Shape, origin: Origin) -> ContradictionError:
     return ContradictionError(
-        origin.named(f"tells the shape of {name} in two ways"),
+        origin.named(f"records two shapes of {name}"),
         tensor=name,
         rank=origin.rank,
         file=origin.path,
@@ -124,13 +124,13 @@ def _notes(state: ModelState) -> list[tuple[str, str]]:
     return notes
 
 
-def rank_modules(paths: Sequence[str], records: Records, agreement: Agreement) -> Modules:
-    """Return what the files of all ranks hold in stage 3: a piece of each frozen parameter, and all buffers.
+def read_rank_modules(paths: Sequence[str], records: Records, agreement: Agreement) -> Modules:
+    """Return the tensors of all ranks' files in stage 3: a piece of each frozen parameter, and all buffers.
 
     Args:
-        paths: of the model states, by rank.
-        records: takes in the files.
-        agreement: takes in their facts.
+        paths: the model states, by rank.
+        records: collects the files.
+        agreement: collects their facts.
 
     Raises:
         ContradictionError: ranks disagree.
@@ -146,7 +146,7 @@ def rank_modules(paths: Sequence[str], records: Records, agreement: Agreement) -
     for rank, path in enumerate(paths):
         state = read_model_state(path, rank)
         agreement.add(state.facts, state.origin)
-        index = records.file(state.archive)
+        index = records.add_archive(state.archive)
         if first is None:
             first = state
             names = [name for name in state.frozen if not _is_whole(state, name, len(paths))]
@@ -155,32 +155,32 @@ def rank_modules(paths: Sequence[str], records: Records, agreement: Agreement) -
         for name in state.buffer_names:
             if name in state.module:
                 buffer = state.module[name]
-                buffers.setdefault(name, []).append(_held(buffer, rank, state.origin, index(buffer.key)))
+                buffers.setdefault(name, []).append(_part_of(buffer, state.origin, index, rank))
         for name, fragment in state.fragments.items():
             if name in state.frozen and name not in known:
-                wholes.setdefault(name, []).append(_held(fragment, rank, state.origin, index(fragment.key)))
+                wholes.setdefault(name, []).append(_part_of(fragment, state.origin, index, rank))
         pieces = [_piece(state, name, len(paths)) for name in names]
         real = [piece for name, piece in zip(names, pieces, strict=True) if _numel_of(state, name, rank, len(paths))]
         count = sum(_numel_of(state, name, rank, len(paths)) for name in names)
         copies.add(state.archive, real, count, state.origin)
         rows.add(rank, pieces, index, state.origin)
     assert first is not None
-    shards = {name: _held_shard(name, held) for name, held in {**wholes, **buffers}.items()}
+    shards = {name: _shard_of(name, held) for name, held in {**wholes, **buffers}.items()}
     flats = rows.table()
     for column, name in enumerate(names):
-        shards[name] = interleaved(name, first.frozen[name], flats, [column])
+        shards[name] = locate_interleaved(name, first.frozen[name], flats, [column])
     return Modules(first, shards, _ties(first, is_cut=True), tuple(_notes(first)))
 
 
 def _numel_of(state: ModelState, name: str, rank: int, num_ranks: int) -> int:
-    """Return how many of a frozen parameter's elements are in a rank's piece; the rest is padding."""
+    """Return the number of a frozen parameter's elements in a rank's piece, without padding."""
     numel = prod(state.frozen[name])
     size = piece_numel(numel, num_ranks)
     return max(0, min(numel - rank * size, size))
 
 
 def _is_whole(state: ModelState, name: str, num_ranks: int) -> bool:
-    """Say whether a frozen parameter lies whole on every rank: one that stage 3 was kept from cutting."""
+    """Return whether a frozen parameter lies whole on every rank, because stage 3 was kept from cutting it."""
     shape, fragment = state.frozen[name], state.fragments.get(name)
     return fragment is not None and fragment.shape == shape != (piece_numel(prod(shape), num_ranks),)
 
@@ -189,7 +189,7 @@ def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
     origin, shape, fragment = state.origin, state.frozen[name], state.fragments.get(name)
     if fragment is None:
         raise IncompleteError(
-            origin.named(f"holds nothing of the frozen parameter {name}"),
+            origin.named(f"contains no piece of the frozen parameter {name}"),
             tensor=name,
             rank=origin.rank,
             file=origin.path,
@@ -199,7 +199,7 @@ def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
     want = piece_numel(prod(shape), num_ranks)
     if fragment.shape != (want,):
         raise ContradictionError(
-            origin.named(f"holds a piece of {name} that {num_ranks} ranks would not have"),
+            origin.named(f"contains a piece of {name} that does not fit {num_ranks} ranks"),
             tensor=name,
             rank=origin.rank,
             file=origin.path,
@@ -220,15 +220,15 @@ def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
 
 def _check_alike(first: ModelState, state: ModelState) -> None:
     for what, got, want in (
-        ("the shapes of what is trained", state.groups, first.groups),
-        ("the shapes of what is frozen", state.frozen, first.frozen),
+        ("the shapes of trained parameters", state.groups, first.groups),
+        ("the shapes of frozen parameters", state.frozen, first.frozen),
         ("buffers", state.buffer_names, first.buffer_names),
         ("names", list(state.module), list(first.module)),
-        ("ties", state.shared or first.shared, first.shared),  # rank 0 alone knows them
+        ("ties", state.shared or first.shared, first.shared),  # only rank 0 records them
     ):
         if got != want:
             raise ContradictionError(
-                state.origin.named(f"does not have {what} of {first.origin.path}"),
+                state.origin.named(f"differs from {first.origin.path} in {what}"),
                 rank=state.origin.rank,
                 file=state.origin.path,
                 got=ascii(got)[:200],
@@ -237,19 +237,11 @@ def _check_alike(first: ModelState, state: ModelState) -> None:
             )
 
 
-def _held(tensor: ArchivedTensor, rank: int, origin: Origin, record: int) -> HeldTensor:
-    return HeldTensor(
-        rank=rank,
-        file=origin.path,
-        record=record,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        strides=tensor.strides,
-        storage_offset=tensor.storage_offset,
-    )
+def _part_of(tensor: ArchivedTensor, origin: Origin, index: Callable[[str], int], rank: int) -> HeldTensor:
+    return HeldTensor.from_archive(tensor, rank=rank, file=origin.path, record=index(tensor.key))
 
 
-def _held_shard(name: str, held: Sequence[HeldTensor]) -> StoredShard:
+def _shard_of(name: str, held: Sequence[HeldTensor]) -> StoredShard:
     first = held[0]
     for other in held:
         if (other.dtype, other.shape) != (first.dtype, first.shape):
@@ -265,13 +257,11 @@ def _held_shard(name: str, held: Sequence[HeldTensor]) -> StoredShard:
     return pieces_of(name, held, first.shape, [whole(h.shape) for h in held])
 
 
-def assembled(
-    modules: Modules, trained: Mapping[str, StoredShard]
-) -> tuple[tuple[StoredShard, ...], Mapping[str, str]]:
-    """Return every tensor of the model in the order of its state dict, and which of them are ties.
+def assemble(modules: Modules, trained: Mapping[str, StoredShard]) -> tuple[tuple[StoredShard, ...], Mapping[str, str]]:
+    """Return all tensors of the model in the order of its state dict, and the ties among them.
 
     Raises:
-        IncompleteError: the state dict names a parameter whose weights lie nowhere.
+        IncompleteError: the checkpoint contains no weights of a parameter in the state dict.
     """
     state = modules.state
     found = {**modules.shards, **trained}
@@ -283,10 +273,10 @@ def assembled(
     for name in (*state.module, *state.frozen, *modules.shared):
         if name not in found:
             raise IncompleteError(
-                state.origin.named(f"names {name}, whose weights lie nowhere in the checkpoint"),
+                state.origin.named(f"names {name}, but the checkpoint contains no weights of it"),
                 tensor=name,
                 file=state.origin.path,
-                got="a place that holds no elements" if name in state.module else "nothing",
+                got="an empty tensor" if name in state.module else "nothing",
                 want="trained weights in a partition, a frozen piece, or a tie to another parameter",
                 next_step="save again with a newer DeepSpeed, without exclude_frozen_parameters, and with each "
                 "parameter frozen or given to the optimizer: stage 3 saves no others",

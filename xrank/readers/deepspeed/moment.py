@@ -1,4 +1,4 @@
-"""Whether the model states and the optimizer are of one step: no field ties the two, but both count steps."""
+"""Checks that model states and optimizer belong to one step. No field ties the two, but both count steps."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy as np
 from xrank.errors import ContradictionError
 from xrank.formats.regular_file import Origin
 
-__all__ = ["moment_notes"]
+__all__ = ["check_moment"]
 
 _STEP = re.compile(r"(?:state|param_groups)\.[^.]*\.step")
 _TAG = re.compile(r"global_step(\d{1,18})", re.ASCII)
 
 
-def moment_notes(
+def check_moment(
     tag: str, modules: Mapping[str, object], origin: Origin, partition: Mapping[str, object] | None
 ) -> tuple[tuple[str, str], ...]:
-    """Return notes on files that need not be of one step.
+    """Return notes on files that may belong to different steps.
 
     Args:
         tag: name of the checkpoint's folder.
         modules: facts of the model states.
-        origin: of the model states.
-        partition: facts of an optimizer state, if there are any.
+        origin: origin of the model states.
+        partition: facts of an optimizer state, if any.
 
     Raises:
         ContradictionError: the optimizer is ahead of the model states.
@@ -39,25 +39,25 @@ def moment_notes(
     if named is not None and int(named[1]) != step:
         notes.append(("another-step", f"the folder is named {tag}, and the model states in it are of step {step:,}"))
     skipped = modules.get("skipped_steps")
-    # A step whose gradients overflowed is counted, and not taken.
+    # A step with overflowing gradients is counted but skipped.
     wanted = {step, step - skipped} if type(skipped) is int else {step}
-    told = [value for path, value in (partition or {}).items() if _STEP.fullmatch(path)]
-    counts = [int(value) for value in told if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    recorded = [value for path, value in (partition or {}).items() if _STEP.fullmatch(path)]
+    counts = [int(value) for value in recorded if isinstance(value, (int, float)) and not isinstance(value, bool)]
     if counts and max(counts) > step:
         raise ContradictionError(
-            origin.named("is of an earlier step than the optimizer states"),
+            origin.named("belongs to an earlier step than the optimizer states"),
             rank=origin.rank,
             file=origin.path,
             got=f"global_steps {step:,}",
             want=f"{max(counts):,} or more, the steps that the optimizer has taken",
             next_step="all files must come from one save of one run; copy them again",
         )
-    if told and wanted.isdisjoint(counts) and not {_as_fact(count) for count in wanted} & {*map(str, told)}:
-        said = f"the optimizer has not taken the {step:,} steps of the model states"
-        notes.append(("another-step", f"{said}: it was begun anew, or its files are of another step"))
+    if recorded and wanted.isdisjoint(counts) and not {_as_fact(count) for count in wanted} & {*map(str, recorded)}:
+        problem = f"the optimizer has not taken the {step:,} steps of the model states"
+        notes.append(("another-step", f"{problem}: it was begun anew, or its files are of another step"))
     return tuple(notes)
 
 
 def _as_fact(count: int) -> str:
-    """Return what a partition's facts say of a step that is a tensor, as torch's optimizers count."""
+    """Return a partition's fact for a step that torch's optimizers count in a tensor."""
     return f"F32 of CRC {zlib.crc32(np.float32(count).tobytes()):08x}"

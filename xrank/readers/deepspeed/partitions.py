@@ -1,4 +1,4 @@
-"""How ZeRO cuts weights into the flat buffers of ranks, and back: arithmetic alone, one array a tensor."""
+"""Arithmetic of ZeRO: where each weight's elements lie in the ranks' flat buffers, in one array per tensor."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from xrank.layout.nest_table import IntArray, NestTable
 from xrank.plan.source import StoredShard
 from xrank.readers.deepspeed.flat_rows import FlatTensors
 
-__all__ = ["DEALS", "interleaved", "partition_numel", "piece_numel", "stretches", "successive", "undealt"]
+__all__ = ["DEALS", "locate_interleaved", "locate_successive", "partition_numel", "piece_numel", "stretches"]
+__all__ += ["undo_dealing"]
 
 DEALS = "round_robin_gradients"
-"""The option of ZeRO 1 and 2 by which parameters are dealt to ranks in turn."""
+"""The option of ZeRO 1 and 2 that deals parameters to ranks in turn."""
 
 
 def piece_numel(numel: int, num_ranks: int) -> int:
-    """Return the elements that each rank has of a tensor in stage 3, padding included."""
+    """Return the number of elements, with padding, that each rank has of a tensor in stage 3."""
     return -(-numel // num_ranks)
 
 
-def interleaved(
+def locate_interleaved(
     name: str, shape: tuple[int, ...], flats: FlatTensors, columns: Sequence[int], offset: int = 0
 ) -> StoredShard:
-    """Return a tensor of stage 3: padded to a multiple of the ranks, an equal piece in each rank's stream.
+    """Return a tensor of stage 3. It is padded to a multiple of the ranks; each rank's stream has an equal piece.
 
     Args:
-        name: of the tensor.
+        name: the tensor's name.
         shape: global shape.
-        flats: what the ranks hold.
-        columns: the sub-groups, one after another the stream of a rank; each of equal length on all ranks.
+        flats: the ranks' sub-groups.
+        columns: the sub-groups that make up a rank's stream, in order; each has equal length on all ranks.
         offset: first element of the tensor's piece in the stream.
     """
     num_ranks, numel = len(flats.record), prod(shape)
@@ -45,7 +46,7 @@ def interleaved(
         if low < high:
             dtype = dtype or flats.dtypes[column]
             y = ranks * piece + (low - offset)
-            # What lies past the tensor's end is padding.
+            # Elements past the tensor's end are padding.
             count = np.minimum(numel - y, high - low)
             parts.append((ranks, flats.record[:, column], flats.start[:, column] + (low - begin), y, count))
         begin = end
@@ -56,12 +57,12 @@ def interleaved(
 def partition_numel(total: int, lengths: Sequence[int]) -> int | None:
     """Return the elements of a rank's partition of a group in stages 1 and 2; None if the lengths fit no rule.
 
-    A group is padded to a multiple of twice the ranks (before version 0.3.16: of the ranks) and cut in equal
-    partitions. Newer versions store the padding at its end no more; `BF16_Optimizer` still does.
+    A group is padded to a multiple of twice the ranks (before version 0.3.16: of the ranks) and cut into equal
+    partitions. Newer versions leave the padding at its end out of the file; `BF16_Optimizer` still stores it.
 
     Args:
         total: elements of the group, without the padding at its end.
-        lengths: elements that each rank stored.
+        lengths: number of elements that each rank stored.
     """
     num_ranks = len(lengths)
     for factor in (2, 1):
@@ -81,24 +82,21 @@ def stretches(shapes: Sequence[tuple[int, ...]], paddings: Sequence[int] | None)
     return found
 
 
-def undealt(shapes: Mapping[str, tuple[int, ...]], num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """Return a group's shapes in the order that it had before `DEALS` dealt them to ranks in turn.
-
-    (stage_1_and_2.py: _round_robin_reorder.)
-    """
+def undo_dealing(shapes: Mapping[str, tuple[int, ...]], num_ranks: int) -> dict[str, tuple[int, ...]]:
+    """Return a group's shapes in the order before `DEALS` (stage_1_and_2.py: _round_robin_reorder)."""
     dealt = [number for rank in range(num_ranks) for number in range(rank, len(shapes), num_ranks)]
     return {name: shape for _, (name, shape) in sorted(zip(dealt, shapes.items(), strict=True))}
 
 
-def successive(
+def locate_successive(
     name: str, shape: tuple[int, ...], flats: FlatTensors, column: int, size: int, first: int
 ) -> StoredShard:
-    """Return a tensor of stages 1 and 2: one stretch of a group's flat buffer, which is cut into equal partitions.
+    """Return a tensor of stages 1 and 2: one range of a group's flat buffer, which is cut into equal partitions.
 
     Args:
-        name: of the tensor.
+        name: the tensor's name.
         shape: global shape.
-        flats: what the ranks hold.
+        flats: the ranks' groups.
         column: the group.
         size: elements of a partition.
         first: the tensor's first element in the flat buffer.

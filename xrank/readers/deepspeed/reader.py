@@ -1,7 +1,7 @@
-"""The reader of DeepSpeed's checkpoints: which files say what, and the model that comes of them.
+"""The reader of DeepSpeed's checkpoints.
 
-The weights are the fp32 ones that the optimizer trains, as ``zero_to_fp32.py`` takes them; buffers and frozen
-parameters keep the type in which they are stored. The optimizer's moments are left out.
+The weights are the fp32 ones that the optimizer trains, as in ``zero_to_fp32.py``. Buffers and frozen parameters keep
+their stored type. The optimizer's moments are left out.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.checkpoint_folders import nbytes_below
 from xrank.readers.deepspeed.agreement import Agreement
-from xrank.readers.deepspeed.folder import CheckpointFiles, checkpoint_folder, list_files, why_not
-from xrank.readers.deepspeed.modules import Modules, assembled, rank_modules, whole_modules
-from xrank.readers.deepspeed.moment import moment_notes
-from xrank.readers.deepspeed.partitions import DEALS, undealt
+from xrank.readers.deepspeed.folder import CheckpointFiles, explain_mismatch, list_files, resolve_folder
+from xrank.readers.deepspeed.modules import Modules, assemble, read_rank_modules, read_whole_modules
+from xrank.readers.deepspeed.moment import check_moment
+from xrank.readers.deepspeed.partitions import DEALS, undo_dealing
 from xrank.readers.deepspeed.states import Shapes, read_model_state
-from xrank.readers.deepspeed.universal import universal_shards
+from xrank.readers.deepspeed.universal import locate_universal
 from xrank.readers.deepspeed.unread import SLICES
-from xrank.readers.deepspeed.zero import Partitions, check_ranks, read_partitions, trained_shards
+from xrank.readers.deepspeed.zero import Partitions, check_ranks, locate_trained, read_partitions
 from xrank.readers.records import Records
 
 __all__ = ["DeepSpeedReader"]
@@ -34,18 +34,18 @@ class DeepSpeedReader:
     name = "deepspeed"
 
     def recognise(self, path: str) -> str | None:
-        """Return None if it is a checkpoint's folder, or one whose ``latest`` names a checkpoint."""
-        return why_not(path)
+        """Return None for a checkpoint's folder, or a folder whose ``latest`` names a checkpoint."""
+        return explain_mismatch(path)
 
     def read(self, path: str, hints: Hints) -> StoredModel:
-        """Return where every tensor of a checkpoint lies; errors as `Reader.read` lists them."""
-        files = list_files(checkpoint_folder(path))
+        """Return where every tensor of a checkpoint lies; errors as in `Reader.read`."""
+        files = list_files(resolve_folder(path))
         records, agreement = Records(), Agreement()
         partitions: Partitions | None = None
         if files.is_universal:
             modules = _universal_modules(files, records, agreement)
-            _check_undealt(files, modules)
-            trained = universal_shards(
+            _check_dealing(files, modules)
+            trained = locate_universal(
                 files.folder, _shapes_of(files, modules), records, is_sliced=len(files.models) > 1
             )
         elif files.partitions:
@@ -53,67 +53,67 @@ class DeepSpeedReader:
             modules = _modules(files, len(partitions.all), partitions.is_interleaved, records, agreement)
             if modules.state.groups is None:
                 raise modules.state.origin.usage(
-                    "does not say which shapes the fp32 weights have",
+                    "does not record the shapes of the fp32 weights",
                     got="no param_shapes",
                     next_step="save again with a newer DeepSpeed, or with a stage of ZeRO",
                 )
-            trained = trained_shards(partitions, modules.state.groups)
+            trained = locate_trained(partitions, modules.state.groups)
         else:
             modules, trained = _modules(files, 0, bool(files.rank_models), records, agreement), {}
             if modules.state.groups is not None:
-                raise _no_partitions(files, "model states alone")
+                raise _partition_error(files, "model states alone")
         _check_world(files, modules, partitions)
-        shards, aliases = assembled(modules, trained)
+        shards, aliases = assemble(modules, trained)
         return _stored_model(path, files, records, modules, partitions, shards, aliases)
 
 
 def _check_world(files: CheckpointFiles, modules: Modules, partitions: Partitions | None) -> None:
-    """Check the sizes of the run that the model states record."""
+    """Check the run's sizes that the model states record."""
     origin, num_slices = modules.state.origin, modules.state.facts.get("mp_world_size")
     if not files.is_universal and type(num_slices) is int and num_slices > 1:
-        raise SLICES.refused(origin, f"one of {num_slices} slices (mp_world_size)")
+        raise SLICES.make_error(origin, f"one of {num_slices} slices (mp_world_size)")
     num_ranks = modules.state.facts.get("dp_world_size")
     if partitions is not None and type(num_ranks) is int and num_ranks != len(partitions.all):
         raise ContradictionError(
-            origin.named("is of a run of another size than the partitions"),
+            origin.named("belongs to a run of another size than the partitions"),
             rank=origin.rank,
             file=origin.path,
             got=f"dp_world_size {num_ranks}",
             want=f"{len(partitions.all)}, the number of partitions",
-            next_step="all files must come from one save; a run with MiCS, whose partitions repeat, is not read",
+            next_step="all files must come from one save; runs with MiCS, whose partitions repeat, are not read",
         )
 
 
 def _modules(files: CheckpointFiles, num_ranks: int, is_cut: bool, records: Records, agreement: Agreement) -> Modules:
-    """Return the model states: of every rank in stage 3, one file before."""
+    """Return the model states: one file per rank in stage 3, one file in other stages."""
     if files.models and files.rank_models:
         other = next(iter(files.rank_models.values()))
         raise ContradictionError(
-            f"{other} is of stage 3, and {next(iter(files.models.values()))} of another stage",
+            f"{other} belongs to stage 3, and {next(iter(files.models.values()))} to another stage",
             file=other,
             got="model states of two kinds",
             want="those of one save",
-            next_step="remove the files that another run left",
+            next_step="move the files of another run to another folder",
         )
     if is_cut:
         if not num_ranks:
-            raise _no_partitions(files, "stage 3's model states, whose tensors are empty")
+            raise _partition_error(files, "stage 3's model states, whose tensors are empty")
         check_ranks(files.folder, files.rank_models, num_ranks, "model_states")
-        return rank_modules([files.rank_models[rank] for rank in range(num_ranks)], records, agreement)
+        return read_rank_modules([files.rank_models[rank] for rank in range(num_ranks)], records, agreement)
     if 0 not in files.models:
         raise IncompleteError(
-            f"{files.folder} holds no mp_rank_00_model_states.pt",
+            f"{files.folder} contains no mp_rank_00_model_states.pt",
             file=os.path.join(files.folder, "mp_rank_00_model_states.pt"),
             want="the model states, which name the weights",
             next_step="copy the file from rank 0's node",
         )
-    return whole_modules(files.models[0], records, agreement)
+    return read_whole_modules(files.models[0], records, agreement)
 
 
-def _no_partitions(files: CheckpointFiles, got: str) -> IncompleteError:
+def _partition_error(files: CheckpointFiles, got: str) -> IncompleteError:
     name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     return IncompleteError(
-        f"{files.folder} holds no {name} nor any other: the fp32 weights lie in them",
+        f"{files.folder} contains no {name} nor another *_optim_states.pt, which would contain the fp32 weights",
         rank=0,
         file=os.path.join(files.folder, name),
         got=got,
@@ -129,7 +129,7 @@ def _universal_modules(files: CheckpointFiles, records: Records, agreement: Agre
             file=next(iter(files.partitions.values())),
             got="zero/ and *_optim_states.pt",
             want="one of both",
-            next_step="remove the files that another run left",
+            next_step="move the files of another run to another folder",
         )
     num_ranks = len(files.rank_models)
     if num_ranks:
@@ -139,10 +139,10 @@ def _universal_modules(files: CheckpointFiles, records: Records, agreement: Agre
 
 
 def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
-    """Return the parameters of a universal checkpoint; where it has slices, those of all of them."""
+    """Return the shapes of a universal checkpoint's parameters, of all slices."""
     if modules.state.groups is None:
         raise modules.state.origin.usage(
-            "does not say which parameters were trained",
+            "does not record which parameters were trained",
             got="no param_shapes",
             next_step="convert the checkpoint again with a newer ds_to_universal.py",
         )
@@ -163,7 +163,7 @@ def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
     if modules.shards or modules.shared:
         name = next(iter((*modules.shards, *modules.shared)))
         raise UsageError(
-            f"{name}: universal checkpoints of several slices tell nothing of how buffers, ties and frozen parameters "
+            f"{name}: universal checkpoints of several slices do not record how buffers, ties and frozen parameters "
             "were sliced",
             tensor=name,
             file=modules.state.origin.path,
@@ -177,28 +177,28 @@ def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
     return shapes
 
 
-def _check_undealt(files: CheckpointFiles, modules: Modules) -> None:
-    """Check that the script that made a universal checkpoint knew where the parameters lie.
+def _check_dealing(files: CheckpointFiles, modules: Modules) -> None:
+    """Refuse a universal checkpoint of a run whose `round_robin_gradients` moved parameters.
 
-    DeepSpeed records where they would lie had `round_robin_gradients` not dealt them to ranks in turn, and
-    ds_to_universal.py follows that record (0.19.8): each fp32.pt holds elements of other parameters.
+    DeepSpeed records the places of the parameters before they are dealt to ranks in turn. ds_to_universal.py follows
+    that record (0.19.8), so each fp32.pt contains elements of other parameters.
 
     Raises:
         UsageError: dealing moved parameters.
     """
     facts, groups = modules.state.facts, modules.state.groups or ()
     num_ranks, stage = facts.get("dp_world_size"), modules.state.config_stage
-    # BF16_Optimizer, which sums gradients in fp32, deals nothing; nor does stage 3.
+    # Stage 3 does not deal parameters, nor does BF16_Optimizer, which sums gradients in fp32.
     sums = str(facts.get("ds_config.data_types.grad_accum_dtype"))
     deals = stage == 2 or (stage == 1 and not (facts.get("ds_config.bf16.enabled") and sums in ("fp32", "float32")))
     if not deals or not facts.get(f"ds_config.zero_optimization.{DEALS}") or type(num_ranks) is not int:
         return
-    if any(list(undealt(group, num_ranks)) != list(group) for group in groups):
+    if any(list(undo_dealing(group, num_ranks)) != list(group) for group in groups):
         raise modules.state.origin.usage(
-            f"was trained with {DEALS}, of which ds_to_universal.py mixes up the parameters",
-            got=f"parameters dealt to {num_ranks} ranks, of which zero/ holds elements of others",
+            f"was trained with {DEALS}, and ds_to_universal.py mixes up the parameters of such runs",
+            got=f"parameters dealt to {num_ranks} ranks; their files in zero/ contain elements of others",
             want="a checkpoint that was not made universal",
-            next_step=f"gather the checkpoint that {files.tag} was made from",
+            next_step=f"gather the checkpoint from which {files.tag} was made",
         )
 
 
@@ -214,7 +214,7 @@ def _stored_model(
     step, world_size = (modules.state.facts.get(key) for key in ("global_steps", "dp_world_size"))
     num_ranks = len(partitions.all) if partitions is not None else world_size if type(world_size) is int else None
     first = partitions.all[0].facts if partitions is not None else None
-    notes = [*modules.notes, *moment_notes(files.tag, modules.state.facts, modules.state.origin, first)]
+    notes = [*modules.notes, *check_moment(files.tag, modules.state.facts, modules.state.origin, first)]
     if records.bare:
         notes.append(("no-checksums", f"{len(records.bare)} files were written without checksums"))
     return StoredModel(

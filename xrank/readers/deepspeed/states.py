@@ -1,4 +1,4 @@
-"""What one file of a DeepSpeed checkpoint says: its model states, or one rank's partition of the fp32 weights.
+"""Parses one file of a DeepSpeed checkpoint: model states, or one rank's partition of the fp32 weights.
 
 The keys are those of ``deepspeed/checkpoint/constants.py``.
 """
@@ -15,7 +15,7 @@ from xrank.errors import ContradictionError, UnsafeError
 from xrank.formats.inert_record import InertRecord
 from xrank.formats.regular_file import Origin, shown
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
-from xrank.readers.deepspeed.folder import owner_of
+from xrank.readers.deepspeed.folder import parse_owner
 from xrank.readers.deepspeed.partitions import DEALS
 from xrank.readers.deepspeed.unread import EXPERTS, STAGES
 from xrank.words import list_text
@@ -28,146 +28,166 @@ Shapes: TypeAlias = Mapping[str, Shape]
 _MAX_NUMEL = (1 << 62) - 1
 _SHARED_FACTS = ("ds_version", "global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size")
 _CONFIG_FACTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "fp16", "optimizer", "scheduler")
+_ALIGNMENTS, _SLICES = "param_alignment_paddings", "param_slice_mappings"
 _OPTIMIZER_FACTS = (
     *("zero_stage", "partition_count", "ds_version", "clip_grad", "dynamic_loss_scale", "overflow", "loss_scaler"),
-    *("base_optimizer_state_step", "param_alignment_paddings"),
+    *("base_optimizer_state_step", _ALIGNMENTS),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """A ``*_model_states.pt``."""
+    """Content of a ``*_model_states.pt``."""
 
     origin: Origin
     archive: TorchArchive
     module: Mapping[str, ArchivedTensor]
-    """The state dict; in stage 3 a tensor of no elements stands for what lies in partitions."""
+    """The state dict; in stage 3 an empty tensor stands for each tensor in the partitions."""
     num_others: int
-    """Entries of the state dict that are no tensors."""
+    """Number of entries of the state dict that are not tensors."""
     buffer_names: tuple[str, ...]
     groups: tuple[Shapes, ...] | None
-    """Whole shapes of what the partitions hold, group by group, in their order; None without ZeRO."""
+    """Whole shapes of the parameters in the partitions, by group, in their order; None without ZeRO."""
     frozen: Shapes
-    """Whole shapes of parameters that are not trained."""
+    """Whole shapes of frozen parameters."""
     fragments: Mapping[str, ArchivedTensor]
-    """Of those: this rank's piece in stage 3, the whole before."""
+    """Tensors of the frozen parameters: in stage 3 this rank's pieces, otherwise whole."""
     shared: Mapping[str, str]
-    """Alias -> the name that holds the data; only rank 0 knows."""
+    """Alias -> the name that holds the data; only rank 0 records it."""
     facts: Mapping[str, object]
-    """What is the same in the files of one moment of one run."""
+    """Values that are equal in all files of one save."""
     config_stage: int | None
-    """The stage in the configuration."""
+    """The ZeRO stage in the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A ``*_optim_states.pt``, less what no gather needs."""
+    """Content of a ``*_optim_states.pt``, without the moments."""
 
     origin: Origin
     archive: TorchArchive
     stage: int | None
-    """None: written by `BF16_Optimizer`, which does not say."""
+    """None if `BF16_Optimizer` wrote it, which does not record its stage."""
     counts: tuple[int, ...]
-    """Partitions of each group, or one number for all."""
+    """Number of partitions of each group, or one number for all."""
     flats: tuple[ArchivedTensor, ...]
-    """The fp32 weights: a partition of each group, or in stage 3 of each sub-group."""
+    """The fp32 weights: a partition per group, or in stage 3 per sub-group."""
     is_interleaved: bool
-    """Cut as stage 3 cuts."""
+    """Whether it is cut as in stage 3."""
     paddings: tuple[int, ...] | None
-    """Of each group: elements at this partition's end that stand for nothing."""
+    """For each group: number of padding elements at this partition's end."""
     alignments: tuple[tuple[int, ...], ...] | None
-    """Of each group: elements of padding behind each parameter."""
+    """For each group: number of padding elements behind each parameter."""
     slices: tuple[Mapping[str, tuple[int, int]], ...] | None
-    """Of each group: (start, elements) in this partition of every parameter that it has a part of."""
+    """For each group: (start, elements) in this partition of every parameter with a part in it."""
     facts: Mapping[str, object]
-    """What is the same in the files of one moment of one run."""
+    """Values that are equal in all files of one save."""
 
 
 def read_model_state(path: str, rank: int | None = None) -> ModelState:
-    """Return what a ``*_model_states.pt`` says, by its metadata alone.
+    """Return the content of a ``*_model_states.pt``, from its metadata alone.
 
     Raises:
-        IncompleteError: there is no such file.
-        UsageError: it is a pipeline's or has experts, which are not read.
-        CorruptError, UnsafeError: it is damaged, or more than data where data are needed.
+        IncompleteError: the file is missing.
+        UsageError: it belongs to a pipeline or has experts, which are not read.
+        CorruptError, UnsafeError: it is damaged, or contains code where data are needed.
     """
     archive, origin = read_archive(path, rank=rank), Origin(path, rank)
     state = _table(archive.value, "the state", origin)
     _check_name(archive, origin)
     archive = replace(archive, value=None)  # a thousand ranks' trees would fill memory
-    if "module" not in state:
-        raise origin.corrupt("is no model state", got="no module", want="a dict with module")
-    if state["module"] is None:
-        raise STAGES.refused(origin, "no module: its layers lie in files of their own")
-    if state.get("ds_autoep_layers") or state.get("autoep_layers") or _is_positive(state.get("num_experts")):
-        raise EXPERTS.refused(origin)
+    _check_kind(state, origin)
     module = _table(state["module"], "module", origin)
-    tensors = {name: value for name, value in module.items() if isinstance(value, ArchivedTensor)}
-    for name, value in module.items():
-        # A parameter of a class of its own (quantised, sparse) would be missing from the model.
-        if isinstance(value, InertRecord) and not name.endswith("_extra_state"):
-            raise _needs_code(name, value, origin)
-    fragments = _table(state.get("frozen_param_fragments") or {}, "frozen_param_fragments", origin)
-    for name, value in fragments.items():
-        if not isinstance(value, ArchivedTensor):
-            raise origin.corrupt(f"{shown(name)} among frozen_param_fragments is no tensor", got=type(value).__name__)
-    shared = _table(state.get("shared_params") or {}, "shared_params", origin)
-    groups = state.get("param_shapes")
-    listed = [groups] if isinstance(groups, dict) else groups
-    if listed is not None and not isinstance(listed, (list, tuple)):
-        raise origin.corrupt("param_shapes is no list", got=type(listed).__name__)
+    tensors = _module_tensors(module, origin)
     buffers = state.get("buffer_names") or ()
     if not isinstance(buffers, (list, tuple, set)) or not all(isinstance(name, str) for name in buffers):
-        raise origin.corrupt("buffer_names is no list of names", got=type(buffers).__name__)
+        raise origin.corrupt("buffer_names is not a list of names", got=type(buffers).__name__)
+    shared = _table(state.get("shared_params") or {}, "shared_params", origin)
     if not all(isinstance(name, str) for name in shared.values()):
         raise origin.corrupt("shared_params does not tie names to names")
-    shapes = None if listed is None else tuple(_shapes(group, "param_shapes", origin) for group in listed)
-    names = [name for group in shapes or () for name in group]
-    if len(set(names)) < len(names):
-        raise origin.corrupt("a parameter is in two groups of param_shapes")
-    zero = state.get("ds_config")
-    zero = zero.get("zero_optimization") if isinstance(zero, dict) else None
-    stage = zero.get("stage") if isinstance(zero, dict) else None
+    facts = _facts({key: state[key] for key in _SHARED_FACTS if key in state}, archive)
     return ModelState(
-        origin,
-        archive,
-        tensors,
-        len(module) - len(tensors),
-        tuple(sorted(buffers) if isinstance(buffers, set) else buffers),
-        shapes,
-        _shapes(state.get("frozen_param_shapes") or {}, "frozen_param_shapes", origin),
-        {name: value for name, value in fragments.items() if isinstance(value, ArchivedTensor)},
-        {name: str(owner) for name, owner in shared.items()},
-        {
-            **dict(_facts({key: state[key] for key in _SHARED_FACTS if key in state}, archive)),
-            **dict(_config_facts(state, archive)),
-        },
-        stage if type(stage) is int else None,
+        origin=origin,
+        archive=archive,
+        module=tensors,
+        num_others=len(module) - len(tensors),
+        buffer_names=tuple(sorted(buffers) if isinstance(buffers, set) else buffers),
+        groups=_groups(state.get("param_shapes"), origin),
+        frozen=_shapes(state.get("frozen_param_shapes") or {}, "frozen_param_shapes", origin),
+        fragments=_fragments(state.get("frozen_param_fragments") or {}, origin),
+        shared={name: str(owner) for name, owner in shared.items()},
+        facts={**dict(facts), **dict(_config_facts(state, archive))},
+        config_stage=_config_stage(state),
     )
 
 
+def _check_kind(state: Mapping[str, object], origin: Origin) -> None:
+    if "module" not in state:
+        raise origin.corrupt("is not a model state", got="no module", want="a dict with module")
+    if state["module"] is None:
+        raise STAGES.make_error(origin, "no module: its layers lie in files of their own")
+    if state.get("ds_autoep_layers") or state.get("autoep_layers") or _is_positive(state.get("num_experts")):
+        raise EXPERTS.make_error(origin)
+
+
+def _module_tensors(module: Mapping[str, object], origin: Origin) -> dict[str, ArchivedTensor]:
+    for name, value in module.items():
+        # A parameter of its own class (quantised, sparse) is pickled as code; without it the model would have a gap.
+        if isinstance(value, InertRecord) and not name.endswith("_extra_state"):
+            raise _code_error(name, value, origin)
+    return {name: value for name, value in module.items() if isinstance(value, ArchivedTensor)}
+
+
+def _fragments(value: object, origin: Origin) -> dict[str, ArchivedTensor]:
+    found: dict[str, ArchivedTensor] = {}
+    for name, fragment in _table(value, "frozen_param_fragments", origin).items():
+        if not isinstance(fragment, ArchivedTensor):
+            kind = type(fragment).__name__
+            raise origin.corrupt(f"{shown(name)} among frozen_param_fragments is not a tensor", got=kind)
+        found[name] = fragment
+    return found
+
+
+def _groups(value: object, origin: Origin) -> tuple[Shapes, ...] | None:
+    listed = [value] if isinstance(value, dict) else value
+    if listed is None:
+        return None
+    shapes = tuple(_shapes(group, "param_shapes", origin) for group in _check_list(listed, "param_shapes", origin))
+    names = [name for group in shapes for name in group]
+    if len(set(names)) < len(names):
+        raise origin.corrupt("a parameter is in two groups of param_shapes")
+    return shapes
+
+
+def _config_stage(state: Mapping[str, object]) -> int | None:
+    config = state.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    return stage if type(stage) is int else None
+
+
 def _check_name(archive: TorchArchive, origin: Origin) -> None:
-    """Check that a file is not another rank's: torch writes the name it was saved under into the archive."""
-    own, saved = owner_of(os.path.basename(origin.path)), owner_of(f"{archive.name}.pt")
+    """Check that a file is not another rank's: torch writes the file's original name into the archive."""
+    own, saved = parse_owner(os.path.basename(origin.path)), parse_owner(f"{archive.name}.pt")
     if own is not None and saved is not None and own != saved:
         raise ContradictionError(
             origin.named("is another file, renamed or copied"),
             rank=origin.rank,
             file=origin.path,
-            got=f"what was saved as {archive.name}.pt",
-            want=f"what was saved as {os.path.basename(origin.path)}",
+            got=f"a file saved as {archive.name}.pt",
+            want=f"a file saved as {os.path.basename(origin.path)}",
             next_step="copy both files again from where they were saved",
         )
 
 
-def _needs_code(name: str, value: InertRecord, origin: Origin) -> UnsafeError:
-    error = origin.unsafe(f"{shown(name)[1:-1]} is no plain tensor, but what only code can make", got=repr(value))
+def _code_error(name: str, value: InertRecord, origin: Origin) -> UnsafeError:
+    error = origin.unsafe(f"{shown(name)[1:-1]} is not a plain tensor; only running code can make it", got=repr(value))
     error.about(tensor=name)
     return error
 
 
 def _is_positive(value: object) -> bool:
-    # engine.py: num_experts is a list, [0] or [1] where there are none.
+    # engine.py: num_experts is a list; [0] or [1] means no experts.
     values = value if isinstance(value, (list, tuple)) else [value]
     return any(type(each) is int and each > 1 for each in values)
 
@@ -176,7 +196,7 @@ def _table(value: object, what: str, origin: Origin) -> dict[str, object]:
     if isinstance(value, InertRecord):
         raise origin.unsafe(f"{what} is an object that only running code can make", got=repr(value))
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise origin.corrupt(f"{what} is no dict of names", got=type(value).__name__)
+        raise origin.corrupt(f"{what} is not a dict of names", got=type(value).__name__)
     return value
 
 
@@ -184,21 +204,21 @@ def _shapes(value: object, what: str, origin: Origin) -> Shapes:
     table = _table(value, what, origin)
     found: dict[str, Shape] = {}
     for name, shape in table.items():
-        # A torch.Size is a tuple here (`read_archive`); some callers pass lists.
+        # A torch.Size is a tuple here (`read_archive`); some callers save lists.
         sizes = tuple(shape) if isinstance(shape, (list, tuple)) else (-1,)
         if not all(type(size) is int and size >= 0 for size in sizes) or len(sizes) > 64 or prod(sizes) > _MAX_NUMEL:
-            raise origin.corrupt(f"{what} gives {shown(name)} no shape", got=ascii(shape)[:200])
+            raise origin.corrupt(f"{what} gives {shown(name)} an invalid shape", got=ascii(shape)[:200])
         found[name] = sizes
     return found
 
 
 def read_partition(path: str, rank: int) -> Partition:
-    """Return what a ``*_optim_states.pt`` says, by its metadata alone.
+    """Return the content of a ``*_optim_states.pt``, from its metadata alone.
 
     Raises:
-        IncompleteError: there is no such file.
+        IncompleteError: the file is missing.
         UsageError: it has no fp32 weights.
-        CorruptError, UnsafeError: it is damaged, or more than data where data are needed.
+        CorruptError, UnsafeError: it is damaged, or contains code where data are needed.
     """
     archive, origin = read_archive(path, rank=rank), Origin(path, rank)
     state = _table(archive.value, "the state", origin)
@@ -212,51 +232,45 @@ def read_partition(path: str, rank: int) -> Partition:
             "holds no fp32 weights",
             got=list_text(map(shown, optimizer), 8),
             want="fp32_flat_groups or single_partition_of_fp32_groups",
-            next_step="gather a checkpoint that an optimizer of ZeRO saved",
+            next_step="gather a checkpoint that a ZeRO optimizer saved",
         )
-    tensors = tuple(
-        tensor for tensor in _listed(flats, "the fp32 weights", origin) if isinstance(tensor, ArchivedTensor)
-    )
-    if len(tensors) != len(_listed(flats, "the fp32 weights", origin)):
-        raise origin.corrupt("its fp32 weights are no tensors")
+    listed = _check_list(flats, "the fp32 weights", origin)
+    tensors = tuple(tensor for tensor in listed if isinstance(tensor, ArchivedTensor))
+    if len(tensors) != len(listed):
+        raise origin.corrupt("its fp32 weights are not tensors")
     counts = optimizer.get("partition_count")
-    counts = (counts,) if type(counts) is int else tuple(_listed(counts, "partition_count", origin))
+    counts = (counts,) if type(counts) is int else tuple(_check_list(counts, "partition_count", origin))
     if not counts or not all(type(count) is int and count > 0 for count in counts):
-        raise origin.corrupt("partition_count is no count", got=ascii(counts)[:200])
-    paddings, alignments = optimizer.get("group_paddings"), optimizer.get("param_alignment_paddings")
-    slices = optimizer.get("param_slice_mappings")
+        raise origin.corrupt("partition_count is not a count", got=ascii(counts)[:200])
+    paddings, alignments = optimizer.get("group_paddings"), optimizer.get(_ALIGNMENTS)
+    slices = optimizer.get(_SLICES)
     return Partition(
-        origin,
-        archive,
-        _stage_of(optimizer.get("zero_stage"), origin),
-        tuple(count for count in counts if isinstance(count, int)),
-        tensors,
-        is_interleaved,
-        None if paddings is None else _numbers(paddings, "group_paddings", origin),
-        None
+        origin=origin,
+        archive=archive,
+        stage=_stage_of(optimizer.get("zero_stage"), origin),
+        counts=tuple(count for count in counts if isinstance(count, int)),
+        flats=tensors,
+        is_interleaved=is_interleaved,
+        paddings=None if paddings is None else _numbers(paddings, "group_paddings", origin),
+        alignments=None
         if alignments is None
-        else tuple(
-            _numbers(group, "param_alignment_paddings", origin)
-            for group in _listed(alignments, "param_alignment_paddings", origin)
-        ),
-        None
-        if not slices
-        else tuple(_slices(group, origin) for group in _listed(slices, "param_slice_mappings", origin)),
-        dict(_partition_facts(state, optimizer, archive)),
+        else tuple(_numbers(group, _ALIGNMENTS, origin) for group in _check_list(alignments, _ALIGNMENTS, origin)),
+        slices=tuple(_slices(group, origin) for group in _check_list(slices, _SLICES, origin)) if slices else None,
+        facts=dict(_partition_facts(state, optimizer, archive)),
     )
 
 
-def _listed(value: object, what: str, origin: Origin) -> Sequence[object]:
+def _check_list(value: object, what: str, origin: Origin) -> Sequence[object]:
     if not isinstance(value, (list, tuple)):
-        raise origin.corrupt(f"{what} is no list", got=type(value).__name__)
+        raise origin.corrupt(f"{what} is not a list", got=type(value).__name__)
     return value
 
 
 def _numbers(value: object, what: str, origin: Origin) -> tuple[int, ...]:
-    listed = _listed(value, what, origin)
+    listed = _check_list(value, what, origin)
     numbers = tuple(number for number in listed if type(number) is int and 0 <= number <= _MAX_NUMEL)
     if len(numbers) != len(listed):
-        raise origin.corrupt(f"{what} is no list of counts", got=ascii(listed)[:200])
+        raise origin.corrupt(f"{what} is not a list of counts", got=ascii(listed)[:200])
     return numbers
 
 
@@ -264,15 +278,15 @@ def _stage_of(value: object, origin: Origin) -> int | None:
     match value:
         case None:
             return None
-        # A member of deepspeed.runtime.zero.config.ZeroStageEnum; older versions write its number.
+        # A member of deepspeed.runtime.zero.config.ZeroStageEnum; older versions write a number.
         case InertRecord(name="ZeroStageEnum", args=(int(stage),)) | int(stage):
             return int(stage)
-    raise origin.corrupt("its zero_stage is no stage", got=ascii(value)[:200])
+    raise origin.corrupt("its zero_stage is not a stage", got=ascii(value)[:200])
 
 
 def _slices(value: object, origin: Origin) -> Mapping[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
-    for name, address in _table(value, "param_slice_mappings", origin).items():
+    for name, address in _table(value, _SLICES, origin).items():
         # deepspeed/utils/tensor_fragment.py: fragment_address(numel, start).
         match address:
             case InertRecord(name="fragment_address", state={"numel": int(numel), "start": int(start)}):
@@ -287,7 +301,7 @@ def _partition_facts(
 ) -> Iterator[tuple[str, object]]:
     yield from _facts({key: optimizer[key] for key in _OPTIMIZER_FACTS if key in optimizer}, archive)
     yield from _config_facts(state, archive)
-    # Adam's state: under one key in stages 1 and 2, under another in stage 3.
+    # Adam's state has one key in stages 1 and 2 and another in stage 3.
     inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
     per_group: object = inner
     if isinstance(inner, dict):
@@ -311,7 +325,7 @@ def _partition_facts(
 
 
 def _config_facts(state: Mapping[str, object], archive: TorchArchive) -> Iterator[tuple[str, object]]:
-    """Yield what of the run's configuration stands in both kinds of files."""
+    """Yield the settings of the run's configuration that both kinds of files contain."""
     config = state.get("ds_config")
     if isinstance(config, dict):
         kept = {key: config[key] for key in (*_CONFIG_FACTS, "data_types") if key in config}
@@ -321,7 +335,7 @@ def _config_facts(state: Mapping[str, object], archive: TorchArchive) -> Iterato
 
 
 def _facts(value: object, archive: TorchArchive, path: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
-    """Yield (path, value) of the numbers and texts of a tree; of single elements (a step) their checksums."""
+    """Yield (path, value) of a tree's numbers and texts; single elements, such as steps, give their checksums."""
     if depth > 6:
         return
     if value is None or isinstance(value, (bool, int, float, str)):

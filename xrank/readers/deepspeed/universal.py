@@ -1,8 +1,8 @@
 """The fp32 weights of a universal checkpoint: ``zero/<parameter>/fp32.pt``, each whole.
 
-Written by ``deepspeed/checkpoint/ds_to_universal.py``: from stages 1 and 2 a dict with ``param``, from stage 3 the bare
-elements in a row. That script also puts buffers, ties and frozen parameters there, rounded to fp32 from what is stored;
-those are taken from the model states themselves.
+``deepspeed/checkpoint/ds_to_universal.py`` writes them: from stages 1 and 2 a dict with ``param``, from stage 3 the
+bare row of elements. The script also writes buffers, ties and frozen parameters there, rounded to fp32; this reader
+takes those from the model states.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from xrank.readers.deepspeed.states import Shape, Shapes
 from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
 from xrank.readers.records import Records
 
-__all__ = ["universal_shards"]
+__all__ = ["locate_universal"]
 
 
-def universal_shards(folder: str, shapes: Shapes, records: Records, *, is_sliced: bool) -> dict[str, StoredShard]:
-    """Return every tensor that was trained.
+def locate_universal(folder: str, shapes: Shapes, records: Records, *, is_sliced: bool) -> dict[str, StoredShard]:
+    """Return every trained tensor.
 
     Args:
-        folder: the checkpoint's.
-        shapes: of the parameters, from the model states.
-        records: takes in the files.
-        is_sliced: the shapes are those of tensor-parallel slices, and tell nothing of the whole.
+        folder: the checkpoint's folder.
+        shapes: shapes of the parameters, from the model states.
+        records: collects the files.
+        is_sliced: whether the shapes are those of tensor-parallel slices, which do not determine the whole.
 
     Raises:
         IncompleteError: a parameter's file is missing.
@@ -44,7 +44,7 @@ def universal_shards(folder: str, shapes: Shapes, records: Records, *, is_sliced
 def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bool) -> StoredShard:
     if os.path.basename(name) != name or name in ("", ".", "..") or not name.isprintable():
         raise UnsafeError(
-            f"{folder}: a parameter's name is no name of a folder: {shown(name)}",
+            f"{folder}: a parameter's name is not the name of a folder: {shown(name)}",
             tensor=shown(name),
             file=folder,
             got=shown(name),
@@ -71,36 +71,28 @@ def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bo
             origin.named("is another file, renamed or copied"),
             tensor=name,
             file=path,
-            got=f"what was saved as {shown(archive.name)}",
-            want="what was saved as fp32.pt",
+            got=f"a file saved as {shown(archive.name)}",
+            want="a file saved as fp32.pt",
             next_step="run ds_to_universal.py again",
         )
     if not isinstance(tensor, ArchivedTensor):
-        raise origin.corrupt("holds no tensor", got=type(tensor).__name__, want="a tensor, or a dict with param")
+        raise origin.corrupt("contains no tensor", got=type(tensor).__name__, want="a tensor, or a dict with param")
     is_row = tensor.shape == (prod(shape),) and (tensor.strides == (1,) or prod(shape) <= 1)
     if is_row:
-        # Stage 3's elements have lost their shape, which the model states have kept.
+        # Stage 3's elements lost their shape; the model states have it.
         final = shape
     elif tensor.shape == shape or is_sliced or (entry.get("vocab_tensor") is True and tensor.shape[1:] == shape[1:]):
         final = tensor.shape
     else:
         raise ContradictionError(
-            f"{name}: {path} has another shape than the model states say",
+            f"{name}: {path} has another shape than the model states record",
             tensor=name,
             file=path,
             got=str(list(tensor.shape)),
             want=str(list(shape)),
             next_step="run ds_to_universal.py again",
         )
-    held = HeldTensor(
-        rank=0,
-        file=path,
-        record=records.file(archive)(tensor.key),
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        strides=tensor.strides,
-        storage_offset=tensor.storage_offset,
-    )
+    held = HeldTensor.from_archive(tensor, rank=0, file=path, record=records.add_archive(archive)(tensor.key))
     count = prod(final)
     row = (Nest(0, 0, ((count, 1, 1),) if count > 1 else ()),) if count else ()
     return pieces_of(name, [held], final, [row if is_row else whole(tensor.shape)])

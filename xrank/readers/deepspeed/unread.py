@@ -1,4 +1,4 @@
-"""What of DeepSpeed's checkpoints is not read, though its files are known, and what helps instead."""
+"""Kinds of DeepSpeed checkpoints that are recognised but not read, and their alternatives."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Unread:
     """A kind of parallelism whose files are not read."""
 
     what: str
-    """What such a file holds, in the plural."""
+    """Description of such a file's content, in the plural."""
     needed: str
-    """What reading it would take."""
+    """What reading it would require."""
     next_step: str
 
-    def refused(self, origin: Origin, got: str | None = None) -> UsageError:
-        """Return the error for such a file; ``got`` is what it was told by, if not its name."""
+    def make_error(self, origin: Origin, got: str | None = None) -> UsageError:
+        """Return the error for such a file; ``got`` is the evidence, if not the file's name."""
         return origin.usage(
             f"{self.what} are not read",
             got=got or self.what,
@@ -30,7 +30,7 @@ class Unread:
         )
 
 
-# Of experts and pipelines DeepSpeed's own script fails, or loses what is frozen.
+# For experts and pipelines DeepSpeed's own script fails, or loses frozen parameters.
 SLICES = Unread(
     "slices of tensor-parallel ranks",
     "a map of how each tensor was sliced",

@@ -1,4 +1,4 @@
-"""The fp32 weights of a ZeRO checkpoint: every rank's partitions, checked against each other and against the shapes."""
+"""The fp32 weights of a ZeRO checkpoint: all ranks' partitions, checked against each other and the shapes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from xrank.readers.deepspeed.agreement import Agreement
 from xrank.readers.deepspeed.flat_rows import FlatRows, FlatTensors
 from xrank.readers.deepspeed.folder import CheckpointFiles
 from xrank.readers.deepspeed.partitions import (
-    interleaved,
+    locate_interleaved,
+    locate_successive,
     partition_numel,
     piece_numel,
     stretches,
-    successive,
-    undealt,
+    undo_dealing,
 )
 from xrank.readers.deepspeed.states import Partition, Shapes, read_partition
 from xrank.readers.deepspeed.unread import EXPERTS
 from xrank.readers.records import Records
 from xrank.words import ranks_text
 
-__all__ = ["Partitions", "check_ranks", "read_partitions", "trained_shards"]
+__all__ = ["Partitions", "check_ranks", "locate_trained", "read_partitions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Partitions:
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether they are cut as stage 3 cuts."""
+        """Whether they are cut as in stage 3."""
         return self.all[0].is_interleaved
 
     @property
     def stage(self) -> int | None:
-        """The stage that they say, if they do."""
+        """The stage that they record, if any."""
         return self.all[0].stage
 
 
@@ -62,7 +62,9 @@ def read_partitions(files: CheckpointFiles, records: Records, agreement: Agreeme
     num_ranks = max(first.counts)
     check_ranks(files.folder, files.partitions, num_ranks, "optim_states")
     if any(count != num_ranks for count in first.counts):
-        raise EXPERTS.refused(first.origin, f"groups of different numbers of partitions, {ascii(first.counts)[:200]}")
+        raise EXPERTS.make_error(
+            first.origin, f"groups of different numbers of partitions, {ascii(first.counts)[:200]}"
+        )
     partitions = []
     rows = FlatRows([f"fp32 group {number}" for number in range(len(first.flats))], num_ranks)
     for rank in range(num_ranks):
@@ -77,13 +79,13 @@ def read_partitions(files: CheckpointFiles, records: Records, agreement: Agreeme
                 next_step="all files must come from one save of one run; copy them again",
             )
         agreement.add(partition.facts, partition.origin)
-        rows.add(rank, partition.flats, records.file(partition.archive), partition.origin)
+        rows.add(rank, partition.flats, records.add_archive(partition.archive), partition.origin)
         partitions.append(partition)
     return Partitions(tuple(partitions), rows.table())
 
 
 def check_ranks(folder: str, found: Mapping[int, str], num_ranks: int, kind: str) -> None:
-    """Check that every rank left a file, and none besides.
+    """Check that exactly the ranks of the run wrote a file.
 
     Raises:
         IncompleteError: ranks are missing.
@@ -92,12 +94,13 @@ def check_ranks(folder: str, found: Mapping[int, str], num_ranks: int, kind: str
     beyond = [rank for rank in found if rank >= num_ranks]
     if beyond:
         raise ContradictionError(
-            f"{found[beyond[0]]} is of rank {beyond[0]}, and the checkpoint has {num_ranks} partitions",
+            f"{found[beyond[0]]} belongs to rank {beyond[0]}, but the checkpoint has {num_ranks} partitions",
             rank=beyond[0],
             file=found[beyond[0]],
             got=f"files of {ranks_text(found)}",
             want=f"ranks 0-{num_ranks - 1}",
-            next_step="remove what a run of more ranks left; a run with MiCS, whose partitions repeat, is not read",
+            next_step="move the files of a run with more ranks to another folder; runs with MiCS, whose partitions "
+            "repeat, are not read",
         )
     missing = [rank for rank in range(num_ranks) if rank not in found]
     if missing:
@@ -109,7 +112,7 @@ def check_ranks(folder: str, found: Mapping[int, str], num_ranks: int, kind: str
             file=os.path.join(folder, file),
             got=f"files of {ranks_text(found)}" if found else "none",
             want=f"one of each of {num_ranks} ranks",
-            next_step=f"copy {text}'s *_{kind}.pt into the folder: a node without a shared disk keeps its own",
+            next_step=f"copy {text}'s *_{kind}.pt into the folder; nodes without a shared disk keep their own files",
         )
 
 
@@ -118,18 +121,18 @@ def _file_name(others: Sequence[str], rank: int, kind: str) -> str:
     return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"
 
 
-def trained_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
-    """Return every tensor that the partitions hold.
+def locate_trained(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
+    """Return every tensor in the partitions.
 
     Args:
-        partitions: of all ranks.
-        groups: whole shapes by group, in the order in which the partitions hold them.
+        partitions: the partitions of all ranks.
+        groups: whole shapes by group, in the partitions' order.
 
     Raises:
-        ContradictionError: the partitions do not have the sizes that the shapes give them.
+        ContradictionError: the partitions' sizes do not match the shapes.
     """
     if partitions.is_interleaved:
-        return _interleaved_shards(partitions, groups)
+        return _locate_interleaved_shards(partitions, groups)
     if len(groups) != len(partitions.all[0].flats):
         raise _size_error(
             partitions.all[0], f"{len(partitions.all[0].flats)} groups", f"{len(groups)}, of param_shapes"
@@ -143,7 +146,7 @@ def trained_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str
     return found
 
 
-def _interleaved_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
+def _locate_interleaved_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
     flats, num_ranks, copies = partitions.flats, len(partitions.all), Copies()
     shapes = {name: shape for group in groups for name, shape in group.items()}
     numels = np.array([prod(shape) for shape in shapes.values()], dtype=np.int64)
@@ -169,11 +172,11 @@ def _interleaved_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dic
     found, position = {}, 0
     for name, shape in shapes.items():
         size = piece_numel(prod(shape), num_ranks)
-        # The sub-groups that the piece lies in: one, as DeepSpeed cuts today, or several.
+        # The sub-groups that contain the piece: one in today's DeepSpeed, or several.
         low = max(int(np.searchsorted(ends, position, side="right")) - 1, 0)
         high = int(np.searchsorted(ends, position + size, side="left"))
         columns = list(range(min(low, len(ends) - 2), max(high, low + 1))) or [0]
-        found[name] = interleaved(name, shape, flats, columns, position - int(ends[columns[0]]))
+        found[name] = locate_interleaved(name, shape, flats, columns, position - int(ends[columns[0]]))
         position += size
     return found
 
@@ -182,7 +185,7 @@ def _group_shards(partitions: Partitions, number: int, shapes: Shapes) -> dict[s
     first = partitions.all[0]
     paddings = None if first.alignments is None else (*first.alignments, *[()] * len(first.flats))[number]
     if paddings is not None and len(paddings) != len(shapes):
-        raise _size_error(first, f"{len(paddings)} paddings in group {number}", f"{len(shapes)}, one a parameter")
+        raise _size_error(first, f"{len(paddings)} paddings in group {number}", f"{len(shapes)}, one per parameter")
     places = stretches(list(shapes.values()), paddings)
     total = max((end for _, end in places), default=0) + (paddings[-1] if paddings else 0)
     lengths = partitions.flats.length[:, number].tolist()
@@ -193,7 +196,7 @@ def _group_shards(partitions: Partitions, number: int, shapes: Shapes) -> dict[s
         _check_paddings(partition, number, lengths[rank], size)
     _check_slices(partitions, number, shapes, places, size)
     return {
-        name: successive(name, shape, partitions.flats, number, size, first_element)
+        name: locate_successive(name, shape, partitions.flats, number, size, first_element)
         for (name, shape), (first_element, _) in zip(shapes.items(), places, strict=True)
     }
 
@@ -234,20 +237,20 @@ def _check_paddings(partition: Partition, number: int, length: int, size: int) -
 def _check_slices(
     partitions: Partitions, number: int, shapes: Shapes, places: Sequence[tuple[int, int]], size: int
 ) -> None:
-    """Check the partitions' own records of what they hold: they name the rank, unless one tensor fills several."""
+    """Check each partition's record of its parameters; it identifies the rank, unless one tensor fills several."""
     recorded = [
         dict(partition.slices[number]) if partition.slices is not None and number < len(partition.slices) else None
         for partition in partitions.all
     ]
     ranks = range(len(recorded))
-    expected = [_expected_slices(shapes, places, size, rank) for rank in ranks]
+    expected = [_expect_slices(shapes, places, size, rank) for rank in ranks]
     if all(found in (None, want) for found, want in zip(recorded, expected, strict=True)):
         return
-    # Of round_robin_gradients DeepSpeed records where the parameters would lie undealt (stage_1_and_2.py:
+    # With round_robin_gradients DeepSpeed records the places of the undealt parameters (stage_1_and_2.py:
     # _link_all_hp_params).
-    before = undealt(shapes, len(recorded))
+    before = undo_dealing(shapes, len(recorded))
     ends = stretches(list(before.values()), None)
-    if all(found in (None, _expected_slices(before, ends, size, rank)) for rank, found in enumerate(recorded)):
+    if all(found in (None, _expect_slices(before, ends, size, rank)) for rank, found in enumerate(recorded)):
         return
     for rank, found in enumerate(recorded):
         if found in (None, expected[rank]):
@@ -264,7 +267,7 @@ def _check_slices(
         )
 
 
-def _expected_slices(
+def _expect_slices(
     shapes: Shapes, places: Sequence[tuple[int, int]], size: int, rank: int
 ) -> dict[str, tuple[int, int]]:
     low, high = rank * size, (rank + 1) * size

@@ -1,4 +1,4 @@
-"""DTensors as a pickle describes them: the local tensor, and the layout that the placements say."""
+"""DTensors in a pickle: their local tensors, and the layouts of their placements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xrank.formats.regular_file import Origin, shown
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.layout import DeviceMesh
 from xrank.readers.fsdp.meshes import Meshes
-from xrank.readers.fsdp.pickled import Wrapper, attributes, is_object, local_tensor, sizes_of
+from xrank.readers.fsdp.pickled import Wrapper, attributes, is_object, read_local_tensor, sizes_of
 
 __all__ = ["DTensorPart", "DTensors"]
 
@@ -21,11 +21,11 @@ _MAX_EXTENT = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class DTensorPart:
-    """What a rank holds of a DTensor."""
+    """A rank's part of a DTensor."""
 
     local: ArchivedTensor
     layout: str
-    """The notation of its placements."""
+    """The placements in the notation of layouts."""
     mesh: DeviceMesh
     shape: tuple[int, ...]
     """Global shape."""
@@ -33,7 +33,7 @@ class DTensorPart:
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Answers as torch's placements do (torch/distributed/tensor/placement_types.py)."""
+    """Has the methods of torch's placements (torch/distributed/tensor/placement_types.py)."""
 
     def is_shard(self) -> bool:
         return False
@@ -84,7 +84,7 @@ class DTensors:
 
     Args:
         archive: the file.
-        rank: the rank that wrote it, by the file's name.
+        rank: the rank in the file's name.
     """
 
     def __init__(self, archive: TorchArchive, rank: int) -> None:
@@ -92,33 +92,35 @@ class DTensors:
         self._meshes = Meshes(archive, rank)
         self._layouts: dict[object, str] = {}
 
-    def part(self, name: str, wrapper: Wrapper) -> DTensorPart | None:
-        """Return what the rank holds of a DTensor; None where it is not on the tensor's mesh.
+    def read_part(self, name: str, wrapper: Wrapper) -> DTensorPart | None:
+        """Return the rank's part of a DTensor; None if the tensor's mesh does not contain the rank.
 
         Raises:
             ContradictionError: the file is another rank's.
-            CorruptError, UnsafeError: it is no DTensor that torch writes.
-            LayoutError: its placements are none that a layout can say.
+            CorruptError, UnsafeError: it is not a DTensor as torch writes it.
+            LayoutError: the notation cannot express its placements.
         """
         state = attributes(wrapper.state)
         spec = state.get("_spec")
         if not is_object(spec, "DTensorSpec"):
             raise self._origin.corrupt(f"{shown(name)}: the DTensor has no spec", got=type(spec).__name__)
-        told = attributes(spec)
-        meta = told.get("tensor_meta")
+        fields = attributes(spec)
+        meta = fields.get("tensor_meta")
         if is_object(meta, "TensorMeta"):
             assert isinstance(meta, InertRecord) and meta.args is not None
             shape = sizes_of(meta.args[0], self._origin) if meta.args else None
             if shape != wrapper.shape:
                 raise self._origin.corrupt(
-                    f"{shown(name)}: the DTensor says two shapes", got=f"{shape} in its spec", want=f"{wrapper.shape}"
+                    f"{shown(name)}: the DTensor records two shapes",
+                    got=f"{shape} in its spec",
+                    want=f"{wrapper.shape}",
                 )
-        mesh = self._meshes.of(told.get("mesh"))
+        mesh = self._meshes.find(fields.get("mesh"))
         if mesh is None:
             return None
-        local = local_tensor(state.get("_local_tensor"), shown(name), wrapper.dtype, self._origin)
-        placements = tuple(self._placement(name, value) for value in _members(told.get("placements")))
-        order = tuple(self._order_entry(name, value) for value in _members(told.get("shard_order")))
+        local = read_local_tensor(state.get("_local_tensor"), shown(name), wrapper.dtype, self._origin)
+        placements = tuple(self._placement(name, value) for value in _members(fields.get("placements")))
+        order = tuple(self._order_entry(name, value) for value in _members(fields.get("shard_order")))
         key = (mesh, placements, order, len(wrapper.shape))
         if key not in self._layouts:
             try:
@@ -134,9 +136,9 @@ class DTensors:
         return DTensorPart(local, self._layouts[key], mesh, wrapper.shape)
 
     def _placement(self, name: str, value: object) -> _Placement:
-        told = attributes(value)
+        fields = attributes(value)
         kind = value.name if isinstance(value, InertRecord) and is_object(value, value.name) else None
-        dim, factor = told.get("dim"), told.get("split_factor")
+        dim, factor = fields.get("dim"), fields.get("split_factor")
         match kind:
             case "Replicate":
                 return Replicate()
@@ -144,10 +146,10 @@ class DTensors:
                 return Shard(dim)
             case "_StridedShard" if _is_small(dim) and _is_small(factor) and factor > 0:
                 return _StridedShard(dim, factor)
-            case "Partial" | "_Partial" if isinstance(told.get("reduce_op"), str):
-                return Partial(told["reduce_op"])
+            case "Partial" | "_Partial" if isinstance(fields.get("reduce_op"), str):
+                return Partial(fields["reduce_op"])
         raise LayoutError(
-            f"{name}: one of its placements is none that a layout can say",
+            f"{name}: no layout can express one of its placements",
             tensor=name,
             rank=self._origin.rank,
             file=self._origin.path,

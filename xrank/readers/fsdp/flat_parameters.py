@@ -1,9 +1,9 @@
-"""FSDP1's flat parameters: all of a module's parameters end to end in one buffer, cut evenly, wherever that falls.
+"""FSDP1's flat parameters: buffers with all parameters of a module end to end, cut evenly, also within parameters.
 
-What ``LOCAL_STATE_DICT`` saves (torch/distributed/fsdp/_state_dict_utils.py: _local_post_state_dict_hook) is the rank's
-range of every buffer, a one-dimensional ShardedTensor ``…_flat_param``. With ``use_orig_params=True`` each parameter's
-name is there besides, as a view on the same storage: where it stands in the buffer is then known, its shape is not.
-Without, names and shapes are nowhere.
+``LOCAL_STATE_DICT`` saves the rank's range of every buffer, a one-dimensional ShardedTensor ``…_flat_param``
+(torch/distributed/fsdp/_state_dict_utils.py: _local_post_state_dict_hook). With ``use_orig_params=True`` it also saves
+each parameter's name, as a view on the same storage: this determines its place in the buffer, but not its shape.
+Otherwise it saves neither names nor shapes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from xrank.readers.fsdp.rank_files import RankFile
 from xrank.readers.held_tensor import HeldTensor, pieces_of
 from xrank.words import likewise_text, ranks_text
 
-__all__ = ["FlatPieces", "find_flat_pieces", "flat_shards", "is_flat", "refuse_nameless"]
+__all__ = ["FlatPieces", "find_flat_pieces", "flat_shards", "is_flat", "make_nameless_error"]
 
 _NAME = "_flat_param"
 _ALIGNMENT_NBYTES = 16
-"""Parameters begin at multiples of it (torch/distributed/fsdp/_flat_param.py: _get_aligned_numel)."""
+"""Alignment of parameters (torch/distributed/fsdp/_flat_param.py: _get_aligned_numel)."""
 
 Index: TypeAlias = Callable[[str], int]
-"""Record's key in a rank's file -> its number in the source."""
+"""Key of a record in a rank's file -> its number in the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +39,32 @@ class _Piece:
     held: HeldTensor
     buffer: str
     start: int
-    """In the whole buffer."""
+    """Index in the whole buffer."""
     stop: int
 
 
 @dataclass(frozen=True, slots=True)
 class FlatPieces:
-    """The pieces of parameters whose names were kept, and the buffers of those whose names were not."""
+    """The pieces of named parameters, and the buffers without names."""
 
     by_name: Mapping[str, tuple[_Piece, ...]]
     nameless: tuple[str, ...]
 
 
 def is_flat(name: str) -> bool:
-    """Say whether a ShardedTensor of that name is a flat parameter."""
+    """Return whether a ShardedTensor of that name is a flat parameter."""
     return name.rpartition(".")[2] == _NAME
 
 
 def find_flat_pieces(files: Sequence[RankFile], indexes: Mapping[int, Index]) -> FlatPieces:
-    """Return where every named parameter lies in its flat parameter.
+    """Return the places of all named parameters in their flat parameters.
 
     Args:
-        files: of all ranks.
-        indexes: for each rank what numbers its records.
+        files: the files of all ranks.
+        indexes: for each rank the numbers of its records.
 
     Raises:
-        ContradictionError: a tensor is a piece on one rank and something else on another.
+        ContradictionError: a tensor is a piece on one rank and a whole tensor on another.
         IncompleteError: elements of a buffer belong to no name.
     """
     found: dict[str, list[_Piece]] = {}
@@ -83,25 +83,20 @@ def find_flat_pieces(files: Sequence[RankFile], indexes: Mapping[int, Index]) ->
             stop = start + tensor.shape[0]
             if not low <= start < stop <= high or tensor.strides != (1,):
                 raise file.origin.corrupt(
-                    f"{name} reaches past the rank's range of {buffer}", got=f"{start}:{stop}", want=f"in {low}:{high}"
+                    f"{name} reaches beyond the rank's range of {buffer}",
+                    got=f"{start}:{stop}",
+                    want=f"in {low}:{high}",
                 )
-            held = HeldTensor(
-                rank=file.rank,
-                file=file.archive.path,
-                record=indexes[file.rank](tensor.key),
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                strides=tensor.strides,
-                storage_offset=tensor.storage_offset,
-            )
+            index = indexes[file.rank](tensor.key)
+            held = HeldTensor.from_archive(tensor, rank=file.rank, file=file.archive.path, record=index)
             found.setdefault(name, []).append(_Piece(held, buffer, start, stop))
     for file in files:
         for name in found:
             held_by = {piece.held.rank for piece in found[name]}
             if file.rank not in held_by and name in file.plain and 0 not in file.plain[name].shape:
                 raise ContradictionError(
-                    f"{name}: it is a piece of a flat parameter on {ranks_text(held_by)}, and a tensor "
-                    f"of its own on rank {file.rank}",
+                    f"{name}: it is a piece of a flat parameter on {ranks_text(held_by)}, but a whole "
+                    f"tensor on rank {file.rank}",
                     tensor=name,
                     rank=file.rank,
                     file=file.archive.path,
@@ -117,17 +112,17 @@ def find_flat_pieces(files: Sequence[RankFile], indexes: Mapping[int, Index]) ->
 
 
 def _check_gaps(buffer: str, files: Sequence[RankFile], pieces: Iterable[_Piece]) -> None:
-    """Check that between the parameters there is no more than padding."""
+    """Check that the gaps between parameters are no larger than padding."""
     parts = [file.sharded[buffer] for file in files if buffer in file.sharded]
     size = parts[0].shape[0]
     padding = _ALIGNMENT_NBYTES // dtype(parts[0].dtype).nbytes
     stand = 0
     for start, stop in [*sorted({(piece.start, piece.stop) for piece in pieces}), (size, size)]:
-        # The end is padded to a multiple of the number of ranks, too.
+        # The end is also padded to a multiple of the number of ranks.
         room = padding if start < size else padding + len(parts)
         if start - stand > room:
             raise IncompleteError(
-                f"{buffer}: elements {stand} to {start - 1} belong to no parameter of a name",
+                f"{buffer}: elements {stand} to {start - 1} belong to no named parameter",
                 tensor=buffer,
                 file=files[0].archive.path,
                 got=f"{start - stand} elements",
@@ -141,20 +136,20 @@ def flat_shards(pieces: FlatPieces, shapes: Mapping[str, tuple[int, ...]]) -> li
     """Return every named parameter with its pieces.
 
     Args:
-        pieces: as found.
-        shapes: global shapes by name, from outside: the format has none.
+        pieces: the result of `find_flat_pieces`.
+        shapes: global shapes by name, which the format does not record.
 
     Raises:
         IncompleteError: pieces of a parameter are missing.
         ContradictionError: its ranks disagree about its type.
-        LayoutError: shapes are not known; all such parameters are named at once.
+        LayoutError: shapes are unknown; the error lists all such parameters.
     """
     unknown = {name: _extent(name, own) for name, own in pieces.by_name.items() if name not in shapes}
     if unknown:
         name, (start, stop) = next(iter(unknown.items()))
         more = likewise_text([other for other in unknown if other != name])
         raise LayoutError(
-            f"{name}: a flat parameter has its elements and does not tell its shape{more}",
+            f"{name}: a flat parameter contains its elements but not its shape{more}",
             tensor=name,
             file=pieces.by_name[name][0].held.file,
             got=f"{stop - start} elements",
@@ -165,7 +160,7 @@ def flat_shards(pieces: FlatPieces, shapes: Mapping[str, tuple[int, ...]]) -> li
 
 
 def _extent(name: str, pieces: Sequence[_Piece]) -> tuple[int, int]:
-    """Return a parameter's range of its buffer, in which its pieces leave no hole."""
+    """Return a parameter's range of its buffer, after checking that its pieces leave no hole."""
     ranges = sorted({(piece.start, piece.stop) for piece in pieces})
     if len({piece.buffer for piece in pieces}) > 1 or len({piece.held.dtype for piece in pieces}) > 1:
         first, other = pieces[0], next(p for p in pieces if (p.buffer, p.held.dtype) != _kind(pieces[0]))
@@ -199,7 +194,7 @@ def _shard(name: str, pieces: Sequence[_Piece], shape: tuple[int, ...]) -> Store
     first, stop = _extent(name, pieces)
     if prod(shape) != stop - first:
         raise LayoutError(
-            f"{name}: the base model's shape is not that of the flat parameter's elements",
+            f"{name}: the base model's shape does not fit the number of elements in the flat parameter",
             tensor=name,
             file=pieces[0].held.file,
             got=f"{stop - first} elements",
@@ -213,10 +208,10 @@ def _shard(name: str, pieces: Sequence[_Piece], shape: tuple[int, ...]) -> Store
     return pieces_of(name, [piece.held for piece in pieces], shape, nests)
 
 
-def refuse_nameless(buffer: str, file: RankFile) -> LayoutError:
-    """Return the error for a buffer of which nobody kept names and shapes."""
+def make_nameless_error(buffer: str, file: RankFile) -> LayoutError:
+    """Return the error for a buffer whose members' names and shapes are not recorded."""
     return LayoutError(
-        f"{buffer}: a flat parameter that keeps neither names nor shapes of what lies in it",
+        f"{buffer}: a flat parameter that records neither names nor shapes of its members",
         tensor=buffer,
         file=file.archive.path,
         rank=file.rank,

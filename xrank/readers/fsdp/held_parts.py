@@ -1,4 +1,4 @@
-"""From the files of all ranks to what each of them holds of a tensor: by layouts, or by boxes."""
+"""Collects the ranks' parts of each tensor from their files: parts with layouts, and parts with boxes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints
-from xrank.readers.fsdp.flat_parameters import FlatPieces, Index, is_flat, refuse_nameless
+from xrank.readers.fsdp.flat_parameters import FlatPieces, Index, is_flat, make_nameless_error
 from xrank.readers.fsdp.rank_files import RankFile
 from xrank.readers.fsdp.sharded_tensors import ShardedPart
-from xrank.readers.held_tensor import HeldTensor, pieces_of, replicated
+from xrank.readers.held_tensor import HeldTensor, pieces_of, replicate
 
-__all__ = ["boxed_shards", "check_kinds", "held_parts"]
+__all__ = ["check_kinds", "collect_parts", "locate_boxed_shards"]
 
 _AGAIN = "all files must come from one save of one run; copy them again"
 
 
 def check_kinds(files: Sequence[RankFile]) -> None:
-    """Check that a name stands for one kind of tensor on all ranks.
+    """Check that each name is one kind of tensor on all ranks.
 
     Raises:
-        ContradictionError: it does not.
+        ContradictionError: it is not.
     """
     kinds: dict[str, tuple[RankFile, str]] = {}
     for file in files:
@@ -44,16 +44,16 @@ def check_kinds(files: Sequence[RankFile]) -> None:
                     )
 
 
-def held_parts(
+def collect_parts(
     files: Sequence[RankFile], indexes: Mapping[int, Index], pieces: FlatPieces, world_size: int, hints: Hints
 ) -> dict[str, list[HeldTensor]]:
-    """Return what ranks hold of each tensor that a layout places, by name and rising rank.
+    """Return the ranks' parts of each tensor that a layout places, by name and rising rank.
 
-    Plain tensors among others are replicas: what torch cuts, it saves as what it is. Only where nothing in any file
-    says a cut is a plain tensor left to hints.
+    Beside DTensors and ShardedTensors, plain tensors are replicas, because torch saves cut tensors as one of those two.
+    If no file contains either, hints place the plain tensors.
 
     Raises:
-        LayoutError: a flat parameter keeps no names, and no layout is given for it.
+        LayoutError: a flat parameter records no names, and the caller gives no layout for it.
     """
     held: dict[str, list[HeldTensor]] = {}
     are_replicas = any(file.dtensors or file.sharded for file in files)
@@ -61,24 +61,24 @@ def held_parts(
     for file in files:
         index = indexes[file.rank]
         for name, part in file.dtensors.items():
-            plain = _held(file, part.local, index)
+            plain = _part_of(file, part.local, index)
             held.setdefault(name, []).append(
                 replace(plain, layout=part.layout, mesh=part.mesh, global_shape=part.shape)
             )
         for name, tensor in file.plain.items():
             if name in pieces.by_name:
                 continue
-            plain = _held(file, tensor, index)
-            # A caller who knows better says so by a rule of the layout file.
+            plain = _part_of(file, tensor, index)
+            # A rule of the layout file overrides this assumption.
             if are_replicas and not _has_rule(hints, name):
-                plain = replicated(plain, world)
+                plain = replicate(plain, world)
             held.setdefault(name, []).append(plain)
         for name in pieces.nameless:
             if name not in file.sharded:
                 continue
             if not _has_rule(hints, name):
-                raise refuse_nameless(name, file)
-            held.setdefault(name, []).extend(_held(file, tensor, index) for _, tensor in file.sharded[name].shards)
+                raise make_nameless_error(name, file)
+            held.setdefault(name, []).extend(_part_of(file, tensor, index) for _, tensor in file.sharded[name].shards)
     return held
 
 
@@ -86,20 +86,12 @@ def _has_rule(hints: Hints, name: str) -> bool:
     return hints.layouts is not None and hints.layouts.rule_for(name) is not None
 
 
-def _held(file: RankFile, tensor: ArchivedTensor, index: Index) -> HeldTensor:
-    return HeldTensor(
-        rank=file.rank,
-        file=file.archive.path,
-        record=index(tensor.key),
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        strides=tensor.strides,
-        storage_offset=tensor.storage_offset,
-    )
+def _part_of(file: RankFile, tensor: ArchivedTensor, index: Index) -> HeldTensor:
+    return HeldTensor.from_archive(tensor, rank=file.rank, file=file.archive.path, record=index(tensor.key))
 
 
-def boxed_shards(files: Sequence[RankFile], indexes: Mapping[int, Index]) -> list[StoredShard]:
-    """Return every ShardedTensor that is no flat parameter, with all its boxes.
+def locate_boxed_shards(files: Sequence[RankFile], indexes: Mapping[int, Index]) -> list[StoredShard]:
+    """Return every ShardedTensor that is not a flat parameter, with all its boxes.
 
     Raises:
         ContradictionError: ranks disagree about a tensor.
@@ -112,7 +104,7 @@ def boxed_shards(files: Sequence[RankFile], indexes: Mapping[int, Index]) -> lis
         for file, part in parts:
             _check_same(name, file, part, first)
             for box, tensor in part.shards:
-                held.append(_held(file, tensor, indexes[file.rank]))
+                held.append(_part_of(file, tensor, indexes[file.rank]))
                 nests.append(box_nests(box, part.shape))
         if held:
             shards.append(pieces_of(name, held, first.shape, nests))

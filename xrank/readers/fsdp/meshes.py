@@ -1,4 +1,4 @@
-"""torch's DeviceMesh as a pickle describes it: every release has had its own way to say the same grid of ranks."""
+"""torch's DeviceMesh in a pickle. Releases of torch describe the same grid of ranks in different ways."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ _INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("
 
 
 class Meshes:
-    """The meshes of one rank's file; one that many tensors share is read once.
+    """The meshes of one rank's file; a mesh that many tensors share is read once.
 
     Args:
         archive: the file.
-        rank: the rank that wrote it, by the file's name.
+        rank: the rank in the file's name.
     """
 
     def __init__(self, archive: TorchArchive, rank: int) -> None:
         self._archive = archive
         self._rank = rank
         self._origin = Origin(archive.path, rank)
-        # By identity: the archive's value keeps the objects alive, and a pickle names a shared object once.
+        # Keyed by identity: the archive's value keeps the objects alive, and a pickle contains a shared object once.
         self._known: dict[int, DeviceMesh | None] = {}
         self._values: dict[str, list[int]] = {}
 
-    def of(self, value: object) -> DeviceMesh | None:
-        """Return the mesh; None where the rank is not in it, and so holds nothing of the tensor.
+    def find(self, value: object) -> DeviceMesh | None:
+        """Return the mesh; None if it does not contain the rank, which then holds no part of the tensor.
 
         Raises:
             ContradictionError: the file is another rank's.
-            CorruptError: it is no mesh.
-            LayoutError: it is no grid of ranks.
+            CorruptError: it is not a mesh.
+            LayoutError: it is not a grid of ranks.
         """
         if id(value) not in self._known:
             if not is_object(value, "DeviceMesh"):
@@ -53,18 +53,18 @@ class Meshes:
             self._known[id(value)] = self._read(attributes(value))
         return self._known[id(value)]
 
-    def _read(self, told: Mapping[str, Any]) -> DeviceMesh | None:
-        if told.get("_rank", self._rank) != self._rank:
-            raise self._another_rank(f"rank {told['_rank']}")
-        if isinstance(told.get("mesh"), ArchivedTensor):  # up to torch 2.9: the ranks themselves
-            shape: tuple[int, ...] = told["mesh"].shape
-            ranks = self._integers(told["mesh"])
+    def _read(self, fields: Mapping[str, Any]) -> DeviceMesh | None:
+        if fields.get("_rank", self._rank) != self._rank:
+            raise self._rank_error(f"rank {fields['_rank']}")
+        if isinstance(fields.get("mesh"), ArchivedTensor):  # up to torch 2.9: a tensor of ranks
+            shape: tuple[int, ...] = fields["mesh"].shape
+            ranks = self._integers(fields["mesh"])
         else:
-            found = self._laid_out(told)
+            found = self._read_layout(fields)
             if found is None:
                 return None
             shape, ranks = found
-        names = told.get("mesh_dim_names", told.get("_mesh_dim_names"))
+        names = fields.get("mesh_dim_names", fields.get("_mesh_dim_names"))
         if not _are_names(names, len(shape)):
             names = tuple(f"a{i}" for i in range(len(shape)))  # as xrank.dialects.placements.describe_mesh
         try:
@@ -73,17 +73,17 @@ class Meshes:
             again = "copy the file again from where it was written"
             error.about(self._origin.name, file=self._origin.path, rank=self._origin.rank, next_step=again)
             raise
-        at = told.get("_coordinate_on_dim")
+        at = fields.get("_coordinate_on_dim")
         if self._rank not in mesh:
             if at is not None:
-                raise self._another_rank(f"a rank at {at} of the ranks {list(mesh.ranks)[:16]}")
+                raise self._rank_error(f"a rank at {at} of the ranks {list(mesh.ranks)[:16]}")
             return None
         coordinate = list(mesh.coordinate(self._rank).values())
         if isinstance(at, (list, tuple)) and list(at) != coordinate:
-            raise self._another_rank(f"the rank at {list(at)} of {mesh.grid!r}", want=f"the one at {coordinate}")
+            raise self._rank_error(f"the rank at {list(at)} of {mesh.grid!r}", want=f"the one at {coordinate}")
         return mesh
 
-    def _another_rank(self, got: str, want: str | None = None) -> ContradictionError:
+    def _rank_error(self, got: str, want: str | None = None) -> ContradictionError:
         return ContradictionError(
             f"{self._origin.path} is a copy of another rank's file",
             rank=self._rank,
@@ -93,13 +93,13 @@ class Meshes:
             next_step=f"copy the file of rank {self._rank} again, or let all ranks write again",
         )
 
-    def _laid_out(self, told: Mapping[str, Any]) -> tuple[tuple[int, ...], list[int]] | None:
-        """Return a mesh told as strides over the ranks of the whole one (torch/distributed/_mesh_layout.py).
+    def _read_layout(self, fields: Mapping[str, Any]) -> tuple[tuple[int, ...], list[int]] | None:
+        """Return a mesh that is recorded as strides over the root mesh's ranks (torch/distributed/_mesh_layout.py).
 
-        A part of a mesh says its own strides alone; which of the parts it is follows from the rank that is in it.
+        A submesh records only its own strides; the rank that it contains determines its base.
         """
-        axes = [list(zip(*axis, strict=True)) for axis in self._axes(told.get("_layout"))]
-        rank_map = self._rank_map(told)
+        axes = [list(zip(*axis, strict=True)) for axis in self._axes(fields.get("_layout"))]
+        rank_map = self._rank_map(fields)
         if self._rank not in rank_map:
             return None
         base = rank_map.index(self._rank)
@@ -116,34 +116,34 @@ class Meshes:
             for at in product(*(range(size) for size, _ in loops))
         ]
         if places and max(places) >= len(rank_map):
-            raise self._origin.corrupt("a device mesh reaches past its ranks", got=f"place {max(places)}")
+            raise self._origin.corrupt("a device mesh reaches beyond its ranks", got=f"place {max(places)}")
         return shape, [rank_map[place] for place in places]
 
     def _axes(self, layout: object) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        told = attributes(layout)
-        if "axes" in told:  # torch 2.13: a flat layout for each axis
-            parts = [attributes(axis) for axis in told["axes"]] if isinstance(told["axes"], (list, tuple)) else []
+        fields = attributes(layout)
+        if "axes" in fields:  # torch 2.13: a flat layout per axis
+            parts = [attributes(axis) for axis in fields["axes"]] if isinstance(fields["axes"], (list, tuple)) else []
             pairs = [(part.get("shape"), part.get("stride")) for part in parts]
-        else:  # before it (2.11): one layout, an entry for each axis
-            shape, stride = _tuple(told.get("shape")), _tuple(told.get("stride"))
+        else:  # up to 2.12: one layout with an entry per axis
+            shape, stride = _tuple(fields.get("shape")), _tuple(fields.get("stride"))
             pairs = list(zip(shape, stride, strict=False)) if len(shape) == len(stride) else []
         axes = [(_flat(shape), _flat(stride)) for shape, stride in pairs]
         if not axes or any(len(shape) != len(stride) or min((*shape, 1)) < 1 for shape, stride in axes):
             raise self._origin.corrupt("a device mesh has no shape", got=f"{len(axes)} axes")
         return axes
 
-    def _rank_map(self, told: Mapping[str, Any]) -> list[int]:
-        if isinstance(told.get("_rank_map"), ArchivedTensor):
-            return self._integers(told["_rank_map"])
-        flat = _flat(told.get("_flatten_rank_map"))
+    def _rank_map(self, fields: Mapping[str, Any]) -> list[int]:
+        if isinstance(fields.get("_rank_map"), ArchivedTensor):
+            return self._integers(fields["_rank_map"])
+        flat = _flat(fields.get("_flatten_rank_map"))
         if not flat:
             raise self._origin.corrupt("a device mesh has no ranks")
         return list(flat)
 
     def _integers(self, tensor: ArchivedTensor) -> list[int]:
-        """Return the values of a small tensor, the only ones that are read with the metadata."""
+        """Return the values of a small tensor; only such tensors are read together with the metadata."""
         if tensor.dtype not in _INTEGERS or prod(tensor.shape) > MAX_RANKS:
-            raise self._origin.corrupt("a device mesh's ranks are no integers", got=f"{tensor.dtype} {tensor.shape}")
+            raise self._origin.corrupt("a device mesh's ranks are not integers", got=f"{tensor.dtype} {tensor.shape}")
         values = self._record(tensor.key, _INTEGERS[tensor.dtype])
         places: Sequence[int] = [tensor.storage_offset]
         for size, stride in zip(tensor.shape, tensor.strides, strict=True):
@@ -167,7 +167,7 @@ class Meshes:
 
 @lru_cache(maxsize=4096)
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> DeviceMesh:
-    """Return the same object for equal meshes: all files of a run have the same few."""
+    """Return the same object for equal meshes, because all files of a run share a few."""
     return DeviceMesh(shape, names, ranks)
 
 
@@ -180,7 +180,7 @@ def _tuple(value: object) -> tuple[object, ...]:
 
 
 def _flat(value: object) -> tuple[int, ...]:
-    """Return the integers of nested tuples; none where there is anything else among them."""
+    """Return the integers of nested tuples; an empty tuple if they contain anything else."""
     waiting, found = [value], list[int]()
     while waiting:
         node = waiting.pop()

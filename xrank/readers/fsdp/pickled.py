@@ -1,4 +1,4 @@
-"""Objects of torch.distributed as a pickle describes them: what kind each is, and its attributes."""
+"""Objects of torch.distributed in a pickle: their classes and attributes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xrank.formats.inert_record import InertRecord
 from xrank.formats.regular_file import Origin, shown
 from xrank.formats.torch_archive import ArchivedTensor
 
-__all__ = ["Wrapper", "attributes", "is_object", "local_tensor", "sizes_of", "unwrapped", "wrapper_of"]
+__all__ = ["Wrapper", "attributes", "is_object", "read_local_tensor", "read_wrapper", "sizes_of", "unwrap_parameter"]
 
 _PACKAGE = "torch.distributed."
 _MAX_DIMENSIONS = 64
@@ -20,7 +20,7 @@ _MAX_DIMENSIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """A tensor of a class of its own around local ones (torch/_utils.py: _rebuild_wrapper_subclass)."""
+    """A tensor subclass around local tensors (torch/_utils.py: _rebuild_wrapper_subclass)."""
 
     kind: str
     """Name of the class."""
@@ -29,13 +29,13 @@ class Wrapper:
     shape: tuple[int, ...]
     """Global shape."""
     state: object
-    """What the class kept of itself."""
+    """State that the class saved."""
 
 
 def is_object(value: object, *names: str) -> bool:
-    """Say whether a value would have been an object of one of these classes of torch.distributed.
+    """Return whether a pickled value is an object of one of these classes of torch.distributed.
 
-    Modules have moved between releases (``torch.distributed._tensor``, ``torch.distributed.tensor``); names have not.
+    Releases moved the modules (``torch.distributed._tensor``, ``torch.distributed.tensor``) but kept the class names.
     """
     return (
         isinstance(value, InertRecord)
@@ -46,7 +46,7 @@ def is_object(value: object, *names: str) -> bool:
 
 
 def attributes(value: object) -> Mapping[str, Any]:
-    """Return an object's attributes, from a ``__dict__``, from slots (the pair of both), or from neither."""
+    """Return an object's attributes, from a ``__dict__`` or slots (a pair of both); empty without either."""
     state = value.state if isinstance(value, InertRecord) else value
     parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     found: dict[str, Any] = {}
@@ -56,23 +56,23 @@ def attributes(value: object) -> Mapping[str, Any]:
     return found
 
 
-def unwrapped(value: object) -> object:
-    """Return what a parameter is a parameter of; anything else as it is."""
-    # torch/_utils.py: _rebuild_parameter(data, requires_grad, hooks); plain tensors' is gone by now.
+def unwrap_parameter(value: object) -> object:
+    """Return the data of a parameter; other values unchanged."""
+    # torch/_utils.py: _rebuild_parameter(data, requires_grad, hooks); already resolved for plain tensors.
     match value:
         case InertRecord(module="torch._utils", name="_rebuild_parameter", args=(data, bool(), hooks)) if not hooks:
             return data
     return value
 
 
-def wrapper_of(value: object, origin: Origin) -> Wrapper | None:
-    """Return a DTensor or a ShardedTensor as its class and state; None for anything else.
+def read_wrapper(value: object, origin: Origin) -> Wrapper | None:
+    """Return a DTensor or a ShardedTensor as its class and state; None for other values.
 
     Raises:
-        CorruptError: its element type or shape is none.
+        CorruptError: its element type or shape is invalid.
     """
-    # torch/_tensor.py: _rebuild_from_type_v2(func, new_type, args, state), of _rebuild_wrapper_subclass(cls, dtype,
-    # size, stride, storage_offset, layout, device, requires_grad).
+    # torch/_tensor.py: _rebuild_from_type_v2(func, new_type, args, state), with func _rebuild_wrapper_subclass(cls,
+    # dtype, size, stride, storage_offset, layout, device, requires_grad).
     match value:
         case InertRecord(
             module="torch._tensor",
@@ -90,7 +90,7 @@ def wrapper_of(value: object, origin: Origin) -> Wrapper | None:
 
 def _element_type(value: object, origin: Origin) -> str:
     if not isinstance(value, str):
-        raise origin.corrupt("a tensor's element type is none", got=type(value).__name__)
+        raise origin.corrupt("a tensor's element type is invalid", got=type(value).__name__)
     try:
         return by_torch_name(value.removeprefix("torch.")).name
     except UsageError as error:
@@ -99,10 +99,10 @@ def _element_type(value: object, origin: Origin) -> str:
 
 
 def sizes_of(value: object, origin: Origin) -> tuple[int, ...]:
-    """Return sizes or offsets, one for each dim.
+    """Return sizes or offsets, one per dim.
 
     Raises:
-        CorruptError: they are no counts.
+        CorruptError: they are not counts.
     """
     if (
         not isinstance(value, (tuple, list))
@@ -110,21 +110,21 @@ def sizes_of(value: object, origin: Origin) -> tuple[int, ...]:
         or not all(type(part) is int and 0 <= part < 1 << 63 for part in value)
     ):
         got = shown(tuple(value)) if isinstance(value, (tuple, list)) else type(value).__name__
-        raise origin.corrupt("a tensor's sizes are no counts", got=got)
+        raise origin.corrupt("a tensor's sizes are not counts", got=got)
     return tuple(value)
 
 
-def local_tensor(value: object, name: str, dtype: str, origin: Origin) -> ArchivedTensor:
-    """Return the plain tensor that a rank holds within another one.
+def read_local_tensor(value: object, name: str, dtype: str, origin: Origin) -> ArchivedTensor:
+    """Return a rank's plain tensor inside a tensor subclass.
 
     Raises:
-        CorruptError: it is of another type than the tensor around it.
-        UnsafeError: it is no plain tensor.
+        CorruptError: its type differs from the outer tensor's.
+        UnsafeError: it is not a plain tensor.
     """
-    value = unwrapped(value)
+    value = unwrap_parameter(value)
     if not isinstance(value, ArchivedTensor):
         got = f"{value.module}.{value.name}" if isinstance(value, InertRecord) else type(value).__name__
-        raise origin.unsafe(f"{name}: what the rank holds of it is no plain tensor", got=shown(got))
+        raise origin.unsafe(f"{name}: the rank's part is not a plain tensor", got=shown(got))
     if value.dtype != dtype:
-        raise origin.corrupt(f"{name}: the rank's part is of another type than the tensor", got=value.dtype, want=dtype)
+        raise origin.corrupt(f"{name}: the rank's part has another type than the tensor", got=value.dtype, want=dtype)
     return value

@@ -1,7 +1,7 @@
-"""The readers of checkpoints that are one ``torch.save`` of a state dict for each rank: verl's, SkyRL's, accelerate's.
+"""The readers of checkpoints with one ``torch.save`` of a state dict per rank: verl's, SkyRL's, accelerate's.
 
-What a rank's tensor is a part of, torch wrote with it: DTensors say mesh and placements, FSDP1's ShardedTensors their
-boxes. Plain tensors among them are replicas (buffers, parameters that FSDP ignores), and are compared as such.
+torch records the place of each part: DTensors record mesh and placements, FSDP1's ShardedTensors their boxes. Plain
+tensors among them are replicas (buffers, parameters that FSDP ignores), and are compared as such.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.fsdp.file_names import ACCELERATE, VERL, RankFiles, Scheme, list_accelerate, list_verl
 from xrank.readers.fsdp.flat_parameters import find_flat_pieces, flat_shards, is_flat
-from xrank.readers.fsdp.held_parts import boxed_shards, check_kinds, held_parts
+from xrank.readers.fsdp.held_parts import check_kinds, collect_parts, locate_boxed_shards
 from xrank.readers.fsdp.rank_files import RankFile, read_rank_file
 from xrank.readers.placement import Placement, place_all
 from xrank.readers.records import Records
-from xrank.readers.wrapper_names import under_own_names
+from xrank.readers.wrapper_names import remove_wrapper_names
 from xrank.words import list_text
 
 __all__ = ["AccelerateRanksReader", "VerlReader"]
@@ -37,29 +37,29 @@ class VerlReader:
     name = VERL.format
 
     def recognise(self, path: str) -> str | None:
-        """Return None if the folder holds files named by rank and world size."""
-        return VERL.why_not(path)
+        """Return None if the folder contains files named by rank and world size."""
+        return VERL.explain_mismatch(path)
 
     def read(self, path: str, hints: Hints) -> StoredModel:
-        """Return where every tensor lies; errors as `Reader.read` lists them."""
+        """Return where every tensor lies; errors as in `Reader.read`."""
         return _read(VERL, path, list_verl(path), hints)
 
 
 class AccelerateRanksReader:
-    """The reader of what accelerate saves rank by rank, without DCP (`xrank.readers.base.Reader`)."""
+    """The reader of accelerate's per-rank files without DCP (`xrank.readers.base.Reader`)."""
 
     name = ACCELERATE.format
 
     def recognise(self, path: str) -> str | None:
-        """Return None if the folder holds files named by rank, or it is such a file where there are several models."""
+        """Return None for a folder with files named by rank, or for such a file if its folder has several models."""
         if os.path.isfile(path) and ACCELERATE.pattern.fullmatch(os.path.basename(path)):
             folder = os.path.dirname(os.path.abspath(path))
             models = {match[1] for entry in os.listdir(folder) if (match := ACCELERATE.pattern.fullmatch(entry))}
             return None if len(models) > 1 else "one rank's file; its folder is the checkpoint"
-        return ACCELERATE.why_not(path)
+        return ACCELERATE.explain_mismatch(path)
 
     def read(self, path: str, hints: Hints) -> StoredModel:
-        """Return where every tensor lies; errors as `Reader.read` lists them."""
+        """Return where every tensor lies; errors as in `Reader.read`."""
         return _read(ACCELERATE, path, list_accelerate(path), hints)
 
 
@@ -70,12 +70,12 @@ def _read(scheme: Scheme, path: str, listed: RankFiles, hints: Hints) -> StoredM
         scheme.check_name(file, files[-1].archive.name, rank)
     world_size = _world_size(files, listed)
     records = Records()
-    indexes = {file.rank: records.file(file.archive) for file in files}
+    indexes = {file.rank: records.add_archive(file.archive) for file in files}
     check_kinds(files)
     pieces = find_flat_pieces(files, indexes)
-    placement = place_all(held_parts(files, indexes, pieces, world_size, hints), hints, world_size=world_size)
+    placement = place_all(collect_parts(files, indexes, pieces, world_size, hints), hints, world_size=world_size)
     shards: dict[str, StoredShard] = {}
-    for shard in (*placement.shards, *flat_shards(pieces, hints.shapes), *boxed_shards(files, indexes)):
+    for shard in (*placement.shards, *flat_shards(pieces, hints.shapes), *locate_boxed_shards(files, indexes)):
         shards[shard.name] = shard
     ordered = [tensor for file in files for tensor in (*file.dtensors, *file.sharded, *file.plain) if tensor in shards]
     ordered += list(shards)
@@ -94,20 +94,20 @@ def _read(scheme: Scheme, path: str, listed: RankFiles, hints: Hints) -> StoredM
         layouts=placement.layouts,
         details=_details(listed, files),
     )
-    return under_own_names(found, hints.shapes)
+    return remove_wrapper_names(found, hints.shapes)
 
 
 def _world_size(files: Sequence[RankFile], listed: RankFiles) -> int:
-    """Return the world size that everything in the files agrees on; all its ranks are there."""
-    told = [(file, part.world_size) for file in files for part in file.sharded.values()]
+    """Return the world size, after checking that all files agree on it and that all its ranks are present."""
+    recorded = [(file, part.world_size) for file in files for part in file.sharded.values()]
     least = [(file, max(part.mesh.ranks) + 1) for file in files for part in file.dtensors.values()]
-    expected = listed.world_size or (told[0][1] if told else max((size for _, size in least), default=0))
-    for file, size in (*((f, n) for f, n in told if n != expected), *((f, n) for f, n in least if n > expected)):
+    expected = listed.world_size or (recorded[0][1] if recorded else max((size for _, size in least), default=0))
+    for file, size in (*((f, n) for f, n in recorded if n != expected), *((f, n) for f, n in least if n > expected)):
         raise ContradictionError(
-            f"{file.archive.path} is of a run of another size",
+            f"{file.archive.path} belongs to a run of another size",
             rank=file.rank,
             file=file.archive.path,
-            got=f"{size} ranks, as its tensors say",
+            got=f"{size} ranks, by its tensors",
             want=f"{expected} ranks",
             next_step="all files must come from one save of one run; copy them again",
         )
@@ -117,7 +117,7 @@ def _world_size(files: Sequence[RankFile], listed: RankFiles) -> int:
 
 
 def _step(folder: str) -> int | None:
-    """Return the step that the folder's name or its parent's tells."""
+    """Return the step in the folder's name or its parent's."""
     folder = os.path.abspath(folder)
     for name in (os.path.basename(folder), os.path.basename(os.path.dirname(folder))):
         found = _STEP.fullmatch(name)
@@ -129,7 +129,7 @@ def _step(folder: str) -> int | None:
 def _nbytes_of(paths: Sequence[str]) -> int:
     total = 0
     for path in paths:
-        # What no gather needs may be a link to nothing, or gone by now.
+        # The trainer's own file may be a dangling link, or removed meanwhile.
         with suppress(OSError):
             total += os.stat(path).st_size
     return total

@@ -1,6 +1,6 @@
 """Reads a Hugging Face folder of ``.bin`` files: whole tensors in state dicts of ``torch.save``.
 
-Their names: ``pytorch_model.bin``, or ``pytorch_model-0000<i>-of-0000<n>.bin`` with an index (transformers/utils:
+The files: ``pytorch_model.bin``, or ``pytorch_model-0000<i>-of-0000<n>.bin`` with an index (transformers/utils:
 WEIGHTS_NAME, WEIGHTS_INDEX_NAME), and accelerate's ``pytorch_model_fsdp.bin`` of FULL_STATE_DICT.
 """
 
@@ -25,10 +25,10 @@ from xrank.readers.hugging_face.weight_files import (
     is_one_of_several,
     list_files,
     read_index,
-    stale_index,
+    stale_index_notes,
 )
 from xrank.readers.records import Records
-from xrank.readers.wrapper_names import under_own_names
+from xrank.readers.wrapper_names import remove_wrapper_names
 from xrank.words import list_text, plural
 
 __all__ = ["BinFolderReader"]
@@ -46,7 +46,7 @@ class BinFolderReader:
     name = "bin"
 
     def recognise(self, path: str) -> str | None:
-        """Return None if it is such a file, or a folder with one."""
+        """Return None for such a file, or a folder with one."""
         name = os.path.basename(path)
         if os.path.isfile(path) and _NAME.fullmatch(name):
             return "one of several files; its folder is the model" if is_one_of_several(name) else None
@@ -55,7 +55,7 @@ class BinFolderReader:
         return "no pytorch_model.bin or pytorch_model-<i>-of-<n>.bin in it"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
-        """Return where every tensor lies; errors as `Reader.read` lists them."""
+        """Return where every tensor lies; errors as in `Reader.read`."""
         is_folder = os.path.isdir(path)
         folder = path if is_folder else os.path.dirname(path)
         index = read_index(folder, _INDEX_NAME, _WHOLE) if is_folder else None
@@ -68,17 +68,9 @@ class BinFolderReader:
         tensors: list[tuple[str, str]] = []
         for file in names:
             archive = read_archive(os.path.join(folder, file))
-            number = records.file(archive)
+            number = records.add_archive(archive)
             for name, tensor in _tensors(archive, others).items():
-                held[name] = HeldTensor(
-                    rank=0,
-                    file=archive.path,
-                    record=number(tensor.key),
-                    dtype=tensor.dtype,
-                    shape=tensor.shape,
-                    strides=tensor.strides,
-                    storage_offset=tensor.storage_offset,
-                )
+                held[name] = HeldTensor.from_archive(tensor, rank=0, file=archive.path, record=number(tensor.key))
                 tensors.append((name, file))
         check_index(folder, tensors, index)
         check_placeholders(
@@ -88,7 +80,7 @@ class BinFolderReader:
         )
         shards = tuple(pieces_of(name, [tensor], tensor.shape, [whole(tensor.shape)]) for name, tensor in held.items())
         aliases = _aliases(held)
-        notes = stale_index(folder, _INDEX_NAME, index) if is_folder else []
+        notes = stale_index_notes(folder, _INDEX_NAME, index) if is_folder else []
         notes += [] if index is None else [*index.notes(sum(_nbytes(t) for n, t in held.items() if n not in aliases))]
         if others:
             names_left = list_text(others, 8)
@@ -109,7 +101,7 @@ class BinFolderReader:
             nbytes=records.nbytes,
             notes=tuple(notes),
         )
-        return under_own_names(found, hints.shapes)
+        return remove_wrapper_names(found, hints.shapes)
 
 
 def _is_model_file(name: str) -> bool:
@@ -117,7 +109,7 @@ def _is_model_file(name: str) -> bool:
 
 
 def _check_one(folder: str, names: Sequence[str]) -> None:
-    """Refuse a folder with several files of which each is a whole model."""
+    """Refuse a folder with several files that are each a whole model."""
     models = [name for name in names if not is_one_of_several(name)]
     if len(models) > 1 or (models and len(names) > 1):
         raise UsageError(
@@ -125,7 +117,7 @@ def _check_one(folder: str, names: Sequence[str]) -> None:
             file=folder,
             got=list_text(names, 10),
             want="one",
-            next_step=f"name the file of the one to take, such as {os.path.join(folder, models[0])}",
+            next_step=f"give the path of one of them, such as {os.path.join(folder, models[0])}",
         )
 
 
@@ -134,7 +126,7 @@ def _tensors(archive: TorchArchive, others: list[str]) -> Mapping[str, ArchivedT
     refuse_inert(state, archive.path)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise Origin(archive.path).corrupt(
-            "holds no state dict", got=type(state).__name__, want="a dict of tensors by name"
+            "is not a state dict", got=type(state).__name__, want="a dict of tensors by name"
         )
     found = {}
     for name, value in state.items():
@@ -142,7 +134,7 @@ def _tensors(archive: TorchArchive, others: list[str]) -> Mapping[str, ArchivedT
             found[name] = value
         elif isinstance(value, (dict, list, tuple)):
             raise Origin(archive.path).usage(
-                f"is no state dict of a model: {shown(name)} is a {type(value).__name__}",
+                f"is not a model's state dict: {shown(name)} is a {type(value).__name__}",
                 want="tensors by name",
                 next_step="save the model's state_dict() alone",
             )
@@ -156,7 +148,7 @@ def _nbytes(tensor: HeldTensor) -> int:
 
 
 def _aliases(held: Mapping[str, HeldTensor]) -> dict[str, str]:
-    """Return tied name -> the name before it that is the same view of the same record."""
+    """Return tied name -> the first name of the same view of the same record."""
     first: dict[object, str] = {}
     found = {}
     for name, tensor in held.items():

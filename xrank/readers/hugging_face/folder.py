@@ -23,10 +23,10 @@ from xrank.readers.hugging_face.weight_files import (
     is_one_of_several,
     list_files,
     read_index,
-    stale_index,
+    stale_index_notes,
 )
 from xrank.readers.records import Records
-from xrank.readers.wrapper_names import under_own_names
+from xrank.readers.wrapper_names import remove_wrapper_names
 from xrank.words import plural
 
 __all__ = ["HfFolderReader", "describe_files", "output_file_of", "read_headers"]
@@ -42,7 +42,7 @@ class HfFolderReader:
     name = "safetensors"
 
     def recognise(self, path: str) -> str | None:
-        """Return None if it is a safetensors file, or a folder with one."""
+        """Return None for a safetensors file, or a folder with one."""
         if path.endswith(".safetensors") and os.path.isfile(path):
             name = os.path.basename(path)
             if is_shard_name(name):
@@ -53,16 +53,16 @@ class HfFolderReader:
         return "no *.safetensors of whole tensors in it"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
-        """Return where every tensor lies; errors as `Reader.read` lists them."""
+        """Return where every tensor lies; errors as in `Reader.read`."""
         headers = read_headers(path)
         model = describe_files(path, headers)
         files = {tensor.name: header.path for header in headers for tensor in header.tensors}
         kinds = {shard.name: (shard.dtype, shard.shape) for shard in model.shards}
         check_placeholders(kinds, files, hints.shapes)
         if not os.path.isdir(path):
-            return under_own_names(model, hints.shapes)
+            return remove_wrapper_names(model, hints.shapes)
         index = read_index(path, _INDEX_NAME, _WHOLE)
-        notes = [*model.notes, *stale_index(path, _INDEX_NAME, index)]
+        notes = [*model.notes, *stale_index_notes(path, _INDEX_NAME, index)]
         if index is not None:
             notes += index.notes(model.nbytes - _nbytes_of_adapter(headers))
         left = sorted(filter(_is_model_file, set(os.listdir(path)) - {os.path.basename(h.path) for h in headers}))
@@ -70,19 +70,19 @@ class HfFolderReader:
             notes.append(
                 ("left-out", f"{plural(len(left), 'file')} beside the model's own left out, such as {left[0]}")
             )
-        return under_own_names(replace(model, notes=tuple(notes)), hints.shapes)
+        return remove_wrapper_names(replace(model, notes=tuple(notes)), hints.shapes)
 
 
 def _is_model_file(name: str) -> bool:
-    # Hidden ones are what a desktop or an editor leaves beside a file: macOS' ._model.safetensors.
+    # Desktops and editors leave hidden files, such as macOS' ._model.safetensors.
     return name.endswith(".safetensors") and not is_shard_name(name) and not name.startswith(".")
 
 
-def _own_files(names: Sequence[str]) -> Callable[[str], bool]:
-    """Return what tells the model's files from others where no index does.
+def _choose_filter(names: Sequence[str]) -> Callable[[str], bool]:
+    """Return a function that recognises the model's files in a folder without an index.
 
-    A file of the name of a whole model is one, as for transformers: beside it lie another format's
-    ``consolidated.safetensors``, optimizers. Only numbered files contradict it; an adapter belongs to it.
+    A file with the name of a whole model is the model, as for transformers. Other formats' files may lie beside it,
+    such as ``consolidated.safetensors`` or optimizers. Only numbered files contradict it; an adapter belongs to it.
     """
     if _WHOLE not in names:
         return _is_model_file
@@ -93,19 +93,19 @@ def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
     """Return the headers of a model's files, by name, checked against its index.
 
     Raises:
-        IncompleteError: the index names a file or tensor that is not there.
-        ContradictionError: two files hold one tensor, or the index sends a tensor elsewhere.
+        IncompleteError: a file or tensor that the index names is missing.
+        ContradictionError: two files contain one tensor, or the index names another file for it.
         CorruptError, UnsafeError: the index is malformed, or names a path outside the folder.
         UsageError: a whole model lies beside the files of the index.
     """
     if not os.path.isdir(path):
         return (read_header(path),)
     index = read_index(path, _INDEX_NAME, _WHOLE)
-    is_own = _is_model_file if index is not None else _own_files(os.listdir(path))
+    is_own = _is_model_file if index is not None else _choose_filter(os.listdir(path))
     headers = [read_header(os.path.join(path, name)) for name in list_files(path, is_own, index)]
     check_index(path, ((tensor.name, os.path.basename(h.path)) for h in headers for tensor in h.tensors), index)
     if index is not None and _ADAPTER not in index.weight_map.values() and _ADAPTER in os.listdir(path):
-        headers.append(read_header(os.path.join(path, _ADAPTER)))  # no index names one; nor is it left out unasked
+        headers.append(read_header(os.path.join(path, _ADAPTER)))  # never in an index, and never silently left out
     return tuple(headers)
 
 
@@ -115,17 +115,17 @@ def _nbytes_of_adapter(headers: Sequence[SafetensorsHeader]) -> int:
 
 
 def describe_files(path: str, headers: Sequence[SafetensorsHeader], *, as_bytes: bool = False) -> StoredModel:
-    """Return the stored model of these files: every tensor one record without checksum.
+    """Return the stored model of these files; every tensor is one record without checksum.
 
     Args:
         path: the model's folder or file.
-        headers: of its files.
+        headers: the headers of its files.
         as_bytes: describe each tensor as a row of bytes, whatever its element type.
     """
     records = Records()
     shards = []
     for header in headers:
-        record_of = records.safetensors_file(header)
+        record_of = records.add_safetensors(header)
         for tensor in header.tensors:
             dtype, shape = _kind(tensor, as_bytes)
             count = prod(shape)
@@ -149,9 +149,9 @@ def _kind(tensor: HeaderTensor, as_bytes: bool) -> tuple[str, tuple[int, ...]]:
 
 
 def output_file_of(header: SafetensorsHeader) -> OutputFile:
-    """Return an existing file as if it were still to be written, its tensors as rows of bytes: for reading it back.
+    """Describe an existing file as an output with tensors of bytes, to read it back.
 
-    As bytes, because another writer's tensors need not start at a multiple of their element's width.
+    As bytes, because another writer's tensors need not start at multiples of their elements' width.
     """
     with open(header.path, "rb") as stream:
         start = stream.read(header.data_start)

@@ -1,4 +1,4 @@
-"""Which rank left which file of torch's Hugging Face shards: a grid by rank and file, which may have holes."""
+"""The files of torch's Hugging Face shards: a grid by rank and file, possibly with holes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MAX_SHOWN = 20
 
 
 def is_shard_name(name: str) -> bool:
-    """Say whether a file of that name holds pieces, not whole tensors."""
+    """Return whether a file of that name contains pieces, not whole tensors."""
     return _NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class ShardGrid:
-    """The files that there are."""
+    """The files that are present."""
 
     folder: str
     files: Mapping[tuple[int, int], str]
@@ -33,12 +33,12 @@ class ShardGrid:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks that left a file, from 1."""
+        """Ranks with a file, from 1."""
         return sorted({rank for rank, _ in self.files})
 
     def holes(self) -> list[str]:
-        """Return the files that others let expect; a rank that has no piece for a file writes none."""
-        # A name may claim any rank and any number of files: no more is listed than can be shown.
+        """Return the paths of files that may be missing; a rank without a piece for a file writes none."""
+        # A name may claim any rank and number of files, so the list ends at what can be shown.
         absent = (
             self._name(rank, number)
             for rank in range(1, max(self.ranks) + 1)
@@ -51,18 +51,18 @@ class ShardGrid:
         return os.path.join(self.folder, f"shard-{rank:05d}-model-{number:05d}-of-{self.num_files:05d}.safetensors")
 
     def text(self) -> str:
-        """Say which ranks left files, in few words."""
+        """Return a short description of the ranks that wrote files."""
         holes = [os.path.basename(file) for file in self.holes()]
-        told = f"files of {ranks_text(self.ranks)} (from 1)"
-        return told + (f", without {', '.join(holes[:3])}{' and more' if len(holes) > 3 else ''}" if holes else "")
+        text = f"files of {ranks_text(self.ranks)} (from 1)"
+        return text + (f", without {', '.join(holes[:3])}{' and more' if len(holes) > 3 else ''}" if holes else "")
 
 
 def shard_grid(folder: str) -> ShardGrid:
     """Return the shards in a folder.
 
     Raises:
-        IncompleteError: there are none.
-        ContradictionError: they are of several saves.
+        IncompleteError: there are no shards.
+        ContradictionError: they belong to several saves.
     """
     worlds: dict[int, dict[tuple[int, int], str]] = {}
     for entry in sorted(os.listdir(folder) if os.path.isdir(folder) else []):
@@ -71,26 +71,26 @@ def shard_grid(folder: str) -> ShardGrid:
             rank, number, count = map(int, match.groups())
             if rank < 1 or not 1 <= number <= count:
                 raise ContradictionError(
-                    f"{entry}: no rank or file has such a number",
+                    f"{entry}: its name has an impossible rank or file number",
                     file=os.path.join(folder, entry),
                     got=f"rank {rank}, file {number} of {count}",
                     want="numbers from 1",
-                    next_step="remove the file, if it is of another run",
+                    next_step="move the file to another folder if it belongs to another run",
                 )
             worlds.setdefault(count, {})[rank, number] = os.path.join(folder, entry)
     if not worlds:
         raise IncompleteError(
-            f"{folder} holds no shards", file=folder, want="shard-*.safetensors", next_step="check the path"
+            f"{folder} contains no shards", file=folder, want="shard-*.safetensors", next_step="check the path"
         )
     if len(worlds) > 1:
         few = min(worlds.values(), key=len)
         file = next(iter(few.values()))
         raise ContradictionError(
-            f"{os.path.basename(file)} is of another save than the files beside it in {folder}",
+            f"{os.path.basename(file)} belongs to another save than the files beside it in {folder}",
             file=file,
             got="; ".join(f"{len(files)} files of -of-{count:05d}" for count, files in sorted(worlds.items())),
-            want="one save's",
-            next_step="remove the shards that another run left, then run the same command",
+            want="files of one save",
+            next_step="move the shards of another run to another folder, then run the same command",
         )
     ((count, files),) = worlds.items()
     return ShardGrid(folder, files, count)

@@ -1,4 +1,4 @@
-"""The pieces of tensors that shards hold, file by file, in arrays."""
+"""The pieces of tensors in shards, collected file by file into arrays."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ __all__ = ["ShardPieces"]
 
 @dataclass(slots=True)
 class ShardPieces:
-    """Every tensor's pieces, as rows of numbers: a million of them are a few arrays."""
+    """Every tensor's pieces, as rows of numbers; a million of them take a few arrays."""
 
     records: Records = field(default_factory=Records)
     names: dict[str, str] = field(default_factory=dict)
     """Name -> element type."""
     rows: dict[str, array[int]] = field(default_factory=dict)
-    """Name -> for each piece: rank, record, then first and end of each dim."""
+    """Name -> for each piece: rank, record, then first index and end in each dim."""
     ndim: dict[str, int] = field(default_factory=dict)
 
-    def take(self, rank: int, header: SafetensorsHeader) -> None:
-        """Take in what one file holds."""
+    def add(self, rank: int, header: SafetensorsHeader) -> None:
+        """Add the pieces in one file."""
         offsets = saved_offsets(header)
-        record_of = self.records.safetensors_file(header)
+        record_of = self.records.add_safetensors(header)
         for tensor in header.tensors:
             dtype = self.names.setdefault(tensor.name, tensor.dtype)
             ndim = self.ndim.setdefault(tensor.name, len(tensor.shape))
             if (dtype, ndim) != (tensor.dtype, len(tensor.shape)):
                 raise ContradictionError(
-                    f"{tensor.name}: rank {rank}'s piece is of another type than the pieces before",
+                    f"{tensor.name}: rank {rank}'s piece has another type than earlier pieces",
                     tensor=tensor.name,
                     file=header.path,
                     got=f"{tensor.dtype}, {len(tensor.shape)} dims",
                     want=f"{dtype}, {ndim} dims",
-                    next_step="remove the shards that another run left, or save again",
+                    next_step="move the shards of another run to another folder, or save again",
                 )
             row = self.rows.setdefault(tensor.name, array("q"))
             row.extend((rank, record_of(tensor)))
@@ -55,11 +55,11 @@ class ShardPieces:
         return np.frombuffer(self.rows[name], dtype=np.int64).reshape(-1, 2 + 2 * self.ndim[name])
 
     def reach(self, name: str) -> tuple[int, ...]:
-        """Return the shape that the pieces reach to."""
+        """Return the smallest shape that contains all pieces."""
         return tuple(self.table(name)[:, 3::2].max(axis=0).tolist())
 
     def boxes(self, name: str) -> list[Box]:
-        """Return the pieces' places."""
+        """Return the pieces' index ranges."""
         return [tuple(zip(row[2::2], row[3::2], strict=True)) for row in self.table(name).tolist()]
 
     def shard(self, name: str, shape: tuple[int, ...]) -> StoredShard:

@@ -1,9 +1,9 @@
-"""Reads what torch's `HuggingFaceStorageWriter` saves rank by rank: pieces of tensors in safetensors files.
+"""Reads the output of torch's `HuggingFaceStorageWriter`: each rank's pieces of tensors in safetensors files.
 
-A file is ``shard-<rank, from 1>-model-<file>-of-<files>.safetensors``; its header says at which offsets of the whole
-tensor each piece begins (torch/distributed/checkpoint/hf_storage.py, filesystem.py), and nothing says how large the
-whole is. What the pieces reach to is believed only where it is proven: by a base model's shapes, or by a recipe whose
-sizes config.json says.
+A file is ``shard-<rank, from 1>-model-<file>-of-<files>.safetensors``. Its header records the offsets of each piece in
+the whole tensor (torch/distributed/checkpoint/hf_storage.py, filesystem.py), but no file records the whole's shape. The
+reader infers the shape from the pieces, and accepts it only with a proof: a base model's shapes, or a recipe with the
+sizes of config.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xrank.words import list_text
 __all__ = ["HfShardsReader"]
 
 _SUBFOLDER = "sharded"
-"""Where the writer puts the shards when it is to consolidate them, too (_hf_utils.py: SHARDED_DIR_NAME)."""
+"""Subfolder for the shards if the writer also consolidates them (_hf_utils.py: SHARDED_DIR_NAME)."""
 
 
 class HfShardsReader:
@@ -34,25 +34,25 @@ class HfShardsReader:
     name = "hf-shards"
 
     def recognise(self, path: str) -> str | None:
-        """Return None if the folder, or its ``sharded``, holds shards."""
+        """Return None if the folder, or its ``sharded``, contains shards."""
         if not os.path.isdir(path):
-            return "no folder"
+            return "not a folder"
         if _folder(path) is not None:
             return None
         return "no shard-<rank>-model-<file>-of-<files>.safetensors in it"
 
     def read(self, path: str, hints: Hints) -> StoredModel:
-        """Return where every piece lies; errors as `Reader.read` lists them."""
+        """Return where every piece lies; errors as in `Reader.read`."""
         grid = shard_grid(_folder(path) or path)
         pieces = ShardPieces()
         for (rank, _), file in sorted(grid.files.items()):
-            pieces.take(rank, read_header(file))
+            pieces.add(rank, read_header(file))
         shapes = {name: pieces.reach(name) for name in pieces.names}
         for name, shape in shapes.items():
             _check_pieces(name, pieces, shape, grid)
-        told = _prove(path, shapes, pieces, grid, hints)
+        proof = _prove(path, shapes, pieces, grid, hints)
         notes = [("no-checksums", "safetensors files hold no checksums; damage inside a tensor can't be seen")]
-        notes.append(("inferred-shapes", told))
+        notes.append(("inferred-shapes", proof))
         return StoredModel(
             format=self.name,
             path=path,
@@ -79,10 +79,10 @@ def _folder(path: str) -> str | None:
 
 
 def _check_pieces(name: str, pieces: ShardPieces, shape: tuple[int, ...], grid: ShardGrid) -> None:
-    """Check that the pieces are disjoint and fill the shape they reach to.
+    """Check that the pieces are disjoint and fill the inferred shape.
 
-    torch saves every element once (checkpoint/default_planner.py: create_global_plan): pieces that overlap are of two
-    saves. That they fill the shape, the plan proves again, element by element; here missing files can be named.
+    torch saves every element once (checkpoint/default_planner.py: create_global_plan), so overlapping pieces come from
+    two saves. The plan proves again, element by element, that they fill the shape; this check can name missing files.
     """
     boxes = pieces.boxes(name)
     filled = sum(map(volume, boxes))
@@ -113,31 +113,31 @@ def _overlap(name: str, pieces: ShardPieces, boxes: Sequence[Box]) -> Contradict
     (rank, record), (other_rank, other_record) = (pieces.table(name)[i, :2].tolist() for i in sorted(found))
     path, other_path = pieces.records.path(record), pieces.records.path(other_record)
     return ContradictionError(
-        f"{name}: {os.path.basename(path)} and {os.path.basename(other_path)} hold the same elements, which one save "
-        "never does",
+        f"{name}: {os.path.basename(path)} and {os.path.basename(other_path)} contain the same elements, so they are "
+        "from two saves",
         tensor=name,
         rank=other_rank - 1,
         file=other_path,
         got=f"{box_text(boxes[sorted(found)[0]])} of rank {rank} (from 1), {box_text(boxes[sorted(found)[1]])} of rank "
         f"{other_rank}",
         want="every element once",
-        next_step="remove the shards that a run of another world size left, then run the same command",
+        next_step="move the shards of a run of another world size to another folder, then run the same command",
     )
 
 
 def _prove(path: str, shapes: Mapping[str, tuple[int, ...]], pieces: ShardPieces, grid: ShardGrid, hints: Hints) -> str:
-    """Prove the shapes that the pieces reach to, and say how.
+    """Prove the inferred shapes, and return a description of the proof.
 
     Raises:
-        IncompleteError: a tensor is shorter than it must be, or nothing outside tells and a file may be missing.
-        ContradictionError: it is longer.
-        LayoutError: nothing outside tells.
+        IncompleteError: a tensor is too short, or a file may be missing and the shapes cannot be proven.
+        ContradictionError: a tensor is too long.
+        LayoutError: the shapes cannot be proven.
     """
     for name, shape in shapes.items():
         want = hints.shapes.get(name)
         if want is not None and want != shape:
-            raise _other_shape(name, shape, want, pieces, grid)
-    # A tensor without dims is whole wherever it is.
+            raise _shape_error(name, shape, want, pieces, grid)
+    # A tensor without dims is always whole.
     unproven = [name for name, shape in shapes.items() if shape and name not in hints.shapes]
     if not unproven:
         return "global shapes, which the format does not record, are those of the base model"
@@ -151,17 +151,17 @@ def _prove(path: str, shapes: Mapping[str, tuple[int, ...]], pieces: ShardPieces
         recipe, loose = None, error
     if recipe is not None:
         return f"global shapes, which the format does not record, are by config.json's sizes those of {recipe}"
-    raise _not_proven(path, shapes, unproven, grid, loose)
+    raise _proof_error(path, shapes, unproven, grid, loose)
 
 
-def _not_proven(
+def _proof_error(
     path: str,
     shapes: Mapping[str, tuple[int, ...]],
     unproven: Sequence[str],
     grid: ShardGrid,
     loose: LayoutError | None,
 ) -> LayoutError | IncompleteError:
-    """Return the refusal of shapes that nothing contradicts and nothing proves; `loose` says what a recipe lacks."""
+    """Return the error for shapes that are neither contradicted nor proven; `loose` describes what a recipe lacks."""
     tensor = (loose.tensor if loose is not None else None) or unproven[0]
     reached = f"pieces that reach to {list(shapes[tensor])}; " if tensor in shapes else ""
     wants = [f"{loose.want}, or a base model" if loose is not None else "a base model with these names"]
@@ -171,7 +171,7 @@ def _not_proven(
     holes = grid.holes()
     if holes:
         return IncompleteError(
-            f"{os.path.basename(holes[0])} is not there, and nothing says whether the rank wrote it",
+            f"{os.path.basename(holes[0])} is missing, and it is unknown whether the rank wrote it",
             tensor=tensor,
             file=holes[0],
             got=reached + grid.text(),
@@ -181,8 +181,8 @@ def _not_proven(
     return LayoutError(
         loose.message
         if loose is not None
-        else f"{list_text(unproven, 3)}: the format records no global shapes, and nothing else proves that the pieces "
-        "of all ranks are there",
+        else f"{list_text(unproven, 3)}: the format records no global shapes, so it is unknown whether all "
+        "ranks' pieces are present",
         tensor=tensor,
         file=grid.folder,
         got=reached + grid.text(),
@@ -191,7 +191,7 @@ def _not_proven(
     )
 
 
-def _other_shape(
+def _shape_error(
     name: str, shape: tuple[int, ...], want: tuple[int, ...], pieces: ShardPieces, grid: ShardGrid
 ) -> IncompleteError | ContradictionError:
     is_short = len(shape) == len(want) and all(n <= m for n, m in zip(shape, want, strict=True))
@@ -205,10 +205,10 @@ def _other_shape(
             next_step=f"copy the files of the missing ranks (after rank {max(grid.ranks)}, perhaps) into the folder",
         )
     return ContradictionError(
-        f"{name}: its pieces reach past the tensor of the base model",
+        f"{name}: its pieces reach beyond the base model's tensor",
         tensor=name,
         file=pieces.records.path(int(pieces.table(name)[0, 1])),
         got=str(list(shape)),
         want=f"{list(want)}, as in the base model",
-        next_step="give the base model that was trained, or remove the shards of another run",
+        next_step="give the base model that was trained, or move the shards of another run to another folder",
     )

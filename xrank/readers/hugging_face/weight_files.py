@@ -1,7 +1,6 @@
-"""The weight files of a Hugging Face folder and the index beside them: which there must be, and what lies where.
+"""The weight files of a Hugging Face folder and their index: lists them and checks one against the other.
 
-The index: ``huggingface_hub/serialization/_base.py: StateDictSplit``, written beside files of ``.safetensors`` and of
-``.bin`` alike.
+The index is ``huggingface_hub/serialization/_base.py: StateDictSplit``, for files of ``.safetensors`` and of ``.bin``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from xrank.formats.regular_file import open_regular
 from xrank.words import likewise_text, list_text
 
 __all__ = ["WeightIndex", "check_index", "check_placeholders", "is_one_of_several", "list_files", "read_index"]
-__all__ += ["stale_index"]
+__all__ += ["stale_index_notes"]
 
 _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.[^.]+)")
 _MAX_INDEX_NBYTES = 256 << 20
@@ -27,37 +26,38 @@ _MAX_INDEX_NBYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class WeightIndex:
-    """What an index says."""
+    """Content of an index."""
 
     file: str
-    """Its path."""
+    """Path of the index."""
     weight_map: Mapping[str, str]
-    """Tensor -> the file's name."""
+    """Tensor -> name of its file."""
     total_size: int | None
-    """Bytes of all tensors; None where it does not say."""
+    """Bytes of all tensors; None if the index does not record them."""
 
     def notes(self, nbytes: int) -> tuple[tuple[str, str], ...]:
-        """Return what is to be said of it where the tensors have so many bytes."""
+        """Return notes about an index whose tensors have so many bytes."""
         if self.total_size in (None, nbytes):
             return ()
-        told = f"{os.path.basename(self.file)} says total_size {self.total_size:,}"
-        return (("wrong-total-size", f"{told}, and the tensors have {nbytes:,} bytes"),)
+        name = os.path.basename(self.file)
+        text = f"{name} records total_size {self.total_size:,}, and the tensors have {nbytes:,} bytes"
+        return (("wrong-total-size", text),)
 
 
 def read_index(folder: str, name: str, whole: str) -> WeightIndex | None:
-    """Return the index of a folder; None where there is none, or one that an earlier save left.
+    """Return the index of a folder; None without one, and for one that an earlier save left.
 
     Args:
-        folder: the model's.
-        name: the index's.
-        whole: the name of a file that is a whole model, which transformers loads whatever the index says: a save of one
-            file over one of several leaves the index behind (modeling_utils.py: save_pretrained).
+        folder: the model's folder.
+        name: the index's name.
+        whole: name of the file for a whole model. transformers loads that file even beside an index: a save of one file
+            over one of several leaves the index behind (modeling_utils.py: save_pretrained).
 
     Raises:
-        CorruptError, UnsafeError: it is malformed, or names a path outside the folder.
-        UsageError: the files of the index and the whole model are both there.
+        CorruptError, UnsafeError: the index is malformed, or names a path outside the folder.
+        UsageError: the files of the index and the whole model are both present.
     """
-    index = _index_in(folder, name)
+    index = _parse_index(folder, name)
     if index is None or whole not in os.listdir(folder) or whole in index.weight_map.values():
         return index
     others = sorted(set(index.weight_map.values()).intersection(os.listdir(folder)))
@@ -68,18 +68,19 @@ def read_index(folder: str, name: str, whole: str) -> WeightIndex | None:
         file=os.path.join(folder, whole),
         got=f"{whole}, {list_text(others)}",
         want="one",
-        next_step=f"name the file {os.path.join(folder, whole)}, which is what transformers loads, or move it away",
+        next_step=f"give the path of the file {os.path.join(folder, whole)}, which transformers loads, or move that "
+        "file to another folder",
     )
 
 
-def stale_index(folder: str, name: str, index: WeightIndex | None) -> list[tuple[str, str]]:
-    """Return what is to be said of an index that is there and that `read_index` did not take."""
+def stale_index_notes(folder: str, name: str, index: WeightIndex | None) -> list[tuple[str, str]]:
+    """Return the note about an index that `read_index` ignored."""
     if index is not None or not os.path.isfile(os.path.join(folder, name)):
         return []
     return [("stale-index", f"{name} is of an earlier save: none of the files that it names is there")]
 
 
-def _index_in(folder: str, name: str) -> WeightIndex | None:
+def _parse_index(folder: str, name: str) -> WeightIndex | None:
     file = os.path.join(folder, name)
     if not os.path.isfile(file):
         return None
@@ -90,7 +91,7 @@ def _index_in(folder: str, name: str) -> WeightIndex | None:
             index: Any = json.loads(content.read(0, content.nbytes))
         weight_map = index["weight_map"]
         if not all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items()):
-            raise TypeError("weight_map is no map of names")
+            raise TypeError("weight_map is not a map of names")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(
             f"{file} is not an index", file=file, got=str(error)[:200], next_step="copy the file again"
@@ -113,16 +114,16 @@ def _index_in(folder: str, name: str) -> WeightIndex | None:
 
 
 def is_one_of_several(name: str) -> bool:
-    """Say whether a file's name tells that it holds but a part of a model."""
+    """Return whether a file's name shows that it contains only a part of a model."""
     match = _NUMBERED.fullmatch(name)
     return match is not None and int(match[3]) > 1
 
 
 def list_files(folder: str, is_weights: Callable[[str], bool], index: WeightIndex | None) -> list[str]:
-    """Return the names of a folder's weight files: those of its index, or, without one, all.
+    """Return the names of a folder's weight files: those in its index, or all without an index.
 
     Raises:
-        IncompleteError: one that the index, or the others' names, tell of is missing.
+        IncompleteError: a file that the index or other files' names imply is missing.
     """
     names = sorted(filter(is_weights, os.listdir(folder)))
     if index is not None:
@@ -131,17 +132,17 @@ def list_files(folder: str, is_weights: Callable[[str], bool], index: WeightInde
     else:
         numbered = [match for match in map(_NUMBERED.fullmatch, names) if match is not None]
         series = {(match[1], match[3], match[4]) for match in numbered}
-        # A name may claim any number of files: one more than there are is enough to see that one is missing.
+        # A name may claim any number of files: one more than are present suffices to see that one is missing.
         wanted = [
             f"{stem}-{k:05d}-of-{count}{suffix}"
             for stem, count, suffix in sorted(series)
             for k in range(1, min(int(count), len(numbered) + 1) + 1)
         ]
-        by = "the name of another file"
+        by = "another file's name"
     absent = sorted(set(wanted) - set(names))
     if absent:
         raise IncompleteError(
-            f"{by} tells of {absent[0]}, which is not in {folder}",
+            f"{by} implies {absent[0]}, which is not in {folder}",
             file=os.path.join(folder, absent[0]),
             got=f"{len(names)} files",
             want=f"{len(wanted)} files" if index is not None else absent[0],
@@ -151,16 +152,16 @@ def list_files(folder: str, is_weights: Callable[[str], bool], index: WeightInde
 
 
 def check_index(folder: str, tensors: Iterable[tuple[str, str]], index: WeightIndex | None) -> dict[str, str]:
-    """Return tensor -> its file's name, checked against the index.
+    """Return tensor -> name of its file, checked against the index.
 
     Args:
         folder: the model's folder, for messages.
-        tensors: (name, file's name) of all that the files hold.
-        index: the folder's.
+        tensors: (name, name of the file) of all tensors in the files.
+        index: the folder's index.
 
     Raises:
-        IncompleteError: the index names a tensor that is not there.
-        ContradictionError: two files hold one tensor, or the index sends a tensor elsewhere.
+        IncompleteError: the index names a tensor that no file contains.
+        ContradictionError: two files contain one tensor, or the index names another file for it.
     """
     seen: dict[str, str] = {}
     for name, file in tensors:
@@ -171,7 +172,7 @@ def check_index(folder: str, tensors: Iterable[tuple[str, str]], index: WeightIn
                 file=os.path.join(folder, file),
                 got=f"{seen[name]} and {file}",
                 want="each tensor once",
-                next_step="remove the file that does not belong to this model",
+                next_step="move the file that does not belong to this model to another folder",
             )
         seen[name] = file
     if index is None or seen == index.weight_map:
@@ -183,7 +184,7 @@ def check_index(folder: str, tensors: Iterable[tuple[str, str]], index: WeightIn
         tensor=name,
         file=index.file,
         got=f"the tensor in {seen.get(name, 'no file')}",
-        want=f"in {index.weight_map.get(name, 'no file')}, as the index says",
+        want=f"in {index.weight_map.get(name, 'no file')}, as in the index",
         next_step="copy the folder again from where it was made",
     )
 
@@ -191,11 +192,11 @@ def check_index(folder: str, tensors: Iterable[tuple[str, str]], index: WeightIn
 def check_placeholders(
     kinds: Mapping[str, tuple[str, tuple[int, ...]]], files: Mapping[str, str], known: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Refuse float tensors of shape [0], which ZeRO-3 leaves where a rank saves a model that it does not hold.
+    """Refuse float tensors of shape [0], which ZeRO-3 leaves if a rank saves a model whose weights it does not hold.
 
     Args:
         kinds: dtypes and shapes of the tensors, by name.
-        files: path of the file of each, by name.
+        files: path of each tensor's file, by name.
         known: shapes of the base model, which may have such a tensor.
 
     Raises:

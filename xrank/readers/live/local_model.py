@@ -1,4 +1,4 @@
-"""What one rank holds of a live model: its tensors where they are, and where each belongs in the whole."""
+"""One rank's part of a live model: its tensors in place, and where each belongs in the whole."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class LocalModel:
     """A rank's part of a model; nothing is copied."""
 
     tensors: Mapping[str, torch.Tensor]
-    """Local parts by name, detached, of any device and strides."""
+    """Local parts by name, detached, with any device and strides."""
     views: tuple[torch.Tensor, ...]
-    """The same parts, each once: tied names share one."""
+    """The same parts, each once; tied names share one."""
     view_of: Mapping[str, int]
     """Name -> index in `views`."""
     record: RankRecord
-    """Whose parts they are, and where they belong."""
+    """The rank, and the places of its parts."""
 
-    def described(self) -> str:
-        """Return all of it but the values, as text for `xrank.readers.live.ranks`."""
+    def describe(self) -> str:
+        """Return everything except the values, as text for `xrank.readers.live.ranks`."""
         return json.dumps(
             {
                 "record": self.record.to_json(),
@@ -58,28 +58,28 @@ def local_model(
     rank: int,
     world_size: int,
 ) -> LocalModel:
-    """Return what this rank holds of a module, or of a state dict.
+    """Return this rank's part of a module, or of a state dict.
 
-    A module's names are those of its plain self: what wrappers put before them (DistributedDataParallel, torch.compile,
-    checkpoint_wrapper) is left out. What is no tensor (``_extra_state``) is left out, too.
+    A module's tensors have its plain names, without the parts that wrappers add (DistributedDataParallel,
+    torch.compile, checkpoint_wrapper). Values that are not tensors (``_extra_state``) are left out.
 
     Args:
-        model: a module, or tensors by name: plain ones, DTensors, or both. Of a module that Megatron cut, or a list of
-            its chunks, the tensors have the whole model's names (`xrank.readers.live.megatron_module`).
-        layouts: the layouts of plain tensors; without them a plain tensor is held whole by every rank that has it.
-        mesh: how the ranks of a Megatron module are laid out (`xrank.dialects.megatron.mesh`); others do not need it.
+        model: a module, or tensors by name: plain ones, DTensors, or both. For a module that Megatron cut, or a list of
+            its chunks, the names are the whole model's (`xrank.readers.live.megatron_module`).
+        layouts: the layouts of plain tensors; a plain tensor without one is whole on every rank that has it.
+        mesh: the layout of a Megatron module's ranks (`xrank.dialects.megatron.mesh`); other models do not need it.
         rank: this rank.
         world_size: the number of ranks.
 
     Raises:
-        UsageError: a tensor that has no bytes to take (meta, sparse, quantised), or a module that gathers itself.
-        LayoutError: a layout that no notation can say, or that does not fit its tensor.
+        UsageError: a tensor without bytes to read (meta, sparse, quantised), or a module that gathers itself.
+        LayoutError: the notation cannot express a layout, or a layout does not fit its tensor.
     """
     import torch
 
-    model = _without_engine(model)
+    model = _unwrap_engine(model)
     check_model(model)
-    _check_held(model)
+    _check_zero3(model)
     located = _megatron_tensors(model, layouts, mesh, rank, world_size)
     if located is None:
         named = _state_dict(model) if isinstance(model, torch.nn.Module) else model
@@ -111,7 +111,7 @@ def local_model(
 def _megatron_tensors(
     model: Any, layouts: LayoutMap | None, mesh: Any, rank: int, world_size: int
 ) -> LocatedTensors | None:
-    """Return the tensors of a module that Megatron cut, and where they belong; None for any other model."""
+    """Return the tensors of a module that Megatron cut, and their places; None for other models."""
     from xrank.dialects.megatron.mesh import megatron_mesh
     from xrank.readers.live.megatron_module import is_megatron, megatron_tensors
 
@@ -121,9 +121,9 @@ def _megatron_tensors(
     if found is not None:
         return megatron_tensors(model, found, layouts=layouts, rank=rank)
     if layouts is not None and not isinstance(model, list | tuple):
-        return None  # the map says all
+        return None  # the map describes every tensor
     raise LayoutError(
-        "the module is cut as Megatron cuts it, and nothing says how its ranks are laid out",
+        "Megatron cut the module, but the layout of its ranks is unknown",
         rank=rank,
         got=f"{world_size} ranks, no mesh",
         want="a mesh with axes among tp, pp, ep, etp, dp and cp",
@@ -131,17 +131,17 @@ def _megatron_tensors(
     )
 
 
-def _without_engine(model: Any) -> Any:
-    """Return the module in DeepSpeed's engine, which is a module and has no names of its own."""
+def _unwrap_engine(model: Any) -> Any:
+    """Return the module inside DeepSpeed's engine, which is a module without names of its own."""
     engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
     return model.module if engine is not None and isinstance(model, engine) else model
 
 
-def _check_held(model: Any) -> None:
-    """Refuse parameters that ZeRO-3 has partitioned: what is left of them has no elements, and says so nowhere else.
+def _check_zero3(model: Any) -> None:
+    """Refuse parameters that ZeRO-3 has partitioned: they have no elements left, and only an attribute records that.
 
     Raises:
-        UsageError: it names one.
+        UsageError: there is such a parameter.
     """
     import torch
 
@@ -169,15 +169,15 @@ def _state_dict(module: torch.nn.Module) -> dict[str, Any]:
     flat = getattr(fsdp, "FullyShardedDataParallel", None)
     if flat is not None and any(isinstance(child, flat) for child in module.modules()):
         raise UsageError(
-            "the module is of FSDP1, which gathers itself whole on every rank",
+            "the module is an FSDP1 module, which gathers itself whole on every rank",
             got="FullyShardedDataParallel",
             want="a module of fully_shard (FSDP2), or a state dict",
-            next_step="make FSDP with device_mesh=, and give its SHARDED_STATE_DICT, which holds DTensors then: "
+            next_step="make FSDP with device_mesh=, and give its SHARDED_STATE_DICT, which then contains DTensors: "
             "torch.distributed.checkpoint.state_dict.get_model_state_dict(model)",
         )
     if next(module.parameters(), None) is None and not module.state_dict():
-        return {}  # a stage of a pipeline without weights, say, which the function below takes for an error
-    # It knows the names that wrappers hide, and gathers nothing.
+        return {}  # such as a pipeline stage without weights, for which the function below raises
+    # This function removes the wrappers' names and gathers nothing.
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     return dict(get_model_state_dict(module))

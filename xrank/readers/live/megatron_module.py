@@ -1,8 +1,8 @@
-"""Live modules whose tensors are cut as Megatron-core cuts them: what a rank holds, under the whole model's names.
+"""Live modules that Megatron-core cuts: a rank's tensors under the whole model's names, and their places.
 
-Modules count layers within their chunk and experts within their rank. A parameter says how it is cut by
-``partition_dim`` and its like (megatron/core/tensor_parallel/layers.py), and its name says it, too: by the table that
-reads Megatron's files (`xrank.dialects.megatron.layouts`). What both say must agree.
+Modules count layers within their chunk and experts within their rank. Two sources determine how a parameter is cut:
+its attributes ``partition_dim`` and the like (megatron/core/tensor_parallel/layers.py), and its name in the table for
+Megatron's files (`xrank.dialects.megatron.layouts`). They must agree.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class _Part:
     """One tensor of a chunk."""
 
     name: str
-    """In the whole model."""
+    """Name in the whole model."""
     is_expert: bool
     value: torch.Tensor
-    """As the module has it, with its attributes."""
+    """The module's tensor, with its attributes."""
     local: torch.Tensor
-    """The same, with experts as a dim of their own where the module has several in one."""
+    """The same tensor; if it contains several experts, they are its first dim."""
     owner: torch.nn.Module
 
 
 def is_megatron(model: object) -> bool:
-    """Say whether it is a list of chunks, or a module of which something says that Megatron cut it."""
+    """Return whether it is a list of chunks, or a module with signs of Megatron's cuts."""
     import torch
 
     if isinstance(model, list | tuple):
@@ -61,22 +61,21 @@ def is_megatron(model: object) -> bool:
 def megatron_tensors(
     model: torch.nn.Module | Sequence[torch.nn.Module], mesh: MegatronMesh, *, layouts: LayoutMap | None, rank: int
 ) -> LocatedTensors:
-    """Return what this rank holds, by names of the whole model, and where it belongs.
+    """Return this rank's tensors, by names of the whole model, and their places.
 
-    The last stage's copy of a tied embedding has the embedding's name: a replica, as in Megatron's own checkpoints.
+    The last stage's copy of a tied embedding gets the embedding's name: a replica, as in Megatron's own checkpoints.
 
     Args:
-        model: a module, or the virtual chunks of a stage; wrappers that hold it as ``module`` do no harm.
-        mesh: where the rank stands.
-        layouts: rules for tensors that are cut in another way; a rule goes before all else.
+        model: a module, or the virtual chunks of a stage; wrappers with it as ``module`` are removed.
+        mesh: the rank's place.
+        layouts: rules for tensors that are cut in another way; a rule overrides everything else.
         rank: this rank.
 
     Raises:
-        LayoutError: a tensor whose name and attributes disagree, or of which it is not known how it is cut, or which
-            layer's it is.
-        UsageError: a tensor that has no bytes to take.
+        LayoutError: a tensor's name and attributes disagree, or its cut or layer is unknown.
+        UsageError: a tensor without bytes to read.
     """
-    chunks = [_unwrapped(chunk) for chunk in (model if isinstance(model, list | tuple) else [model])]
+    chunks = [_unwrap(chunk) for chunk in (model if isinstance(model, list | tuple) else [model])]
     if mesh.is_given:
         _check_sizes(chunks, mesh, rank)
     parts: dict[str, _Part] = {}
@@ -89,11 +88,11 @@ def megatron_tensors(
                     rank,
                     "this rank holds it twice",
                     got=f"{tuple(known.value.shape)} and {tuple(part.value.shape)}",
-                    want="one tensor of a name",
+                    want="one tensor per name",
                     next_step="give each chunk once, with layer_number as Megatron's layers have it",
                 )
     is_gated = _gating(chunks, parts, rank)
-    # It checks each tensor, and takes the rules of the map.
+    # This checks each tensor, and applies the map's rules.
     found = locate_tensors({name: part.local for name, part in parts.items()}, layouts, rank)
     meshes: dict[MeshRecord, int] = {mesh: number for number, mesh in enumerate(found.meshes)}
     records = {}
@@ -111,14 +110,14 @@ def megatron_tensors(
         else:
             assert given.layout is not None
             layout = TensorLayout.parse(given.layout)
-            told = None if given.mesh is None else found.meshes[given.mesh]
-            own = _mesh_of(layout, part, mesh) if told is None else _sharing(told, layout, part, rank)
+            recorded = None if given.mesh is None else found.meshes[given.mesh]
+            own = _mesh_of(layout, part, mesh) if recorded is None else _sharing(recorded, layout, part, rank)
         records[name] = replace(given, mesh=meshes.setdefault(_record(own), len(meshes)))
     return LocatedTensors(found.local, tuple(meshes), records)
 
 
-def _unwrapped(chunk: Any) -> Any:
-    """Return the module inside DistributedDataParallel, Float16Module and their like, which hold nothing else."""
+def _unwrap(chunk: Any) -> Any:
+    """Return the module inside wrappers without parameters, such as DistributedDataParallel and Float16Module."""
     children = getattr(chunk, "_modules", {})
     while list(children) == ["module"] and not chunk._parameters:
         chunk = children["module"]
@@ -127,19 +126,19 @@ def _unwrapped(chunk: Any) -> Any:
 
 
 def _check_sizes(chunks: Sequence[torch.nn.Module], mesh: MegatronMesh, rank: int) -> None:
-    """Check the caller's mesh against what the modules' config says of the run."""
+    """Check the caller's mesh against the modules' config."""
     for config in configs_of(chunks):
         for axis, length in mesh.lengths.items():
-            told = getattr(config, CONFIG_SIZES[axis], None)
-            # Nothing is cut over etp where there are no experts.
-            has_any = axis != "etp" or getattr(config, "num_moe_experts", None)
-            if type(told) is int and told != length and has_any:
+            size = getattr(config, CONFIG_SIZES[axis], None)
+            # Without experts, nothing is cut over etp.
+            is_used = axis != "etp" or getattr(config, "num_moe_experts", None)
+            if type(size) is int and size != length and is_used:
                 raise LayoutError(
                     f"mesh= is not that of the module's config: {CONFIG_SIZES[axis]} differs",
                     rank=rank,
                     got=f"{axis}={length}",
-                    want=f"{axis}={told}",
-                    next_step="give the mesh of the run, or none where Megatron's process groups are initialised",
+                    want=f"{axis}={size}",
+                    next_step="give the mesh of the run, or none if Megatron's process groups are initialised",
                 )
 
 
@@ -161,14 +160,14 @@ def _parts_of(chunk: torch.nn.Module, mesh: MegatronMesh, *, is_only: bool, rank
                 "it is a DTensor in a module that Megatron cuts",
                 got="a DTensor",
                 want="plain tensors",
-                next_step="give a state dict of DTensors whose placements say every cut",
+                next_step="give a state dict of DTensors whose placements describe every cut",
             )
-        local = _by_expert(name, value, owner, rank)
+        local = _split_experts(name, value, owner, rank)
         yield _Part(name, is_expert or local is not value, value, local, owner)
 
 
-def _by_expert(name: str, value: torch.Tensor, owner: torch.nn.Module, rank: int) -> torch.Tensor:
-    """Return GroupedMLP's weight with its experts as the first dim; any other tensor as it is."""
+def _split_experts(name: str, value: torch.Tensor, owner: torch.nn.Module, rank: int) -> torch.Tensor:
+    """Return GroupedMLP's weight with its experts as the first dim; other tensors unchanged."""
     number = getattr(owner, "num_local_experts", 0)
     try:
         shape = grouped_shape(name, tuple(value.shape), number if type(number) is int else 0)
@@ -176,7 +175,7 @@ def _by_expert(name: str, value: torch.Tensor, owner: torch.nn.Module, rank: int
         raise refusal(
             name,
             rank,
-            "it is not the tensor of as many experts as its module says",
+            "its shape does not fit the number of experts in its module",
             got=str(error),
             want="a matrix of num_local_experts matrices",
             next_step="set num_local_experts on the module, as Megatron's GroupedMLP does",
@@ -187,7 +186,7 @@ def _by_expert(name: str, value: torch.Tensor, owner: torch.nn.Module, rank: int
         raise refusal(
             name,
             rank,
-            "it is no plain matrix, so its experts cannot be told apart",
+            "it is not a plain matrix, so its experts cannot be separated",
             got=f"strides {value.stride()}",
             want="a contiguous parameter",
             next_step="make it contiguous",
@@ -196,12 +195,12 @@ def _by_expert(name: str, value: torch.Tensor, owner: torch.nn.Module, rank: int
 
 
 def _gating(chunks: Sequence[torch.nn.Module], parts: Mapping[str, _Part], rank: int) -> bool:
-    """Return whether linear_fc1 is gate and up: by config, attributes and shapes, which must agree."""
-    told = {config.gated_linear_unit for config in configs_of(chunks) if hasattr(config, "gated_linear_unit")}
+    """Return whether linear_fc1 is gate and up; config, attributes and shapes must agree."""
+    answers = {config.gated_linear_unit for config in configs_of(chunks) if hasattr(config, "gated_linear_unit")}
     interleaved = next((n for c in configs_of(chunks) if (n := getattr(c, "moe_mlp_glu_interleave_size", None))), None)
     if interleaved:
         raise LayoutError(
-            "the experts have gate and up rows in turns, which is not known here",
+            "the experts have alternating gate and up rows, which are not supported here",
             rank=rank,
             got=f"moe_mlp_glu_interleave_size {interleaved}",
             want="halves",
@@ -210,37 +209,37 @@ def _gating(chunks: Sequence[torch.nn.Module], parts: Mapping[str, _Part], rank:
     weights = {name: part for name, part in parts.items() if is_projection(name)}
     strides = {cut.stride for part in weights.values() if (cut := partition_of(part.value, part.owner)) is not None}
     if 2 in strides:
-        told.add(True)
+        answers.add(True)
     for name, rows, columns in projections({name: tuple(part.local.shape) for name, part in parts.items()}):
         if rows not in (columns, 2 * columns):
             raise refusal(
                 name,
                 rank,
-                "its shape is that of no projections to linear_fc2",
+                "its shape is not that of projections to linear_fc2",
                 got=f"{rows} rows, for {columns} columns of linear_fc2",
                 want=f"{columns}, or {2 * columns} of gate and up",
                 next_step="check that linear_fc1 and linear_fc2 are cut over the same ranks",
             )
-        told.add(rows == 2 * columns)
-        if len(told) > 1:
+        answers.add(rows == 2 * columns)
+        if len(answers) > 1:
             raise refusal(
                 name,
                 rank,
                 "config, partition_stride and shapes disagree whether it is gate and up halves",
                 got=f"{rows} rows, for {columns} columns of linear_fc2; partition_stride {sorted(strides)}",
-                want="one kind in all layers, as config.gated_linear_unit says",
+                want="one kind in all layers, as in config.gated_linear_unit",
                 next_step="check config.gated_linear_unit and the modules' sizes",
             )
-    if weights and not told:
+    if weights and not answers:
         raise refusal(
             next(iter(weights)),
             rank,
-            "nothing says whether it is gate and up halves",
+            "it is unknown whether it is gate and up halves",
             got="no linear_fc2 beside it",
             want="config.gated_linear_unit, or linear_fc2",
             next_step="export the chunks as Megatron makes them",
         )
-    return True in told
+    return True in answers
 
 
 def _mesh_of(layout: TensorLayout, part: _Part, mesh: MegatronMesh) -> DeviceMesh:
@@ -250,9 +249,9 @@ def _mesh_of(layout: TensorLayout, part: _Part, mesh: MegatronMesh) -> DeviceMes
     return mesh.expert if part.is_expert or "etp" in used else mesh.dense
 
 
-def _sharing(told: MeshRecord, layout: TensorLayout, part: _Part, rank: int) -> DeviceMesh:
-    """Return the ranks of a rule's mesh that share a tensor: those of one stage, and of one expert's."""
-    names, shape, ranks = told
+def _sharing(record: MeshRecord, layout: TensorLayout, part: _Part, rank: int) -> DeviceMesh:
+    """Return the ranks of a rule's mesh that share a tensor: those of one stage and one expert."""
+    names, shape, ranks = record
     mesh = DeviceMesh(shape, names, ranks)
     used = {axis for axes in layout.axes for axis in axes}
     apart = {axis for axis in ("pp", "ep") if axis in names and axis not in used and (axis == "pp" or part.is_expert)}

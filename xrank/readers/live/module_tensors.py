@@ -1,4 +1,4 @@
-"""The tensors of a module that is to be filled: those that a checkpoint has of it, and those that none has."""
+"""The tensors of a module that is to be filled: those that checkpoints contain, and those that they never contain."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FilledModule: TypeAlias = "torch.nn.Module | Sequence[torch.nn.Module] | Mapping
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no model.
+    """Check that the argument is a model.
 
     Raises:
-        UsageError: it is neither a module, nor a mapping, nor a list of modules.
+        UsageError: it is not a module, a mapping or a list of modules.
     """
     import torch
 
@@ -37,7 +37,7 @@ def check_model(model: object) -> None:
 
 
 def is_extra_state(name: object) -> bool:
-    """Say whether a name in a state dict is that of what a module keeps beside its tensors; theirs may end alike."""
+    """Return whether a name in a state dict is the key of a module's extra state; tensors' names may end alike."""
     # torch/nn/modules/module.py: _EXTRA_STATE_KEY_SUFFIX, after the module's own name
     return str(name).rpartition(".")[2] == "_extra_state"
 
@@ -49,33 +49,33 @@ def _elements(model: object) -> str:
 
 
 def check_materialised(module: FilledModule) -> None:
-    """Refuse a module without memory to fill.
+    """Check that a module has memory to fill.
 
     Raises:
-        UsageError: a parameter, or a buffer that checkpoints have, is on the meta device; or it is no model.
+        UsageError: a parameter or a persistent buffer is on the meta device, or the argument is not a model.
     """
     check_model(module)
     for name, tensor in _tensors(module):
         if tensor.device.type == "meta":
             raise UsageError(
-                f"{name} is on the meta device: there is no memory to fill",
+                f"{name} is on the meta device: it has no memory to fill",
                 tensor=name,
                 got="a tensor without values",
                 want="a tensor in memory, whatever its values",
-                next_step='materialise the module first: module.to_empty(device="cpu"), or where it is to be',
+                next_step='materialise the module first: module.to_empty(device="cpu"), or on its final device',
             )
 
 
 def names_left_out(module: FilledModule) -> list[str]:
-    """Return the names of buffers that are in no state dict."""
-    return [] if isinstance(module, Mapping) else [name for chunk in _chunks(module) for name in _left_out(chunk)]
+    """Return the names of buffers that no state dict contains."""
+    return [] if isinstance(module, Mapping) else [name for chunk in _chunks(module) for name in _list_left_out(chunk)]
 
 
 def count_changes(module: FilledModule, views: Sequence[torch.Tensor]) -> None:
-    """Let autograd know that all tensors were changed in place: a DTensor counts for itself, its local one, too.
+    """Inform autograd that all tensors were changed in place; a DTensor and its local tensor count separately.
 
     Args:
-        module: what was filled.
+        module: the filled module.
         views: the local tensors that were written to.
     """
     import torch
@@ -91,7 +91,7 @@ def _tensors(module: FilledModule) -> list[tuple[str, torch.Tensor]]:
         return [(name, tensor) for name, tensor in module.items() if isinstance(tensor, torch.Tensor)]
     found: list[tuple[str, torch.Tensor]] = []
     for chunk in _chunks(module):
-        left_out = set(_left_out(chunk))
+        left_out = set(_list_left_out(chunk))
         found += chunk.named_parameters()
         found += ((name, buffer) for name, buffer in chunk.named_buffers() if name not in left_out)
     return found
@@ -103,7 +103,7 @@ def _chunks(module: torch.nn.Module | Sequence[torch.nn.Module]) -> Sequence[tor
     return [module] if isinstance(module, torch.nn.Module) else module
 
 
-def _left_out(module: torch.nn.Module) -> Iterator[str]:
+def _list_left_out(module: torch.nn.Module) -> Iterator[str]:
     for prefix, child in module.named_modules():
         for name in sorted(child._non_persistent_buffers_set):
             if child._buffers.get(name) is not None:

@@ -1,4 +1,4 @@
-"""The arguments of the run, as Megatron's checkpoints hold them: an ``argparse.Namespace``, taken as plain values."""
+"""The run's arguments in Megatron's checkpoints: an ``argparse.Namespace``, read as plain values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from xrank.formats.regular_file import Origin, shown
 __all__ = ["ParallelSizes", "check_agreement", "parallel_sizes", "plain_args"]
 
 _MAX_DEPTH = 8
-# What ranks of one run may differ in: who they are, and where and when they ran.
+# Arguments in which ranks of one run may differ: identity, place and time.
 _OWN = re.compile(r"(?:.*_)?(?:rank|host|hostname|device|pid|port|addr|time|start_time|timestamp)(?:_.*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """How many ways the run cut its model; 1 where its arguments do not say."""
+    """Number of parts into which the run cut its model, by dimension; 1 if its arguments do not record it."""
 
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
-    """Chunks of layers on each pipeline stage."""
+    """Number of chunks of layers on each pipeline stage."""
     expert: int = 1
     expert_tensor: int = 1
     context: int = 1
@@ -41,7 +41,7 @@ class ParallelSizes:
 
 
 def plain_args(value: object, origin: Origin) -> dict[str, Any] | None:
-    """Return the arguments as plain values; None where there are none. Classes and enum members become texts.
+    """Return the arguments as plain values; None without arguments. Classes and enum members become texts.
 
     Raises:
         UnsafeError: they are an object of another class.
@@ -51,11 +51,11 @@ def plain_args(value: object, origin: Origin) -> dict[str, Any] | None:
     if isinstance(value, InertRecord):
         if (value.module, value.name) not in (("argparse", "Namespace"), ("types", "SimpleNamespace")):
             raise origin.unsafe(
-                "its args are no argparse.Namespace", got=shown(f"{value.module}.{value.name}")
+                "its args are not an argparse.Namespace", got=shown(f"{value.module}.{value.name}")
             )  # fmt: skip
         value = value.state if isinstance(value.state, dict) else value.kwargs
     if not isinstance(value, dict):
-        raise origin.corrupt("its args are no table", got=type(value).__name__, want="argparse.Namespace")
+        raise origin.corrupt("its args are not a table", got=type(value).__name__, want="argparse.Namespace")
     return {key: _plain(part, 0) for key, part in value.items() if isinstance(key, str)}
 
 
@@ -77,10 +77,10 @@ def _plain(value: object, depth: int) -> Any:
 
 
 def parallel_sizes(args: Mapping[str, Any], origin: Origin) -> ParallelSizes:
-    """Return how many ways the arguments say that the model was cut.
+    """Return the parallel sizes in the arguments.
 
     Raises:
-        CorruptError: a size is no count.
+        CorruptError: a size is not a positive count.
     """
 
     def size(*keys: str) -> int:
@@ -88,7 +88,7 @@ def parallel_sizes(args: Mapping[str, Any], origin: Origin) -> ParallelSizes:
             number = args.get(key)
             if number is not None:
                 if type(number) is not int or not 1 <= number <= 1 << 20:
-                    raise origin.corrupt(f"its args have no count as {key}", got=shown(str(number)), want="1 or more")
+                    raise origin.corrupt(f"its args have an invalid {key}", got=shown(str(number)), want="1 or more")
                 return number
         return 1
 
@@ -99,7 +99,7 @@ def parallel_sizes(args: Mapping[str, Any], origin: Origin) -> ParallelSizes:
         pipeline=size("pipeline_model_parallel_size"),
         virtual=size("virtual_pipeline_model_parallel_size"),
         expert=size("expert_model_parallel_size"),
-        # megatron/training/arguments.py: left out, it is the dense layers' size.
+        # megatron/training/arguments.py: by default the dense layers' size.
         expert_tensor=size("expert_tensor_parallel_size", "tensor_model_parallel_size"),
         context=size("context_parallel_size"),
         world=world if type(world) is int and world > 0 else None,
@@ -110,16 +110,16 @@ def check_agreement(first: Mapping[str, Any], first_file: str, args: Mapping[str
     """Check that two ranks' arguments are those of one run.
 
     Raises:
-        ContradictionError: they differ in more than who and where the rank is.
+        ContradictionError: they differ in more than a rank's identity, place and time.
     """
     for key in sorted({*first, *args}):
         if _OWN.fullmatch(key):
             continue
-        ours, theirs = (values.get(key, "<not there>") for values in (args, first))
-        # Types count, and a NaN equals itself.
+        ours, theirs = (values.get(key, "<missing>") for values in (args, first))
+        # repr compares types, too, and makes NaN equal NaN.
         if repr(ours) != repr(theirs):
             raise ContradictionError(
-                f"{file} is of another run than {first_file}: args.{shown(key)[1:-1]} differs",
+                f"{file} belongs to another run than {first_file}: args.{shown(key)[1:-1]} differs",
                 file=file,
                 got=ascii(ours)[:200],
                 want=f"{ascii(theirs)[:200]}, as in {first_file}",

@@ -1,7 +1,7 @@
 """Reads Megatron-core's distributed checkpoints (``torch_dist``).
 
 On disk: ``metadata.json``, which names the format; torch DCP's ``.metadata`` and ``.distcp`` files, with global names
-and shapes; ``common.pt``, which holds what is no tensor, the run's arguments among it
+and shapes; ``common.pt`` with the values that are not tensors, such as the run's arguments
 (megatron/core/dist_checkpointing/strategies). Optimizer, random states and ``_extra_state`` are left out.
 """
 
@@ -19,10 +19,10 @@ from xrank.formats.regular_file import Origin, open_regular, shown
 from xrank.formats.torch_archive import read_archive
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.dcp.files import file_notes, other_files
+from xrank.readers.dcp.files import file_notes, find_other_files, read_backend
 from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
 from xrank.readers.megatron.args import ParallelSizes, parallel_sizes, plain_args
-from xrank.readers.megatron.folder import checkpoint_folder, iteration_of, sibling_iterations, why_not
+from xrank.readers.megatron.folder import check_iteration, explain_mismatch, resolve_folder, sibling_iterations
 from xrank.words import list_text, plural, size_text
 
 __all__ = ["MegatronDistReader"]
@@ -30,7 +30,7 @@ __all__ = ["MegatronDistReader"]
 _CONFIG, _COMMON, _METADATA = "metadata.json", "common.pt", ".metadata"
 _BACKEND = "torch_dist"
 _MAX_CONFIG_NBYTES = 1 << 16
-# Keys of what else is saved: megatron/training/checkpointing.py: generate_state_dict; optimizers' own prefixes.
+# Keys of other saved state: megatron/training/checkpointing.py: generate_state_dict; optimizers' own prefixes.
 _LEFT_OUT = re.compile(
     r"(?:optimizer|chained_\d+|(?:.*\.)?rng_state|opt_param_scheduler|rerun_state_machine_state|layer_wise_optimizer_\d+)"
     r"(?:[./].*)?"
@@ -45,21 +45,21 @@ class MegatronDistReader:
     name = "megatron-dist"
 
     def recognise(self, path: str) -> str | None:
-        """Return None if it is a checkpoint's folder, or one whose marker names a checkpoint."""
+        """Return None for a checkpoint's folder, or a folder whose marker names a checkpoint."""
         if os.path.isdir(path):
-            backend = _backend(os.path.join(path, _CONFIG))
+            backend = read_backend(path)
             if backend not in (None, _BACKEND):
                 return f"a Megatron checkpoint of the backend {shown(backend)}, not {_BACKEND}"
-        return why_not(path, _holds, f"{_CONFIG} that says {_BACKEND}")
+        return explain_mismatch(path, _holds, f"{_CONFIG} that names {_BACKEND}")
 
     def read(self, path: str, hints: Hints) -> StoredModel:
-        """Return where every tensor of a checkpoint lies; errors as `Reader.read` lists them."""
-        folder = checkpoint_folder(path, _holds)
+        """Return where every tensor of a checkpoint lies; errors as in `Reader.read`."""
+        folder = resolve_folder(path, _holds)
         _check_config(os.path.join(folder, _CONFIG))
         common = _read_common(os.path.join(folder, _COMMON))
         origin = Origin(os.path.join(folder, _COMMON))
         args = plain_args(common.get("args"), origin)
-        step = iteration_of(folder, common.get("iteration"), origin.path)
+        step = check_iteration(folder, common.get("iteration"), origin.path)
         sizes = None if args is None else parallel_sizes(args, origin)
         metadata = read_metadata(os.path.join(folder, _METADATA))
         tensors = _model_tensors(metadata)
@@ -85,8 +85,8 @@ class MegatronDistReader:
 
 
 def _holds(path: str) -> bool:
-    """Say whether a folder is such a checkpoint, one that lost a file included."""
-    if _backend(os.path.join(path, _CONFIG)) == _BACKEND:
+    """Return whether a folder is such a checkpoint, possibly with a missing file."""
+    if read_backend(path) == _BACKEND:
         return True
     shards = (_METADATA, "__0_0.distcp")
     return os.path.lexists(os.path.join(path, _COMMON)) and any(
@@ -94,30 +94,24 @@ def _holds(path: str) -> bool:
     )
 
 
-def _backend(path: str) -> str | None:
-    try:
-        with open_regular(path) as file:
-            told: Any = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
-    except (OSError, ValueError, RecursionError):  # of a file that cannot be read, too: both are bases of such errors
-        return None
-    backend = told.get("sharded_backend") if isinstance(told, dict) else None
-    return backend if isinstance(backend, str) else None
-
-
 def _check_config(path: str) -> None:
     # megatron/core/dist_checkpointing/core.py: CheckpointingConfig.
     with open_regular(path) as file:
         try:
-            told: Any = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
+            content: Any = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
         except (ValueError, RecursionError) as error:
-            raise file.origin.corrupt("is no JSON", got=shown(str(error)), want="a JSON object") from None
+            raise file.origin.corrupt("is not JSON", got=shown(str(error)), want="a JSON object") from None
         origin = file.origin
-    if not isinstance(told, dict) or "sharded_backend" not in told:
+    if not isinstance(content, dict) or "sharded_backend" not in content:
         raise origin.corrupt("does not name the checkpoint's format", want='an object with "sharded_backend"')
-    found = told["sharded_backend"], told.get("sharded_backend_version", 1), told.get("common_backend", "torch")
+    found = (
+        content["sharded_backend"],
+        content.get("sharded_backend_version", 1),
+        content.get("common_backend", "torch"),
+    )
     if found != (_BACKEND, 1, "torch"):
         raise origin.usage(
-            "names a format of Megatron's that is not read",
+            "names a Megatron format that is not supported",
             got=shown(str(found)),
             want=f"{_BACKEND}, version 1, with {_COMMON}",
             next_step=f"save with --ckpt-format {_BACKEND}",
@@ -127,20 +121,20 @@ def _check_config(path: str) -> None:
 def _read_common(path: str) -> Mapping[str, object]:
     archive = read_archive(path)
     if not isinstance(archive.value, dict):
-        raise Origin(path).unsafe("holds something else than a dict", got=repr(archive.value)[:100])
+        raise Origin(path).unsafe("is not a dict", got=repr(archive.value)[:100])
     return archive.value
 
 
 def _model_tensors(metadata: DcpMetadata) -> Mapping[str, DcpTensor]:
-    """Return the model's tensors by their names in it."""
+    """Return the model's tensors by the model's names."""
     kept = {name: tensor for name, tensor in metadata.tensors.items() if not _LEFT_OUT.fullmatch(name)}
     if not kept:
         raise UsageError(
-            f"{metadata.path}: there is no model in this checkpoint",
+            f"{metadata.path}: this checkpoint contains no model",
             file=metadata.path,
             got=list_text(sorted(shown(name)[1:-1] for name in metadata.tensors), empty="no tensor at all"),
             want="tensors that are not an optimizer's",
-            next_step="name a checkpoint that was saved with its model",
+            next_step="give the path of a checkpoint that was saved with its model",
         )
     # NeMo saves the wrapped module.
     is_wrapped = all(name.startswith(_PREFIX) for name in kept)
@@ -148,37 +142,37 @@ def _model_tensors(metadata: DcpMetadata) -> Mapping[str, DcpTensor]:
 
 
 def _check_layers(tensors: Mapping[str, DcpTensor], args: Mapping[str, Any] | None, path: str) -> None:
-    """Check that all layers of the decoder are there: by their numbers in names, or as a dim in front."""
-    told = (args or {}).get("num_layers")
-    if type(told) is not int or told < 1:
+    """Check that all layers of the decoder are present, as numbers in names or as a leading dim."""
+    count = (args or {}).get("num_layers")
+    if type(count) is not int or count < 1:
         return
     numbered = {int(found[2]) for name in tensors if (found := _LAYER.fullmatch(name)) and found[1] == "decoder.layers"}
     if numbered:
-        missing = next((layer for layer in range(told) if layer not in numbered), None)
+        missing = next((layer for layer in range(count) if layer not in numbered), None)
         if missing is not None:
             raise IncompleteError(
                 f"{path} lists nothing of decoder.layers.{missing}",
                 tensor=f"decoder.layers.{missing}",
                 file=path,
                 got=f"{len(numbered)} layers",
-                want=f"{told}, as args.num_layers says",
-                next_step="take a checkpoint that was finished; in this one a pipeline stage left nothing",
+                want=f"{count}, as in args.num_layers",
+                next_step="take a checkpoint whose save finished; in this one a pipeline stage wrote nothing",
             )
-        if max(numbered) >= told:
-            raise _other_layers(f"decoder.layers.{max(numbered)}", str(max(numbered) + 1), told, path)
+        if max(numbered) >= count:
+            raise _layer_error(f"decoder.layers.{max(numbered)}", str(max(numbered) + 1), count, path)
     for name, tensor in tensors.items():
-        if name.startswith("decoder.layers.") and not _LAYER.fullmatch(name) and tensor.shape[:1] != (told,):
-            raise _other_layers(name, f"shape {list(tensor.shape)}", told, path)
+        if name.startswith("decoder.layers.") and not _LAYER.fullmatch(name) and tensor.shape[:1] != (count,):
+            raise _layer_error(name, f"shape {list(tensor.shape)}", count, path)
 
 
-def _other_layers(name: str, got: str, told: int, path: str) -> ContradictionError:
+def _layer_error(name: str, got: str, count: int, path: str) -> ContradictionError:
     return ContradictionError(
-        f"{name} does not have the layers that {_COMMON} says",
+        f"{name} does not fit the number of layers in {_COMMON}",
         tensor=name,
         file=path,
         got=got,
-        want=f"{told} layers, as args.num_layers says",
-        next_step=f"copy the checkpoint again: .metadata and {_COMMON} are of two models",
+        want=f"{count} layers, as in args.num_layers",
+        next_step=f"copy the checkpoint again: .metadata and {_COMMON} belong to two models",
     )
 
 
@@ -189,7 +183,7 @@ def _notes(
     pieces: DcpPieces,
     args: Mapping[str, Any] | None,
 ) -> tuple[tuple[str, str], ...]:
-    notes = file_notes(folder, metadata, other_files(folder, metadata)[0])
+    notes = file_notes(folder, metadata, find_other_files(folder, metadata)[0])
     left = len(metadata.tensors) - len(tensors)
     if left:
         notes.append(("left-out", f"{left:,} tensors of the optimizer and the like were left out"))

@@ -1,7 +1,8 @@
-"""The files of a legacy Megatron checkpoint: one for each tensor-parallel, pipeline and expert rank.
+"""The files of a legacy Megatron checkpoint: one per tensor-parallel, pipeline and expert rank.
 
-``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``: after TT comes the pipeline rank where there are pipeline stages, else
-the expert rank (megatron/training/checkpointing.py: get_checkpoint_name). Data-parallel ranks leave no files.
+``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``: after TT comes the pipeline rank if there are pipeline stages, then the
+expert rank if there are expert ranks (megatron/training/checkpointing.py: get_checkpoint_name). Data-parallel ranks
+write no files.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ _MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """Where in the grid a file's rank is; in the order of the ranks of a run without data parallelism."""
+    """Place of a file's rank in the grid; places sort like the ranks of a run without data parallelism."""
 
     pipeline: int
     expert: int
     tensor: int
 
     def rank(self, sizes: ParallelSizes) -> int:
-        """Return its number, tensor-parallel ranks counted first."""
+        """Return the rank's number; tensor-parallel ranks vary fastest."""
         return self.tensor + sizes.tensor * (self.expert + sizes.expert * self.pipeline)
 
     def folder(self, sizes: ParallelSizes) -> str:
-        """Return the name of its folder."""
+        """Return the name of the rank's folder."""
         name = f"mp_rank_{self.tensor:02d}"
         if sizes.pipeline > 1:
             name += f"_{self.pipeline:03d}"
@@ -43,41 +44,46 @@ class Place:
 
 
 def list_folders(folder: str) -> list[str]:
-    """Return the names of ranks' folders in a checkpoint."""
+    """Return the names of the ranks' folders in a checkpoint."""
     return sorted(
         entry for entry in os.listdir(folder) if _FOLDER.fullmatch(entry) and os.path.isdir(os.path.join(folder, entry))
     )
 
 
 def places_of(sizes: ParallelSizes, folder: str) -> tuple[Place, ...]:
-    """Return the places of which a run leaves files.
+    """Return the places for which a run writes files.
 
     Raises:
-        UsageError: experts are cut in a way in which files of this format overwrite each other, or that is not known.
+        UsageError: experts are cut in an unknown way, or in one in which files of this format overwrite each other.
     """
     if sizes.tensor * sizes.pipeline * sizes.expert > _MAX_RANKS:
-        raise UsageError(f"{folder}: its args tell more than a million ranks", file=folder, got=str(sizes))
+        raise UsageError(
+            f"{folder}: its args record more than a million ranks",
+            file=folder,
+            got=str(sizes),
+            next_step="copy the folder again from where it was written",
+        )
     pairs: Iterable[tuple[int, int]] = (
         (tensor, expert) for tensor in range(sizes.tensor) for expert in range(sizes.expert)
     )
     if sizes.expert > 1 and sizes.expert_tensor != sizes.tensor:
         if sizes.tensor % sizes.expert_tensor or sizes.world is None or sizes.world % sizes.pipeline:
             raise UsageError(
-                f"{folder}: its experts are cut over another number of ranks than its other layers, which is not read",
+                f"{folder}: its experts are cut over another number of ranks than other layers, which is not supported",
                 file=folder,
                 got=f"{sizes}, world size {sizes.world}",
                 want="ETP that divides TP, and a world size",
                 next_step="save with --ckpt-format torch_dist",
             )
-        pairs = _written(sizes, sizes.world // sizes.pipeline)
+        pairs = _list_writers(sizes, sizes.world // sizes.pipeline)
     return tuple(sorted(Place(p, expert, tensor) for tensor, expert in set(pairs) for p in range(sizes.pipeline)))
 
 
-def _written(sizes: ParallelSizes, stage_size: int) -> Iterable[tuple[int, int]]:
-    """Yield tensor and expert ranks of who writes: ranks that are the first of their data-parallel group.
+def _list_writers(sizes: ParallelSizes, stage_size: int) -> Iterable[tuple[int, int]]:
+    """Yield tensor and expert ranks of the writers: the first rank of each data-parallel group.
 
-    Dense layers and experts divide the ranks of a stage in two ways (parallel_state.py: RankGenerator), tensor
-    parallelism first in both.
+    Dense layers and experts divide the ranks of a stage in two ways (parallel_state.py: RankGenerator); tensor
+    parallelism varies fastest in both.
     """
     for rank in range(min(stage_size, _MAX_RANKS)):
         is_first = rank < sizes.tensor * sizes.context or rank < sizes.expert_tensor * sizes.expert
@@ -86,11 +92,11 @@ def _written(sizes: ParallelSizes, stage_size: int) -> Iterable[tuple[int, int]]
 
 
 def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, places: Sequence[Place]) -> None:
-    """Check that the files of all ranks are there, and nobody else's.
+    """Check that exactly the files of the run's ranks are present.
 
     Raises:
         IncompleteError: a rank's file is missing.
-        ContradictionError: there are files of ranks that the run does not have.
+        ContradictionError: there are files of ranks beyond the run's.
     """
     wanted = {place.folder(sizes): place for place in places}
     missing = [name for name in wanted if not os.path.lexists(os.path.join(folder, name, FILE))]
@@ -101,23 +107,23 @@ def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, places: 
             f"{files}: not in {folder} (TP {place.tensor}, PP {place.pipeline}, EP {place.expert})",
             rank=place.rank(sizes),
             file=os.path.join(folder, missing[0], FILE),
-            got=f"{len(wanted) - len(missing)} files; not there: {list_text(missing, 16)}",
+            got=f"{len(wanted) - len(missing)} files; missing: {list_text(missing, 16)}",
             want=f"{len(wanted)}, for {sizes}",
             next_step=f"copy {missing[0]} from where it was written, then run the same command; nothing was written",
         )
     surplus = [name for name in found if name not in wanted]
     if surplus:
         raise ContradictionError(
-            f"{folder} has {surplus[0]}, which is no rank of this run",
+            f"{folder} has {surplus[0]}, which is not a rank of this run",
             file=os.path.join(folder, surplus[0]),
             got=list_text(surplus),
             want=f"{len(wanted)} folders for {sizes}",
-            next_step="remove what another run left, or name the checkpoint's own folder",
+            next_step="move the folders of another run elsewhere, or give the path of the checkpoint's own folder",
         )
 
 
 def grid_text(found: Sequence[str], sizes: ParallelSizes, places: Sequence[Place]) -> list[str]:
-    """Return for each stage and expert rank which tensor-parallel ranks' files are there, for people."""
+    """Return, for display, the tensor-parallel ranks with and without files, by stage and expert rank."""
     there = set(found)
     rows: dict[tuple[int, int], list[Place]] = {}
     for place in places:

@@ -1,8 +1,8 @@
-"""Reads Megatron's checkpoints of one file a model-parallel rank (``--ckpt-format torch``).
+"""Reads Megatron's checkpoints with one file per model-parallel rank (``--ckpt-format torch``).
 
-A file has its rank's part of each tensor, under names that count layers within the rank's stage; how tensors are cut is
-known from their names alone. What comes of them has the names that Megatron-core's own ``torch_dist`` has: layers and
-experts counted over the whole model, gate and up halves end to end. The optimizer is left out.
+A file contains its rank's part of each tensor, under names that count layers within the rank's stage. Names alone
+determine how tensors are cut. The result has the names of Megatron-core's own ``torch_dist``: layers and experts
+counted over the whole model, gate and up halves end to end. The optimizer is left out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.checkpoint_folders import nbytes_below
 from xrank.readers.megatron.args import ParallelSizes, check_agreement, parallel_sizes
-from xrank.readers.megatron.folder import (
-    checkpoint_folder,
-    iteration_of,
-    sibling_iterations,
-    why_not,
-)
+from xrank.readers.megatron.folder import check_iteration, explain_mismatch, resolve_folder, sibling_iterations
 from xrank.readers.megatron.grid import FILE, Place, check_grid, grid_text, list_folders, places_of
-from xrank.readers.megatron.parts import TensorParts, collected, gating, layouts_of, own_tensors, placed
+from xrank.readers.megatron.parts import (
+    TensorParts,
+    collect_parts,
+    find_gating,
+    find_own_tensors,
+    layouts_of,
+    place_parts,
+)
 from xrank.readers.megatron.stages import Chunk, count_layers, first_layers, has_encoder
 from xrank.readers.megatron.states import RankFile, check_identities, read_rank_file
 from xrank.readers.records import Records
@@ -35,19 +37,19 @@ _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class MegatronLegacyReader:
-    """The reader of Megatron's checkpoints of one file a rank (`xrank.readers.base.Reader`)."""
+    """The reader of Megatron's checkpoints with one file per rank (`xrank.readers.base.Reader`)."""
 
     name = "megatron-legacy"
 
     def recognise(self, path: str) -> str | None:
-        """Return None if it is a checkpoint's folder, or one whose marker names a checkpoint."""
-        return why_not(path, _holds, f"mp_rank_*/{FILE}")
+        """Return None for a checkpoint's folder, or a folder whose marker names a checkpoint."""
+        return explain_mismatch(path, _holds, f"mp_rank_*/{FILE}")
 
     def read(self, path: str, hints: Hints) -> StoredModel:
-        """Return where every tensor of a checkpoint lies; errors as `Reader.read` lists them."""
-        folder = checkpoint_folder(path, _holds)
+        """Return where every tensor of a checkpoint lies; errors as in `Reader.read`."""
+        folder = resolve_folder(path, _holds)
         found = [name for name in list_folders(folder) if os.path.lexists(os.path.join(folder, name, FILE))]
-        # Any rank's arguments tell the grid.
+        # Every rank's arguments record the grid.
         first = read_rank_file(os.path.join(folder, found[0], FILE), 0)
         sizes = parallel_sizes(first.args, first.origin)
         places = places_of(sizes, folder)
@@ -58,16 +60,16 @@ class MegatronLegacyReader:
             check_agreement(first.args, first.origin.path, file.args, file.origin.path)
             _check_moment(first, file)
             files[place] = file
-        step = iteration_of(folder, first.iteration, first.origin.path)
+        step = check_iteration(folder, first.iteration, first.origin.path)
         counts = _layers(files, sizes)
         starts = first_layers(counts, sizes, first.args, first.origin.path)
         _check_alike(files)
         records = Records()
-        tensors = collected(files, sizes, starts, records)
-        layouts = layouts_of(tensors, sizes, hints, first.args, is_gated=gating(tensors, first))
-        check_identities(files, sizes, own_tensors(tensors, layouts))
-        shards = tuple(placed(tensors[name], layouts[name], sizes, hints) for name in tensors)
-        aliases = _tied(tensors, first.args)
+        tensors = collect_parts(files, sizes, starts, records)
+        layouts = layouts_of(tensors, sizes, hints, first.args, is_gated=find_gating(tensors, first))
+        check_identities(files, sizes, find_own_tensors(tensors, layouts))
+        shards = tuple(place_parts(tensors[name], layouts[name], sizes, hints) for name in tensors)
+        aliases = _find_ties(tensors, first.args)
         return StoredModel(
             format=self.name,
             path=path,
@@ -94,7 +96,7 @@ def _holds(path: str) -> bool:
 def _check_moment(first: RankFile, file: RankFile) -> None:
     if repr(first.iteration) != repr(file.iteration):
         raise ContradictionError(
-            file.origin.named(f"is of another iteration than {first.origin.path}"),
+            file.origin.named(f"belongs to another iteration than {first.origin.path}"),
             rank=file.origin.rank,
             file=file.origin.path,
             got=f"iteration {shown(str(file.iteration))}",
@@ -104,14 +106,14 @@ def _check_moment(first: RankFile, file: RankFile) -> None:
 
 
 def _layers(files: Mapping[Place, RankFile], sizes: ParallelSizes) -> dict[Chunk, int]:
-    """Return how many layers each chunk holds, on which all its ranks must agree."""
+    """Return the number of layers in each chunk, after checking that all its ranks agree."""
     counts: dict[Chunk, int] = {}
     for place, file in files.items():
         for number, chunk in enumerate(file.chunks):
             if sizes.pipeline * sizes.virtual > 1 and has_encoder(chunk):
                 raise file.origin.usage(
-                    "holds layers of an encoder, which stages count each from 0: how many the stages before hold "
-                    "is not known",
+                    "contains layers of an encoder, which each stage counts from 0: the number of layers in earlier "
+                    "stages is unknown",
                     got=str(sizes),
                     want="layers of a decoder, or one stage",
                     next_step="save with --ckpt-format torch_dist",
@@ -120,7 +122,7 @@ def _layers(files: Mapping[Place, RankFile], sizes: ParallelSizes) -> dict[Chunk
             known = counts.setdefault((number, place.pipeline), count)
             if known != count:
                 raise ContradictionError(
-                    file.origin.named("holds another number of layers than other ranks of its stage"),
+                    file.origin.named("contains another number of layers than other ranks of its stage"),
                     rank=file.origin.rank,
                     file=file.origin.path,
                     got=f"{count} layers",
@@ -131,7 +133,7 @@ def _layers(files: Mapping[Place, RankFile], sizes: ParallelSizes) -> dict[Chunk
 
 
 def _check_alike(files: Mapping[Place, RankFile]) -> None:
-    """Check that the ranks of a stage hold tensors of the same names: experts are counted from 0 on each."""
+    """Check that the ranks of a stage hold tensors of the same names; each rank counts its experts from 0."""
     first: dict[int, tuple[RankFile, list[set[str]]]] = {}
     for place, file in files.items():
         names = [set(chunk) for chunk in file.chunks]
@@ -141,18 +143,19 @@ def _check_alike(files: Mapping[Place, RankFile]) -> None:
                 name = min(ours ^ theirs)
                 holder, lacking = (file, other) if name in ours else (other, file)
                 raise ContradictionError(
-                    f"{shown(name)[1:-1]}: {holder.origin.path} has it, and {lacking.origin.path} of its stage has not",
+                    f"{shown(name)[1:-1]}: {holder.origin.path} contains it, but {lacking.origin.path} of its stage "
+                    "does not",
                     tensor=name,
                     rank=lacking.origin.rank,
                     file=lacking.origin.path,
-                    got="nothing of it",
+                    got="no part",
                     want="a part, or a copy",
                     next_step="all files must come from one save of one run; copy them again",
                 )
 
 
-def _tied(tensors: Mapping[str, TensorParts], args: Mapping[str, Any]) -> dict[str, str]:
-    """Return the last stage's own copy of the embedding, where the two are one tensor (models/gpt/gpt_model.py)."""
+def _find_ties(tensors: Mapping[str, TensorParts], args: Mapping[str, Any]) -> dict[str, str]:
+    """Return the last stage's copy of the embedding if the two are one tensor (models/gpt/gpt_model.py)."""
     is_tied = args.get("untie_embeddings_and_output_weights") is False
     return {_HEAD: _EMBEDDING} if is_tied and _HEAD in tensors and _EMBEDDING in tensors else {}
 

@@ -1,14 +1,14 @@
-"""What the files of a legacy Megatron checkpoint hold of each tensor, and where that lies in the whole.
+"""Collects each tensor's parts from the files of a legacy Megatron checkpoint, and places them in the whole.
 
-Files count layers within their stage, and experts within their rank. How tensors are cut is known from their names
-alone: by Megatron's own table, or by the caller's layout file.
+Files count layers within their stage, and experts within their rank. Names alone determine how tensors are cut: by
+Megatron's own table, or by the caller's layout file.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -39,35 +39,35 @@ from xrank.readers.megatron.states import RankFile
 from xrank.readers.records import Records
 from xrank.words import likewise_text
 
-__all__ = ["TensorParts", "collected", "gating", "layouts_of", "own_tensors", "placed"]
+__all__ = ["TensorParts", "collect_parts", "find_gating", "find_own_tensors", "layouts_of", "place_parts"]
 
 _GATED = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
-# Rows of gate and up in turns (megatron/training/arguments.py): another layout than the table's.
+# Rows of gate and up alternate (megatron/training/arguments.py); the table does not describe this layout.
 _INTERLEAVED = "moe_mlp_glu_interleave_size"
 
 
 @dataclass(slots=True)
 class TensorParts:
-    """What files hold of one tensor."""
+    """The parts of one tensor in the files."""
 
     name: str
     has_expert: bool
-    """Whether it is one expert's."""
+    """Whether it belongs to one expert."""
     held: list[HeldTensor] = field(default_factory=list)
     tensors: list[ArchivedTensor] = field(default_factory=list)
-    """The same, as their files have them."""
+    """The same parts as in their files."""
     places: list[Place] = field(default_factory=list)
-    """Of the files."""
+    """Places of the files."""
 
 
-def collected(
+def collect_parts(
     files: Mapping[Place, RankFile], sizes: ParallelSizes, starts: Mapping[Chunk, int], records: Records
 ) -> dict[str, TensorParts]:
-    """Return what files hold of each tensor, by its name in the whole model, in the model's order."""
+    """Return each tensor's parts, by its name in the whole model, in the model's order."""
     found: dict[tuple[int, int], dict[str, TensorParts]] = {chunk: {} for chunk in sorted(starts)}
     by_name: dict[str, TensorParts] = {}
     for place, file in files.items():
-        index = records.file(file.archive)
+        index = records.add_archive(file.archive)
         for number, chunk in enumerate(file.chunks):
             key = (number, place.pipeline)
             num_experts = _num_experts(chunk, file, sizes)
@@ -76,7 +76,7 @@ def collected(
                 parts = by_name.get(layer)
                 if parts is None:
                     parts = by_name[layer] = found[key][layer] = TensorParts(layer, expert)
-                parts.held.append(_held(local_name, file, tensor, index(tensor.key), sizes))
+                parts.held.append(_part_of(local_name, file, tensor, index(tensor.key), sizes))
                 parts.tensors.append(tensor)
                 parts.places.append(place)
     whole = [item for chunk in found.values() for item in chunk.items()]
@@ -84,13 +84,13 @@ def collected(
 
 
 def _model_order(item: tuple[str, TensorParts]) -> tuple[int, int]:
-    """Embedding, layers by number, the rest; names of one layer stay as the files have them."""
+    """Sort the embedding first, then layers by number, then the rest; names of one layer keep the files' order."""
     found = LAYER.fullmatch(item[0])
     return (1, int(found[1])) if found else (0 if item[0].startswith("embedding.") else 2, 0)
 
 
 def _num_experts(chunk: Mapping[str, ArchivedTensor], file: RankFile, sizes: ParallelSizes) -> int:
-    """Return how many experts a rank holds in each layer of a chunk: its share of those that the arguments tell."""
+    """Return the number of experts that a rank holds in each layer of a chunk, checked against the arguments."""
     for name in chunk:
         try:
             expert_in(name)
@@ -99,80 +99,73 @@ def _num_experts(chunk: Mapping[str, ArchivedTensor], file: RankFile, sizes: Par
     try:
         held = count_experts(chunk)
     except ValueError as error:
-        raise file.origin.corrupt("holds experts with gaps, or not the same in all layers", got=str(error)) from None
-    told = file.args.get("num_experts")
-    if held and type(told) is int and held * sizes.expert != told:
-        # So it is of Megatron's --moe-extended-tp, which old releases had: every rank held a part of every expert.
+        raise file.origin.corrupt("has gaps in its experts, or layers with other experts", got=str(error)) from None
+    total = file.args.get("num_experts")
+    if held and type(total) is int and held * sizes.expert != total:
+        # Old releases with Megatron's --moe-extended-tp put a part of every expert on every rank.
         raise ContradictionError(
-            file.origin.named("does not hold its share of the experts that its args tell"),
+            file.origin.named("does not hold its share of the experts in its args"),
             rank=file.origin.rank,
             file=file.origin.path,
             got=f"{held} experts in a layer, on each of {sizes.expert} expert ranks",
-            want=f"{told} in all, as args.num_experts says",
-            next_step="check that the files are of one run; where experts are cut otherwise, save as torch_dist",
+            want=f"{total} in all, as in args.num_experts",
+            next_step="check that the files come from one run; if experts are cut in another way, save as torch_dist",
         )
     return held
 
 
 def _unknown(name: str, file: RankFile, got: str) -> LayoutError:
     return LayoutError(
-        f"{shown(name)[1:-1]}: how Megatron cuts a tensor of this name is not known",
+        f"{shown(name)[1:-1]}: it is unknown how Megatron cuts a tensor of this name",
         tensor=name,
         rank=file.origin.rank,
         file=file.origin.path,
         got=got,
-        want=f"a name that xrank's table has, or a rule of {option('layouts')}",
+        want=f"a name in xrank's table, or a rule of {option('layouts')}",
         next_step="save with --ckpt-format torch_dist, which records it, or give "
         f"{option('layouts', metavar='FILE')} with this tensor's rule",
     )
 
 
-def _held(name: str, file: RankFile, tensor: ArchivedTensor, record: int, sizes: ParallelSizes) -> HeldTensor:
+def _part_of(name: str, file: RankFile, tensor: ArchivedTensor, record: int, sizes: ParallelSizes) -> HeldTensor:
     assert file.origin.rank is not None
     shape, strides = tensor.shape, tensor.strides
     number = file.args.get("num_experts")
     try:
         grouped = grouped_shape(name, shape, number // sizes.expert if type(number) is int else 0)
     except ValueError as error:
-        raise file.origin.corrupt(f"{name} is not the tensor of the experts that args tell", got=str(error)) from None
+        raise file.origin.corrupt(f"{name} does not fit the experts in args", got=str(error)) from None
     if grouped is not None:
         if strides != (shape[1], 1):
-            raise file.origin.corrupt(f"{name} is no plain matrix", got=f"strides {list(strides)}")
+            raise file.origin.corrupt(f"{name} is not a plain matrix", got=f"strides {list(strides)}")
         shape, strides = grouped, (grouped[1] * grouped[2], grouped[2], 1)
-    return HeldTensor(
-        rank=file.origin.rank,
-        file=file.origin.path,
-        record=record,
-        dtype=tensor.dtype,
-        shape=shape,
-        strides=strides,
-        storage_offset=tensor.storage_offset,
-    )
+    held = HeldTensor.from_archive(tensor, rank=file.origin.rank, file=file.origin.path, record=record)
+    return replace(held, shape=shape, strides=strides)
 
 
-def gating(tensors: Mapping[str, TensorParts], first: RankFile) -> bool:
-    """Return whether linear_fc1 is gate and up: by the arguments, and by the shapes, which must agree.
+def find_gating(tensors: Mapping[str, TensorParts], first: RankFile) -> bool:
+    """Return whether linear_fc1 is gate and up, by the arguments and the shapes.
 
     Raises:
-        ContradictionError: they don't.
+        ContradictionError: they disagree.
     """
     if first.args.get(_INTERLEAVED):
         raise first.origin.usage(
-            "its experts have gate and up rows in turns, which is not read",
+            "its experts have alternating gate and up rows, which are not supported",
             got=f"args.{_INTERLEAVED} {first.args[_INTERLEAVED]}",
             want="halves",
             next_step="save with --ckpt-format torch_dist",
         )
-    told = [first.args[key] for key in _GATED if isinstance(first.args.get(key), bool)]
-    is_gated = any(told)
+    recorded = [first.args[key] for key in _GATED if isinstance(first.args.get(key), bool)]
+    is_gated = any(recorded)
     for name, rows, columns in projections({name: parts.held[0].shape for name, parts in tensors.items()}):
-        if not told and rows == 2 * columns:
-            is_gated, told = True, [True]
+        if not recorded and rows == 2 * columns:
+            is_gated, recorded = True, [True]
         if rows != columns * (2 if is_gated else 1):
             held = tensors[name].held[0]
             raise held.contradiction(
                 name,
-                f"its shape is not that of {'gate and up halves' if is_gated else 'one projection'}, as args tell",
+                f"its shape is not that of {'gate and up halves' if is_gated else 'one projection'}, by args",
                 got=f"{rows} rows, for {columns} columns of linear_fc2",
                 want=f"{columns * (2 if is_gated else 1)} rows",
                 next_step="check that args.swiglu is that of the run",
@@ -186,15 +179,15 @@ def layouts_of(
     """Return how each tensor is cut: by the caller's layout file, else by Megatron's own table, or the arguments.
 
     Raises:
-        LayoutError: neither knows a name; all such names are named at once.
+        LayoutError: none of them knows a name; the error lists all such names.
     """
     found, unknown = {}, []
     for name, parts in tensors.items():
-        layout = _given(name, hints) or layout_of(name, is_gated=is_gated)
+        layout = _find_given(name, hints) or layout_of(name, is_gated=is_gated)
         if layout is None and parts.held[0].shape:
             layout = down_projection(name, parts.held[0].shape[0], args, sizes.tensor)
         if layout is None and sizes.tensor == 1 and not parts.has_expert:
-            # Whole on every rank; copies on expert ranks are compared.
+            # The tensor is whole on every rank; its copies on expert ranks are compared.
             layout = _whole(len(parts.held[0].shape))
         if layout is None:
             unknown.append(name)
@@ -204,19 +197,19 @@ def layouts_of(
         held = tensors[unknown[0]].held[0]
         more = likewise_text([shown(name)[1:-1] for name in unknown[1:]])
         raise LayoutError(
-            f"{shown(unknown[0])[1:-1]}: how Megatron cuts a tensor of this name is not known{more}",
+            f"{shown(unknown[0])[1:-1]}: it is unknown how Megatron cuts a tensor of this name{more}",
             tensor=unknown[0],
             rank=held.rank,
             file=held.file,
             got=f"a part of shape {list(held.shape)}",
-            want=f"a name that xrank's table has, or a rule of {option('layouts')} on the axes tp and etp",
+            want=f"a name in xrank's table, or a rule of {option('layouts')} on the axes tp and etp",
             next_step=f"give {option('layouts', metavar='FILE')} with its layout, or save with "
             "--ckpt-format torch_dist",
         )
     return found
 
 
-def _given(name: str, hints: Hints) -> TensorLayout | None:
+def _find_given(name: str, hints: Hints) -> TensorLayout | None:
     if hints.layouts is None:
         return None
     layout = hints.layouts[name]
@@ -228,7 +221,7 @@ def _whole(num_dims: int) -> TensorLayout:
     return TensorLayout.parse("[" + ", ".join(f"d{i}" for i in range(num_dims)) + "]")
 
 
-def own_tensors(
+def find_own_tensors(
     tensors: Mapping[str, TensorParts], layouts: Mapping[str, TensorLayout]
 ) -> dict[Place, list[ArchivedTensor]]:
     """Return for each file the tensors of which no other file has the same part."""
@@ -244,11 +237,11 @@ def own_tensors(
     return found
 
 
-def placed(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, hints: Hints) -> StoredShard:
-    """Return where a tensor's parts lie in the whole; copies of one part are its replicas.
+def place_parts(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, hints: Hints) -> StoredShard:
+    """Return where a tensor's parts lie in the whole; copies of one part become replicas.
 
     Raises:
-        ContradictionError: parts do not fit each other.
+        ContradictionError: parts do not fit together.
         LayoutError: the layout does not fit them.
     """
     first = parts.held[0]
@@ -261,13 +254,13 @@ def placed(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, hints
                 want=first.dtype,
                 next_step="all files must come from one save of one run; copy them again",
             )
-    # Experts are cut by `etp`, whose ranks repeat along tp; all else by `tp`.
+    # Experts are cut by `etp`, whose ranks repeat along tp; other tensors by `tp`.
     lengths = {"tp": sizes.tensor, "ep": sizes.expert, "etp": sizes.expert_tensor}
     axes = tuple(axis for axis in lengths if any(axis in used for used in layout.axes)) or ("tp",)
     mesh = _mesh(axes, tuple(lengths[axis] for axis in axes))
     try:
         places = [_coordinate(place, sizes, axes) for place in parts.places]
-        # One part for each place; all others are copies and must have its shape.
+        # One part per place determines the shape; the others are copies and must have the same shape.
         shapes = {mesh.rank_at(at): held.shape for at, held in zip(places, parts.held, strict=True)}
         shape = infer_shape(layout, mesh, shapes)
         nests = []
@@ -276,18 +269,18 @@ def placed(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, hints
             if part is None or part.sums or part.shape != held.shape:
                 raise held.contradiction(
                     parts.name,
-                    f"the part in {held.file} does not have the shape that its layout gives it",
+                    f"the part in {held.file} has another shape than its layout gives it",
                     got=str(list(held.shape)),
                     want=f"{None if part is None else list(part.shape)}, by {layout} of {list(shape)}",
                     next_step="all files must come from one save of one run; copy them again",
                 )
             nests.append(part.nests)
     except LayoutError as error:
-        raise _named(error, parts, is_given=_given(parts.name, hints) is not None) from None
+        raise _to_error(error, parts, is_given=_find_given(parts.name, hints) is not None) from None
     return pieces_of(parts.name, parts.held, shape, nests)
 
 
-def _named(error: LayoutError, parts: TensorParts, *, is_given: bool) -> XrankError:
+def _to_error(error: LayoutError, parts: TensorParts, *, is_given: bool) -> XrankError:
     message, first = f"{parts.name}: {error.message}", parts.held[0]
     facts: dict[str, Any] = {"tensor": parts.name, "rank": first.rank, "file": first.file}
     facts |= {"got": error.got, "want": error.want}

@@ -1,4 +1,4 @@
-"""Which layers of the model each chunk of a pipeline stage holds: files count layers from 0 in every chunk."""
+"""Finds the layers of the model in each chunk of a pipeline stage; files count layers from 0 in every chunk."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from xrank.readers.megatron.args import ParallelSizes
 __all__ = ["Chunk", "count_layers", "first_layers", "has_encoder"]
 
 Chunk = tuple[int, int]
-"""Which virtual chunk, of which pipeline stage: in this order a model's layers follow each other."""
+"""Virtual chunk and pipeline stage. Sorted, the chunks contain a model's layers in order."""
 
 _ENCODER_LAYER = re.compile(r"encoder\.layers\.(0|[1-9]\d{0,8})\..*", re.ASCII)
 
-# With these a stage's share is not what num_layers tells (megatron/training/arguments.py).
+# With these settings, num_layers alone does not determine a stage's share (megatron/training/arguments.py).
 _UNEVEN = (
     "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
@@ -29,7 +29,7 @@ _LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage"
 
 
 def count_layers(names: Iterable[str], file: str, rank: int) -> int:
-    """Return how many layers a chunk holds: the decoder's, or of a model without one (BERT) the encoder's.
+    """Return the number of layers in a chunk: the decoder's, or in a model without one (BERT) the encoder's.
 
     Raises:
         IncompleteError: their numbers have a gap.
@@ -41,7 +41,7 @@ def count_layers(names: Iterable[str], file: str, rank: int) -> int:
     missing = next((layer for layer in range(len(numbers)) if layer not in numbers), None)
     if missing is not None:
         raise IncompleteError(
-            f"{file} holds nothing of {stack}.layers.{missing}, and of layers after it",
+            f"{file} contains nothing of {stack}.layers.{missing}, but contains later layers",
             tensor=f"{stack}.layers.{missing}",
             rank=rank,
             file=file,
@@ -53,7 +53,7 @@ def count_layers(names: Iterable[str], file: str, rank: int) -> int:
 
 
 def has_encoder(names: Iterable[str]) -> bool:
-    """Say whether there are layers of an encoder (BERT, T5)."""
+    """Return whether there are layers of an encoder (BERT, T5)."""
     return any(map(_ENCODER_LAYER.fullmatch, names))
 
 
@@ -63,31 +63,32 @@ def first_layers(
     """Return the number of each chunk's first layer in the whole model.
 
     Args:
-        counts: how many layers each chunk holds.
-        sizes: how many stages and chunks there are.
-        args: the run's arguments, which must tell the same.
-        file: of the arguments.
+        counts: number of layers in each chunk.
+        sizes: number of stages and chunks.
+        args: the run's arguments, which must agree.
+        file: the file with the arguments.
 
     Raises:
-        ContradictionError: the arguments tell other numbers of layers.
+        ContradictionError: the arguments record other numbers of layers.
     """
-    told = args.get("num_layers")
-    if type(told) is int and sum(counts.values()) != told:
-        raise _contradiction("all stages together do not hold", sum(counts.values()), told, "args.num_layers", file)
-    expected = _expected(sizes, args)
+    num_layers = args.get("num_layers")
+    if type(num_layers) is int and sum(counts.values()) != num_layers:
+        total = sum(counts.values())
+        raise _contradiction("all stages together do not contain", total, num_layers, "args.num_layers", file)
+    expected = _expect_counts(sizes, args)
     first, total = {}, 0
     for chunk in sorted(counts):
         if expected is not None and counts[chunk] != expected[chunk]:
             where = f"pipeline stage {chunk[1]}" + (f", chunk {chunk[0]}," if sizes.virtual > 1 else "")
-            raise _contradiction(f"{where} does not hold", counts[chunk], expected[chunk], "its args", file)
+            raise _contradiction(f"{where} does not contain", counts[chunk], expected[chunk], "its args", file)
         first[chunk] = total
         total += counts[chunk]
     return first
 
 
-def _contradiction(what: str, got: int, want: int, who: str, file: str) -> ContradictionError:
+def _contradiction(what: str, got: int, want: int, source: str, file: str) -> ContradictionError:
     return ContradictionError(
-        f"{file}: {what} the layers that {who} says",
+        f"{file}: {what} the number of layers in {source}",
         file=file,
         got=f"{got} layers",
         want=f"{want} layers",
@@ -95,8 +96,8 @@ def _contradiction(what: str, got: int, want: int, who: str, file: str) -> Contr
     )
 
 
-def _expected(sizes: ParallelSizes, args: Mapping[str, Any]) -> dict[Chunk, int] | None:
-    """Return how many layers each chunk has by the arguments; None where they do not tell it in a simple way."""
+def _expect_counts(sizes: ParallelSizes, args: Mapping[str, Any]) -> dict[Chunk, int] | None:
+    """Return each chunk's number of layers by the arguments; None if they do not determine it in a simple way."""
     total = args.get("num_layers")
     if type(total) is not int or any(args.get(key) for key in _UNEVEN):
         return None

@@ -1,4 +1,4 @@
-"""One rank's file of a legacy Megatron checkpoint: its model's chunks, and what tells whose and of which run it is."""
+"""Reads one rank's file of a legacy Megatron checkpoint, and checks that it is that rank's file of that run."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ _CHUNK = re.compile(r"model(0|[1-9]\d{0,3})", re.ASCII)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFile:
-    """What a rank left."""
+    """Content of a rank's file."""
 
     archive: TorchArchive
     origin: Origin
     args: Mapping[str, Any]
     iteration: object
     chunks: tuple[Mapping[str, ArchivedTensor], ...]
-    """The tensors of each virtual chunk, by the names that the rank has for them."""
+    """The tensors of each virtual chunk, by the rank's names."""
     num_extra: int
-    """Entries of the state that are no tensors, but Transformer Engine's own."""
+    """Number of Transformer Engine's own entries in the state, which are not tensors."""
 
 
 def read_rank_file(path: str, rank: int) -> RankFile:
-    """Return what a rank's file holds, by its metadata alone.
+    """Return the content of a rank's file, from its metadata alone.
 
     Raises:
-        CorruptError, UnsafeError: it is damaged, or holds what only code can make.
-        UsageError: it is of another kind than those that Megatron-core writes.
+        CorruptError, UnsafeError: it is damaged, or contains objects that only code can make.
+        UsageError: Megatron-core does not write files of this kind.
     """
     archive = read_archive(path, rank=rank)
     origin, state = Origin(path, rank), archive.value
     if not isinstance(state, dict):
-        raise origin.unsafe("holds something else than a dict", got=repr(state)[:100])
+        raise origin.unsafe("is not a dict", got=repr(state)[:100])
     args = plain_args(state.get("args"), origin)
     if args is None:
-        raise origin.corrupt("holds no args", got=_keys(state), want='a dict with "args" and "model"')
+        raise origin.corrupt("contains no args", got=_keys(state), want='a dict with "args" and "model"')
     version = state.get("checkpoint_version")
     if version != _VERSION:
         raise origin.usage(
-            "is of another version of the format",
+            "has another version of the format",
             got=f"checkpoint_version {shown(str(version))}",
             want=str(_VERSION),
             next_step="load and save it once with a newer Megatron",
@@ -65,7 +65,7 @@ def read_rank_file(path: str, rank: int) -> RankFile:
     keys = [found[number] for number in sorted(found)] if sizes.virtual > 1 else ["model"]
     if (sizes.virtual > 1 and sorted(found) != list(range(sizes.virtual))) or not all(key in state for key in keys):
         want = f"model0 to model{sizes.virtual - 1}" if sizes.virtual > 1 else "model"
-        raise origin.corrupt("does not hold the chunks that its args tell", got=_keys(state), want=want)
+        raise origin.corrupt("lacks chunks that its args require", got=_keys(state), want=want)
     chunks, num_extra = [], 0
     for key in keys:
         tensors, extra = _tensors(state[key], origin)
@@ -82,24 +82,24 @@ def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor],
     if isinstance(module, InertRecord):
         raise origin.unsafe("its model is an object that only running code can make", got=repr(module))
     if not isinstance(module, dict):
-        raise origin.corrupt("its model is no table of tensors", got=type(module).__name__)
+        raise origin.corrupt("its model is not a table of tensors", got=type(module).__name__)
     tensors, num_extra = {}, 0
     for name, value in module.items():
         if not isinstance(name, str):
-            raise origin.corrupt("its model has a name that is no text", got=type(name).__name__)
+            raise origin.corrupt("its model has a name that is not a text", got=type(name).__name__)
         if name.endswith(EXTRA_STATE):
             num_extra += 1
         elif isinstance(value, ArchivedTensor):
             tensors[name] = value
         elif isinstance(value, dict):
             raise origin.usage(
-                f"{shown(name)[1:-1]} is a nested module: a model of the time before Megatron-core",
+                f"{shown(name)[1:-1]} is a nested module: the model is older than Megatron-core",
                 got="nested dicts",
                 want="tensors by full names",
-                next_step="load it with --use-legacy-models and save it as one of Megatron-core's",
+                next_step="load it with --use-legacy-models and save it as a Megatron-core model",
             )
         else:
-            error = origin.unsafe(f"{shown(name)[1:-1]} is no tensor", got=repr(value)[:100])
+            error = origin.unsafe(f"{shown(name)[1:-1]} is not a tensor", got=repr(value)[:100])
             error.about(tensor=name)
             raise error
     return tensors, num_extra
@@ -108,28 +108,28 @@ def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor],
 def check_identities(
     files: Mapping[Place, RankFile], sizes: ParallelSizes, own: Mapping[Place, Sequence[ArchivedTensor]]
 ) -> None:
-    """Check that each file is its own rank's, as far as there is evidence: the rank in its args, else its bytes.
+    """Check that each file is its own rank's: by the rank in its args, else by its bytes.
 
     Args:
         files: all files.
-        sizes: of the run.
+        sizes: the run's sizes.
         own: for each file the tensors of which no other file has the same part.
 
     Raises:
         ContradictionError: a file is another rank's.
     """
-    told = {place: file.args.get("rank") for place, file in files.items()}
-    # A converter leaves the same rank in all files.
-    if len(files) > 1 and len({repr(rank) for rank in told.values()}) > 1:
+    recorded = {place: file.args.get("rank") for place, file in files.items()}
+    # A converter writes the same rank into all files, so equal ranks prove nothing.
+    if len(files) > 1 and len({repr(rank) for rank in recorded.values()}) > 1:
         seen: set[object] = set()
-        for place, rank in told.items():
+        for place, rank in recorded.items():
             if type(rank) is not int or rank in seen or not _fits(rank, place, sizes, files[place].args):
                 raise ContradictionError(
                     files[place].origin.named("is another rank's file, or several runs' files are mixed"),
                     rank=files[place].origin.rank,
                     file=files[place].origin.path,
                     got=f"args.rank {shown(str(rank))}",
-                    want=f"a rank of its own, TP {place.tensor}, PP {place.pipeline}, EP {place.expert} of {sizes}",
+                    want=f"a rank that fits TP {place.tensor}, PP {place.pipeline}, EP {place.expert} of {sizes}",
                     next_step=f"copy {place.folder(sizes)} again from where it was written",
                 )
             seen.add(rank)
@@ -141,7 +141,7 @@ def check_identities(
 
 
 def _fits(rank: int, place: Place, sizes: ParallelSizes, args: Mapping[str, Any]) -> bool:
-    """Say whether a rank of the run may be at that place (megatron/core/parallel_state.py: the order of ranks)."""
+    """Return whether a rank of the run may be at that place (megatron/core/parallel_state.py: the order of ranks)."""
     if rank % sizes.tensor != place.tensor:
         return False
     # Experts come next, with their own tensor parallelism; old versions counted context-parallel ranks before them.
@@ -150,7 +150,7 @@ def _fits(rank: int, place: Place, sizes: ParallelSizes, args: Mapping[str, Any]
         return False
     if args.get("use_tp_pp_dp_mapping"):
         return rank // (sizes.tensor * sizes.context) % sizes.pipeline == place.pipeline
-    # Stages last.
+    # Otherwise stages vary slowest.
     if sizes.world is None or sizes.world % sizes.pipeline:
         return True
     return rank // (sizes.world // sizes.pipeline) == place.pipeline
