@@ -166,7 +166,7 @@ def test_what_is_left_out_by_name_may_be_missing(tmp_path: Path, page: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("layers.4.norm", "index 4 is beyond"), ("embed.flat", "the shape of w, which lies in it, is not told")],
+    [("layers.4.norm", "index 4 is beyond"), ("embed.flat", "the shape of w, a member of the buffer, is unknown")],
 )
 def test_a_state_refuses_what_no_reader_could_place(tmp_path: Path, page: Path, name: str, says: str) -> None:
     layouts = LayoutMap.read(page)

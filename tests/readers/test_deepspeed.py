@@ -144,7 +144,7 @@ def test_placeholders_of_one_memory_are_no_ties(tmp_path):
     empty = torch.empty(0, dtype=torch.bfloat16)
     module = dict.fromkeys((*model.trained, *model.frozen, "head.weight"), empty) | dict(model.buffers)
     write_zero(tmp_path / "run", model, Zero(changed_state={"shared_params": {}, "module": module}))
-    with pytest.raises(IncompleteError, match=r"names head\.weight, whose weights lie nowhere"):
+    with pytest.raises(IncompleteError, match=r"names head\.weight, but the checkpoint contains no weights of it"):
         gathered(tmp_path / "run", tmp_path / "out")
 
 
@@ -171,7 +171,7 @@ def test_a_universal_checkpoint_of_dealt_parameters_is_refused(tmp_path):
     write_universal(tmp_path / "run", model, Zero(stage=2, num_ranks=2, is_dealt=True))
     with pytest.raises(UsageError, match="round_robin_gradients") as caught:
         gathered(tmp_path / "run", tmp_path / "out")
-    assert caught.value.next_step == "gather the checkpoint that global_step2_universal was made from"
+    assert caught.value.next_step == "gather the checkpoint from which global_step2_universal was made"
     write_universal(tmp_path / "unmoved", model, Zero(stage=2, num_ranks=4, is_dealt=True))
     assert_same(gathered(tmp_path / "unmoved", tmp_path / "out"), model.expected)
 
@@ -267,7 +267,7 @@ def test_a_parameter_of_a_class_of_its_own_is_not_left_out(tmp_path, stage):
     write_zero(tmp_path / "run", made_model(), Zero(stage=stage))
     sparse = torch.eye(3).to_sparse()
     changed(modules(tmp_path / "run"), lambda state: state["module"].update({"own": sparse, "a._extra_state": sparse}))
-    assert refused(tmp_path / "run", UnsafeError, "own is no plain tensor", "_rebuild_sparse_tensor").tensor == "own"
+    assert refused(tmp_path / "run", UnsafeError, "own is not a plain tensor", "_rebuild_sparse_tensor").tensor == "own"
     changed(modules(tmp_path / "run"), lambda state: state["module"].pop("own"))
     gathered(tmp_path / "run", tmp_path / "out")
 
@@ -537,13 +537,13 @@ def test_pieces_that_do_not_fit(tmp_path):
     (2, {"num_experts": [8]}, UsageError, ("experts that are spread over ranks are", "export_model")),
     (2, {"ds_autoep_layers": [{"a": 1}]}, UsageError, ("experts that are spread over ranks are", "export_model")),
     (2, {"param_shapes": None}, UsageError, ("the shapes",)),
-    (2, {"param_shapes": [{"a": "b"}]}, CorruptError, ("no shape",)),
+    (2, {"param_shapes": [{"a": "b"}]}, CorruptError, ("invalid shape",)),
     (2, {"param_shapes": [{"a": torch.Size([2])}, {"a": torch.Size([2])}]}, CorruptError, ("two groups",)),
     (2, {"param_shapes": 3}, CorruptError, ("param_shapes",)),
     (2, {"param_shapes": [{"embed.weight": torch.Size([6, 11])}]}, ContradictionError, ("embed.weight", "[6, 11]")),
     (2, {"buffer_names": 7}, CorruptError, ("buffer_names",)),
     (2, {"shared_params": {"a": 1}}, CorruptError, ("shared_params",)),
-    (2, {"frozen_param_fragments": {"a": 1}}, CorruptError, ("no tensor",)),
+    (2, {"frozen_param_fragments": {"a": 1}}, CorruptError, ("not a tensor",)),
     (3, {"frozen_param_fragments": None}, IncompleteError, ("frozen.weight", "exclude_frozen_parameters")),
     (3, {"frozen_param_fragments": None, "frozen_param_shapes": None}, IncompleteError, ("contains no weights of it",)),
     (3, {"buffer_names": []}, None, ()),
@@ -560,7 +560,7 @@ def test_model_states_that_do_not_fit(tmp_path, stage, changes, kind, words):
     (2, {"partition_count": "three"}, CorruptError, ("partition_count",)),
     (2, {"partition_count": [0]}, CorruptError, ("partition_count",)),
     (2, {"single_partition_of_fp32_groups": None}, UsageError, ("no fp32 weights",)),
-    (3, {"fp32_flat_groups": [1, 2]}, CorruptError, ("no tensors",)),
+    (3, {"fp32_flat_groups": [1, 2]}, CorruptError, ("not tensors",)),
     (2, {"param_alignment_paddings": [[1], [2]]}, ContradictionError, ("paddings",)),
     (2, {"param_alignment_paddings": [[0, 0, 0, 0]]}, ContradictionError, ("0 paddings in group 1",)),
     (3, {"fp32_flat_groups": []}, ContradictionError, ("do not fit the model states",)),

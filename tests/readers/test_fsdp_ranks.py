@@ -326,7 +326,7 @@ def test_two_models_in_a_folder(rank_pool: RankPool, tmp_path: Path) -> None:
     """A file of one of them says which is meant; the folder does not."""
     folder = accelerate(rank_pool, tmp_path / "both", "sharded", num_ranks=2)
     accelerate(rank_pool, folder, "dtensor", num_ranks=2, number=1)
-    with pytest.raises(UsageError, match="holds 2 models"):
+    with pytest.raises(UsageError, match="contains 2 models"):
         gathered(folder)
     gather_checkpoint(folder / "pytorch_model_fsdp_1_rank0.bin", tmp_path / "out")
     assert read_model(tmp_path / "out") == expected()
@@ -343,7 +343,7 @@ class TestFlatParameters:
         return {kind: accelerate(rank_pool, tmp_path_factory.mktemp("flat") / kind, kind) for kind in cls.kinds}
 
     def test_named_ones_take_their_shapes_from_a_base_model(self, folders: dict[str, Path], tmp_path: Path) -> None:
-        with pytest.raises(LayoutError, match="does not tell its shape; likewise") as caught:
+        with pytest.raises(LayoutError, match="contains its elements but not its shape; likewise") as caught:
             gathered(folders["local"])
         assert "--base-model" in str(caught.value.next_step)
         assert gathered(folders["local"], base_model=base_model(tmp_path / "base")) == expected()
@@ -354,7 +354,7 @@ class TestFlatParameters:
         (tmp_path / "base").mkdir()
         state = {name: torch.zeros(t.shape) for name, t in expected().items()} | {"up.weight": torch.zeros(9, 6)}
         save_file(state, tmp_path / "base" / "model.safetensors")
-        with pytest.raises(LayoutError, match=r"up\.weight: the base model's shape is not that"):
+        with pytest.raises(LayoutError, match=r"up\.weight: the base model's shape does not fit"):
             gathered(folders["local"], base_model=tmp_path / "base")
 
     def test_a_name_that_is_gone(self, folders: dict[str, Path], tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ class TestFlatParameters:
             flat_shards(torn, shapes)
 
     def test_nameless_ones_are_refused(self, folders: dict[str, Path]) -> None:
-        with pytest.raises(LayoutError, match="_flat_param: a flat parameter that keeps neither names nor") as caught:
+        with pytest.raises(LayoutError, match="_flat_param: a flat parameter that records neither names nor") as caught:
             gathered(folders["flat"])
         assert "SHARDED_STATE_DICT" in str(caught.value.next_step)
 

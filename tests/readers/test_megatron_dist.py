@@ -162,7 +162,7 @@ def test_another_iterations_folder(place: Path) -> None:
 def test_other_backends_are_refused(place: Path, told: dict[str, Any]) -> None:
     config = json.loads((place / "metadata.json").read_text())
     (place / "metadata.json").write_text(json.dumps({**config, **told}))
-    refused(place, UsageError, "not of the format megatron-dist|has no known format|not read")
+    refused(place, UsageError, "not of the format megatron-dist|has no known format|not supported")
 
 
 def test_a_config_of_nothing(place: Path) -> None:

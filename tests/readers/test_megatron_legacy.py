@@ -136,7 +136,7 @@ def test_inspect_names_every_hole(two_by_two: Path) -> None:
     shutil.rmtree(two_by_two / "mp_rank_01_000")
     shutil.rmtree(two_by_two / "mp_rank_00_001")
     (problem,) = inspect_source(two_by_two).details["problems"]
-    assert problem["exit_code"] == 3 and problem["got"] == "2 files; not there: mp_rank_01_000, mp_rank_00_001"
+    assert problem["exit_code"] == 3 and problem["got"] == "2 files; missing: mp_rank_01_000, mp_rank_00_001"
 
 
 @pytest.mark.parametrize("lost", ["00_000", "01_000", "00_001", "01_001"])
@@ -154,7 +154,7 @@ def test_a_marker_of_nothing(two_by_two: Path) -> None:
 @pytest.mark.parametrize("text", ["../run/iter_0000010", "/etc", "-1", "iter_0000010", ""])
 def test_a_marker_that_is_no_number(two_by_two: Path, text: str) -> None:
     (two_by_two.parent / "latest_checkpointed_iteration.txt").write_text(text)
-    with pytest.raises(CorruptError, match="no marker"):
+    with pytest.raises(CorruptError, match="is not a marker"):
         gathered(two_by_two.parent, two_by_two.parent.parent / "out")
 
 
@@ -217,7 +217,7 @@ def test_arguments_that_differ(two_by_two: Path) -> None:
 
 def test_layers_that_arguments_do_not_tell(tmp_path: Path) -> None:
     place = write_legacy(tmp_path / "run", Run(pp=2, chunks=((3, 1),)))
-    refused(place, ContradictionError, "pipeline stage 0 does not hold")
+    refused(place, ContradictionError, "pipeline stage 0 does not contain")
     place = write_legacy(tmp_path / "other", Run(pp=2, chunks=((2, 2),), args={"num_layers": 6}))
     refused(place, ContradictionError, "args.num_layers")
 
@@ -309,7 +309,7 @@ def test_latent_attention(tmp_path: Path, is_cut: bool) -> None:
         state = torch.load(file, weights_only=False)
         del state["args"].q_lora_rank
         torch.save(state, file)
-    with pytest.raises(LayoutError, match=r"linear_q_down_proj\.weight: how Megatron cuts"):
+    with pytest.raises(LayoutError, match=r"linear_q_down_proj\.weight: it is unknown how Megatron cuts"):
         gathered(tmp_path / "run", tmp_path / "again")
 
 

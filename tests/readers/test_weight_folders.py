@@ -88,7 +88,7 @@ def test_a_file_that_the_others_names_tell_of(tmp_path: Path, kind: str) -> None
     folder = write(tmp_path / "model", kind, num_files=3, index=False)
     gone = sorted(folder.iterdir())[2]
     gone.unlink()
-    with pytest.raises(IncompleteError, match=f"tells of {gone.name}") as caught:
+    with pytest.raises(IncompleteError, match=f"implies {gone.name}") as caught:
         gathered(folder)
     assert caught.value.file == str(gone)
 
@@ -98,7 +98,7 @@ def test_a_name_may_claim_any_number_of_files(tmp_path: Path, kind: str) -> None
     folder = write(tmp_path / "model", kind, index=False)
     first = sorted(folder.iterdir())[0]
     first.rename(folder / first.name.replace("of-00002", "of-99999"))
-    with pytest.raises(IncompleteError, match="tells of"):
+    with pytest.raises(IncompleteError, match="implies"):
         gathered(folder)
 
 

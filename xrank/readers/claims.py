@@ -180,6 +180,7 @@ def _parse_layout(text: str) -> tuple[Companion | None, TensorLayout]:
             "the recorded layout refers to a rule, but states do not contain rules",
             got=text,
             want="the base's own layout",
+            next_step="let the rank write its state again",
         )
     return companion, TensorLayout.from_tree(companion.base)
 

@@ -87,7 +87,7 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
             next_step=f"move the state of {_ranks(beyond)}, left by another run, to another folder, "
             "then run the same command",
         )
-    foreign = [f"{_ranks(group)} of another run: {run_text(group[0])}" for group in runs.values() if group is not ours]
+    foreign = [f"{_ranks(group)} of another: {run_text(group[0])}" for group in runs.values() if group is not ours]
     missing = list(_gaps([state.rank for state in ours], world_size))
     if not missing:
         return

@@ -17,7 +17,7 @@ _MAX_NBYTES = 64
 
 
 def find_marked_step(path: str) -> str | None:
-    """Return the folder that a marker names; None if there are no such folders or no marker.
+    """Return the folder that a marker names; None without such folders or a marker.
 
     Raises:
         CorruptError: the marker is not a number.

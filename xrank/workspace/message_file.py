@@ -38,7 +38,7 @@ class MessagePart:
 
 @dataclass(frozen=True, slots=True)
 class MessageReceipt:
-    """Describes a message to its reader, who needs only this and the directory."""
+    """Describes a message to its reader; with the directory it suffices to read the message."""
 
     name: str
     directory: str

@@ -135,7 +135,7 @@ def select_model(metadata: DcpMetadata) -> ModelPart:
         )
     own = [name for name in here.tensors if name not in of_optimizers]
     if not own:
-        raise _no_model_error(metadata, [branch.key for branch in inner if branch.tensors])
+        raise _missing_model_error(metadata, [branch.key for branch in inner if branch.tensors])
     if states := [name for name in here.tensors if name in of_optimizers]:
         parts.append(_part(metadata, (*here.keys, "state"), states))
     tensors = {own_name: metadata.tensors[name] for own_name, name in here.strip_keys(own).items()}
@@ -215,7 +215,7 @@ def _check_flat(metadata: DcpMetadata, tensors: Mapping[str, DcpTensor]) -> None
             )
 
 
-def _no_model_error(metadata: DcpMetadata, children: Iterable[str]) -> UsageError:
+def _missing_model_error(metadata: DcpMetadata, children: Iterable[str]) -> UsageError:
     pickled = [f"{name}, pickled whole" for name in metadata.byte_items if name in _MODELS]
     return UsageError(
         f"{metadata.path}: this checkpoint contains no model",

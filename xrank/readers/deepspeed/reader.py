@@ -64,7 +64,7 @@ class DeepSpeedReader:
                 raise _partition_error(files, "model states alone")
         _check_world(files, modules, partitions)
         shards, aliases = assemble(modules, trained)
-        return _stored_model(path, files, records, modules, partitions, shards, aliases)
+        return _make_stored_model(path, files, records, modules, partitions, shards, aliases)
 
 
 def _check_world(files: CheckpointFiles, modules: Modules, partitions: Partitions | None) -> None:
@@ -202,7 +202,7 @@ def _check_dealing(files: CheckpointFiles, modules: Modules) -> None:
         )
 
 
-def _stored_model(
+def _make_stored_model(
     path: str,
     files: CheckpointFiles,
     records: Records,

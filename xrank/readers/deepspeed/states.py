@@ -15,6 +15,7 @@ from xrank.errors import ContradictionError, UnsafeError
 from xrank.formats.inert_record import InertRecord
 from xrank.formats.regular_file import Origin, shown
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
+from xrank.readers.deepspeed.agreement import flatten_facts
 from xrank.readers.deepspeed.folder import parse_owner
 from xrank.readers.deepspeed.partitions import DEALS
 from xrank.readers.deepspeed.unread import EXPERTS, STAGES
@@ -105,7 +106,7 @@ def read_model_state(path: str, rank: int | None = None) -> ModelState:
     shared = _table(state.get("shared_params") or {}, "shared_params", origin)
     if not all(isinstance(name, str) for name in shared.values()):
         raise origin.corrupt("shared_params does not tie names to names")
-    facts = _facts({key: state[key] for key in _SHARED_FACTS if key in state}, archive)
+    facts = flatten_facts({key: state[key] for key in _SHARED_FACTS if key in state}, archive)
     return ModelState(
         origin=origin,
         archive=archive,
@@ -299,7 +300,7 @@ def _slices(value: object, origin: Origin) -> Mapping[str, tuple[int, int]]:
 def _partition_facts(
     state: Mapping[str, object], optimizer: Mapping[str, object], archive: TorchArchive
 ) -> Iterator[tuple[str, object]]:
-    yield from _facts({key: optimizer[key] for key in _OPTIMIZER_FACTS if key in optimizer}, archive)
+    yield from flatten_facts({key: optimizer[key] for key in _OPTIMIZER_FACTS if key in optimizer}, archive)
     yield from _config_facts(state, archive)
     # Adam's state has one key in stages 1 and 2 and another in stage 3.
     inner = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
@@ -311,17 +312,12 @@ def _partition_facts(
             for number, group in enumerate(groups):
                 if isinstance(group, dict):
                     kept = {key: value for key, value in group.items() if key != "params"}
-                    yield from _facts(kept, archive, f"param_groups.{number}")
-    steps = (
-        per_group.items()
-        if isinstance(per_group, dict)
-        else enumerate(per_group or ())
-        if isinstance(per_group, (list, tuple))
-        else ()
-    )
-    for number, moments in steps:
+                    yield from flatten_facts(kept, archive, f"param_groups.{number}")
+    if isinstance(per_group, (list, tuple)):
+        per_group = dict(enumerate(per_group))
+    for number, moments in per_group.items() if isinstance(per_group, dict) else ():
         if isinstance(moments, dict) and "step" in moments:
-            yield from _facts({"step": moments["step"]}, archive, f"state.{number}")
+            yield from flatten_facts({"step": moments["step"]}, archive, f"state.{number}")
 
 
 def _config_facts(state: Mapping[str, object], archive: TorchArchive) -> Iterator[tuple[str, object]]:
@@ -331,27 +327,4 @@ def _config_facts(state: Mapping[str, object], archive: TorchArchive) -> Iterato
         kept = {key: config[key] for key in (*_CONFIG_FACTS, "data_types") if key in config}
         if isinstance(zero := config.get("zero_optimization"), dict):
             kept["zero_optimization"] = {key: zero[key] for key in ("stage", DEALS) if key in zero}
-        yield from _facts(kept, archive, "ds_config")
-
-
-def _facts(value: object, archive: TorchArchive, path: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
-    """Yield (path, value) of a tree's numbers and texts; single elements, such as steps, give their checksums."""
-    if depth > 6:
-        return
-    if value is None or isinstance(value, (bool, int, float, str)):
-        yield path, value
-    elif isinstance(value, ArchivedTensor):
-        record = archive.records[value.key]
-        if value.shape == () and record.nbytes <= 16 and archive.has_checksums:
-            yield path, f"{value.dtype} of CRC {record.crc32:08x}"
-    elif isinstance(value, InertRecord):
-        if isinstance(value.state, dict):
-            yield from _facts(value.state, archive, path, depth + 1)
-        elif value.args:
-            yield from _facts(value.args, archive, path, depth + 1)
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from _facts(part, archive, f"{path}.{key}" if path else str(key), depth + 1)
-    elif isinstance(value, (list, tuple)):
-        for number, part in enumerate(value):
-            yield from _facts(part, archive, f"{path}.{number}", depth + 1)
+        yield from flatten_facts(kept, archive, "ds_config")

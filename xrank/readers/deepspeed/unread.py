@@ -17,7 +17,7 @@ class Unread:
     what: str
     """Description of such a file's content, in the plural."""
     needed: str
-    """What reading it would require."""
+    """Requirement for reading it."""
     next_step: str
 
     def make_error(self, origin: Origin, got: str | None = None) -> UsageError:

@@ -112,7 +112,7 @@ def find_flat_pieces(files: Sequence[RankFile], indexes: Mapping[int, Index]) ->
 
 
 def _check_gaps(buffer: str, files: Sequence[RankFile], pieces: Iterable[_Piece]) -> None:
-    """Check that the gaps between parameters are no larger than padding."""
+    """Check that only padding lies between the parameters."""
     parts = [file.sharded[buffer] for file in files if buffer in file.sharded]
     size = parts[0].shape[0]
     padding = _ALIGNMENT_NBYTES // dtype(parts[0].dtype).nbytes

@@ -61,7 +61,7 @@ def shard_grid(folder: str) -> ShardGrid:
     """Return the shards in a folder.
 
     Raises:
-        IncompleteError: there are no shards.
+        IncompleteError: the folder contains no shard.
         ContradictionError: they belong to several saves.
     """
     worlds: dict[int, dict[tuple[int, int], str]] = {}

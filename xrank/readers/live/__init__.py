@@ -1,1 +1,1 @@
-"""Reads live models: what each rank holds in memory, and where it belongs."""
+"""Reads live models: the parts in each rank's memory, and their places."""

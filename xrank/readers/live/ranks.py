@@ -139,7 +139,7 @@ def _replicas(tensors: Sequence[HeldTensor]) -> list[HeldTensor]:
 def _aliases(tensors: Sequence[Mapping[str, Any]], shards: set[str]) -> dict[str, str]:
     """Return tied name -> name, for names that share one view on every rank that has the first.
 
-    Ranks may have them in any order. Of names that are tied both ways, the one that occurs first stays.
+    Ranks may have them in any order. If names are tied both ways, the one that occurs first stays.
     """
     order: dict[str, int] = {}
     alone: set[str] = set()
