@@ -58,6 +58,7 @@ def _find_marked(folder: str) -> Iterator[str]:
             continue  # the format's reader reports a damaged marker
         names = [text]
         if text.isdecimal():
+            # Megatron's marker contains a number for iter_0000010; verl's and SkyRL's one for global_step_10.
             names = [f"iter_{int(text):07d}", f"global_step_{int(text)}"]
         for name in names:
             path = os.path.join(folder, name)

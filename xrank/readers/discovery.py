@@ -42,6 +42,7 @@ def find_source(path: str, *, format_name: str | None = None) -> tuple[str, Read
     more: list[Reader] = []
     found = _search(path, lambda place: [own.load() for own in listed if own.is_hinted_at(place)])
     if found is None:
+        # Plugins come second, because finding them reads the metadata of every installed package.
         more = [reader for reader in plugin_readers() if format_name in (None, reader.name)]
         found = _search(path, lambda place: more) if more else None
     if found is not None:

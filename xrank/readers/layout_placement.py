@@ -88,6 +88,7 @@ def place_companion(
             continue
         if all(part is not None and part.shape == h.shape for (h, _), part in zip(claimed, parts, strict=True)):
             fitting[base] = [part for part in parts if part is not None]
+    # Zero or several shapes: choosing one would be a guess.
     if len(fitting) != 1:
         if failure is not None and not fitting:
             raise prefix_error(failure, name, first)

@@ -74,6 +74,7 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
             next_step="move the states of the other run to another folder, or let all ranks write again",
         )
     record = ours[0].record
+    # Without a record the highest state determines the size; a missing last rank stays unnoticed (see the note).
     world_size = record.world_size if record is not None else states[-1].rank + 1
     beyond = [state for state in states if state.rank >= world_size]
     if beyond:

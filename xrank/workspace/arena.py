@@ -235,6 +235,7 @@ class AttachedArena:
         Tensors and views made from a part keep it alive. If this process forks meanwhile, the writer never gets the
         arena back, and takes another.
         """
+        # Until the lease ends, the writer must not reuse the arena.
         self._words[_USE] = _LENT
         # All parts, and nothing else, reference this one array: it is freed with the last of them.
         whole = np.frombuffer(self._memory, np.uint8)

@@ -86,6 +86,7 @@ class MemoryMessages:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise _corrupt(rank, ascii(receipt[:200])) from None
         attached = self._attached.setdefault(rank, {})
+        # The writer has closed these arenas; keeping them mapped would keep their memory.
         for nonce in attached.keys() - kept:
             del attached[nonce]
         arena = attached.get(place.nonce)

@@ -98,6 +98,7 @@ def write_message(directory: str, name: str, header: bytes, buffers: Sequence[me
         for buffer in (*buffers, memoryview(header)):
             parts.append(_write(fd, buffer, offset))
             offset += len(buffer)
+        # The receipt promises that readers on other hosts see the whole file.
         os.fsync(fd)
     finally:
         # close may be the first call to report that the server is out of space (nfs(5)); it raises then.

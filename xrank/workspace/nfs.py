@@ -173,6 +173,7 @@ class NFSWorkspace(IdentifiedWorkspace):
                 rank=self.rank,
                 besides=" and a little more; the last state stays until the new one is complete",
             ):
+                # Content before name before folder entry: a crash at any point leaves the old state or the new one.
                 written = _write_new(part, archive)
                 _rename(part, file, written)
                 _sync_directory(path)

@@ -116,6 +116,7 @@ class SharedMemoryWorkspace(IdentifiedWorkspace):
                 ) from error
             place = file.seal()
             _held[place.nonce] = file
+            # Publish the new place before releasing the old memory: a reader always finds one complete state.
             old = store.peek(_name(self.rank))
             store.put(_name(self.rank), place.to_json())
         except BaseException:

@@ -69,8 +69,10 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) 
         np.concatenate([getattr(tensor, field) for tensor in tensors] or [np.zeros(0, dtype=np.int64)])
         for field in ("file", "start", "nbytes")
     )
+    # Files that hold only optimizer state may be missing, so check only those with pieces of the model.
     used = np.flatnonzero(np.bincount(file, minlength=len(metadata.files))).tolist()
     _check_presence(folder, metadata, used, file, owner, names)
+    # Read each file once and from start to end, whatever order the tensors have.
     order = np.lexsort((start, file))
     bounds = np.searchsorted(file[order], [*used, len(metadata.files)])
     rows = np.empty((len(file), 4), dtype=np.int64)
@@ -201,6 +203,7 @@ class _FileReader:
         """
         content = np.column_stack((owner, rows[:, [0, 2, 3]]))
         digest = xxhash.xxh3_128_digest(content[np.lexsort(content.T)].tobytes())
+        # The digest is of all checksums, in an order that does not depend on the offsets in the file.
         other = self._seen.setdefault(digest, file)
         if other is file or all(self._is_uniform(file, *row[:3]) for row in rows[:16].tolist()):
             return

@@ -207,6 +207,7 @@ def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
             want=f"[{want}], of {list(shape)}",
             next_step="all files must come from one save of one run; copy them again",
         )
+    # The placeholder has the type before quantisation.
     placeholder = state.module.get(name)
     if placeholder is not None and dtype(placeholder.dtype).is_float and not dtype(fragment.dtype).is_float:
         raise origin.usage(
@@ -281,5 +282,6 @@ def assemble(modules: Modules, trained: Mapping[str, StoredShard]) -> tuple[tupl
                 next_step="save again with a newer DeepSpeed, without exclude_frozen_parameters, and with each "
                 "parameter frozen or given to the optimizer: stage 3 saves no others",
             )
+    # The state dict determines the order; tensors that it lacks follow.
     order = dict.fromkeys((*state.module, *found))
     return tuple(found[name] for name in order if name in found), aliases

@@ -42,6 +42,7 @@ def locate_interleaved(
     begin, dtype = 0, None
     for column in columns:
         end = begin + int(flats.length[0, column])
+        # A piece may cross the border of two sub-groups: take the part of it in this one.
         low, high = max(begin, offset), min(end, offset + piece)
         if low < high:
             dtype = dtype or flats.dtypes[column]
@@ -67,6 +68,7 @@ def partition_numel(total: int, lengths: Sequence[int]) -> int | None:
     num_ranks = len(lengths)
     for factor in (2, 1):
         size = factor * -(-total // (factor * num_ranks))
+        # Without stored padding the last ranks' partitions are shorter, down to empty.
         lean = [max(0, min(size, total - rank * size)) for rank in range(num_ranks)]
         if list(lengths) in (lean, [size] * num_ranks):
             return size
@@ -84,6 +86,7 @@ def stretches(shapes: Sequence[tuple[int, ...]], paddings: Sequence[int] | None)
 
 def undo_dealing(shapes: Mapping[str, tuple[int, ...]], num_ranks: int) -> dict[str, tuple[int, ...]]:
     """Return a group's shapes in the order before `DEALS` (stage_1_and_2.py: _round_robin_reorder)."""
+    # Rank r was dealt parameters r, r + ranks, r + 2 * ranks, ...
     dealt = [number for rank in range(num_ranks) for number in range(rank, len(shapes), num_ranks)]
     return {name: shape for _, (name, shape) in sorted(zip(dealt, shapes.items(), strict=True))}
 

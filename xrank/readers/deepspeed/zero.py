@@ -57,6 +57,7 @@ def read_partitions(files: CheckpointFiles, records: Records, agreement: Agreeme
         ContradictionError: ranks disagree, or a file is another rank's.
         CorruptError, UnsafeError, UsageError: as `read_partition`.
     """
+    # Every partition records the number of ranks, so a missing rank 0 can still be reported.
     start = min(files.partitions)
     first = read_partition(files.partitions[start], start)
     num_ranks = max(first.counts)
@@ -164,6 +165,7 @@ def _locate_interleaved_shards(partitions: Partitions, groups: Sequence[Shapes])
                 f"{int(flats.length[rank, group]):,} elements in sub-group {group}",
                 f"{int(flats.length[0, group]):,}, as on rank 0",
             )
+        # Pieces end in padding, which may be equal on all ranks, so it does not count.
         count = int(np.clip(numels - rank * sizes, 0, sizes).sum())
         copies.add(partition.archive, partition.flats, count, partition.origin)
     if len(set(flats.dtypes)) > 1 or (shapes and not flats.dtypes):

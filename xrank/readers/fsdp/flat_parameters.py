@@ -74,6 +74,7 @@ def find_flat_pieces(files: Sequence[RankFile], indexes: Mapping[int, Index]) ->
         for name, part in file.sharded.items():
             if is_flat(name):
                 buffers[name] = None
+                # Named parameters are views of the buffer's storage, so they share its record's key.
                 at.update({tensor.key: (name, box, tensor) for box, tensor in part.shards if len(box) == 1})
         for name, tensor in file.plain.items():
             if tensor.key not in at or len(tensor.shape) != 1 or not tensor.shape[0]:

@@ -103,6 +103,7 @@ class Meshes:
         if self._rank not in rank_map:
             return None
         base = rank_map.index(self._rank)
+        # Subtract the rank's own coordinate along each axis: the submesh starts at its first rank.
         for size, stride in (loop for axis in axes for loop in axis):
             base -= (base // stride) % size * stride if stride else 0
         shape = tuple(prod(size for size, _ in axis) for axis in axes)

@@ -100,6 +100,7 @@ def _read(scheme: Scheme, path: str, listed: RankFiles, hints: Hints) -> StoredM
 def _world_size(files: Sequence[RankFile], listed: RankFiles) -> int:
     """Return the world size, after checking that all files agree on it and that all its ranks are present."""
     recorded = [(file, part.world_size) for file in files for part in file.sharded.values()]
+    # A DTensor's mesh may be smaller than the run, so it gives only a lower bound.
     least = [(file, max(part.mesh.ranks) + 1) for file in files for part in file.dtensors.values()]
     expected = listed.world_size or (recorded[0][1] if recorded else max((size for _, size in least), default=0))
     for file, size in (*((f, n) for f, n in recorded if n != expected), *((f, n) for f, n in least if n > expected)):

@@ -152,6 +152,7 @@ def _aliases(held: Mapping[str, HeldTensor]) -> dict[str, str]:
     first: dict[object, str] = {}
     found = {}
     for name, tensor in held.items():
+        # Empty tensors share a storage of no bytes and are not tied by that.
         if 0 in tensor.shape:
             continue
         key = (tensor.record, tensor.dtype, tensor.shape, tensor.strides, tensor.storage_offset)

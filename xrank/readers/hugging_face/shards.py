@@ -104,6 +104,7 @@ def _overlap(name: str, pieces: ShardPieces, boxes: Sequence[Box]) -> Contradict
     reaching: list[int] = []
     found = (order[0], order[-1])
     for i in order:
+        # A sweep along the first dim: only boxes that reach this box's start can overlap it.
         reaching = [k for k in reaching if not boxes[i] or boxes[k][0][1] > boxes[i][0][0]]
         other = next((k for k in reaching if volume(boxes[k]) and boxes_overlap(boxes[k], boxes[i])), None)
         if other is not None and volume(boxes[i]):

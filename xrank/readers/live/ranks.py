@@ -159,6 +159,7 @@ def _aliases(tensors: Sequence[Mapping[str, Any]], shards: set[str]) -> dict[str
             for name in names:
                 common = mates.setdefault(name, its)
                 if common is not its:
+                    # A rank may tie more names than another; only ties on all ranks hold.
                     common &= its
                     mates[name] = kept.setdefault(common, common)
 

@@ -63,10 +63,12 @@ class MegatronLegacyReader:
         step = check_iteration(folder, first.iteration, first.origin.path)
         counts = _layers(files, sizes)
         starts = first_layers(counts, sizes, first.args, first.origin.path)
+        # Before experts are numbered: their numbers in the whole model follow from equal counts on all ranks.
         _check_alike(files)
         records = Records()
         tensors = collect_parts(files, sizes, starts, records)
         layouts = layouts_of(tensors, sizes, hints, first.args, is_gated=find_gating(tensors, first))
+        # Needs the layouts: tensors that ranks share do not tell their files apart.
         check_identities(files, sizes, find_own_tensors(tensors, layouts))
         shards = tuple(place_parts(tensors[name], layouts[name], sizes, hints) for name in tensors)
         aliases = _find_ties(tensors, first.args)

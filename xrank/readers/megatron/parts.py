@@ -79,6 +79,7 @@ def collect_parts(
                 parts.held.append(_part_of(local_name, file, tensor, index(tensor.key), sizes))
                 parts.tensors.append(tensor)
                 parts.places.append(place)
+    # Virtual chunks alternate over stages: chunk 0 of all stages, then chunk 1.
     whole = [item for chunk in found.values() for item in chunk.items()]
     return dict(sorted(whole, key=_model_order))
 
