@@ -84,12 +84,12 @@ def await_end(pid: int) -> int:
 def _prepare() -> None:
     """Do once what each rank would do again after it is forked: import xrank, read the recipes, collect garbage."""
     import xrank
-    from xrank.recipes.recipe_file import shipped_recipes
+    from xrank.recipes.recipe_file import load_shipped_recipes
 
     for module in pkgutil.walk_packages(xrank.__path__, "xrank."):
         if not module.name.endswith(".__main__"):
             importlib.import_module(module.name)
-    shipped_recipes()
+    load_shipped_recipes()
     gc.collect()
     gc.freeze()  # a collection in a rank would look at all that torch made, and copy its pages
 

@@ -133,7 +133,7 @@ def test_a_config_that_no_one_should_read(bench: Bench, kind: str) -> None:
     else:
         path.touch()
         os.truncate(path, 1 << 33)
-    says = "is too large for a config" if kind == "giant" else "is no regular file"
+    says = "is too large for a config" if kind == "giant" else "is not a regular file"
     bench.refused("CorruptError", *options, says=[says], file="config.json")
 
 

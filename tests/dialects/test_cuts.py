@@ -51,7 +51,7 @@ def test_an_unknown_node_is_refused_with_its_text(monkeypatch):
     text = "turned(f, tp)"
     monkeypatch.setattr(cuts, "render_dim", lambda node: text)
     with pytest.raises(
-        LayoutError, match=r"Keras cannot say dim 0 of the layout \[turned.*: turned.* is not one size"
+        LayoutError, match=r"Keras cannot express dim 0 of the layout \[turned.*: turned.* is not one size"
     ) as info:
         cuts_of(StandIn((Later(),), f"[{text}]"), "Keras")
     assert info.value.got == f"Later {text}"
@@ -83,16 +83,16 @@ def test_what_a_split_says_besides_is_not_lost(monkeypatch):
 )
 def test_clauses_are_refused_by_name(text, clause):
     layout = TensorLayout.parse(text)
-    with pytest.raises(LayoutError, match="placements cannot say") as info:
+    with pytest.raises(LayoutError, match="placements cannot express") as info:
         cuts_of(layout, "placements")
     assert info.value.got == clause and f"{clause!r} of the layout {text}" in info.value.message
 
 
 def test_a_clause_that_the_caller_says_passes_and_no_other():
     both = TensorLayout.parse("[f/tp, h] where pp=0 sum(dp)")
-    with pytest.raises(LayoutError, match=r"cannot say 'where pp=0' of the layout"):
+    with pytest.raises(LayoutError, match=r"cannot express 'where pp=0' of the layout"):
         cuts_of(both, "placements", sums=True)
-    with pytest.raises(LayoutError, match=r"cannot say 'sum\(dp\)' of the layout"):
+    with pytest.raises(LayoutError, match=r"cannot express 'sum\(dp\)' of the layout"):
         cuts_of(both, "ShardedTensors", where=True)
     dims = (Cuts("f", (("tp", "/"),)), Cuts("h", ()))
     assert cuts_of(both, "nobody", where=True, sums=True) == dims

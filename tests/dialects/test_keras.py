@@ -49,11 +49,11 @@ def test_axes_that_no_layout_has_are_refused(axes, ndim, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[f/batch/model, h]", "they have one axis a dim"),
+        ("[f/batch/model, h]", "they have one axis per dim"),
         ("[f, h/~model]", "cut evenly only"),
         ("[f, h/model{1,2,3,2}]", "have no such split"),
-        ("[f, h] where batch=0", "cannot say 'where batch=0'"),
-        ("[f, h] sum(model)", r"cannot say 'sum\(model\)'"),
+        ("[f, h] where batch=0", "cannot express 'where batch=0'"),
+        ("[f, h] sum(model)", r"cannot express 'sum\(model\)'"),
     ],
 )
 def test_layouts_that_keras_cannot_say_are_refused(text, message):
@@ -80,5 +80,5 @@ def test_meshes(as_array):
 
 @pytest.mark.parametrize("device", ["cpu:", "cpu:x", None])
 def test_a_device_without_a_number_is_refused(device):
-    with pytest.raises(LayoutError, match="a device of a mesh is no"):
+    with pytest.raises(LayoutError, match="a device of a mesh is not"):
         describe_keras_mesh(SimpleNamespace(shape=(1,), axis_names=("a",), devices=[device]))

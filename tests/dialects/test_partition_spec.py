@@ -79,12 +79,12 @@ def test_a_stand_in_of_jaxs_class_will_do():
 @pytest.mark.parametrize(
     ("spec", "ndim", "message"),
     [
-        (Spec("data", reduced=frozenset({"model"})), None, r"gradients are unreduced along \['model'\]"),
+        (Spec("data", reduced=frozenset({"model"})), None, r"gradients unreduced along \['model'\]"),
         (Spec("data", unreduced=frozenset({"data"})), None, "'data' has two roles"),
         (Spec("data", unreduced=frozenset({"modle"})), None, "Invalid axis names"),
-        ((SimpleNamespace(name="UNCONSTRAINED"),), None, "none that a layout can say"),
-        ((("data", None),), None, "none that a layout can say"),
-        ((3,), None, "none that a layout can say"),
+        ((SimpleNamespace(name="UNCONSTRAINED"),), None, "a layout cannot express"),
+        ((("data", None),), None, "a layout cannot express"),
+        ((3,), None, "a layout cannot express"),
         ((None, None, None), 2, "more entries than the tensor has dims"),
         ("model", 5, "is one text"),
         (("modle",), None, "Invalid axis names"),
@@ -113,7 +113,7 @@ def test_addends():
     layout = from_partition_spec(Spec("data", unreduced=frozenset({"model"})), MESH, 2)
     assert layout == TensorLayout.parse("[d0/data, d1] sum(model)", MESH)
     # Entries alone would call them replicas.
-    with pytest.raises(LayoutError, match="cannot say the sums") as info:
+    with pytest.raises(LayoutError, match="cannot express the sums") as info:
         to_partition_spec(layout)
     assert info.value.got == "sum(model)"
     entries = to_partition_spec(TensorLayout.from_dims(layout.dims, MESH))
@@ -122,6 +122,6 @@ def test_addends():
 
 @pytest.mark.parametrize("text", ["[f/data, h] where model=0", "[f/data{3,5}, h]", "[f/data%2, h]", "[2 f/data, h]"])
 def test_what_entries_cannot_say_is_refused_by_name(text):
-    with pytest.raises(LayoutError, match="PartitionSpecs cannot say") as info:
+    with pytest.raises(LayoutError, match="PartitionSpecs cannot express") as info:
         to_partition_spec(TensorLayout.parse(text, MESH))
     assert text in info.value.message

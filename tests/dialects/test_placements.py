@@ -200,11 +200,11 @@ def test_a_strided_cut_among_three_of_one_dim_must_be_even(placements, text):
         ((_StridedShard(0, split_factor=3), _StridedShard(0, split_factor=2)), "cut in one way or another"),
         ((_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2)), "cut in one way or another"),
         ((_StridedShard(0, split_factor=4), Shard(0)), "counts 4 parts"),
-        ((Partial("max"), Shard(0)), "no addends of a sum"),
-        ((Replicate(), Partial("avg")), "no addends of a sum"),
-        ((Replicate(), _MaskPartial(offset_shape=torch.Size((4, 2)))), "no addends of a sum"),
-        ((Shard(2), Replicate()), "a dim that the tensor has not"),
-        ((Shard(-3), Replicate()), "a dim that the tensor has not"),
+        ((Partial("max"), Shard(0)), "not addends of a sum"),
+        ((Replicate(), Partial("avg")), "not addends of a sum"),
+        ((Replicate(), _MaskPartial(offset_shape=torch.Size((4, 2)))), "not addends of a sum"),
+        ((Shard(2), Replicate()), "a dim that the tensor does not have"),
+        ((Shard(-3), Replicate()), "a dim that the tensor does not have"),
         ((Shard(0),), "not one for each axis"),
         ((Shard(0), Shard(0), Shard(0)), "not one for each axis"),
     ],
@@ -216,7 +216,7 @@ def test_what_no_layout_says_is_refused(placements, message):
 
 def test_an_unknown_placement_is_refused():
     ragged = SimpleNamespace(is_shard=lambda: False, is_partial=lambda: False, is_replicate=lambda: False)
-    with pytest.raises(LayoutError, match="none that a layout can say"):
+    with pytest.raises(LayoutError, match="a layout cannot express"):
         from_placements(DeviceMesh((2,), ("dp",)), (ragged,), 1)
 
 

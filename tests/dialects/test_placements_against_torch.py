@@ -381,7 +381,7 @@ def test_an_uneven_strided_dim_is_cut_in_two_ways(fake_rank):
         ("[<gate: f | up: f>/tp, h]", None, "is not one size"),
         ("[g f/tp, h]", None, r"g f/tp is not one size"),
         ("[pad(v, 4)/tp, h]", None, r"pad\(v, 4\)/tp is not one size"),
-        ("[f/tp, h] where dp=0", None, "cannot say 'where dp=0'"),
+        ("[f/tp, h] where dp=0", None, "cannot express 'where dp=0'"),
         ("[f/tp, h] sum(dp) where dp=0", None, "two roles"),
         ("[f/tp, h] in wide", None, "no view 'wide'"),
         ("[(2 f/tp)/dp, h]", None, r"\(2 f/tp\)/dp is not one size"),

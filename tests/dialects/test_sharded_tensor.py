@@ -193,13 +193,13 @@ def test_a_padded_vocabulary_is_called_so():
     ("one", "message"),
     [
         (shard((4,), flattened_range=slice(0, 2)), "range of flattened data"),
-        (SimpleNamespace(key="w", data=None, replica_id=0), "says no box of a tensor"),
+        (SimpleNamespace(key="w", data=None, replica_id=0), "has no box of a tensor"),
         (shard((4,), global_offset=(1,)), "not within 0 to 4"),
-        (shard((2,), (0, 0, 2), global_offset=(1,)), "offset 1 is no multiple of the local size 2"),
+        (shard((2,), (0, 0, 2), global_offset=(1,)), "offset 1 is not a multiple of the size 2"),
         (shard((2,), global_shape=(5,)), "1 fragments of 2 do not make 5"),
-        (shard((2,), global_shape=(2, 2)), "not the same number of dims"),
-        (shard((2,), axis_fragmentations=(1, 1)), "not the same number of dims"),
-        (shard((2,), prepend_axis_num=1), "not the same number of dims"),
+        (shard((2,), global_shape=(2, 2)), "different numbers of dims"),
+        (shard((2,), axis_fragmentations=(1, 1)), "different numbers of dims"),
+        (shard((2,), prepend_axis_num=1), "different numbers of dims"),
         (box((3,), (6,), (5,)), "3 to 6 is not within 0 to 5"),
     ],
 )
@@ -252,7 +252,7 @@ def test_main_replicas_that_leave_a_gap_are_refused():
 
 def test_a_replica_of_no_main_part_is_refused():
     told = {0: box((0,), (4,), (4,)), 1: box((0,), (2,), (4,), replica_id=1)}
-    with pytest.raises(ContradictionError, match="rank 1's replica is the part of no main one"):
+    with pytest.raises(ContradictionError, match="rank 1's replica equals no main replica"):
         from_sharded_tensor(told)
 
 
@@ -336,7 +336,7 @@ def test_where_is_said_and_read():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[f/tp, h] sum(dp)", r"cannot say 'sum\(dp\)'"),
+        ("[f/tp, h] sum(dp)", r"cannot express 'sum\(dp\)'"),
         ("[f/tp{1,3}, h]", "have no such split"),
         ("[f/=tp, h]", "have no such split"),
         ("[(2 f/tp)/dp, h]", "is not one size"),

@@ -60,7 +60,7 @@ def test_a_dense_model():
     assert said["lm_head.weight"] == "[d0/~tp, d1]"
     # One key for all layers alike, as a person would write the file.
     assert r"model\.layers\.\d+\.mlp\.down_proj\.weight" in list(layouts) and len(layouts) == len(llama(1, bias=True))
-    assert layouts.unmatched(shapes) == [] and layouts.unused(shapes) == []
+    assert layouts.find_unmatched(shapes) == [] and layouts.find_unused(shapes) == []
     assert texts(from_tp_plan(PLAN, MESH, llama(300)), shapes.keys() & llama(2)) == texts(layouts, llama(2))
 
 
@@ -121,12 +121,12 @@ def test_of_two_numbers_that_follow_each_other_the_first_is_replaced():
 @pytest.mark.parametrize(
     ("plan", "shapes", "message"),
     [
-        ({"lm_head": "local_colwise"}, {"lm_head.weight": (4, 2)}, "style 'local_colwise' of 'lm_head' is not known"),
+        ({"lm_head": "local_colwise"}, {"lm_head.weight": (4, 2)}, "style 'local_colwise' of 'lm_head' is unknown"),
         ({"lm_head": "ep_router"}, {"lm_head.weight": (4, 2)}, "style 'ep_router'"),
         ({"layers.*.up": "colwise"}, {"model.layers.0.up.weight": (4, 2)}, "match no parameter"),
-        ({"head": "colwise"}, {"head.weight": ()}, "a dim that the parameter has not"),
-        ({"head": "embedding_colwise"}, {"head.weight": (3,)}, "a dim that the parameter has not"),
-        ({"head": "packed_colwise"}, {"head.weight": (5, 2)}, "no two equal halves"),
+        ({"head": "colwise"}, {"head.weight": ()}, "a dim that the parameter lacks"),
+        ({"head": "embedding_colwise"}, {"head.weight": (3,)}, "a dim that the parameter lacks"),
+        ({"head": "packed_colwise"}, {"head.weight": (5, 2)}, "not have two equal halves"),
     ],
 )
 def test_plans_that_are_not_known_whole_are_refused(plan, shapes, message):
@@ -183,10 +183,10 @@ def test_any_plan_comes_back_with_the_same_cuts(data):
         ({"up.weight": "[d0/~dp, d1]"}, "cut by more than 'tp'"),
         ({"up.weight": "[d0/~tp/~dp, d1]"}, "cut by more than 'tp'"),
         ({"other": "[d0]"}, "up.weight has no layout"),
-        ({"up.weight": "[d0/tp]"}, "not one of 2 dims"),
+        ({"up.weight": "[d0/tp]"}, "does not have 2 dims"),
         ({"up.weight": "[d0/tp{1,3}, d1]"}, "have no such split"),
-        ({"up.weight": "[d0/tp, d1] where dp=0"}, "cannot say 'where dp=0'"),
-        ({"up.weight": "[d0, d1] sum(tp)"}, r"cannot say 'sum\(tp\)'"),
+        ({"up.weight": "[d0/tp, d1] where dp=0"}, "cannot express 'where dp=0'"),
+        ({"up.weight": "[d0, d1] sum(tp)"}, r"cannot express 'sum\(tp\)'"),
     ],
 )
 def test_layouts_that_no_plan_says_are_refused(rules, message):
@@ -201,7 +201,7 @@ def test_layers_cut_otherwise_and_dims_that_no_style_cuts_are_refused():
     layouts = LayoutMap(MESH)
     layouts["layers.0.up.weight"] = "[f/tp, h]"
     layouts["layers.1.up.weight"] = "[f, h/tp]"
-    with pytest.raises(LayoutError, match=r"layers.1.up.weight is cut otherwise than in the layers before"):
+    with pytest.raises(LayoutError, match=r"layers.1.up.weight is cut differently than in earlier layers"):
         to_tp_plan(layouts, {"layers.0.up.weight": (4, 2), "layers.1.up.weight": (4, 2)})
     layouts["conv.weight"] = "[a, b/tp, c, d]"
     with pytest.raises(LayoutError, match="no style of a plan cuts"):

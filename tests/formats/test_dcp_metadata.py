@@ -30,7 +30,7 @@ from tests.sampled import count_of
 from xrank.errors import CorruptError, UnsafeError, UsageError, XrankError
 from xrank.formats.dcp_metadata import DcpMetadata, read_metadata
 from xrank.formats.dcp_metadata_pickle import MetadataMachine
-from xrank.formats.pickle_reader import ran
+from xrank.formats.pickle_reader import run_machine
 from xrank.formats.regular_file import Origin
 
 
@@ -151,7 +151,7 @@ def test_random_cuts(tmp_path: Path) -> None:
 def test_nearly_all_entries_are_taken_whole() -> None:
     metadata = made({f"layers.{k}.weight": [(3, 4)] * 50 for k in range(40)}, 50)
     machine = MetadataMachine(pickle.dumps(metadata), Origin("x"))
-    ran(machine)
+    run_machine(machine)
     # But the first, from which the others' look is learned, and those that a frame of the pickle ends in.
     assert 40 * 50 - 1 - len(machine.data) // 60_000 <= machine.num_matched_entries < 40 * 50
     # Of 28,000 values that the pickle memoizes, those of the chunks and entries are not kept.
@@ -230,22 +230,25 @@ CONTRADICTIONS: dict[str, tuple[Any, str]] = {
     "dims of a tensor": (lambda m, listed, stored: setattr(listed["a"], "size", size(9, 4, 1)), "dimensions"),
     "dims of a piece": (lambda m, listed, s: setattr(listed["a"].chunks[2], "sizes", size(3)), "dimensions|in number"),
     "no pieces": (lambda m, listed, stored: setattr(listed["a"], "chunks", None), "no list of pieces"),
-    "negative shape": (lambda m, listed, stored: setattr(listed["a"], "size", size(9, -4)), "no count"),
+    "negative shape": (lambda m, listed, stored: setattr(listed["a"], "size", size(9, -4)), "not a count"),
     "negative offset": (
         lambda m, listed, s: setattr(listed["a"].chunks[1], "offsets", size(-3, 0)),
-        "below 0|no count",
+        "below 0|not a count",
     ),
     "bytes not stored": (lambda m, listed, s: listed.update(c=BytesStorageMetadata()), "is listed, but stored nowhere"),
     "no places": (lambda m, listed, stored: setattr(m, "storage_data", None), "lists no tensors, or not where"),
     "no list": (lambda m, listed, stored: setattr(m, "state_dict_metadata", []), "lists no tensors, or not where"),
     "no nesting": (lambda m, listed, stored: m.__dict__.pop("planner_data"), "lists no tensors, or not where"),
-    "another name": (lambda m, listed, stored: m.planner_data.update(a=("c",)), "has another name than its keys say"),
+    "another name": (
+        lambda m, listed, stored: m.planner_data.update(a=("c",)),
+        "a name that differs from its keys",
+    ),
     "no keys": (lambda m, listed, stored: m.planner_data.pop("a"), "has no place in the nested state"),
-    "a path of no keys": (lambda m, listed, stored: m.planner_data.update({"": ()}), "leads nowhere"),
-    "a number as tensor": (lambda m, listed, stored: listed.update(a=3), "something else than it should"),
-    "a number as place": (lambda m, listed, stored: stored.update({4: 5}), "something else than it should"),
-    "negative place": (lambda m, listed, s: setattr(s[MetadataIndex("b", [3])], "offset", -1), "below 0|no count"),
-    "endless place": (lambda m, listed, s: setattr(s[MetadataIndex("b", [3])], "length", 2**63), "no count"),
+    "a path of no keys": (lambda m, listed, stored: m.planner_data.update({"": ()}), "an empty path"),
+    "a number as tensor": (lambda m, listed, stored: listed.update(a=3), "an unexpected value"),
+    "a number as place": (lambda m, listed, stored: stored.update({4: 5}), "an unexpected value"),
+    "negative place": (lambda m, listed, s: setattr(s[MetadataIndex("b", [3])], "offset", -1), "below 0|not a count"),
+    "endless place": (lambda m, listed, s: setattr(s[MetadataIndex("b", [3])], "length", 2**63), "not a count"),
     "a number as path": (lambda m, listed, s: setattr(s[MetadataIndex("b", [3])], "relative_path", 5), "or its file"),
     "no dtype": (lambda m, listed, stored: setattr(listed["b"].properties, "dtype", None), "no element type"),
 }
@@ -261,7 +264,7 @@ def test_contradictions_are_named(tmp_path: Path, kind: str) -> None:
 
 
 def test_what_is_no_dense_tensor_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no dense tensor"):
+    with pytest.raises(UsageError, match="not a dense tensor"):
         read(tmp_path, changed(lambda m, listed, s: setattr(listed["a"].properties, "layout", torch.sparse_coo)))
 
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from xrank.errors import CorruptError, IncompleteError, UsageError
-from xrank.formats.regular_file import Origin, open_regular, shown
+from xrank.formats.regular_file import Origin, open_regular, quote
 
 
 def test_exactly_the_bytes_asked_for(tmp_path):
@@ -92,6 +92,6 @@ def test_errors_name_file_and_rank_and_survive_pickling():
 
 
 def test_what_a_file_says_is_printed_short_and_plain():
-    assert shown("a\x1b[31m\u202e\ud800") == r"'a\x1b[31m\u202e\ud800'"
-    assert len(shown("x" * 10_000_000)) < 210
-    assert len(shown("\U0001f680" * 1000)) < 210
+    assert quote("a\x1b[31m\u202e\ud800") == r"'a\x1b[31m\u202e\ud800'"
+    assert len(quote("x" * 10_000_000)) < 210
+    assert len(quote("\U0001f680" * 1000)) < 210

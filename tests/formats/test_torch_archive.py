@@ -433,7 +433,7 @@ def test_an_archive_of_something_else(tmp_path):
 def test_what_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", tmp_path, "/dev/zero"):
-        with pytest.raises(CorruptError, match="no regular file"):
+        with pytest.raises(CorruptError, match="not a regular file"):
             read_archive(str(path))
     with pytest.raises(IncompleteError):
         read_archive(str(tmp_path / "none"))

@@ -38,7 +38,7 @@ def test_process_groups_of_other_ranks_are_refused() -> None:
             local_model(chunk, rank=0, world_size=2)
         assert local_model(chunk, rank=2, world_size=4).record.meshes == ((("tp",), (2,), (2, 3)),)
         state.get_expert_tensor_and_model_parallel_group = lambda: [1, 2, 3]
-        with pytest.raises(LayoutError, match="are no grid"):
+        with pytest.raises(LayoutError, match="are not a grid"):
             local_model(chunk, rank=2, world_size=4)
 
 
@@ -174,7 +174,7 @@ _REFUSED: dict[str, tuple[Run, Callable[[torch.nn.Module], object], str, str]] =
     "an expert that is marked as shared": (
         _EXPERTS,
         lambda m: setattr(_layer(m, "mlp.experts.local_experts.0.linear_fc1.weight"), "allreduce", True),
-        "do not say",
+        "do not place it",
         "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight",
     ),
     "a norm that is marked as an expert's": (
@@ -242,7 +242,7 @@ def test_ambiguous_or_missing_facts_are_refused(
 def test_a_mesh_with_other_axes_or_without_any_is_refused() -> None:
     run = Run(tp=2)
     (chunk,) = chunks_of(run, whole_model(run), 0)
-    with pytest.raises(LayoutError, match="none of Megatron's"):
+    with pytest.raises(LayoutError, match="not one of Megatron's"):
         local_model(chunk, mesh=DeviceMesh.parse_grid("tensor=2"), rank=0, world_size=2)
     with pytest.raises(LayoutError, match="the layout of its ranks is unknown"):
         local_model(chunk, rank=0, world_size=2)

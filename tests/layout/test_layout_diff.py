@@ -1,5 +1,5 @@
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.layout.layout_diff import Change, LayoutDiff
+from xrank.layout.layout_diff import LayoutChange, LayoutDiff
 
 MESH = DeviceMesh((2, 2), ("dp", "tp"))
 
@@ -17,9 +17,9 @@ def test_equal_maps_differ_in_nothing():
 
 def test_rules_are_added_removed_and_changed():
     diff = made(MESH, a="[f/tp]", b="[h]", c="[h]").diff(made(MESH, a="[f/~tp]", c="[h]", d="[] sum(tp)"))
-    assert diff and diff.added == (Change("d", None, "[] sum(tp)"),)
-    assert diff.removed == (Change("b", "[h]", None),)
-    assert diff.changed == (Change("a", "[f/tp]", "[f/~tp]"),)
+    assert diff and diff.added == (LayoutChange("d", None, "[] sum(tp)"),)
+    assert diff.removed == (LayoutChange("b", "[h]", None),)
+    assert diff.changed == (LayoutChange("a", "[f/tp]", "[f/~tp]"),)
     assert not (diff.mesh or diff.sizes or diff.aliases)
     assert [str(change) for change in (*diff.removed, *diff.changed)] == ["b: [h] -> none", "a: [f/tp] -> [f/~tp]"]
 
@@ -32,13 +32,13 @@ def test_meshes_sizes_views_and_aliases_count():
     old.aliases["head"] = "embed"
     diff = old.diff(new)
     assert diff.mesh == (
-        Change("grid", "dp=2 tp=2", "dp=4 tp=1"),
-        Change("ranks", "0 to 3", "[3, 2, 1, 0]"),
-        Change("view kv", "dp=2 kvs=1 rep=2", None),
+        LayoutChange("grid", "dp=2 tp=2", "dp=4 tp=1"),
+        LayoutChange("ranks", "0 to 3", "[3, 2, 1, 0]"),
+        LayoutChange("view kv", "dp=2 kvs=1 rep=2", None),
     )
-    assert diff.sizes == (Change("d", "64", "128"), Change("g", None, "4"))
-    assert diff.aliases == (Change("head", "embed", None),) and not diff.changed
+    assert diff.sizes == (LayoutChange("d", "64", "128"), LayoutChange("g", None, "4"))
+    assert diff.aliases == (LayoutChange("head", "embed", None),) and not diff.changed
     assert made(None, a="[f/tp]").diff(made(MESH, a="[f/tp]")).mesh == (
-        Change("grid", None, "dp=2 tp=2"),
-        Change("ranks", None, "0 to 3"),
+        LayoutChange("grid", None, "dp=2 tp=2"),
+        LayoutChange("ranks", None, "0 to 3"),
     )

@@ -52,7 +52,7 @@ def test_a_page_is_read_written_and_read_again(tmp_path):
     assert str(layouts["flat_param"]) == "flat(q [64, 64], b [64], pad 4)/dp"
     assert layouts.companion_rule_for("layers.3.scale") == "layers.{12/pp}.scale"
     assert layouts.companions["layers.{12/pp}.scale"] == Companion("layers.{12/pp}.up", None, (128, 128))
-    assert layouts.unmatched(["layers.3.scale", "nothing", "packed"]) == ["nothing"]
+    assert layouts.find_unmatched(["layers.3.scale", "nothing", "packed"]) == ["nothing"]
     written = tmp_path / "again.toml"
     layouts.write(written)
     again = LayoutMap.read(written)

@@ -52,7 +52,7 @@ def test_several_matches_are_refused_even_if_equal():
             look()
     assert caught.value.tensor == "emb"
     with pytest.raises(LayoutError):
-        layout_map.unused(["emb"])
+        layout_map.find_unused(["emb"])
 
 
 def test_a_match_is_of_the_whole_name_and_one_line():
@@ -129,8 +129,8 @@ def test_text_of_the_notation_is_a_value():
 def test_unused_and_unmatched_are_told_by_name():
     layout_map = made({"w.*": "[f/model]", "wx": "[f]", "q.*": "[f]", "z": "[f]"})
     names = ["wx", "other", "q1", "q2", "more"]
-    assert layout_map.unused(iter(names)) == ["w.*", "z"]
-    assert layout_map.unmatched(iter(names)) == ["other", "more"]
+    assert layout_map.find_unused(iter(names)) == ["w.*", "z"]
+    assert layout_map.find_unmatched(iter(names)) == ["other", "more"]
 
 
 # The file.
@@ -204,20 +204,20 @@ def test_equality_sees_mesh_and_aliases():
         ("x = " + "[" * 5000, "is not TOML"),
         ("x = " + "9" * 5000, "is not TOML"),
         (b"\xff\xfe[", "is not text"),
-        ("[extra]\n", "'extra' is no table"),
+        ("[extra]\n", "'extra' is not a table"),
         ("tensors = 3\n", "'tensors' is not a table"),
         ("[[tensors]]\n", "'tensors' is not a table"),
         ("[mesh]\n", "has no grid"),
         ("[mesh]\ngrid = 3\n", "has no grid"),
         ('[mesh]\ngrid = "dp=2"\norder = "tp-dp"\n', "'tp' , which has no length"),
-        ('[mesh]\ngrid = "dp=2"\norder = 3\n', "is no text"),
-        ('[mesh]\ngrid = "dp=2"\nshape = 3\n', "'shape' is no key"),
-        ('[mesh]\ngrid = "dp=2"\nview = 3\n', "no grid with a name"),
-        ('[mesh]\ngrid = "dp=2"\nview.a = 3\n', "no grid with a name"),
+        ('[mesh]\ngrid = "dp=2"\norder = 3\n', "is not a text"),
+        ('[mesh]\ngrid = "dp=2"\nshape = 3\n', "'shape' is not a key"),
+        ('[mesh]\ngrid = "dp=2"\nview = 3\n', "not a grid with a name"),
+        ('[mesh]\ngrid = "dp=2"\nview.a = 3\n', "not a grid with a name"),
         ('[mesh]\ngrid = "dp=2"\nview.a = "ep=3"\n', r"\[mesh\]: Shape does not match"),
-        ("[sizes]\nd = -1\n", r"\[sizes\]: the size 'd' is no number"),
-        ("[sizes]\nd = true\n", r"\[sizes\]: the size 'd' is no number"),
-        ('[sizes]\n"d e" = 1\n', "'d e' is no name"),
+        ("[sizes]\nd = -1\n", r"\[sizes\]: the size 'd' is not a"),
+        ("[sizes]\nd = true\n", r"\[sizes\]: the size 'd' is not a"),
+        ('[sizes]\n"d e" = 1\n', "'d e' is not a name"),
         ('[mesh]\ngrid = "dp=2"\nview.a = "ep=2"\n[sizes]\nep = 1\n', "'ep' is both a size and an axis"),
         ('[mesh]\ngrid = "dp=2"\n[tensors]\n"a" = "[h] in kv"\n', "rule 'a': the mesh has no view 'kv'"),
         ('[mesh]\ngrid = "dp=2"\n[tensors]\n"a.{e/tp}" = "[h]"\n', "Invalid axis names"),
@@ -229,8 +229,8 @@ def test_equality_sees_mesh_and_aliases():
         ('[tensors]\n"a" = \'scale("b", 3)\'\n', "there is no rule 'b'"),
         ('[mesh]\ngrid = "dp"\n', r"\[mesh\]: the grid 'dp' cannot be read"),
         ('[mesh]\ngrid = "dp=2"\nranks = [0]\n', "does not match the number of devices"),
-        ('[mesh]\ngrid = "dp=2"\nranks = [0, 1.0]\n', "no list of integers"),
-        ('[mesh]\ngrid = "dp=2"\nranks = [0, true]\n', "no list of integers"),
+        ('[mesh]\ngrid = "dp=2"\nranks = [0, 1.0]\n', "not a list of integers"),
+        ('[mesh]\ngrid = "dp=2"\nranks = [0, true]\n', "not a list of integers"),
         ('[tensors]\n"a" = 3\n', "'a' has no layout's text"),
         ('[tensors]\na.b = "[h]"\n', "'a' has no layout's text"),
         ('[tensors]\n"a" = "model"\n', "'a' has no layout's text"),
@@ -277,5 +277,5 @@ def test_a_file_that_cannot_be_written_leaves_what_was(tmp_path):
 
 def test_thousands_of_names_are_looked_up_by_their_own_key():
     layout_map = made({f"layers.{i}.w": "[f/model, h]" for i in range(3000)})
-    assert layout_map.unused(f"layers.{i}.w" for i in range(3000)) == []
+    assert layout_map.find_unused(f"layers.{i}.w" for i in range(3000)) == []
     assert not layout_map._expressions

@@ -146,7 +146,7 @@ def test_infer_shape_needs_one_rank_a_place_only():
         ("[f/tp, h]", {0: (4, 5), 1: (2, 5)}, "rank 0's local shape is not the one"),
         ("[f/~tp, h]", {0: (2, 5), 1: (3, 5)}, "rank 0's local shape is not the one"),
         ("[f/~tp/~dp]", {0: (3,), 1: (1,), 2: (1,), 3: (1,)}, "rank 0's local shape is not the one"),
-        ("[f/tp, h]", {0: (2,), 1: (2,)}, "has not the dims"),
+        ("[f/tp, h]", {0: (2,), 1: (2,)}, "does not have the dims"),
         ("[5/~tp]", {0: (2,), 1: (2,)}, "is 5 in the layout and 4"),
         ("[f, f/tp]", {0: (4, 1), 1: (4, 1)}, "is 4 in the layout and 2"),
         ("[f]", {9: (4,)}, "rank 9 is not in the mesh"),
@@ -170,8 +170,8 @@ def test_infer_shape_refuses_shapes_that_contradict(text, shapes, message):
         ("[f/~dp/tp]", (5,), r"f/~dp/tp: 3 does not divide by 2"),
         ("[f/ep]", (4,), "no axis 'ep'"),
         ("[f]", (-1,), "negative"),
-        ("[f]", (1.5,), "no sequence of integers"),
-        ("[f]", 5, "no sequence of integers"),
+        ("[f]", (1.5,), "not a sequence of integers"),
+        ("[f]", 5, "not a sequence of integers"),
     ],
 )
 def test_binding_refuses(text, shape, message):
@@ -184,7 +184,7 @@ def test_coordinates_must_fit():
     mesh = DeviceMesh.parse_grid("dp=2 tp=2")
     layout = TensorLayout.parse("[f/tp]")
     assert local_part(layout, mesh, {"tp": 1}, (4,)).nests == (Nest(0, 2, ((2, 1, 1),)),)
-    with pytest.raises(LayoutError, match="does not say where"):
+    with pytest.raises(LayoutError, match="lacks the place"):
         local_part(layout, mesh, {"dp": 1}, (4,))
     for place in (-1, 2):
         with pytest.raises(LayoutError, match="no place"):

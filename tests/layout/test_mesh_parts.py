@@ -242,9 +242,9 @@ def test_companions_of_all_ranks_are_those_of_each() -> None:
 
 def test_arrays_of_parts_give_back_what_they_were_made_of() -> None:
     a, b = (Nest(0, 0, ((3, 1, 1),)),), (Nest(0, 3, ((2, 2, 1),)), Nest(1, 9))
-    found = MeshParts.of({5: (a, (3,), 3), 2: (b, (4,), 4), 9: (a, (3,), 3), 7: ((), (0,), 0)})
+    found = MeshParts.from_held({5: (a, (3,), 3), 2: (b, (4,), 4), 9: (a, (3,), 3), 7: ((), (0,), 0)})
     assert parts_by_rank(found) == {2: (b, (4,), 1), 5: (a, (3,), 0), 7: ((), (0,), 0), 9: (a, (3,), 0)}
-    some = found.kept(found.ranks > 5)
+    some = found.select(found.ranks > 5)
     assert parts_by_rank(some) == {7: ((), (0,), 0), 9: (a, (3,), 0)}
     assert len(some.local_sizes) == 2 and len(some.nests) == 1
-    assert parts_by_rank(found.kept(found.ranks > 9)) == {}
+    assert parts_by_rank(found.select(found.ranks > 9)) == {}

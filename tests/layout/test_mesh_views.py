@@ -4,7 +4,7 @@ import pytest
 
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, MeshViews
-from xrank.layout.mesh_views import megatron_views, ordered_mesh
+from xrank.layout.mesh_views import megatron_views, mesh_from_order
 
 
 def test_groups_along_any_axes():
@@ -36,12 +36,12 @@ def test_submeshes_keep_the_ranks():
 
 def test_a_transposed_mesh_leaves_every_rank_at_its_coordinate():
     mesh = DeviceMesh((2, 3, 4), ("a", "b", "c"))
-    other = mesh.transposed("c", "a", "b")
+    other = mesh.transpose("c", "a", "b")
     assert other.shape == (4, 2, 3) and other.axis_names == ("c", "a", "b")
     assert all(other.coordinate(rank) == mesh.coordinate(rank) for rank in mesh.ranks)
-    assert other.transposed("a", "b", "c") == mesh
+    assert other.transpose("a", "b", "c") == mesh
     with pytest.raises(LayoutError, match="all of its axes"):
-        mesh.transposed("a", "b")
+        mesh.transpose("a", "b")
 
 
 def test_a_view_factors_the_same_ranks():
@@ -64,9 +64,9 @@ def test_the_view_of_a_layout_is_found_by_its_axes():
         MeshViews(mesh, (("a", ep), ("b", ep))).having("ep")
     with pytest.raises(LayoutError, match="no view 'x'"):
         views.view("x")
-    with pytest.raises(LayoutError, match="'a' is there twice"):
+    with pytest.raises(LayoutError, match="'a' occurs twice"):
         MeshViews(mesh, (("a", ep), ("a", kv)))
-    with pytest.raises(LayoutError, match="not of the same ranks"):
+    with pytest.raises(LayoutError, match="not have the same ranks"):
         MeshViews(mesh, (("a", DeviceMesh((4,), ("ep",))),))
 
 
@@ -74,17 +74,17 @@ def test_the_view_of_a_layout_is_found_by_its_axes():
 
 
 def test_the_first_name_of_an_order_is_the_fastest():
-    mesh = ordered_mesh("tp-dp-pp", {"tp": 2, "dp": 2, "pp": 2})
+    mesh = mesh_from_order("tp-dp-pp", {"tp": 2, "dp": 2, "pp": 2})
     assert (mesh.groups("tp")[0], mesh.groups("dp")[0], mesh.groups("pp")[0]) == ((0, 1), (0, 2), (0, 4))
-    other = ordered_mesh("tp-pp-dp", {"tp": 2, "dp": 2, "pp": 2})
+    other = mesh_from_order("tp-pp-dp", {"tp": 2, "dp": 2, "pp": 2})
     assert (other.groups("tp")[0], other.groups("dp")[0], other.groups("pp")[0]) == ((0, 1), (0, 4), (0, 2))
-    assert ordered_mesh("TP-DP", {"tp": 2, "dp": 2, "pp": 1}).grid == "pp=1 dp=2 tp=2"
+    assert mesh_from_order("TP-DP", {"tp": 2, "dp": 2, "pp": 1}).grid == "pp=1 dp=2 tp=2"
 
 
 def test_an_order_names_each_axis_once():
     for order in ("tp-tp", "tp-x", "tp", "", "tp--dp"):
         with pytest.raises(LayoutError, match="the order"):
-            ordered_mesh(order, {"tp": 2, "dp": 2})
+            mesh_from_order(order, {"tp": 2, "dp": 2})
 
 
 def generated_groups(sizes: dict[str, int], order: str, along: str) -> set[tuple[int, ...]]:
@@ -116,7 +116,7 @@ def test_both_generators_of_megatron(order, world, tp, cp, ep, pp, etp):
     dense = {"tp": tp, "cp": cp, "ep": 1, "dp": dp, "pp": pp}
     expert = {"tp": etp_or_tp, "cp": 1, "ep": ep, "dp": edp, "pp": pp}
     if generated_groups(dense, order, "pp") != generated_groups(expert, order, "pp"):
-        with pytest.raises(LayoutError, match="other pipeline stages"):
+        with pytest.raises(LayoutError, match="different pipeline stages"):
             megatron_views(world, tp=tp, cp=cp, ep=ep, pp=pp, etp=etp, order=order)
         return
     views = megatron_views(world, tp=tp, cp=cp, ep=ep, pp=pp, etp=etp, order=order)

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from xrank.layout.nest_rows import canonical_rows, joined_rows, restricted_rows, rows_of
+from xrank.layout.nest_rows import canonical_rows, join_rows, restrict_rows, rows_of
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical, restrict, span
 
@@ -28,7 +28,7 @@ def test_tables_are_restricted_as_nests_are() -> None:
         nests = [nested(rng) for _ in range(rng.randint(0, 12))]
         bounds = [sorted((rng.randint(0, 60), rng.randint(0, 60))) for _ in nests]
         low, high = (int_array(pair[i] for pair in bounds) for i in (0, 1))
-        rows, found = restricted_rows(NestTable.of(nests), low, high)
+        rows, found = restrict_rows(NestTable.from_nests(nests), low, high)
         wanted = [(i, piece) for i, nest in enumerate(nests) for piece in restrict(nest, int(low[i]), int(high[i]))]
         assert list(zip(rows.tolist(), [found[i] for i in range(len(found))], strict=True)) == wanted
 
@@ -53,16 +53,16 @@ def test_tables_are_made_canonical_as_nests_are() -> None:
                 len(nests), depth, 3
             ),
         )
-        found, wanted = canonical_rows(table), NestTable.of([canonical(nest) for nest in nests])
+        found, wanted = canonical_rows(table), NestTable.from_nests([canonical(nest) for nest in nests])
         assert found.loops.tolist() == wanted.loops.tolist()
         assert (found.x.tolist(), found.y.tolist()) == (wanted.x.tolist(), wanted.y.tolist())
 
 
 def test_joined_tables_have_the_depth_that_their_rows_need() -> None:
     deep, flat = Nest(0, 0, ((2, 9, 9), (3, 1, 2))), Nest(4, 4)
-    found = joined_rows([NestTable.of([flat]), NestTable.of([deep, flat])])
+    found = join_rows([NestTable.from_nests([flat]), NestTable.from_nests([deep, flat])])
     assert [found[i] for i in range(3)] == [flat, deep, flat]
-    assert joined_rows([found.take(int_array([0])), found.take(int_array([2]))]).loops.shape == (2, 0, 3)
+    assert join_rows([found.take(int_array([0])), found.take(int_array([2]))]).loops.shape == (2, 0, 3)
 
 
 def test_rows_of_owners() -> None:

@@ -69,13 +69,13 @@ def test_ten_thousand_planted_faults_are_found():
         if not nests:
             continue
         already = first_wrong(nests, num_elements)
-        fault = find_fault(NestTable.of(nests), num_elements)
+        fault = find_fault(NestTable.from_nests(nests), num_elements)
         assert (fault and (fault.kind, fault.address)) == already, text
         wrong_already += already is not None  # ranks whose parts overlap partly, which a layout can say
         for _ in range(10):
             broken = [canonical(nest) for nest in planted(rng, nests)]
             expected = first_wrong(broken, num_elements)
-            fault = find_fault(NestTable.of(broken), num_elements)
+            fault = find_fault(NestTable.from_nests(broken), num_elements)
             assert (fault and (fault.kind, fault.address)) == expected, (text, broken)
             found += expected is not None
     assert wrong_already < found / 100

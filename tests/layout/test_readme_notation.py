@@ -5,7 +5,7 @@ from pathlib import Path
 
 from xrank.layout import TensorLayout
 from xrank.layout.notation import Flat, Pad, Parts, Product, Split, walk
-from xrank.layout.parser import Reader
+from xrank.layout.parser import TextParser
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -18,7 +18,7 @@ def test_every_layout_of_the_table_is_one():
     kinds, clauses = set(), set()
     for text in texts:
         if text.startswith("layers."):
-            reader = Reader(text)
+            reader = TextParser(text)
             reader.naming()
             continue
         layout = TensorLayout.parse(f"[h] {text}" if text.startswith("where") else text)

@@ -10,7 +10,7 @@ import pytest
 from xrank.errors import LayoutError
 from xrank.layout.nests import Nest, addresses, intersect, size
 from xrank.layout.notation import Parts, Product, Size
-from xrank.recipes.pairing import Pairing, pair, reversed_pairing, single_tensors
+from xrank.recipes.pairing import Pairing, pair, reverse_pairing, single_tensors
 from xrank.recipes.side import parse_side
 
 pytestmark = pytest.mark.quick
@@ -44,8 +44,8 @@ def test_reversed_it_splits():
     source = np.arange(3 * 16 * 5)
     whole = np.full(240, -1)
     for pairing in pair(QKV, TARGETS, SIZES).values():
-        part, back = copied(pairing, source), reversed_pairing(pairing)
-        assert str(back.source) == str(pairing.target) and reversed_pairing(back) == pairing
+        part, back = copied(pairing, source), reverse_pairing(pairing)
+        assert str(back.source) == str(pairing.target) and reverse_pairing(back) == pairing
         for x, y in addresses(back.nest):
             assert whole[y] == -1
             whole[y] = part.ravel()[x]
@@ -106,7 +106,7 @@ def test_layers_and_experts_move_into_names():
         assert old == "" and size(nest) == 20 and nest.y == 0
         assert [int(source.ravel()[x]) for x, _ in addresses(nest)] == source[layer, expert, 4:].ravel().tolist()
     # The other way: many tensors stack into one, and names into other names.
-    back = reversed_pairing(found["up"])
+    back = reverse_pairing(found["up"])
     assert [(old, new) for old, new, _ in single_tensors(back)][5] == ("layers.1.experts.2.up_proj.weight", "")
     renamed = pair("a.{L}.{e} [f, h]", {"": "b.{e}.{L} [h, f]"}, sizes)[""]
     pairs = {old: (new, nest) for old, new, nest in single_tensors(renamed)}

@@ -61,7 +61,7 @@ def test_what_is_a_group_and_what_a_quantifier():
 
 def test_indices_are_counted_and_the_rest_is_literal():
     name = parse_name("layers.{L}.w.{e}")
-    assert name.at(3, 12) == "layers.3.w.12" and name.indices("layers.3.w.12") == (3, 12)
+    assert name.with_indices(3, 12) == "layers.3.w.12" and name.indices("layers.3.w.12") == (3, 12)
     assert name.indices("layers.03.w.1") is None and name.indices("layersX3.w.1") is None
     assert name.indices("layers.3.w.1x") is None and name.indices("layers.-3.w.1") is None
     assert name.indices("layers." + "9" * 5000 + ".w.1") is None
@@ -113,7 +113,11 @@ def test_random_names_follow_the_plain_meaning():
         for at in places(made.lengths):
             table = name_table(name, TensorLayout(()), mesh, at, sizes=made.names)
             held = [positions(dim, names, made.lengths, at) for dim in dims]
-            expected = {(name.at(*index), name.at(*where)) for index, where in indexed(held) if NOTHING not in where}
+            expected = {
+                (name.with_indices(*index), name.with_indices(*where))
+                for index, where in indexed(held)
+                if NOTHING not in where
+            }
             assert set(table) == expected and len(list(table)) == len(expected)
             for local, new in expected:
                 assert table.global_name(local) == new and table.local_name(new) == local

@@ -197,7 +197,7 @@ def test_11_blocks_of_scales():
     scale = parse_companion('scale("w", 128x128)')
     assert companion_shape(scale, (1536, 256)) == (12, 2)
     even = TensorLayout.parse("[f/tp, h]", mesh)
-    with pytest.raises(LayoutError, match="192 is no multiple of 128"):
+    with pytest.raises(LayoutError, match="192 is not a multiple of 128"):
         companion_part(scale, even, mesh, {"tp": 0}, (1536, 256))
     aligned = TensorLayout.parse("[f/=tp%128, h]", mesh)
     weights = [local_part(aligned, mesh, {"tp": at}, (1536, 256)) for at in range(8)]
@@ -206,7 +206,7 @@ def test_11_blocks_of_scales():
     assert [part.shape for part in scales] == [(2, 2)] * 4 + [(1, 2)] * 4
     assert [part.nests[0].y for part in scales] == [0, 4, 8, 12, 16, 18, 20, 22]
     # A refusal names both numbers too where the cut itself is even in blocks.
-    with pytest.raises(LayoutError, match="192 positions on each of 8 ranks are no multiple of 128"):
+    with pytest.raises(LayoutError, match="192 positions on each of 8 ranks are not a multiple of 128"):
         held("[f/tp%128]", "tp=8", (1536,))
 
 
@@ -216,7 +216,7 @@ def test_11_blocks_of_a_dim_that_a_rank_holds_whole():
     turns = TensorLayout.parse("[f <gate: 1 | up: 1>, h/tp]", mesh)
     part = companion_part(parse_companion('scale("w", 4x2)'), turns, mesh, {"tp": 1}, (10, 8))
     assert part.shape == (3, 2) and [y for nest in part.nests for _, y in addresses(nest)] == [2, 3, 6, 7, 10, 11]
-    with pytest.raises(LayoutError, match="no multiple of 4"):
+    with pytest.raises(LayoutError, match="not a multiple of 4"):
         cut = TensorLayout.parse("[f/tp <gate: 1 | up: 1>, h]", mesh)
         companion_part(parse_companion('scale("w", 4x2)'), cut, mesh, {"tp": 1}, (12, 8))
 
@@ -232,7 +232,7 @@ def test_12_packed_elements():
         part = companion_part(packed, layout, mesh, {"tp": at}, (4096, 16))
         assert part.shape == (128, 16) and part.nests[0].y == at * 128 * 16
         assert companion_part(scale, layout, mesh, {"tp": at}, (4096, 16)).shape == (8, 16)
-    with pytest.raises(LayoutError, match="dim 0 of 4100 is no multiple of 8"):
+    with pytest.raises(LayoutError, match="dim 0 of 4100 is not a multiple of 8"):
         companion_shape(packed, (4100, 16))
 
 

@@ -114,7 +114,7 @@ class MadeModel:
                 tuple(shape),
                 int_array(row[0] for row in rows),
                 int_array(row[1] for row in rows),
-                NestTable.of([row[2] for row in rows]),
+                NestTable.from_nests([row[2] for row in rows]),
             )
         )
 

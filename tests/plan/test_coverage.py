@@ -33,7 +33,7 @@ def counted(nests: list[Nest], num_elements: int) -> tuple[str, int] | None:
 
 
 def found(nests: list[Nest], num_elements: int) -> tuple[str, int] | None:
-    fault = find_fault(NestTable.of(nests), num_elements)
+    fault = find_fault(NestTable.from_nests(nests), num_elements)
     return None if fault is None else (fault.kind, fault.address)
 
 
@@ -106,7 +106,10 @@ def test_what_covers_once_is_never_refused(partition):
     for _ in range(count_of(1_500)):
         nests, num_elements = partition(rng.randint)
         assert counted(nests, num_elements) is None
-        assert find_fault(NestTable.of(shuffled(rng.randint, nests)), num_elements) is None, (num_elements, nests)
+        assert find_fault(NestTable.from_nests(shuffled(rng.randint, nests)), num_elements) is None, (
+            num_elements,
+            nests,
+        )
 
 
 def test_arbitrary_nests_that_cover_nothing_in_particular():
@@ -159,10 +162,10 @@ def test_pinwheels(depth):
 
 def test_the_first_fault_counts_whatever_follows():
     rows = [Nest(0, start, ((10, 1, 1),)) for start in (0, 10, 20, 20, 40)]
-    assert find_fault(NestTable.of(rows), 50) == CoverageFault("overlap", 20)
-    assert find_fault(NestTable.of(rows[:1] + rows[2:]), 50) == CoverageFault("gap", 10)
-    assert find_fault(NestTable.of([*rows, Nest(0, 49, ((3, 1, 1),))]), 50) == CoverageFault("outside", 51)
-    assert find_fault(NestTable.of([*rows, Nest(0, -3, ((2, 1, 1),))]), 50) == CoverageFault("outside", -3)
+    assert find_fault(NestTable.from_nests(rows), 50) == CoverageFault("overlap", 20)
+    assert find_fault(NestTable.from_nests(rows[:1] + rows[2:]), 50) == CoverageFault("gap", 10)
+    assert find_fault(NestTable.from_nests([*rows, Nest(0, 49, ((3, 1, 1),))]), 50) == CoverageFault("outside", 51)
+    assert find_fault(NestTable.from_nests([*rows, Nest(0, -3, ((2, 1, 1),))]), 50) == CoverageFault("outside", -3)
 
 
 def test_a_gap_and_an_overlap_of_one_size_do_not_cancel():
@@ -171,12 +174,12 @@ def test_a_gap_and_an_overlap_of_one_size_do_not_cancel():
 
 
 def test_empty_tensors_and_scalars():
-    nothing, one = NestTable.of([]), NestTable.of([Nest(0, 0)])
+    nothing, one = NestTable.from_nests([]), NestTable.from_nests([Nest(0, 0)])
     assert find_fault(nothing, 0) is None
     assert find_fault(nothing, 1) == find_fault(nothing, 7) == CoverageFault("gap", 0)
     assert find_fault(one, 1) is None
     assert find_fault(one, 0) == CoverageFault("outside", 0)
-    assert find_fault(NestTable.of([Nest(0, 0), Nest(5, 0)]), 1) == CoverageFault("overlap", 0)
+    assert find_fault(NestTable.from_nests([Nest(0, 0), Nest(5, 0)]), 1) == CoverageFault("overlap", 0)
 
 
 def test_real_sizes_are_proven_without_a_grid():
@@ -192,7 +195,7 @@ def test_more_boxes_than_the_limit_are_refused_before_they_are_made():
     count = coverage.MAX_BOXES + 1
     by_three, by_two = Nest(0, 0, ((count, 1, 3),)), Nest(0, 1, ((count, 1, 2),))
     with pytest.raises(LayoutError, match="too many boxes") as caught:
-        find_fault(NestTable.of([by_three, by_two]), 3 * count)
+        find_fault(NestTable.from_nests([by_three, by_two]), 3 * count)
     assert f"{coverage.MAX_BOXES:,}" in caught.value.want
 
 
@@ -202,7 +205,7 @@ def test_boxes_made_by_carrying_count_too(monkeypatch):
     assert found(runs, 1000) is None
     columns = Nest(0, 5, ((9, 10, 10), (2, 1, 1)))  # brings the stride 10: the runs become 2, 3 and 2 boxes
     with pytest.raises(LayoutError, match="too many boxes") as caught:
-        find_fault(NestTable.of([*runs, columns]), 1000)
+        find_fault(NestTable.from_nests([*runs, columns]), 1000)
     assert caught.value.got == "8 boxes"
 
 
@@ -213,7 +216,7 @@ def test_a_tensor_whose_corners_have_no_numbers_is_refused():
         boxes.append((*rest[:dim], (0, 1), *rest[dim + 1 :]))
         rest = (*rest[:dim], (1, 2), *rest[dim + 1 :])
     with pytest.raises(LayoutError, match="too large"):
-        find_fault(NestTable.of([box_nest(box, shape) for box in [*boxes, rest]]), 1 << 41)
+        find_fault(NestTable.from_nests([box_nest(box, shape) for box in [*boxes, rest]]), 1 << 41)
 
 
 def nested_destination(integer: Integer) -> Nest:
@@ -233,7 +236,7 @@ def test_destination_keys_are_equal_if_and_only_if_the_destinations_are():
     rng = random.Random(20261105)
     nests = [nested_destination(rng.randint) for _ in range(4_000)]
     by_destination, by_key = defaultdict(list), defaultdict(list)
-    for i, (nest, key) in enumerate(zip(nests, destination_keys(NestTable.of(nests)).tolist(), strict=True)):
+    for i, (nest, key) in enumerate(zip(nests, destination_keys(NestTable.from_nests(nests)).tolist(), strict=True)):
         by_destination[tuple(sorted(pairs_of(nest)[1].tolist()))].append(i)
         by_key[tuple(key)].append(i)
     assert sorted(by_destination.values()) == sorted(by_key.values())
@@ -241,7 +244,7 @@ def test_destination_keys_are_equal_if_and_only_if_the_destinations_are():
 
 
 def test_destination_keys_of_no_nests():
-    assert len(destination_keys(NestTable.of([]))) == 0
+    assert len(destination_keys(NestTable.from_nests([]))) == 0
 
 
 @given(st.data())

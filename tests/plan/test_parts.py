@@ -42,7 +42,9 @@ def test_composition_is_what_it_means():
     for _ in range(300):
         shape = [rng.randint(1, 9) for _ in range(rng.randint(1, 3))]
         order = rng.sample(range(len(shape)), len(shape))
-        pieces = NestTable.of([box_nest(box, shape, order) for box in cut_boxes(rng.randint, shape, rng.randint(0, 5))])
+        pieces = NestTable.from_nests(
+            [box_nest(box, shape, order) for box in cut_boxes(rng.randint, shape, rng.randint(0, 5))]
+        )
         boxes = cut_boxes(rng.randint, shape, rng.randint(0, 3))
         part = tuple(box_nest(box, shape) for box in boxes[:1])
         rows, nests = compose(pieces, part)
@@ -64,14 +66,14 @@ def test_coverage_of_what_is_wanted():
             times[pairs_of(nest)[1]] += 1
         for nest in wanted:
             times[pairs_of(nest)[1]] -= 1
-        fault = find_fault(NestTable.of(nests), len(times), NestTable.of(wanted))
+        fault = find_fault(NestTable.from_nests(nests), len(times), NestTable.from_nests(wanted))
         bad = np.flatnonzero(times)
         assert (fault.address if fault else None) == (int(bad[0]) if len(bad) else None)
         if fault:
             assert fault.kind == ("overlap" if times[fault.address] > 0 else "gap")
-    some = NestTable.of([Nest(0, 3, ((4, 1, 1),))])
-    assert find_fault(NestTable.of([]), 9, some).address == 3
-    assert find_fault(NestTable.of([]), 9, NestTable.of([])) is None
+    some = NestTable.from_nests([Nest(0, 3, ((4, 1, 1),))])
+    assert find_fault(NestTable.from_nests([]), 9, some).address == 3
+    assert find_fault(NestTable.from_nests([]), 9, NestTable.from_nests([])) is None
 
 
 def padded_part(rng: random.Random, shape: Sequence[int]) -> tuple[tuple[int, ...], TensorPart]:

@@ -25,7 +25,12 @@ def divided(tmp_path, pieces, *, shape=(4, 3)):
     files = tuple(SourceFile(str(tmp_path / f"rank_{rank}"), 100, 0, 0) for rank in ranks)
     record = int_array(ranks.index(rank) for rank, _ in pieces)
     shard = StoredShard(
-        "a", "F32", shape, int_array(rank for rank, _ in pieces), record, NestTable.of([nest for _, nest in pieces])
+        "a",
+        "F32",
+        shape,
+        int_array(rank for rank, _ in pieces),
+        record,
+        NestTable.from_nests([nest for _, nest in pieces]),
     )
     numbers = np.arange(len(ranks))
     model = StoredModel("made", "made", files, RecordTable(numbers, numbers * 0, numbers * 0 + 100, numbers), (shard,))

@@ -16,7 +16,7 @@ from xrank.plan.windows import FileWindows, PreparedCopies
 
 pytestmark = pytest.mark.quick
 
-NO_COPIES = Copies(int_array([]), int_array([]), NestTable.of([]))
+NO_COPIES = Copies(int_array([]), int_array([]), NestTable.from_nests([]))
 
 
 @pytest.fixture

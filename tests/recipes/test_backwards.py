@@ -161,7 +161,7 @@ def test_forwards_too(tmp_path: Path) -> None:
     assert weights(tmp_path / "new", 1)["model.embed_tokens.weight"].shape == (150, 24)  # the padding is gone
     gather_checkpoint(tmp_path / "new", tmp_path / "out")
     assert_same_model(tmp_path / "out", folder)
-    with pytest.raises(UsageError, match="needs the size 'v', and nothing says it"):
+    with pytest.raises(UsageError, match="needs the size 'v', which is unknown"):
         reshard_checkpoint(tmp_path / "ws", one, tmp_path / "no", recipe="megatron-llama")
 
 

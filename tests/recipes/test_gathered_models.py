@@ -97,7 +97,7 @@ def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tens
         (
             lambda t, c: (t, {k: v for k, v in c.items() if k != "vocab_size"}),
             UsageError,
-            "needs the size 'v', and nothing says it",
+            "needs the size 'v', which is unknown",
         ),
     ],
 )

@@ -145,7 +145,7 @@ _TWO_DENSE = {"mlp_only_layers": (0, 1)}
             lambda: megatron("llama", changes=_ALL_BIASES),
             lambda: config_of("llama"),
             ContradictionError,
-            "bias is of models with (attention|mlp)_bias, and this is none",
+            "bias belongs to models with (attention|mlp)_bias, and this model is not one",
         ),
         (
             lambda: megatron("llama"),

@@ -17,7 +17,7 @@ from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.workspace import WorkspaceReader
 from xrank.recipes.matching import match
-from xrank.recipes.recipe_file import read_recipe, recipes_for, shipped_recipes
+from xrank.recipes.recipe_file import load_recipes_for, load_shipped_recipes, read_recipe
 from xrank.recipes.sizes import check_arguments
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
@@ -99,7 +99,7 @@ def test_args_alone_tell_all_sizes(
 )
 def test_a_vocabulary_that_may_not_be_the_true_one_is_not_believed(tmp_path: Path, args: dict[str, Any]) -> None:
     model = stored(tmp_path, theirs("llama", 48), args)
-    with pytest.raises(UsageError, match="needs the size 'v', and nothing says it") as caught:
+    with pytest.raises(UsageError, match="needs the size 'v', which is unknown") as caught:
         named(model)
     assert "--base-model" in str(caught.value.next_step)
     assert shapes_of(named(model, {"vocab_size": 37}))["lm_head.weight"] == (37, 24)
@@ -137,7 +137,7 @@ def test_other_models_of_the_same_names_are_refused(tmp_path: Path, args: dict[s
     ],
 )
 def test_experts_and_activations_of_other_models_are_refused(family: str, args: dict[str, Any]) -> None:
-    (recipe,) = [recipe for recipe in shipped_recipes() if family in recipe.model_types]
+    (recipe,) = [recipe for recipe in load_shipped_recipes() if family in recipe.model_types]
     with pytest.raises(UsageError, match=f"is not for a model of {next(iter(args))}"):
         check_arguments(recipe, args)
 
@@ -167,7 +167,7 @@ def test_args_and_config_must_agree(tmp_path: Path, key: str, number: int, says:
 
 def test_families_of_the_same_outcome_are_one(tmp_path: Path) -> None:
     model = stored(tmp_path, theirs("llama"), ARGS)
-    fitting = [recipe.name for recipe in shipped_recipes() if match(recipe, theirs("llama")).fits]
+    fitting = [recipe.name for recipe in load_shipped_recipes() if match(recipe, theirs("llama")).fits]
     assert fitting == ["megatron-llama", "megatron-mistral"]
     assert choose_recipe(model, None, None).recipe.name == "megatron-llama"
     assert choose_recipe(model, {"model_type": "mistral"}, None).recipe.name == "megatron-mistral"
@@ -178,9 +178,9 @@ def test_two_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     own.write_text(
         'extends = "megatron-llama"\n[tensors]\n"decoder.final_layernorm.weight [h]" = "model.other.weight [h]"\n'
     )
-    both = (*shipped_recipes(), read_recipe(str(own)))
-    monkeypatch.setattr("xrank.decisions.recipe_choice.shipped_recipes", lambda: both)
-    monkeypatch.setattr("xrank.decisions.recipe_choice.recipes_for", lambda names: both)
+    both = (*load_shipped_recipes(), read_recipe(str(own)))
+    monkeypatch.setattr("xrank.decisions.recipe_choice.load_shipped_recipes", lambda: both)
+    monkeypatch.setattr("xrank.decisions.recipe_choice.load_recipes_for", lambda names: both)
     with pytest.raises(UsageError, match="is not clear") as caught:
         choose_recipe(stored(tmp_path, theirs("llama"), ARGS), None, None)
     assert "megatron-llama" in str(caught.value.got) and "own.toml" in str(caught.value.got)
@@ -207,15 +207,18 @@ def test_what_is_no_recipe(tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_each_shipped_recipe_is_found_by_each_of_its_names() -> None:
-    for recipe in shipped_recipes():
+    for recipe in load_shipped_recipes():
         for side in (side for rule in recipe.rules for side in rule.sources):
-            assert recipe in recipes_for([side.name.at(*(0 for _ in side.name.dims))]), (recipe.name, str(side))
+            assert recipe in load_recipes_for([side.name.with_indices(*(0 for _ in side.name.dims))]), (
+                recipe.name,
+                str(side),
+            )
 
 
 def test_no_recipe_is_parsed_for_hugging_face_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def parse(name: str) -> None:
         raise AssertionError(f"{name} was parsed")
 
-    monkeypatch.setattr("xrank.recipes.recipe_file.shipped_recipe", parse)
+    monkeypatch.setattr("xrank.recipes.recipe_file.load_shipped_recipe", parse)
     names = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight")
     assert choose_recipe(stored(tmp_path, {name: torch.zeros(2) for name in names}, None), None, None) is None

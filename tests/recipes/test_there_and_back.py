@@ -17,10 +17,10 @@ from xrank.layout.nests import Nest, addresses
 from xrank.plan.source import RecordTable, StoredModel, StoredShard
 from xrank.recipes.matching import active_rules, match
 from xrank.recipes.recipe import Recipe
-from xrank.recipes.recipe_file import shipped_recipes
-from xrank.recipes.rewriting import rewritten
+from xrank.recipes.recipe_file import load_shipped_recipes
+from xrank.recipes.rewriting import rewrite_model
 
-RECIPES = {recipe.name: recipe for recipe in shipped_recipes()}
+RECIPES = {recipe.name: recipe for recipe in load_shipped_recipes()}
 _FAR = 1 << 32
 Flags = dict[str, bool]
 
@@ -29,7 +29,12 @@ def model_of(shapes: dict[str, tuple[int, ...]]) -> StoredModel:
     """Return tensors that are whole in a record each."""
     shards = tuple(
         StoredShard(
-            name, "F32", shape, int_array([0]), int_array([i]), NestTable.of([Nest(0, 0, ((prod(shape), 1, 1),))])
+            name,
+            "F32",
+            shape,
+            int_array([0]),
+            int_array([i]),
+            NestTable.from_nests([Nest(0, 0, ((prod(shape), 1, 1),))]),
         )
         for i, (name, shape) in enumerate(shapes.items())
     )
@@ -59,7 +64,7 @@ def hugging_face_shapes(
         for side in rule.targets.values():
             for at in product(*(range(global_size(dim, sizes)) for dim in side.name.dims)):
                 if rule.group is None or layer_groups[at[0]] == rule.group:
-                    found[side.name.at(*at)] = tuple(global_size(dim, sizes) for dim in side.dims)
+                    found[side.name.with_indices(*at)] = tuple(global_size(dim, sizes) for dim in side.dims)
     return found
 
 
@@ -79,10 +84,10 @@ def test_there_and_back(name: str, data: st.DataObject) -> None:
     model = model_of(hugging_face_shapes(recipe, sizes, flags, layer_groups))
     backwards = match(recipe, [shard.name for shard in model.shards], is_reversed=True)
     assert backwards.fits
-    theirs = rewritten(model, backwards, sizes, flags)
+    theirs = rewrite_model(model, backwards, sizes, flags)
     forwards = match(recipe, [shard.name for shard in theirs.shards])
     assert forwards.fits
-    back = rewritten(theirs, forwards, sizes, flags)
+    back = rewrite_model(theirs, forwards, sizes, flags)
     expected = {shard.name: shard for shard in model.shards}
     assert {shard.name for shard in back.shards} == expected.keys()
     for shard in back.shards:

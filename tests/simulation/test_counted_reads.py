@@ -42,14 +42,14 @@ def nests(draw: st.DrawFn) -> Nest:
 @settings(deadline=None)
 def test_elements_below(many: list[Nest], data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.tuples(st.integers(0, len(many) - 1), st.integers(-2, 400)), min_size=1))
-    found = elements_below(NestTable.of(many), int_array(r for r, _ in rows), int_array(a for _, a in rows))
+    found = elements_below(NestTable.from_nests(many), int_array(r for r, _ in rows), int_array(a for _, a in rows))
     assert found.tolist() == [sum(y < address for _, y in addresses(many[row])) for row, address in rows]
 
 
 @given(nests(), st.integers(1, 60))
 @settings(deadline=None)
 def test_reads_include_the_gaps_between_pieces(nest: Nest, most: int) -> None:
-    told = float(compute_read_overhead(NestTable.of([nest]), most)[0])
+    told = float(compute_read_overhead(NestTable.from_nests([nest]), most)[0])
     each = list(cut_tiles(nest, most))
     first = each[0]  # a tile of its full length, as the loop is cut
     assert told == first.length / prod(n for n, _, _ in first.loops)

@@ -14,7 +14,7 @@ from xrank.cli.paths import PATH
 from xrank.words import plural, size_text
 
 if TYPE_CHECKING:
-    from xrank.layout.layout_diff import Change, LayoutDiff
+    from xrank.layout.layout_diff import LayoutChange, LayoutDiff
     from xrank.plan.report import Report
 
 __all__ = ["layout"]
@@ -100,7 +100,7 @@ def _check_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def _diff_rows(found: LayoutDiff) -> list[tuple[str, str]]:
-    def rows(label: str, changes: tuple[Change, ...]) -> list[tuple[str, str]]:
+    def rows(label: str, changes: tuple[LayoutChange, ...]) -> list[tuple[str, str]]:
         return [(label, str(change)) for change in changes]
 
     return [

@@ -94,7 +94,7 @@ def _proven(
             )
         found[rank] = part
     rows = [(rank, nest) for rank, part in found.items() for nest in part.nests]
-    table = NestTable.of([nest for _, nest in rows])
+    table = NestTable.from_nests([nest for _, nest in rows])
     first, _, fault = divide_pieces(int_array(rank for rank, _ in rows), table, math.prod(shape))
     compared: dict[int, list[Nest]] = {}
     for row in first.tolist():

@@ -229,7 +229,7 @@ def layout_notes(layouts: LayoutMap | None, stored: StoredModel) -> Sequence[tup
     """Return what the report says of rules that decide for no tensor."""
     if layouts is None:
         return []
-    unused = layouts.unused([shard.name for shard in stored.shards])
+    unused = layouts.find_unused([shard.name for shard in stored.shards])
     if len(unused) > 3:
         return [("unused-rule", f"rules of the layout file match no tensor: {list_text(map(repr, unused), 3)}")]
     return [("unused-rule", f"the layout file's rule {pattern!r} matches no tensor") for pattern in unused]

@@ -12,11 +12,17 @@ from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.layout.binding import names_of_dim
 from xrank.plan.source import StoredModel
-from xrank.recipes.matching import Match, ends, froms, match
+from xrank.recipes.matching import Match, match, source_sides, target_sides
 from xrank.recipes.recipe import Recipe
-from xrank.recipes.recipe_file import read_recipe, recipes_for, shipped_names, shipped_recipe, shipped_recipes
-from xrank.recipes.rewriting import rewritten
-from xrank.recipes.sizes import check_arguments, flags_of, solve_sizes, told_sizes
+from xrank.recipes.recipe_file import (
+    list_shipped_recipes,
+    load_recipes_for,
+    load_shipped_recipe,
+    load_shipped_recipes,
+    read_recipe,
+)
+from xrank.recipes.rewriting import rewrite_model
+from xrank.recipes.sizes import check_arguments, collect_flags, collect_sizes, solve_sizes
 from xrank.words import list_text
 
 __all__ = ["asked_recipe", "choose_recipe", "follow_recipe", "padded_names", "under_recipe"]
@@ -46,7 +52,7 @@ def choose_recipe(
         return found
     is_megatron = source.format.startswith("megatron")
     # A recipe that knows no name neither fits nor is near; only an error about Megatron's names compares all recipes.
-    matches = [match(recipe, names) for recipe in (shipped_recipes() if is_megatron else recipes_for(names))]
+    matches = [match(recipe, names) for recipe in (load_shipped_recipes() if is_megatron else load_recipes_for(names))]
     fitting = [found for found in matches if found.fits]
     model_type = _model_type(config)
     chosen = [found for found in fitting if model_type is None or model_type in found.recipe.model_types]
@@ -108,7 +114,7 @@ def _names_in_fp32(found: Match, model: StoredModel) -> tuple[str, ...]:
     patterns = found.recipe.keep_fp32
     if found.is_reversed:
         patterns = tuple(
-            ends(found.recipe.rules[number], True)[0].name.expression
+            target_sides(found.recipe.rules[number], True)[0].name.expression
             for (number, _), old in found.used.items()
             if any(re.fullmatch(pattern, name) for pattern in patterns for name in old)
         )
@@ -119,7 +125,7 @@ def padded_names(found: Match, model: StoredModel) -> frozenset[str]:
     """Return the names of a model that followed a recipe backwards in which rows of padding may follow."""
     if not found.is_reversed:
         return frozenset()
-    sides = (side for number, _ in found.used for side in ends(found.recipe.rules[number], True))
+    sides = (side for number, _ in found.used for side in target_sides(found.recipe.rules[number], True))
     padded = {*found.recipe.padded}
     patterns = {side.name.expression for side in sides if side.dims and padded.intersection(names_of_dim(side.dims[0]))}
     return frozenset(s.name for s in model.shards if any(re.fullmatch(pattern, s.name) for pattern in patterns))
@@ -130,14 +136,14 @@ def _outcome(found: Match) -> frozenset[object]:
 
 
 def _named(asked: str) -> Recipe:
-    if asked in shipped_names():
-        return shipped_recipe(asked)
+    if asked in list_shipped_recipes():
+        return load_shipped_recipe(asked)
     if os.path.isfile(asked):
         return read_recipe(asked)
     raise UsageError(
         f"no recipe is called {asked}, and it is no file",
         got=asked,
-        want=f"{', '.join(shipped_names())}, or a recipe's file",
+        want=f"{', '.join(list_shipped_recipes())}, or a recipe's file",
         next_step=f"correct {option('recipe')}, or leave it out",
     )
 
@@ -148,7 +154,9 @@ def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
         wrong.append(f"{list_text(found.unknown)} unknown to {found.recipe.name}")
     if found.missing:
         wrong.append(f"nothing for {list_text(found.missing)} of {found.recipe.name}")
-    known = list_text([str(side) for rule in found.recipe.rules for side in froms(rule, found.is_reversed)[:1]], 3)
+    known = list_text(
+        [str(side) for rule in found.recipe.rules for side in source_sides(rule, found.is_reversed)[:1]], 3
+    )
     return UsageError(
         f"{source.path}: {problem}",
         tensor=found.unknown[0] if found.unknown else None,
@@ -173,17 +181,18 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
     """Return the source under the names that a recipe gives it, every size proven by config, arguments and shapes.
 
     Raises:
-        ContradictionError, IncompleteError, LayoutError, UsageError: as `check_arguments`, `solve_sizes`, `rewritten`.
+        ContradictionError, IncompleteError, LayoutError, UsageError: from `check_arguments`, `solve_sizes` and
+            `rewrite_model`.
     """
     shapes = {shard.name: shard.shape for shard in source.shards}
     tensors = [
-        (froms(found.recipe.rules[number], found.is_reversed)[form], name, shapes[name])
+        (source_sides(found.recipe.rules[number], found.is_reversed)[form], name, shapes[name])
         for (number, form), names in found.used.items()
         for name in names
     ]
     if not found.is_reversed:
         check_arguments(found.recipe, source.args)
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path) or os.curdir
-    told = told_sizes(found.recipe, config, source.args, folder)
+    told = collect_sizes(found.recipe, config, source.args, folder)
     sizes = solve_sizes(found.recipe, told, tensors, is_reversed=found.is_reversed, folder=folder)
-    return rewritten(source, found, sizes, flags_of(found.recipe, config, source.args))
+    return rewrite_model(source, found, sizes, collect_flags(found.recipe, config, source.args))

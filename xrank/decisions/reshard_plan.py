@@ -23,7 +23,7 @@ from xrank.decisions.small_files import config_text_of
 from xrank.errors import LayoutError
 from xrank.formats.rank_state import MeshRecord, RankRecord, TensorRecord
 from xrank.layout import DeviceMesh, LayoutMap
-from xrank.layout.companion import inlined
+from xrank.layout.companion import inline_base
 from xrank.layout.companion_base import base_of_shape
 from xrank.layout.notation import count_names_of, size_names_of
 from xrank.layout.tensor_layout import flat_of
@@ -253,7 +253,7 @@ class _States:
 
     def _record(self, claim: Claim, shape: tuple[int, ...]) -> TensorRecord:
         layout, mesh, view = claim.layout, claim.mesh, claim.layout.view_mesh
-        companion = None if claim.companion is None else inlined(claim.companion, layout.tree)
+        companion = None if claim.companion is None else inline_base(claim.companion, layout.tree)
         return TensorRecord(
             str(companion or layout),
             self._mesh(mesh),

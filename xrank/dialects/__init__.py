@@ -1,4 +1,4 @@
-"""Other systems' terms for layouts, each to and from xrank's."""
+"""Convert the layout terms of other systems to xrank's layouts and back."""
 
 from xrank.dialects.keras import describe_keras_mesh, from_keras_axes, to_keras_axes
 from xrank.dialects.partition_spec import from_partition_spec, to_partition_spec

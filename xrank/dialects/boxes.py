@@ -1,4 +1,4 @@
-"""Boxes: a range of every dim of a tensor, and the cuts by axes that leave each rank its box."""
+"""Boxes, one range per dim of a tensor, and the search for cuts by mesh axes that give each rank its box."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import permutations
 from math import prod
 from typing import TypeAlias
 
-from xrank.dialects.cuts import Cuts, chained, split_evenly
+from xrank.dialects.cuts import Cuts, chain_cuts, is_even_split
 from xrank.layout.local_part import local_part
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nests import Loop, Nest, canonical
@@ -16,7 +16,7 @@ from xrank.layout.tensor_layout import TensorLayout, free_size_names
 __all__ = ["Box", "box_nests", "box_text", "boxes_overlap", "layout_of_boxes", "range_of", "volume"]
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""Per dim of the global tensor the first position and the one past the last."""
+"""Per dim of the global tensor: the first position, and the position after the last."""
 
 
 def volume(box: Box) -> int:
@@ -25,17 +25,17 @@ def volume(box: Box) -> int:
 
 
 def box_text(box: Box) -> str:
-    """Return a box as Python would slice it."""
+    """Return a box as a Python slice, such as ``[0:2, 0:4]``."""
     return "[" + ", ".join(f"{low}:{high}" for low, high in box) + "]"
 
 
 def boxes_overlap(a: Box, b: Box) -> bool:
-    """Say whether two boxes that are not empty share an element."""
+    """Return whether two non-empty boxes share an element."""
     return all(low < other[1] and other[0] < high for (low, high), other in zip(a, b, strict=True))
 
 
 def box_nests(box: Box, shape: Sequence[int]) -> tuple[Nest, ...]:
-    """Return a box of a tensor as the nest that fills a local tensor of its size; none for an empty box."""
+    """Return the nest that fills a local tensor of the box's size; an empty box has no nest."""
     if not volume(box):
         return ()
     loops: list[Loop] = []
@@ -49,7 +49,7 @@ def box_nests(box: Box, shape: Sequence[int]) -> tuple[Nest, ...]:
 
 
 def range_of(axes: Sequence[str], size: int, mesh: DeviceMesh, at: Mapping[str, int]) -> tuple[int, int]:
-    """Return the range that cuts by these axes in turn leave at a place, as ceil chunks."""
+    """Return the range at a place after cuts by these axes in turn, each into ceil chunks."""
     low, high = 0, size
     for axis in axes:
         chunk = -(-(high - low) // mesh.axis_length(axis))
@@ -58,17 +58,17 @@ def range_of(axes: Sequence[str], size: int, mesh: DeviceMesh, at: Mapping[str, 
 
 
 def layout_of_boxes(boxes: Mapping[int, Box | None], mesh: DeviceMesh, shape: Sequence[int]) -> TensorLayout | None:
-    """Return the layout under which every rank of a mesh holds its box, if cuts by axes make one.
+    """Return the layout under which every rank holds its box; None if no cuts by axes give these boxes.
 
     Args:
         boxes: rank -> its box; None for a rank that holds nothing.
-        mesh: the mesh; its ranks are those of the boxes.
+        mesh: the mesh of exactly these ranks.
         shape: the tensor's global shape.
     """
-    # A rank that holds nothing is past the end of some dim, and does not say of which; one for all of them is tried.
+    # A rank without a box is past the end of one dim, but of which one is unknown: try each, the same for all ranks.
     for empty_dim in range(len(shape)) if None in boxes.values() else (-1,):
-        layout = _searched(boxes, mesh, shape, empty_dim)
-        # The proof: dim by dim was a search, in which such ranks took little part.
+        layout = _search_layout(boxes, mesh, shape, empty_dim)
+        # The search went dim by dim and ignored empty ranges, so its result must be proven for every rank.
         if layout is not None and _is_met(layout, boxes, mesh, shape):
             return layout
     return None
@@ -82,14 +82,14 @@ def _is_met(layout: TensorLayout, boxes: Mapping[int, Box | None], mesh: DeviceM
     return True
 
 
-def _searched(
+def _search_layout(
     boxes: Mapping[int, Box | None], mesh: DeviceMesh, shape: Sequence[int], empty_dim: int
 ) -> TensorLayout | None:
     names = free_size_names(len(shape), mesh.axis_names)
     dims = []
     used = set[str]()
     for dim, size in enumerate(shape):
-        # Where an empty range begins means nothing.
+        # An empty range may begin anywhere.
         ranges = {
             rank: box[dim] if box[dim][1] > box[dim][0] else (0, 0) for rank, box in boxes.items() if box is not None
         }
@@ -100,12 +100,12 @@ def _searched(
             return None
         used |= set(axes)
         cuts = Cuts(names[dim], tuple((axis, "/") for axis in axes))
-        dims.append(chained(names[dim], axes, "/" if split_evenly(cuts, size, mesh) else "/~"))
+        dims.append(chain_cuts(names[dim], axes, "/" if is_even_split(cuts, size, mesh) else "/~"))
     return TensorLayout.from_dims(dims, mesh)
 
 
 def _axes_of_dim(ranges: Mapping[int, tuple[int, int]], size: int, mesh: DeviceMesh) -> tuple[str, ...] | None:
-    """Return the axes that cut a dim into these ranges, in the order of cutting; None if no order does."""
+    """Return the axes that cut a dim into these ranges, in the order of the cuts; None if no order does so."""
     places = {rank: mesh.coordinate(rank) for rank in ranges}
 
     def is_met(axes: Sequence[str]) -> bool:
@@ -115,6 +115,7 @@ def _axes_of_dim(ranges: Mapping[int, tuple[int, int]], size: int, mesh: DeviceM
                 return False
         return True
 
+    # An axis matters if ranks that differ only along it hold different ranges.
     matter = []
     for axis in mesh.axis_names:
         seen: dict[tuple[int, ...], tuple[int, int]] = {}

@@ -1,7 +1,7 @@
-"""Chains of cuts: the layouts that other systems can say, one size a dim and axes that cut it one after another.
+"""Chains of cuts, the layouts that other systems can express: one size per dim, cut by one axis after another.
 
-The notation says more than any of its dialects. Everything of a layout that is no such chain is refused here by its
-own text, whatever the notation learns to say: a node, a kind of split, a clause that this module does not know.
+The notation is richer than its dialects. Any part of a layout that is not such a chain is refused: the check compares
+texts, so it also refuses nodes, kinds of split and clauses that are added to the notation later.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from xrank.layout.mesh import DeviceMesh
 from xrank.layout.notation import LayoutTree, Node, Parts, Product, Size, Split, SplitKind, render, render_dim
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["Cuts", "chained", "checked_mesh", "cuts_of", "even_axes_of", "split_evenly"]
+__all__ = ["Cuts", "chain_cuts", "cuts_of", "even_axes_of", "is_even_split", "resolve_mesh"]
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """One dim: its size, and the axes that cut it evenly ("/") or by ceil chunks ("/~"), the first cut first."""
+    """One dim: its size, and the axes that cut it, the first cut first: evenly ("/") or into ceil chunks ("/~")."""
 
     size: int | str
-    """Of one piece, if there are several."""
+    """The size of one piece."""
     splits: tuple[tuple[str, SplitKind], ...]
     pieces: int = 1
-    """Equal pieces that the dim is made of end to end, each cut by itself, as packed gate and up are."""
+    """Number of equal pieces of the dim, end to end, each cut by itself, such as packed gate and up."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that cut the dim, in the order of cutting."""
+        """The axes that cut the dim, in the order of the cuts."""
         return tuple(axis for axis, _ in self.splits)
 
 
-def chained(size: int | str, axes: Sequence[str], kind: SplitKind) -> Node:
-    """Return the dim that is cut by these axes, one after another, all in one way."""
+def chain_cuts(size: int | str, axes: Sequence[str], kind: SplitKind) -> Node:
+    """Return a dim that these axes cut one after another, with the same kind of split."""
     node: Node = Size(size)
     for axis in axes:
         node = Split(node, axis, kind)
@@ -45,39 +45,38 @@ def chained(size: int | str, axes: Sequence[str], kind: SplitKind) -> Node:
 def cuts_of(
     layout: TensorLayout, dialect: str, *, packed: bool = False, where: bool = False, sums: bool = False
 ) -> tuple[Cuts, ...]:
-    """Return a layout as one chain of cuts a dim.
+    """Return a layout as one chain of cuts per dim.
 
     Args:
         layout: any layout.
-        dialect: who cannot say the rest, in the plural, for the message.
-        packed: whether a dim may be several equal pieces: ``2 f/tp``, ``<gate: f/tp | up: f/tp>``.
-        where: whether the layout may have a "where", which the caller says in its own way.
-        sums: whether it may have "sum" clauses, which the caller says.
+        dialect: the name of the dialect in the plural, for errors.
+        packed: whether a dim may have several equal pieces: ``2 f/tp``, ``<gate: f/tp | up: f/tp>``.
+        where: whether the layout may have a "where" clause, which the caller converts.
+        sums: whether it may have "sum" clauses, which the caller converts.
 
     Raises:
-        LayoutError: the layout holds something else; the message names it.
+        LayoutError: the layout holds something else; the error names it.
     """
     tree = layout.tree
     beyond = _clauses(LayoutTree((), tree.view, () if where else tree.where, () if sums else tree.sums))
     if beyond:
         raise LayoutError(
-            f"{dialect} cannot say {beyond!r} of the layout {layout}",
+            f"{dialect} cannot express {beyond!r} of the layout {layout}",
             got=beyond,
             want="a layout without it",
         )
     passed = _clauses(LayoutTree((), None, tree.where, tree.sums))
-    said = "[" + ", ".join(render_dim(dim) for dim in layout.dims) + "]" + (passed and f" {passed}")
-    if str(layout) != said:
+    text = "[" + ", ".join(render_dim(dim) for dim in layout.dims) + "]" + (passed and f" {passed}")
+    if str(layout) != text:
         raise LayoutError(
-            f"{dialect} cannot say the layout {layout}: it is more than its dims",
+            f"{dialect} cannot express the layout {layout}: it is more than its dims",
             got=str(layout),
-            want=f"dims alone, such as {said}",
+            want=f"dims alone, such as {text}",
         )
     every: list[Cuts] = []
     for i, dim in enumerate(layout.dims):
-        message = f"{dialect} cannot say dim {i} of the layout {layout}"
         pieces, piece = _pieces_of(dim) if packed else (1, dim)
-        every.append(replace(_cuts_of_dim(piece, message, dialect), pieces=pieces))
+        every.append(replace(_cuts_of_dim(piece, i, layout, dialect), pieces=pieces))
     return tuple(every)
 
 
@@ -86,25 +85,25 @@ def _clauses(tree: LayoutTree) -> str:
 
 
 def _pieces_of(dim: Node) -> tuple[int, Node]:
-    """Return how many equal pieces a dim is, and one of them; (1, the dim) for any other dim."""
+    """Return the number of equal pieces of a dim, and one of them; (1, the dim) for a dim without pieces."""
     match dim:
         case Product((Size(int(pieces)), piece)) if pieces > 0:
             return pieces, piece
-        # Parts of one text have one size: a name is bound once for the whole layout.
+        # Parts with equal texts have equal sizes: a name has one value in the whole layout.
         case Parts(parts) if len({part.of for part in parts}) == 1:
             return len(parts), parts[0].of
     return 1, dim
 
 
-def _cuts_of_dim(dim: Node, message: str, dialect: str) -> Cuts:
+def _cuts_of_dim(dim: Node, number: int, layout: TensorLayout, dialect: str) -> Cuts:
     node: Node = dim
     splits: list[tuple[str, SplitKind]] = []
     while isinstance(node, Split) and isinstance(node.of, Split | Size):
         before = render_dim(node.of)
-        # By the text as well: what a split of a later notation may say besides must not be lost.
+        # Compare the text, too: a later notation may give splits more fields, which must not be lost.
         if node.kind not in ("/", "/~") or render_dim(node) != f"{before}{node.kind}{node.axis}":
             raise LayoutError(
-                f"{message}: {dialect} have no such split",
+                f"{dialect} cannot express dim {number} of the layout {layout}: {dialect} have no such split",
                 got=render_dim(node).removeprefix(before),
                 want='"/", an even split, or "/~", ceil chunks',
             )
@@ -112,56 +111,57 @@ def _cuts_of_dim(dim: Node, message: str, dialect: str) -> Cuts:
         node = node.of
     if not isinstance(node, Size):
         raise LayoutError(
-            f"{message}: {render_dim(node)} is not one size that axes cut",
+            f"{dialect} cannot express dim {number} of the layout {layout}: {render_dim(node)} is not one size "
+            "that axes cut",
             got=f"{type(node).__name__} {render_dim(node)}",
             want="one size, cut by axes",
         )
     return Cuts(node.value, tuple(reversed(splits)))
 
 
-def checked_mesh(layout: TensorLayout, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the mesh of a layout: its own, or the one given; both only if they are equal."""
+def resolve_mesh(layout: TensorLayout, mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return the mesh of a layout: its own or the given one, which must be equal if both exist."""
     if mesh is None and layout.device_mesh is None:
         raise LayoutError(f"the layout {layout} has no mesh", want="a layout with a mesh, or a mesh besides")
     if mesh is not None:
-        layout.with_mesh(mesh)  # refuses another mesh, and axes that the mesh has not
+        layout.with_mesh(mesh)  # raises for another mesh, and for axes that the mesh lacks
         return mesh
     assert layout.device_mesh is not None
     return layout.device_mesh
 
 
-def split_evenly(cuts: Cuts, size: int, mesh: DeviceMesh) -> bool:
-    """Say whether each cut of a dim of that size leaves equal parts to all ranks."""
+def is_even_split(cuts: Cuts, size: int, mesh: DeviceMesh) -> bool:
+    """Return whether the cuts give all ranks equal parts of a dim of that size."""
     return size % (cuts.pieces * prod(mesh.axis_length(axis) for axis in cuts.axes)) == 0
 
 
 def even_axes_of(
     layout: TensorLayout, dialect: str, mesh: DeviceMesh | None, shape: Sequence[int] | None
 ) -> tuple[tuple[str, ...], ...]:
-    """Return per dim the axes that cut it evenly, for dialects that cannot say uneven parts.
+    """Return per dim the axes that cut it evenly, for dialects without uneven parts.
 
-    A dim cut by ceil chunks is even only at some sizes, so it needs the tensor's shape, and a mesh.
+    Ceil chunks are even only for some sizes, so a dim cut so needs the tensor's shape and a mesh.
 
     Raises:
-        LayoutError: a dim is uneven or may be, or as `cuts_of`.
+        LayoutError: a dim is or may be uneven; or as `cuts_of`.
     """
     every = cuts_of(layout, dialect)
     if shape is not None and len(shape) != len(every):
         raise LayoutError(f"the layout {layout} does not fit the shape {tuple(shape)}", want=f"{len(every)} dims")
     for i, cuts in enumerate(every):
         if shape is not None and cuts.splits:
-            lengths = checked_mesh(layout, mesh)
-            if not split_evenly(cuts, shape[i], lengths):
+            lengths = resolve_mesh(layout, mesh)
+            if not is_even_split(cuts, shape[i], lengths):
                 raise LayoutError(
-                    f"{dialect} cannot say dim {i} of the layout {layout}: {dialect} cut evenly only",
+                    f"{dialect} cannot express dim {i} of the layout {layout}: {dialect} cut evenly only",
                     got=f"{shape[i]} positions over {prod(lengths.axis_length(axis) for axis in cuts.axes)} parts",
                     want="a size that divides",
                 )
         elif any(kind == "/~" for _, kind in cuts.splits):
             raise LayoutError(
-                f"{dialect} cannot say dim {i} of the layout {layout}: {dialect} cut evenly only",
+                f"{dialect} cannot express dim {i} of the layout {layout}: {dialect} cut evenly only",
                 got=render_dim(layout.dims[i]),
                 want='even splits, "/"',
-                next_step="give the tensor's shape besides: where it divides, ceil chunks are even",
+                next_step="also give the tensor's shape: where it divides, ceil chunks are even",
             )
     return tuple(cuts.axes for cuts in every)

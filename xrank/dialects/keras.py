@@ -1,6 +1,6 @@
-"""Keras terms: per dim one axis or None, and meshes of device strings (keras/src/distribution/distribution_lib.py).
+"""Keras terms: one axis or None per dim, and meshes of device strings (keras/src/distribution/distribution_lib.py).
 
-Nothing of Keras is imported: its layouts and meshes are known by their attributes.
+Keras is not imported: its layouts and meshes are read by their attributes.
 """
 
 from __future__ import annotations
@@ -17,28 +17,37 @@ __all__ = ["describe_keras_mesh", "from_keras_axes", "to_keras_axes"]
 
 
 def describe_keras_mesh(device_mesh: Any) -> DeviceMesh:
-    """Return a Keras ``DeviceMesh`` as xrank's; the rank of the device ``"gpu:3"`` is 3.
+    """Convert a Keras ``DeviceMesh``; the rank of the device ``"gpu:3"`` is 3.
 
-    Keras numbers devices over all processes (distribution_lib.py:list_devices), as ranks are numbered with one device
-    a process.
+    Keras numbers devices over all processes (distribution_lib.py:list_devices), which equals the ranks if each process
+    has one device.
 
     Raises:
-        LayoutError: as `DeviceMesh`; also for devices that are no such texts.
+        LayoutError: as `DeviceMesh`, and for devices that are not such texts.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> describe_keras_mesh(SimpleNamespace(shape=(2,), axis_names=["model"], devices=["cpu:0", "cpu:1"]))
+        <DeviceMesh shape=(2,), axis_names=('model',)>
     """
     return DeviceMesh(device_mesh.shape, device_mesh.axis_names, device_mesh.devices)
 
 
 def from_keras_axes(axes: Any, mesh: DeviceMesh, ndim: int | None = None) -> TensorLayout:
-    """Return the layout that Keras' axes say on a mesh.
+    """Return the layout of Keras' axes on a mesh.
 
     Args:
-        axes: per dim an axis or None, or a Keras ``TensorLayout``, whose ``axes`` are taken.
+        axes: per dim an axis or None, or a Keras ``TensorLayout`` with ``axes``.
         mesh: the mesh; axes that are not named hold replicas.
-        ndim: the tensor's number of dims; dims past the last entry are whole, as in Keras. As many as axes when None.
+        ndim: the tensor's number of dims; dims after the last entry are whole, as in Keras. None: the number of axes.
 
     Raises:
         LayoutError: there are more axes than dims, a dim has several axes (Keras refuses them too, with a mesh), an
-            axis is unknown or there twice.
+            axis is unknown or occurs twice.
+
+    Example:
+        >>> str(from_keras_axes((None, "model"), DeviceMesh((2, 2), ("batch", "model"))))
+        '[d0, d1/model]'
     """
     entries = getattr(axes, "axes", axes)
     if isinstance(entries, str):
@@ -55,23 +64,27 @@ def from_keras_axes(axes: Any, mesh: DeviceMesh, ndim: int | None = None) -> Ten
 def to_keras_axes(
     layout: TensorLayout, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> tuple[str | None, ...]:
-    """Return a layout as the axes of a Keras ``TensorLayout``, one entry a dim.
+    """Return a layout as the axes of a Keras ``TensorLayout``, one entry per dim.
 
     Args:
-        layout: a layout whose dims are cut by one axis each, or by none.
-        mesh: the mesh, where the layout has none of its own; needed with a shape.
+        layout: a layout whose dims are cut by at most one axis each.
+        mesh: the mesh, if the layout has none; needed with a shape.
         shape: the tensor's global shape. It shows that ceil chunks ("/~") are even; without it they are refused.
 
     Raises:
-        LayoutError: a part that Keras cannot say; the message names it.
+        LayoutError: a part that Keras cannot express; the error names it.
+
+    Example:
+        >>> to_keras_axes(TensorLayout.parse("[h, f/model]"))
+        (None, 'model')
     """
     every = even_axes_of(layout, "Keras' axes", mesh, shape)
     for i, axes in enumerate(every):
         if len(axes) > 1:
             raise LayoutError(
-                f"Keras' axes cannot say dim {i} of the layout {layout}: they have one axis a dim",
+                f"Keras' axes cannot express dim {i} of the layout {layout}: they have one axis per dim",
                 got=str(list(axes)),
                 want="one axis",
-                next_step="give the mesh one axis of that length in place of the several",
+                next_step="replace these axes of the mesh by one of that length",
             )
     return tuple(axes[0] if axes else None for axes in every)

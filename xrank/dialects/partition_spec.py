@@ -1,7 +1,7 @@
-"""JAX PartitionSpecs: per dim None, an axis, or a tuple of axes with the major one first; parts are always even.
+"""JAX PartitionSpecs: per dim None, an axis, or a tuple of axes, the major one first; parts are always even.
 
-Nothing of jax is imported: a PartitionSpec is read as the sequence that it is (jax/_src/partition_spec.py:
-PartitionSpec), so plain tuples do as well.
+jax is not imported: a PartitionSpec is a sequence (jax/_src/partition_spec.py:PartitionSpec), so plain tuples are
+accepted, too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from xrank.dialects.cuts import chained, even_axes_of
+from xrank.dialects.cuts import chain_cuts, even_axes_of
 from xrank.errors import LayoutError
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.notation import LayoutTree
@@ -18,32 +18,35 @@ from xrank.layout.tensor_layout import TensorLayout, free_size_names
 __all__ = ["SpecEntry", "from_partition_spec", "to_partition_spec"]
 
 SpecEntry: TypeAlias = str | tuple[str, ...] | None
-"""What a PartitionSpec says of one dim."""
+"""The entry of one dim in a PartitionSpec."""
 
 
 def from_partition_spec(spec: Sequence[Any], mesh: DeviceMesh, ndim: int | None = None) -> TensorLayout:
-    """Return the layout that a PartitionSpec says on a mesh.
+    """Return the layout of a PartitionSpec on a mesh.
 
-    A tuple of axes cuts by its first one first, each piece again by the next (jax/_src/named_sharding.py: the first
-    axis of a tuple is the major one), which is the notation's order too. Axes that it calls ``unreduced`` hold addends:
-    a "sum" clause.
+    The first axis of a tuple cuts first, the next axis cuts each piece again (jax/_src/named_sharding.py: the first
+    axis of a tuple is the major one), as in the notation. ``unreduced`` axes hold addends: they become "sum" clauses.
 
     Args:
         spec: a ``PartitionSpec``, or a tuple of the same entries.
         mesh: the mesh of the sharding; axes that the spec does not name hold replicas.
-        ndim: the tensor's number of dims; dims past the spec's end are whole. The spec's length when None.
+        ndim: the tensor's number of dims; dims after the spec's end are whole. None: the spec's length.
 
     Raises:
         LayoutError: the spec has more entries than the tensor dims, an entry leaves the dim to the compiler
-            (``UNCONSTRAINED``) or is none at all, axes are ``reduced`` (which says how gradients lie), an axis is
-            unknown or there twice.
+            (``UNCONSTRAINED``) or is not an entry, axes are ``reduced`` (a property of gradients), an axis is unknown
+            or occurs twice.
+
+    Example:
+        >>> str(from_partition_spec((None, ("dp", "tp")), DeviceMesh((2, 2), ("dp", "tp"))))
+        '[d0, d1/dp/tp]'
     """
     if isinstance(spec, str):
         raise LayoutError(f"the PartitionSpec {spec!r} is one text", want="a tuple, such as (None, 'model')")
     reduced = getattr(spec, "reduced", None)
     if reduced:
         raise LayoutError(
-            f"a PartitionSpec says that gradients are unreduced along {sorted(reduced)}, which a layout cannot",
+            f"a PartitionSpec has gradients unreduced along {sorted(reduced)}, which a layout cannot express",
             got=repr(spec),
             want="axes that cut dims or hold addends, and no others",
         )
@@ -58,8 +61,8 @@ def from_partition_spec(spec: Sequence[Any], mesh: DeviceMesh, ndim: int | None 
         )
     cuts = [_axes_of(entry, entries) for entry in entries] + [()] * (count - len(entries))
     names = free_size_names(count, mesh.axis_names)
-    dims = tuple(chained(name, axes, "/") for name, axes in zip(names, cuts, strict=True))
-    # A set of axes, so in the mesh's order; one that the mesh has not is named last, and refused.
+    dims = tuple(chain_cuts(name, axes, "/") for name, axes in zip(names, cuts, strict=True))
+    # A set has no order, so use the mesh's; axes that the mesh lacks come last and are refused.
     sums = sorted(unreduced, key=(*mesh.axis_names, *sorted(unreduced)).index)
     return TensorLayout.from_tree(LayoutTree(dims, sums=tuple(sums)), mesh)
 
@@ -67,23 +70,27 @@ def from_partition_spec(spec: Sequence[Any], mesh: DeviceMesh, ndim: int | None 
 def to_partition_spec(
     layout: TensorLayout, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None
 ) -> tuple[SpecEntry, ...]:
-    """Return a layout as the entries of a PartitionSpec, one a dim: ``PartitionSpec(*entries)``.
+    """Return a layout as the entries of a PartitionSpec, one per dim: ``PartitionSpec(*entries)``.
 
     Args:
-        layout: a layout whose dims are cut by axes and nothing else. Entries alone say no sums, so a layout with sums
-            is refused; those of its dims alone and ``unreduced`` make its PartitionSpec.
-        mesh: the mesh, where the layout has none of its own; needed with a shape.
+        layout: a layout whose dims are only cut by axes. Entries cannot express sums, so a layout with sums is
+            refused: its PartitionSpec takes the entries of its dims, and ``unreduced``.
+        mesh: the mesh, if the layout has none; needed with a shape.
         shape: the tensor's global shape. It shows that ceil chunks ("/~") are even; without it they are refused.
 
     Raises:
-        LayoutError: a part that no PartitionSpec says; the message names it.
+        LayoutError: a part that PartitionSpecs cannot express; the error names it.
+
+    Example:
+        >>> to_partition_spec(TensorLayout.parse("[h, f/dp/tp]"))
+        (None, ('dp', 'tp'))
     """
     if layout.tree.sums:
         raise LayoutError(
-            f"the entries of a PartitionSpec cannot say the sums of the layout {layout}",
+            f"the entries of a PartitionSpec cannot express the sums of the layout {layout}",
             got=" ".join(f"sum({axis})" for axis in layout.tree.sums),
             want="a layout without sums",
-            next_step="PartitionSpec(*entries, unreduced={...}) says them: ask for the entries of "
+            next_step="PartitionSpec(*entries, unreduced={...}) has them: take the entries of "
             "TensorLayout.from_dims(layout.dims), and add layout.tree.sums",
         )
     axes = even_axes_of(layout, "PartitionSpecs", mesh, shape)
@@ -99,7 +106,7 @@ def _axes_of(entry: Any, entries: tuple[Any, ...]) -> tuple[str, ...]:
     if isinstance(entry, tuple | list) and all(isinstance(axis, str) for axis in entry):
         return tuple(entry)
     raise LayoutError(
-        f"an entry of the PartitionSpec {entries!r} is none that a layout can say",
+        f"a layout cannot express an entry of the PartitionSpec {entries!r}",
         got=repr(entry),
         want="None, an axis, or a tuple of axes",
         next_step="take the spec of the array's own sharding, where the compiler has chosen"

@@ -1,7 +1,7 @@
-"""DTensor placements: torch says one word a mesh axis, in the mesh's order; a layout says the cuts of each dim.
+"""DTensor placements: one per mesh axis, in the mesh's order, whereas a layout lists the cuts of each dim.
 
-To read them, nothing of torch is imported: placements and meshes are known by their methods and attributes
-(torch/distributed/tensor/placement_types.py), so states of other torch versions and stand-ins are read alike.
+Reading them does not import torch: placements and meshes are recognised by their methods and attributes
+(torch/distributed/tensor/placement_types.py), so those of other torch versions and stand-ins are accepted, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from xrank.dialects.cuts import Cuts, chained, checked_mesh, cuts_of, split_evenly
+from xrank.dialects.cuts import Cuts, chain_cuts, cuts_of, is_even_split, resolve_mesh
 from xrank.errors import LayoutError
 from xrank.layout.local_part import local_part
 from xrank.layout.mesh import DeviceMesh
@@ -22,7 +22,14 @@ __all__ = ["describe_mesh", "from_placements", "to_placements"]
 
 
 def describe_mesh(device_mesh: Any) -> DeviceMesh:
-    """Return a torch ``DeviceMesh`` as xrank's; axes without names are called a0, a1, ..."""
+    """Convert a torch ``DeviceMesh``; axes without names are called a0, a1, ...
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace  # stands for torch's mesh, which needs a process group
+        >>> describe_mesh(SimpleNamespace(mesh=torch.arange(4).reshape(2, 2), mesh_dim_names=("dp", "tp")))
+        <DeviceMesh shape=(2, 2), axis_names=('dp', 'tp')>
+    """
     ranks = device_mesh.mesh
     names = device_mesh.mesh_dim_names or tuple(f"a{i}" for i in range(len(ranks.shape)))
     return DeviceMesh(tuple(ranks.shape), tuple(names), ranks.tolist())
@@ -31,34 +38,39 @@ def describe_mesh(device_mesh: Any) -> DeviceMesh:
 def from_placements(
     mesh: DeviceMesh, placements: Sequence[Any], ndim: int, shard_order: Sequence[Any] | None = None
 ) -> TensorLayout:
-    """Return the layout that DTensor placements say.
+    """Return the layout of DTensor placements.
 
-    torch cuts from the first mesh axis to the last, by ceil chunks. A ``_StridedShard`` stands for a cut that was made
-    *after* the cuts of some later axes: its split factor is the number of parts that those had made
-    (placement_types.py:_StridedShard). Hence the walk from the last axis to the first: a plain shard was cut before
-    all that follow, a strided one after the first of them whose lengths multiply to its split factor.
+    torch cuts from the first mesh axis to the last, into ceil chunks. A ``_StridedShard`` is a cut that was made
+    *after* the cuts of some later axes; its split factor is the number of parts that those had made
+    (placement_types.py:_StridedShard). So this function goes from the last axis to the first: a plain shard was cut
+    before all later axes, a strided one after the first of them whose lengths multiply to its split factor.
 
-    A strided cut over one plain one is FSDP2 over TP: the local tensor was cut again by `torch.chunk`, also where that
-    is uneven. (DTensor's own redistribution cuts uneven strided dims otherwise; then the local shapes differ too.) Over
-    several, uneven chunks of the same sizes hold other elements, depending on who cut them; such dims are said to be
-    even, so that an uneven one is refused when the layout meets its shape.
+    A strided cut over one plain cut is FSDP2 over TP: `torch.chunk` cut the local tensor again, possibly unevenly.
+    (DTensor's own redistribution cuts uneven strided dims differently; then the local shapes differ, too.) Over several
+    cuts, uneven chunks of equal sizes may hold different elements, depending on the code that cut them. The layout
+    requires such dims to be even, so an uneven dim is refused when its size is known.
 
-    A strided shard that is a dim's last cut counts no parts that other axes made: the dim is that many equal pieces
-    packed end to end, and every rank holds its part of each (transformers' ``packed_colwise``), ``[2 d0/~tp, d1]``.
+    A strided shard that is the last cut of a dim counts equal pieces instead: the dim has that many pieces, packed end
+    to end, and each rank holds its part of each piece (transformers' ``packed_colwise``), ``[2 d0/~tp, d1]``.
 
-    A ``Partial`` of sums is a "sum" clause: the ranks along its axis hold addends, which no caller may take for values.
+    A ``Partial`` sum becomes a "sum" clause: the ranks along its axis hold addends, not values.
 
     Args:
-        mesh: the mesh whose axes the placements belong to, one each.
+        mesh: the mesh, with one axis per placement.
         placements: torch's ``Shard``, ``Replicate``, ``_StridedShard``, ``Partial("sum")``.
         ndim: the tensor's number of dims.
-        shard_order: a ``DTensorSpec``'s entries (tensor_dim, mesh_dims in the order of cutting), where it has any
+        shard_order: the entries of a ``DTensorSpec`` (tensor_dim, mesh_dims in the order of the cuts), if any
             (_dtensor_spec.py:ShardOrder); placements do not show an order other than the mesh's.
 
     Raises:
-        LayoutError: a partial result that is no sum, a split factor that no cuts make, pieces that several axes cut
-            (FSDP2 over packed tensor parallelism among them), a dim that the tensor has not, another placement, a cut
-            along an axis whose ranks do not rise.
+        LayoutError: a partial result other than a sum, a split factor that no cuts make, pieces cut by several axes
+            (such as FSDP2 over packed tensor parallelism), a dim that the tensor lacks, another placement, a cut along
+            an axis whose ranks do not rise.
+
+    Example:
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> str(from_placements(DeviceMesh((2, 2), ("dp", "tp")), [Replicate(), Shard(0)], ndim=2))
+        '[d0/~tp, d1]'
     """
     if len(placements) != len(mesh.shape):
         raise LayoutError(
@@ -71,26 +83,26 @@ def from_placements(
     strided: set[int] = set()
     sums: list[str] = []
     for axis, placement in reversed(list(zip(mesh.axis_names, placements, strict=True))):
-        # By name and first: it is no Shard in torch 2.13, and was a subclass of it before.
+        # By name, and before is_shard: in torch before 2.13 it was a subclass of Shard.
         if type(placement).__name__ == "_StridedShard":
             dim = _dim(placement, ndim, axis)
-            # Where no later axis cuts the dim, the parts that the factor counts are no ranks' but pieces of the dim.
+            # If no later axis cuts the dim, the factor counts pieces of the dim instead of parts of ranks.
             packed = pieces.setdefault(dim, int(placement.split_factor))
             if packed > 1 and cuts[dim]:
-                raise _packed_twice(dim, [axis, *cuts[dim]], f"the placements {list(placements)}", packed)
+                raise _several_cuts_error(dim, [axis, *cuts[dim]], f"the placements {list(placements)}", packed)
             cuts[dim].insert(_cuts_before(placement, cuts[dim], packed, mesh, axis), axis)
             strided.add(dim)
         elif placement.is_shard():
             dim = _dim(placement, ndim, axis)
             if pieces.setdefault(dim, 1) != 1:
-                raise _no_such_parts(placement, 1, cuts[dim], pieces[dim], mesh, axis)
+                raise _factor_error(placement, 1, cuts[dim], pieces[dim], mesh, axis)
             cuts[dim].insert(0, axis)
         elif placement.is_partial():
             _check_sum(placement, axis)
             sums.insert(0, axis)
         elif not placement.is_replicate():
             raise LayoutError(
-                f"the placement along {axis!r} is none that a layout can say",
+                f"a layout cannot express the placement along {axis!r}",
                 got=repr(placement),
                 want="Shard, Replicate, _StridedShard or Partial",
             )
@@ -103,7 +115,7 @@ def from_placements(
     dims: list[Node] = []
     for dim, (name, axes) in enumerate(zip(names, cuts, strict=True)):
         cutting = sum(mesh.axis_length(axis) > 1 for axis in axes)
-        node = chained(name, axes, "/" if dim in strided and cutting > 2 else "/~")
+        node = chain_cuts(name, axes, "/" if dim in strided and cutting > 2 else "/~")
         packed = pieces.get(dim, 1)
         dims.append(node if packed == 1 else Product((Size(packed), node)))
     return TensorLayout.from_tree(LayoutTree(tuple(dims), sums=tuple(sums)), mesh)
@@ -112,30 +124,34 @@ def from_placements(
 def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] | None = None) -> tuple[Any, ...]:
     """Return torch's placements for a layout, one for each axis of the mesh; imports torch.
 
-    torch cuts from the first mesh axis to the last. An axis that cuts a dim after later ones did becomes a
-    ``_StridedShard``, which counts the parts they had made (placement_types.py:_StridedShard). What torch itself cuts
-    for such placements (placement_types.py:_StridedShard._split_tensor) are the layout's parts where these are even;
-    an uneven dim is refused where they are not, although FSDP2 over TP calls its chunks of chunks the same.
+    torch cuts from the first mesh axis to the last. An axis that cuts a dim after later axes becomes a
+    ``_StridedShard``, which counts the parts that those had made (placement_types.py:_StridedShard). If they are even,
+    torch's own cut for such placements (_StridedShard._split_tensor) gives the same parts. An uneven dim is refused if
+    it does not, although FSDP2 over TP uses the same placements for its chunks of chunks.
 
     Args:
-        layout: a layout whose dims are cut by axes, or are equal pieces that one axis cuts, with or without sums, which
-            become ``Partial("sum")``, and nothing else.
-        mesh: the mesh that the placements are for, the layout's own if it has one.
-        shape: the tensor's global shape. It shows that ceil chunks ("/~") are even where a ``_StridedShard`` needs
-            them to be; without it such dims are refused.
+        layout: a layout whose dims are cut by axes, or are equal pieces that one axis cuts. Sums become
+            ``Partial("sum")``; other clauses are refused.
+        mesh: the mesh of the placements; the layout's own mesh must be equal.
+        shape: the tensor's global shape. It shows whether ceil chunks ("/~") are even, as a ``_StridedShard`` needs;
+            without it such dims are refused.
 
     Raises:
-        LayoutError: a part that no placements say, which the message names; a cut along an axis whose ranks do not
-            rise; a shape that the layout does not fit.
+        LayoutError: a part that placements cannot express, which the error names; a cut along an axis whose ranks do
+            not rise; a shape that does not fit the layout.
+
+    Example:
+        >>> to_placements(TensorLayout.parse("[h/~tp, f]"), DeviceMesh((2, 2), ("dp", "tp")))
+        (Replicate(), Shard(dim=0))
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    checked_mesh(layout, mesh)
+    resolve_mesh(layout, mesh)
     every = cuts_of(layout, "placements", packed=True, sums=True)
     if shape is not None:
         local_part(layout.with_mesh(mesh), mesh, mesh.coordinate(mesh.ranks[0]), shape)
-    said: dict[str, Any] = {axis: Partial() for axis in layout.tree.sums}
+    placements: dict[str, Any] = {axis: Partial() for axis in layout.tree.sums}
     for dim, cuts in enumerate(every):
         is_reordered = False
         for count, axis in enumerate(cuts.axes):
@@ -143,28 +159,28 @@ def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] |
             later = mesh.axis_names[mesh.axis_names.index(axis) + 1 :]
             parts = prod(mesh.axis_length(before) for before in cuts.axes[:count] if before in later)
             factor = parts * cuts.pieces
-            said[axis] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+            placements[axis] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
             is_reordered = is_reordered or (parts > 1 and mesh.axis_length(axis) > 1)
         if cuts.pieces > 1 and len(cuts.axes) > 1:
-            raise _packed_twice(dim, cuts.axes, f"the layout {layout}", cuts.pieces)
+            raise _several_cuts_error(dim, cuts.axes, f"the layout {layout}", cuts.pieces)
         if is_reordered:
             _check_cut(cuts, dim, layout, mesh, shape)
-    return tuple(said.get(axis, Replicate()) for axis in mesh.axis_names)
+    return tuple(placements.get(axis, Replicate()) for axis in mesh.axis_names)
 
 
 def _check_cut(cuts: Cuts, dim: int, layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] | None) -> None:
-    """Refuse a dim cut in another order than the mesh's that torch's own cut may leave with other elements."""
+    """Refuse a dim cut in another order than the mesh's if torch's own cut may give ranks other elements."""
     if shape is None:
         if any(kind == "/~" for _, kind in cuts.splits):
             raise LayoutError(
-                f"whether placements can say dim {dim} of the layout {layout} depends on its size",
+                f"whether placements can express dim {dim} of the layout {layout} depends on its size",
                 got=f"ceil chunks by {list(cuts.axes)}, which is not the order of the mesh {mesh.grid!r}",
                 want='even splits, "/", or the mesh\'s order of cuts',
-                next_step="give the tensor's shape besides",
+                next_step="also give the tensor's shape",
             )
-    elif not split_evenly(cuts, shape[dim], mesh) and not _cut_alike(cuts, shape[dim], mesh):
+    elif not is_even_split(cuts, shape[dim], mesh) and not _cut_alike(cuts, shape[dim], mesh):
         raise LayoutError(
-            f"placements cannot say dim {dim} of the layout {layout}: it is uneven, cut in another order than the "
+            f"placements cannot express dim {dim} of the layout {layout}: it is uneven, cut in another order than the "
             "mesh's, and torch's own cut gives the ranks other elements",
             got=f"{shape[dim]} positions, cut by {list(cuts.axes)} of the mesh {mesh.grid!r}",
             want="a size that divides, or the mesh's order of cuts",
@@ -172,25 +188,24 @@ def _check_cut(cuts: Cuts, dim: int, layout: TensorLayout, mesh: DeviceMesh, sha
 
 
 def _check_sum(placement: Any, axis: str) -> None:
-    """Refuse partial results that are no plain sums; embeddings' ``_MaskPartial`` is masked before it is summed."""
+    """Refuse partial results other than plain sums; embeddings' ``_MaskPartial`` must be masked before the sum."""
     operation = getattr(placement, "reduce_op", None)
     if type(placement).__name__ != "Partial" or operation != "sum":
         raise LayoutError(
-            f"the ranks along {axis!r} hold partial results that are no addends of a sum",
+            f"the ranks along {axis!r} hold partial results that are not addends of a sum",
             got=repr(placement),
             want='Partial("sum"), Shard or Replicate',
             next_step="reduce the tensor before: redistribute it to Replicate or Shard",
         )
 
 
-def _packed_twice(dim: int, axes: Sequence[str], where: str, pieces: int) -> LayoutError:
+def _several_cuts_error(dim: int, axes: Sequence[str], where: str, pieces: int) -> LayoutError:
     """Return the error that several axes cut a packed dim.
 
-    The same placements stand for several contents of the same shapes. FSDP2 over a packed dim cuts the local tensor by
-    chunks (_fsdp_param.py:_init_sharding_spec_tp says ``_StridedShard(dim, tp)`` of it); transformers, when it loads
+    The same placements have several meanings with equal shapes. FSDP2 over a packed dim cuts the local tensor into
+    chunks (_fsdp_param.py:_init_sharding_spec_tp calls this ``_StridedShard(dim, tp)``). transformers, when it loads
     into such parameters, and `distribute_tensor` cut the whole dim from the first mesh axis on
-    (transformers/distributed/sharding_utils.py:shard_tensor); and torch 2.13's `full_tensor` puts either together
-    wrongly.
+    (transformers/distributed/sharding_utils.py:shard_tensor). torch 2.13's `full_tensor` joins both wrongly.
     """
     over = f"({pieces} d{dim}/~{axes[-1]})/~{axes[0]}"
     return LayoutError(
@@ -198,13 +213,13 @@ def _packed_twice(dim: int, axes: Sequence[str], where: str, pieces: int) -> Lay
         "way or another, and gather in a third",
         got=f"cuts by {list(axes)}",
         want="one axis that cuts the pieces",
-        next_step=f"keep the local tensors, with a layout that says who cut them: {over!r} where FSDP2 did, then load "
+        next_step=f"keep the local tensors, with a layout of their cuts: {over!r} where FSDP2 cut them, then load "
         "nothing into them by transformers",
     )
 
 
 def _cut_alike(cuts: Cuts, size: int, mesh: DeviceMesh) -> bool:
-    """Say whether torch's placements for a dim give every place the positions that its chain of ceil chunks does."""
+    """Return whether torch's placements for a dim and its chain of ceil chunks give every place the same positions."""
     chain: dict[tuple[int, ...], list[int]] = {(): list(range(size))}
     for axis in cuts.axes:
         chain = {
@@ -212,7 +227,7 @@ def _cut_alike(cuts: Cuts, size: int, mesh: DeviceMesh) -> bool:
             for place, positions in chain.items()
             for i, piece in enumerate(_chunks(positions, mesh.axis_length(axis)))
         }
-    # torch goes by the mesh's order, and cuts each of the parts that later axes made before (_split_tensor).
+    # torch follows the mesh's order, and cuts each part that later axes had made (_split_tensor).
     in_order = sorted(cuts.axes, key=mesh.axis_names.index)
     torchs: dict[tuple[int, ...], list[int]] = {(): list(range(size))}
     for at, axis in enumerate(in_order):
@@ -228,22 +243,22 @@ def _cut_alike(cuts: Cuts, size: int, mesh: DeviceMesh) -> bool:
 
 
 def _chunks(positions: list[int], count: int) -> list[list[int]]:
-    """Return ceil chunks, as `torch.chunk` makes them, with empty ones at the end up to the count."""
+    """Return ceil chunks as `torch.chunk` does, padded with empty ones to the count."""
     length = -(-len(positions) // count)
     return [positions[i * length : (i + 1) * length] for i in range(count)]
 
 
 def _check_rising(mesh: DeviceMesh, axis: str) -> None:
-    """Refuse to cut along an axis whose ranks do not rise: there torch contradicts itself.
+    """Refuse a cut along an axis whose ranks do not rise, because torch contradicts itself there.
 
-    Offsets follow the coordinate in the mesh, but collectives (also `full_tensor`) follow the rank within the
-    axis' process group, which torch keeps sorted (distributed_c10d.py: new_group). Who holds what can't be known.
+    Offsets follow the coordinate in the mesh. Collectives, also `full_tensor`, follow the rank in the axis' process
+    group, which torch sorts (distributed_c10d.py: new_group). So the part of each rank is unknown.
     """
     for rank in mesh.ranks:
         coordinate = mesh.coordinate(rank)
         if coordinate[axis] and mesh.rank_at({**coordinate, axis: coordinate[axis] - 1}) > rank:
             raise LayoutError(
-                f"the ranks along {axis!r} do not rise, and torch does not say which of them holds which part",
+                f"the ranks along {axis!r} do not rise, and torch does not define which of them holds which part",
                 got=f"ranks {list(mesh.ranks)} on the mesh {mesh.grid!r}",
                 want=f"rising ranks along {axis!r}, as init_device_mesh makes them",
                 next_step="make the mesh with init_device_mesh, or gather the tensor with full_tensor() first",
@@ -254,7 +269,7 @@ def _dim(placement: Any, ndim: int, axis: str) -> int:
     dim = operator.index(placement.dim)
     if not -ndim <= dim < ndim:
         raise LayoutError(
-            f"the placement along {axis!r} cuts a dim that the tensor has not",
+            f"the placement along {axis!r} cuts a dim that the tensor does not have",
             got=repr(placement),
             want=f"a dim of {ndim}",
         )
@@ -262,7 +277,7 @@ def _dim(placement: Any, ndim: int, axis: str) -> int:
 
 
 def _cuts_before(placement: Any, axes: Sequence[str], packed: int, mesh: DeviceMesh, axis: str) -> int:
-    """Return how many of the cuts so far, first ones first, make the parts that a strided shard's factor counts."""
+    """Return how many of the known cuts, from the first on, make the parts that a strided shard's factor counts."""
     factor = int(placement.split_factor)
     parts = packed
     for count, later in enumerate((*axes, None)):
@@ -270,10 +285,10 @@ def _cuts_before(placement: Any, axes: Sequence[str], packed: int, mesh: DeviceM
             return count
         if later is not None:
             parts *= mesh.axis_length(later)
-    raise _no_such_parts(placement, factor, axes, packed, mesh, axis)
+    raise _factor_error(placement, factor, axes, packed, mesh, axis)
 
 
-def _no_such_parts(
+def _factor_error(
     placement: Any, factor: int, axes: Sequence[str], packed: int, mesh: DeviceMesh, axis: str
 ) -> LayoutError:
     of_pieces = "" if packed == 1 else f", each of its {packed} pieces by itself"

@@ -1,8 +1,8 @@
-"""Megatron-core's ShardedTensors: each rank says the box of a global tensor that each of its local ones is.
+"""Megatron-core's ShardedTensors: the box of a global tensor that each local tensor of a rank holds.
 
-Known by their attributes (megatron/core/dist_checkpointing/mapping.py:ShardedTensor); nothing of megatron or torch is
-imported. The rules checked are those of its ``validate_metadata_integrity`` and of validation.py:
-_validate_sharding_for_key, and what these leave out: irregular grids, and replicas that equal no main one.
+They are read by their attributes (megatron/core/dist_checkpointing/mapping.py:ShardedTensor), without megatron or
+torch. The checks are those of its ``validate_metadata_integrity`` and of validation.py:_validate_sharding_for_key, and
+two that these leave out: irregular grids, and replicas that equal no main replica.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from xrank.dialects.boxes import Box, box_nests, box_text, boxes_overlap, range_of, volume
-from xrank.dialects.cuts import Cuts, checked_mesh, cuts_of, split_evenly
+from xrank.dialects.cuts import Cuts, cuts_of, is_even_split, resolve_mesh
 from xrank.dialects.shard_layout import layout_of_shards, place_bounds
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.layout.local_part import LocalPart, holds, local_part
@@ -26,7 +26,7 @@ __all__ = ["PlacedTensor", "ShardedTensorData", "from_sharded_tensor", "to_shard
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorData:
-    """What a ShardedTensor says besides its data, under the same names."""
+    """The metadata of a ShardedTensor, under the same names."""
 
     key: str
     local_shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class ShardedTensorData:
     global_offset: tuple[int, ...]
     """In elements; along prepended axes the index there."""
     axis_fragmentations: tuple[int, ...] | None
-    """Per global dim the number of equal fragments; None for a grid that is not regular."""
+    """Number of equal fragments per global dim; None for an irregular grid."""
     replica_id: int | tuple[int, ...] = 0
     """All zeros for the main replica."""
     prepend_axis_num: int = 0
@@ -44,7 +44,7 @@ class ShardedTensorData:
 
     @property
     def box(self) -> Box:
-        """The box of the global tensor that this one is."""
+        """The box of the global tensor that this shard holds."""
         local = (1,) * self.prepend_axis_num + self.local_shape
         return tuple((at, at + size) for at, size in zip(self.global_offset, local, strict=True))
 
@@ -56,42 +56,48 @@ class ShardedTensorData:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """Where all parts of one global tensor lie."""
+    """The places of all parts of one global tensor."""
 
     key: str
     shape: tuple[int, ...]
-    """The global shape as recorded, which is a padded one if the shape may mismatch; no shard tells the real one."""
+    """The recorded global shape; it may be padded if `may_be_padded`, and no shard records the real one."""
     parts: Mapping[int, tuple[LocalPart, ...]]
-    """Per rank its shards in the order given, local shapes without the prepended axes."""
+    """Rank -> its shards in the given order, with local shapes without the prepended axes."""
     layout: TensorLayout | None
-    """The layout that says the same; None if none was found.
+    """The equivalent layout; None if none was found.
 
-    Of a rank's shards it has one local tensor: stacked by their prepended axes, pieces of a dim end to end along it.
+    It joins the shards of a rank to one local tensor: stacked along the prepended axes, pieces of a dim end to end.
     """
     may_be_padded: bool
-    """Whether the shards allow that a stored tensor has another shape (``allow_shape_mismatch``)."""
+    """Whether the shards allow another shape of the stored tensor (``allow_shape_mismatch``)."""
 
 
 def from_sharded_tensor(shards: Mapping[int, Any], mesh: DeviceMesh | None = None) -> PlacedTensor:
-    """Return where the parts of one tensor lie, from the ShardedTensors of one key that all ranks have.
+    """Return the places of the parts of one tensor, from all ranks' ShardedTensors of one key.
 
     Args:
-        shards: rank -> its ShardedTensor, or a sequence of them, as of several layers along a prepended axis; an empty
-            one for a rank that has none of this key.
-        mesh: the mesh on whose axes a layout is sought, if all of its ranks are given; without one the result has parts
-            alone.
+        shards: rank -> its ShardedTensor, or a sequence of them, such as several layers along a prepended axis; an
+            empty sequence for a rank without this key.
+        mesh: the mesh to find a layout on, if `shards` has all of its ranks; None: the result has no layout.
 
     Raises:
-        LayoutError: a shard that contradicts itself, is of flattened data, or is no ShardedTensor.
-        ContradictionError: shards that are not of one tensor, main replicas that overlap, a replica of no main one.
-        IncompleteError: main replicas do not cover the tensor, or there is no shard at all.
+        LayoutError: a shard contradicts itself, holds flattened data, or is not a ShardedTensor.
+        ContradictionError: the shards belong to several tensors, main replicas overlap, or a replica equals no main
+            replica.
+        IncompleteError: the main replicas do not cover the tensor, or no shard is given.
+
+    Example:
+        >>> mesh = DeviceMesh((2,), ("tp",))
+        >>> shards = to_sharded_tensors(TensorLayout.parse("[f/tp, h]"), mesh, (4, 3))
+        >>> str(from_sharded_tensor(shards, mesh).layout)
+        '[d0/tp, d1]'
     """
-    read = {rank: tuple(_read(shard, rank) for shard in _listed(of_rank)) for rank, of_rank in sorted(shards.items())}
+    read = {rank: tuple(_read(shard, rank) for shard in _as_list(of_rank)) for rank, of_rank in sorted(shards.items())}
     every = [(rank, shard) for rank, of_rank in read.items() for shard in of_rank]
     if not every:
         raise IncompleteError("no shard is given", want="the ShardedTensors of all ranks")
     first = every[0][1]
-    _check_agreement(every, [shard for of_rank in shards.values() for shard in _listed(of_rank)])
+    _check_agreement(every, [shard for of_rank in shards.values() for shard in _as_list(of_rank)])
     _check_cover(every)
     parts = {rank: tuple(_part(shard) for shard in of_rank) for rank, of_rank in read.items()}
     boxes = {rank: tuple(shard.box for shard in of_rank) for rank, of_rank in read.items()}
@@ -107,40 +113,45 @@ def to_sharded_tensors(
     *,
     prepend_axis_num: int = 0,
 ) -> dict[int, tuple[ShardedTensorData, ...]]:
-    """Return what the ShardedTensors of each rank say of a tensor.
+    """Return the metadata of each rank's ShardedTensors of a tensor.
 
-    Ranks that differ along axes which cut nothing hold replicas, numbered in the mesh's order; those that a "where"
-    leaves out have none. A grid with uneven
-    parts is an irregular one, without ``axis_fragmentations``. A dim of several pieces gives a rank a shard of each, as
-    Megatron has it of gate and up (transformer/mlp.py:apply_swiglu_sharded_factory).
+    Ranks that differ only along axes without cuts hold replicas, numbered in the mesh's order; ranks that a "where"
+    excludes have no shard. A grid with uneven parts is irregular, without ``axis_fragmentations``. If a dim has several
+    pieces, a rank has a shard of each, as Megatron does for gate and up
+    (transformer/mlp.py:apply_swiglu_sharded_factory).
 
     Args:
-        layout: a layout whose dims, or equal pieces of them, are cut by axes and nothing else.
-        mesh: the mesh, the layout's own if it has one.
+        layout: a layout whose dims, or equal pieces of them, are only cut by axes.
+        mesh: the mesh; the layout's own mesh must be equal.
         shape: the global shape, with the prepended axes.
         key: the tensor's name.
-        prepend_axis_num: how many leading dims are told shard by shard, as Megatron tells layers and experts: a rank
-            has one ShardedTensor for each index there.
+        prepend_axis_num: number of leading dims, such as layers and experts, along which a rank has one ShardedTensor
+            for each index.
 
     Raises:
-        LayoutError: a part that no ShardedTensor says, which the message names; a shape that does not fit.
+        LayoutError: a part that ShardedTensors cannot express, which the error names; a shape that does not fit.
+
+    Example:
+        >>> shards = to_sharded_tensors(TensorLayout.parse("[f/tp, h]"), DeviceMesh((2,), ("tp",)), (4, 3))
+        >>> shards[1][0].global_offset, shards[1][0].local_shape
+        ((2, 0), (2, 3))
     """
-    checked_mesh(layout, mesh)
+    resolve_mesh(layout, mesh)
     every = cuts_of(layout, "ShardedTensors", packed=True, where=True)
     sizes = tuple(shape)
     if not 0 <= prepend_axis_num <= len(sizes):
         raise LayoutError(f"{prepend_axis_num} axes cannot be prepended", got=f"shape {sizes}", want="a number of dims")
     for rank in mesh.ranks:
-        local_part(layout, mesh, mesh.coordinate(rank), sizes)  # refuses what does not fit
-    is_regular = all(split_evenly(cuts, size, mesh) for cuts, size in zip(every, sizes, strict=True))
+        local_part(layout, mesh, mesh.coordinate(rank), sizes)  # raises for a shape that does not fit
+    is_regular = all(is_even_split(cuts, size, mesh) for cuts, size in zip(every, sizes, strict=True))
     fragments = tuple(cuts.pieces * prod(mesh.axis_length(axis) for axis in cuts.axes) for cuts in every)
     replicated = [name for name in mesh.axis_names if not any(name in cuts.axes for cuts in every)]
     held = [rank for rank in mesh.ranks if holds(layout, mesh, mesh.coordinate(rank))]
-    told: dict[int, tuple[ShardedTensorData, ...]] = {}
+    shards: dict[int, tuple[ShardedTensorData, ...]] = {}
     bounds = place_bounds(held, mesh)
     for rank in mesh.ranks:
         if rank not in held:
-            told[rank] = ()
+            shards[rank] = ()
             continue
         at = mesh.coordinate(rank)
         replica = 0
@@ -151,7 +162,7 @@ def to_sharded_tensors(
         stacked = [
             [(i, i + 1) for low, high in of_dim for i in range(low, high)] for of_dim in ranges[:prepend_axis_num]
         ]
-        told[rank] = tuple(
+        shards[rank] = tuple(
             ShardedTensorData(
                 key=key,
                 local_shape=tuple(high - low for low, high in box[prepend_axis_num:]),
@@ -163,26 +174,26 @@ def to_sharded_tensors(
             )
             for box in product(*stacked, *ranges[prepend_axis_num:])
         )
-    return told
+    return shards
 
 
 def _ranges_of(cuts: Cuts, size: int, mesh: DeviceMesh, at: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Return the ranges of a dim at a place, one for each of its pieces."""
+    """Return the ranges of a dim at a place, one per piece."""
     piece = size // cuts.pieces
     low, high = range_of(cuts.axes, piece, mesh, at)
     return [(low + i * piece, high + i * piece) for i in range(cuts.pieces)]
 
 
-def _listed(shards: Any) -> Sequence[Any]:
+def _as_list(shards: Any) -> Sequence[Any]:
     return shards if isinstance(shards, list | tuple) else (shards,)
 
 
 def _read(shard: Any, rank: int) -> ShardedTensorData:
-    """Return a shard as plain data, checked by itself."""
+    """Return the metadata of a shard after checks of the shard alone."""
     missing = [name for name in ("local_shape", "global_shape", "global_offset") if not hasattr(shard, name)]
     if missing:
         raise LayoutError(
-            f"rank {rank} has a {type(shard).__name__}, which says no box of a tensor",
+            f"rank {rank} has a {type(shard).__name__}, which has no box of a tensor",
             rank=rank,
             got=f"no {missing[0]}",
             want="a ShardedTensor",
@@ -211,32 +222,32 @@ def _read(shard: Any, rank: int) -> ShardedTensorData:
     ndim = len(read.global_shape)
     counts = {len(read.global_offset), len(read.local_shape) + read.prepend_axis_num}
     if counts != {ndim} or (read.axis_fragmentations is not None and len(read.axis_fragmentations) != ndim):
-        raise _of_itself(read, rank, "its shapes, offset and fragments have not the same number of dims")
+        raise _integrity_error(read, rank, "its shapes, offset and fragments have different numbers of dims")
     for dim, ((low, high), size) in enumerate(zip(read.box, read.global_shape, strict=True)):
         if not 0 <= low <= high <= size:
-            raise _of_itself(read, rank, f"dim {dim}: {low} to {high} is not within 0 to {size}")
+            raise _integrity_error(read, rank, f"dim {dim}: {low} to {high} is not within 0 to {size}")
         if read.axis_fragmentations is None:
             continue
         if high > low and low % (high - low):
-            raise _of_itself(read, rank, f"dim {dim}: offset {low} is no multiple of the local size {high - low}")
+            raise _integrity_error(read, rank, f"dim {dim}: offset {low} is not a multiple of the size {high - low}")
         if read.axis_fragmentations[dim] * (high - low) != size:
             count = read.axis_fragmentations[dim]
-            raise _of_itself(read, rank, f"dim {dim}: {count} fragments of {high - low} do not make {size}")
+            raise _integrity_error(read, rank, f"dim {dim}: {count} fragments of {high - low} do not make {size}")
     return read
 
 
-def _of_itself(shard: ShardedTensorData, rank: int, what: str) -> LayoutError:
+def _integrity_error(shard: ShardedTensorData, rank: int, problem: str) -> LayoutError:
     return LayoutError(
-        f"{shard.key}: rank {rank}'s shard contradicts itself: {what}",
+        f"{shard.key}: rank {rank}'s shard contradicts itself: {problem}",
         tensor=shard.key,
         rank=rank,
         got=str(shard),
-        want="the integrity that Megatron-core's ShardedTensor asks for",
+        want="the integrity that Megatron-core's ShardedTensor requires",
     )
 
 
 def _check_agreement(every: Sequence[tuple[int, ShardedTensorData]], raw: Sequence[Any]) -> None:
-    """Refuse shards that are not all of one tensor."""
+    """Refuse shards of different tensors."""
     first_rank, first = every[0]
     names = ["key", "global_shape", "prepend_axis_num", "allow_shape_mismatch", "axis_fragmentations"]
     if first.axis_fragmentations is not None:
@@ -263,10 +274,10 @@ def _disagreement(key: str, name: str, first: tuple[int, object], other: tuple[i
 
 
 def _check_cover(every: Sequence[tuple[int, ShardedTensorData]]) -> None:
-    """Refuse main replicas that do not cover each element once, and replicas of none of them."""
+    """Refuse main replicas that do not cover each element once, and replicas that equal no main replica."""
     key, shape = every[0][1].key, every[0][1].global_shape
     boxes = sorted((shard.box, rank) for rank, shard in every if shard.is_main and volume(shard.box))
-    reaching: list[tuple[Box, int]] = []  # boxes that may still overlap later ones, which begin no earlier in dim 0
+    reaching: list[tuple[Box, int]] = []  # may still overlap later boxes: boxes are sorted by their start in dim 0
     for box, rank in boxes:
         reaching = [(other, holder) for other, holder in reaching if not box or other[0][1] > box[0][0]]
         for other, holder in reaching:
@@ -291,7 +302,7 @@ def _check_cover(every: Sequence[tuple[int, ShardedTensorData]]) -> None:
     for rank, shard in every:
         if volume(shard.box) and shard.box not in mains:
             raise ContradictionError(
-                f"{key}: rank {rank}'s replica is the part of no main one",
+                f"{key}: rank {rank}'s replica equals no main replica",
                 tensor=key,
                 rank=rank,
                 got=f"{box_text(shard.box)}, replica_id {shard.replica_id}",

@@ -1,8 +1,8 @@
 """Tensor-parallel plans of Hugging Face models: a style for each module or parameter, such as ``"rowwise"``.
 
-A style says how the parameters are cut and what the module's forward does; a layout says the first alone. Read from
-transformers 5.23: distributed/tensor_parallel.py and distributed/expert_parallel.py register the styles and say how
-each cuts (``shard_param``), distributed/parallel_utils.py says which rule is a parameter's (``_get_parameter_plan``).
+A style defines how the parameters are cut and what the module's forward does; a layout has only the cuts. Sources in
+transformers 5.23: distributed/tensor_parallel.py and distributed/expert_parallel.py register the styles and their cuts
+(``shard_param``), distributed/parallel_utils.py chooses the rule of a parameter (``_get_parameter_plan``).
 """
 
 from __future__ import annotations
@@ -23,74 +23,74 @@ __all__ = ["STYLES", "from_tp_plan", "to_tp_plan"]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The one dim of a parameter that a style cuts, by ceil chunks."""
+    """The dim of a parameter that a style cuts into ceil chunks."""
 
     dim: int
     is_packed: bool = False
-    """Each half of the dim is cut by itself, and a rank holds its part of both."""
+    """Whether each half of the dim is cut by itself, so that a rank holds its part of both."""
 
 
 Style: TypeAlias = Callable[[str, int], Cut | None]
-"""A parameter's own name and its number of dims -> how it is cut; None for a whole one."""
+"""(A parameter's own name, its number of dims) -> its cut; None if it stays whole."""
 
 
-def _columns(parameter: str, ndim: int) -> Cut | None:
-    """Cut the dim before the last: `Shard(meta.ndim - 2)`, which is -1 and so the only dim of a bias."""
+def _cut_columns(parameter: str, ndim: int) -> Cut | None:
+    """Cut the dim before the last: `Shard(meta.ndim - 2)`, which is -1, the only dim, for a bias."""
     return Cut(max(ndim - 2, 0))
 
 
-def _rows(parameter: str, ndim: int) -> Cut | None:
-    """Cut the last dim; what is called bias is added after the sum over ranks, and whole."""
+def _cut_rows(parameter: str, ndim: int) -> Cut | None:
+    """Cut the last dim; a bias stays whole, because it is added after the sum over ranks."""
     return None if parameter == "bias" else Cut(ndim - 1)
 
 
-def _packed_columns(parameter: str, ndim: int) -> Cut | None:
-    """Cut the halves of the dim before the last; a bias is cut as if it had no halves (`Shard`, not strided)."""
+def _cut_packed_columns(parameter: str, ndim: int) -> Cut | None:
+    """Cut both halves of the dim before the last; a bias is cut without halves (`Shard`, not strided)."""
     return Cut(0) if ndim == 1 else Cut(ndim - 2, is_packed=True)
 
 
-def _packed_rows(parameter: str, ndim: int) -> Cut | None:
+def _cut_packed_rows(parameter: str, ndim: int) -> Cut | None:
     return None if ndim == 1 else Cut(ndim - 1, is_packed=True)
 
 
-def _dim_0(parameter: str, ndim: int) -> Cut | None:
+def _cut_dim_0(parameter: str, ndim: int) -> Cut | None:
     return Cut(0)
 
 
-def _dim_1(parameter: str, ndim: int) -> Cut | None:
+def _cut_dim_1(parameter: str, ndim: int) -> Cut | None:
     return Cut(1)
 
 
-def _whole(parameter: str, ndim: int) -> Cut | None:
+def _keep_whole(parameter: str, ndim: int) -> Cut | None:
     return None
 
 
 STYLES: Mapping[str, Style] = {
-    "colwise": _columns,
-    "colwise_gather_output": _columns,
-    "colwise_rep": _columns,
-    "rowwise": _rows,
-    "rowwise_rep": _rows,
-    "rowwise_split_input": _rows,
-    "packed_colwise": _packed_columns,
-    "packed_rowwise": _packed_rows,
-    "embedding_rowwise": _dim_0,
-    "embedding_colwise": _dim_1,
-    "grouped_gemm": _dim_0,
-    "all_reduce": _whole,
-    "ep_dispatch_experts": _whole,
-    "local_params": _whole,
-    "mla_kv_a_proj": _whole,
-    "moe_identity_expert": _whole,
-    "moe_tp_experts": _whole,
-    "replicate": _whole,
-    "replicated_with_grad_allreduce": _whole,
-    "sequence_parallel": _whole,
+    "colwise": _cut_columns,
+    "colwise_gather_output": _cut_columns,
+    "colwise_rep": _cut_columns,
+    "rowwise": _cut_rows,
+    "rowwise_rep": _cut_rows,
+    "rowwise_split_input": _cut_rows,
+    "packed_colwise": _cut_packed_columns,
+    "packed_rowwise": _cut_packed_rows,
+    "embedding_rowwise": _cut_dim_0,
+    "embedding_colwise": _cut_dim_1,
+    "grouped_gemm": _cut_dim_0,
+    "all_reduce": _keep_whole,
+    "ep_dispatch_experts": _keep_whole,
+    "local_params": _keep_whole,
+    "mla_kv_a_proj": _keep_whole,
+    "moe_identity_expert": _keep_whole,
+    "moe_tp_experts": _keep_whole,
+    "replicate": _keep_whole,
+    "replicated_with_grad_allreduce": _keep_whole,
+    "sequence_parallel": _keep_whole,
 }
-"""The styles of transformers 5.23 that are known. What is not here may cut in any way, and is refused."""
+"""The styles of transformers 5.23. Other styles may cut in any way, so they are refused."""
 
-_SAYABLE = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "grouped_gemm")
-"""The styles that `to_tp_plan` chooses from, the first that fits; the others cut as one of these, or nothing."""
+_CHOICES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "grouped_gemm")
+"""The styles that `to_tp_plan` uses, the first that fits; every other style cuts like one of these, or not at all."""
 
 
 def from_tp_plan(
@@ -103,26 +103,32 @@ def from_tp_plan(
 ) -> LayoutMap:
     """Return the layouts of a model's parameters under a plan.
 
-    A rule is a parameter's if it is its name, or else its module's, with ``*`` for the numbers of layers; parameters
-    without a rule are whole on every rank, as transformers leaves them. The map has one key for all layers alike.
+    The rule of a parameter has its name, or else its module's, with ``*`` for the numbers of layers. Parameters without
+    a rule are whole on every rank, as in transformers. The map has one key for all equal layers.
 
     Args:
-        plan: ``model.tp_plan``, or ``model.ep_plan`` with the axis of the experts; its names must be the model's own
-            (a base model's plan lacks the prefix that the whole model's names have).
+        plan: ``model.tp_plan``, or ``model.ep_plan`` with the axis of the experts. Its names must be those of the whole
+            model; the plan of a base model lacks their prefix.
         mesh: the mesh of the ranks.
         shapes: every parameter's name and global shape.
         axis: the axis that cuts.
-        strict: refuse rules that no parameter has. transformers warns of them only.
+        strict: whether to refuse rules that match no parameter; transformers only warns.
 
     Raises:
-        LayoutError: a style that is not known, a rule of no parameter, halves of an odd size, a parameter with fewer
-            dims than its style cuts, an axis that the mesh has not.
+        LayoutError: an unknown style, a rule that matches no parameter, halves of an odd size, a parameter with fewer
+            dims than its style needs, an axis that the mesh lacks.
+
+    Example:
+        >>> mesh = DeviceMesh((2,), ("tp",))
+        >>> layouts = from_tp_plan({"layers.*.up": "colwise"}, mesh, {"layers.0.up.weight": (4, 3), "norm": (3,)})
+        >>> str(layouts["layers.0.up.weight"]), str(layouts["norm"])
+        ('[d0/~tp, d1]', '[d0]')
     """
     mesh.axis_length(axis)  # refuses an unknown axis also where nothing is cut
     for rule, style in plan.items():
         if style not in STYLES:
             raise LayoutError(
-                f"the style {style!r} of {rule!r} is not known, so how it cuts is not either",
+                f"the style {style!r} of {rule!r} is unknown, so its cut is, too",
                 tensor=rule,
                 got=repr(style),
                 want=f"one of {sorted(STYLES)}",
@@ -135,17 +141,17 @@ def from_tp_plan(
             tensor=unused[0],
             got=str(unused[:8]),
             want=f"names as those of the parameters, such as {next(map(_generic, shapes), None)!r}",
-            next_step="correct the names' prefix, or give strict=False to pass such rules over",
+            next_step="correct the prefix of the names, or give strict=False to ignore such rules",
         )
     layouts: dict[str, dict[str, TensorLayout]] = {}
     for name, shape in shapes.items():
         module, _, parameter = _generic(name).rpartition(".")
         style = plan.get(_generic(name), plan.get(module, "replicate") if module else "replicate")
         cut = STYLES[style](parameter, len(shape))
-        layouts.setdefault(_generic(name), {})[name] = _layout(cut, tuple(shape), mesh, axis, f"{name}, {style}")
+        layouts.setdefault(_generic(name), {})[name] = _layout(cut, tuple(shape), mesh, axis, name, style)
     result = LayoutMap(mesh)
     for generic, of_layers in layouts.items():
-        # Layers whose parameter has the same dims share one key; others are named one by one.
+        # Layers whose parameter has equal layouts share one key; otherwise each name is a key.
         if len(set(of_layers.values())) == 1:
             result[_pattern(generic)] = next(iter(of_layers.values()))
         else:
@@ -155,32 +161,38 @@ def from_tp_plan(
 
 
 def to_tp_plan(layouts: LayoutMap, shapes: Mapping[str, Sequence[int]], *, axis: str = "tp") -> dict[str, str]:
-    """Return a plan under which transformers cuts the parameters as the layouts say.
+    """Return a plan under which transformers cuts the parameters by these layouts.
 
-    Several styles cut alike and differ in what the module's forward does, which no layout says: the plan has the plain
-    ones (``colwise``, ``rowwise``, ``packed_colwise``, ``packed_rowwise``, ``grouped_gemm``), whoever runs the model
-    changes those of modules that gather their output or are embeddings. Whole parameters have no rule.
+    Several styles have the same cut and differ in the module's forward, which layouts do not describe. The plan has the
+    plain styles (``colwise``, ``rowwise``, ``packed_colwise``, ``packed_rowwise``, ``grouped_gemm``); to run the model,
+    change the styles of embeddings and of modules that gather their output. Whole parameters have no rule.
 
     Args:
         layouts: a layout for every parameter.
         shapes: every parameter's name and global shape.
-        axis: the axis that the plan is for.
+        axis: the axis of the plan.
 
     Raises:
-        LayoutError: a parameter without a layout, cut by another axis, in two dims, in one that no style cuts, or
-            otherwise than in other layers.
+        LayoutError: a parameter has no layout, or is cut by another axis, in two dims, in a dim that no style cuts, or
+            differently in some layers.
+
+    Example:
+        >>> layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
+        >>> layouts["up.weight"] = TensorLayout.parse("[f/~tp, h]")
+        >>> to_tp_plan(layouts, {"up.weight": (4, 3)})
+        {'up': 'colwise'}
     """
     modules: dict[str, dict[str, tuple[int, Cut | None]]] = {}
     for name, shape in shapes.items():
         layout = layouts[name]
         if layout is None:
             raise LayoutError(f"{name} has no layout", tensor=name, want="a rule of the LayoutMap for it")
-        said = (len(shape), _cut_of(layout, len(shape), axis, name))
+        cut = (len(shape), _cut_of(layout, len(shape), axis, name))
         module, _, parameter = _generic(name).rpartition(".")
-        known = modules.setdefault(module, {}).setdefault(parameter, said)
-        if known != said:
+        known = modules.setdefault(module, {}).setdefault(parameter, cut)
+        if known != cut:
             raise LayoutError(
-                f"{name} is cut otherwise than in the layers before, and a plan has one rule for all layers",
+                f"{name} is cut differently than in earlier layers, and a plan has one rule for all layers",
                 tensor=name,
                 got=str(layout),
                 want="the same dims and cuts in every layer",
@@ -189,21 +201,21 @@ def to_tp_plan(layouts: LayoutMap, shapes: Mapping[str, Sequence[int]], *, axis:
     for module, parameters in modules.items():
         if all(cut is None for _, cut in parameters.values()):
             continue
-        # A rule of a module is one for its forward too, which modules with other parameters do not have.
+        # The rule of a module also changes its forward, so it is only for modules with no other parameters.
         style = _style_of(parameters) if module and parameters.keys() <= {"weight", "bias"} else None
         if style is not None:
             plan[module] = style
             continue
-        for parameter, said in parameters.items():
-            if said[1] is None:
+        for parameter, (ndim, cut_dim) in parameters.items():
+            if cut_dim is None:
                 continue
-            own = _style_of({parameter: said})
+            own = _style_of({parameter: (ndim, cut_dim)})
             name = f"{module}.{parameter}" if module else parameter
             if own is None:
                 raise LayoutError(
-                    f"no style of a plan cuts {name} so",
+                    f"no style of a plan cuts {name} this way",
                     tensor=name,
-                    got=f"dim {said[1].dim} of {said[0]}" + (", packed" if said[1].is_packed else ""),
+                    got=f"dim {cut_dim.dim} of {ndim}" + (", packed" if cut_dim.is_packed else ""),
                     want="a cut of the last dim, the one before, or the first",
                 )
             plan[name] = own
@@ -213,29 +225,31 @@ def to_tp_plan(layouts: LayoutMap, shapes: Mapping[str, Sequence[int]], *, axis:
 def _generic(name: str) -> str:
     """Return a name with ``*`` for the numbers between dots (parallel_utils.py:replace_layer_number_by_wildcard).
 
-    As there, of two numbers that follow each other only the first one is replaced.
+    As there, only the first of two adjacent numbers is replaced.
     """
     return re.sub(r"\.\d+(?P<end>\.|$)", r".*\g<end>", name)
 
 
 def _pattern(generic: str) -> str:
-    """Return the LayoutMap's key for a name with wildcards; the name itself where it has none."""
+    """Return the LayoutMap's key for a name, which may have wildcards."""
     if "*" not in generic:
         return generic
     return r"\.".join(r"\d+" if word == "*" else re.escape(word) for word in generic.split("."))
 
 
-def _layout(cut: Cut | None, shape: tuple[int, ...], mesh: DeviceMesh, axis: str, who: str) -> TensorLayout:
+def _layout(cut: Cut | None, shape: tuple[int, ...], mesh: DeviceMesh, axis: str, *rule: str) -> TensorLayout:
     names = free_size_names(len(shape), mesh.axis_names)
     if cut is not None and not 0 <= cut.dim < len(shape):
-        raise LayoutError(f"{who}: the style cuts a dim that the parameter has not", got=f"shape {shape}")
+        raise LayoutError(f"{', '.join(rule)}: the style cuts a dim that the parameter lacks", got=f"shape {shape}")
     dims = list(names)
     if cut is not None and not cut.is_packed:
         dims[cut.dim] = f"{names[cut.dim]}/~{axis}"
     elif cut is not None:
         if shape[cut.dim] % 2:
             raise LayoutError(
-                f"{who}: dim {cut.dim} has no two equal halves", got=f"shape {shape}", want="an even size of that dim"
+                f"{', '.join(rule)}: dim {cut.dim} does not have two equal halves",
+                got=f"shape {shape}",
+                want="an even size of that dim",
             )
         half = f"{names[cut.dim]}/~{axis}"
         dims[cut.dim] = f"<gate: {half} | up: {half}>"
@@ -245,7 +259,7 @@ def _layout(cut: Cut | None, shape: tuple[int, ...], mesh: DeviceMesh, axis: str
 def _cut_of(layout: TensorLayout, ndim: int, axis: str, name: str) -> Cut | None:
     cut: Cut | None = None
     if len(layout.dims) != ndim:
-        raise LayoutError(f"{name}: the layout {layout} is not one of {ndim} dims", tensor=name)
+        raise LayoutError(f"{name}: the layout {layout} does not have {ndim} dims", tensor=name)
     for dim, cuts in enumerate(cuts_of(layout, "tensor-parallel plans", packed=True)):
         if not cuts.axes:
             continue
@@ -268,7 +282,7 @@ def _cut_of(layout: TensorLayout, ndim: int, axis: str, name: str) -> Cut | None
 
 
 def _style_of(parameters: Mapping[str, tuple[int, Cut | None]]) -> str | None:
-    for style in _SAYABLE:
+    for style in _CHOICES:
         if all(STYLES[style](parameter, ndim) == cut for parameter, (ndim, cut) in parameters.items()):
             return style
     return None

@@ -1,9 +1,8 @@
-"""Lays out a torch archive before any tensor's bytes are there: which bytes stand where around them.
+"""Lay out a torch archive before its tensors' bytes exist: compute all bytes around them, and their offsets.
 
-What torch's writer does (``caffe2/serialize/inline_container.cc`` over ``third_party/miniz``) is done alike: members
-stored, payloads at multiples of the alignment by an extra field in the local header, a data descriptor after each that
-is not empty, zip64 where a size or an offset asks for it. So every way in which torch reads its own files, computed
-offsets included, reads these.
+The archive equals that of torch's writer (``caffe2/serialize/inline_container.cc`` over ``third_party/miniz``): members
+are stored, an extra field in the local header aligns the payload, a data descriptor follows each non-empty member, and
+zip64 is used if a size or an offset needs it. So torch reads it in every way, with computed offsets, too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from isal import isal_zlib
 __all__ = ["ALIGNMENT", "ArchiveLayout", "lay_out_archive"]
 
 ALIGNMENT = 4096
-"""Of each record in the file: what O_DIRECT, reflinks and page-wise readers want."""
+"""Alignment in bytes of each record in the file, for O_DIRECT, reflinks and page-wise readers."""
 
 _PREFIX = "archive/"  # torch's name for the folder in archives that it writes to a stream
 _WIDE = 0xFFFFFFFF
@@ -50,19 +49,19 @@ class _Member:
 
     @property
     def wide(self) -> bytes:
-        """The zip64 extra field: those of size (twice) and offset that do not fit 32 bits."""
+        """The zip64 extra field: the size (twice) and the offset, each if it needs more than 32 bits."""
         values = [self.nbytes, self.nbytes] if self.nbytes >= _WIDE else []
         values += [self.header] if self.header >= _WIDE else []
         return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
     @property
     def end(self) -> int:
-        """One past the descriptor."""
+        """The byte after the descriptor."""
         descriptor = _DESCRIPTOR64 if self.wide else _DESCRIPTOR
         return self.payload + self.nbytes + (descriptor.size if self.nbytes else 0)
 
     def local_header(self) -> bytes:
-        """Return all before the payload but the padding's own bytes, which may be any."""
+        """Return the bytes before the payload, without the padding, whose content is free."""
         start = _LOCAL.size + len(self.name) + len(self.wide)
         padding = self.payload - self.header - start
         extra = len(self.wide) + padding
@@ -70,12 +69,12 @@ class _Member:
         return fixed + self.name + self.wide + _PADDING.pack(b"FB", padding - _PADDING.size)
 
     def descriptor(self, crc32: int) -> bytes:
-        """Return what follows the payload."""
+        """Return the data descriptor, which follows the payload."""
         kind = _DESCRIPTOR64 if self.wide else _DESCRIPTOR
         return kind.pack(b"PK\7\10", crc32, self.nbytes, self.nbytes) if self.nbytes else b""
 
     def entry(self, crc32: int) -> bytes:
-        """Return the directory's entry."""
+        """Return the member's entry in the central directory."""
         nbytes, header = min(self.nbytes, _WIDE), min(self.header, _WIDE)
         sizes = (crc32, nbytes, nbytes, len(self.name), len(self.wide))
         return _ENTRY.pack(b"PK\1\2", 0, 0, self.flags, 0, 0, 0, *sizes, 0, 0, 0, 0, header) + self.name + self.wide
@@ -91,21 +90,21 @@ def _place(name: str, nbytes: int, start: int) -> _Member:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveLayout:
-    """Where each byte of an archive goes that is no record's; what is not said is padding, of any value."""
+    """All bytes of an archive except its records' payloads; the other bytes are padding with any value."""
 
     front: bytes
-    """From the first byte on: everything up to the first record's local header."""
+    """The bytes before the first record's local header."""
     offsets: tuple[int, ...]
-    """First byte of each record, in their order."""
+    """First byte of each record, in order."""
     headers: tuple[_Placed, ...]
     """(offset, bytes) of the records' local headers."""
     nbytes: int
-    """Of the whole archive."""
+    """Bytes of the whole archive."""
     _members: tuple[tuple[_Member, int | None], ...]
-    """Each with its CRC-32, where that is known: None for the records."""
+    """All members with their CRC-32; None for records, whose CRC-32 is not known yet."""
 
     def ending(self, crc32: Sequence[int]) -> list[_Placed]:
-        """Return (offset, bytes) of what can be written when the records' CRC-32 are known: the last of the archive."""
+        """Return (offset, bytes) of all parts that depend on the records' CRC-32; the end of the archive comes last."""
         values = iter(crc32)
         crcs = [next(values) if crc is None else crc for _, crc in self._members]
         members = [member for member, _ in self._members]
@@ -120,7 +119,7 @@ class ArchiveLayout:
 
 
 def lay_out_archive(pickled: bytes, record_nbytes: Iterable[int]) -> ArchiveLayout:
-    """Return the layout of the archive of that ``data.pkl`` and records ``data/0``, ``data/1``, ... of these sizes."""
+    """Return the layout of an archive with this ``data.pkl`` and records ``data/0``, ``data/1``, ... of these sizes."""
     front = bytearray()
     members: list[tuple[_Member, int | None]] = []
     known = [("data.pkl", pickled), (".format_version", b"1"), (".storage_alignment", b"%d" % ALIGNMENT)]
@@ -151,7 +150,7 @@ def _whole(member: _Member, content: bytes) -> bytes:
 
 
 def _end(start: int, nbytes: int, count: int) -> bytes:
-    """Return what follows a directory: the record of 64 bits, always, as torch has it, and that of 32."""
+    """Return the end records after the directory: the 64-bit one, which torch always writes, and the 32-bit one."""
     after = start + nbytes
     return (
         _END64.pack(b"PK\6\6", _END64.size - 12, 0x31E, 0x2D, 0, 0, count, count, nbytes, start)

@@ -1,4 +1,4 @@
-"""The tensors of a ``torch.save`` archive: views on its records, made of what its pickle asks for, and checked."""
+"""The tensors of a ``torch.save`` archive: checked views on its records, built from the calls in its pickle."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from xrank.dtypes import by_torch_name, dtype
 from xrank.errors import UsageError
-from xrank.formats.inert_record import InertRecord, nested_class
+from xrank.formats.inert_record import InertRecord, build_nested_class
 from xrank.formats.plain_values import Builder
-from xrank.formats.regular_file import Origin, shown
+from xrank.formats.regular_file import Origin, quote
 
 __all__ = ["STORAGE_DTYPES", "ArchiveRecord", "ArchivedTensor", "TensorRebuilder", "load_global"]
 
@@ -36,9 +36,9 @@ STORAGE_DTYPES = {
     "QUInt4x2Storage": "quint4x2",
     "QUInt2x4Storage": "quint2x4",
 }
-"""Typed storages and their element types (torch/storage.py: _dtype_to_storage_type_map); others are untyped."""
+"""Typed storage -> its element type (torch/storage.py: _dtype_to_storage_type_map); other storages are untyped."""
 
-# Names in torch's namespace that are element types: those xrank moves and those it must refuse by name.
+# The names of element types in torch: those that xrank copies and those that it refuses by name.
 _DTYPE_NAMES = frozenset(
     {*STORAGE_DTYPES.values(), "uint16", "uint32", "uint64", "complex32", "float4_e2m1fn_x2"}
     | {f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
@@ -49,14 +49,14 @@ _DTYPE_NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ArchiveRecord:
-    """The bytes of one storage, as they lie in the file."""
+    """The place of one storage's bytes in the file."""
 
     key: str
     offset: int
-    """First byte of the payload, counted from the start of the *file*."""
+    """First byte of the payload from the start of the *file*."""
     nbytes: int
     crc32: int
-    """As the archive's directory has it; it means nothing unless the archive has checksums."""
+    """The checksum in the archive's directory; meaningless if the archive has no checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +64,18 @@ class ArchivedTensor:
     """A view on one record; several tensors may share a record."""
 
     key: str
-    """Of the record in `TorchArchive.records`."""
+    """Key of the record in `TorchArchive.records`."""
     dtype: str
     """Name of the element type in safetensors."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In elements; positive wherever the shape is above 1, and the dimensions nest: no two elements share bytes."""
+    """Strides in elements, positive where the shape is above 1. Dimensions nest: no two elements share bytes."""
     storage_offset: int
-    """In elements."""
+    """Offset in the record, in elements."""
 
 
 def load_global(module: str, name: str) -> object:
-    """Return what a name in the pickle stands for: an element type's text, or an inert record."""
+    """Return the value of a global name in the pickle: the text of an element type, or an inert record."""
     if module == "torch" and name in _DTYPE_NAMES:
         return f"torch.{name}"
     return InertRecord(module, name)
@@ -83,35 +83,35 @@ def load_global(module: str, name: str) -> object:
 
 @dataclass(eq=False, slots=True, repr=False)
 class _Storage(InertRecord):
-    """A storage on its way into a tensor; it stays an inert record if none takes it."""
+    """A storage that a tensor will view; otherwise it stays in the tree as an inert record."""
 
     key: str = ""
     dtype: str | None = None
-    """None: bytes, the tensor says of what type."""
+    """None for an untyped storage; the tensor defines the type."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRebuilder:
-    """What turns persistent ids and rebuild calls into checked tensors."""
+    """Build checked tensors from the persistent ids and rebuild calls of a pickle."""
 
     records: Mapping[str, ArchiveRecord]
     origin: Origin
 
     def builders(self) -> dict[tuple[str, str], Builder]:
-        """Return what is made of each call that concerns a tensor."""
+        """Return the builder of each call that concerns tensors."""
         return {
             ("torch", "Size"): _size,
             ("torch._utils", "_rebuild_tensor_v2"): self._tensor_v2,
             ("torch._utils", "_rebuild_tensor_v3"): self._tensor_v3,
             ("torch._utils", "_rebuild_parameter"): _parameter,
             ("torch._utils", "_rebuild_parameter_with_state"): _parameter_with_state,
-            ("torch._tensor", "_rebuild_from_type_v2"): self._attributed,
-            ("__builtin__", "getattr"): nested_class,
-            ("builtins", "getattr"): nested_class,
+            ("torch._tensor", "_rebuild_from_type_v2"): self._rebuild_with_state,
+            ("__builtin__", "getattr"): build_nested_class,
+            ("builtins", "getattr"): build_nested_class,
         }
 
     def load_storage(self, saved_id: object) -> object:
-        """Return the storage that a persistent id names."""
+        """Return the storage of a persistent id."""
         # ("storage", type, key, location, count): torch/serialization.py: _save.persistent_id.
         match saved_id:
             case ("storage", InertRecord(args=None) as kind, str(key), str(), int(count)) if (
@@ -126,13 +126,13 @@ class TensorRebuilder:
             name = self._element_type(f"torch.{STORAGE_DTYPES[kind.name]}")
             itemsize = dtype(name).nbytes
         else:
-            raise self.origin.corrupt("the pickle names an unknown kind of storage", got=shown(kind.name))
+            raise self.origin.corrupt("the pickle names an unknown kind of storage", got=quote(kind.name))
         record = self.records.get(key)
         if record is None:
-            raise self.origin.corrupt(f"the record data/{shown(key)[1:-1]} is missing")
+            raise self.origin.corrupt(f"the record data/{quote(key)[1:-1]} is missing")
         if count * itemsize != record.nbytes:
             raise self.origin.corrupt(
-                f"the record data/{shown(key)[1:-1]} does not have the size its storage claims",
+                f"the record data/{quote(key)[1:-1]} does not have the size its storage claims",
                 got=f"{record.nbytes} bytes",
                 want=f"{count} elements of {itemsize} bytes",
             )
@@ -166,7 +166,7 @@ class TensorRebuilder:
             raise self.origin.corrupt("a tensor and its storage differ in type", got=storage.dtype, want=element_type)
         return self._tensor(storage.key, element_type, offset, shape, strides, hooks, metadata)
 
-    def _attributed(self, args: tuple[object, ...]) -> object:
+    def _rebuild_with_state(self, args: tuple[object, ...]) -> object:
         # torch/_tensor.py: _rebuild_from_type_v2(func, new_type, args, state): a tensor with attributes of its own.
         match args:
             case (InertRecord(args=None) as rebuild, InertRecord(args=None) as kind, tuple() as parts, state) if (
@@ -194,7 +194,7 @@ class TensorRebuilder:
             ):
                 pass
             case _:
-                raise self.origin.corrupt("a tensor's offset, shape or strides are no counts")
+                raise self.origin.corrupt("a tensor's offset, shape or strides are not counts")
         self._check_view(key, dtype_name, offset, shape, strides)
         return ArchivedTensor(key, dtype_name, shape, strides, offset)
 
@@ -207,17 +207,17 @@ class TensorRebuilder:
             for stride, count in sorted(zip(strides, shape, strict=True)):
                 if count == 1:
                     continue
-                # Each dimension must step over all within it, or elements share bytes (as expand() leaves them).
+                # Each dimension must step over all smaller ones, or elements share bytes (as after expand()).
                 if stride < extent:
                     raise self.origin.usage(
                         "a tensor's elements share or interleave their storage",
-                        got=f"shape {shown(shape)}, strides {shown(strides)}",
+                        got=f"shape {quote(shape)}, strides {quote(strides)}",
                         next_step="call .contiguous() or .clone() before saving",
                     )
                 extent += (count - 1) * stride
         if offset + extent > capacity:
             raise self.origin.corrupt(
-                f"a tensor reaches past its storage data/{shown(key)[1:-1]}",
+                f"a tensor reaches past its storage data/{quote(key)[1:-1]}",
                 got=f"{capacity} elements",
                 want=f"{offset + extent} elements",
             )
@@ -238,9 +238,9 @@ def _parameter_with_state(args: tuple[object, ...]) -> object:
 
 
 def _is_plain_state(state: object) -> bool:
-    """Say whether a tensor's attributes are mere remarks (DeepSpeed's ``ds_id``): dropped, as a dict's are.
+    """Return whether a tensor's attributes are only remarks (DeepSpeed's ``ds_id``), which are dropped.
 
-    Others may be the values themselves: an attribute ``data`` or ``real`` that holds a tensor replaces them.
+    Other attributes may change the values: ``data`` or ``real`` with a tensor replaces them.
     """
     return isinstance(state, dict) and all(
         isinstance(name, str) and (value is None or isinstance(value, (bool, int, float, str)))

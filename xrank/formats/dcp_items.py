@@ -1,25 +1,24 @@
-"""The items of torch DCP's ``.distcp`` files: where in each the tensor's bytes lie, and their checksum.
+"""Read the items of torch DCP's ``.distcp`` files: the place of each tensor's bytes, and their checksum.
 
-An item is a whole ``torch.save`` archive of one tensor. Those of pieces alike in shape and type are the same bytes but
-for the tensor, its checksum and an id, so only the first of a kind is parsed; each other one is compared with it byte
-for byte, by one read of its ends, and read in full where it differs. Files of
-``SerializationFormat.SAFETENSORS`` hold one safetensors file behind their other items instead.
+An item is a whole ``torch.save`` archive of one tensor. Archives of pieces with equal shapes and types differ only in
+the tensor's bytes, its checksum and an id. So only the first of a kind is parsed: both ends of each other item are read
+and compared with it byte by byte, and the item is parsed only if they differ. Files of
+``SerializationFormat.SAFETENSORS`` end with one safetensors file instead.
 """
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 
 from xrank.errors import XrankError
-from xrank.formats.regular_file import RegularFile, shown
+from xrank.formats.regular_file import RegularFile, quote
 from xrank.formats.safetensors_header import read_header
+from xrank.formats.sharding_info import read_saved_offsets
 from xrank.formats.torch_archive import ArchivedTensor, read_archive_in
 from xrank.formats.zip_index import open_item, read_members
 from xrank.layout.nest_table import IntArray
@@ -27,46 +26,46 @@ from xrank.layout.nest_table import IntArray
 __all__ = ["ItemKind", "ItemReader", "SafetensorsPart", "is_safetensors", "read_safetensors_part"]
 
 _WHOLE_NBYTES = 1 << 16
-"""Items up to this size are read at once, larger ones at both ends."""
+"""Items up to this many bytes are read whole, larger ones at both ends."""
 _MAX_END_NBYTES = 1 << 13
 _NO_CHECKSUM = -1
 
 
 @dataclass(frozen=True, slots=True)
 class ItemKind:
-    """What a piece is by its own account."""
+    """The type and view of a piece, as its archive records them."""
 
     dtype: str
     """Name of the element type in safetensors."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In elements."""
+    """Strides in elements."""
     storage_offset: int
-    """In elements from the record's first byte."""
+    """Offset from the record's first byte, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """An item that was parsed: all that the others of its kind must have in common with it."""
+    """A parsed item: the bytes that all other items of its kind must share."""
 
     kind: int
     head: bytes
-    """Up to the tensor's first byte."""
+    """The bytes before the tensor's first byte."""
     nbytes: int
-    """Of the tensor's record."""
+    """Bytes of the tensor's record."""
     tail_nbytes: int
     fixed: bytes
-    """The tail less what differs."""
+    """The bytes of the tail that must be equal."""
     spans: tuple[slice, ...]
-    """Where in the tail `fixed` comes from."""
+    """The ranges of `fixed` in the tail."""
     crc_at: tuple[int, int]
-    """Where in the tail the record's checksum stands: behind the record, and in the directory."""
+    """The two offsets of the record's checksum in the tail: after the record, and in the directory."""
     id_crc_at: tuple[int, int]
-    """Where in the tail the checksum of the archive's id stands; the id is a hash of all checksums."""
+    """The two offsets of the checksum of the archive's id in the tail; the id is a hash of all checksums."""
 
 
 class ItemReader:
-    """Reads items; one for all files of a checkpoint, since what it learns of one file holds for the others."""
+    """Reads items. One reader serves all files of a checkpoint, because patterns from one file match in others."""
 
     def __init__(self) -> None:
         self.kinds: list[ItemKind] = []
@@ -78,25 +77,25 @@ class ItemReader:
 
         Args:
             file: the open file.
-            starts: first byte of each item, best in rising order.
+            starts: first byte of each item, preferably in rising order.
             lengths: bytes of each item.
-            names: of the tensors they belong to, for the errors.
+            names: the tensor of each item, for errors.
 
         Raises:
-            CorruptError, UnsafeError: an item is damaged, or is no tensor.
+            CorruptError, UnsafeError: an item is damaged, or is not a tensor.
         """
         rows = np.empty((len(starts), 4), dtype=np.int64)
         for k, (start, length, name) in enumerate(zip(starts, lengths, names, strict=True)):
             try:
                 if start + length > file.nbytes:
                     raise file.origin.corrupt(
-                        "is cut short, or the metadata is of another file",
+                        "is cut short, or the metadata belongs to another file",
                         got=f"{file.nbytes} bytes",
                         want=f"at least {start + length} bytes",
                     )
-                rows[k] = self._matched(file, start, length) or self._parsed(file, start, length)
+                rows[k] = self._match(file, start, length) or self._parse(file, start, length)
             except XrankError as error:
-                error.about(f"the item of {shown(name)[1:-1]} at byte {start:,}", tensor=name)
+                error.about(f"the item of {quote(name)[1:-1]} at byte {start:,}", tensor=name)
                 raise
         return rows
 
@@ -107,7 +106,7 @@ class ItemReader:
             self.kinds.append(kind)
         return number
 
-    def _matched(self, file: RegularFile, start: int, length: int) -> tuple[int, int, int, int] | None:
+    def _match(self, file: RegularFile, start: int, length: int) -> tuple[int, int, int, int] | None:
         patterns = self._patterns.get(length)
         if patterns is None:
             return None
@@ -122,7 +121,7 @@ class ItemReader:
                 continue
             crc = tail[pattern.crc_at[0] : pattern.crc_at[0] + 4]
             id_crc = tail[pattern.id_crc_at[0] : pattern.id_crc_at[0] + 4]
-            # The id itself may be any: nothing is read by it.
+            # The id itself may differ: no reader uses it.
             if (
                 crc == tail[pattern.crc_at[1] : pattern.crc_at[1] + 4]
                 and id_crc == tail[pattern.id_crc_at[1] : pattern.id_crc_at[1] + 4]
@@ -130,7 +129,7 @@ class ItemReader:
                 return pattern.kind, start + head_nbytes, pattern.nbytes, int.from_bytes(crc, "little")
         return None
 
-    def _parsed(self, file: RegularFile, start: int, length: int) -> tuple[int, int, int, int]:
+    def _parse(self, file: RegularFile, start: int, length: int) -> tuple[int, int, int, int]:
         archive = read_archive_in(file, start=start, nbytes=length)
         tensor = archive.value
         if not isinstance(tensor, ArchivedTensor):
@@ -146,7 +145,7 @@ class ItemReader:
 
 
 def _pattern_of(file: RegularFile, start: int, length: int, kind: int, payload: int, nbytes: int) -> _Pattern | None:
-    """Return what an archive that was found sound has in common with others; None if it is laid out in another way."""
+    """Return the bytes that a valid archive shares with others of its kind; None for an unknown arrangement."""
     tail_at = payload + nbytes
     if max(payload, length - tail_at) > _MAX_END_NBYTES or not nbytes:
         return None
@@ -170,7 +169,7 @@ def _pattern_of(file: RegularFile, start: int, length: int, kind: int, payload: 
 
 
 def _places(tail: bytes, crc32: int) -> tuple[int, int] | None:
-    """Return where a checksum stands in the tail, which has to be twice."""
+    """Return the two offsets of a checksum in the tail; None unless there are exactly two."""
     text = struct.pack("<I", crc32)
     first = tail.find(text)
     second = tail.find(text, first + 1)
@@ -185,20 +184,20 @@ class SafetensorsPart:
     """The tensors at the end of a file of ``SerializationFormat.SAFETENSORS``."""
 
     places: Mapping[str, tuple[ItemKind, int, int]]
-    """Name -> what it is, its first byte in the file, its bytes."""
+    """Name -> (kind, first byte in the file, number of bytes)."""
     offsets: Mapping[str, tuple[int, ...]]
-    """Name -> the piece's first index in each dimension, as the file itself says."""
+    """Name -> the piece's first index in each dimension, as the file records it."""
 
 
 def is_safetensors(file: RegularFile, start: int) -> bool:
-    """Say whether a safetensors file begins at that byte."""
+    """Return whether a safetensors file begins at that byte."""
     return start + 9 <= file.nbytes and file.read(start + 8, 1) == b"{"
 
 
 def read_safetensors_part(file: RegularFile, start: int) -> SafetensorsPart:
-    """Read the header of the tensors that begin at that byte and go up to the file's end.
+    """Read the header of the safetensors file from that byte to the end of the file.
 
-    The facts are ``torch/distributed/checkpoint/filesystem.py: _write_files_from_queue``.
+    Source: ``torch/distributed/checkpoint/filesystem.py: _write_files_from_queue``.
 
     Raises:
         CorruptError: the header is damaged.
@@ -213,15 +212,4 @@ def read_safetensors_part(file: RegularFile, start: int) -> SafetensorsPart:
         strides = tuple(prod(tensor.shape[k + 1 :]) for k in range(len(tensor.shape)))
         kind = ItemKind(tensor.dtype, tensor.shape, strides, 0)
         places[tensor.name] = (kind, header.data_start + tensor.start, tensor.end - tensor.start)
-    try:
-        told: Any = json.loads(header.metadata.get("DCP_SHARDING_INFO", ""))
-        offsets = {name: tuple(told[name]["saved_offsets"]) for name in places}
-        if not all(type(part) is int for low in offsets.values() for part in low):
-            raise ValueError("an offset that is no number")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise file.origin.corrupt(
-            "its header does not say which piece of each tensor it holds",
-            got=shown(str(error)),
-            want="DCP_SHARDING_INFO",
-        ) from None
-    return SafetensorsPart(places, offsets)
+    return SafetensorsPart(places, read_saved_offsets(header, file.origin))

@@ -1,7 +1,7 @@
-"""The ``.metadata`` of a torch DCP checkpoint: what each tensor is, how it is cut, and where its pieces lie.
+"""Read the ``.metadata`` of a torch DCP checkpoint: its tensors, and the shapes and places of their pieces.
 
 The classes are those of ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py: _StorageInfo``, of torch 2.1
-to 2.13; nothing of torch is imported, and nothing that the pickle names is called.
+to 2.13. torch is not imported, and the pickle calls nothing.
 """
 
 from __future__ import annotations
@@ -18,59 +18,59 @@ import numpy as np
 from xrank.errors import XrankError
 from xrank.formats.dcp_metadata_pickle import ChunkRun, EntryRun, EntryTable, MetadataMachine
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.pickle_reader import ran
-from xrank.formats.regular_file import Origin, open_regular, shown
+from xrank.formats.pickle_reader import run_machine
+from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.layout.nest_table import IntArray
 
 __all__ = ["MAX_METADATA_NBYTES", "DcpMetadata", "DcpTensor", "read_metadata"]
 
 MAX_METADATA_NBYTES = 1 << 32
-"""Bytes of ``.metadata`` that are read at all; a piece of a tensor takes about 200."""
+"""Largest ``.metadata`` that is read, in bytes; a piece of a tensor takes about 200."""
 
 _MAX_EXTENT = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DcpTensor:
-    """One tensor and the n pieces it was saved in, by rising offsets; those without an element are left out."""
+    """One tensor and its n saved pieces, sorted by offsets, without empty pieces."""
 
     name: str
-    """Flat, as torch joins the keys of nested dicts."""
+    """Flat name: torch joins the keys of nested dicts."""
     dtype: str
-    """Of torch, without the module: ``bfloat16``."""
+    """torch's name without the module: ``bfloat16``."""
     shape: tuple[int, ...]
     """Global shape, d dimensions."""
     offsets: IntArray
     """First index of each piece in each dimension, [n, d]."""
     sizes: IntArray
-    """[n, d]."""
+    """Size of each piece in each dimension, [n, d]."""
     file: IntArray
     """Index into `DcpMetadata.files`, [n]."""
     start: IntArray
-    """First byte of the item in its file."""
+    """First byte of each item in its file, [n]."""
     nbytes: IntArray
-    """Of the item, which is more than the piece: a whole ``torch.save`` archive, or what a transform made of it."""
+    """Bytes of each item, [n]; more than the piece's, because an item is a whole ``torch.save`` archive."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DcpMetadata:
-    """What a ``.metadata`` says; every number in it fits 64 bits and is not negative."""
+    """The content of a ``.metadata``; all numbers in it are counts of at most 63 bits."""
 
     path: str
     status: os.stat_result
     version: str | None
-    """Of the format, where it was written (torch 2.7 on)."""
+    """Version of the format; None before torch 2.7."""
     files: tuple[str, ...]
-    """Relative paths that its entries name, unchecked."""
+    """Relative paths in its entries, unchecked."""
     ends: IntArray
-    """One past the last byte of each file's last item, those left out included."""
+    """The byte after each file's last item, empty pieces included."""
     tensors: Mapping[str, DcpTensor]
     nbytes: int
-    """Of all items, those left out above included."""
+    """Bytes of all items, empty pieces included."""
     byte_items: Mapping[str, tuple[int, int, int]]
-    """What is no tensor, by flat name: index into `files`, first byte and bytes of its item."""
+    """Flat name of each value that is not a tensor -> (index into `files`, first byte, bytes) of its item."""
     paths: Mapping[str, tuple[str | int, ...]] | None
-    """Flat name -> the keys of the nested dicts that lead to it (``planner_data``); None where they are not told."""
+    """Flat name -> the keys of the nested dicts that lead to it (``planner_data``); None if they are not recorded."""
 
 
 def read_metadata(path: str) -> DcpMetadata:
@@ -79,8 +79,8 @@ def read_metadata(path: str) -> DcpMetadata:
     Raises:
         IncompleteError: there is no such file.
         CorruptError: it is damaged, or its parts contradict each other.
-        UnsafeError: it asks for what only code can do.
-        UsageError: its pieces went through a transform (compression) or are sparse.
+        UnsafeError: it needs code to run.
+        UsageError: its pieces are sparse, or a transform (compression) changed them.
     """
     with open_regular(path) as file:
         origin = file.origin
@@ -89,10 +89,10 @@ def read_metadata(path: str) -> DcpMetadata:
         if file.nbytes == 0:
             raise origin.corrupt("is empty", got="0 bytes", want="the pickled metadata of a checkpoint")
         status = file.status
-        with _without_collector():
+        with _pause_collector():
             machine = MetadataMachine(file.read(0, file.nbytes), origin)
-            value = ran(machine)
-            # Some hundred MB for a million pieces, none of which the arrays need.
+            value = run_machine(machine)
+            # The memo takes some hundred MB for a million pieces, and the arrays do not need it.
             machine.forget()
             try:
                 return _Metadata(machine, origin).read(value, path, status)
@@ -103,8 +103,8 @@ def read_metadata(path: str) -> DcpMetadata:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keep Python from looking for cycles among millions of objects that have none: it takes twice the time."""
+def _pause_collector() -> Iterator[None]:
+    """Stop the search for cycles among millions of objects without any, which doubles the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -115,7 +115,7 @@ def _without_collector() -> Iterator[None]:
 
 
 class _Metadata:
-    """Makes arrays of what the machine left."""
+    """Makes arrays from the tables and values of the machine."""
 
     def __init__(self, machine: MetadataMachine, origin: Origin) -> None:
         self.machine = machine
@@ -136,7 +136,7 @@ class _Metadata:
         tensors = {}
         for name, item in listed.items():
             if not isinstance(name, str):
-                raise self.origin.corrupt("a tensor's name is no text", got=type(name).__name__)
+                raise self.origin.corrupt("a tensor's name is not a text", got=type(name).__name__)
             if isinstance(item, InertRecord) and item.name == "BytesStorageMetadata":
                 if name not in self.byte_items:
                     raise self.corrupt(name, "is listed, but stored nowhere")
@@ -159,8 +159,8 @@ class _Metadata:
             self.paths(state.get("planner_data"), listed),
         )
 
-    def corrupt(self, name: str, what: str, *, got: str | None = None, want: str | None = None) -> XrankError:
-        error = self.origin.corrupt(f"{shown(name)[1:-1]} {what}", got=got, want=want)
+    def corrupt(self, name: str, problem: str, *, got: str | None = None, want: str | None = None) -> XrankError:
+        error = self.origin.corrupt(f"{quote(name)[1:-1]} {problem}", got=got, want=want)
         error.about(tensor=name)
         return error
 
@@ -168,13 +168,13 @@ class _Metadata:
         """Return the fields of an instance of that class."""
         state = value.state if isinstance(value, InertRecord) and value.name == kind and value.args == () else None
         if not isinstance(state, dict):
-            raise self.origin.corrupt("the pickle holds something else than it should", want=f"a {kind}")
+            raise self.origin.corrupt("the pickle holds an unexpected value", want=f"a {kind}")
         return state
 
     # ---- where pieces are stored
 
     def take_entries(self, stored: dict[object, object]) -> None:
-        """Bring the entries that were read one by one to the others."""
+        """Add the entries that the plain machine read to the tables of matched entries."""
         num_matched = 0
         for index, info in stored.items():
             if isinstance(index, EntryRun):
@@ -187,8 +187,8 @@ class _Metadata:
                 raise self.origin.corrupt("an entry of storage lacks its name or its file")
             if place.get("transform_descriptors"):
                 raise self.origin.usage(
-                    f"{shown(name)[1:-1]} was stored through a transform",
-                    got=shown(str(place["transform_descriptors"])),
+                    f"{quote(name)[1:-1]} was stored through a transform",
+                    got=quote(str(place["transform_descriptors"])),
                     want="plain bytes",
                     next_step="save the checkpoint again without extensions",
                 )
@@ -206,10 +206,10 @@ class _Metadata:
             table.offsets += np.array(low, dtype=np.int64).tobytes()
             table.places.extend((file, first, size))
         if num_matched != self.machine.num_matched_entries:
-            raise self.origin.corrupt("entries of storage stand where none should")
+            raise self.origin.corrupt("entries of storage are in a wrong place")
 
     def ends(self) -> IntArray:
-        """Return how long each file must be to hold its items."""
+        """Return the length that each file must have to hold its items."""
         ends = np.zeros(len(self.machine.files), dtype=np.int64)
         for table in self.machine.tables.values():
             file, start, nbytes = np.frombuffer(table.places, dtype=np.int64).reshape(-1, 3).T
@@ -220,12 +220,12 @@ class _Metadata:
 
     def count(self, value: object, name: str) -> int:
         if type(value) is not int or not 0 <= value <= _MAX_EXTENT:
-            raise self.corrupt(name, "has an offset or a length that is no count")
+            raise self.corrupt(name, "has an offset or a length that is not a count")
         return value
 
     def counts(self, value: object, name: str) -> tuple[int, ...]:
         if not isinstance(value, tuple):
-            raise self.corrupt(name, "has offsets or sizes that are no tuple", got=type(value).__name__)
+            raise self.corrupt(name, "has offsets or sizes that are not a tuple", got=type(value).__name__)
         return tuple(self.count(part, name) for part in value)
 
     # ---- tensors
@@ -239,7 +239,7 @@ class _Metadata:
             raise self.corrupt(name, "is stored in pieces of another number of dimensions than it has")
         places = np.frombuffer(table.places, dtype=np.int64).reshape(-1, 3)
         stored = np.frombuffer(table.offsets, dtype=np.int64).reshape(len(places), len(shape))
-        order = _by_offset(stored)
+        order = _sort_by_offset(stored)
         stored, places = stored[order], places[order]
         if len(stored) != len(offsets) or not np.array_equal(stored, offsets):
             raise self.mismatch(name, offsets, stored)
@@ -255,7 +255,7 @@ class _Metadata:
         )
 
     def chunks(self, name: str, listed: object, num_dims: int) -> tuple[IntArray, IntArray]:
-        """Return offsets and sizes [n, d] by rising offsets, each once."""
+        """Return offsets and sizes [n, d], sorted by offsets, without repeats."""
         if not isinstance(listed, list):
             raise self.corrupt(name, "has no list of pieces")
         lows, extents = bytearray(), bytearray()
@@ -274,9 +274,9 @@ class _Metadata:
                 into += np.array(values, dtype=np.int64).tobytes()
         num_chunks = sum(item.count if isinstance(item, ChunkRun) else 1 for item in listed)
         offsets, sizes = (np.frombuffer(raw, dtype=np.int64).reshape(num_chunks, num_dims) for raw in (lows, extents))
-        order = _by_offset(offsets)
+        order = _sort_by_offset(offsets)
         offsets, sizes = offsets[order], sizes[order]
-        # Replicas that were not left out at saving are listed more than once, and stored once.
+        # Replicas that were not deduplicated at saving are listed several times, and stored once.
         is_again = np.zeros(num_chunks, dtype=bool)
         is_again[1:] = (offsets[1:] == offsets[:-1]).all(axis=1) & (sizes[1:] == sizes[:-1]).all(axis=1)
         return offsets[~is_again], sizes[~is_again]
@@ -305,24 +305,28 @@ class _Metadata:
         strided = isinstance(layout, InertRecord) and layout.args == ("torch.strided",)
         if not strided:
             raise self.origin.usage(
-                f"{shown(name)[1:-1]} is no dense tensor", want="torch.strided", next_step="save it as a dense tensor"
+                f"{quote(name)[1:-1]} is not a dense tensor",
+                want="torch.strided",
+                next_step="save it as a dense tensor",
             )
         return dtype
 
     # ---- nesting
 
-    def paths(self, told: object, listed: Mapping[object, object]) -> Mapping[str, tuple[str | int, ...]] | None:
-        # default_planner.py keeps what _flatten_state_dict.py: flatten_state_dict returns; other planners their own.
-        if not isinstance(told, dict) or 2 * sum(type(path) is tuple for path in told.values()) <= len(told):
+    def paths(self, recorded: object, listed: Mapping[object, object]) -> Mapping[str, tuple[str | int, ...]] | None:
+        # default_planner.py records the result of _flatten_state_dict.py: flatten_state_dict; other planners their own.
+        if not isinstance(recorded, dict) or 2 * sum(type(path) is tuple for path in recorded.values()) <= len(
+            recorded
+        ):
             return None
         found: dict[str, tuple[str | int, ...]] = {}
-        for name, path in told.items():
+        for name, path in recorded.items():
             if not isinstance(name, str) or not isinstance(path, tuple) or not path:
-                raise self.origin.corrupt("the nested state has a key that is no text, or leads nowhere")
+                raise self.origin.corrupt("the nested state has a key that is not a text, or an empty path")
             if not all(type(key) in (str, int) for key in path):
                 raise self.corrupt(name, "has a key that is neither a text nor a number")
             if ".".join(map(str, path)) != name:
-                raise self.corrupt(name, "has another name than its keys say", got=shown(".".join(map(str, path))))
+                raise self.corrupt(name, "has a name that differs from its keys", got=quote(".".join(map(str, path))))
             found[name] = path
         for name in listed:
             if name not in found:
@@ -330,8 +334,8 @@ class _Metadata:
         return MappingProxyType(found)
 
 
-def _by_offset(offsets: IntArray) -> IntArray:
-    """Return the order of rows [n, d] by their columns, the first column first."""
+def _sort_by_offset(offsets: IntArray) -> IntArray:
+    """Return the order that sorts rows [n, d] by their columns, the first column first."""
     if offsets.shape[1] == 0:
         return np.arange(len(offsets))
     return np.lexsort(offsets.T[::-1])

@@ -1,12 +1,12 @@
-"""The pickle of a torch DCP ``.metadata``, read at a few microseconds and some bytes an entry.
+"""Read the pickle of a torch DCP ``.metadata`` at a few microseconds and some bytes per entry.
 
 A checkpoint of 1,000 tensors by 1,024 ranks has a million ``ChunkStorageMetadata`` and as many pairs of
-``MetadataIndex`` and ``_StorageInfo``. Each is the same thirty opcodes around a few numbers, so each is taken in one
-match of a regular expression, made from the first of its kind, which the plain machine reads opcode by opcode; the
-numbers go into arrays and nothing else is kept. What does not match, the plain machine reads.
+``MetadataIndex`` and ``_StorageInfo``. Each is the same thirty opcodes around a few numbers. The plain machine reads
+the first of a kind opcode by opcode, and a regular expression made from it matches each of the others at once. Only
+their numbers are kept, in arrays. The plain machine also reads everything that does not match.
 
-A pickle may refer back to any value it memoized. Matched stretches keep only where they are and which numbers the memo
-gave them: the one that a reference asks for is read once more, opcode by opcode.
+A pickle may refer back to any value that it memoized. For a matched stretch, the memo keeps its range of bytes and its
+memo numbers; if a reference needs one of them, the stretch is read again, opcode by opcode.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from xrank.formats.dcp_metadata_templates import (
     NUM_FIXED_MEMOS,
     Matcher,
     chunk_matcher,
-    count_of,
     entry_matcher,
-    packed_tuple,
+    pack_tuple,
+    parse_count,
 )
 from xrank.formats.inert_record import InertRecord
 from xrank.formats.pickle_reader import STEPS, STOP, PickleMachine
@@ -34,24 +34,24 @@ __all__ = ["ChunkRun", "EntryRun", "EntryTable", "MetadataMachine"]
 _MAX_PACKED = 1 << 16
 _MAX_LEARNED = 16
 
-_GETS = (0x68, 0x6A)  # BINGET, LONG_BINGET: how every entry but the first of its kind begins
+_GETS = (0x68, 0x6A)  # BINGET, LONG_BINGET: the first opcode of every entry except the first of its kind
 
 
 class ChunkRun:
-    """Consecutive chunks of one tensor; in the place where a list would have them one by one."""
+    """Consecutive chunks of one tensor; stands for them in a list."""
 
     __slots__ = ("count", "offsets", "sizes", "width")
 
     def __init__(self, width: int) -> None:
         self.width = width
-        """Bytes of one chunk's offsets: 8 a dimension."""
+        """Bytes of one chunk's offsets: 8 per dimension."""
         self.offsets = bytearray()
         self.sizes = bytearray()
         self.count = 0
 
 
 class EntryRun:
-    """Stands in a dict for consecutive pairs of an index and a place, which are in the machine's tables."""
+    """Consecutive pairs of an index and a place, kept in the machine's tables; stands for them in a dict."""
 
     __slots__ = ("count",)
 
@@ -60,20 +60,20 @@ class EntryRun:
 
 
 class EntryTable:
-    """Where the pieces of one tensor are stored."""
+    """The places of the stored pieces of one tensor."""
 
     __slots__ = ("offsets", "places", "width")
 
     def __init__(self, width: int) -> None:
         self.width = width
-        """Bytes of one piece's offsets: 8 a dimension."""
+        """Bytes of one piece's offsets: 8 per dimension."""
         self.offsets = bytearray()
         self.places = array("q")
-        """For each piece the number of its file, its first byte and its length."""
+        """For each piece the number of its file, its first byte and its length in bytes."""
 
 
 class MetadataMachine(PickleMachine):
-    """The machine of `xrank.formats.pickle_reader`, which takes chunks and entries of storage whole."""
+    """The machine of `xrank.formats.pickle_reader` that reads chunks and entries of storage in one step each."""
 
     def __init__(self, data: bytes, origin: Origin) -> None:
         builders = {**PLAIN_BUILDERS, ("torch", "Size"): _size}
@@ -81,9 +81,9 @@ class MetadataMachine(PickleMachine):
         self._memo = _Memo(self)
         self.memo = self._memo
         self.files: dict[str, int] = {}
-        """Relative path -> number, in the order of their first mention."""
+        """Relative path -> number, in the order of first use."""
         self.tables: dict[str, EntryTable] = {}
-        """By the tensor's flat name."""
+        """Flat name of a tensor -> its entries."""
         self.num_matched_entries = 0
         self._match_chunk: Matcher | None = None
         self._match_entry: Matcher | None = None
@@ -93,7 +93,7 @@ class MetadataMachine(PickleMachine):
         self._paths: dict[bytes, int] = {}
 
     def run(self) -> object:
-        """Return the value that the pickle leaves."""
+        """Return the value of the pickle."""
         data, steps = self.data, _STEPS
         # Every step takes at least one byte, so the length bounds their number.
         while True:
@@ -110,7 +110,7 @@ class MetadataMachine(PickleMachine):
                 raise self.refusal(opcode)
 
     def forget(self) -> None:
-        """Give back all but the tables, when `run` has returned."""
+        """Free all memory except the tables, after `run`."""
         self.data = b""
         self.memo = {}
         self._memo = _Memo(self)
@@ -119,7 +119,7 @@ class MetadataMachine(PickleMachine):
         self._match_chunk = self._match_entry = None
 
     def replay(self, start: int, end: int) -> None:
-        """Run that stretch again, for the sake of what it memoizes."""
+        """Run a stretch again to restore its memo values."""
         kept = self.at, self.stack, self.marks
         self.at, self.stack, self.marks = start, [], []
         while self.at < end:
@@ -152,14 +152,14 @@ class MetadataMachine(PickleMachine):
             run.offsets += low
             run.sizes += extents
             run.count += 1
-            # A tuple that is not empty is memoized itself, too.
+            # A non-empty tuple is memoized, too.
             skip(found.span(), NUM_FIXED_MEMOS + (offsets != b")") + (sizes != b")"))
             self.at = found.end()
             found = match(data, self.at)
         return True
 
     def append_one(self) -> None:
-        """Append one item; a run is one only if it has one chunk."""
+        """Append one item; a run must have exactly one chunk."""
         item = self.stack.pop()
         if isinstance(item, ChunkRun) and item.count != 1:
             raise ValueError("several chunks appended as one")
@@ -188,7 +188,7 @@ class MetadataMachine(PickleMachine):
             if file is None:
                 file = self._file(path)
             table.offsets += low
-            table.places.extend((file, count_of(start), count_of(nbytes)))
+            table.places.extend((file, parse_count(start), parse_count(nbytes)))
             run.count += 1
             skip(found.span(), NUM_FIXED_MEMOS + (offsets != b")") + (name[0] == 0x8C) + (path[0] == 0x8C))
             self.at = found.end()
@@ -196,7 +196,7 @@ class MetadataMachine(PickleMachine):
         return True
 
     def set_items(self, items: list[object]) -> None:
-        """Set pairs; a run of entries stands for pairs of its own."""
+        """Set pairs; a run of entries stands for several pairs."""
         if any(type(item) is EntryRun for item in items):
             target = self.stack[-1]
             if type(target) is not dict:
@@ -214,7 +214,7 @@ class MetadataMachine(PickleMachine):
         super().set_items(items)
 
     def set_item(self) -> None:
-        """Set one pair, which may be a run of one."""
+        """Set one pair, which may be a run of one pair."""
         top = self.stack[-1]
         if isinstance(top, EntryRun):
             if top.count != 1:
@@ -228,7 +228,7 @@ class MetadataMachine(PickleMachine):
         table = self.tables.get(name)
         if table is None:
             table = self.tables[name] = EntryTable(width)
-        if raw[0] == 0x8C:  # the same text comes again from every rank; a reference hardly ever does
+        if raw[0] == 0x8C:  # every rank writes the same texts again; a reference rarely repeats
             self._names[raw] = table
         return table
 
@@ -244,13 +244,13 @@ class MetadataMachine(PickleMachine):
         else:
             text = self.memo[int.from_bytes(raw[1:], "little")]
         if not isinstance(text, str):
-            raise TypeError("a name that is no text")
+            raise TypeError("a name that is not a text")
         return text
 
     # ---- templates
 
     def build(self) -> None:
-        """Set a state, and learn from the first of each kind how the others look."""
+        """Set a state; after the first object of each kind, make the matcher of the others."""
         super().build()
         target = self.stack[-1]
         if type(target) is InertRecord and self._num_learned < _MAX_LEARNED:
@@ -262,8 +262,8 @@ class MetadataMachine(PickleMachine):
                 self._match_entry = entry_matcher(self.memo)
 
     def _pack(self, raw: bytes) -> bytes:
-        """Return the integers of a tuple as int64, one after the other."""
-        packed = packed_tuple(raw)
+        """Return the integers of a tuple as consecutive int64."""
+        packed = pack_tuple(raw)
         if len(self._packed) >= _MAX_PACKED:
             self._packed.clear()
         self._packed[raw] = packed
@@ -275,27 +275,27 @@ def _size(args: tuple[object, ...]) -> object:
 
 
 class _Memo(dict[int, object]):
-    """The memo, of which matched stretches are filled in only when a reference asks for them."""
+    """The memo; values of matched stretches are restored only when a reference needs them."""
 
     def __init__(self, machine: MetadataMachine) -> None:
         super().__init__()
         self._machine = machine
         self._count = 0
-        # Of each stretch its first number, how many it has, and where in the pickle it begins and ends.
+        # For each stretch: its first memo number, its count of numbers, and its first and last byte in the pickle.
         self._firsts, self._counts, self._spans = array("q"), bytearray(), array("q")
 
     def __len__(self) -> int:
         return self._count
 
     def __setitem__(self, number: int, value: object) -> None:
-        # Pickle numbers in order (Modules/_pickle.c: memo_put); a template would be wrong if a number changed hands.
+        # Pickle numbers in order (Modules/_pickle.c: memo_put); a matcher refers to values by number.
         if number != self._count:
             raise ValueError(f"memo number {number} after {self._count}")
         super().__setitem__(number, value)
         self._count += 1
 
     def skip(self, span: tuple[int, int], count: int) -> None:
-        """Leave out the numbers that a stretch would take."""
+        """Reserve the memo numbers of a matched stretch."""
         self._firsts.append(self._count)
         self._counts.append(count)
         self._spans.extend(span)

@@ -1,7 +1,7 @@
-"""How chunks and entries of storage look in the pickle of a ``.metadata``, as regular expressions over its opcodes.
+"""Regular expressions over opcodes for the chunks and entries of storage in the pickle of a ``.metadata``.
 
-The pickler writes each alike, but for its numbers and for texts that come from another rank; classes and the names of
-fields it writes once and then refers to by their numbers in the memo.
+The pickler writes all of a kind alike, except for numbers and for texts from another rank. It writes classes and names
+of fields once, and later refers to them by their numbers in the memo.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TypeAlias
 
 from xrank.formats.inert_record import InertRecord
 
-__all__ = ["NUM_FIXED_MEMOS", "Matcher", "chunk_matcher", "count_of", "entry_matcher", "packed_tuple"]
+__all__ = ["NUM_FIXED_MEMOS", "Matcher", "chunk_matcher", "entry_matcher", "pack_tuple", "parse_count"]
 
 Matcher: TypeAlias = Callable[[bytes, int], "re.Match[bytes] | None"]
-"""Matches at a place in a pickle; its groups are as the function says that makes it."""
+"""Matches at a byte of a pickle; the functions that make matchers define its groups."""
 
 NUM_FIXED_MEMOS = 6
-"""Values that either kind memoizes, always: an instance and its state and two Sizes with the tuples of their arguments;
-or two instances and their states and one Size with its. A tuple with numbers, and a text in full, are one more each."""
+"""Number of memo values in every object of either kind: one instance, its state, and two Sizes with their argument
+tuples; or two instances, their states, and one Size with its tuple. A tuple with numbers and a full text add one."""
 
 _METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 
@@ -32,7 +32,7 @@ _SIZE = rb"(\)|\(?" + _COUNT + rb"+[\x85\x86\x87t]\x94)\x85\x94R\x94"
 # BINGET, LONG_BINGET, SHORT_BINUNICODE and MEMOIZE
 _TEXT = rb"(h.|j....|\x8c.[^\x94]*\x94)"
 _INDEX = rb"(?:N|K.|M..|J....)"
-_MADE = rb"\)\x81\x94\}\x94\("  # an empty instance, and its state begun
+_MADE = rb"\)\x81\x94\}\x94\("  # an empty instance, and the start of its state
 _SET = rb"ub"
 
 _NBYTES = {0x4B: 2, 0x4D: 3, 0x4A: 5}  # of BININT1, BININT2 and BININT, with their opcodes
@@ -42,10 +42,10 @@ _Part: TypeAlias = bytes | str | tuple[str, str]
 
 
 def chunk_matcher(memo: Mapping[int, object]) -> Matcher | None:
-    """Return what matches a ``ChunkStorageMetadata``: its offsets and its sizes, as tuples.
+    """Return the matcher of a ``ChunkStorageMetadata``; its groups are the tuples of offsets and sizes.
 
     Args:
-        memo: of a machine that has just read one; None is returned where that was of another kind.
+        memo: the memo of a machine that has just read one; None is returned if the object had another form.
     """
     size = ("torch", "Size")
     return _matcher(
@@ -54,10 +54,10 @@ def chunk_matcher(memo: Mapping[int, object]) -> Matcher | None:
 
 
 def entry_matcher(memo: Mapping[int, object]) -> Matcher | None:
-    """Return what matches a ``MetadataIndex`` and its ``_StorageInfo``: name, offsets, path, first byte and length.
+    """Return the matcher of a ``MetadataIndex`` and its ``_StorageInfo``: name, offsets, path, first byte, length.
 
     Args:
-        memo: of a machine that has just read one; None is returned where that was of another kind.
+        memo: the memo of a machine that has just read one; None is returned if the object had another form.
     """
     index = (
         (_METADATA, "MetadataIndex"),
@@ -76,7 +76,7 @@ def entry_matcher(memo: Mapping[int, object]) -> Matcher | None:
 
 
 def _matcher(memo: Mapping[int, object], *parts: _Part) -> Matcher | None:
-    """Return what matches these parts, a text or a class as the reference to where the memo has it."""
+    """Return the matcher of these parts; a text or a class stands for the reference to its memo number."""
     numbers: dict[object, int] = {}
     for number, value in memo.items():
         if isinstance(value, str):
@@ -96,11 +96,11 @@ def _matcher(memo: Mapping[int, object], *parts: _Part) -> Matcher | None:
     return re.compile(pattern, re.DOTALL).match
 
 
-def packed_tuple(raw: bytes) -> bytes:
-    """Return the integers of a matched tuple as int64, one after the other.
+def pack_tuple(raw: bytes) -> bytes:
+    """Return the integers of a matched tuple as consecutive int64.
 
     Raises:
-        ValueError: one is negative, or the opcodes make no tuple.
+        ValueError: an integer is negative, or the opcodes do not form a tuple.
     """
     if raw == b")":
         return b""
@@ -109,14 +109,14 @@ def packed_tuple(raw: bytes) -> bytes:
     at, end = int(marked), len(raw) - 2  # the opcode of the tuple and that of its memo
     while at < end:
         nbytes = 2 + raw[at + 1] if raw[at] == 0x8A else _NBYTES[raw[at]]
-        values.append(count_of(raw[at : at + nbytes]))
+        values.append(parse_count(raw[at : at + nbytes]))
         at += nbytes
     if _ARITIES.get(raw[end]) != (None if marked else len(values)):
         raise ValueError("a tuple takes more or fewer values than there are")
     return struct.pack(f"<{len(values)}q", *values)
 
 
-def count_of(raw: bytes) -> int:
+def parse_count(raw: bytes) -> int:
     """Return the value of a matched integer.
 
     Raises:

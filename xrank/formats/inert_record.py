@@ -1,45 +1,45 @@
-"""What a pickle asked for and did not get: a class or a call, kept as data that does nothing."""
+"""Inert records: the classes and calls of a pickle, kept as data and never imported or called."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from xrank.formats.regular_file import Origin, shown
+from xrank.formats.regular_file import Origin, quote
 
-__all__ = ["MAX_DEPTH", "InertRecord", "check_tree", "nested_class", "refuse_inert"]
+__all__ = ["MAX_DEPTH", "InertRecord", "build_nested_class", "check_tree", "refuse_inert"]
 
 MAX_DEPTH = 200
-"""Containers inside each other that a state may have; callers may therefore walk it by plain recursion."""
+"""Largest nesting depth of a state, so callers can walk it by plain recursion."""
 
 
 @dataclass(eq=False, slots=True, repr=False)
 class InertRecord:
-    """A class or function named by a pickle, or an object it would have made; nothing was imported or called.
+    """A class or function that a pickle names, or an object that it would have made; nothing was imported or called.
 
-    It is mutable because a pickle fills an object after naming it. Equality is identity, so that it may be a key.
+    It is mutable because a pickle fills an object after naming it. Equality is identity, so it can be a key.
     """
 
     module: str
     name: str
     args: tuple[object, ...] | None = None
-    """What it would have been called with; None: the class or function itself."""
+    """Arguments of the call; None for the class or function itself."""
     kwargs: dict[str, object] = field(default_factory=dict)
     state: object = None
-    """What ``__setstate__`` or ``__dict__`` would have received."""
+    """The state for ``__setstate__`` or ``__dict__``."""
     items: list[object] = field(default_factory=list)
-    """What would have been appended or added, or the (key, value) pairs that would have been set."""
+    """The appended or added items, or the (key, value) pairs to set."""
 
     def __repr__(self) -> str:
-        # Never the contents: they may be deep, or hold the record itself.
+        # Without the contents, which may be deep or contain the record itself.
         return f"<inert {self.module}.{self.name}{'' if self.args is None else '(...)'}>"
 
 
-def nested_class(args: tuple[object, ...]) -> object:
-    """Return the record of a class within another one, from the arguments of a ``getattr``; or NotImplemented.
+def build_nested_class(args: tuple[object, ...]) -> object:
+    """Return the record of a nested class from the arguments of a ``getattr``; or NotImplemented.
 
-    Protocol 2 can name it in no other way (Lib/pickle.py: save_global). torch saves objects of one such class, and no
-    other name is taken.
+    Protocol 2 has no other way to name it (Lib/pickle.py: save_global). torch saves objects of one such class; other
+    names are not accepted.
     """
     match args:
         case (InertRecord(module=module, name="ShardedTensor" as name, args=None), "ProcessGroupState" as inner) if (
@@ -50,10 +50,10 @@ def nested_class(args: tuple[object, ...]) -> object:
 
 
 def refuse_inert(value: object, path: str, rank: int | None = None) -> None:
-    """Raise if a tree holds anything but plain values and tensors.
+    """Raise an error unless a tree holds only plain values and tensors.
 
     Raises:
-        UnsafeError: names the first class or function found, and the file.
+        UnsafeError: there is a class or function; the error names the first one and the file.
     """
     seen: set[int] = set()
     waiting = [value]
@@ -62,8 +62,8 @@ def refuse_inert(value: object, path: str, rank: int | None = None) -> None:
         if isinstance(node, InertRecord):
             origin = Origin(path, rank)
             raise origin.unsafe(
-                f"holds an object that only running code can make: {shown(f'{node.module}.{node.name}')}",
-                got=shown(f"{node.module}.{node.name}"),
+                f"holds an object that only running code can make: {quote(f'{node.module}.{node.name}')}",
+                got=quote(f"{node.module}.{node.name}"),
             )
         children = _children(node)
         if children is not None and id(node) not in seen:
@@ -72,18 +72,18 @@ def refuse_inert(value: object, path: str, rank: int | None = None) -> None:
 
 
 def check_tree(value: object, max_nodes: int, origin: Origin) -> None:
-    """Raise if walking a tree would not end, end late, or go too deep.
+    """Raise an error if a walk of the tree would be endless, too long or too deep.
 
-    A pickle may hold a list that contains itself, or 60 lists each of which holds the one before it twice: small in
-    memory, endless to walk. The contents of inert records are checked as trees of their own.
+    A pickle may hold a list that contains itself, or 60 lists that each hold the previous one twice: small in memory,
+    but endless to walk. The contents of inert records are checked as separate trees.
 
     Args:
         value: the tree.
-        max_nodes: how many nodes a walk that meets shared nodes again each time may visit.
-        origin: named by the errors.
+        max_nodes: largest number of nodes of the walk, which visits shared nodes again each time.
+        origin: the file, for errors.
 
     Raises:
-        CorruptError: too deep, or too many nodes.
+        CorruptError: the tree is too deep or has too many nodes.
     """
     sizes: dict[int, int] = {}
     records: set[int] = set()
@@ -100,7 +100,7 @@ def check_tree(value: object, max_nodes: int, origin: Origin) -> None:
                     roots += [child.args, child.kwargs, child.state, child.items]
                 known = sizes.get(id(child))
                 if known is None and _children(child) is not None:
-                    # A container inside itself ends here as well: its size is never known while it is open.
+                    # A container inside itself also ends here: its size stays unknown while it is open.
                     if len(path) >= MAX_DEPTH:
                         raise origin.corrupt(
                             "the pickled state is nested too deep, or holds itself", want=f"at most {MAX_DEPTH} levels"
@@ -119,7 +119,7 @@ def check_tree(value: object, max_nodes: int, origin: Origin) -> None:
 
 
 class _Visit:
-    """A container whose children are being counted."""
+    """A container whose nodes are being counted."""
 
     __slots__ = ("children", "node", "size")
 
@@ -130,7 +130,7 @@ class _Visit:
 
 
 def _children(node: object) -> Iterable[object] | None:
-    """Return what a container holds, keys before values; None for a leaf."""
+    """Return the items of a container, of a dict keys and values; None for a leaf."""
     if isinstance(node, dict):
         return [part for pair in node.items() for part in pair]
     if isinstance(node, (list, tuple, set, frozenset)):

@@ -1,14 +1,14 @@
-"""Reads a pickle as data: plain values are built, everything else becomes a record, and nothing is ever called.
+"""Read a pickle as data: plain values are built, everything else becomes a record, and nothing is called.
 
-This is an interpreter of its own and no ``pickle.Unpickler``, for three reasons seen in CPython 3.11's: a LONG_BINPUT
-makes it allocate whatever memo index a file names (python/cpython#115952), it hashes nested tuples by unbounded C
-recursion, and its BUILD sets attributes on whatever it meets. Here no callable ever reaches the stack.
+This is a separate interpreter instead of ``pickle.Unpickler``, for three reasons in CPython 3.11: LONG_BINPUT allocates
+any memo index that a file names (python/cpython#115952), nested tuples are hashed by unbounded C recursion, and BUILD
+sets attributes on any object. Here no callable ever reaches the stack.
 
-It takes the opcodes that protocols 2 to 5 write (``Lib/pickletools.py``); the text opcodes, INST, OBJ and the copyreg
-extensions are refused, as ``torch/_weights_only_unpickler.py`` does.
+It accepts the opcodes that protocols 2 to 5 write (``Lib/pickletools.py``); the text opcodes, INST, OBJ and the copyreg
+extensions are refused, as in ``torch/_weights_only_unpickler.py``.
 """
 
-# ruff: noqa: D102 (a method of the machine does what `pickletools.opcodes` says of its opcode)
+# ruff: noqa: D102 (`pickletools.opcodes` documents the opcode of each method)
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from collections.abc import Callable, Mapping
 from xrank.errors import XrankError
 from xrank.formats.inert_record import InertRecord, check_tree
 from xrank.formats.plain_values import PLAIN_BUILDERS, Builder, check_key
-from xrank.formats.regular_file import Origin, shown
+from xrank.formats.regular_file import Origin, quote
 
-__all__ = ["MAX_OPCODES", "MAX_PICKLE_NBYTES", "STEPS", "STOP", "PickleMachine", "ran", "read_pickle"]
+__all__ = ["MAX_OPCODES", "MAX_PICKLE_NBYTES", "STEPS", "STOP", "PickleMachine", "read_pickle", "run_machine"]
 
 MAX_PICKLE_NBYTES = 1 << 29
-"""Bytes of pickle that are read at all; a tensor takes about 150."""
+"""Largest pickle that is read, in bytes; a tensor takes about 150."""
 MAX_OPCODES = 20_000_000
-"""Steps taken before a pickle is refused; a tensor takes about 50."""
+"""Largest number of opcodes of a pickle; a tensor takes about 50."""
 
 _MAX_INTEGER_NBYTES = 256
 
@@ -40,46 +40,47 @@ def read_pickle(
     load_global: Callable[[str, str], object] = InertRecord,
     load_persistent: Callable[[object], object] | None = None,
 ) -> object:
-    """Return the value a pickle describes; classes and calls it names are inert records.
+    """Return the value of a pickle; its classes and calls are inert records.
 
     Args:
-        data: the whole pickle, nothing before or after it.
-        origin: named by the errors.
-        builders: the calls, by module and name, that make a value instead of a record.
-        load_global: returns what a bare name stands for; the default keeps every one inert.
-        load_persistent: returns what a persistent id stands for; None: there must be none.
+        data: exactly the bytes of the pickle.
+        origin: the file, for errors.
+        builders: (module, name) of a call -> the function that builds its value.
+        load_global: returns the value of a global name; the default keeps all names inert.
+        load_persistent: returns the value of a persistent id; None: persistent ids are refused.
 
     Raises:
         CorruptError: the pickle is damaged, too long or too deep.
-        UnsafeError: it uses an opcode or a call that only code needs.
+        UnsafeError: it uses an opcode or a call that needs code to run.
     """
     if len(data) > MAX_PICKLE_NBYTES:
         raise origin.corrupt("the pickle is too long", got=f"{len(data)} bytes", want=f"{MAX_PICKLE_NBYTES} at most")
-    value = ran(PickleMachine(data, origin, builders, load_global, load_persistent))
+    value = run_machine(PickleMachine(data, origin, builders, load_global, load_persistent))
     check_tree(value, 1_000_000 + 4 * len(data), origin)
     return value
 
 
-def ran(machine: PickleMachine) -> object:
-    """Return what a machine leaves on its stack.
+def run_machine(machine: PickleMachine) -> object:
+    """Run a machine and return its value.
 
     Raises:
         CorruptError: the pickle is damaged, or too long.
-        UnsafeError: it uses an opcode or a call that only code needs.
+        UnsafeError: it uses an opcode or a call that needs code to run.
     """
     try:
         return machine.run()
     except XrankError:
         raise
-    # Whatever a damaged pickle trips over (a pop from an empty stack, a text that is no UTF-8) means the same.
+    # Any other failure, such as a pop from an empty stack or a text that is not UTF-8, means a damaged pickle.
     except Exception as error:
         raise machine.origin.corrupt(
-            f"the pickle is damaged near its byte {machine.at}", got=f"{type(error).__name__}: {shown(str(error))}"
+            f"the pickle is damaged near its byte {machine.at}",
+            got=f"{type(error).__name__}: {quote(str(error))}",
         ) from error
 
 
 class PickleMachine:
-    """The pickle virtual machine over data alone: a stack, the stacks under its marks, and the memo."""
+    """The pickle virtual machine without code: a stack, the stacks below its marks, and the memo."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class PickleMachine:
         raise self.origin.corrupt("the pickle takes too many steps", want=f"at most {MAX_OPCODES}")
 
     def stop(self) -> object:
-        """Return the one value that is left."""
+        """Return the only value on the stack."""
         value = self.stack.pop()
         if self.stack or self.marks or self.at != len(self.data):
             raise ValueError("values or bytes left over")
@@ -128,9 +129,9 @@ class PickleMachine:
 
     def take(self, nbytes: int) -> bytes:
         end = self.at + nbytes
-        # Before the slice, so that a claimed length allocates nothing.
+        # Check before slicing, so a false length allocates nothing.
         if end > len(self.data):
-            raise EOFError(f"{shown(nbytes)} bytes wanted, {len(self.data) - self.at} left")
+            raise EOFError(f"{quote(nbytes)} bytes wanted, {len(self.data) - self.at} left")
         part = self.data[self.at : end]
         self.at = end
         return part
@@ -163,7 +164,7 @@ class PickleMachine:
 
     def push_long(self, length_nbytes: int) -> None:
         nbytes = self.take_int(length_nbytes)
-        # Larger integers cannot even be printed (sys.int_info.default_max_str_digits).
+        # Larger integers could not be printed (sys.int_info.default_max_str_digits).
         if nbytes > _MAX_INTEGER_NBYTES:
             raise ValueError(f"an integer of {nbytes} bytes")
         self.push(int.from_bytes(self.take(nbytes), "little", signed=True))
@@ -233,19 +234,19 @@ class PickleMachine:
     def push_stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise TypeError("a global's name is no text")
+            raise TypeError("a global's name is not a text")
         self.push(self.load_global(module, name))
 
     def call(self, kwargs: object = None) -> None:
         args, target = self.stack.pop(), self.stack.pop()
         if not isinstance(args, tuple):
-            raise TypeError("arguments that are no tuple")
+            raise TypeError("arguments that are not a tuple")
         if not isinstance(target, InertRecord):
             raise TypeError(f"call of {type(target).__name__}")
         if target.args is not None:
             raise self.origin.unsafe(
-                f"the pickle calls what {shown(f'{target.module}.{target.name}')} returns",
-                got=shown(f"{target.module}.{target.name}"),
+                f"the pickle calls the result of {quote(f'{target.module}.{target.name}')}",
+                got=quote(f"{target.module}.{target.name}"),
             )
         builder = self.builders.get((target.module, target.name))
         made = NotImplemented if builder is None or kwargs else builder(args)
@@ -262,8 +263,8 @@ class PickleMachine:
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, InertRecord) and target.state is None:
             target.state = state
-        # A state dict carries its modules' versions as an attribute, `_metadata` (torch/nn/modules/module.py:
-        # state_dict). Attributes of a dict are not data and could hide its methods: they are dropped.
+        # A state dict has the versions of its modules in an attribute, `_metadata` (torch/nn/modules/module.py:
+        # state_dict). Attributes of a dict are not data and could hide its methods, so they are dropped.
         elif type(target) is not OrderedDict:
             raise TypeError(f"set the state of {type(target).__name__}")
 
@@ -275,7 +276,7 @@ class PickleMachine:
 
 def _keyword_arguments(kwargs: object) -> dict[str, object]:
     if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
-        raise TypeError("keyword arguments that are no dict")
+        raise TypeError("keyword arguments that are not a dict")
     return kwargs
 
 
@@ -283,7 +284,7 @@ STOP = ord(".")
 _INT32 = struct.Struct("<i")
 _FLOAT = struct.Struct(">d")
 
-# One entry for each opcode that pickle's protocols 2 to 5 write, less the extension registry and out-of-band buffers.
+# All opcodes of pickle protocols 2 to 5, without the extension registry and out-of-band buffers.
 STEPS: dict[int, Callable[[PickleMachine], object]] = {
     ord(code): step
     for code, step in {
@@ -330,7 +331,7 @@ STEPS: dict[int, Callable[[PickleMachine], object]] = {
         "c": PickleMachine.push_global,
         "\x93": PickleMachine.push_stack_global,
         "R": PickleMachine.call,
-        "\x81": PickleMachine.call,  # NEWOBJ: to a record, making and calling are the same
+        "\x81": PickleMachine.call,  # NEWOBJ: for records the same as a call
         "\x92": PickleMachine.call_with_keywords,
         "b": PickleMachine.build,
         "Q": PickleMachine.push_persistent,

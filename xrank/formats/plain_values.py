@@ -1,4 +1,4 @@
-"""The calls by which a pickle makes plain values, redone from their arguments, and the keys a table may have."""
+"""Build the plain values that a pickle makes by calls, and check the keys of its tables."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["PLAIN_BUILDERS", "Builder", "check_key"]
 _MAX_KEY_NODES = 64
 
 Builder: TypeAlias = Callable[[tuple[object, ...]], object]
-"""Makes a plain value from the arguments of a call, or returns NotImplemented to leave the call an inert record."""
+"""Builds a plain value from the arguments of a call; NotImplemented keeps the call an inert record."""
 
 
-def _collection(kind: type) -> Builder:
+def _collection_builder(kind: type) -> Builder:
     def build(args: tuple[object, ...]) -> object:
         if len(args) > 1 or (args and not isinstance(args[0], (list, tuple))):
             return NotImplemented
@@ -28,24 +28,24 @@ def _collection(kind: type) -> Builder:
     return build
 
 
-def _ordered_dict(args: tuple[object, ...]) -> object:
+def _build_ordered_dict(args: tuple[object, ...]) -> object:
     if not args:
         return OrderedDict()
     return NotImplemented
 
 
-def _encode(args: tuple[object, ...]) -> object:
+def _build_bytes(args: tuple[object, ...]) -> object:
     # Protocol 2 writes bytes as _codecs.encode(text, "latin1") (Lib/pickle.py: save_bytes).
     if len(args) == 2 and isinstance(args[0], str) and args[1] == "latin1":
         return args[0].encode("latin1")
     return NotImplemented
 
 
-def _no_bytes(args: tuple[object, ...]) -> object:
+def _build_empty_bytes(args: tuple[object, ...]) -> object:
     return b"" if not args else NotImplemented
 
 
-def _complex(args: tuple[object, ...]) -> object:
+def _build_complex(args: tuple[object, ...]) -> object:
     match args:
         case (float(real), float(imaginary)):
             return complex(real, imaginary)
@@ -54,27 +54,27 @@ def _complex(args: tuple[object, ...]) -> object:
 
 # Protocol 2 writes Python 2's name of the builtins module (Lib/_compat_pickle.py).
 PLAIN_BUILDERS: Mapping[tuple[str, str], Builder] = {
-    ("collections", "OrderedDict"): _ordered_dict,
-    ("_codecs", "encode"): _encode,
+    ("collections", "OrderedDict"): _build_ordered_dict,
+    ("_codecs", "encode"): _build_bytes,
     **{
         (module, name): builder
         for module in ("builtins", "__builtin__")
         for name, builder in (
-            ("set", _collection(set)),
-            ("frozenset", _collection(frozenset)),
-            ("bytes", _no_bytes),
-            ("complex", _complex),
+            ("set", _collection_builder(set)),
+            ("frozenset", _collection_builder(frozenset)),
+            ("bytes", _build_empty_bytes),
+            ("complex", _build_complex),
         )
     },
 }
-"""The calls that make plain Python values."""
+"""(Module, name) of each call that makes a plain Python value -> its builder."""
 
 
 def check_key(key: object) -> None:
-    """Raise ValueError unless a key is cheap to hash and to compare.
+    """Raise ValueError if a key is expensive to hash or to compare.
 
-    C hashes nested tuples by unbounded recursion, walks shared parts again each time, and gives integers that differ
-    by a multiple of 2**61 - 1 one hash: each a way to make a small file take a process down.
+    CPython hashes nested tuples by unbounded recursion, visits shared parts each time, and gives integers that differ
+    by a multiple of 2**61 - 1 the same hash: each allows a small file to bring a process down.
     """
     waiting = [key]
     for _ in range(_MAX_KEY_NODES):

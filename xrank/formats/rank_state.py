@@ -1,8 +1,8 @@
-"""The schema of a rank's state: what one rank leaves in a workspace, and the record that says where it belongs.
+"""The schema of a rank's state file in a workspace, and of the record of its place in the run.
 
 The file is ``rank_<r>_state.pth``, a torch archive of ``{"config": dict, "weight": dict[str, Tensor], "xrank": text}``.
-``xrank`` is one JSON text, so that no reader has to unpickle anything of ours to trust it. States that NVIDIA ModelOpt
-writes (``modelopt/torch/export/distribute.py: NFSWorkspace``) have the same name and lack ``xrank``.
+``xrank`` is one JSON text, so readers can check it without unpickling. States of NVIDIA ModelOpt
+(``modelopt/torch/export/distribute.py: NFSWorkspace``) have the same file name and no ``xrank``.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ MeshRecord: TypeAlias = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 
 _KEYS = ["version", "run_id", "attempt", "step", "rank", "world_size", "host", "meshes", "tensors"]
 _RARE = ["view", "name"]
-"""Keys of a tensor's entry that most have not."""
+"""Optional keys of a tensor's entry."""
 _NAME = re.compile(r"rank_(0|[1-9][0-9]{0,8})_state\.pth")
 
 
 def state_file_name(rank: int) -> str:
-    """Return the name of that rank's state, as ModelOpt has it."""
+    """Return the file name of a rank's state, the same as ModelOpt's."""
     return f"rank_{rank}_state.pth"
 
 
 def rank_of(file_name: str) -> int | None:
-    """Return the rank that a file name says, or None where it is no state's name."""
+    """Return the rank in the file name of a state; None for other names."""
     match = _NAME.fullmatch(file_name)
     return None if match is None else int(match[1])
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """What one rank's tensor is a part of."""
+    """The global tensor of one rank's tensor."""
 
     layout: str | None = None
-    """The layout's notation; None for a tensor that every rank holds whole, or of which nothing is known."""
+    """The layout in the notation; None for a whole tensor on every rank, or an unknown layout."""
     mesh: int | None = None
     """Index into the record's meshes."""
     shape: tuple[int, ...] | None = None
-    """Global shape; None where one rank alone cannot know it."""
+    """Global shape; None if one rank alone cannot know it."""
     view: int | None = None
-    """The mesh that is the view which the layout names, an index like `mesh`."""
+    """Index of the mesh of the view that the layout names."""
     name: str | None = None
-    """The tensor's name with dims in it, where its index on the rank is not the one in the whole model."""
+    """The tensor's name with dims, if its index on the rank differs from that in the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """Whose state it is, of which run and step, and how its tensors lie on which meshes."""
+    """The rank, run and step of a state, and the layouts and meshes of its tensors."""
 
     run_id: str | None
     attempt: str | None
@@ -71,17 +71,17 @@ class RankRecord:
     host: str
     meshes: tuple[MeshRecord, ...] = ()
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
-    """By name; tensors of which nothing is known have no entry."""
+    """Name -> record; tensors with an unknown layout have no entry."""
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        fault = _fault(self)
+        fault = _find_fault(self)
         if fault is not None:
             raise UsageError(f"the record of rank {self.rank} is wrong: {fault}", rank=self.rank, got=fault)
         object.__setattr__(self, "tensors", dict(self.tensors))
 
     def to_json(self) -> str:
-        """Return the record as text: the same record always gives the same text."""
+        """Return the record as a text, which is the same for equal records."""
         return json.dumps(
             {
                 "version": self.version,
@@ -111,21 +111,21 @@ class RankRecord:
 
     @classmethod
     def from_json(cls, text: str, *, file: str) -> RankRecord:
-        """Return the record of that text, every part of it checked.
+        """Parse and check a record.
 
         Args:
-            text: what `to_json` gave.
-            file: the file it was found in, for the errors.
+            text: the result of `to_json`.
+            file: the file with the text, for errors.
 
         Raises:
             UsageError: a newer xrank wrote it.
-            CorruptError: it is not what any xrank writes.
+            CorruptError: it is malformed.
         """
         return _Parser(file).record(text)
 
 
-def _fault(record: RankRecord) -> str | None:
-    """Return what is wrong with a record of right types, or None."""
+def _find_fault(record: RankRecord) -> str | None:
+    """Return the first fault of a record with correct types, or None."""
     if record.world_size < 1 or not 0 <= record.rank < record.world_size:
         return f"rank {record.rank} of {record.world_size}"
     if record.run_id == "":
@@ -149,7 +149,10 @@ def _fault(record: RankRecord) -> str | None:
 
 
 class _Parser:
-    """Checks types as it goes; what it meets wrong is named by its path in the text."""
+    """Parses a record and checks all types; errors name the path of a wrong value.
+
+    A path is a table, then the index in it, then a key: ``"tensors", "w", "layout"`` is ``tensors['w'].layout``.
+    """
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -162,14 +165,20 @@ class _Parser:
             next_step="let the rank write its state again",
         )
 
+    def wrong(self, where: tuple[object, ...], problem: str) -> NoReturn:
+        table, *index = where
+        place = f"[{index[0]!r}]" if index else ""
+        key = f".{index[1]}" if len(index) > 1 else ""
+        self.fail(f"{table}{place}{key} {problem}")
+
     def record(self, text: str) -> RankRecord:
         try:
-            # Twice the same name would mean that two readers may disagree about one file.
+            # A repeated name is refused, because two readers may take different values for it.
             value = json.loads(text, object_pairs_hook=self.unique, parse_constant=self.fail)
         except (ValueError, RecursionError) as error:
             if isinstance(error, CorruptError):
                 raise
-            self.fail(f"no JSON ({error})")
+            self.fail(f"not JSON ({error})")
         top = self.mapping(value, "record")
         version = self.number(top.get("version"), "version", low=1)
         if version > VERSION:
@@ -180,11 +189,9 @@ class _Parser:
                 want=f"version {VERSION}",
                 next_step="update xrank",
             )
-        self.keys(top, "record", _KEYS)
-        meshes = tuple(self.mesh(mesh, f"meshes[{i}]") for i, mesh in enumerate(self.items(top["meshes"], "meshes")))
-        tensors = {
-            name: self.tensor(t, f"tensors[{name!r}]") for name, t in self.mapping(top["tensors"], "tensors").items()
-        }
+        self.check_keys(top, _KEYS, "record")
+        meshes = tuple(self.mesh(mesh, i) for i, mesh in enumerate(self.items(top["meshes"], "meshes")))
+        tensors = {name: self.tensor(tensor, name) for name, tensor in self.mapping(top["tensors"], "tensors").items()}
         try:
             return RankRecord(
                 run_id=self.optional_text(top["run_id"], "run_id"),
@@ -200,23 +207,26 @@ class _Parser:
         except UsageError as error:
             self.fail(error.got or str(error))
 
-    def mesh(self, value: Any, where: str) -> MeshRecord:
-        mesh = self.keys(self.mapping(value, where), where, ["axis_names", "shape", "ranks"])
+    def mesh(self, value: Any, index: int) -> MeshRecord:
+        mesh = self.mapping(value, "meshes", index)
+        self.check_keys(mesh, ["axis_names", "shape", "ranks"], "meshes", index)
+        names = self.items(mesh["axis_names"], "meshes", index)
         return (
-            tuple(self.text(name, f"{where}.axis_names") for name in self.items(mesh["axis_names"], where)),
-            self.numbers(mesh["shape"], f"{where}.shape"),
-            self.numbers(mesh["ranks"], f"{where}.ranks"),
+            tuple(self.text(name, "meshes", index, "axis_names") for name in names),
+            self.numbers(mesh["shape"], "meshes", index, "shape"),
+            self.numbers(mesh["ranks"], "meshes", index, "ranks"),
         )
 
-    def tensor(self, value: Any, where: str) -> TensorRecord:
-        tensor = self.mapping(value, where)
-        self.keys(tensor, where, ["layout", "mesh", "shape", *(key for key in _RARE if key in tensor)])
+    def tensor(self, value: Any, name: str) -> TensorRecord:
+        tensor = self.mapping(value, "tensors", name)
+        keys = ["layout", "mesh", "shape", *(key for key in _RARE if key in tensor)]
+        self.check_keys(tensor, keys, "tensors", name)
         return TensorRecord(
-            layout=self.optional_text(tensor["layout"], f"{where}.layout"),
-            mesh=self.optional_number(tensor["mesh"], f"{where}.mesh"),
-            shape=None if tensor["shape"] is None else self.numbers(tensor["shape"], f"{where}.shape"),
-            view=self.optional_number(tensor.get("view"), f"{where}.view"),
-            name=self.optional_text(tensor.get("name"), f"{where}.name"),
+            layout=self.optional_text(tensor["layout"], "tensors", name, "layout"),
+            mesh=self.optional_number(tensor["mesh"], "tensors", name, "mesh"),
+            shape=None if tensor["shape"] is None else self.numbers(tensor["shape"], "tensors", name, "shape"),
+            view=self.optional_number(tensor.get("view"), "tensors", name, "view"),
+            name=self.optional_text(tensor.get("name"), "tensors", name, "name"),
         )
 
     def unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -225,37 +235,36 @@ class _Parser:
             self.fail("a name occurs twice")
         return found
 
-    def mapping(self, value: Any, where: str) -> dict[str, Any]:
+    def mapping(self, value: Any, *where: object) -> dict[str, Any]:
         if not isinstance(value, dict):
-            self.fail(f"{where} is no object")
+            self.wrong(where, "is not an object")
         return value
 
-    def keys(self, value: dict[str, Any], where: str, want: list[str]) -> dict[str, Any]:
+    def check_keys(self, value: dict[str, Any], want: list[str], *where: object) -> None:
         if sorted(value) != sorted(want):
-            self.fail(f"{where} has {sorted(value)}, not {sorted(want)}")
-        return value
+            self.wrong(where, f"has {sorted(value)}, not {sorted(want)}")
 
-    def items(self, value: Any, where: str) -> list[Any]:
+    def items(self, value: Any, *where: object) -> list[Any]:
         if not isinstance(value, list):
-            self.fail(f"{where} is no list")
+            self.wrong(where, "is not a list")
         return value
 
-    def text(self, value: Any, where: str) -> str:
+    def text(self, value: Any, *where: object) -> str:
         if not isinstance(value, str):
-            self.fail(f"{where} is no text")
+            self.wrong(where, "is not a text")
         return value
 
-    def optional_text(self, value: Any, where: str) -> str | None:
-        return None if value is None else self.text(value, where)
+    def optional_text(self, value: Any, *where: object) -> str | None:
+        return None if value is None else self.text(value, *where)
 
-    def number(self, value: Any, where: str, low: int = 0) -> int:
-        # bool is an int to Python; the upper bound is that of every offset the engine computes with.
+    def number(self, value: Any, *where: object, low: int = 0) -> int:
+        # Python's bool is an int. The engine computes offsets below 2**63.
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
-            self.fail(f"{where} is no number from {low}")
+            self.wrong(where, f"is not a number from {low}")
         return value
 
-    def optional_number(self, value: Any, where: str) -> int | None:
-        return None if value is None else self.number(value, where)
+    def optional_number(self, value: Any, *where: object) -> int | None:
+        return None if value is None else self.number(value, *where)
 
-    def numbers(self, value: Any, where: str) -> tuple[int, ...]:
-        return tuple(self.number(item, where) for item in self.items(value, where))
+    def numbers(self, value: Any, *where: object) -> tuple[int, ...]:
+        return tuple(self.number(item, *where) for item in self.items(value, *where))

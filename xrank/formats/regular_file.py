@@ -1,4 +1,4 @@
-"""A regular file held open while its structure is read, and the errors that name it."""
+"""Open a regular file to read its structure, and make the errors that name it."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from dataclasses import dataclass
 
 from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError
 
-__all__ = ["Origin", "RegularFile", "open_regular", "shown"]
+__all__ = ["Origin", "RegularFile", "open_regular", "quote"]
 
 
-def shown(value: str | bytes | int | tuple[int, ...]) -> str:
-    """Return a value taken from a file so that a message may hold it: short, ASCII, nothing a terminal obeys."""
-    # Cut first: printing must not cost more than reading did.
+def quote(value: str | bytes | int | tuple[int, ...]) -> str:
+    """Return a value from a file as a text that is safe in messages: short, ASCII, without control characters."""
+    # Cut first, so printing costs less than reading.
     text = ascii(value[:200] if isinstance(value, (str, bytes, tuple)) else value)
     return text if len(text) <= 200 else text[:200] + "..."
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where bytes came from: makes the errors that name it."""
+    """The file and rank that bytes are from; makes the errors that name them."""
 
     path: str
     rank: int | None = None
 
     @property
     def name(self) -> str:
-        """The file and its rank, as messages begin."""
+        """The rank and the path, for the start of messages."""
         return self.path if self.rank is None else f"rank {self.rank}: {self.path}"
 
-    def named(self, what: str) -> str:
-        """Return a message that names the file."""
-        return f"{self.name}: {what}"
+    def locate(self, problem: str) -> str:
+        """Return a message with the rank and the path before the problem."""
+        return f"{self.name}: {problem}"
 
-    def _again(self) -> str:
-        who = "it" if self.rank is None else f"rank {self.rank}'s file"
-        return f"copy {who} again from where it was written, or have it written again"
+    def _next_step(self) -> str:
+        file = "it" if self.rank is None else f"rank {self.rank}'s file"
+        return f"copy {file} again from where it was written, or have it written again"
 
-    def corrupt(self, what: str, *, got: str | None = None, want: str | None = None) -> CorruptError:
-        """Return the error for bytes that are not what they were written as."""
+    def corrupt(self, problem: str, *, got: str | None = None, want: str | None = None) -> CorruptError:
+        """Return the error for bytes that were damaged since they were written."""
         return CorruptError(
-            self.named(what), file=self.path, rank=self.rank, got=got, want=want, next_step=self._again()
+            self.locate(problem), file=self.path, rank=self.rank, got=got, want=want, next_step=self._next_step()
         )
 
-    def unsafe(self, what: str, *, got: str | None = None) -> UnsafeError:
-        """Return the error for a pickle that asks for more than data."""
+    def unsafe(self, problem: str, *, got: str | None = None) -> UnsafeError:
+        """Return the error for a pickle that needs more than data."""
         return UnsafeError(
-            self.named(what),
+            self.locate(problem),
             file=self.path,
             rank=self.rank,
             got=got,
@@ -57,9 +57,9 @@ class Origin:
             next_step="save tensors and plain Python values only (a state_dict), not objects",
         )
 
-    def usage(self, what: str, *, got: str | None = None, want: str | None = None, next_step: str) -> UsageError:
-        """Return the error for a sound file that xrank does not take."""
-        return UsageError(self.named(what), file=self.path, rank=self.rank, got=got, want=want, next_step=next_step)
+    def usage(self, problem: str, *, got: str | None = None, want: str | None = None, next_step: str) -> UsageError:
+        """Return the error for an undamaged file that xrank does not accept."""
+        return UsageError(self.locate(problem), file=self.path, rank=self.rank, got=got, want=want, next_step=next_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +72,17 @@ class RegularFile:
 
     @property
     def nbytes(self) -> int:
-        """Return the file's size when it was opened."""
+        """Size of the file when it was opened, in bytes."""
         return self.status.st_size
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return exactly that many bytes from that offset on.
+        """Read exactly that many bytes from an offset.
 
         Raises:
-            CorruptError: the file ends before them, or the disk fails to give them.
+            CorruptError: the file is too short, or the disk fails.
         """
         end = offset + nbytes
-        # Asked before anything is allocated: a claimed size costs nothing until the file can hold it.
+        # Check before allocating, so a false size allocates nothing.
         if end > self.nbytes:
             raise self.origin.corrupt("the file ends early", got=f"{self.nbytes} bytes", want=f"at least {end} bytes")
         parts: list[bytes] = []
@@ -102,20 +102,20 @@ class RegularFile:
 
 @contextmanager
 def open_regular(path: str, rank: int | None = None) -> Iterator[RegularFile]:
-    """Open a regular file for reading; refuse a FIFO, a device or a directory without waiting for it.
+    """Open a regular file for reading; refuse a FIFO, a device or a directory without waiting.
 
     Raises:
         IncompleteError: there is no such file.
         UsageError: the file may not be read.
-        CorruptError: what lies there is no regular file.
+        CorruptError: it is not a regular file.
     """
     origin = Origin(path, rank)
     try:
-        # O_NONBLOCK: opening a FIFO that nobody writes would wait for ever.
+        # O_NONBLOCK: opening a FIFO without a writer would wait forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise IncompleteError(
-            origin.named("there is no such file"),
+            origin.locate("there is no such file"),
             file=path,
             rank=rank,
             next_step="check the path, or wait until it is written",
@@ -129,7 +129,7 @@ def open_regular(path: str, rank: int | None = None) -> Iterator[RegularFile]:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise origin.corrupt("is no regular file", got=stat.filemode(status.st_mode), want="a regular file")
+            raise origin.corrupt("is not a regular file", got=stat.filemode(status.st_mode), want="a regular file")
         yield RegularFile(descriptor, status, origin)
     finally:
         os.close(descriptor)

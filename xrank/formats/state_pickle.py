@@ -1,4 +1,4 @@
-"""Writes the pickle of a rank's state, ``data.pkl``, as ``torch.save`` would, without torch and without its tensors."""
+"""Write the pickle of a rank's state, ``data.pkl``, like ``torch.save``, but without torch and the tensors' bytes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def state_pickle(config: Mapping[str, Any], weights: Mapping[str, ArchivedTensor
     """Return the pickle of ``{"config": config, "weight": weights, "xrank": record}``.
 
     Args:
-        config: plain values, as JSON holds them.
-        weights: by name, each the whole of its record; names with equal values become names of one tensor.
-        record: the state's record, as text.
+        config: plain values, as in JSON.
+        weights: name -> tensor, each the whole of its record; equal values become one tensor with several names.
+        record: the state's record as a text.
     """
     parts = [pickle.PROTO + bytes([_PROTOCOL]), pickle.EMPTY_DICT, pickle.MARK]
     parts += [_plain(CONFIG), _plain(dict(config)), _plain(WEIGHT), pickle.EMPTY_DICT, pickle.MARK]
@@ -33,7 +33,7 @@ def state_pickle(config: Mapping[str, Any], weights: Mapping[str, ArchivedTensor
         if tensor in memo:
             parts.append(pickle.LONG_BINGET + memo[tensor].to_bytes(4, "little"))
             continue
-        # Plain values below take number 0 again and again; the config may take any, but its use of them is over.
+        # Plain values below reuse number 0. The config may have used any number, but does not need it anymore.
         memo[tensor] = len(memo) + 1
         parts += [_tensor(tensor), pickle.LONG_BINPUT + memo[tensor].to_bytes(4, "little")]
     parts += [pickle.SETITEMS, _plain(RECORD), _plain(record), pickle.SETITEMS, pickle.STOP]
@@ -41,7 +41,7 @@ def state_pickle(config: Mapping[str, Any], weights: Mapping[str, ArchivedTensor
 
 
 def _plain(value: object) -> bytes:
-    """Return the instructions that put a plain value on the stack."""
+    """Return the opcodes that push a plain value."""
     return pickle.dumps(value, _PROTOCOL)[2:-1]  # without the protocol and the stop
 
 
@@ -50,7 +50,7 @@ def _global(module: str, name: str) -> bytes:
 
 
 def _tensor(tensor: ArchivedTensor) -> bytes:
-    """Return the call of torch/_utils.py: _rebuild_tensor_v2, or _v3 where the element type has no storage class."""
+    """Return the call of torch/_utils.py: _rebuild_tensor_v2, or _v3 if the element type has no storage class."""
     element = dtype(tensor.dtype)
     storage = _STORAGES.get(element.torch_name)
     count = prod(tensor.shape) * (1 if storage else element.nbytes)

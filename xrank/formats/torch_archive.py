@@ -1,8 +1,8 @@
-"""Reads what ``torch.save`` wrote, without torch: the tree it holds, and where each storage's bytes lie.
+"""Read the output of ``torch.save`` without torch: its tree, and the place of each storage's bytes.
 
-Nothing is executed and no tensor byte is read: a tensor becomes a view (dtype, shape, strides) on a record of the file,
-and every number of that view is checked against the size the archive's directory gives, which ``torch.load(mmap=True)``
-does not do (measured on 2.13).
+Nothing is executed, and tensors' bytes are not read: a tensor becomes a view (dtype, shape, strides) on a record of the
+file. All numbers of the view are checked against the record's size in the archive's directory, which
+``torch.load(mmap=True)`` does not do (measured on 2.13).
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from xrank.formats.archived_tensor import ArchivedTensor, ArchiveRecord, TensorR
 from xrank.formats.inert_record import refuse_inert
 from xrank.formats.pickle_reader import MAX_PICKLE_NBYTES, read_pickle
 from xrank.formats.plain_values import PLAIN_BUILDERS
-from xrank.formats.regular_file import RegularFile, open_regular, shown
+from xrank.formats.regular_file import RegularFile, open_regular, quote
 from xrank.formats.zip_index import ItemBytes, ZipMember, open_item, read_members
 
 __all__ = ["ArchiveRecord", "ArchivedTensor", "TorchArchive", "read_archive", "read_archive_in"]
 __all__ += ["refuse_inert"]
 
-# torch/serialization.py: MAGIC_NUMBER, pickled: how files began before the zips of torch 1.6.
+# torch/serialization.py: MAGIC_NUMBER, pickled: the first bytes of files before torch 1.6, which introduced zips.
 _BEFORE_ZIPS = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """What a ``torch.save`` archive says; its tensors' bytes are still in the file."""
+    """The content of a ``torch.save`` archive; its tensors' bytes are still in the file."""
 
     path: str
     status: os.stat_result
-    """Of the file as it was read."""
+    """Status of the file when it was read."""
     records: Mapping[str, ArchiveRecord]
-    """Every ``data/<key>`` member, by key."""
+    """Key -> the member ``data/<key>``."""
     value: object
     """Plain values, tuples, lists, dicts (also OrderedDict), sets, `ArchivedTensor` and `InertRecord`.
 
-    A bare element type is the text ``"torch.bfloat16"``, a ``torch.Size`` a tuple, a parameter its tensor; a storage
-    outside a tensor is an inert record. No container is inside itself.
+    An element type is a text such as ``"torch.bfloat16"``, a ``torch.Size`` a tuple, a parameter its tensor; a storage
+    outside a tensor is an inert record. No container contains itself.
     """
     name: str
-    """Stem of the file's name when it was saved, which stays when the file is renamed or copied over another one;
-    ``archive`` where torch was given a stream."""
+    """Stem of the file's name when it was saved, which a rename or copy does not change; ``archive`` if torch wrote to
+    a stream."""
     has_checksums: bool
-    """False: every CRC is 0 (``torch.serialization.set_crc32_options(False)``), nothing vouches for the bytes."""
+    """False if all checksums are 0 (``torch.serialization.set_crc32_options(False)``), so bytes cannot be verified."""
 
 
 def read_archive(path: str, *, rank: int | None = None) -> TorchArchive:
@@ -56,12 +56,12 @@ def read_archive(path: str, *, rank: int | None = None) -> TorchArchive:
 
     Args:
         path: the file.
-        rank: the rank that wrote it, for messages.
+        rank: the rank that wrote it, for errors.
 
     Raises:
-        CorruptError: the file is no such archive, is cut short or damaged, or its parts disagree.
-        UnsafeError: its pickle asks for what only code can do.
-        UsageError: it is sound, but holds what no safetensors file can.
+        CorruptError: the file is not such an archive, is cut short or damaged, or its parts disagree.
+        UnsafeError: its pickle needs code to run.
+        UsageError: it is undamaged, but safetensors cannot hold its tensors.
         IncompleteError: there is no such file.
     """
     with open_regular(path, rank) as file:
@@ -69,7 +69,7 @@ def read_archive(path: str, *, rank: int | None = None) -> TorchArchive:
 
 
 def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = None) -> TorchArchive:
-    """Read the structure of a ``torch.save`` archive in an open file: as `read_archive` does, errors too.
+    """Read the structure of a ``torch.save`` archive in an open file; errors as in `read_archive`.
 
     Args:
         file: the file.
@@ -78,7 +78,7 @@ def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = N
     """
     item = open_item(file, start, nbytes)
     try:
-        stem, members = _named_members(item, read_members(item))
+        stem, members = _strip_folder(item, read_members(item))
     except CorruptError:
         if file.read(start, min(len(_BEFORE_ZIPS), file.nbytes - start)) != _BEFORE_ZIPS:
             raise
@@ -96,7 +96,7 @@ def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = N
         raise origin.corrupt(
             "data.pkl is too large", got=f"{pickled.nbytes} bytes", want=f"at most {MAX_PICKLE_NBYTES} bytes"
         )
-    # torch writes zeros for all checksums at once or for none; an empty member's CRC is 0 by nature.
+    # torch writes zeros for all checksums or for none; the CRC of an empty member is always 0.
     has_checksums = any(member.crc32 for member in members.values())
     _check_byteorder(item, members.get("byteorder"), has_checksums)
     data = _read_member(item, pickled, has_checksums)
@@ -116,13 +116,13 @@ def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = N
     return TorchArchive(origin.path, file.status, MappingProxyType(records), value, stem, has_checksums)
 
 
-def _named_members(item: ItemBytes, members: tuple[ZipMember, ...]) -> tuple[str, dict[str, ZipMember]]:
-    """Return the folder that torch puts all members in, and the members by their names in it."""
+def _strip_folder(item: ItemBytes, members: tuple[ZipMember, ...]) -> tuple[str, dict[str, ZipMember]]:
+    """Return the folder of all members, and the members by their names in it."""
     prefix = members[0].name.partition("/")[0] + "/" if members else ""
     for member in members:
         if not member.name.startswith(prefix):
             raise item.file.origin.corrupt(
-                "the archive has members outside its folder", got=shown(member.name), want=shown(prefix)
+                "the archive has members outside its folder", got=quote(member.name), want=quote(prefix)
             )
     return prefix[:-1], {member.name[len(prefix) :]: member for member in members}
 
@@ -132,13 +132,13 @@ def _read_member(item: ItemBytes, member: ZipMember, has_checksums: bool) -> byt
     crc32 = isal_zlib.crc32(data)
     if has_checksums and crc32 != member.crc32:
         raise item.file.origin.corrupt(
-            f"{shown(member.name)} fails its checksum", got=f"CRC {crc32:08x}", want=f"CRC {member.crc32:08x}"
+            f"{quote(member.name)} fails its checksum", got=f"CRC {crc32:08x}", want=f"CRC {member.crc32:08x}"
         )
     return data
 
 
 def _check_byteorder(item: ItemBytes, member: ZipMember | None, has_checksums: bool) -> None:
-    if member is None:  # written from torch 2.1 on; before, only little-endian machines were about
+    if member is None:  # torch writes it since 2.1; older files are little-endian
         return
     order = _read_member(item, member, has_checksums) if member.nbytes <= 16 else b""
     if order == b"big":
@@ -146,4 +146,4 @@ def _check_byteorder(item: ItemBytes, member: ZipMember | None, has_checksums: b
             "was written on a big-endian machine", got="big", want="little", next_step="save it on a little-endian one"
         )
     if order != b"little":
-        raise item.file.origin.corrupt("its byte order is damaged", got=shown(order), want="little")
+        raise item.file.origin.corrupt("its byte order is damaged", got=quote(order), want="little")

@@ -1,9 +1,9 @@
-"""The members of an uncompressed zip as torch writes it, found without trusting any one copy of a number.
+"""Find the members of an uncompressed zip of torch; every number that is stored twice is compared.
 
 Format facts are PKWARE's APPNOTE.TXT 6.3.10 and torch's writer (``caffe2/serialize/inline_container.cc`` over
-``third_party/miniz``): every member is stored, its local header padded by an extra field so that the payload is
-aligned, and followed by a data descriptor. Members therefore tile the archive from its first byte to the central
-directory; a zip for which that does not hold is refused, which leaves no room for hidden or shared bytes.
+``third_party/miniz``): every member is stored uncompressed, an extra field pads its local header to align the payload,
+and a data descriptor follows. So the members cover the archive from its first byte to the central directory without
+gaps. Other zips are refused, so there are no hidden or shared bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from xrank.formats.regular_file import RegularFile, shown
+from xrank.formats.regular_file import RegularFile, quote
 
 __all__ = ["ItemBytes", "ZipMember", "open_item", "read_members"]
 
@@ -31,7 +31,7 @@ _DESCRIPTORS = {16: struct.Struct("<4sLLL"), 24: struct.Struct("<4sLQQ")}  # 4.3
 
 @dataclass(frozen=True, slots=True)
 class ZipMember:
-    """A stored member; ``offset`` is the first byte of its payload, counted from the archive's start."""
+    """A stored member; ``offset`` is the first byte of its payload from the archive's start."""
 
     name: str
     offset: int
@@ -41,7 +41,7 @@ class ZipMember:
 
 @dataclass(frozen=True, slots=True)
 class ItemBytes:
-    """The bytes of one archive inside a file, its tail already read; offsets count from the archive's start."""
+    """The bytes of one archive inside a file, with its tail in memory; offsets count from the archive's start."""
 
     file: RegularFile
     start: int
@@ -49,10 +49,12 @@ class ItemBytes:
     tail: bytes
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return exactly those bytes, or raise CorruptError."""
+        """Read exactly these bytes, or raise CorruptError."""
         if offset + nbytes > self.nbytes:
             raise self.file.origin.corrupt(
-                "the archive ends early", got=f"{self.nbytes} bytes", want=f"at least {shown(offset + nbytes)} bytes"
+                "the archive ends early",
+                got=f"{self.nbytes} bytes",
+                want=f"at least {quote(offset + nbytes)} bytes",
             )
         in_tail = offset - (self.nbytes - len(self.tail))
         if in_tail >= 0:
@@ -61,7 +63,7 @@ class ItemBytes:
 
 
 def open_item(file: RegularFile, start: int = 0, nbytes: int | None = None) -> ItemBytes:
-    """Return the archive at those bytes of a file (a whole file, or an item of a ``.distcp``)."""
+    """Open the archive at these bytes of a file: the whole file, or an item of a ``.distcp``."""
     if nbytes is None:
         nbytes = file.nbytes - start
     if start < 0 or nbytes < 0 or start + nbytes > file.nbytes:
@@ -73,14 +75,14 @@ def open_item(file: RegularFile, start: int = 0, nbytes: int | None = None) -> I
 
 
 def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
-    """Return every member, in the order of their bytes.
+    """Read all members, in the order of their bytes.
 
     Raises:
-        CorruptError: the archive is cut short, damaged, compressed, encrypted, or not laid out as torch lays it out.
+        CorruptError: the archive is cut short, damaged, compressed, encrypted, or arranged differently than torch's.
     """
     origin = item.file.origin
     offset, nbytes, count = _directory(item)
-    # An entry takes at least its 46 fixed bytes, so the claimed count cannot outgrow the bytes that are there.
+    # An entry takes at least its 46 fixed bytes, which bounds the claimed count.
     if nbytes > _MAX_DIRECTORY_NBYTES or count * _ENTRY.size > nbytes:
         raise origin.corrupt("the zip directory's size is wrong", got=f"{nbytes} bytes for {count} members")
     directory = item.read(offset, nbytes)
@@ -90,7 +92,7 @@ def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
     for _ in range(count):
         entry, at = _parse_entry(item, directory, at)
         if entry.name in names:
-            raise origin.corrupt("the zip directory lists a name twice", got=shown(entry.name))
+            raise origin.corrupt("the zip directory lists a name twice", got=quote(entry.name))
         names.add(entry.name)
         entries.append(entry)
     if at != nbytes:
@@ -101,7 +103,7 @@ def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
     for k, entry in enumerate(entries):
         if entry.header != free:
             raise origin.corrupt(
-                f"zip member {shown(entry.name)} does not start where the one before it ends",
+                f"zip member {quote(entry.name)} does not start where the one before it ends",
                 got=f"byte {entry.header}",
                 want=f"byte {free}",
             )
@@ -109,12 +111,12 @@ def read_members(item: ItemBytes) -> tuple[ZipMember, ...]:
         free = payload + entry.nbytes
         if entry.flags & _DESCRIPTOR:
             next_header = entries[k + 1].header if k + 1 < len(entries) else offset
-            # Compared whole: damage that moves a payload by a few bytes must not pass for another kind of descriptor.
+            # Compare the whole: a payload that damage moved by a few bytes must not pass as another kind of descriptor.
             descriptor = _DESCRIPTORS.get(next_header - free)
             want = (b"PK\7\x08", entry.crc32, entry.nbytes, entry.nbytes)
             if descriptor is None or descriptor.unpack(item.read(free, descriptor.size)) != want:
                 raise origin.corrupt(
-                    f"zip member {shown(entry.name)} is not followed by its size and checksum",
+                    f"zip member {quote(entry.name)} is not followed by its size and checksum",
                     got=f"{entry.nbytes} bytes at byte {payload}",
                 )
             free = next_header
@@ -136,7 +138,7 @@ class _Entry:
 
 
 def _directory(item: ItemBytes) -> tuple[int, int, int]:
-    """Return offset and size of the central directory and the number of its entries."""
+    """Return offset, size and number of entries of the central directory."""
     origin = item.file.origin
     if item.nbytes == 0:
         raise origin.corrupt("is empty", got="0 bytes", want="a torch.save archive")
@@ -144,13 +146,13 @@ def _directory(item: ItemBytes) -> tuple[int, int, int]:
     at = len(item.tail) - _END.size
     while at >= 0:
         at = item.tail.rfind(b"PK\5\6", 0, at + 4)
-        # A comment may hold the signature too; the real record's comment ends where the archive ends.
+        # A comment may contain the signature, too; the comment of the real record ends with the archive.
         if at >= 0 and at + _END.size + int.from_bytes(item.tail[at + 20 : at + 22], "little") == len(item.tail):
             break
         at -= 1
     if at < 0:
         raise origin.corrupt(
-            "no zip directory at its end: cut short, or no torch.save archive", got=f"{item.nbytes} bytes"
+            "no zip directory at its end: cut short, or not a torch.save archive", got=f"{item.nbytes} bytes"
         )
     _, disk, directory_disk, here, count, nbytes, offset, _ = _END.unpack_from(item.tail, at)
     end = tail_start + at
@@ -160,7 +162,7 @@ def _directory(item: ItemBytes) -> tuple[int, int, int]:
         signature, size, _, _, disk64, directory_disk64, here64, count64, nbytes64, offset64 = _END64.unpack(
             item.read(end64, _END64.size)
         )
-        # 4.4.1.4: a field of the short record that is all ones is to be read from the long one; others must agree.
+        # 4.4.1.4: fields of the short record that are all ones are in the long record; the others must be equal.
         short = (disk, directory_disk, here, count, nbytes, offset)
         ones = (0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
         long = (disk64, directory_disk64, here64, count64, nbytes64, offset64)
@@ -171,7 +173,7 @@ def _directory(item: ItemBytes) -> tuple[int, int, int]:
         end = end64
     if disk or directory_disk or here != count or offset + nbytes != end:
         raise origin.corrupt(
-            "the zip directory is not where the end record says",
+            "the zip directory is not at the place in the end record",
             got=f"{count} members in {nbytes} bytes from byte {offset}",
             want=f"up to byte {end}",
         )
@@ -194,22 +196,22 @@ def _parse_entry(item: ItemBytes, directory: bytes, at: int) -> tuple[_Entry, in
     try:
         name = raw_name.decode("utf-8")
     except UnicodeDecodeError:
-        raise origin.corrupt("a zip member's name is no UTF-8", got=shown(raw_name)) from None
-    # 4.5.3: the extra field holds, in this order, those of the four that are all ones in the entry itself.
+        raise origin.corrupt("a zip member's name is not UTF-8", got=quote(raw_name)) from None
+    # 4.5.3: the extra field contains, in this order, the fields that are all ones in the entry.
     wide = _zip64_extra(directory[extra_at : extra_at + extra_nbytes])
     values = [nbytes, packed, header]
     for k, value in enumerate(values):
         if value == 0xFFFFFFFF:
             if len(wide) < 8:
-                raise origin.corrupt(f"zip member {shown(name)} lacks its zip64 sizes")
+                raise origin.corrupt(f"zip member {quote(name)} lacks its zip64 sizes")
             values[k] = int.from_bytes(wide[:8], "little")
             wide = wide[8:]
     nbytes, packed, header = values
     if disk not in (0, 0xFFFF):
-        raise origin.corrupt(f"zip member {shown(name)} lies on another disk", got=str(disk), want="0")
+        raise origin.corrupt(f"zip member {quote(name)} is on another disk", got=str(disk), want="0")
     if method != 0 or packed != nbytes or flags & _ENCRYPTED:
         raise origin.corrupt(
-            f"zip member {shown(name)} is compressed or encrypted",
+            f"zip member {quote(name)} is compressed or encrypted",
             got=f"method {method}, {packed} bytes for {nbytes}, flags {flags:#x}",
             want="a stored member, as torch.save writes",
         )
@@ -227,19 +229,19 @@ def _zip64_extra(extra: bytes) -> bytes:
 
 
 def _payload(item: ItemBytes, entry: _Entry) -> int:
-    """Return the payload's first byte, from the local header: its padding differs from the directory's extra field."""
+    """Return the payload's first byte from the local header, whose padding differs from the directory's extra field."""
     raw = item.read(entry.header, _LOCAL.size + len(entry.raw_name))
     name_nbytes: int
     extra_nbytes: int
     signature, _, flags, method, _, _, _, _, _, name_nbytes, extra_nbytes = _LOCAL.unpack_from(raw)
-    # Sizes and checksum are not compared: torch leaves them out here, for the data descriptor (flag bit 3).
+    # torch leaves sizes and checksum to the data descriptor (flag bit 3), so they are not compared here.
     same_name = name_nbytes == len(entry.raw_name) and raw[_LOCAL.size :] == entry.raw_name
     if signature != b"PK\3\4" or not same_name or method != 0 or flags != entry.flags:
-        raise item.file.origin.corrupt(f"zip member {shown(entry.name)}: its local header is damaged")
+        raise item.file.origin.corrupt(f"zip member {quote(entry.name)}: its local header is damaged")
     payload = entry.header + _LOCAL.size + name_nbytes + extra_nbytes
     if payload + entry.nbytes > item.nbytes:
         raise item.file.origin.corrupt(
-            f"zip member {shown(entry.name)} ends outside the archive",
+            f"zip member {quote(entry.name)} ends outside the archive",
             got=f"{item.nbytes} bytes",
             want=f"{payload + entry.nbytes} bytes",
         )

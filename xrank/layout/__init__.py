@@ -1,4 +1,7 @@
-"""Which rank holds what: nests, meshes, the notation, layout maps. No torch, no I/O beyond layout files."""
+"""Layouts, the parts of tensors that ranks hold: nests, meshes, the notation, layout maps.
+
+The package does not import torch; its only I/O is that of layout files.
+"""
 
 from xrank.layout.layout_map import LayoutMap
 from xrank.layout.mesh import DeviceMesh

@@ -1,4 +1,4 @@
-"""Binding: what the names of sizes are once a layout meets a global shape."""
+"""Bind the names of a layout's sizes to numbers by a global shape."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from xrank.layout.notation import (
 
 __all__ = [
     "bind",
-    "checked_shape",
-    "checked_sizes",
+    "check_shape",
+    "check_sizes",
+    "collect_known_names",
     "count_names_of_dim",
+    "find_least",
     "global_size",
-    "known_names",
-    "least_with",
     "names_of_dim",
     "solve_dims",
-    "unbound",
+    "unknown_size_error",
 ]
 
 names_of_dim = lru_cache(maxsize=4096)(size_names_of)
@@ -44,12 +44,12 @@ count_names_of_dim = lru_cache(maxsize=4096)(count_names_of)
 def bind(
     tree: LayoutTree, shape: Sequence[int], lengths: Mapping[str, int], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the number of every name that a layout's sizes and counts hold; axes in counts are their length.
+    """Return the number of every name in a layout's sizes and counts; an axis in a count is its length.
 
-    A name is known from `sizes`, or from a dim of which it is the only name that is not known.
+    A name's number is in `sizes`, or follows from a dim whose other names are known.
 
     Raises:
-        LayoutError: the shape does not fit, or a name is not known.
+        LayoutError: the shape does not fit, or a name is unknown.
     """
     dims = tree.dims
     if len(dims) != len(shape):
@@ -58,12 +58,12 @@ def bind(
             got=f"shape {tuple(shape)}",
             want=f"{len(dims)} dims",
         )
-    bound = known_names(tree, lengths, sizes)
+    bound = collect_known_names(tree, lengths, sizes)
     solve_dims(tree, dict(enumerate(shape)), bound)
     for dim in dims:
         for name in (*names_of_dim(dim), *count_names_of_dim(dim)):
             if name not in bound:
-                raise unbound(tree, name)
+                raise unknown_size_error(tree, name)
     for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
         held = global_size(dim, bound)
         if held != size:
@@ -76,8 +76,8 @@ def bind(
     return bound
 
 
-def known_names(tree: LayoutTree, lengths: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return what is known of a layout's names before it meets a shape; a name that is both is refused."""
+def collect_known_names(tree: LayoutTree, lengths: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the names that are known without a shape; a name that is both a size and an axis is refused."""
     bound: dict[str, int] = {}
     for dim in tree.dims:
         for name in (*names_of_dim(dim), *count_names_of_dim(dim)):
@@ -96,7 +96,7 @@ def known_names(tree: LayoutTree, lengths: Mapping[str, int], sizes: Mapping[str
 
 
 def solve_dims(tree: LayoutTree, shape: Mapping[int, int], bound: dict[str, int]) -> None:
-    """Add the names that the dims of known size determine, one unknown name of a dim at a time."""
+    """Add the names that dims of known sizes determine: each round solves the dims with one unknown name."""
     waiting = [i for i in shape if names_of_dim(tree.dims[i])]
     while waiting:
         later = []
@@ -113,7 +113,7 @@ def solve_dims(tree: LayoutTree, shape: Mapping[int, int], bound: dict[str, int]
 
 
 def _solve(tree: LayoutTree, i: int, size: int, name: str, bound: dict[str, int]) -> None:
-    """Bind the one unknown name of a dim of known global size."""
+    """Bind the only unknown name of a dim with a known global size."""
     dim = tree.dims[i]
     node = dim
     while isinstance(node, Split):
@@ -122,23 +122,24 @@ def _solve(tree: LayoutTree, i: int, size: int, name: str, bound: dict[str, int]
         bound[name] = size
         return
 
-    def at(value: int) -> int:
+    def evaluate(value: int) -> int:
         return global_size(dim, {**bound, name: value})
 
-    if at(1) == at(0):
-        return  # the other factors are 0: any value would do
-    value = least_with(at, size, size)
-    if value is None or at(value) != size:
+    first, step = evaluate(0), evaluate(1) - evaluate(0)
+    if step == 0:
+        return  # another factor is 0, so every value fits
+    value = find_least(evaluate, size, size)
+    if value is None or evaluate(value) != size:
         raise LayoutError(
             f"no size {name!r} makes dim {i} of the layout {render(tree)}, {render_dim(dim)}, as long as {size}",
             got=f"{size} in dim {i}",
-            want=f"{at(0)} and multiples of {at(1) - at(0)} more" if at(2) - at(1) == at(1) - at(0) else "another size",
+            want=f"{first} and multiples of {step} more" if evaluate(2) - evaluate(1) == step else "another size",
         )
     bound[name] = value
 
 
-def least_with(function: Callable[[int], int], target: int, most: int) -> int | None:
-    """Return the least value up to `most` at which a function that never falls reaches a target."""
+def find_least(function: Callable[[int], int], target: int, most: int) -> int | None:
+    """Return the least value up to `most` at which a non-decreasing function reaches a target; None without one."""
     if function(most) < target:
         return None
     low, high = 0, most
@@ -152,7 +153,7 @@ def least_with(function: Callable[[int], int], target: int, most: int) -> int | 
 
 
 def global_size(node: Node, sizes: Mapping[str, int]) -> int:
-    """Return a dim's global size; pads and splits leave it as it is."""
+    """Return a dim's global size; pads and splits do not change it."""
     match node:
         case Size(value):
             return value if isinstance(value, int) else sizes[value]
@@ -166,8 +167,8 @@ def global_size(node: Node, sizes: Mapping[str, int]) -> int:
             return sum(prod(global_size(dim, sizes) for dim in member.dims) for member in members)
 
 
-def unbound(tree: LayoutTree, name: str) -> LayoutError:
-    """Return the error that nothing says what a name is."""
+def unknown_size_error(tree: LayoutTree, name: str) -> LayoutError:
+    """Return the error that a name is unknown."""
     return LayoutError(
         f"the size {name!r} of the layout {render(tree)} is not known",
         got=f"no size {name!r}, and no dim that leaves {name!r} alone to be found",
@@ -176,19 +177,21 @@ def unbound(tree: LayoutTree, name: str) -> LayoutError:
     )
 
 
-def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape as integers; anything else is refused."""
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape as integers; refuse other values."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:
-        raise LayoutError("a shape is no sequence of integers", got=repr(shape)[:200], want="such as (4, 8)") from None
+        raise LayoutError(
+            "a shape is not a sequence of integers", got=repr(shape)[:200], want="such as (4, 8)"
+        ) from None
     if any(size < 0 for size in sizes):
         raise LayoutError(f"the shape {sizes} has a negative size", got=str(sizes), want="sizes of 0 or more")
     return sizes
 
 
-def checked_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
-    """Return sizes by name as integers; anything else is refused."""
+def check_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
+    """Return name -> size as integers; refuse other values."""
     checked: dict[str, int] = {}
     for name, size in (sizes or {}).items():
         number = size if type(size) is int else None
@@ -196,7 +199,9 @@ def checked_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:
             number = operator.index(size)
         if number is None or not 0 <= number <= MAX_SIZE:
             raise LayoutError(
-                f"the size {name!r} is no number of elements", got=repr(size)[:80], want=f"an integer, 0 to {MAX_SIZE}"
+                f"the size {name!r} is not a number of elements",
+                got=repr(size)[:80],
+                want=f"an integer, 0 to {MAX_SIZE}",
             )
         checked[name] = number
     return checked

@@ -1,6 +1,6 @@
-"""Companions: tensors whose dims are another tensor's, divided by blocks.
+"""Companions: tensors whose dims are those of a base tensor, divided by blocks.
 
-Scales have one element for each block of a weight; packed weights hold several elements in one.
+A scale has one element per block of a weight; a packed weight holds several elements in one.
 
     companion = "scale(" base "," integer { "x" integer } ")"          a block's length in each dim of the base
               | "packed(" base "," "dim" "=" integer "," integer ")"   elements of that dim in one element
@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from xrank.errors import LayoutError
-from xrank.layout.binding import checked_shape
+from xrank.layout.binding import check_shape
 from xrank.layout.notation import LayoutTree, render
-from xrank.layout.parser import Reader
+from xrank.layout.parser import TextParser
 
 __all__ = [
     "Companion",
     "blocks_of",
     "companion_shape",
-    "inlined",
+    "inline_base",
     "is_companion",
     "parse_companion",
 ]
@@ -33,14 +33,14 @@ _RULE = re.compile(r'[^"]*')
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """How a tensor follows from a base; exactly one of `of` and `base` is given.
+    """The relation of a tensor to its base; exactly one of `of` and `base` is given.
 
     Args:
         of: the rule that gives the base's layout.
         base: the base's layout itself.
         blocks: a scale's block in each dim; empty for packed elements.
         dim: the dim that is packed.
-        factor: how many elements are packed in one.
+        factor: number of elements in one packed element.
     """
 
     of: str | None
@@ -56,28 +56,28 @@ class Companion:
         return f"packed({base}, dim={self.dim}, {self.factor})"
 
 
-def inlined(companion: Companion, base: LayoutTree) -> Companion:
-    """Return the companion with its base's layout in its own text, so that no map is needed to read it."""
+def inline_base(companion: Companion, base: LayoutTree) -> Companion:
+    """Return the companion with its base's layout in its own text, which can be read without a map."""
     return replace(companion, of=None, base=base)
 
 
 def is_companion(text: str) -> bool:
-    """Say whether a rule's text is a companion's, rather than a layout's."""
+    """Return whether a rule's text is a companion's instead of a layout's."""
     return text.lstrip().startswith(("scale(", "packed("))
 
 
 def parse_companion(text: str) -> Companion:
-    """Read a companion's text.
+    """Parse a companion's text.
 
     Raises:
-        LayoutError: the text is none; names the text, the place and what was expected there.
+        LayoutError: the text is malformed; the error names the text, the place and the expected token.
     """
-    reader = Reader(text, "a companion")
+    reader = TextParser(text, "a companion")
     scale = is_companion(text) and text.lstrip().startswith("scale")
     reader.take("name", '"scale(" or "packed("')
     reader.take("(")
     of, base = None, None
-    if reader.passed('"'):
+    if reader.accept('"'):
         of = reader.raw(_RULE, "a rule")
         reader.take('"')
     else:
@@ -101,17 +101,17 @@ def parse_companion(text: str) -> Companion:
 
 
 def companion_shape(companion: Companion, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the global shape of a companion, by that of its base; a scale's last block may be a part of one.
+    """Return the global shape of a companion from its base's; the last block of a scale may be incomplete.
 
     Raises:
-        LayoutError: the companion has not the base's dims, or what is packed does not divide.
+        LayoutError: the companion does not fit the base's dims, or the packed dim does not divide.
     """
-    sizes = checked_shape(shape)
+    sizes = check_shape(shape)
     blocks = blocks_of(companion, len(sizes))
     for i, (size, block) in enumerate(zip(sizes, blocks, strict=True)):
         if not companion.blocks and size % block:
             raise LayoutError(
-                f"{companion}: dim {i} of {size} is no multiple of {block}",
+                f"{companion}: dim {i} of {size} is not a multiple of {block}",
                 got=str(size),
                 want=f"a multiple of {block}",
             )
@@ -119,10 +119,10 @@ def companion_shape(companion: Companion, shape: Sequence[int]) -> tuple[int, ..
 
 
 def blocks_of(companion: Companion, num_dims: int) -> tuple[int, ...]:
-    """Return how many positions of each dim of the base become one of a companion's.
+    """Return for each dim of the base how many positions become one of the companion's.
 
     Raises:
-        LayoutError: the companion is of a base with other dims.
+        LayoutError: the companion does not fit this number of dims.
     """
     if companion.blocks:
         if len(companion.blocks) != num_dims:
@@ -134,6 +134,8 @@ def blocks_of(companion: Companion, num_dims: int) -> tuple[int, ...]:
         return companion.blocks
     if companion.dim >= num_dims:
         raise LayoutError(
-            f"{companion} packs a dim that the tensor has not", got=str(companion.dim), want=f"0 to {num_dims - 1}"
+            f"{companion} packs a dim that the tensor lacks",
+            got=str(companion.dim),
+            want=f"0 to {num_dims - 1}",
         )
     return tuple(companion.factor if i == companion.dim else 1 for i in range(num_dims))

@@ -1,4 +1,4 @@
-"""The tensors that companions follow from: which one a layout map means for a companion's name, and of what shape."""
+"""Find the base tensor of a companion by a layout map, and its shape."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Shape = tuple[int, ...]
 
 
 def base_layout(companion: Companion, layouts: LayoutMap) -> TensorLayout:
-    """Return the layout of the tensor that a companion follows from."""
+    """Return the layout of a companion's base."""
     if companion.of is not None:
         layout = layouts[companion.of]
-        assert layout is not None  # the map was read with this rule in it
+        assert layout is not None  # layout files without this rule are refused
         return layout
     assert companion.base is not None
     layout = TensorLayout.from_tree(companion.base)
@@ -26,10 +26,10 @@ def base_layout(companion: Companion, layouts: LayoutMap) -> TensorLayout:
 
 
 def base_shapes(companion: Companion, layouts: LayoutMap, name: str, shapes: Mapping[str, _Shape]) -> set[_Shape]:
-    """Return the shapes that the tensor may have which a companion follows from; none where the text has its layout.
+    """Return the shapes that the base of a companion may have; empty if its text has the base's layout.
 
     Args:
-        companion: of a rule of the map.
+        companion: a companion in the map.
         layouts: the map.
         name: the companion's global name.
         shapes: global shapes of tensors.
@@ -40,7 +40,7 @@ def base_shapes(companion: Companion, layouts: LayoutMap, name: str, shapes: Map
     pattern, base = None if rule is None else layouts.name_of(rule), layouts.name_of(companion.of)
     indices = None if pattern is None else pattern.indices(name)
     if base is not None and indices is not None and len(base.dims) == len(indices):
-        own = base.at(*indices)  # both names count the same dims: each has a base of its own
+        own = base.with_indices(*indices)  # both names have the same dims, so each companion has its own base
         if own in shapes:
             return {shapes[own]}
     return {shape for other, shape in shapes.items() if layouts.rule_for(other) == companion.of}
@@ -49,17 +49,17 @@ def base_shapes(companion: Companion, layouts: LayoutMap, name: str, shapes: Map
 def base_of_shape(
     companion: Companion, layouts: LayoutMap, name: str, shape: _Shape, shapes: Mapping[str, _Shape]
 ) -> _Shape:
-    """Return the one shape that the base of a companion of that global shape has.
+    """Return the shape of the base of a companion with that global shape.
 
     Args:
-        companion: of a rule of the map.
+        companion: a companion in the map.
         layouts: the map.
         name: the companion's global name.
         shape: its global shape.
         shapes: global shapes of tensors, the base's among them.
 
     Raises:
-        LayoutError: there is none, or several.
+        LayoutError: no shape or several shapes fit.
     """
     found = {base for base in base_shapes(companion, layouts, name, shapes) if _gives(companion, base, shape)}
     if companion.of is None:

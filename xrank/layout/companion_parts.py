@@ -1,4 +1,4 @@
-"""What ranks hold of companions: their bases' parts, counted in blocks; every bound lies between two blocks."""
+"""Ranks' parts of companions: the parts of their bases, counted in blocks; every bound must be between blocks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from xrank.errors import LayoutError
-from xrank.layout.binding import checked_sizes
+from xrank.layout.binding import check_sizes
 from xrank.layout.companion import Companion, blocks_of, companion_shape
 from xrank.layout.dim_part import DimPart, product_of
 from xrank.layout.dim_table import DimTable, whole_table
 from xrank.layout.local_part import LocalPart, dim_parts, holds, places_of
 from xrank.layout.mesh import DeviceMesh
-from xrank.layout.mesh_parts import MeshParts, combined_dims, compiled_dims
-from xrank.layout.nest_rows import canonical_rows, joined_rows
+from xrank.layout.mesh_parts import MeshParts, combine_dims, compile_dims
+from xrank.layout.nest_rows import canonical_rows, join_rows
 from xrank.layout.nest_table import NestTable
 from xrank.layout.nests import Nest, canonical, size
 from xrank.layout.notation import render_dim
@@ -32,27 +32,27 @@ def companion_part(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> LocalPart | None:
-    """Return what the rank at a coordinate holds of a companion; None if it holds nothing of the base.
+    """Return the part of a companion that the rank at a coordinate holds; None if it holds nothing of the base.
 
     Args:
-        companion: how the tensor follows from its base.
+        companion: the relation of the tensor to its base.
         layout: the base's layout.
-        mesh: the mesh that gives the axes their lengths.
+        mesh: the mesh, which defines the lengths of the axes.
         coordinate: the rank's place along the mesh's axes.
-        shape: the base's global shape, in elements that are not packed.
+        shape: the base's global shape, in unpacked elements.
         sizes: sizes by name.
 
     Raises:
-        LayoutError: as `local_part`, or a rank's part of the base begins or ends within a block; the message has both
+        LayoutError: as `local_part`, or a rank's part of the base begins or ends within a block; the error has both
             numbers.
     """
     whole = companion_shape(companion, shape)
     if not holds(layout, mesh, coordinate):
         return None
     lengths, places = places_of(layout, mesh, coordinate)
-    compiled = dim_parts(layout, shape, lengths, places, checked_sizes(sizes))
+    compiled = dim_parts(layout, shape, lengths, places, check_sizes(sizes))
     parts = [
-        _divided(part, block, _what(companion, layout, i))
+        _divide(part, block, (companion, layout, i))
         for i, (part, block) in enumerate(zip(compiled, blocks_of(companion, len(whole)), strict=True))
     ]
     return LocalPart(tuple(part.local_size for part in parts), product_of(parts).nests, layout.tree.sums)
@@ -66,47 +66,47 @@ def companion_mesh_parts(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> MeshParts:
-    """Return what all ranks of a mesh hold of a companion; arguments and errors are `companion_part`'s."""
+    """Return the parts of a companion on all ranks of a mesh; arguments and errors as in `companion_part`."""
     whole = companion_shape(companion, shape)
-    placed, compiled = compiled_dims(layout, mesh, shape, sizes=sizes)
+    placed, compiled = compile_dims(layout, mesh, shape, sizes=sizes)
     dims = [
-        _divided_table(table, block, _what(companion, layout, i))
+        _divide_table(table, block, (companion, layout, i))
         for i, (table, block) in enumerate(zip(compiled, blocks_of(companion, len(whole)), strict=False))
     ]
-    return combined_dims(placed, dims)
+    return combine_dims(placed, dims)
 
 
-def _what(companion: Companion, layout: TensorLayout, i: int) -> str:
-    return f"{companion}: dim {i}, {render_dim(layout.dims[i])}"
+_Dim = tuple[Companion, TensorLayout, int]
+"""A dim by its companion, the base's layout and its number, for errors."""
 
 
-def _divided(part: DimPart, block: int, what: str) -> DimPart:
-    """Return a dim in blocks; every bound of the rank's part must lie between two blocks, or at the dim's end."""
+def _divide(part: DimPart, block: int, at: _Dim) -> DimPart:
+    """Return a dim in blocks; every bound of the rank's part must be between two blocks, or at the dim's end."""
     if block == 1:
         return part
-    if _is_whole(part):  # however its nests cut it: the blocks are those of the dim itself
+    if _is_whole(part):  # the blocks do not depend on how the nests cut the dim
         count = -(-part.global_size // block)
         return DimPart(count, count, (Nest(0, 0, ((count, 1, 1),)),) if count > 1 else (Nest(0, 0),))
-    nests = tuple(_divided_nest(nest, part.global_size, block, what) for nest in part.nests)
+    nests = tuple(_divide_nest(nest, part.global_size, block, at) for nest in part.nests)
     return DimPart(-(-part.global_size // block), -(-part.local_size // block), nests)
 
 
 def _is_whole(part: DimPart) -> bool:
-    """Say whether a rank holds all of a dim, each element in its own place."""
+    """Return whether a rank holds the whole dim, each element at its global place."""
     return part.local_size == part.global_size == sum(map(size, part.nests)) > 0 and all(
         nest.x == nest.y and all(xs == ys for _, xs, ys in nest.loops) for nest in part.nests
     )
 
 
-def _divided_nest(nest: Nest, global_size: int, block: int, what: str) -> Nest:
+def _divide_nest(nest: Nest, global_size: int, block: int, at: _Dim) -> Nest:
     x, y, loops = nest
-    # Runs of whole elements come last; a nest without one has runs of a single element.
+    # The last loop is the run of adjacent elements; without one, runs have a single element.
     *outer, (count, x_stride, y_stride) = loops or ((1, 1, 1),)
     if (x_stride, y_stride) != (1, 1):
         outer, count = list(loops), 1
     last_run = count
     if not outer and y + count == global_size:
-        last_run = -(-count // block) * block  # the last block of a scale may be a part of one
+        last_run = -(-count // block) * block  # the last block of a scale may be incomplete
     for number, name in (
         (last_run, "positions in a row"),
         (y, "the first position"),
@@ -114,8 +114,10 @@ def _divided_nest(nest: Nest, global_size: int, block: int, what: str) -> Nest:
         *((stride, "positions from one row to the next") for _, *strides in outer for stride in strides),
     ):
         if number % block:
+            companion, layout, i = at
             raise LayoutError(
-                f"{what}: {number} is no multiple of {block}, so ranks would share a block",
+                f"{companion}: dim {i}, {render_dim(layout.dims[i])}: {number} is not a multiple of {block}, so ranks "
+                "would share a block",
                 got=f"{number}, {name} of a rank's part",
                 want=f"a multiple of {block}",
                 next_step=f'cut at multiples only, as "/=axis%{block}" does',
@@ -124,14 +126,14 @@ def _divided_nest(nest: Nest, global_size: int, block: int, what: str) -> Nest:
     return canonical(Nest(x // block, y // block, (*((n, xs // block, ys // block) for n, xs, ys in outer), inner)))
 
 
-def _divided_table(table: DimTable, block: int, what: str) -> DimTable:
-    """Return `_divided` of all places at once."""
+def _divide_table(table: DimTable, block: int, at: _Dim) -> DimTable:
+    """Do the work of `_divide` for all places at once."""
     if block == 1:
         return table
     table = _with_wholes(table)
     x, y, loops = table.nests.x, table.nests.y, table.nests.loops
     rows, num_loops = np.arange(len(x)), (loops[:, :, 0] > 1).sum(axis=1)
-    # A table of single elements has no loop; a run of one, as a row without loops has it, changes nothing.
+    # Add a loop of one iteration, so every row has a last loop; it does not change the nest.
     outer = np.concatenate((np.broadcast_to((1, 1, 1), (len(x), 1, 3)), loops), axis=1)
     has_run = (outer[rows, num_loops, 1:] == 1).all(axis=1)
     count = np.where(has_run, outer[rows, num_loops, 0], 1)
@@ -141,7 +143,7 @@ def _divided_table(table: DimTable, block: int, what: str) -> DimTable:
     run = np.where(is_last, -(-count // block) * block, count)
     is_even = (run % block == 0) & (y % block == 0) & (x % block == 0) & (outer[:, :, 1:] % block == 0).all(axis=(1, 2))
     for row in np.flatnonzero(~is_even)[:1]:
-        _divided_nest(table.nests[int(row)], table.global_size, block, what)  # refuses it, with its numbers
+        _divide_nest(table.nests[int(row)], table.global_size, block, at)  # raises the error with the numbers
     outer[:, :, 1:] //= block
     inner = np.stack((run // block, np.ones_like(run), np.ones_like(run)), axis=1)[:, None]
     nests = NestTable(x // block, y // block, np.concatenate((outer, inner), axis=1))
@@ -150,7 +152,7 @@ def _divided_table(table: DimTable, block: int, what: str) -> DimTable:
 
 
 def _with_wholes(table: DimTable) -> DimTable:
-    """Return the table with one nest for each place that holds all of the dim, however its nests cut it."""
+    """Return the table with a single nest for each place that holds the whole dim."""
     nests, size = table.nests, table.global_size
     is_same = (nests.x == nests.y) & (nests.loops[:, :, 1] == nests.loops[:, :, 2]).all(axis=1)
     held = np.zeros_like(table.local_sizes)
@@ -159,5 +161,5 @@ def _with_wholes(table: DimTable) -> DimTable:
     rest, whole = np.flatnonzero(~is_whole[table.owner]), np.flatnonzero(is_whole)
     owner = np.concatenate((table.owner[rest], whole))
     order = np.argsort(owner, kind="stable")
-    joined = joined_rows([nests.take(rest), whole_table(size, len(whole)).nests])
+    joined = join_rows([nests.take(rest), whole_table(size, len(whole)).nests])
     return DimTable(size, table.local_sizes, owner[order], joined.take(order))

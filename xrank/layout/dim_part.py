@@ -1,8 +1,8 @@
-"""Dims compiled for one place of a mesh: what each node of the notation means.
+"""Compile dims for one place of a mesh; this defines the meaning of each node of the notation.
 
-Everything is one function: a dim's tree compiles to (global size, local size, nests over its indices). Sizes multiply
-in a product, parts lie end to end, a pad adds local positions that no nest names, and a split keeps a range of the
-local positions of what stands before it and counts them anew.
+A dim's tree compiles to (global size, local size, nests over its indices). In a product sizes multiply; parts lie end
+to end; a pad adds local positions without a nest; a split keeps a range of the local positions of its operand and
+numbers them from 0.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ __all__ = [
     "Sizes",
     "check_limits",
     "compile_dim",
-    "count_of",
     "cut_bounds",
+    "evaluate_count",
     "product_of",
 ]
 
 MAX_NESTS = 1 << 14
-"""Nests that one rank's part of a tensor may have; real layouts have up to a dozen."""
+"""Largest number of nests in one rank's part of a tensor; real layouts have up to a dozen."""
 
 Places: TypeAlias = tuple[tuple[str, int, int], ...]
-"""(axis, its length, the rank's coordinate along it) for each axis that matters: the key of the memo."""
+"""(axis, its length, the rank's coordinate along it) for each axis that the dim depends on: a cache key."""
 
 Sizes: TypeAlias = tuple[tuple[str, int], ...]
-"""(name, number) for each name that matters: a size, or an axis in a count and its length."""
+"""(name, number) for each name that the dim depends on: a size, or an axis in a count with its length."""
 
 
 @dataclass(frozen=True, slots=True)
 class DimPart:
-    """One dim compiled for one place: x of its canonical nests is an index of the local dim, y of the global one."""
+    """One dim compiled for one place; x of its canonical nests is an index of the local dim, y of the global dim."""
 
     global_size: int
     local_size: int
@@ -64,15 +64,15 @@ class DimPart:
 
 
 UNIT = DimPart(1, 1, (Nest(0, 0),))
-"""A dim of one index, the empty product."""
+"""A dim with one index: the empty product."""
 
 
 @lru_cache(maxsize=16_384)
 def compile_dim(dim: Node, sizes: Sizes, places: Places) -> DimPart:
-    """Compile one dim, remembered by its tree and by the sizes and places that it depends on, and nothing else.
+    """Compile one dim, cached by its tree and the sizes and places that it depends on.
 
     Raises:
-        LayoutError: an even split does not divide, listed sizes do not fit, sizes or nests pass all limits.
+        LayoutError: an even split does not divide, listed sizes do not fit, or a limit is exceeded.
     """
     return _compile(dim, dict(sizes), {axis: (length, place) for axis, length, place in places})
 
@@ -87,20 +87,20 @@ def _compile(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[in
         case Parts(parts):
             return _end_to_end(_compile(part.of, sizes, places) for part in parts)
         case Pad(of, multiple):
-            return _padded(_compile(of, sizes, places), multiple, sizes)
+            return _pad(_compile(of, sizes, places), multiple, sizes)
         case Split(of, axis):
             inner = _inner_part(of, sizes, places)
             low, high = cut_bounds(node, inner.local_size, *places[axis], sizes)
             kept = (piece for nest in inner.nests for piece in restrict(nest, low, high))
             nests = tuple(Nest(x - low, y, loops) for x, y, loops in kept)
-            return _checked(DimPart(inner.global_size, high - low, nests))
+            return _check(DimPart(inner.global_size, high - low, nests))
         case Flat(members, multiple):
             whole = _end_to_end(product_of(_compile(dim, sizes, places) for dim in member.dims) for member in members)
-            return whole if multiple is None else _padded(whole, multiple, sizes)
+            return whole if multiple is None else _pad(whole, multiple, sizes)
 
 
 def _inner_part(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[int, int]]) -> DimPart:
-    """Compile what a split cuts: once for all the places along the split's own axis."""
+    """Compile the operand of a split; the cache shares it between all places along the split's own axis."""
     if isinstance(node, Size):
         return _compile(node, sizes, places)
     own = tuple((axis, *places[axis]) for axis in _axes_of(node))
@@ -111,11 +111,11 @@ _axes_of = lru_cache(maxsize=4096)(axes_of)
 
 
 def product_of(parts: Iterable[DimPart]) -> DimPart:
-    """Combine index spaces, major first: local and global indices each grow by the sizes of those that follow."""
+    """Multiply index spaces, major first: indices of a space are scaled by the sizes of all later ones."""
     whole = UNIT
     for minor in parts:
         if len(whole.nests) * len(minor.nests) > MAX_NESTS:
-            raise _too_many(len(whole.nests) * len(minor.nests))
+            raise _limit_error(len(whole.nests) * len(minor.nests))
         local_size, global_size = minor.local_size, minor.global_size
         nests = tuple(
             canonical(
@@ -128,28 +128,28 @@ def product_of(parts: Iterable[DimPart]) -> DimPart:
             for a in whole.nests
             for b in minor.nests
         )
-        whole = _checked(DimPart(whole.global_size * global_size, whole.local_size * local_size, nests))
+        whole = _check(DimPart(whole.global_size * global_size, whole.local_size * local_size, nests))
     return whole
 
 
 def _end_to_end(parts: Iterable[DimPart]) -> DimPart:
-    """Lay index spaces end to end. Their nests stay apart, also where they touch: a part may have replicas alone."""
+    """Lay index spaces end to end. Adjacent nests are not merged, because one part alone may have replicas."""
     local_size = global_size = 0
     nests: list[Nest] = []
     for part in parts:
         nests += (Nest(x + local_size, y + global_size, loops) for x, y, loops in part.nests)
         local_size += part.local_size
         global_size += part.global_size
-    return _checked(DimPart(global_size, local_size, tuple(nests)))
+    return _check(DimPart(global_size, local_size, tuple(nests)))
 
 
-def _padded(part: DimPart, multiple: Count, sizes: Mapping[str, int]) -> DimPart:
-    step = count_of(multiple, sizes)
-    return _checked(DimPart(part.global_size, -(-part.local_size // step) * step, part.nests))
+def _pad(part: DimPart, multiple: Count, sizes: Mapping[str, int]) -> DimPart:
+    step = evaluate_count(multiple, sizes)
+    return _check(DimPart(part.global_size, -(-part.local_size // step) * step, part.nests))
 
 
-def count_of(count: Count, sizes: Mapping[str, int], least: int = 1) -> int:
-    """Return the number that a count stands for; less than `least` is refused."""
+def evaluate_count(count: Count, sizes: Mapping[str, int], least: int = 1) -> int:
+    """Return the number of a count; refuse numbers below `least`."""
     number = prod(factor if isinstance(factor, int) else sizes[factor] for factor in count)
     if number < least:
         raise LayoutError(
@@ -159,14 +159,14 @@ def count_of(count: Count, sizes: Mapping[str, int], least: int = 1) -> int:
 
 
 def cut_bounds(split: Split, size: int, length: int, place: int, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the range of local positions that a split of so many keeps at a place.
+    """Return the range of `size` local positions that a split keeps at a place along an axis of `length` places.
 
     Raises:
         LayoutError: an even split does not divide, or listed sizes do not fit.
     """
-    unit = 1 if split.unit is None else count_of(split.unit, sizes)
+    unit = 1 if split.unit is None else evaluate_count(split.unit, sizes)
     if split.sizes is not None:
-        bounds = _listed_bounds(split, size, length, unit, sizes)
+        bounds = _bounds_of_list(split, size, length, unit, sizes)
         return bounds[place], bounds[place + 1]
     if split.kind == "/":
         if size % (length * unit):
@@ -192,17 +192,17 @@ def _uneven(split: Split, size: int, length: int, unit: int) -> LayoutError:
             next_step=f'write "/~{split.axis}" if the last ranks hold less',
         )
     return LayoutError(
-        f"{text}: {size // length} positions on each of {length} ranks are no multiple of {unit}",
+        f"{text}: {size // length} positions on each of {length} ranks are not a multiple of {unit}",
         got=f"{size} positions over {length} ranks, {size // length} each",
         want=f"a multiple of {length * unit}",
         next_step=f'write "/={split.axis}%{unit}" if some ranks hold a block more than others',
     )
 
 
-def _listed_bounds(split: Split, size: int, length: int, unit: int, sizes: Mapping[str, int]) -> list[int]:
+def _bounds_of_list(split: Split, size: int, length: int, unit: int, sizes: Mapping[str, int]) -> list[int]:
     assert split.sizes is not None
     text = render_dim(split)
-    listed = [count_of(count, sizes, least=0) for count in split.sizes]
+    listed = [evaluate_count(count, sizes, least=0) for count in split.sizes]
     if len(listed) != length:
         raise LayoutError(
             f"{text}: {len(listed)} sizes are listed for {length} ranks along {split.axis!r}",
@@ -219,20 +219,20 @@ def _listed_bounds(split: Split, size: int, length: int, unit: int, sizes: Mappi
     for low, high in pairwise(bounds):
         if high % unit and high != size:
             raise LayoutError(
-                f"{text}: a cut at {high} is at no multiple of {unit}",
+                f"{text}: a cut at {high} is not at a multiple of {unit}",
                 got=f"{high - low} positions from {low} on",
                 want=f"cuts at multiples of {unit}",
             )
     return bounds
 
 
-def _checked(part: DimPart) -> DimPart:
+def _check(part: DimPart) -> DimPart:
     check_limits(part.global_size, part.local_size, len(part.nests))
     return part
 
 
 def check_limits(global_size: int, local_size: int, num_nests: int) -> None:
-    """Refuse a dim of more elements than addresses can count, or of more nests than `MAX_NESTS`."""
+    """Refuse a dim with more elements than addresses, or more nests than `MAX_NESTS`."""
     if max(global_size, local_size) > MAX_SIZE:
         raise LayoutError(
             "a layout gives a tensor more elements than addresses can count",
@@ -240,10 +240,10 @@ def check_limits(global_size: int, local_size: int, num_nests: int) -> None:
             want=f"at most {MAX_SIZE:,}",
         )
     if num_nests > MAX_NESTS:
-        raise _too_many(num_nests)
+        raise _limit_error(num_nests)
 
 
-def _too_many(num_nests: int) -> LayoutError:
+def _limit_error(num_nests: int) -> LayoutError:
     return LayoutError(
         "a layout cuts one rank's part of a tensor into too many pieces",
         got=f"{num_nests:,} pieces",

@@ -1,7 +1,7 @@
-"""Dims compiled for many places of a mesh at once: what `xrank.layout.dim_part` says of one place, in arrays.
+"""Compile dims for many places of a mesh at once: `xrank.layout.dim_part` in arrays.
 
-The rules are the same, and so are their results, place by place; only bounds of cuts are asked for one by one, of the
-same function, once for each size that is cut and each place along the cutting axis.
+Rules and results are the same for each place. Only the bounds of cuts are computed one by one, by the same function,
+once per size and place along the cutting axis.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import TypeAlias
 
 import numpy as np
 
-from xrank.layout.dim_part import check_limits, count_of, cut_bounds
-from xrank.layout.nest_rows import joined_rows, product_rows, restricted_rows, rows_of
+from xrank.layout.dim_part import check_limits, cut_bounds, evaluate_count
+from xrank.layout.nest_rows import join_rows, product_rows, restrict_rows, rows_of
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.notation import MAX_SIZE, Count, Flat, Node, Pad, Parts, Product, Size, Split
 
-__all__ = ["DimTable", "PlaceArrays", "compile_places", "product_table", "taken", "whole_table"]
+__all__ = ["DimTable", "PlaceArrays", "compile_places", "product_table", "take_places", "whole_table"]
 
 PlaceArrays: TypeAlias = Mapping[str, tuple[int, IntArray]]
-"""Axis -> its length, and the coordinate along it of each place."""
+"""Axis -> (its length, the coordinate of each place along it)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DimTable:
-    """One dim compiled for n places: what `DimPart` holds of each."""
+    """One dim compiled for n places; each as in `DimPart`."""
 
     global_size: int
     local_sizes: IntArray
-    """Shape [n]."""
+    """Local size at each place, [n]."""
     owner: IntArray
-    """The place that each nest is of, rising."""
+    """The place of each nest, rising."""
     nests: NestTable
 
 
@@ -43,11 +43,11 @@ def compile_places(dim: Node, sizes: Mapping[str, int], places: PlaceArrays, num
     Args:
         dim: the dim.
         sizes: the numbers of its names.
-        places: at least the axes that cut it.
-        num_places: how many places there are, each with a coordinate along every axis.
+        places: the coordinates along at least the axes that cut it.
+        num_places: number of places.
 
     Raises:
-        LayoutError: as `compile_dim`, for some of the places.
+        LayoutError: as `compile_dim`, for at least one place.
     """
     match dim:
         case Size(value):
@@ -57,7 +57,7 @@ def compile_places(dim: Node, sizes: Mapping[str, int], places: PlaceArrays, num
         case Parts(parts):
             return _end_to_end([compile_places(part.of, sizes, places, num_places) for part in parts])
         case Pad(of, multiple):
-            return _padded(compile_places(of, sizes, places, num_places), multiple, sizes)
+            return _pad(compile_places(of, sizes, places, num_places), multiple, sizes)
         case Split(of, axis):
             return _cut(dim, compile_places(of, sizes, places, num_places), *places[axis], sizes)
         case Flat(members, multiple):
@@ -66,11 +66,11 @@ def compile_places(dim: Node, sizes: Mapping[str, int], places: PlaceArrays, num
                 for member in members
             ]
             whole = _end_to_end(compiled)
-            return whole if multiple is None else _padded(whole, multiple, sizes)
+            return whole if multiple is None else _pad(whole, multiple, sizes)
 
 
 def whole_table(size: int, num_places: int) -> DimTable:
-    """Return a dim of that size that all of so many places hold whole."""
+    """Return a dim that all places hold whole."""
     num_nests = num_places if size else 0
     zeros = np.zeros(num_nests, dtype=np.int64)
     loops = np.empty((num_nests, int(size > 1), 3), dtype=np.int64)
@@ -78,14 +78,14 @@ def whole_table(size: int, num_places: int) -> DimTable:
     return DimTable(size, np.full(num_places, size), np.arange(num_nests), NestTable(zeros, zeros, loops))
 
 
-def taken(table: DimTable, chosen: IntArray) -> DimTable:
-    """Return the table of those places, in that order and as often as they are named."""
+def take_places(table: DimTable, chosen: IntArray) -> DimTable:
+    """Return the table of the chosen places, in that order and with repeats."""
     rows, owner = rows_of(table.owner, chosen, len(table.local_sizes))
     return DimTable(table.global_size, table.local_sizes[chosen], owner, table.nests.take(rows))
 
 
 def product_table(tables: Iterable[DimTable], num_places: int) -> DimTable:
-    """Combine index spaces of the same places, major first; none of them is one index."""
+    """Multiply index spaces of the same places, major first; without tables the result has one index."""
     found = list(tables)
     return reduce(_times, found) if found else whole_table(1, num_places)
 
@@ -117,13 +117,13 @@ def _end_to_end(tables: Sequence[DimTable]) -> DimTable:
         start += table.global_size
     owner = np.concatenate([table.owner for table in tables])
     order = np.argsort(owner, kind="stable")
-    return DimTable(global_size, before, owner[order], joined_rows(shifted).take(order))
+    return DimTable(global_size, before, owner[order], join_rows(shifted).take(order))
 
 
-def _padded(table: DimTable, multiple: Count, sizes: Mapping[str, int]) -> DimTable:
-    step = count_of(multiple, sizes)
+def _pad(table: DimTable, multiple: Count, sizes: Mapping[str, int]) -> DimTable:
+    step = evaluate_count(multiple, sizes)
     local_sizes = np.empty_like(table.local_sizes)
-    for size, rows in _by_value(table.local_sizes):
+    for size, rows in _group_by_value(table.local_sizes):
         padded = -(-size // step) * step
         check_limits(table.global_size, padded, 0)
         local_sizes[rows] = padded
@@ -132,24 +132,24 @@ def _padded(table: DimTable, multiple: Count, sizes: Mapping[str, int]) -> DimTa
 
 def _cut(split: Split, inner: DimTable, length: int, at: IntArray, sizes: Mapping[str, int]) -> DimTable:
     low, high = np.empty_like(at), np.empty_like(at)
-    for size, rows in _by_value(inner.local_sizes):
+    for size, rows in _group_by_value(inner.local_sizes):
         bounds = np.zeros((length, 2), dtype=np.int64)
         for place in dict.fromkeys(at[rows].tolist()):
             bounds[place] = cut_bounds(split, size, length, place, sizes)
         low[rows], high[rows] = bounds[at[rows]].T
-    rows, nests = restricted_rows(inner.nests, low[inner.owner], high[inner.owner])
+    rows, nests = restrict_rows(inner.nests, low[inner.owner], high[inner.owner])
     owner = inner.owner[rows]
     check_limits(inner.global_size, 0, int(np.bincount(owner).max(initial=0)))
     return DimTable(inner.global_size, high - low, owner, NestTable(nests.x - low[owner], nests.y, nests.loops))
 
 
-def _by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
-    """Yield each value, in the order of their first, and the rows that have it."""
+def _group_by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
+    """Yield each value with its rows, in the order of first occurrence."""
     for value in dict.fromkeys(values.tolist()):
         yield value, np.flatnonzero(values == value)
 
 
 def _largest(combined: Callable[[Iterable[int]], int], *sizes: IntArray) -> int:
-    """Return the largest sum or product of a row, which may be beyond what an array can hold."""
+    """Return the largest sum or product of a row, which may be too large for an array."""
     most = combined([int(each.max(initial=0)) for each in sizes])
     return most if most <= MAX_SIZE else max(map(combined, zip(*(each.tolist() for each in sizes), strict=True)))

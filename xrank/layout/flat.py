@@ -1,4 +1,4 @@
-"""Flat buffers: the tensors whose local elements lie in one, and where."""
+"""Flat buffers: the places of their members' local elements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from xrank.errors import LayoutError
-from xrank.layout.binding import bind, checked_shape, checked_sizes
+from xrank.layout.binding import bind, check_shape, check_sizes
 from xrank.layout.local_part import local_part
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.mesh_parts import MeshParts, mesh_parts
@@ -23,13 +23,13 @@ __all__ = ["FlatPart", "flat_mesh_parts", "flat_part"]
 
 @dataclass(frozen=True, slots=True)
 class FlatPart:
-    """What one rank holds of a flat buffer.
+    """The part of a flat buffer that one rank holds.
 
     Args:
-        size: the number of its elements, padding included.
+        size: number of elements, padding included.
         members: name -> nests; x is an element's place in the rank's buffer, y its row-major address in the member's
-            global shape. None for a member that lies on other ranks.
-        sums: axes along which the ranks hold addends, as of `LocalPart`.
+            global shape. Empty for a member on other ranks.
+        sums: axes along which the ranks hold addends, as in `LocalPart`.
     """
 
     size: int
@@ -45,11 +45,11 @@ def flat_part(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> FlatPart | None:
-    """Return what the rank at a coordinate holds of a flat buffer; None if the layout leaves the rank out.
+    """Return the part of a flat buffer that the rank at a coordinate holds; None if the layout excludes the rank.
 
     Args:
         layout: a flat layout.
-        mesh: the mesh that gives the axes their lengths.
+        mesh: the mesh, which defines the lengths of the axes.
         coordinate: the rank's place along the mesh's axes.
         shapes: member -> its global shape.
         sizes: sizes by name.
@@ -75,9 +75,9 @@ def flat_mesh_parts(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> dict[str, MeshParts]:
-    """Return member -> what all ranks of a mesh hold of it; the buffer's padding is counted with the last member.
+    """Return member -> its parts on all ranks of a mesh; the buffer's padding counts as part of the last member.
 
-    A rank that holds nothing of a member is none of its ranks. Arguments and errors are `flat_part`'s.
+    A member's parts exclude ranks without elements of it. Arguments and errors as in `flat_part`.
     """
     starts, total, known = _members(layout, mesh, shapes, sizes)
     whole = mesh_parts(layout, mesh, (total,), sizes=known)
@@ -90,32 +90,32 @@ def flat_mesh_parts(
         local_sizes = num_pads.copy() if name == last else np.zeros_like(num_pads)
         np.add.at(local_sizes, whole.owner[rows], nests.sizes)
         member = MeshParts(whole.ranks, whole.part, local_sizes, whole.owner[rows], nests)
-        found[name] = member.kept(local_sizes[whole.part] > 0)
+        found[name] = member.select(local_sizes[whole.part] > 0)
     return found
 
 
 def _members(
     layout: TensorLayout, mesh: DeviceMesh, shapes: Mapping[str, Sequence[int]], sizes: Mapping[str, int] | None
 ) -> tuple[dict[str, tuple[int, int]], int, dict[str, int]]:
-    """Return member -> where it stands among all their elements, how many these are, and the sizes that shapes tell."""
+    """Return member -> (start, end) among all elements, the number of elements, and the sizes that shapes define."""
     flat = flat_of(layout)
     if flat is None:
         raise LayoutError(f"the layout {layout} is not flat", got=str(layout), want="flat(name [dims], ...)")
     lengths = axis_lengths(mesh, layout.view_mesh)
-    known = checked_sizes(sizes)
+    known = check_sizes(sizes)
     starts: dict[str, tuple[int, int]] = {}
     total = 0
     for member in flat.members:
         if member.name not in shapes:
             raise LayoutError(
-                f"the shape of {member.name} is not given, which lies in {layout}",
+                f"the shape of {member.name} is not given, which is in {layout}",
                 tensor=member.name,
                 got=f"shapes of {sorted(shapes)[:16]}",
                 want=f"a shape for {member.name}",
             )
-        shape = checked_shape(shapes[member.name])
+        shape = check_shape(shapes[member.name])
         bound = bind(LayoutTree(member.dims), shape, lengths, known)
-        # A name means one size in all members, also where only one of them tells it.
+        # A name has one size in all members, even if only one member defines it.
         known |= {name: size for name, size in bound.items() if name not in lengths}
         starts[member.name] = (total, total + prod(shape))
         total += prod(shape)

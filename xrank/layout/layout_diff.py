@@ -1,4 +1,4 @@
-"""What two layout maps say otherwise."""
+"""Differences between two layout maps."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from xrank.layout.layout_file import LayoutFile
 
-__all__ = ["Change", "LayoutDiff", "diff_files"]
+__all__ = ["LayoutChange", "LayoutDiff", "diff_files"]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """One thing that both maps say, or that one of them does not.
+class LayoutChange:
+    """One entry that differs.
 
     Args:
         name: a rule, a size, an alias, or "grid", "ranks", "view NAME" of the mesh.
-        old: its text in the first map; None if it is not there.
-        new: its text in the second map; None if it is not there.
+        old: its text in the first map; None if absent.
+        new: its text in the second map; None if absent.
     """
 
     name: str
@@ -30,30 +30,30 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class LayoutDiff:
-    """What differs between two layout maps; false if nothing does. Rules count by name, not by order.
+    """The differences between two layout maps; false if there are none. The order of rules does not count.
 
     Args:
         added: rules of the second map alone; ``old`` is None.
         removed: rules of the first map alone; ``new`` is None.
-        changed: rules of both that say something else.
-        mesh: what the meshes and views say otherwise.
-        sizes: sizes that are not the same.
-        aliases: tied names that are not the same.
+        changed: rules of both maps with different texts.
+        mesh: differences between the meshes and views.
+        sizes: sizes that differ.
+        aliases: tied names that differ.
     """
 
-    added: tuple[Change, ...] = ()
-    removed: tuple[Change, ...] = ()
-    changed: tuple[Change, ...] = ()
-    mesh: tuple[Change, ...] = ()
-    sizes: tuple[Change, ...] = ()
-    aliases: tuple[Change, ...] = ()
+    added: tuple[LayoutChange, ...] = ()
+    removed: tuple[LayoutChange, ...] = ()
+    changed: tuple[LayoutChange, ...] = ()
+    mesh: tuple[LayoutChange, ...] = ()
+    sizes: tuple[LayoutChange, ...] = ()
+    aliases: tuple[LayoutChange, ...] = ()
 
     def __bool__(self) -> bool:
         return any((self.added, self.removed, self.changed, self.mesh, self.sizes, self.aliases))
 
 
 def diff_files(old: LayoutFile, new: LayoutFile) -> LayoutDiff:
-    """Return what the second layout file says otherwise."""
+    """Return the differences of the second layout file from the first."""
     rules = _changes(old.rules, new.rules)
     return LayoutDiff(
         added=tuple(change for change in rules if change.old is None),
@@ -65,9 +65,9 @@ def diff_files(old: LayoutFile, new: LayoutFile) -> LayoutDiff:
     )
 
 
-def _changes(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[Change, ...]:
+def _changes(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[LayoutChange, ...]:
     return tuple(
-        Change(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)
+        LayoutChange(name, old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)
     )
 
 

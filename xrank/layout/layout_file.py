@@ -3,11 +3,11 @@
 [mesh]
 grid = "pp=2 dp=2 tp=2"               last axis fastest
 order = "tp-dp-pp"                    instead of the grid's own order, as Megatron writes it: first name fastest
-ranks = [0, 1, 2, 3, 4, 5, 6, 7]      who stands there, when it is not 0, 1, 2, ...
+ranks = [0, 1, 2, 3, 4, 5, 6, 7]      the ranks, if they are not 0, 1, 2, ...
 view.expert = "pp=2 ep=2 etp=2"       a second factoring of the same ranks
 
 [sizes]
-d = 128                               names that shapes do not tell
+d = 128                               names that shapes do not define
 
 [tensors]
 "layers.{8/pp}.mlp.up" = "[f/tp, h]"  a name with dims, or a pattern: a name, else a regular expression for names
@@ -26,14 +26,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xrank.errors import LayoutError, UsageError
-from xrank.layout.binding import checked_sizes
+from xrank.layout.binding import check_sizes
 from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name
-from xrank.layout.mesh_views import ordered_mesh
+from xrank.layout.mesh_views import mesh_from_order
 
 __all__ = [
     "MAX_FILE_NBYTES",
     "LayoutFile",
-    "in_file",
+    "name_file",
     "parse_tables",
     "read_layout_file",
     "to_text",
@@ -42,19 +42,19 @@ __all__ = [
 ]
 
 MAX_FILE_NBYTES = 64 << 20
-"""The largest layout file read."""
+"""The largest layout file that is read, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutFile:
-    """What a layout file says; its rules are not read yet.
+    """The content of a layout file; rules are still texts.
 
     Args:
         mesh: the mesh, if it has one.
         views: the mesh's views by name.
         sizes: sizes by name.
         rules: pattern -> text, in the file's order.
-        aliases: tied name -> the name it stands for.
+        aliases: tied name -> the name that it stands for.
     """
 
     mesh: DeviceMesh | None = None
@@ -64,15 +64,15 @@ class LayoutFile:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def with_mesh(self, mesh: DeviceMesh, file: str) -> LayoutFile:
-        """Return the same on another mesh, of which its views are then views.
+        """Return the content on another mesh, with the views as views of that mesh.
 
         Raises:
-            LayoutError: a view does not fit the mesh, or a size is called as one of its axes.
+            LayoutError: a view does not fit the mesh, or a size has the name of an axis.
         """
         try:
             views = {name: mesh.view(view.grid) for name, view in self.views.items()}
         except LayoutError as error:
-            raise in_file(error, "a view of [mesh]", file) from error
+            raise name_file(error, "a view of [mesh]", file) from error
         _sizes(dict(self.sizes), [mesh, *views.values()], file)
         return replace(self, mesh=mesh, views=views)
 
@@ -82,7 +82,7 @@ def read_layout_file(file: str) -> LayoutFile:
 
     Raises:
         UsageError: the file cannot be read.
-        LayoutError: it is not TOML, or holds what a layout file has not.
+        LayoutError: it is not TOML, or has unknown content.
     """
     try:
         with open(file, "rb") as stream:
@@ -102,7 +102,7 @@ def read_layout_file(file: str) -> LayoutFile:
         raise LayoutError(
             f"the layout file {file} is not text", file=file, got=f"{error.reason} at byte {error.start}", want="UTF-8"
         ) from error
-    except (ValueError, RecursionError) as error:  # tomllib lets int()'s own ValueError through
+    except (ValueError, RecursionError) as error:  # tomllib passes on int()'s ValueError
         raise LayoutError(
             f"the layout file {file} is not TOML: {error}",
             file=file,
@@ -113,7 +113,7 @@ def read_layout_file(file: str) -> LayoutFile:
 
 
 def parse_tables(tables: dict[str, Any], file: str) -> LayoutFile:
-    """Return what a layout file's tables say; anything else in them is refused."""
+    """Check a layout file's tables and return their content."""
     _refuse_unknown(tables, {"mesh", "sizes", "tensors", "alias"}, "table", file)
     for name, table in tables.items():
         if not isinstance(table, dict):
@@ -149,15 +149,15 @@ def _aliases(table: dict[str, Any], file: str) -> dict[str, str]:
 def _sizes(table: dict[str, Any], meshes: list[DeviceMesh], file: str) -> dict[str, int]:
     for name in table:
         if not is_name(name):
-            raise LayoutError(f"{file}: {name!r} is no name of a size", file=file, got=repr(name), want=NAME_RULE)
+            raise LayoutError(f"{file}: {name!r} is not a name of a size", file=file, got=repr(name), want=NAME_RULE)
         if any(name in mesh.axis_names for mesh in meshes):
             raise LayoutError(
                 f"{file}: {name!r} is both a size and an axis", file=file, want="another name for the size"
             )
     try:
-        return checked_sizes(table)
+        return check_sizes(table)
     except LayoutError as error:
-        raise in_file(error, "[sizes]", file) from error
+        raise name_file(error, "[sizes]", file) from error
 
 
 def _meshes(table: dict[str, Any], file: str) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
@@ -167,18 +167,21 @@ def _meshes(table: dict[str, Any], file: str) -> tuple[DeviceMesh, dict[str, Dev
         raise LayoutError(f"{file}: [mesh] has no grid", file=file, got=repr(grid)[:80], want='grid = "dp=2 tp=2"')
     if order is not None and not isinstance(order, str):
         raise LayoutError(
-            f"{file}: the order of [mesh] is no text", file=file, got=repr(order)[:80], want='order = "tp-dp-pp"'
+            f"{file}: the order of [mesh] is not a text", file=file, got=repr(order)[:80], want='order = "tp-dp-pp"'
         )
     if ranks is not None and (not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks)):
         raise LayoutError(
-            f"{file}: the ranks of [mesh] are no list of integers", file=file, got=repr(ranks)[:80], want="[0, 1, 2, 3]"
+            f"{file}: ranks of [mesh] is not a list of integers",
+            file=file,
+            got=repr(ranks)[:80],
+            want="[0, 1, 2, 3]",
         )
     views = {} if views is None else views
     if not isinstance(views, dict) or any(
         not isinstance(text, str) or not is_name(name) for name, text in views.items()
     ):
         raise LayoutError(
-            f"{file}: a view of [mesh] is no grid with a name",
+            f"{file}: a view of [mesh] is not a grid with a name",
             file=file,
             got=repr(views)[:80],
             want='view.expert = "pp=2 ep=4"',
@@ -186,44 +189,44 @@ def _meshes(table: dict[str, Any], file: str) -> tuple[DeviceMesh, dict[str, Dev
     try:
         mesh = DeviceMesh.parse_grid(grid, None if order is not None else ranks)
         if order is not None:
-            mesh = ordered_mesh(order, dict(zip(mesh.axis_names, mesh.shape, strict=True)), ranks)
+            mesh = mesh_from_order(order, dict(zip(mesh.axis_names, mesh.shape, strict=True)), ranks)
         return mesh, {name: mesh.view(text) for name, text in views.items()}
     except LayoutError as error:
-        raise in_file(error, "[mesh]", file) from error
+        raise name_file(error, "[mesh]", file) from error
 
 
-def _refuse_unknown(table: dict[str, Any], known: set[str], what: str, file: str) -> None:
+def _refuse_unknown(table: dict[str, Any], known: set[str], kind: str, file: str) -> None:
     unknown = [name for name in table if name not in known]
     if unknown:
         raise LayoutError(
-            f"{file}: {unknown[0]!r} is no {what}", file=file, got=repr(unknown[0]), want=f"one of {sorted(known)}"
+            f"{file}: {unknown[0]!r} is not a {kind}", file=file, got=repr(unknown[0]), want=f"one of {sorted(known)}"
         )
 
 
-def in_file(error: LayoutError, where: str, file: str) -> LayoutError:
-    """Return the error with the place in the file in front."""
+def name_file(error: LayoutError, where: str, file: str) -> LayoutError:
+    """Return the error with the file and the place in it before the message."""
     return LayoutError(
         f"{file}: {where}: {error.message}", file=file, got=error.got, want=error.want, next_step=error.next_step
     )
 
 
 def to_text(content: LayoutFile) -> str:
-    """Return the one text of a layout file; `parse_tables` reads the same from it."""
+    """Return the canonical text of a layout file, which `parse_tables` reads back."""
     lines: list[str] = []
     if content.mesh is not None:
         mesh = content.mesh
-        lines += ["[mesh]", f"grid = {_quoted(mesh.grid)}"]
+        lines += ["[mesh]", f"grid = {_quote(mesh.grid)}"]
         if mesh.ranks != tuple(range(mesh.size)):
             lines.append(f"ranks = {list(mesh.ranks)}")
-        lines += [f"view.{_quoted(name)} = {_quoted(view.grid)}" for name, view in content.views.items()]
+        lines += [f"view.{_quote(name)} = {_quote(view.grid)}" for name, view in content.views.items()]
         lines.append("")
     if content.sizes:
-        lines += ["[sizes]", *(f"{_quoted(name)} = {size}" for name, size in content.sizes.items()), ""]
+        lines += ["[sizes]", *(f"{_quote(name)} = {size}" for name, size in content.sizes.items()), ""]
     lines.append("[tensors]")
-    lines += [f"{_quoted(pattern)} = {_quoted(text)}" for pattern, text in content.rules.items()]
+    lines += [f"{_quote(pattern)} = {_quote(text)}" for pattern, text in content.rules.items()]
     if content.aliases:
         lines += ["", "[alias]"]
-        lines += [f"{_quoted(name)} = {_quoted(target)}" for name, target in content.aliases.items()]
+        lines += [f"{_quote(name)} = {_quote(target)}" for name, target in content.aliases.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -231,7 +234,7 @@ def write_text(text: str, file: str) -> None:
     """Write a layout file, whole or not at all.
 
     Raises:
-        LayoutError: the text is no Unicode.
+        LayoutError: the text is not Unicode.
         UsageError: the file cannot be written.
     """
     try:
@@ -241,12 +244,12 @@ def write_text(text: str, file: str) -> None:
             "a name in the LayoutMap cannot be written as UTF-8", file=file, got=ascii(error.object[error.start])
         ) from error
     try:
-        write_whole(content, file)  # a part of a layout file would be read as fewer rules
+        write_whole(content, file)  # an incomplete layout file would be read as one with fewer rules
     except OSError as error:
         raise UsageError(f"the layout file {file} cannot be written: {error.strerror}", file=file) from error
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Return the text as a TOML basic string: quotes, backslashes and control characters escaped."""
     return '"' + "".join(_ESCAPES.get(c, c) for c in text) + '"'
 
@@ -265,9 +268,9 @@ def write_whole(content: bytes, file: str) -> None:
     """Write a small file under a name that appears once the file is whole.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: it cannot be written; the old file remains.
     """
-    # Ranks in containers of their own may have one number for their processes, and one folder.
+    # Random, because ranks in separate containers may share the folder and the process number.
     part = f"{file}.{secrets.token_hex(8)}.part"
     try:
         with open(part, "xb") as stream:

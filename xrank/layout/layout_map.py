@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from xrank.errors import LayoutError
 from xrank.layout.companion import Companion, is_companion, parse_companion
 from xrank.layout.layout_diff import LayoutDiff, diff_files
-from xrank.layout.layout_file import LayoutFile, in_file, read_layout_file, to_text, write_text
+from xrank.layout.layout_file import LayoutFile, name_file, read_layout_file, to_text, write_text
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.soundness import check_sound
 from xrank.layout.tensor_layout import TensorLayout, axis_lengths, flat_of
@@ -19,17 +19,23 @@ __all__ = ["LayoutMap"]
 
 
 class LayoutMap(MutableMapping[str, TensorLayout | None]):
-    """An ordered map from patterns to layouts, looked up by a tensor's name.
+    r"""An ordered map from patterns to layouts, looked up by a tensor's name.
 
-    A look-up takes the key that equals the name, else the one key that is a regular expression for the whole name
-    (`re.fullmatch`). Several such keys are refused; with none the answer is None, never a KeyError, so ``get`` never
-    returns its default and ``in`` is true for any name, as in Keras. A key that is there cannot be set again.
+    A look-up finds the key that equals the name, or else the only key that is a regular expression for the whole name
+    (`re.fullmatch`). Several such keys are refused. Without a key the result is None instead of a KeyError, so ``get``
+    never returns its default and ``in`` is true for any name, as in Keras. An existing key cannot be set again.
 
-    A key with dims in it, such as ``layers.{6/pp}.up``, is no regular expression: it stands for the names with an index
-    in the place of each group. `xrank.layout.tensor_name` says which tensors a rank holds under it.
+    A key with dims, such as ``layers.{6/pp}.up``, is not a regular expression: it matches names with an index in the
+    place of each group. `xrank.layout.tensor_name` defines which tensors a rank holds under it.
 
     Args:
-        device_mesh: attached to each layout that is stored without a mesh of its own.
+        device_mesh: attached to each layout that is stored without a mesh.
+
+    Example:
+        >>> layouts = LayoutMap(DeviceMesh((2, 2), ("dp", "tp")))
+        >>> layouts[r"layers\.\d+\.up"] = "[f/tp, h]"
+        >>> str(layouts["layers.3.up"]), layouts["norm"]
+        ('[f/tp, h]', None)
     """
 
     def __init__(self, device_mesh: DeviceMesh | None = None) -> None:
@@ -37,13 +43,13 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         self._layouts: dict[str, TensorLayout] = {}
         self._expressions: dict[str, re.Pattern[str]] = {}  # compiled at the first look-up, as Keras does
         self.aliases: dict[str, str] = {}
-        """Tied name -> the name it stands for."""
+        """Tied name -> the name that it stands for."""
         self.sizes: dict[str, int] = {}
-        """Sizes by name, for names in layouts that shapes do not tell."""
+        """Name -> size, for names in layouts that shapes do not define."""
         self.views: dict[str, DeviceMesh] = {}
-        """Views of the mesh by name; a view is here before a layout that names it is set."""
+        """Views of the mesh by name; add a view before setting a layout that names it."""
         self.companions: dict[str, Companion] = {}
-        """Pattern -> what makes the layout of another tensor, such as the scales of a weight."""
+        """Pattern -> companion, for tensors such as the scales of a weight."""
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -55,7 +61,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         return None if rule is None else self._layouts[rule]
 
     def rule_for(self, name: str) -> str | None:
-        """Return the key that decides for a tensor's name; None without one."""
+        """Return the key for a tensor's name; None without one."""
         if name in self._layouts:
             return name
         rules = [rule for rule in self._layouts if self._expression(rule).fullmatch(name)]
@@ -79,7 +85,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
             )
         if not isinstance(key, str):
             raise LayoutError(f"the key {key!r} of a LayoutMap is not text", got=type(key).__name__, want="a pattern")
-        # Meant departure from Keras: a layout's text. Other strings are refused as there.
+        # Unlike Keras, accept a layout's text. Other strings are refused as in Keras.
         if isinstance(layout, tuple):
             layout = TensorLayout(layout)
         elif isinstance(layout, str) and layout.startswith(("[", "flat(")):
@@ -121,12 +127,12 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         return f"<LayoutMap {rules}, mesh {None if self.device_mesh is None else self.device_mesh.grid}>"
 
     def name_of(self, rule: str) -> TensorName | None:
-        """Return the name with dims that a key is; None for a pattern."""
+        """Parse a key as a name with dims; None for a pattern."""
         is_rule = rule in self._layouts or rule in self.companions
         return parse_name(rule) if is_rule and has_groups(rule) else None
 
     def companion_rule_for(self, name: str) -> str | None:
-        """Return the key of `companions` that decides for a tensor's name; None without one."""
+        """Return the key of `companions` for a tensor's name; None without one."""
         if name in self.companions:
             return name
         rules = [rule for rule in self.companions if self._expression(rule).fullmatch(name)]
@@ -134,10 +140,10 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
             raise LayoutError(f"{name} matches several companions: {rules}", tensor=name, got=str(rules), want="one")
         return rules[0] if rules else None
 
-    def unused(self, names: Iterable[str]) -> list[str]:
-        """Return the keys that decide for none of these tensors, in the map's order.
+    def find_unused(self, names: Iterable[str]) -> list[str]:
+        """Return the keys that match none of these tensors, in the map's order.
 
-        The key of a flat buffer decides for the tensors in it, whether the buffer's own name is among these or not.
+        The key of a flat buffer also matches the tensors in the buffer.
         """
         known = set(names)
         used = {self.rule_for(name) for name in known} | {self.companion_rule_for(name) for name in known}
@@ -147,8 +153,8 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
                 used.add(key)
         return [key for key in (*self._layouts, *self.companions) if key not in used]
 
-    def unmatched(self, names: Iterable[str]) -> list[str]:
-        """Return the names of tensors that no key decides for, in the given order."""
+    def find_unmatched(self, names: Iterable[str]) -> list[str]:
+        """Return the names of tensors without a key, in the given order."""
         return [name for name in names if self.rule_for(name) is None and self.companion_rule_for(name) is None]
 
     @classmethod
@@ -156,19 +162,19 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         """Read a layout file.
 
         Args:
-            path: of the file.
-            mesh: in place of the file's; the file's views are then views of it.
+            path: the file.
+            mesh: a mesh to use instead of the file's; the file's views become views of it.
 
         Raises:
             UsageError: the file cannot be read.
-            LayoutError: it is not TOML, or holds what a layout file has not; or the mesh does not fit the layouts.
+            LayoutError: it is not TOML, or has unknown content; or the mesh does not fit the layouts.
         """
         file = os.fspath(path)
         content = read_layout_file(file)
         return _from_file(content if mesh is None else content.with_mesh(mesh, file), file)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the map as a layout file, whole or not at all; equal maps of equal order give equal bytes.
+        """Write the map as a layout file, whole or not at all; equal maps in equal order give equal bytes.
 
         Raises:
             LayoutError: a layout has another mesh than the map, or a name cannot be text in a file.
@@ -177,10 +183,10 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         write_text(to_text(self._content()), os.fspath(path))
 
     def diff(self, other: LayoutMap) -> LayoutDiff:
-        """Return what another map says otherwise: from this one, the old, to the other, the new.
+        """Return the differences from this map, the old one, to another map, the new one.
 
         Raises:
-            LayoutError: one of the maps is none that a file can say.
+            LayoutError: a file cannot express one of the maps.
         """
         return diff_files(self._content(), other._content())
 
@@ -188,12 +194,12 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         return self.device_mesh, self.views, self.sizes, self._layouts, self.companions, self.aliases
 
     def _content(self) -> LayoutFile:
-        """Return the map as a layout file says it."""
+        """Return the map as the content of a layout file."""
         for pattern, layout in self._layouts.items():
             if layout.device_mesh != self.device_mesh:
                 mesh = self.device_mesh
                 raise LayoutError(
-                    f"the layout of {pattern!r} has a mesh that is not the LayoutMap's, which a file cannot say",
+                    f"the layout of {pattern!r} has a mesh that is not the LayoutMap's, which a file cannot express",
                     tensor=pattern,
                     got=repr(layout),
                     want=f"the mesh {None if mesh is None else mesh.grid!r}",
@@ -211,14 +217,14 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
                     f"the pattern {rule!r} is not a regular expression: {error}",
                     got=repr(rule),
                     want="a tensor's name, or a regular expression for whole names",
-                    next_step="escape what is meant as it stands with a backslash",
+                    next_step="escape literal characters with a backslash",
                 ) from error
             self._expressions[rule] = compiled
         return compiled
 
 
 def _from_file(content: LayoutFile, file: str) -> LayoutMap:
-    """Return the map that a layout file says."""
+    """Return the map of a layout file's content."""
     layout_map = LayoutMap(content.mesh)
     layout_map.views.update(content.views)
     layout_map.sizes.update(content.sizes)
@@ -231,7 +237,7 @@ def _from_file(content: LayoutFile, file: str) -> LayoutMap:
                 layout_map[pattern] = TensorLayout.parse(text, content.mesh, content.views)
             layout_map._expression(pattern)
         except LayoutError as error:
-            raise in_file(error, f"rule {pattern!r}", file) from error
+            raise name_file(error, f"rule {pattern!r}", file) from error
     for pattern, companion in layout_map.companions.items():
         if companion.of is not None and companion.of not in layout_map._layouts:
             raise LayoutError(

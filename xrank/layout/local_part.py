@@ -1,4 +1,4 @@
-"""Local parts: what one rank holds of one tensor, as nests from its local elements to the global ones."""
+"""Local parts: the part of a tensor that one rank holds, as nests from its local elements to the global ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from xrank.errors import LayoutError
-from xrank.layout.binding import bind, checked_shape, checked_sizes, count_names_of_dim, names_of_dim
+from xrank.layout.binding import bind, check_shape, check_sizes, count_names_of_dim, names_of_dim
 from xrank.layout.dim_part import DimPart, Places, Sizes, compile_dim, product_of
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nests import Nest
@@ -16,19 +16,19 @@ from xrank.layout.notation import LayoutTree, Node, Where, axes_of
 from xrank.layout.soundness import check_sound
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["LocalPart", "bound_dims", "dim_parts", "holds", "local_part", "places_of"]
+__all__ = ["LocalPart", "bind_dims", "dim_parts", "holds", "local_part", "places_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """What a rank holds of one tensor.
+    """The part of a tensor that a rank holds.
 
     Args:
         shape: the local shape, pads included.
-        nests: canonical; x is the element's row-major address in the local shape, y in the global shape. None for an
-            empty shard, whose shape has a 0. Local elements that no nest names are padding.
-        sums: axes along which the ranks hold addends of the tensor. Where there are any, the elements are no values
-            yet: a caller adds them up over these axes, or refuses.
+        nests: canonical; x is the element's row-major address in the local shape, y in the global shape. Empty for an
+            empty shard, whose shape has a 0. Local elements without a nest are padding.
+        sums: axes along which the ranks hold addends of the tensor. If there are any, the elements are not values:
+            the caller must add them up over these axes, or refuse them.
     """
 
     shape: tuple[int, ...]
@@ -44,30 +44,34 @@ def local_part(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> LocalPart | None:
-    """Return what the rank at a coordinate holds of a tensor; None if the layout's "where" leaves the rank out.
+    """Return the part of a tensor that the rank at a coordinate holds; None if the layout's "where" excludes it.
 
     Args:
-        layout: how the tensor is cut.
-        mesh: the mesh that gives the axes their lengths; the layout's own, if it has one.
-        coordinate: the rank's place along the mesh's axes, as `DeviceMesh.coordinate` gives it.
-        shape: the tensor's global shape; of a flat layout the number of its members' elements together.
-        sizes: sizes by name, for names that the shape does not tell.
+        layout: the tensor's layout.
+        mesh: the mesh, which defines the lengths of the axes; the layout's own mesh must be equal.
+        coordinate: the rank's place along the mesh's axes, as from `DeviceMesh.coordinate`.
+        shape: the tensor's global shape; for a flat layout (number of all members' elements,).
+        sizes: sizes by name, for names that the shape does not define.
 
     Raises:
-        LayoutError: the layout fits neither the mesh nor the shape, a size is not known, or an even split does not
-            divide.
+        LayoutError: the layout does not fit the mesh or the shape, a size is unknown, or an even split does not divide.
+
+    Example:
+        >>> mesh = DeviceMesh((2,), ("tp",))
+        >>> local_part(TensorLayout.parse("[f/tp, h]"), mesh, {"tp": 1}, (4, 3))
+        LocalPart(shape=(2, 3), nests=(Nest(x=0, y=6, loops=((6, 1, 1),)),), sums=())
     """
     lengths, places = places_of(layout, mesh, coordinate)
     if not _is_held(layout.tree, lengths, places):
         return None
-    known = _relevant(layout.tree, checked_sizes(sizes)) if sizes else ()
-    others = _other_axes(layout.tree)
+    known = _relevant(layout.tree, check_sizes(sizes)) if sizes else ()
+    others = _uncut_axes(layout.tree)
     cutting = tuple(place for place in places if place[0] not in others) if others else places
-    return _layout_part(layout.tree, checked_shape(shape), cutting, known, _count_lengths(layout.tree, lengths))
+    return _layout_part(layout.tree, check_shape(shape), cutting, known, _count_lengths(layout.tree, lengths))
 
 
 def holds(layout: TensorLayout, mesh: DeviceMesh, coordinate: Mapping[str, int]) -> bool:
-    """Say whether a rank has the tensor at all: what the layout's "where" says; arguments as `local_part`'s."""
+    """Return whether the layout's "where" includes a rank; arguments as in `local_part`."""
     return not layout.tree.where or _is_held(layout.tree, *places_of(layout, mesh, coordinate))
 
 
@@ -87,19 +91,19 @@ def _includes(where: Where, place: int, length: int) -> bool:
 def places_of(
     layout: TensorLayout, mesh: DeviceMesh, coordinate: Mapping[str, int]
 ) -> tuple[Mapping[str, int], Places]:
-    """Return the lengths of the axes that a layout may use, and the places along those that it does use.
+    """Return the lengths of the axes that a layout may use, and the places along the axes that it uses.
 
-    Ranks that differ along other axes alone share the compiled part.
+    Ranks that differ only along other axes share the compiled part.
 
     Raises:
-        LayoutError: the layout belongs to another mesh, or the coordinate is none of this one.
+        LayoutError: the layout belongs to another mesh, or the coordinate is not in this one.
     """
     if layout.device_mesh is not None and layout.device_mesh is not mesh and layout.device_mesh != mesh:
         raise LayoutError(
             f"the layout {layout} belongs to another mesh", got=mesh.grid, want=f"the mesh {layout.device_mesh.grid!r}"
         )
     if layout.tree.view is not None and layout.view_mesh is None:
-        # Its axes may have names of the mesh's, and other lengths.
+        # The view's axes may have the mesh's names with other lengths.
         raise LayoutError(
             f"the layout {layout} names a view, and its mesh with views is not attached",
             got=f"the mesh {mesh.grid!r} alone",
@@ -110,13 +114,13 @@ def places_of(
     if layout.view_mesh is not None:
         coordinate = {**coordinate, **layout.view_mesh.coordinate(mesh.rank_at(coordinate))}
     places: list[tuple[str, int, int]] = []
-    for axis in (*(axis for axes in layout.axes for axis in axes), *_other_axes(layout.tree)):
+    for axis in (*(axis for axes in layout.axes for axis in axes), *_uncut_axes(layout.tree)):
         if axis not in lengths:
             mesh.axis_length(axis)
         length = lengths[axis]
         if axis not in coordinate:
             raise LayoutError(
-                f"a coordinate does not say where the rank is along {axis!r}, which the layout {layout} uses",
+                f"a coordinate lacks the place along {axis!r}, which the layout {layout} uses",
                 got=str(dict(coordinate)),
                 want=f"{axis}=0 to {axis}={length - 1}",
             )
@@ -151,8 +155,8 @@ def _lengths(mesh: DeviceMesh, view: DeviceMesh | None) -> Mapping[str, int]:
     return _lengths_of(mesh.shape, mesh.axis_names, view.shape, view.axis_names)
 
 
-def _other_axes(tree: LayoutTree) -> tuple[str, ...]:
-    """Return the axes that a layout uses without a cut."""
+def _uncut_axes(tree: LayoutTree) -> tuple[str, ...]:
+    """Return the axes in a layout's "where" and "sum" clauses."""
     if not tree.where and not tree.sums:
         return ()
     return (*(where.axis for where in tree.where), *tree.sums)
@@ -177,16 +181,16 @@ def _names_in_counts(tree: LayoutTree) -> tuple[str, ...]:
 def _layout_part(
     tree: LayoutTree, shape: tuple[int, ...], places: Places, sizes: Sizes, count_lengths: Sizes
 ) -> LocalPart:
-    """Compile a whole layout: its dims, major first, combined as a product."""
+    """Compile a whole layout as the product of its dims."""
     parts = [
         compile_dim(dim, own, tuple(place for place in places if place[0] in axes))
-        for dim, axes, own in _bound_dims(tree, shape, sizes, count_lengths)
+        for dim, axes, own in _bind_dims(tree, shape, sizes, count_lengths)
     ]
     return LocalPart(tuple(part.local_size for part in parts), product_of(parts).nests, tree.sums)
 
 
 @lru_cache(maxsize=4096)
-def _bound_dims(
+def _bind_dims(
     tree: LayoutTree, shape: tuple[int, ...], sizes: Sizes, count_lengths: Sizes
 ) -> tuple[tuple[Node, frozenset[str], Sizes], ...]:
     """Return each dim with the axes that cut it and the numbers of its names; shared by all ranks."""
@@ -204,24 +208,24 @@ def _bound_dims(
 def dim_parts(
     layout: TensorLayout, shape: Sequence[int], lengths: Mapping[str, int], places: Places, sizes: Mapping[str, int]
 ) -> list[DimPart]:
-    """Return the compiled dims of a layout, for a rank's places as `places_of` gives them."""
-    bound = bound_dims(layout, shape, lengths, sizes)
+    """Return the compiled dims of a layout at a rank's places, as from `places_of`."""
+    bound = bind_dims(layout, shape, lengths, sizes)
     return [compile_dim(dim, known, tuple(p for p in places if p[0] in axes)) for dim, axes, known in bound]
 
 
-def bound_dims(
+def bind_dims(
     layout: TensorLayout, shape: Sequence[int], lengths: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[tuple[Node, frozenset[str], Sizes], ...]:
     """Return each dim with the axes that cut it and the numbers of its names.
 
     Args:
-        layout: how the tensor is cut.
+        layout: the tensor's layout.
         shape: its global shape.
-        lengths: of the axes that the layout may use, as `places_of` gives them.
+        lengths: lengths of the axes that the layout may use, as from `places_of`.
         sizes: sizes by name.
 
     Raises:
-        LayoutError: the layout does not fit the shape, or a size is not known.
+        LayoutError: the layout does not fit the shape, or a size is unknown.
     """
     own = _relevant(layout.tree, sizes)
-    return _bound_dims(layout.tree, checked_shape(shape), own, _count_lengths(layout.tree, lengths))
+    return _bind_dims(layout.tree, check_shape(shape), own, _count_lengths(layout.tree, lengths))

@@ -1,4 +1,4 @@
-"""Meshes: ranks laid out in a named grid. The words are Keras', the devices are ranks."""
+"""Meshes: ranks in a named grid. The API is Keras', with ranks as devices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["MAX_RANKS", "NAME_RULE", "DeviceMesh", "is_name"]
 
 MAX_RANKS = 1 << 22
-"""Ranks that a mesh may hold: a mistyped grid must not take the machine's memory."""
+"""Largest number of ranks in a mesh, so a mistyped grid cannot use up the memory."""
 
 NAME_RULE = 'a letter or "_", then letters, digits, "_" and "."'
-"""What axes and sizes may be called, in words."""
+"""The rule for names of axes and sizes, for errors."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _GRID_AXIS = re.compile(r"(?P<name>[^\s=]+)=(?P<length>[0-9]{1,9})")
@@ -29,36 +29,41 @@ _DEVICE = re.compile(r"(?P<kind>[A-Za-z]+)(:(?P<rank>[0-9]{1,9}))?")
 
 
 def is_name(text: object) -> bool:
-    """Say whether the notation can write this text as the name of an axis or a size."""
+    """Return whether this text is a valid name of an axis or a size in the notation."""
     return isinstance(text, str) and _NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class DeviceMesh:
-    """A grid of ranks, row-major: the first axis is outermost, the last one varies fastest.
+    """A grid of ranks in row-major order: the first axis is outermost, the last one varies fastest.
 
     Args:
-        shape: the length of each axis, each 1 or more.
-        axis_names: the axes' names, outermost first.
-        devices: the ranks, in any nesting or anything with ``tolist()``; read row-major. ``0 .. n-1`` when None. Texts
-            as Keras has them are ranks too: ``"cuda:3"`` is rank 3.
+        shape: the length of each axis, 1 or more.
+        axis_names: the names of the axes, outermost first.
+        devices: the ranks in row-major order: nested sequences, or an object with ``tolist()``. None: ``0 .. n-1``.
+            Keras' texts are accepted: ``"cuda:3"`` is rank 3.
 
     Raises:
-        LayoutError: the parts do not fit each other, an axis or a rank is there twice.
+        LayoutError: the arguments do not fit each other, or an axis or a rank occurs twice.
+
+    Example:
+        >>> mesh = DeviceMesh((2, 2), ("dp", "tp"))
+        >>> mesh.coordinate(2), mesh.groups("tp")
+        ({'dp': 1, 'tp': 0}, ((0, 1), (2, 3)))
     """
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
     ranks: tuple[int, ...] = field(repr=False)
     device_kind: str | None = field(repr=False, compare=False)
-    """What the devices' texts call them (``"cuda"``); None where they were numbers."""
+    """The kind in the devices' texts (``"cuda"``); None if the devices are numbers."""
     _positions: Mapping[int, int] = field(repr=False, compare=False)
 
     def __init__(self, shape: Sequence[int], axis_names: Sequence[str], devices: Any = None) -> None:
-        lengths, names = _checked_axes(shape, axis_names)
+        lengths, names = _check_axes(shape, axis_names)
         size = prod(lengths)
-        told = tuple(range(size)) if devices is None else tuple(_flattened(devices))
-        ranks, kind = _ranks_and_kind(told)
+        flat = tuple(range(size)) if devices is None else tuple(_flatten(devices))
+        ranks, kind = _ranks_and_kind(flat)
         if len(ranks) != size:
             received = tuple(getattr(devices, "shape", (len(ranks),)))
             raise LayoutError(
@@ -80,14 +85,14 @@ class DeviceMesh:
         return rank in self._positions
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (DeviceMesh, (self.shape, self.axis_names, self._told()))
+        return (DeviceMesh, (self.shape, self.axis_names, self._devices_of()))
 
     def __repr__(self) -> str:
         return f"<DeviceMesh shape={self.shape}, axis_names={self.axis_names}>"
 
     @classmethod
     def parse_grid(cls, text: str, ranks: Sequence[int] | None = None) -> DeviceMesh:
-        """Read a grid such as ``"pp=2 dp=2 tp=2"``, outermost axis first; ``ranks`` as ``devices`` of the class."""
+        """Parse a grid such as ``"pp=2 dp=2 tp=2"``, outermost axis first; ``ranks`` as ``devices`` of the class."""
         axes: list[tuple[str, int]] = []
         for word in text.split():
             match = _GRID_AXIS.fullmatch(word)
@@ -102,7 +107,7 @@ class DeviceMesh:
 
     @property
     def grid(self) -> str:
-        """The text that `parse_grid` reads; the ranks are not part of it."""
+        """The grid as a text for `parse_grid`, without the ranks."""
         return " ".join(f"{name}={length}" for name, length in zip(self.axis_names, self.shape, strict=True))
 
     @property
@@ -112,10 +117,10 @@ class DeviceMesh:
 
     @property
     def devices(self) -> np.ndarray[Any, Any]:
-        """The devices as they were told, ranks or texts, in an array of the mesh's shape."""
+        """The devices as given, ranks or texts, in an array of the mesh's shape."""
         import numpy as np
 
-        return np.reshape(np.array(self._told()), self.shape)
+        return np.reshape(np.array(self._devices_of()), self.shape)
 
     def axis_length(self, name: str) -> int:
         """Return the number of coordinates along an axis."""
@@ -127,7 +132,7 @@ class DeviceMesh:
             ) from None
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return a rank's place along every axis, outermost axis first."""
+        """Return a rank's place along each axis, outermost axis first."""
         position = self._positions.get(rank)
         if position is None:
             raise LayoutError(
@@ -143,7 +148,7 @@ class DeviceMesh:
         return dict(zip(self.axis_names, reversed(places), strict=True))
 
     def rank_at(self, coordinate: Mapping[str, int]) -> int:
-        """Return the rank at a coordinate, which names every axis of the mesh and no other."""
+        """Return the rank at a coordinate, which must name exactly the axes of the mesh."""
         if coordinate.keys() != set(self.axis_names):
             raise LayoutError(
                 f"a coordinate does not name the axes of the mesh {self.grid!r}",
@@ -163,9 +168,9 @@ class DeviceMesh:
         return self.ranks[position]
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks that differ along these axes only, group by group; all ranks once.
+        """Return groups of ranks that differ only along these axes; each rank is in one group.
 
-        Groups, and ranks in a group, come in the order of the mesh, however the axes are listed.
+        Groups, and ranks in a group, are in the order of the mesh; the order of the axes does not matter.
         """
         self.check_axes(axes)
         found: dict[tuple[int, ...], list[int]] = {}
@@ -175,14 +180,14 @@ class DeviceMesh:
         return tuple(tuple(ranks) for ranks in found.values())
 
     def submesh(self, **places: int) -> DeviceMesh:
-        """Return the part of the mesh at given places, without those axes: ``mesh.submesh(pp=0)``."""
+        """Return the part of the mesh at these places, without their axes: ``mesh.submesh(pp=0)``."""
         self.check_axes(places)
         kept = [name for name in self.axis_names if name not in places]
         lengths = [self.axis_length(name) for name in kept]
         ranks = [self.rank_at({**places, **dict(zip(kept, at, strict=True))}) for at in product(*map(range, lengths))]
-        return DeviceMesh(lengths, kept, self._told(ranks))
+        return DeviceMesh(lengths, kept, self._devices_of(ranks))
 
-    def transposed(self, *axes: str) -> DeviceMesh:
+    def transpose(self, *axes: str) -> DeviceMesh:
         """Return the mesh with its axes in another order; every rank keeps its coordinate."""
         self.check_axes(axes)
         if len(axes) != len(self.axis_names):
@@ -193,14 +198,14 @@ class DeviceMesh:
             )
         lengths = [self.axis_length(name) for name in axes]
         ranks = [self.rank_at(dict(zip(axes, at, strict=True))) for at in product(*map(range, lengths))]
-        return DeviceMesh(lengths, axes, self._told(ranks))
+        return DeviceMesh(lengths, axes, self._devices_of(ranks))
 
     def view(self, grid: str) -> DeviceMesh:
         """Return a second factoring of the same ranks, in the same order: ``mesh.view("pp=2 edp=1 ep=4")``."""
-        return DeviceMesh.parse_grid(grid, self._told())
+        return DeviceMesh.parse_grid(grid, self._devices_of())
 
     def check_axes(self, axes: Iterable[str]) -> None:
-        """Refuse names that are no axes of the mesh, or that are there twice."""
+        """Refuse names that are not axes of the mesh, or that occur twice."""
         seen: set[str] = set()
         for axis in axes:
             self.axis_length(axis)
@@ -208,14 +213,14 @@ class DeviceMesh:
                 raise LayoutError(f"the axis {axis!r} is named twice", got=repr(axis), want="each axis once")
             seen.add(axis)
 
-    def _told(self, ranks: Sequence[int] | None = None) -> tuple[Any, ...]:
-        """Return ranks as devices were told to this mesh; all of its own when None."""
+    def _devices_of(self, ranks: Sequence[int] | None = None) -> tuple[Any, ...]:
+        """Return ranks in the form of the given devices; None: all ranks of the mesh."""
         ranks = self.ranks if ranks is None else ranks
         return tuple(ranks) if self.device_kind is None else tuple(f"{self.device_kind}:{rank}" for rank in ranks)
 
 
-def _checked_axes(shape: Sequence[int], axis_names: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return both as tuples; the order of the checks and their words are Keras' (keras/src/distribution)."""
+def _check_axes(shape: Sequence[int], axis_names: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return both as tuples; checks and messages are Keras' (keras/src/distribution)."""
     try:
         lengths, names = tuple(shape), tuple(axis_names)
     except TypeError:
@@ -224,29 +229,28 @@ def _checked_axes(shape: Sequence[int], axis_names: Sequence[str]) -> tuple[tupl
             got=f"shape={shape!r}, axis_names={axis_names!r}",
             want="shape=(2, 4), axis_names=('batch', 'model')",
         ) from None
-    received = f"Received: shape={lengths}, axis_names={names}"
+
+    def refusal(problem: str, got: str | None = None, want: str | None = None) -> LayoutError:
+        return LayoutError(f"{problem}. Received: shape={lengths}, axis_names={names}", got=got, want=want)
+
     if not lengths or not names:
-        raise LayoutError(f"Shape and axis_names cannot be empty. {received}")
+        raise refusal("Shape and axis_names cannot be empty")
     if len(lengths) != len(names):
-        raise LayoutError(f"Shape and axis_names should have same size. {received}")
+        raise refusal("Shape and axis_names should have same size")
     for name in names:
         if not is_name(name):
-            raise LayoutError(
-                f"no layout could write the axis name {name!r}. {received}", got=repr(name), want=NAME_RULE
-            )
+            raise refusal(f"no layout could write the axis name {name!r}", repr(name), NAME_RULE)
         if names.count(name) > 1:
-            raise LayoutError(f"the mesh has the axis {name!r} twice. {received}", want="each axis name once")
-    lengths = tuple(_whole(length, "the length of an axis") for length in lengths)
+            raise refusal(f"the mesh has the axis {name!r} twice", want="each axis name once")
+    lengths = tuple(_as_int(length, "the length of an axis") for length in lengths)
     if min(lengths) < 1:
-        raise LayoutError(f"an axis has no place. {received}", got=str(min(lengths)), want="lengths of 1 or more")
+        raise refusal("an axis has no place", str(min(lengths)), "lengths of 1 or more")
     if prod(lengths) > MAX_RANKS:
-        raise LayoutError(
-            f"the mesh is too large. {received}", got=f"{prod(lengths)} ranks", want=f"at most {MAX_RANKS}"
-        )
+        raise refusal("the mesh is too large", f"{prod(lengths)} ranks", f"at most {MAX_RANKS}")
     return lengths, names
 
 
-def _flattened(devices: Any) -> Iterator[int | str]:
+def _flatten(devices: Any) -> Iterator[int | str]:
     """Yield devices row-major from nested sequences, arrays or tensors."""
     if hasattr(devices, "tolist"):
         devices = devices.tolist()
@@ -254,23 +258,23 @@ def _flattened(devices: Any) -> Iterator[int | str]:
         yield devices
     elif isinstance(devices, Sequence) and not isinstance(devices, bytes):
         for part in devices:
-            yield from _flattened(part)
+            yield from _flatten(part)
     else:
-        rank = _whole(devices, "a device of a mesh")
+        rank = _as_int(devices, "a device of a mesh")
         if rank < 0:
-            raise LayoutError("a device of a mesh is no rank", got=str(rank), want="a rank, 0 or more")
+            raise LayoutError("a device of a mesh is not a rank", got=str(rank), want="a rank, 0 or more")
         yield rank
 
 
 def _ranks_and_kind(devices: tuple[int | str, ...]) -> tuple[tuple[int, ...], str | None]:
-    """Return the ranks of devices, and the one kind that their texts say."""
+    """Return the ranks of devices, and the kind in their texts."""
     ranks: list[int] = []
     kinds: dict[str | None, None] = {}
     for device in devices:
         match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
         if isinstance(device, str) and match is None:
             raise LayoutError(
-                "a device of a mesh is no rank", got=repr(device)[:80], want='a rank, or a text such as "cuda:3"'
+                "a device of a mesh is not a rank", got=repr(device)[:80], want='a rank, or a text such as "cuda:3"'
             )
         ranks.append(int(device) if match is None else int(match["rank"] or 0))
         kinds[None if match is None else match["kind"].lower()] = None
@@ -281,11 +285,11 @@ def _ranks_and_kind(devices: tuple[int | str, ...]) -> tuple[tuple[int, ...], st
     return tuple(ranks), next(iter(kinds), None)
 
 
-def _whole(value: Any, what: str) -> int:
-    """Return an integer of any integer type as an int."""
+def _as_int(value: Any, label: str) -> int:
+    """Return a value of any integer type as an int."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
     except TypeError:
         pass
-    raise LayoutError(f"{what} is not an integer", got=repr(value), want="an integer")
+    raise LayoutError(f"{label} is not an integer", got=repr(value), want="an integer")

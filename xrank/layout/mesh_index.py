@@ -1,4 +1,4 @@
-"""Mesh indices: a place in a mesh as a value, and the places around it."""
+"""Mesh indices: a place in a mesh as a value, and its neighbours."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ __all__ = ["MeshIndex"]
 
 @dataclass(frozen=True, slots=True)
 class MeshIndex:
-    """One place of a mesh. It names every axis: ``index["tp"]``.
+    """One place of a mesh; ``index["tp"]`` is the place along an axis.
 
     Args:
         mesh: the mesh.
         places: the place along each axis, outermost first.
 
     Raises:
-        LayoutError: there is no such place.
+        LayoutError: the mesh does not have this place.
+
+    Example:
+        >>> index = MeshIndex(DeviceMesh((2, 2), ("dp", "tp")), (1, 0))
+        >>> index["dp"], index.rank, index.shift("tp").rank
+        (1, 2, 3)
     """
 
     mesh: DeviceMesh
@@ -29,7 +34,7 @@ class MeshIndex:
     def __post_init__(self) -> None:
         if len(self.places) != len(self.mesh.shape):
             raise LayoutError(
-                f"the place {self.places} is none of the mesh {self.mesh.grid!r}",
+                f"the place {self.places} is not in the mesh {self.mesh.grid!r}",
                 got=f"{len(self.places)} axes",
                 want=f"{len(self.mesh.shape)} axes",
             )
@@ -40,36 +45,36 @@ class MeshIndex:
         return self.coordinate[axis]
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, rank: int) -> MeshIndex:
+    def from_rank(cls, mesh: DeviceMesh, rank: int) -> MeshIndex:
         """Return a rank's place in a mesh."""
         return cls(mesh, tuple(mesh.coordinate(rank).values()))
 
     @classmethod
-    def all_of(cls, mesh: DeviceMesh) -> tuple[MeshIndex, ...]:
-        """Return every place of a mesh, the last axis fastest."""
+    def list_all(cls, mesh: DeviceMesh) -> tuple[MeshIndex, ...]:
+        """Return all places of a mesh, the last axis fastest."""
         return tuple(cls(mesh, places) for places in product(*map(range, mesh.shape)))
 
     @property
     def coordinate(self) -> dict[str, int]:
-        """The place along every axis, by name."""
+        """Axis -> place."""
         return dict(zip(self.mesh.axis_names, self.places, strict=True))
 
     @property
     def rank(self) -> int:
-        """The rank there."""
+        """The rank at this place."""
         return self.mesh.rank_at(self.coordinate)
 
-    def at(self, **places: int) -> MeshIndex:
+    def with_places(self, **places: int) -> MeshIndex:
         """Return the index with other places along some axes."""
         self.mesh.check_axes(places)
         return MeshIndex(self.mesh, tuple({**self.coordinate, **places}.values()))
 
     def shift(self, axis: str, by: int = 1) -> MeshIndex:
-        """Return the index some places further along an axis; the last place is followed by the first."""
-        return self.at(**{axis: (self[axis] + by) % self.mesh.axis_length(axis)})
+        """Return the index `by` places further along an axis, cyclically."""
+        return self.with_places(**{axis: (self[axis] + by) % self.mesh.axis_length(axis)})
 
     def neighbours(self, *axes: str) -> tuple[MeshIndex, ...]:
-        """Return the indices one place before and after along each axis (along all when none is named), each once."""
+        """Return the indices one place before and after along these axes, each once; without axes along all."""
         self.mesh.check_axes(axes)
         near = (self.shift(axis, by) for axis in axes or self.mesh.axis_names for by in (-1, 1))
         return tuple(index for index in dict.fromkeys(near) if index != self)

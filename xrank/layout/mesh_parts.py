@@ -1,4 +1,4 @@
-"""Mesh parts: what every rank of a mesh holds of one tensor, in arrays, where `local_part` says one rank's."""
+"""Mesh parts: the parts of a tensor on all ranks of a mesh, in arrays; `local_part` is for one rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from xrank.layout.binding import checked_sizes
-from xrank.layout.dim_table import DimTable, PlaceArrays, compile_places, product_table, taken
-from xrank.layout.local_part import bound_dims, places_of
+from xrank.layout.binding import check_sizes
+from xrank.layout.dim_table import DimTable, PlaceArrays, compile_places, product_table, take_places
+from xrank.layout.local_part import bind_dims, places_of
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nest_rows import rows_of
 from xrank.layout.nest_table import IntArray, NestTable, int_array
@@ -19,29 +19,29 @@ from xrank.layout.nests import Nest
 from xrank.layout.notation import Where
 from xrank.layout.tensor_layout import TensorLayout
 
-__all__ = ["MeshParts", "PlacedRanks", "combined_dims", "compiled_dims", "mesh_parts"]
+__all__ = ["MeshParts", "PlacedRanks", "combine_dims", "compile_dims", "mesh_parts"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshParts:
-    """What ranks hold of one tensor: n ranks, p parts, of which each rank has one."""
+    """The parts of a tensor on ranks: n ranks and p distinct parts; each rank has one part."""
 
     ranks: IntArray
-    """The ranks that have the tensor, rising; shape [n]."""
+    """The ranks with a part, rising; shape [n]."""
     part: IntArray
-    """The part of each of them; shape [n]."""
+    """The part of each rank; shape [n]."""
     local_sizes: IntArray
     """Local elements of each part, pads included; shape [p]."""
     owner: IntArray
-    """The part that each nest is of, rising."""
+    """The part of each nest, rising."""
     nests: NestTable
     """x is an element's row-major address in the local shape, y in the global shape; canonical."""
     shapes: IntArray | None = None
-    """Local shape of each part, pads included, [p, dims]; None where the parts lie in a flat buffer or in a file."""
+    """Local shape of each part, pads included, [p, dims]; None for parts in a flat buffer or a file."""
 
     @classmethod
-    def of(cls, held: Mapping[int, tuple[Sequence[Nest], tuple[int, ...] | None, int]]) -> MeshParts:
-        """Return rank -> (nests, local shape, local elements) as arrays; all ranks have a shape, or none."""
+    def from_held(cls, held: Mapping[int, tuple[Sequence[Nest], tuple[int, ...] | None, int]]) -> MeshParts:
+        """Convert rank -> (nests, local shape, local elements); either all ranks have a shape or none."""
         found: dict[tuple[tuple[Nest, ...], tuple[int, ...] | None, int], int] = {}
         ranks = sorted(held)
         part = int_array(
@@ -54,7 +54,7 @@ class MeshParts:
             part,
             int_array(num_elements for _, _, num_elements in found),
             np.repeat(np.arange(len(found)), [len(nests) for nests, _, _ in found]),
-            NestTable.of([nest for nests, _, _ in found for nest in nests]),
+            NestTable.from_nests([nest for nests, _, _ in found for nest in nests]),
             np.array(shapes, dtype=np.int64).reshape(len(found), -1) if shapes else None,
         )
 
@@ -67,13 +67,13 @@ class MeshParts:
 
     @property
     def num_pads(self) -> IntArray:
-        """Local elements of each part that stand for none of the tensor's; shape [p]."""
+        """Number of padding elements in each part; shape [p]."""
         held = np.zeros_like(self.local_sizes)
         np.add.at(held, self.owner, self.nests.sizes)
         return self.local_sizes - held
 
-    def kept(self, having: npt.NDArray[np.bool_]) -> MeshParts:
-        """Return what is held where only these of the ranks have the tensor."""
+    def select(self, having: npt.NDArray[np.bool_]) -> MeshParts:
+        """Return the parts on the ranks where `having` is true."""
         parts, part = _distinct(self.part[having])
         rows, owner = rows_of(self.owner, self.part[having][parts], len(self.local_sizes))
         parts = self.part[having][parts]
@@ -84,45 +84,45 @@ class MeshParts:
 def mesh_parts(
     layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int], *, sizes: Mapping[str, int] | None = None
 ) -> MeshParts:
-    """Return what all ranks of a mesh hold of a tensor: rank by rank what `local_part` says.
+    """Return the parts of a tensor on all ranks of a mesh, equal to `local_part` for each rank.
 
     Each dim is compiled once for each distinct place along the axes that cut it.
 
     Args:
-        layout: how the tensor is cut.
-        mesh: the mesh that gives the axes their lengths.
-        shape: the tensor's global shape, as for `local_part`.
+        layout: the tensor's layout.
+        mesh: the mesh, which defines the lengths of the axes.
+        shape: the tensor's global shape, as in `local_part`.
         sizes: sizes by name.
 
     Raises:
-        LayoutError: as `local_part`, for some of the ranks.
+        LayoutError: as `local_part`, for at least one rank.
     """
-    placed, tables = compiled_dims(layout, mesh, shape, sizes=sizes)
-    return combined_dims(placed, tables)
+    placed, tables = compile_dims(layout, mesh, shape, sizes=sizes)
+    return combine_dims(placed, tables)
 
 
-def compiled_dims(
+def compile_dims(
     layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int], *, sizes: Mapping[str, int] | None = None
 ) -> tuple[PlacedRanks, list[DimTable]]:
-    """Return the ranks that have a tensor, and each of its dims for its own distinct places; as `mesh_parts`."""
+    """Return the ranks with a part of a tensor, and each dim compiled for its own distinct places."""
     lengths, _ = places_of(layout, mesh, mesh.coordinate(mesh.ranks[0]))
-    placed = _placed(mesh, layout.view_mesh, layout.tree.where, layout.axes)
+    placed = _place_ranks(mesh, layout.view_mesh, layout.tree.where, layout.axes)
     if not len(placed.ranks):
         return placed, []
-    bound = bound_dims(layout, shape, lengths, checked_sizes(sizes))
+    bound = bind_dims(layout, shape, lengths, check_sizes(sizes))
     return placed, [
         compile_places(dim, dict(known), places, num_places)
         for (dim, _, known), (places, num_places, _) in zip(bound, placed.dims, strict=True)
     ]
 
 
-def combined_dims(placed: PlacedRanks, dims: Sequence[DimTable]) -> MeshParts:
-    """Return what ranks hold of a tensor of these dims, which `compiled_dims` gave, or others of the same places."""
+def combine_dims(placed: PlacedRanks, dims: Sequence[DimTable]) -> MeshParts:
+    """Return the parts of a tensor with these dims, from `compile_dims` or derived from its result."""
     if not len(placed.ranks):
         none = np.zeros(0, dtype=np.int64)
-        return MeshParts(none, none, none, none, NestTable.of(()))
+        return MeshParts(none, none, none, none, NestTable.from_nests(()))
     num_parts = int(placed.part.max()) + 1
-    tables = [taken(table, index) for table, (_, _, index) in zip(dims, placed.dims, strict=True)]
+    tables = [take_places(table, index) for table, (_, _, index) in zip(dims, placed.dims, strict=True)]
     whole = product_table(tables, num_parts)
     shapes = np.stack([table.local_sizes for table in tables], axis=1) if tables else np.zeros((num_parts, 0), np.int64)
     return MeshParts(placed.ranks, placed.part, whole.local_sizes, whole.owner, whole.nests, shapes)
@@ -130,16 +130,16 @@ def combined_dims(placed: PlacedRanks, dims: Sequence[DimTable]) -> MeshParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedRanks:
-    """The ranks that a layout's "where" names, and their distinct places along the axes that cut."""
+    """The ranks in a layout's "where", and their distinct places along the axes that cut."""
 
     ranks: IntArray
     part: IntArray
     dims: tuple[tuple[PlaceArrays, int, IntArray], ...]
-    """Per dim its distinct places, how many, and which of them each part has."""
+    """For each dim: its distinct places, their number, and the place of each part."""
 
 
 @lru_cache(maxsize=256)
-def _placed(
+def _place_ranks(
     mesh: DeviceMesh, view: DeviceMesh | None, where: tuple[Where, ...], axes: tuple[tuple[str, ...], ...]
 ) -> PlacedRanks:
     ranks, at = _coordinates(mesh, view)
@@ -160,7 +160,7 @@ def _placed(
 
 
 def _coordinates(mesh: DeviceMesh, view: DeviceMesh | None) -> tuple[IntArray, PlaceArrays]:
-    """Return the ranks, rising, and their coordinates; an axis of one name in both meshes is the view's."""
+    """Return the ranks, rising, and their coordinates; for an axis in both meshes those of the view."""
     at: dict[str, tuple[int, IntArray]] = {}
     for each in (mesh, view):
         if each is not None:
@@ -171,7 +171,7 @@ def _coordinates(mesh: DeviceMesh, view: DeviceMesh | None) -> tuple[IntArray, P
 
 
 def _keys(at: PlaceArrays, axes: Iterable[str], num_places: int) -> IntArray:
-    """Return a number for each place that is equal where the coordinates along these axes are."""
+    """Return a number for each place; places with equal coordinates along these axes have equal numbers."""
     keys = np.zeros(num_places, dtype=np.int64)
     for axis in dict.fromkeys(axes):
         length, places = at[axis]
@@ -180,7 +180,7 @@ def _keys(at: PlaceArrays, axes: Iterable[str], num_places: int) -> IntArray:
 
 
 def _distinct(keys: IntArray) -> tuple[IntArray, IntArray]:
-    """Return where each value stands first, in that order, and which of them each row has."""
+    """Return the row of each value's first occurrence, in that order, and the value's number for each row."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     is_first = np.append(True, ordered[1:] != ordered[:-1])[: len(keys)]

@@ -1,4 +1,4 @@
-"""Several factorings of the same ranks: views by name, and the order strings that Megatron writes them with."""
+"""Several factorings of the same ranks: views by name, and Megatron's order strings."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from math import prod
 from xrank.errors import LayoutError
 from xrank.layout.mesh import DeviceMesh
 
-__all__ = ["MEGATRON_ORDER", "MeshViews", "megatron_views", "ordered_mesh"]
+__all__ = ["MEGATRON_ORDER", "MeshViews", "megatron_views", "mesh_from_order"]
 
 MEGATRON_ORDER = "tp-cp-ep-dp-pp"
-"""Megatron's default: tensor parallel ranks are neighbours (megatron/core/parallel_state.py: RankGenerator)."""
+"""Megatron's default: tensor-parallel ranks are adjacent (megatron/core/parallel_state.py: RankGenerator)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshViews:
-    """One world of ranks, factored in several ways; a layout belongs to one of them.
+    """One world of ranks with several factorings; a layout belongs to one of them.
 
     Args:
-        main: the first factoring.
-        others: name and mesh of each other one, over the same ranks in the same order.
+        main: the main factoring.
+        others: (name, mesh) of each view, with the same ranks in the same order.
 
     Raises:
-        LayoutError: a view holds other ranks, or a name is there twice.
+        LayoutError: a view has other ranks, or a name occurs twice.
+
+    Example:
+        >>> mesh = DeviceMesh((2, 2), ("dp", "tp"))
+        >>> MeshViews(mesh, (("expert", mesh.view("ep=4")),)).view("expert").grid
+        'ep=4'
     """
 
     main: DeviceMesh
@@ -34,16 +39,16 @@ class MeshViews:
         names = [name for name, _ in self.others]
         for name, mesh in self.others:
             if names.count(name) > 1:
-                raise LayoutError(f"the view {name!r} is there twice", want="each name once")
+                raise LayoutError(f"the view {name!r} occurs twice", want="each name once")
             if mesh.ranks != self.main.ranks:
                 raise LayoutError(
-                    f"the view {name!r} is not of the same ranks as the mesh {self.main.grid!r}",
+                    f"the view {name!r} does not have the same ranks as the mesh {self.main.grid!r}",
                     got=f"{mesh.grid!r}, {mesh.size} ranks",
                     want=f"its {self.main.size} ranks, in their order",
                 )
 
     def view(self, name: str) -> DeviceMesh:
-        """Return the view of a name."""
+        """Return the view with this name."""
         for known, mesh in self.others:
             if known == name:
                 return mesh
@@ -52,10 +57,10 @@ class MeshViews:
         )
 
     def having(self, *axes: str) -> DeviceMesh:
-        """Return the mesh that has all of these axes: the main one if it does, else the only view that does.
+        """Return the mesh with all of these axes: the main mesh, or else the only view that has them.
 
         Raises:
-            LayoutError: none has them, or several views do.
+            LayoutError: no mesh or several views have them.
         """
         wanted = set(axes)
         if wanted <= set(self.main.axis_names):
@@ -73,13 +78,13 @@ class MeshViews:
         return tuple(mesh for _, mesh in self.others)
 
 
-def ordered_mesh(order: str, lengths: Mapping[str, int], ranks: Sequence[int] | None = None) -> DeviceMesh:
-    """Return the mesh that an order such as ``"tp-dp-pp"`` says: the first name varies fastest, as in Megatron.
+def mesh_from_order(order: str, lengths: Mapping[str, int], ranks: Sequence[int] | None = None) -> DeviceMesh:
+    """Return the mesh of an order such as ``"tp-dp-pp"``: the first name varies fastest, as in Megatron.
 
-    Axes of length 1 that the order does not name stand outermost.
+    Axes of length 1 that the order omits are outermost.
 
     Raises:
-        LayoutError: the order names an axis twice or an unknown one, or leaves out one that is longer than 1.
+        LayoutError: the order names an axis twice or an unknown one, or omits one that is longer than 1.
     """
     names = order.lower().split("-")
     for name in names:
@@ -113,11 +118,11 @@ def megatron_views(
     order: str = MEGATRON_ORDER,
     ranks: Sequence[int] | None = None,
 ) -> MeshViews:
-    """Return Megatron's two factorings of a world: the main one of dense weights, the view "expert" of experts.
+    """Return Megatron's two factorings of a world: the main one for dense weights, the view "expert" for experts.
 
-    The main mesh has the axes tp, cp, dp, pp; the view has etp, ep, edp, pp, each in place of what it stands for in the
-    order (parallel_state.py: initialize_model_parallel, decoder_rank_generator and expert_decoder_rank_generator).
-    Data parallel lengths are what remains of the world.
+    The main mesh has the axes tp, cp, dp, pp; the view has etp, ep, edp, pp at the corresponding places in the order
+    (parallel_state.py: initialize_model_parallel, decoder_rank_generator and expert_decoder_rank_generator). The
+    data-parallel lengths follow from the size of the world.
 
     Args:
         world_size: the number of ranks.
@@ -125,22 +130,22 @@ def megatron_views(
         cp: context parallel ranks.
         ep: expert parallel ranks.
         pp: pipeline stages.
-        etp: tensor parallel ranks inside an expert; as tp when None.
-        order: fastest first.
-        ranks: the world's ranks in another order.
+        etp: tensor parallel ranks inside an expert; None: as tp.
+        order: the axes, fastest first.
+        ranks: the ranks, if not 0, 1, 2, ...
 
     Raises:
-        LayoutError: the lengths do not divide the world, or both would not have the same pipeline stages.
+        LayoutError: the lengths do not divide the world, or the two factorings have different pipeline stages.
     """
     etp = tp if etp is None else etp
     names = order.lower().split("-")
     dp = _remaining(world_size, {"tp": tp, "cp": cp, "pp": pp})
     edp = _remaining(world_size, {"etp": etp, "ep": ep, "pp": pp})
-    main = ordered_mesh(
+    main = mesh_from_order(
         "-".join(name for name in names if name != "ep"), {"tp": tp, "cp": cp, "dp": dp, "pp": pp}, ranks
     )
     renamed = {"tp": "etp", "dp": "edp"}
-    expert = ordered_mesh(
+    expert = mesh_from_order(
         "-".join(renamed.get(name, name) for name in names if name != "cp"),
         {"etp": etp, "ep": ep, "edp": edp, "pp": pp},
         ranks,
@@ -149,7 +154,7 @@ def megatron_views(
         raise LayoutError(f"the order {order!r} leaves out 'ep', which has {ep} places", want="'ep' in the order")
     if set(map(frozenset, main.groups("pp"))) != set(map(frozenset, expert.groups("pp"))):
         raise LayoutError(
-            f"in the order {order!r} dense weights and experts have other pipeline stages",
+            f"in the order {order!r} dense weights and experts have different pipeline stages",
             got=f"ranks {list(main.groups('pp')[0])} and {list(expert.groups('pp')[0])}",
             want="the same groups along 'pp'",
             next_step="put pp last in the order",
@@ -160,9 +165,9 @@ def megatron_views(
 def _remaining(world_size: int, lengths: Mapping[str, int]) -> int:
     taken = prod(lengths.values())
     if min(lengths.values()) < 1 or world_size < 1 or world_size % taken:
-        said = " ".join(f"{name}={length}" for name, length in lengths.items())
+        product = " ".join(f"{name}={length}" for name, length in lengths.items())
         raise LayoutError(
-            f"{world_size} ranks do not divide by {said}",
+            f"{world_size} ranks do not divide by {product}",
             got=f"{world_size} ranks",
             want=f"a multiple of {taken}" if taken > 0 else "lengths of 1 or more",
         )

@@ -1,4 +1,4 @@
-"""Nests row by row: what `xrank.layout.nests` does with one nest, done with a whole table in a few array operations."""
+"""The operations of `xrank.layout.nests` on whole tables of nests, in a few array operations."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 
 from xrank.layout.nest_table import IntArray, NestTable
 
-__all__ = ["canonical_rows", "joined_rows", "product_rows", "restricted_rows", "rows_of"]
+__all__ = ["canonical_rows", "join_rows", "product_rows", "restrict_rows", "rows_of"]
 
 
 def rows_of(owner: IntArray, chosen: IntArray, num_owners: int) -> tuple[IntArray, IntArray]:
-    """Return the rows that chosen owners have, one owner after the other: row numbers, and where in `chosen` it stands.
+    """Return the rows of the chosen owners, one owner after the other: (row numbers, indices into `chosen`).
 
     Args:
         owner: the owner of each row, rising.
-        chosen: owners, in any order and as often as wanted.
-        num_owners: how many owners there are.
+        chosen: owners in any order, possibly repeated.
+        num_owners: number of owners.
     """
     counts = np.bincount(owner, minlength=num_owners)
     starts = np.cumsum(counts) - counts
@@ -28,7 +28,7 @@ def rows_of(owner: IntArray, chosen: IntArray, num_owners: int) -> tuple[IntArra
 
 
 def canonical_rows(nests: NestTable) -> NestTable:
-    """Return the rows as `canonical` makes them; loops of several iterations stand by falling x stride already."""
+    """Make all rows canonical; loops of several iterations must already be sorted by falling x stride."""
     loops = nests.loops
     kept = np.zeros_like(loops)
     kept[:, :, 0] = 1
@@ -39,24 +39,24 @@ def canonical_rows(nests: NestTable) -> NestTable:
     for column in range(loops.shape[1]):
         loop = loops[:, column]
         real = loop[:, 0] != 1
-        outer = kept[rows, last]  # of a row that has none yet: a single iteration, which nothing continues
+        outer = kept[rows, last]  # without a previous loop: a single iteration, which never joins
         reach = loop[:, 0] * loop[:, 1], loop[:, 0] * loop[:, 2]
         joins = real & (outer[:, 0] != 1) & (outer[:, 1] == reach[0]) & (outer[:, 2] == reach[1])
         last += real & ~joins
         merged = loop.copy()
         merged[:, 0] = np.where(joins, outer[:, 0] * loop[:, 0], loop[:, 0])
         kept[rows[real], last[real]] = merged[real]
-    return NestTable(nests.x, nests.y, _trimmed(kept))
+    return NestTable(nests.x, nests.y, _trim(kept))
 
 
 def product_rows(major: NestTable, minor: NestTable, local_sizes: IntArray, global_size: int) -> NestTable:
-    """Return row by row the nest of a product of two index spaces.
+    """Return for each row the nest of a product of two index spaces.
 
     Args:
         major: the nests whose indices count the minor space as a whole.
-        minor: as many nests.
-        local_sizes: of each row's minor space.
-        global_size: of all rows' minor space.
+        minor: the same number of nests, in the minor space.
+        local_sizes: local size of each row's minor space.
+        global_size: global size of the minor space.
     """
     loops = major.loops.copy()
     loops[:, :, 1] *= local_sizes[:, None]
@@ -70,11 +70,11 @@ def product_rows(major: NestTable, minor: NestTable, local_sizes: IntArray, glob
     )
 
 
-def restricted_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[IntArray, NestTable]:
-    """Return the parts of canonical, nested rows whose x lies in [low, high) of their row, as `restrict` does.
+def restrict_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[IntArray, NestTable]:
+    """Return the parts of canonical, nested rows with x in [low, high) of their row, as `restrict` does.
 
     Returns:
-        The row that each part is of, rising, and the parts, by rising x within a row.
+        The row of each part, rising, and the parts, by rising x within a row.
     """
     rows = np.arange(len(nests))
     x, y, loops = nests.x, nests.y, nests.loops
@@ -88,7 +88,7 @@ def restricted_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[In
         rows, x, y, loops, first_x, last_x = (each[is_cut] for each in (rows, x, y, loops, first_x, last_x))
         if not len(rows):
             break
-        # A row that is neither inside nor outside has a loop to split, and not a single iteration: it comes first.
+        # A row that is neither inside nor outside has a loop of several iterations to split: the first one.
         n, xs, ys = loops[:, 0].T
         inner = loops[:, 1:]
         inner_span = 1 + ((inner[:, :, 0] - 1) * inner[:, :, 1]).sum(axis=1)
@@ -104,7 +104,7 @@ def restricted_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[In
             step = whole_first[is_middle]
             start_x = x[is_middle] + step * xs[is_middle]
             found.append((rows[is_middle], start_x, y[is_middle] + step * ys[is_middle], kept))
-        # Nested, so that an edge is one iteration on each side.
+        # The loops are nested, so each edge is a single iteration.
         edge = np.maximum(whole_last + 1, whole_first)
         sides = ((first, first < np.minimum(whole_first, last + 1)), (edge, edge <= last))
         rows, x, y, loops = (
@@ -116,24 +116,24 @@ def restricted_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[In
         )
     if not found:
         return rows, nests
-    table = joined_rows([NestTable(x, y, loops) for _, x, y, loops in found])
+    table = join_rows([NestTable(x, y, loops) for _, x, y, loops in found])
     rows = np.concatenate([each[0] for each in found])
     order = np.lexsort((table.x, rows))
     return rows[order], table.take(order)
 
 
-def joined_rows(tables: Sequence[NestTable]) -> NestTable:
-    """Return the rows of one table after another's."""
+def join_rows(tables: Sequence[NestTable]) -> NestTable:
+    """Concatenate tables, padded to the same number of loops."""
     depth = max(table.loops.shape[1] for table in tables)
     return NestTable(
         np.concatenate([table.x for table in tables]),
         np.concatenate([table.y for table in tables]),
-        _trimmed(np.concatenate([table.deepened(depth).loops for table in tables])),
+        _trim(np.concatenate([table.with_depth(depth).loops for table in tables])),
     )
 
 
-def _trimmed(loops: IntArray) -> IntArray:
-    """Return loops without the last columns that hold single iterations alone."""
+def _trim(loops: IntArray) -> IntArray:
+    """Return loops without trailing columns of single iterations."""
     depth = loops.shape[1]
     while depth and (loops[:, depth - 1, 0] == 1).all():
         depth -= 1

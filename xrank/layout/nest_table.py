@@ -1,4 +1,4 @@
-"""Many nests as one table of arrays: what a plan of a million shards can afford to hold."""
+"""Many nests as one table of arrays, small enough for plans of a million shards."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def int_array(values: Iterable[int] | Sequence[int]) -> IntArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NestTable:
-    """n nests, row by row; x and y as in `Nest`, all in elements."""
+    """n nests, one per row; x and y in elements, as in `Nest`."""
 
     x: IntArray
-    """Shape [n]."""
+    """First x address of each nest; shape [n]."""
     y: IntArray
-    """Shape [n]."""
+    """First y address of each nest; shape [n]."""
     loops: IntArray
     """Shape [n, k, 3]: (count, x stride, y stride); a row with fewer than k loops ends in (1, 0, 0)."""
 
     @classmethod
-    def of(cls, nests: Sequence[Nest]) -> NestTable:
-        """Return the table of these nests, in their order."""
+    def from_nests(cls, nests: Sequence[Nest]) -> NestTable:
+        """Convert nests to a table, in their order."""
         depth = max((len(nest.loops) for nest in nests), default=0)
         filler = ((1, 0, 0),)
         rows = [nest.loops + filler * (depth - len(nest.loops)) for nest in nests]
@@ -52,27 +52,27 @@ class NestTable:
         return Nest(int(self.x[row]), int(self.y[row]), loops)
 
     def take(self, rows: IntArray) -> NestTable:
-        """Return the table of those rows, in that order."""
+        """Return the table with these rows, in that order."""
         return NestTable(self.x[rows], self.y[rows], self.loops[rows])
 
-    def deepened(self, depth: int) -> NestTable:
-        """Return the same nests with so many loops a row, no fewer than now: tables of one depth can be joined."""
+    def with_depth(self, depth: int) -> NestTable:
+        """Return the same nests padded to `depth` loops per row; tables of equal depth can be concatenated."""
         if self.loops.shape[1] == depth:
             return self
         filler = np.broadcast_to(int_array((1, 0, 0)), (len(self), depth - self.loops.shape[1], 3))
         return NestTable(self.x, self.y, np.concatenate((self.loops, filler), axis=1))
 
-    def swapped(self) -> NestTable:
-        """Return the same pairs with x and y exchanged; the loops keep their order."""
+    def swap(self) -> NestTable:
+        """Return the nests with x and y exchanged; the loops keep their order."""
         return NestTable(self.y, self.x, self.loops[:, :, [0, 2, 1]])
 
     @property
     def sizes(self) -> IntArray:
-        """The number of elements each nest pairs; shape [n]."""
+        """Number of elements that each nest pairs; shape [n]."""
         return np.asarray(self.loops[:, :, 0].prod(axis=1), dtype=np.int64)
 
     @property
     def y_ends(self) -> IntArray:
-        """One past the last y address of each nest; shape [n]."""
+        """The address after the last y address of each nest; shape [n]."""
         reach = (self.loops[:, :, 0] - 1) * self.loops[:, :, 2]
         return np.asarray(self.y + reach.sum(axis=1) + 1, dtype=np.int64)

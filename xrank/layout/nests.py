@@ -1,11 +1,11 @@
-"""Nests: strided copies between two address spaces, and the two operations that carry the whole engine.
+"""Nests: strided copies between two address spaces, and the two operations that the engine is built on.
 
 A nest pairs addresses: for every choice of indices ``i_k < count_k`` the element at ``x + sum(i_k * xstride_k)`` of one
 space is the element at ``y + sum(i_k * ystride_k)`` of the other. Layouts, recipes, merges and re-shards are short
 lists of nests; `restrict` cuts one to a range of x, `intersect` composes two that share a space.
 
-Both operations expect *nested* x loops: sorted by falling x stride, each stride at least the span of all loops within
-it. Every box, split, part, product and permutation, seen from its row-major side, is nested after `canonical`.
+Both operations expect *nested* x loops: sorted by falling x stride, each stride at least the span of all later loops.
+Every box, split, part, product and permutation is nested after `canonical`, as seen from its row-major side.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Loop: TypeAlias = tuple[int, int, int]
 """(count, x stride, y stride); strides in elements, count >= 1."""
 
 MAX_UNROLLED = 4096
-"""Iterations that `intersect` may take one by one for a pair of nests whose strides do not divide each other."""
+"""Largest number of iterations that `intersect` unrolls for two nests whose strides do not divide each other."""
 
 
 class Nest(NamedTuple):
-    """A strided copy: x and y are element addresses, loops as the module's docstring says."""
+    """A strided copy: x and y are element addresses; the module's docstring defines the loops."""
 
     x: int
     y: int
@@ -46,7 +46,7 @@ class Nest(NamedTuple):
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides that torch gives a contiguous tensor, in elements; an empty dim counts as one."""
+    """Return torch's strides of a contiguous tensor, in elements; an empty dim counts as 1."""
     strides: list[int] = []
     step = 1
     for length in reversed(shape):
@@ -56,22 +56,22 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def size(nest: Nest) -> int:
-    """Return the number of elements a nest pairs."""
+    """Return the number of elements that a nest pairs."""
     return prod(n for n, _, _ in nest.loops)
 
 
 def span(loops: Iterable[Loop]) -> int:
-    """Return the extent on the x side from the first element to one past the last."""
+    """Return the number of x addresses from the first element to the last, both included."""
     return 1 + sum((n - 1) * xs for n, xs, _ in loops)
 
 
 def swap(nest: Nest) -> Nest:
-    """Return the same pairs seen from the other side, canonical there."""
+    """Exchange x and y; the result is canonical."""
     return canonical(Nest(nest.y, nest.x, tuple((n, ys, xs) for n, xs, ys in nest.loops)))
 
 
 def canonical(nest: Nest) -> Nest:
-    """Return the same pairs with loops by falling x stride, single iterations dropped, runs that continue merged."""
+    """Return the same pairs with loops sorted by falling x stride, single iterations dropped, adjacent runs merged."""
     merged: list[Loop] = []
     for n, xs, ys in sorted((loop for loop in nest.loops if loop[0] != 1), key=lambda loop: -loop[1]):
         if merged:
@@ -84,7 +84,7 @@ def canonical(nest: Nest) -> Nest:
 
 
 def addresses(nest: Nest) -> Iterator[tuple[int, int]]:
-    """Yield every (x, y) pair, last loop fastest: the plain meaning that tests compare with."""
+    """Yield all (x, y) pairs, last loop fastest: the definition that tests compare with."""
     if not nest.loops:
         yield nest.x, nest.y
         return
@@ -94,16 +94,20 @@ def addresses(nest: Nest) -> Iterator[tuple[int, int]]:
 
 
 def restrict(nest: Nest, low: int, high: int) -> list[Nest]:
-    """Return the part of a canonical nest whose x lies in [low, high), as canonical nests by rising x.
+    """Return the part of a canonical nest with x in [low, high), as canonical nests by rising x.
 
-    At most 2k + 1 nests come of a nest of k loops: an edge on each side of each loop, and the middle.
+    A nest of k loops becomes at most 2k + 1 nests: an edge on each side of each loop, and the middle.
+
+    Example:
+        >>> restrict(Nest(0, 100, ((3, 4, 8), (4, 1, 1))), 2, 8)  # 3 rows of 4 elements
+        [Nest(x=2, y=102, loops=((2, 1, 1),)), Nest(x=4, y=108, loops=((4, 1, 1),))]
     """
     x, y, loops = nest
     if x >= high or x + span(loops) <= low:
         return []
     if low <= x and x + span(loops) <= high:
         return [nest]
-    # A nest of no loops is either outside or inside, so here there is an outer loop to split.
+    # A nest without loops is outside or inside, so here there is an outer loop to split.
     (n, xs, ys), inner = loops[0], loops[1:]
     inner_span = span(inner)
     first = max(0, (low - x - inner_span) // xs + 1)  # first iteration that reaches past low
@@ -122,13 +126,17 @@ def restrict(nest: Nest, low: int, high: int) -> list[Nest]:
 
 
 def intersect(a: Nest, b: Nest) -> list[Nest]:
-    """Compose a: X -> M with b: M -> Y, where both name the same element of M; the result is X -> Y, canonical.
+    """Compose a: X -> M with b: M -> Y to canonical nests X -> Y.
 
-    a's *y* side and b's *x* side are the shared space; a must be nested as seen from its y side. Strides that do not
-    divide each other are unrolled, at most `MAX_UNROLLED` iterations.
+    The shared space M is a's *y* side and b's *x* side; a must be nested as seen from its y side. If strides do not
+    divide each other, up to `MAX_UNROLLED` iterations are unrolled.
 
     Raises:
-        LayoutError: the pair would have to be unrolled further.
+        LayoutError: more iterations would have to be unrolled.
+
+    Example:
+        >>> intersect(Nest(0, 4, ((4, 1, 1),)), Nest(6, 0, ((6, 1, 1),)))
+        [Nest(x=2, y=0, loops=((2, 1, 1),))]
     """
     budget = [MAX_UNROLLED]
     shared = canonical(Nest(a.y, a.x, tuple((n, ys, xs) for n, xs, ys in a.loops)))
@@ -137,12 +145,12 @@ def intersect(a: Nest, b: Nest) -> list[Nest]:
 
 
 def _meet(a: Nest, b: Nest, budget: list[int]) -> list[Nest]:
-    """Compose two canonical nests that share their x side; the result maps a's y to b's y, not yet canonical."""
+    """Compose two canonical nests that share their x side; the result maps a's y to b's y and is not canonical."""
     a_span, b_span = span(a.loops), span(b.loops)
     if a.x >= b.x + b_span or b.x >= a.x + a_span:
         return []
     if not a.loops and not b.loops:
-        return [Nest(a.y, b.y)]  # overlapping spans of single elements: the same element
+        return [Nest(a.y, b.y)]  # two overlapping single elements are the same element
     if not a.loops or (b.loops and b.loops[0][1] > a.loops[0][1]):
         return [Nest(nest.y, nest.x, tuple((n, ys, xs) for n, xs, ys in nest.loops)) for nest in _meet(b, a, budget)]
     # From here a has the larger outer stride.
@@ -174,12 +182,12 @@ def _meet(a: Nest, b: Nest, budget: list[int]) -> list[Nest]:
 
 
 def _meet_equal(a: Nest, b: Nest, budget: list[int]) -> list[Nest]:
-    """Compose nests whose outer x strides are equal: at most two shifts of one against the other can meet."""
+    """Compose nests with equal outer x strides: at most two shifts of one against the other overlap."""
     (a_count, stride, a_y), a_inner = a.loops[0], a.loops[1:]
     (b_count, _, b_y), b_inner = b.loops[0], b.loops[1:]
     a_inner_span, b_inner_span = span(a_inner), span(b_inner)
     pairs: list[Nest] = []
-    # Iteration i of a meets iteration j of b only if their spans overlap, which depends on k = i - j alone.
+    # Whether iteration i of a overlaps iteration j of b depends only on the shift i - j.
     lowest = (b.x - a.x - a_inner_span) // stride + 1
     highest = (b.x + b_inner_span - 1 - a.x) // stride
     for shift in range(lowest, highest + 1):
@@ -197,7 +205,7 @@ def _meet_equal(a: Nest, b: Nest, budget: list[int]) -> list[Nest]:
 
 
 def _meet_multiple(a: Nest, b: Nest, factor: int, budget: list[int]) -> list[Nest]:
-    """Compose nests where a's outer x stride is `factor` times b's: cut b's loop at a's grid and compose the parts."""
+    """Compose nests where a's outer x stride is `factor` times b's: cut b's loop at a's grid, and compose."""
     stride = a.loops[0][1]
     (count, b_stride, b_y), inner = b.loops[0], b.loops[1:]
     head = min(count, (-((b.x - a.x) // b_stride)) % factor)
@@ -208,7 +216,7 @@ def _meet_multiple(a: Nest, b: Nest, factor: int, budget: list[int]) -> list[Nes
     done = head
     if periods:
         body = ((periods, stride, factor * b_y), (factor, b_stride, b_y), *inner)
-        # Not canonical on purpose: its outer loop must keep a's stride, which merging would undo.
+        # Not canonical: merging would undo the outer loop, which must have a's stride.
         start = Nest(b.x + head * b_stride, b.y + head * b_y, body)
         pairs += _meet_equal(a, start, budget)
         done += periods * factor
@@ -219,7 +227,7 @@ def _meet_multiple(a: Nest, b: Nest, factor: int, budget: list[int]) -> list[Nes
 
 
 def _fits(nest: Nest) -> bool:
-    """Say whether each loop's stride covers the span of the loops within it."""
+    """Return whether each loop's stride covers the span of all later loops."""
     return all(xs >= span(nest.loops[k + 1 :]) for k, (_, xs, _) in enumerate(nest.loops))
 
 

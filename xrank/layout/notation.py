@@ -1,6 +1,6 @@
-"""The notation's trees: what a layout's text becomes, and the one text that each tree prints as.
+"""The notation's trees: the parsed form of a layout's text, and the canonical text of each tree.
 
-What the trees mean stands in `xrank.layout.dim_part`; the grammar stands in `xrank.layout.parser`.
+`xrank.layout.dim_part` defines their meaning, `xrank.layout.parser` the grammar.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ __all__ = [
 ]
 
 MAX_CHARACTERS = 10_000
-"""The longest text read; layouts in use have fewer than a hundred characters."""
+"""The longest text that is parsed; layouts in use have fewer than a hundred characters."""
 
 MAX_DEPTH = 32
-"""How deep a dim's tree may be, so that functions over it can recurse."""
+"""Largest depth of a dim's tree, so functions over it can recurse."""
 
 MAX_SIZE = (1 << 63) - 1
-"""The largest integer read: element addresses are 64-bit numbers."""
+"""The largest integer that is parsed: element addresses are 64-bit numbers."""
 
 SplitKind: TypeAlias = Literal["/", "/~", "/="]
 
 Count: TypeAlias = tuple[int | str, ...]
-"""Factors of a number of positions: integers, sizes, or axes, which stand for their length."""
+"""A number of positions as factors: integers, sizes, or axes, which stand for their lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A whole dim: an integer, or a name that is bound to one when the layout meets a shape."""
+    """A whole dim: an integer, or a name that a shape binds to an integer."""
 
     value: int | str
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Dims as digits of one dim, major first; none of the factors is a product itself."""
+    """Dims as digits of one dim, major first; the factors are not products."""
 
     factors: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the dims that lie end to end in `Parts`."""
+    """One dim of `Parts`."""
 
     name: str
     of: Node
@@ -83,7 +83,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """A dim whose local size is rounded up to a multiple; what is added stands for no element."""
+    """A dim whose local size is rounded up to a multiple; the added positions are padding."""
 
     of: Node
     multiple: Count
@@ -91,14 +91,14 @@ class Pad:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A range of the local positions of what stands before it, one for each coordinate along an axis.
+    """A range of the local positions of a dim for each coordinate along an axis.
 
     Args:
-        of: what is cut.
-        axis: the axis whose coordinate chooses the range.
+        of: the dim to cut.
+        axis: the axis whose coordinate selects the range.
         kind: ``/`` equal ranges, ``/~`` ceil chunks, ``/=`` balanced ranges.
-        unit: cuts are made at multiples of it only.
-        sizes: the ranges' sizes one by one, where they are listed; the kind is ``/`` then.
+        unit: cuts are only at multiples of it.
+        sizes: the sizes of the ranges, if they are listed; then the kind is ``/``.
     """
 
     of: Node
@@ -110,7 +110,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A tensor whose local elements lie in a flat buffer, row-major."""
+    """A tensor whose local elements are in a flat buffer, row-major."""
 
     name: str
     dims: tuple[Node, ...]
@@ -118,7 +118,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """Tensors' local elements end to end in one dim, padded at the end; the one dim of its layout."""
+    """The local elements of tensors end to end in one dim, padded at the end; the only dim of its layout."""
 
     members: tuple[Member, ...]
     multiple: Count | None = None
@@ -129,7 +129,7 @@ Node: TypeAlias = Size | Product | Parts | Pad | Split | Flat
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The places along an axis whose ranks hold the tensor: first to last, both included; None is the last place."""
+    """The places along an axis whose ranks hold the tensor: first to last, inclusive; None is the last place."""
 
     axis: str
     first: int | None
@@ -138,12 +138,12 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class LayoutTree:
-    """A whole layout: its dims, and its clauses.
+    """A whole layout: dims and clauses.
 
     Args:
-        dims: one node a dim.
-        view: the view of the mesh whose axes it may use besides the mesh's own.
-        where: the ranks that hold the tensor; each axis at most once. Every rank, if empty.
+        dims: one node per dim.
+        view: the view of the mesh whose axes it may use in addition to the mesh's own.
+        where: the ranks that hold the tensor, with each axis at most once; empty: all ranks.
         sums: axes along which the ranks hold addends.
     """
 
@@ -154,22 +154,22 @@ class LayoutTree:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # A layout is looked up once for each rank and tensor, and hashing its tree anew would be most of that.
+        # Caches look up a layout for each rank and tensor, and hashing its tree again would dominate the time.
         object.__setattr__(self, "_hash", hash((self.dims, self.view, self.where, self.sums)))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Hashes of texts differ from process to process, so the receiver makes its own.
+        # Hashes of texts differ between processes, so the receiver computes its own.
         return (LayoutTree, (self.dims, self.view, self.where, self.sums))
 
 
 def render(tree: LayoutTree) -> str:
-    """Return the one text of a layout; `parse` gives the tree back."""
+    """Return the canonical text of a layout; `parse` is the inverse."""
     dims = tree.dims
-    # A flat layout's one dim has no brackets: they stand in it, around its members' dims.
-    text = render_dim(dims[0]) if len(dims) == 1 and _is_flat(dims[0]) else _bracketed(dims)
+    # A flat layout's dim has no brackets around it, only around its members' dims.
+    text = render_dim(dims[0]) if len(dims) == 1 and _is_flat(dims[0]) else _bracket(dims)
     if tree.view is not None:
         text += f" in {tree.view}"
     if tree.where:
@@ -194,7 +194,7 @@ def render_dim(node: Node) -> str:
                 text += f"%{render_count(unit)}"
             return text if sizes is None else text + "{" + ",".join(map(render_count, sizes)) + "}"
         case Flat(members, multiple):
-            inner = [f"{member.name} {_bracketed(member.dims)}" for member in members]
+            inner = [f"{member.name} {_bracket(member.dims)}" for member in members]
             return "flat(" + ", ".join(inner if multiple is None else [*inner, f"pad {render_count(multiple)}"]) + ")"
 
 
@@ -204,11 +204,11 @@ def render_count(count: Count) -> str:
 
 
 def _term(node: Node) -> str:
-    # A split binds tighter than a product, so a product that is cut, or is a factor, stands in parentheses.
+    # A split binds tighter than a product, so a product as an operand or a factor needs parentheses.
     return f"({render_dim(node)})" if isinstance(node, Product) else render_dim(node)
 
 
-def _bracketed(dims: tuple[Node, ...]) -> str:
+def _bracket(dims: tuple[Node, ...]) -> str:
     return "[" + ", ".join(render_dim(dim) for dim in dims) + "]"
 
 
@@ -225,7 +225,7 @@ def _is_flat(node: Node) -> bool:
 
 
 def children(node: Node) -> tuple[Node, ...]:
-    """Return the nodes that stand right below a node, in the order of the text."""
+    """Return the child nodes of a node, in the order of the text."""
     match node:
         case Size():
             return ()
@@ -240,25 +240,25 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """Yield the nodes of a tree, each after those below it, in the order of the text."""
+    """Yield the nodes of a tree in post-order."""
     for child in children(node):
         yield from walk(child)
     yield node
 
 
 def axes_of(node: Node) -> tuple[str, ...]:
-    """Return the axes that cut a dim, each once, in the order of cutting."""
+    """Return the axes that cut a dim, each once, in the order of the cuts."""
     return tuple(dict.fromkeys(below.axis for below in walk(node) if isinstance(below, Split)))
 
 
 def size_names_of(node: Node) -> tuple[str, ...]:
-    """Return the sizes of a dim that are names, each once, in the order of the text."""
+    """Return the names of sizes in a dim, each once, in the order of the text."""
     values = (below.value for below in walk(node) if isinstance(below, Size))
     return tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
 
 
 def count_names_of(node: Node) -> tuple[str, ...]:
-    """Return the names in a dim's counts, each once: sizes, or axes that stand for their length."""
+    """Return the names in a dim's counts, each once: sizes, or axes, which stand for their lengths."""
     factors = (factor for below in walk(node) for count in _counts(below) for factor in count)
     return tuple(dict.fromkeys(factor for factor in factors if isinstance(factor, str)))
 
@@ -275,7 +275,7 @@ def _counts(node: Node) -> tuple[Count, ...]:
 
 
 def with_sizes(tree: LayoutTree, sizes: Mapping[str, int]) -> LayoutTree:
-    """Return the layout with numbers in the place of these names."""
+    """Return the layout with these names replaced by numbers."""
     return replace(tree, dims=tuple(_with_sizes(dim, sizes) for dim in tree.dims))
 
 

@@ -1,4 +1,4 @@
-"""The notation's grammar, and its parser.
+"""The grammar of the notation, and its parser.
 
 Blanks are allowed between tokens:
 
@@ -8,20 +8,20 @@ Blanks are allowed between tokens:
     atom    = size | "(" dim ")" | "<" part { "|" part } ">" | "pad(" dim "," count ")"
     part    = name ":" dim                                             parts lie end to end
     split   = ( "/" | "/~" | "/=" ) axis [ "%" count ] [ "{" count { "," count } "}" ]
-    size    = integer | name                                           bound when the layout meets a shape
+    size    = integer | name                                           bound by a shape
     count   = factor { "*" factor }                                    only in pad, % and {}
-    factor  = integer | name                                           a size, or an axis, meaning its length
+    factor  = integer | name                                           a size, or an axis for its length
     clause  = "in" view | "where" axis "=" place { "," axis "=" place } | "sum(" axis ")"
-    place   = integer | integer ".." integer | "last"                  both ends of a range included
+    place   = integer | integer ".." integer | "last"                  a range includes both ends
     flat    = "flat(" member { "," member } [ "," "pad" count ] ")" { split }
     member  = title "[" [ dim { "," dim } ] "]"                        may stand in quotes: q "[64, 64]"
     axis    = name ; view = name
-    name    = a letter or "_", then letters, digits, "_" and "."       a size is not called pad
+    name    = a letter or "_", then letters, digits, "_" and "."       the name of a size is not pad
     title   = letters, digits, "_", "-" and "."                        a tensor's name
     naming  = { text | "{" dim "}" }                                   a tensor's name: a dim's index in each group
 
-`/` cuts evenly and must divide, `/~` as torch.chunk does (the last ranks hold less, or nothing), `/=` as
-numpy.array_split does; a list in braces gives the sizes themselves (after `/` only), `%b` cuts at multiples of b only.
+`/` cuts evenly and must divide; `/~` cuts like torch.chunk (the last ranks hold less, or nothing), `/=` like
+numpy.array_split. A list in braces gives the sizes (only after `/`); `%b` cuts only at multiples of b.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from xrank.layout.notation import (
 )
 from xrank.layout.scanner import Scanner
 
-__all__ = ["Reader", "parse"]
+__all__ = ["TextParser", "parse"]
 
 
 def parse(text: str) -> LayoutTree:
-    """Read a layout's text.
+    """Parse a layout's text.
 
     Raises:
-        LayoutError: the text is none; names the text, the place and what was expected there.
+        LayoutError: the text is malformed; the error names the text, the place and the expected token.
     """
-    reader = Reader(text)
+    reader = TextParser(text)
     tree = reader.layout()
     reader.end()
     return tree
@@ -69,37 +69,37 @@ _SPLITS = frozenset(("/", "/~", "/="))
 _A_SIZE = "a size, which is an integer or a name"
 
 
-class Reader(Scanner):
-    """Reads one rule of the grammar a method; arguments as `Scanner`'s."""
+class TextParser(Scanner):
+    """A recursive-descent parser with one method per rule of the grammar; arguments as in `Scanner`."""
 
     _depth = 0  # open groups, parts and pads
 
     def layout(self) -> LayoutTree:
-        """Read a layout with its clauses."""
+        """Parse a layout with its clauses."""
         if self.next.text == "flat":
             return self._clauses((self._splits(self._flat()),))
         return self._clauses(self._dims('a layout, which begins with "[" or "flat("'))
 
     def naming(self) -> tuple[tuple[str, ...], tuple[Node, ...]]:
-        """Read a tensor's name with dims in it: the texts around the dims, one more than there are dims."""
+        """Parse a tensor's name with dims: the texts around the dims (one more than dims), and the dims."""
         texts, dims = [self.literal()], []
         while self.next.kind == "{":
             self.take("{")
             dims.append(self.dim())
             if self.next.kind != "}":
                 raise self.refusal('a split, a term or "}"')
-            # What follows is a name again: no token is looked for, and no blank passed.
+            # The name continues: read literal text, without tokens and without skipping blanks.
             texts.append(self.literal(self.next.position + 1))
             if self.next.kind == "{" and not texts[-1]:
                 raise self.refusal("some text between two groups, or the end of the name")
         return tuple(texts), tuple(dims)
 
     def dim(self) -> Node:
-        """Read one dim."""
+        """Parse one dim."""
         terms: list[Node] = []
         while not terms or self.next.kind in _TERM_BEGINS:
             term = self._splits(self._atom())
-            # (a b) c and a b c are one product.
+            # (a b) c and a b c are the same product.
             terms += term.factors if isinstance(term, Product) else (term,)
         node = terms[0] if len(terms) == 1 else Product(tuple(terms))
         if _depth(node) > MAX_DEPTH:
@@ -114,7 +114,7 @@ class Reader(Scanner):
         if self.next.kind == "]":
             self.take("]")
             return ()
-        while not dims or self.passed(","):
+        while not dims or self.accept(","):
             dims.append(self.dim())
         self.take("]", 'a split, a term, "," or "]"')
         return tuple(dims)
@@ -132,7 +132,7 @@ class Reader(Scanner):
                 return self._parts()
             case "name" if self.next.text == "pad":
                 self.take("name")
-                self._enter("(", '"(": pad is no name of a size')
+                self._enter("(", '"(": pad is not a name of a size')
                 of = self.dim()
                 self.take(",", 'a split, a term or ","')
                 multiple = self.count()
@@ -143,7 +143,7 @@ class Reader(Scanner):
     def _parts(self) -> Parts:
         self._enter("<")
         parts: list[Part] = []
-        while not parts or self.passed("|"):
+        while not parts or self.accept("|"):
             place = self.next
             name = self.take("name", "a part's name")
             if any(part.name == name for part in parts):
@@ -162,27 +162,27 @@ class Reader(Scanner):
                 raise self.refusal(f"at most {MAX_DEPTH - 1} splits in one dim")
             kind = cast(SplitKind, self.take(self.next.kind))
             axis = self.take("name", "an axis")
-            unit = self.count() if self.passed("%") else None
+            unit = self.count() if self.accept("%") else None
             sizes = None
             if self.next.kind == "{":
                 if kind != "/":
                     raise self.refusal(f'no listed sizes after "{kind}"', 'list sizes after "/" only')
-                sizes = self._listed()
+                sizes = self._size_list()
             node = Split(node, axis, kind, unit, sizes)
         return node
 
-    def _listed(self) -> tuple[Count, ...]:
+    def _size_list(self) -> tuple[Count, ...]:
         self.take("{")
         sizes: list[Count] = []
-        while not sizes or self.passed(","):
+        while not sizes or self.accept(","):
             sizes.append(self.count())
         self.take("}", '"*", "," or "}"')
         return tuple(sizes)
 
     def count(self) -> Count:
-        """Read a count."""
+        """Parse a count."""
         factors: list[int | str] = []
-        while not factors or self.passed("*"):
+        while not factors or self.accept("*"):
             want = "a count, which is an integer or a name"
             factors.append(self.take("name") if self.next.kind == "name" else self.integer(want))
         return tuple(factors)
@@ -202,7 +202,7 @@ class Reader(Scanner):
         self.take("(", '"(" after flat')
         members: list[Member] = []
         multiple = None
-        while not members or self.passed(","):
+        while not members or self.accept(","):
             place = self.next
             name = self.raw(_TITLE, "a tensor's name")
             if name == "pad" and members:
@@ -211,7 +211,7 @@ class Reader(Scanner):
             if any(member.name == name for member in members):
                 self.next = place
                 raise self.refusal("a name that no other member has")
-            quoted = self.passed('"')
+            quoted = self.accept('"')
             members.append(Member(name, self._dims('"[": the layout of a member')))
             if quoted:
                 self.take('"')
@@ -229,8 +229,8 @@ class Reader(Scanner):
                 view = self.take("name", "the name of a view")
             elif word == "where" and not where:
                 self.take("name")
-                while not where or self.passed(","):
-                    where.append(self._where(where))
+                while not where or self.accept(","):
+                    where.append(self._place_along(where))
             elif word == "sum":
                 self.take("name")
                 self.take("(")
@@ -242,7 +242,7 @@ class Reader(Scanner):
                 raise self.refusal('a clause: "in", "where" or "sum(", each but the last at most once')
         return LayoutTree(dims, view, tuple(where), tuple(sums))
 
-    def _where(self, known: list[Where]) -> Where:
+    def _place_along(self, known: list[Where]) -> Where:
         if any(where.axis == self.next.text for where in known):
             raise self.refusal("an axis that has no place yet")
         axis = self.take("name", "an axis")
@@ -251,7 +251,7 @@ class Reader(Scanner):
             self.take("name")
             return Where(axis, None, None)
         first = self.integer('a place: an integer, a range such as 0..3, or "last"')
-        if not self.passed(".."):
+        if not self.accept(".."):
             return Where(axis, first, first)
         if self.next.kind == "integer" and len(self.next.text) < 20 and int(self.next.text) < first:
             raise self.refusal(f"a place from {first} on")

@@ -1,4 +1,4 @@
-"""Texts taken apart into tokens, and the errors that say where a text is not what was wanted."""
+"""Split a text into tokens, and make the errors for unexpected tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Scanner", "Token"]
 
 
 class Token(NamedTuple):
-    """A piece of a text, and where it begins."""
+    """A token and its position in the text."""
 
     kind: str  # "name", "integer", "end", "other" (no token at all), or the text itself
     text: str
@@ -29,34 +29,34 @@ _LITERAL = re.compile(r"[^\s{}\[]*")
 
 
 class Scanner:
-    """Passes over a text one way; at its end the next token is "end" for ever.
+    """Reads the tokens of a text in order; after the last one, the next token is always "end".
 
     Args:
-        text: what is read.
-        what: what the text is said to be in errors.
+        text: the text.
+        label: what the text is, for errors.
     """
 
-    def __init__(self, text: str, what: str = "a layout") -> None:
+    def __init__(self, text: str, label: str = "a layout") -> None:
         if not isinstance(text, str):
-            raise LayoutError(f"{what} is not text", got=type(text).__name__, want='text such as "[f/tp, h]"')
+            raise LayoutError(f"{label} is not text", got=type(text).__name__, want='text such as "[f/tp, h]"')
         if len(text) > MAX_CHARACTERS:
             raise LayoutError(
-                f"{what}'s text {_shown(text[:40])!r}... is too long",
+                f"{label}'s text {_escape(text[:40])!r}... is too long",
                 got=f"{len(text)} characters",
                 want=f"at most {MAX_CHARACTERS}",
             )
         self.text = text
-        self._what = what
+        self._label = label
         self.next = self._token(0)
-        self._end = 0  # one past the token before the next one
+        self._end = 0  # the position after the previous token
 
     def end(self) -> None:
-        """Refuse anything that still follows."""
+        """Refuse further tokens."""
         if self.next.kind != "end":
             raise self.refusal("the end of the text")
 
     def literal(self, start: int = 0) -> str:
-        """Pass from a place on what can stand in a name around groups, blanks not passed, and return it."""
+        """Read the text of a name up to the next group or blank, from a position on."""
         match = _LITERAL.match(self.text, start)
         text = match[0] if match else ""
         self._end = start + len(text)
@@ -64,7 +64,7 @@ class Scanner:
         return text
 
     def take(self, kind: str, want: str | None = None) -> str:
-        """Pass a token of this kind and return its text."""
+        """Consume a token of this kind and return its text."""
         token = self.next
         if token.kind != kind:
             raise self.refusal(want or f'"{kind}"')
@@ -73,7 +73,7 @@ class Scanner:
         return token.text
 
     def raw(self, pattern: re.Pattern[str], want: str) -> str:
-        """Pass what the pattern matches where the next token begins, and return it."""
+        """Consume the text that a pattern matches at the next token, and return it."""
         match = pattern.match(self.text, self.next.position)
         if match is None or match.end() == match.start():
             raise self.refusal(want)
@@ -81,17 +81,17 @@ class Scanner:
         self.next = self._token(self._end)
         return match[0]
 
-    def passed(self, kind: str) -> bool:
-        """Pass the next token if it is of this kind, and say so."""
+    def accept(self, kind: str) -> bool:
+        """Consume the next token if it has this kind; return whether it did."""
         if self.next.kind == kind:
             self.take(kind)
             return True
         return False
 
     def integer(self, want: str) -> int:
-        """Read an integer up to `MAX_SIZE`."""
+        """Consume an integer up to `MAX_SIZE`."""
         token = self.next
-        # A long run of digits is refused by its length: int() of thousands of digits is slow, and refused by Python.
+        # Check the length first: int() of thousands of digits is slow, and Python refuses it.
         if token.kind == "integer" and (len(token.text) > 19 or int(token.text) > MAX_SIZE):
             raise self.refusal(f"an integer up to {MAX_SIZE}")
         value = int(self.take("integer", want))
@@ -100,14 +100,14 @@ class Scanner:
         return value
 
     def refusal(self, want: str, next_step: str | None = None) -> LayoutError:
-        """Return the error that the next token is not what the grammar wants there."""
+        """Return the error for an unexpected next token."""
         token = self.next
         before, after = self.text[: token.position], self.text[token.position :]
-        found = "the text ends" if token.kind == "end" else f"{_shown(token.text[:40])!r} stands"
-        # A long text is shown around the place only.
-        shown = _shown(("..." if len(before) > 60 else "") + before[-60:] + ">>>" + after[:40])
+        found = "the text ends" if token.kind == "end" else f"{_escape(token.text[:40])!r} stands"
+        # Of a long text, show only the surroundings of the place.
+        shown = _escape(("..." if len(before) > 60 else "") + before[-60:] + ">>>" + after[:40])
         return LayoutError(
-            f"{self._what} cannot be read: {found} at position {token.position} of '{shown}', not {want}",
+            f"{self._label} cannot be read: {found} at position {token.position} of '{shown}', not {want}",
             got=f"'{shown}', position {token.position}",
             want=want,
             next_step=next_step,
@@ -123,6 +123,6 @@ class Scanner:
         return Token(match[0] if kind == "mark" else kind, match[0], start)
 
 
-def _shown(text: str) -> str:
-    """Return the text with everything that a terminal would not print as it is written as an escape."""
+def _escape(text: str) -> str:
+    """Return the text with escapes for all characters that are not printable."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

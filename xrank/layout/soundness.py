@@ -1,4 +1,4 @@
-"""What a layout must not say: an axis in two roles, a name of two meanings, an axis that its mesh has not."""
+"""Refuse contradictory layouts: an axis in two roles, a name with two meanings, an axis that the mesh lacks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["check_sound"]
 
 
 def check_sound(tree: LayoutTree, lengths: Mapping[str, int] | None, also_cut: Iterable[Node] = ()) -> None:
-    """Refuse a layout that could be read in two ways, or that its mesh cannot have.
+    """Refuse a layout with two possible meanings, or one that does not fit its mesh.
 
     Args:
         tree: the layout.
-        lengths: the axes that it may use, and their lengths; None as long as no mesh is known.
-        also_cut: dims that stand elsewhere, in the tensor's name.
+        lengths: the axes that it may use, with their lengths; None without a mesh.
+        also_cut: further dims, in the tensor's name.
 
     Raises:
-        LayoutError: an axis is used twice, is no axis of the mesh, or has the name of a size.
+        LayoutError: an axis is used twice, is not in the mesh, or has the name of a size.
     """
     text = render(tree)
     dims = (*also_cut, *tree.dims)
@@ -44,10 +44,10 @@ def check_sound(tree: LayoutTree, lengths: Mapping[str, int] | None, also_cut: I
                 got=str(unknown),
                 want=f"one of the mesh's axes {list(lengths)}",
             )
-    twice = _repeated(cutting) or next(filter(None, map(_cut_twice, dims)), None)
+    twice = _find_repeated(cutting) or next(filter(None, map(_cut_twice, dims)), None)
     if twice is not None:
         raise LayoutError(f"the layout {text} is cut twice by {twice!r}", got=text, want="each axis once")
-    twice = _repeated([*others, *cutting])
+    twice = _find_repeated([*others, *cutting])
     if twice is not None:
         raise LayoutError(
             f"the axis {twice!r} has two roles in the layout {text}",
@@ -64,30 +64,30 @@ def check_sound(tree: LayoutTree, lengths: Mapping[str, int] | None, also_cut: I
         length = None if lengths is None else lengths[where.axis]
         if length is not None and where.last is not None and where.last >= length:
             raise LayoutError(
-                f"the layout {text} names a place that the axis {where.axis!r} has not",
+                f"the layout {text} names a place that the axis {where.axis!r} does not have",
                 got=f"{where.axis}={where.last}",
                 want=f"0 to {length - 1}",
             )
 
 
 def _cut_twice(node: Node) -> str | None:
-    """Return an axis that cuts something twice; parts, and a flat's members, are different things."""
+    """Return an axis that cuts a dim twice; different parts, or members of a flat, may share an axis."""
     if isinstance(node, Split) and node.axis in axes_of(node.of):
         return node.axis
     below = children(node)
     if not isinstance(node, Parts | Flat):
-        twice = _repeated([axis for child in below for axis in axes_of(child)])
+        twice = _find_repeated([axis for child in below for axis in axes_of(child)])
         if twice is not None:
             return twice
     if isinstance(node, Flat):
         for member in node.members:
-            twice = _repeated([axis for dim in member.dims for axis in axes_of(dim)])
+            twice = _find_repeated([axis for dim in member.dims for axis in axes_of(dim)])
             if twice is not None:
                 return twice
     return next(filter(None, map(_cut_twice, below)), None)
 
 
-def _repeated(names: list[str]) -> str | None:
+def _find_repeated(names: list[str]) -> str | None:
     seen: set[str] = set()
     for name in names:
         if name in seen:

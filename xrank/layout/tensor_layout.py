@@ -1,4 +1,4 @@
-"""Tensor layouts: how one tensor's dims are cut over the axes of a mesh. The class is Keras', the text is ours."""
+"""Tensor layouts: the cuts of a tensor's dims over the axes of a mesh. The class is Keras', the notation is xrank's."""
 
 from __future__ import annotations
 
@@ -17,26 +17,32 @@ __all__ = ["TensorLayout", "axis_lengths", "flat_of", "free_size_names"]
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class TensorLayout:
-    """The cuts of every dim of one tensor, and the mesh when it is known.
+    """The cuts of all dims of a tensor, and the mesh, if known.
 
     Args:
-        axes: per dim an axis, which cuts the dim evenly, or None, as Keras has it: a string is taken letter by letter.
-            The sizes are named d0, d1, ...
-        device_mesh: the mesh whose axes these are; may be attached later by `with_mesh`.
+        axes: per dim an axis, which cuts the dim evenly, or None, as in Keras; the letters of a string are axes. The
+            sizes are named d0, d1, ...
+        device_mesh: the mesh of these axes; `with_mesh` can attach it later.
 
     Raises:
-        LayoutError: an axis cuts twice, is no axis of the mesh, or has the name of a size.
+        LayoutError: an axis cuts twice, is not in the mesh, or has the name of a size.
+
+    Example:
+        >>> str(TensorLayout((None, "tp")))
+        '[d0, d1/tp]'
+        >>> TensorLayout.parse("[f/tp/~dp, h]").axes
+        (('tp', 'dp'), ())
     """
 
     tree: LayoutTree
-    """The layout as the notation has it."""
+    """The layout in the notation."""
     device_mesh: DeviceMesh | None
     view_mesh: DeviceMesh | None
-    """The view of the mesh that the layout names, once both are known; its axes come besides the mesh's."""
+    """The view of the mesh that the layout names, if both are known; its axes are available in addition."""
     dims: tuple[Node, ...] = field(compare=False)
-    """One node a dim."""
+    """One node per dim."""
     axes: tuple[tuple[str, ...], ...] = field(compare=False)
-    """Per dim the axes that cut it, in the order of cutting; none for a dim that every rank holds whole."""
+    """Per dim the axes that cut it, in the order of the cuts; empty for a whole dim."""
 
     def __init__(self, axes: Sequence[str | None], device_mesh: DeviceMesh | None = None) -> None:
         entries = tuple(axes)
@@ -58,10 +64,10 @@ class TensorLayout:
 
     @classmethod
     def from_dims(cls, dims: Iterable[Node], device_mesh: DeviceMesh | None = None) -> TensorLayout:
-        """Return the layout of these dims, checked as any other.
+        """Return the checked layout of these dims.
 
         Raises:
-            LayoutError: also if no text says these dims, which trees made by hand can be.
+            LayoutError: the layout is contradictory, or no text of the notation has these dims.
         """
         return cls.from_tree(LayoutTree(tuple(dims)), device_mesh)
 
@@ -72,31 +78,31 @@ class TensorLayout:
         try:
             text = render(tree)
             if parse(text) == tree:
-                return cls._of(tree, device_mesh, None)
+                return cls._make(tree, device_mesh, None)
         except RecursionError:
             pass
-        raise LayoutError(f"no layout's text says these dims: {str(text)[:200]!r}", got=repr(text)[:200])
+        raise LayoutError(f"no layout's text has these dims: {str(text)[:200]!r}", got=repr(text)[:200])
 
     @classmethod
     def parse(
         cls, text: str, device_mesh: DeviceMesh | None = None, views: Mapping[str, DeviceMesh] | None = None
     ) -> TensorLayout:
-        """Read a layout's text, such as ``"[f/tp/~dp, h]"``; the mesh and its views are attached if given."""
-        layout = _parsed(text) if isinstance(text, str) else cls._of(parse(text), None, None)
+        """Parse a layout's text, such as ``"[f/tp/~dp, h]"``; attach the mesh and its views, if given."""
+        layout = _parse_cached(text) if isinstance(text, str) else cls._make(parse(text), None, None)
         return layout if device_mesh is None else layout.with_mesh(device_mesh, views)
 
     @classmethod
-    def _of(cls, tree: LayoutTree, device_mesh: DeviceMesh | None, view_mesh: DeviceMesh | None) -> TensorLayout:
+    def _make(cls, tree: LayoutTree, device_mesh: DeviceMesh | None, view_mesh: DeviceMesh | None) -> TensorLayout:
         layout = object.__new__(cls)
         layout._fill(tree, device_mesh, view_mesh)
         return layout
 
     def with_mesh(self, device_mesh: DeviceMesh, views: Mapping[str, DeviceMesh] | None = None) -> TensorLayout:
-        """Return this layout on a mesh; one that has another mesh already is refused, as Keras does.
+        """Attach a mesh; as in Keras, a layout with another mesh is refused.
 
         Args:
             device_mesh: the mesh.
-            views: its views by name; the one that the layout names must be there.
+            views: its views by name, including the one that the layout names.
         """
         if self.device_mesh == device_mesh:
             return self
@@ -117,20 +123,20 @@ class TensorLayout:
                 )
             if set(view_mesh.ranks) != set(device_mesh.ranks):
                 raise LayoutError(
-                    f"the view {self.tree.view!r} has not the ranks of the mesh {device_mesh.grid!r}",
+                    f"the view {self.tree.view!r} does not have the ranks of the mesh {device_mesh.grid!r}",
                     got=f"{view_mesh.size} ranks, {view_mesh.grid}",
                     want=f"the same {device_mesh.size} ranks",
                 )
-        return self._of(self.tree, device_mesh, view_mesh)
+        return self._make(self.tree, device_mesh, view_mesh)
 
     @property
     def has_pads(self) -> bool:
-        """Whether a rank's part may hold local elements that stand for none."""
+        """Whether a rank's part may contain padding."""
         return any(isinstance(node, Pad | Flat) for dim in self.dims for node in walk(dim))
 
     def with_sizes(self, sizes: Mapping[str, int]) -> TensorLayout:
-        """Return this layout with numbers in the place of these names, so that its text needs no sizes besides."""
-        return self._of(with_sizes(self.tree, sizes), self.device_mesh, self.view_mesh)
+        """Return this layout with these names replaced by numbers, so its text needs no further sizes."""
+        return self._make(with_sizes(self.tree, sizes), self.device_mesh, self.view_mesh)
 
     def __str__(self) -> str:
         return render(self.tree)
@@ -149,7 +155,7 @@ class TensorLayout:
 
 
 def flat_of(layout: TensorLayout) -> Flat | None:
-    """Return the flat that a layout is; None for the layout of one tensor."""
+    """Return the flat node of a layout; None for the layout of one tensor."""
     node = layout.dims[0] if len(layout.dims) == 1 else None
     while isinstance(node, Split):
         node = node.of
@@ -157,20 +163,20 @@ def flat_of(layout: TensorLayout) -> Flat | None:
 
 
 def axis_lengths(mesh: DeviceMesh, view: DeviceMesh | None = None) -> dict[str, int]:
-    """Return the axes that a layout may use, with their lengths: the mesh's, and those of the view that it names."""
+    """Return the axes that a layout may use, with their lengths: those of the mesh, and those of its view."""
     lengths = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-    # An axis of one name in both is the view's: the view is what the layout chose.
+    # For a name in both, the view's axis counts, because the layout names the view.
     return lengths if view is None else {**lengths, **dict(zip(view.axis_names, view.shape, strict=True))}
 
 
 @lru_cache(maxsize=4096)
-def _parsed(text: str) -> TensorLayout:
-    """Return the same object for equal texts: a model has a handful of layouts."""
-    return TensorLayout._of(parse(text), None, None)
+def _parse_cached(text: str) -> TensorLayout:
+    """Parse with a cache: a model has only a few different layouts."""
+    return TensorLayout._make(parse(text), None, None)
 
 
 def free_size_names(count: int, taken: Iterable[str]) -> tuple[str, ...]:
-    """Return the names d0, d1, ... for sizes; with more d's in front where an axis is called so."""
+    """Return the names d0, d1, ... for sizes; with more leading d's if an axis has such a name."""
     axes = frozenset(taken)
     prefix = "d"
     while any(f"{prefix}{i}" in axes for i in range(count)):

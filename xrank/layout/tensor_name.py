@@ -1,7 +1,7 @@
 """Tensors' names with dims in them: `layers.{6/pp}.mlp.experts.{e/ep}.w1`.
 
-A group in a name is a leading dim of the tensor whose index is written into the name instead: the global index in the
-global name, the local index in the name that a rank knows the tensor by.
+A group in a name is a leading dim of the tensor whose index is part of the name: the global index in the global name,
+the local index in the rank's own name of the tensor.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from dataclasses import dataclass
 from itertools import product
 
 from xrank.errors import LayoutError
-from xrank.layout.binding import checked_sizes, global_size, known_names
+from xrank.layout.binding import check_sizes, collect_known_names, global_size
 from xrank.layout.dim_part import compile_dim
 from xrank.layout.local_part import holds, places_of
 from xrank.layout.mesh import DeviceMesh
 from xrank.layout.nests import addresses
 from xrank.layout.notation import LayoutTree, Node, axes_of, count_names_of, render_dim, size_names_of, with_sizes
-from xrank.layout.parser import Reader
+from xrank.layout.parser import TextParser
 from xrank.layout.soundness import check_sound
 from xrank.layout.tensor_layout import TensorLayout
 
 __all__ = ["MAX_NAMES", "NameTable", "TensorName", "has_groups", "name_table", "parse_name"]
 
 MAX_NAMES = 1 << 20
-"""Names that one name with dims may stand for."""
+"""Largest number of names of one name with dims."""
 
 _QUANTIFIER = re.compile(r"\{\d*(,\d*)?\}")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """A name with dims in it.
+    """A name with dims.
 
     Args:
-        texts: what stands around the dims, one more than there are dims; without a dim the plain name.
+        texts: the texts around the dims, one more than dims; without dims the plain name.
         dims: the dim of each group.
     """
 
@@ -47,39 +47,39 @@ class TensorName:
         return self.texts[0] + "".join(group + text for group, text in zip(groups, self.texts[1:], strict=True))
 
     def with_sizes(self, sizes: Mapping[str, int]) -> TensorName:
-        """Return this name with numbers in the place of these sizes' names."""
+        """Return this name with these sizes replaced by numbers."""
         return TensorName(self.texts, with_sizes(LayoutTree(self.dims), sizes).dims)
 
-    def at(self, *indices: int) -> str:
-        """Return the name of one tensor, by its index in each group."""
+    def with_indices(self, *indices: int) -> str:
+        """Return the name of the tensor with this index in each group."""
         return self.texts[0] + "".join(f"{i}{text}" for i, text in zip(indices, self.texts[1:], strict=True))
 
     @property
     def expression(self) -> str:
-        """A regular expression for all names that this one stands for; each group catches its index."""
-        # Without leading zeros, so that one tensor has one name; of a length that is an int at no cost.
+        """A regular expression for all names of this kind; each group captures its index."""
+        # No leading zeros, so a tensor has only one name; few digits, so int() is cheap.
         return "(0|[1-9][0-9]{0,17})".join(map(re.escape, self.texts))
 
     def indices(self, name: str) -> tuple[int, ...] | None:
-        """Return a tensor's index in each group, by its name; None for another name."""
+        """Return the index in each group of a tensor's name; None for another name."""
         match = re.fullmatch(self.expression, name)
         return None if match is None else tuple(map(int, match.groups()))
 
 
 def parse_name(text: str) -> TensorName:
-    """Read a name with dims in it, or a plain one.
+    """Parse a name with or without dims.
 
     Raises:
-        LayoutError: a group is not closed or holds no dim, or two groups stand side by side.
+        LayoutError: a group is not closed or has no dim, or two groups are adjacent.
     """
-    reader = Reader(text, "a tensor's name")
+    reader = TextParser(text, "a tensor's name")
     name = TensorName(*reader.naming())
     reader.end()
     return name
 
 
 def has_groups(pattern: str) -> bool:
-    """Say whether a layout map's key is a name with dims: it holds a brace that is no part of a regular expression.
+    """Return whether a layout map's key is a name with dims: it has a brace that is not of a regular expression.
 
     An escaped brace, and a quantifier such as ``{2}`` or ``{1,3}``, belong to a regular expression.
     """
@@ -98,9 +98,9 @@ class NameTable:
 
     Args:
         name: the name with dims.
-        local_sizes: how far the local index of each group counts, pads included.
-        global_sizes: how far the global index of each group counts.
-        places: per group, local index -> global index; an index of padding is not there.
+        local_sizes: number of local indices of each group, pads included.
+        global_sizes: number of global indices of each group.
+        places: per group, local index -> global index, without indices of padding.
     """
 
     name: TensorName
@@ -109,30 +109,32 @@ class NameTable:
     places: tuple[Mapping[int, int], ...]
 
     def global_name(self, local_name: str) -> str | None:
-        """Return the global name of a tensor that the rank knows by a local one.
+        """Return the global name of a tensor with this local name.
 
-        None if the name is not of this kind, or if its index is padding.
+        None if the name has another form, or if its index is padding.
 
         Raises:
-            LayoutError: an index is beyond what the rank holds.
+            LayoutError: an index is too large for this rank.
         """
-        return self._turned(local_name, self.places, self.local_sizes, "on this rank")
+        return self._translate(local_name, self.places, self.local_sizes, "on this rank")
 
     def local_name(self, global_name: str) -> str | None:
-        """Return the name by which the rank knows a tensor; None if it does not hold it, or for another kind of name.
+        """Return the rank's own name of a tensor; None if it does not hold the tensor, or for another form of name.
 
         Raises:
             LayoutError: an index is beyond the dim's size.
         """
         back = tuple({y: x for x, y in places.items()} for places in self.places)
-        return self._turned(global_name, back, self.global_sizes, "in all")
+        return self._translate(global_name, back, self.global_sizes, "in all")
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Yield (local name, global name) of every tensor that the rank holds, by rising local index."""
+        """Yield (local name, global name) of all tensors that the rank holds, by rising local index."""
         for chosen in product(*(sorted(places.items()) for places in self.places)):
-            yield self.name.at(*(x for x, _ in chosen)), self.name.at(*(y for _, y in chosen))
+            yield self.name.with_indices(*(x for x, _ in chosen)), self.name.with_indices(*(y for _, y in chosen))
 
-    def _turned(self, name: str, turn: tuple[Mapping[int, int], ...], sizes: tuple[int, ...], whose: str) -> str | None:
+    def _translate(
+        self, name: str, turn: tuple[Mapping[int, int], ...], sizes: tuple[int, ...], whose: str
+    ) -> str | None:
         indices = self.name.indices(name)
         if indices is None:
             return None
@@ -146,7 +148,7 @@ class NameTable:
                 )
         found = [places.get(i) for places, i in zip(turn, indices, strict=True)]
         present = [i for i in found if i is not None]
-        return self.name.at(*present) if len(present) == len(found) else None
+        return self.name.with_indices(*present) if len(present) == len(found) else None
 
 
 def name_table(
@@ -157,22 +159,22 @@ def name_table(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> NameTable | None:
-    """Return what the rank at a coordinate holds under a name with dims; None if the layout leaves the rank out.
+    """Return the tensors that the rank at a coordinate holds under a name with dims; None if the layout excludes it.
 
     Args:
         name: the name.
-        layout: the layout of the tensors of that name; its view and its "where" count for the name, too.
-        mesh: the mesh that gives the axes their lengths.
+        layout: the layout of these tensors; its view and its "where" also apply to the name.
+        mesh: the mesh, which defines the lengths of the axes.
         coordinate: the rank's place along the mesh's axes.
         sizes: sizes by name.
 
     Raises:
-        LayoutError: a size is not known, a cut does not fit, an axis is used in the name and the layout both, or there
-            would be more than `MAX_NAMES` names.
+        LayoutError: a size is unknown, a cut does not fit, an axis is used in both the name and the layout, or there
+            are more than `MAX_NAMES` names.
     """
     if not holds(layout, mesh, coordinate):
         return None
-    # The name's dims are dims as any other: they meet the mesh as a layout of their own.
+    # Treat the name's dims as a layout of their own.
     tree = LayoutTree(name.dims, layout.tree.view)
     leading = TensorLayout.from_tree(tree, layout.device_mesh) if layout.view_mesh is None else None
     if leading is None:
@@ -180,7 +182,7 @@ def name_table(
         leading = TensorLayout.from_tree(tree).with_mesh(layout.device_mesh, {layout.tree.view: layout.view_mesh})
     lengths, places = places_of(leading, mesh, coordinate)
     check_sound(layout.tree, lengths, name.dims)
-    bound = known_names(tree, lengths, checked_sizes(sizes))
+    bound = collect_known_names(tree, lengths, check_sizes(sizes))
     parts = []
     total = 1
     for dim in name.dims:

@@ -95,7 +95,7 @@ def reread(path: str, output: OutputFile, budget: Budget) -> FileDigests:
 def _as_bytes(tensor: OutputTensor, record: int) -> StoredShard:
     nests = [canonical(Nest(0, 0, ((tensor.nbytes, 1, 1),)))] if tensor.nbytes else []
     rank, records = int_array([0] * len(nests)), int_array([record] * len(nests))
-    return StoredShard(tensor.name, "U8", tensor.shape, rank, records, NestTable.of(nests))
+    return StoredShard(tensor.name, "U8", tensor.shape, rank, records, NestTable.from_nests(nests))
 
 
 def plan_of_headers(headers: Sequence[SafetensorsHeader]) -> Plan:

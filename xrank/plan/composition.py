@@ -53,4 +53,4 @@ def _compose(pieces: _Pieces, part: tuple[Nest, ...]) -> tuple[IntArray, NestTab
         for row in np.flatnonzero((starts < end) & (ends > nest.y)).tolist():
             found += [(row, piece) for piece in intersect(pieces.table[row], to_part)]
     found.sort(key=lambda item: item[1].y)
-    return int_array(row for row, _ in found), NestTable.of([nest for _, nest in found])
+    return int_array(row for row, _ in found), NestTable.from_nests([nest for _, nest in found])

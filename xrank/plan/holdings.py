@@ -139,7 +139,7 @@ def apply_pieces(start: Holdings, held: Mapping[int, tuple[Nest, ...]]) -> Holdi
     """Return a tensor's holdings by rank -> nests, of which only the y sides count."""
     placed = {rank: tuple(map(_drop_local_addresses, nests)) for rank, nests in held.items()}
     return apply_parts(
-        start, MeshParts.of({rank: (nests, None, sum(map(size, nests))) for rank, nests in placed.items()})
+        start, MeshParts.from_held({rank: (nests, None, sum(map(size, nests))) for rank, nests in placed.items()})
     )
 
 

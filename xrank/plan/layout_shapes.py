@@ -7,7 +7,7 @@ from itertools import product
 
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.layout.binding import global_size, known_names
+from xrank.layout.binding import collect_known_names, global_size
 from xrank.layout.companion import Companion, companion_shape
 from xrank.layout.companion_base import base_layout, base_shapes
 from xrank.layout.notation import LayoutTree
@@ -76,12 +76,12 @@ def _names(name: TensorName, layout: TensorLayout, mesh: DeviceMesh, layouts: La
     for rank in mesh.ranks:
         table = name_table(name, layout, mesh, mesh.coordinate(rank), sizes=layouts.sizes)
         if table is not None:
-            return [name.at(*indices) for indices in product(*map(range, table.global_sizes))]
+            return [name.with_indices(*indices) for indices in product(*map(range, table.global_sizes))]
     return []
 
 
 def _shape_of(
     tree: LayoutTree, layouts: LayoutMap, mesh: DeviceMesh | None, view: DeviceMesh | None = None
 ) -> tuple[int, ...]:
-    bound = known_names(tree, {} if mesh is None else axis_lengths(mesh, view), layouts.sizes)
+    bound = collect_known_names(tree, {} if mesh is None else axis_lengths(mesh, view), layouts.sizes)
     return tuple(global_size(dim, bound) for dim in tree.dims)

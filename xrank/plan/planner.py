@@ -194,7 +194,7 @@ def _check_part(output: OutputTensor, copies: Copies) -> None:
     """Prove on the destination, once more, that the part is covered exactly once."""
     part = output.part
     assert part is not None
-    wanted = NestTable.of([swap(nest) for nest in part.nests])
+    wanted = NestTable.from_nests([swap(nest) for nest in part.nests])
     fault = _part_fault(_PieceKey(copies.rank, copies.nests), _PieceKey(wanted.x, wanted), output.num_elements)
     if fault is not None:
         where = range_text(output.shape, fault.address, fault.address)
@@ -273,7 +273,7 @@ def _join_copies(a: Copies, b: Copies) -> Copies:
     nests = [table.nests[i] for table in (a, b) for i in range(len(table))]
     rank, record = np.concatenate((a.rank, b.rank)), np.concatenate((a.record, b.record))
     order = np.argsort(np.array([nest.y for nest in nests]), kind="stable")
-    return Copies(rank[order], record[order], NestTable.of([nests[i] for i in order]))
+    return Copies(rank[order], record[order], NestTable.from_nests([nests[i] for i in order]))
 
 
 def _collect_tied_copies(shard: StoredShard, other: StoredShard, source: StoredModel) -> Copies:

@@ -72,14 +72,14 @@ def _pick_rows(rows: Sequence[tuple[Copies, int]]) -> Copies:
     return Copies(
         np.array([copies.rank[row] for copies, row in rows], np.int64),
         np.array([copies.record[row] for copies, row in rows], np.int64),
-        NestTable.of([copies.nests[row] for copies, row in rows]),
+        NestTable.from_nests([copies.nests[row] for copies, row in rows]),
     )
 
 
 def find_twins(tensor: TensorPlan) -> IntArray:
     """Return for each replica the row of `copies` with the same destination; -1 without one."""
     depth = max(table.nests.loops.shape[1] for table in (tensor.copies, tensor.replicas))
-    tables = [copies.nests.deepened(depth) for copies in (tensor.copies, tensor.replicas)]
+    tables = [copies.nests.with_depth(depth) for copies in (tensor.copies, tensor.replicas)]
     count = len(tensor.copies)
     keys = np.concatenate([destination_keys(table) for table in tables])
     _, number = np.unique(keys, axis=0, return_inverse=True)

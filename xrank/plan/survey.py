@@ -10,7 +10,7 @@ import numpy as np
 
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.layout.binding import checked_shape
+from xrank.layout.binding import check_shape
 from xrank.layout.companion import Companion, companion_shape
 from xrank.layout.companion_base import base_layout, base_of_shape
 from xrank.layout.companion_parts import companion_mesh_parts
@@ -34,7 +34,7 @@ def survey(
         shapes: global shape by name. A flat buffer's members are tensors like others.
         dtypes: safetensors name of the element type, by name.
     """
-    compiler = _Compiler(layouts, {name: checked_shape(shape) for name, shape in shapes.items()})
+    compiler = _Compiler(layouts, {name: check_shape(shape) for name, shape in shapes.items()})
     found = []
     for name, shape in compiler.shapes.items():
         start = Holdings(name, shape, (dtypes or {}).get(name), sizes=layouts.sizes)
@@ -136,7 +136,7 @@ class _Compiler:
         if key not in self._alike:
             assert whole.parts is not None
             ranks = [rank for group in groups for rank in names.groups[group]]
-            parts = whole.parts.kept(np.isin(whole.parts.ranks, ranks))
+            parts = whole.parts.select(np.isin(whole.parts.ranks, ranks))
             self._alike[key] = apply_parts(whole, parts, whole.sums)
         return replace(whole, parts=self._alike[key].parts, misfit=self._alike[key].misfit)
 

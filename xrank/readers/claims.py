@@ -9,7 +9,7 @@ from itertools import product
 
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
-from xrank.layout.companion import Companion, inlined, is_companion, parse_companion
+from xrank.layout.companion import Companion, inline_base, is_companion, parse_companion
 from xrank.layout.companion_base import base_layout
 from xrank.layout.local_part import holds
 from xrank.layout.tensor_name import NameTable, TensorName, name_table, parse_name
@@ -105,7 +105,7 @@ def _part_with(mesh: DeviceMesh, rank: int, axes: tuple[str, ...]) -> DeviceMesh
 
 
 def _meaning(claim: Claim) -> tuple[object, ...]:
-    companion = None if claim.companion is None else inlined(claim.companion, claim.layout.tree)
+    companion = None if claim.companion is None else inline_base(claim.companion, claim.layout.tree)
     return str(companion or claim.layout), claim.mesh, claim.layout.view_mesh, claim.pattern
 
 
@@ -230,7 +230,7 @@ def list_counted_names(claim: Claim) -> Iterator[str]:
     for rank in claim.mesh.ranks:
         table = _table(claim.pattern, claim.layout, claim.mesh, rank, claim.sizes)
         if table is not None:
-            yield from (claim.pattern.at(*indices) for indices in product(*map(range, table.global_sizes)))
+            yield from (claim.pattern.with_indices(*indices) for indices in product(*map(range, table.global_sizes)))
             return
 
 

@@ -43,7 +43,7 @@ class Copies:
         other = self._seen.setdefault(found, origin)
         if other is not origin:
             raise ContradictionError(
-                origin.named(f"is a copy of rank {other.rank}'s file"),
+                origin.locate(f"is a copy of rank {other.rank}'s file"),
                 rank=origin.rank,
                 file=origin.path,
                 got=f"the checksums of all {len(found)} tensors as in {other.path}",

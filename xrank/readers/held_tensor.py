@@ -99,7 +99,7 @@ def pieces_of(
         tuple(shape),
         int_array(h.rank for h, _ in rows),
         int_array(h.record for h, _ in rows),
-        NestTable.of([nest for _, nest in rows]),
+        NestTable.from_nests([nest for _, nest in rows]),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.faces import option
-from xrank.layout.binding import global_size, known_names
+from xrank.layout.binding import collect_known_names, global_size
 from xrank.layout.companion import companion_shape
 from xrank.layout.companion_base import base_shapes
 from xrank.layout.companion_parts import companion_part
@@ -138,7 +138,7 @@ def _base_shapes(
 
 def _shape_of_dims(tree: LayoutTree, claim: Claim) -> tuple[int, ...] | None:
     """Return the shape that the dims determine by themselves; None if a name in them has no number."""
-    bound = known_names(tree, axis_lengths(claim.mesh, claim.layout.view_mesh), dict(claim.sizes))
+    bound = collect_known_names(tree, axis_lengths(claim.mesh, claim.layout.view_mesh), dict(claim.sizes))
     try:
         return tuple(global_size(dim, bound) for dim in tree.dims)
     except KeyError:
@@ -173,7 +173,7 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
     shapes = {}
     for member in flat.members:
         try:
-            bound = known_names(LayoutTree(member.dims), lengths, dict(claim.sizes))
+            bound = collect_known_names(LayoutTree(member.dims), lengths, dict(claim.sizes))
             shapes[member.name] = hints.shapes.get(member.name) or tuple(global_size(dim, bound) for dim in member.dims)
         except KeyError as error:
             raise LayoutError(

@@ -6,7 +6,7 @@ import os
 import re
 
 from xrank.errors import IncompleteError
-from xrank.formats.regular_file import open_regular, shown
+from xrank.formats.regular_file import open_regular, quote
 
 __all__ = ["find_marked_step"]
 
@@ -32,7 +32,7 @@ def find_marked_step(path: str) -> str | None:
     with open_regular(marker) as file:
         text = file.read(0, min(file.nbytes, _MAX_NBYTES)).decode("latin1").strip()
         if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
-            raise file.origin.corrupt("is not a step marker", got=shown(text), want="a number")
+            raise file.origin.corrupt("is not a step marker", got=quote(text), want="a number")
     folder = os.path.join(path, f"global_step_{int(text)}")
     if not os.path.isdir(folder):
         raise IncompleteError(

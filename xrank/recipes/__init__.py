@@ -1,1 +1,1 @@
-"""Recipes: how a training framework's tensors become those that Hugging Face names; one TOML file a model family."""
+"""Recipes map the tensors of training frameworks to those of Hugging Face: one TOML file per model family."""

@@ -1,7 +1,7 @@
-"""Symbolic shapes as equations: sums of products of sizes, each the length of a dim, solved together.
+"""Symbolic shapes as linear equations: the length of each dim is a sum of products of sizes.
 
-`[g <q: r d | k: d | v: d>]` of length n is  g r d + 2 g d = n. A product of sizes that are not known is an unknown of
-its own, so the equations are linear; a size that gets known is put in, until no more do.
+`[g <q: r d | k: d | v: d>]` of length n is  g r d + 2 g d = n. A product of unknown sizes counts as one unknown, so
+the equations are linear. Each size that a round finds is put into the equations of the next round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Monomial = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class DimLength:
-    """A dim of a tensor, and how long it is."""
+    """A dim of a tensor and its length in elements."""
 
     tensor: str
     dim: int
@@ -30,49 +30,49 @@ class DimLength:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A dim whose length is not what others make it."""
+    """A dim whose length contradicts other dims."""
 
     at: DimLength
     want: Fraction
-    """The length that the others make it; for a quotient that is no whole number, the quotient."""
+    """The length that follows from the others; for `is_quotient`, the quotient, which is not a whole number."""
     others: tuple[DimLength, ...]
-    """Where the sizes are from; empty if they were told."""
+    """The dims that determine the sizes; empty if the caller gave the sizes."""
     is_quotient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SolvedSizes:
-    """Sizes that lengths tell, and where each is from."""
+    """Sizes that solve the lengths, with their origins."""
 
     sizes: Mapping[str, int]
-    """The told ones, too."""
+    """Size -> number, the given sizes included."""
     origins: Mapping[str, tuple[DimLength, ...]]
-    """Without those of told sizes."""
+    """Size -> the dims that determine it; given sizes have no entry."""
 
 
-def solve_lengths(lengths: Sequence[DimLength], told: Mapping[str, int]) -> SolvedSizes | Conflict:
+def solve_lengths(lengths: Sequence[DimLength], given: Mapping[str, int]) -> SolvedSizes | Conflict:
     """Return the sizes that solve all lengths, or the first conflict.
 
     Args:
-        lengths: dims whose nodes hold sizes, products and parts.
-        told: sizes known beforehand.
+        lengths: dims made of sizes, products and parts.
+        given: sizes known beforehand.
     """
-    sizes, origins = dict(told), dict[str, tuple[DimLength, ...]]()
+    sizes, origins = dict(given), dict[str, tuple[DimLength, ...]]()
     while True:
         rows = _Rows(sizes, origins)
         for at in lengths:
-            conflict = rows.take(at)
+            conflict = rows.add(at)
             if conflict is not None:
                 return conflict
         known = len(sizes)
-        for monomial, (value, row_origins) in rows.solved().items():
+        for monomial, (value, row_origins) in rows.solve().items():
             if value.denominator != 1 or value < 1:
                 return Conflict(row_origins[-1], value, row_origins[:-1], is_quotient=True)
             if len(monomial) == 1:
                 sizes[monomial[0]] = int(value)
                 origins[monomial[0]] = row_origins
         if len(sizes) == known:
-            return rows.indivisible() or SolvedSizes(sizes, origins)
+            return rows.find_indivisible() or SolvedSizes(sizes, origins)
 
 
 @dataclass(slots=True)
@@ -92,11 +92,12 @@ class _Rows:
     origins: Mapping[str, tuple[DimLength, ...]]
     by_pivot: dict[_Monomial, _Row] = field(default_factory=dict)
 
-    def take(self, at: DimLength) -> Conflict | None:
-        """Add an equation; return the conflict with those before it, if there is one."""
+    def add(self, at: DimLength) -> Conflict | None:
+        """Add the equation of a dim; return its conflict with earlier equations, if any."""
         row = {monomial: Fraction(n) for monomial, n in _polynomial(at.node, self.sizes).items()}
         value = Fraction(at.length) - row.pop((), Fraction(0))
         others = [origin for name in _names(at.node) for origin in self.origins.get(name, ())]
+        # Replace every unknown that is the pivot of an earlier row. An empty rest repeats or contradicts earlier rows.
         while pivots := [monomial for monomial in row if monomial in self.by_pivot]:
             pivot = max(pivots, key=_order)
             factor, other = row.pop(pivot), self.by_pivot[pivot]
@@ -115,8 +116,8 @@ class _Rows:
         )
         return None
 
-    def solved(self) -> dict[_Monomial, tuple[Fraction, tuple[DimLength, ...]]]:
-        """Return the unknowns that have one value."""
+    def solve(self) -> dict[_Monomial, tuple[Fraction, tuple[DimLength, ...]]]:
+        """Return the unknowns that the equations determine, by back substitution."""
         found: dict[_Monomial, tuple[Fraction, tuple[DimLength, ...]]] = {}
         for pivot in sorted(self.by_pivot, key=_order):
             row = self.by_pivot[pivot]
@@ -126,9 +127,9 @@ class _Rows:
                 found[pivot] = value, tuple(dict.fromkeys((*others, *row.origins)))
         return found
 
-    def indivisible(self) -> Conflict | None:
-        """Return two products of which one holds the other's sizes, and whose quotient is no whole number."""
-        solved = self.solved()
+    def find_indivisible(self) -> Conflict | None:
+        """Return two products, one a factor of the other, whose quotient is not a whole number."""
+        solved = self.solve()
         for larger, (value, origins) in solved.items():
             for smaller, (divisor, others) in solved.items():
                 if _holds(larger, smaller) and (value / divisor).denominator != 1:
@@ -183,4 +184,4 @@ def _polynomial(node: Node, sizes: Mapping[str, int]) -> dict[_Monomial, int]:
                 for key, n in _polynomial(part.of, sizes).items():
                     total[key] = total.get(key, 0) + n
             return total
-    raise AssertionError(node)  # parse_side lets nothing else through
+    raise AssertionError(node)  # parse_side refuses other nodes

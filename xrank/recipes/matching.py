@@ -1,4 +1,4 @@
-"""Which recipe a source's names are of: every name known, and nothing missing that a model of the kind has."""
+"""Match the names of a model with a recipe: every name must be known, and no required tensor may be missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import Side
 
-__all__ = ["Match", "active_rules", "ends", "froms", "is_required", "match"]
+__all__ = ["Match", "active_rules", "is_required", "match", "source_sides", "target_sides"]
 
 
 _Place = tuple[int, int]
@@ -18,53 +18,53 @@ _Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How a recipe fits the names that a model has."""
+    """The result of matching one recipe with the names of a model."""
 
     recipe: Recipe
     is_reversed: bool
-    """From the recipe's targets to its sources."""
+    """Whether the recipe is read from its targets to its sources."""
     used: Mapping[_Place, tuple[str, ...]]
-    """(rule, which of its `froms`) -> names of it."""
+    """(number of the rule, index in its `source_sides`) -> the names that match."""
     unknown: tuple[str, ...]
-    """Names that no rule has, and that are not ignored."""
+    """Names that match no rule and are not ignored."""
     ignored: tuple[str, ...]
     missing: tuple[str, ...]
-    """Hugging Face's tensors, as the recipe has them, that none of the names becomes, or is."""
+    """Hugging Face's tensors in the recipe that are required, and that no name becomes (or is)."""
 
     @property
     def fits(self) -> bool:
-        """Whether all names are known, and every kind of tensor is there."""
+        """Whether all names are known and all required tensors are present."""
         return bool(self.used) and not self.unknown and not self.missing
 
     @property
     def num_known(self) -> int:
-        """Names that a rule has."""
+        """Number of names that match a rule."""
         return sum(map(len, self.used.values()))
 
     @property
     def knows_layers(self) -> bool:
-        """Whether any name is one of many layers': single names, such as ``norm.weight``, are many frameworks'."""
+        """Whether a name with a layer number matches; names such as ``norm.weight`` occur in many frameworks."""
         return any(self.recipe.rules[number].sources[0].name.dims for number, _ in self.used)
 
 
-def froms(rule: Rule, is_reversed: bool) -> tuple[Side, ...]:
-    """Return the sides of a rule whose names a model may have."""
+def source_sides(rule: Rule, is_reversed: bool) -> tuple[Side, ...]:
+    """Return the sides of a rule that the names of a model are matched with."""
     return tuple(rule.targets.values()) if is_reversed else rule.sources
 
 
-def ends(rule: Rule, is_reversed: bool) -> tuple[Side, ...]:
-    """Return the sides of a rule that its names become."""
+def target_sides(rule: Rule, is_reversed: bool) -> tuple[Side, ...]:
+    """Return the sides of a rule that matched names become."""
     return rule.sources[:1] if is_reversed else tuple(rule.targets.values())
 
 
 def is_required(rule: Rule) -> bool:
-    """Say whether a model has a rule's tensors whatever its configuration says."""
+    """Return whether every model of the family has the tensors of a rule, whatever its configuration."""
     return not rule.optional and rule.unless is None and rule.when is None
 
 
 @lru_cache(maxsize=64)
 def active_rules(recipe: Recipe, is_reversed: bool) -> tuple[int, ...]:
-    """Return the rules that count in a direction: where several sources become one target, back goes the first."""
+    """Return the rules of a direction; if several sources become one target, only the first rule is reversible."""
     if not is_reversed:
         return tuple(range(len(recipe.rules)))
     found: list[int] = []
@@ -78,14 +78,14 @@ def active_rules(recipe: Recipe, is_reversed: bool) -> tuple[int, ...]:
 
 
 def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) -> Match:
-    """Return how a recipe fits these names: the training framework's, or, reversed, Hugging Face's."""
+    """Match a recipe with these names: the training framework's, or, reversed, Hugging Face's."""
     kinds = _index(recipe, is_reversed)
     ignored = [re.compile(pattern) for pattern in recipe.ignored]
     used: dict[_Place, list[str]] = {}
     unknown: list[str] = []
     left_out: list[str] = []
     for name in names:
-        places = [at for at, expression in kinds.get(_kind(name), ()) if re.fullmatch(expression, name)]
+        places = [at for at, expression in kinds.get(_generalise(name), ()) if re.fullmatch(expression, name)]
         for place in places:
             used.setdefault(place, []).append(name)
         if not places:
@@ -102,28 +102,28 @@ def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) ->
 
 @lru_cache(maxsize=64)
 def _index(recipe: Recipe, is_reversed: bool) -> dict[str, list[tuple[_Place, str]]]:
-    """Return kind of name -> the places it may have, and their expressions, of which few are ever compiled.
+    """Return kind of name -> (place, regular expression) of the rules that may match.
 
-    A model has thousands of names of some dozen kinds.
+    A model has thousands of names of a few dozen kinds, so few expressions are ever compiled.
     """
     found: dict[str, list[tuple[_Place, str]]] = {}
     for number in active_rules(recipe, is_reversed):
-        for form, side in enumerate(froms(recipe.rules[number], is_reversed)):
-            kind = _kind(side.name.at(*(0 for _ in side.name.dims)))
+        for form, side in enumerate(source_sides(recipe.rules[number], is_reversed)):
+            kind = _generalise(side.name.with_indices(*(0 for _ in side.name.dims)))
             found.setdefault(kind, []).append(((number, form), side.name.expression))
     return found
 
 
 @lru_cache(maxsize=1 << 17)
-def _kind(name: str) -> str:
+def _generalise(name: str) -> str:
     return re.sub(r"[0-9]+", "0", name)
 
 
 def _missing(recipe: Recipe, used: Iterable[_Place], is_reversed: bool) -> list[str]:
-    """Return the targets of rules that a model must have, and that none of the used rules makes, or has."""
+    """Return the targets that a model must have and that no used rule makes (or has)."""
     made: set[str] = set()
     for number, form in used:
-        sides = froms(recipe.rules[number], True)
+        sides = source_sides(recipe.rules[number], True)
         made.update(map(str, sides[form : form + 1] if is_reversed else sides))
     groups = {rule.group for rule in recipe.rules if rule.group is not None}
     present = {recipe.rules[number].group for number, _ in used}

@@ -1,10 +1,10 @@
-"""Recipes: how the elements of one global tensor become those of others, in the notation on both sides.
+"""Pair the elements of one global tensor with those of others; both sides are texts in the notation.
 
     linear_qkv "[g <q: r d | k: d | v: d>, h]"  ->  q "[g r d, h]", k "[g d, h]", v "[g d, h]"
 
-Each part of the source becomes one nest to the target of its name. The loops of the two sides are paired by the names
-of their sizes, so a permutation, a transpose and a swizzle are recipes, too: `"[n half two, h]" -> "[n two half, h]"`.
-A size that moves into tensors' names is a brace: `"[L, e, <gate: f | up: f>, h]" ->
+Each part of the source becomes one nest to the target of the same name. Loops are paired by the names of their sizes,
+so a recipe can also express a permutation, a transpose or a swizzle: `"[n half two, h]" -> "[n two half, h]"`. Braces
+move a size into the names of tensors: `"[L, e, <gate: f | up: f>, h]" ->
 gate "layers.{L}.experts.{e}.gate_proj.weight [f, h]"`.
 """
 
@@ -16,22 +16,22 @@ from itertools import product
 from math import prod
 
 from xrank.errors import LayoutError
-from xrank.layout.binding import checked_sizes
+from xrank.layout.binding import check_sizes
 from xrank.layout.nests import Loop, Nest, canonical
 from xrank.layout.tensor_name import MAX_NAMES
 from xrank.recipes.side import Branch, Side, SideLoop, branches_of, global_shape, parse_side
 
-__all__ = ["Pairing", "pair", "reversed_pairing", "single_tensors"]
+__all__ = ["Pairing", "pair", "reverse_pairing", "single_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """One nest of a recipe. Addresses are those of all tensors of a side as one: its name's dims come first.
+    """One nest of a recipe. All tensors of a side share one address space, in which the name's dims come first.
 
     Args:
         key: the part of the source that becomes the target; "" for a source without parts.
-        source: where the elements are.
-        target: where they go.
+        source: the side that the elements come from.
+        target: the side that they go to.
         source_shape: the sizes of all dims of the source.
         target_shape: the sizes of all dims of the target.
         x: address of the first element in the source.
@@ -55,20 +55,25 @@ class Pairing:
 
 
 def pair(source: str, targets: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str, Pairing]:
-    """Return how each part of a source becomes its target, as one nest each.
+    """Pair each part of a source with its target, as one nest each.
 
     Args:
         source: the source's text, such as ``"[g <q: r d | k: d | v: d>, h]"``.
         targets: part of the source -> text of the tensor that it becomes, or that has a part of the same name. A source
-            without parts has one target, of any key.
-        sizes: sizes by name, all that both sides hold.
+            without parts has one target, under any key.
+        sizes: all sizes of both sides, by name.
 
     Raises:
-        LayoutError: a text is no side of a recipe; a part has no target, or a target no part; a name is on one side
-            only, or twice on one; a size longer than 1 has no name; a size is not known.
+        LayoutError: a text is not a side of a recipe; a part has no target, or a target no part; a name is missing on
+            one side or occurs twice on one; a size other than 1 has no name; a size is unknown.
+
+    Example:
+        >>> found = pair("[<k: d | v: d>, h]", {"k": "[d, h]", "v": "[d, h]"}, {"d": 2, "h": 3})
+        >>> found["v"].nest  # the second half of the source
+        Nest(x=6, y=0, loops=((6, 1, 1),))
     """
     whole = parse_side(source)
-    known = checked_sizes(sizes)
+    known = check_sizes(sizes)
     source_shape = global_shape(whole, known)
     branches = branches_of(whole, known)
     if [branch.key for branch in branches] == [""]:
@@ -90,7 +95,7 @@ def pair(source: str, targets: Mapping[str, str], sizes: Mapping[str, int]) -> d
         target = parse_side(targets[branch.key])
         target_shape = global_shape(target, known)
         end = _end(target, branch.key, known)
-        if whole.all_dims == target.all_dims:  # paired by place, for sizes without a name and names that stand twice
+        if whole.all_dims == target.all_dims:  # equal sides pair by place: names are not needed
             loops = tuple((a.count, a.stride, b.stride) for a, b in zip(branch.loops, end.loops, strict=True))
         else:
             loops = _pair_by_name(branch.loops, end.loops, (branch.key or whole, target))
@@ -101,7 +106,7 @@ def pair(source: str, targets: Mapping[str, str], sizes: Mapping[str, int]) -> d
 
 
 def _end(target: Side, key: str, sizes: Mapping[str, int]) -> Branch:
-    """Return the part of a target that a source's part becomes: all of it, or the part of the same name."""
+    """Return the part of a target that a part of the source becomes: the whole, or the part of the same name."""
     ends = {end.key: end for end in branches_of(target, sizes)}
     end = ends.get("", ends.get(key))
     if end is None:
@@ -113,8 +118,8 @@ def _end(target: Side, key: str, sizes: Mapping[str, int]) -> Branch:
     return end
 
 
-def reversed_pairing(pairing: Pairing) -> Pairing:
-    """Return the same recipe the other way: from the target to the part of the source that it came from."""
+def reverse_pairing(pairing: Pairing) -> Pairing:
+    """Return the pairing from the target back to the part of the source."""
     return Pairing(
         pairing.key,
         pairing.target,
@@ -128,7 +133,7 @@ def reversed_pairing(pairing: Pairing) -> Pairing:
 
 
 def single_tensors(pairing: Pairing) -> Iterator[tuple[str, str, Nest]]:
-    """Yield the recipe tensor by tensor: (source's name, target's name, nest between these two), in loop order.
+    """Yield (name of a source tensor, name of a target tensor, nest between the two), in loop order.
 
     Raises:
         LayoutError: there are more than `MAX_NAMES` pairs of tensors.
@@ -148,8 +153,8 @@ def single_tensors(pairing: Pairing) -> Iterator[tuple[str, str, Nest]]:
         x = pairing.x + sum(i * stride for i, (_, stride, _) in zip(at, between, strict=True))
         y = pairing.y + sum(i * stride for i, (_, _, stride) in zip(at, between, strict=True))
         yield (
-            pairing.source.name.at(*_digits(x // from_step, pairing.source_shape[:from_dims])),
-            pairing.target.name.at(*_digits(y // to_step, pairing.target_shape[:to_dims])),
+            pairing.source.name.with_indices(*_digits(x // from_step, pairing.source_shape[:from_dims])),
+            pairing.target.name.with_indices(*_digits(y // to_step, pairing.target_shape[:to_dims])),
             canonical(Nest(x % from_step, y % to_step, within)),
         )
 
@@ -165,7 +170,7 @@ def _digits(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
 def _pair_by_name(
     source: tuple[SideLoop, ...], target: tuple[SideLoop, ...], ends: tuple[object, Side]
 ) -> tuple[Loop, ...]:
-    """Return the loops of both sides, paired by the names of their sizes; `ends` are for errors."""
+    """Pair the loops of both sides by the names of their sizes; errors name `ends`."""
     for loops, side in ((source, "source"), (target, "target")):
         names = [loop.name for loop in loops]
         for name in names:

@@ -1,4 +1,4 @@
-"""Recipes as data: rules from a training framework's tensors to Hugging Face's, and what says the sizes in them."""
+"""Recipes as data: rules from the tensors of a training framework to Hugging Face's, and the keys of their sizes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["Recipe", "Rule"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of one tensor of the source, or of many of one kind.
+    """One source tensor, or many of one kind, and the tensors that they become.
 
     Args:
-        sources: the source as the file has it, then its stacked forms.
+        sources: the source as the file writes it, then its stacked forms.
         targets: part of the source -> the tensor that it becomes; one entry for a source without parts.
-        unless: a flag under which the source may lack the tensor.
-        when: a flag under which a model has the tensor, and otherwise has not; all tensors of one flag go together.
-        group: tensors of which a layer has one group or another, such as a dense and a sparse block.
-        optional: whether a model may lack it.
+        unless: a flag; if it is true, the source may lack the tensor.
+        when: a flag; a model has the tensor exactly if it is true. A model has all tensors of one flag or none.
+        group: the kind of block, such as dense or sparse, that the tensor belongs to; each layer has one kind.
+        optional: whether a model may lack the tensor.
     """
 
     sources: tuple[Side, ...]
@@ -32,13 +32,13 @@ class Rule:
 
     @property
     def outcome(self) -> tuple[str, tuple[tuple[str, str], ...]]:
-        """What it does, as texts: rules of two recipes that do the same have the same."""
+        """The rule as texts, equal for rules of two recipes with the same effect."""
         return str(self.sources[0]), tuple((part, str(side)) for part, side in sorted(self.targets.items()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """A recipe file's content."""
+    """The content of a recipe file."""
 
     name: str
     framework: str
@@ -48,8 +48,8 @@ class Recipe:
     ignored: tuple[str, ...] = ()
     keep_fp32: tuple[str, ...] = ()
     config: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Size or flag -> terms over config.json's keys, the first that is known counts."""
+    """Size or flag -> terms over the keys of config.json; the first known term counts."""
     args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     must: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """Key of the trainer's arguments -> the values it may have, where it is there."""
+    """Key of the trainer's arguments -> the values it may have, if it is present."""

@@ -1,37 +1,37 @@
 r"""Recipe files: a training framework's tensors on one side, Hugging Face's on the other, as data.
 
-extends = "megatron-llama"              a shipped recipe to begin with; what follows is added or stands instead
-model_types = ["llama"]                 config.json's, for which the target side holds
-framework = "Megatron-core"             whose names the source side has, for people
-padded = ["v"]                          sizes whose rows may be followed by padding in the source, and are cut
-ignored = ['.*rotary_emb\.inv_freq']    patterns of names that are no part of the model
-keep_fp32 = ['.*\.mlp\.gate\.weight']   target names that a cast to a smaller type leaves alone
+extends = "megatron-llama"              a shipped recipe to start from; later entries are added or replace its own
+model_types = ["llama"]                 values of model_type in config.json that the recipe is for
+framework = "Megatron-core"             the source's framework, for display
+padded = ["v"]                          sizes whose rows may be followed by padding in the source; padding is cut
+ignored = ['.*rotary_emb\.inv_freq']    patterns of names that are left out
+keep_fp32 = ['.*\.mlp\.gate\.weight']   patterns of target names that a cast to a smaller type skips
 
-[config]                                sizes and flags by config.json's keys
+[config]                                sizes and flags from keys of config.json
 L = "num_hidden_layers"
-d = ["head_dim", "hidden_size / num_attention_heads"]     the first that is known
+d = ["head_dim", "hidden_size / num_attention_heads"]     the first known term counts
 tied = "tie_word_embeddings"
 
-[args]                                  the same by the trainer's arguments
+[args]                                  the same from the trainer's arguments
 g = ["num_query_groups if group_query_attention", "num_attention_heads unless group_query_attention"]
 tied = "not untie_embeddings_and_output_weights"
 
-[must]                                  what the trainer's arguments say, if anything, or the weights mean another model
+[must]                                  required values of the trainer's arguments; others mean another model
 rotary_interleaved = false
 normalization = ["RMSNorm", "TENorm"]   any of these
-no_rope_freq = []                       nothing: not given, or None
+no_rope_freq = []                       absent or None
 
-[sizes]                                 numbers
+[sizes]                                 sizes that are constant
 two = 2
 
-[tensors]                               source = target, or targets by the source's parts; false takes back a rule
+[tensors]                               source = target, or one target per part; false removes an inherited rule
 "decoder.final_layernorm.weight [h]" = "model.norm.weight [h]"
 "output_layer.weight [v, h]" = { to = "lm_head.weight [v, h]", unless = "tied" }
 "decoder.layers.{L}.self_attention.linear_proj.bias [h]" = { to = "...", when = "attention_bias" }
 "decoder.layers.{L}.self_attention.linear_qkv.weight [g <q: r d | k: d | v: d>, h]".to.q = "..."
 
-A source whose name has dims is also recognised with those dims in front of the tensor's own, as Megatron-core's
-``torch_dist`` stacks the layers (megatron/core/transformer/transformer_block.py: sharded_state_dict).
+A source whose name has dims also matches a tensor with those dims in front of its own: Megatron-core's ``torch_dist``
+stacks the layers so (megatron/core/transformer/transformer_block.py: sharded_state_dict).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from xrank.layout.tensor_name import TensorName
 from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import Side, parse_side
 
-__all__ = ["read_recipe", "recipes_for", "shipped_names", "shipped_recipe", "shipped_recipes"]
+__all__ = ["list_shipped_recipes", "load_recipes_for", "load_shipped_recipe", "load_shipped_recipes", "read_recipe"]
 
 _TABLES = ("config", "args", "must", "sizes", "tensors")
 _LISTS = ("model_types", "padded", "ignored", "keep_fp32")
@@ -57,11 +57,11 @@ _TEXTS = ("framework", "extends")
 
 
 def read_recipe(path: str) -> Recipe:
-    """Return the recipe of a file.
+    """Read a recipe file.
 
     Raises:
         UsageError: the file cannot be read.
-        LayoutError: it is no recipe; the place is named.
+        LayoutError: the file is not a recipe; the error names the place.
     """
     try:
         with open(path, "rb") as file:
@@ -70,32 +70,32 @@ def read_recipe(path: str) -> Recipe:
         raise UsageError(
             f"the recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}", file=path
         ) from error
-    return _parsed(path, _tables(text, path), path)
+    return _parse(path, _read_tables(text, path), path)
 
 
 _CORRECT = "correct the recipe; those that come with xrank show how it is written"
 
 
-def shipped_names() -> tuple[str, ...]:
+def list_shipped_recipes() -> tuple[str, ...]:
     """Return the sorted names of the recipes that come with xrank, without parsing them."""
-    return tuple(_shipped())
+    return tuple(_read_shipped())
 
 
-def shipped_recipes() -> tuple[Recipe, ...]:
+def load_shipped_recipes() -> tuple[Recipe, ...]:
     """Return all recipes that come with xrank, sorted by name."""
-    return tuple(map(shipped_recipe, _shipped()))
+    return tuple(map(load_shipped_recipe, _read_shipped()))
 
 
-def recipes_for(names: Iterable[str]) -> tuple[Recipe, ...]:
+def load_recipes_for(names: Iterable[str]) -> tuple[Recipe, ...]:
     """Return the shipped recipes that may know any of these training names; the other files are not parsed."""
     words = {name.partition(".")[0] for name in names}
-    return tuple(shipped_recipe(name) for name in _shipped() if not words.isdisjoint(_first_words(name)))
+    return tuple(load_shipped_recipe(name) for name in _read_shipped() if not words.isdisjoint(_first_words(name)))
 
 
 @lru_cache(maxsize=32)
-def shipped_recipe(name: str) -> Recipe:
+def load_shipped_recipe(name: str) -> Recipe:
     """Return the shipped recipe of that name."""
-    return _parsed(name, _tables(_shipped()[name], f"{name}.toml"), f"{name}.toml")
+    return _parse(name, _read_tables(_read_shipped()[name], f"{name}.toml"), f"{name}.toml")
 
 
 @lru_cache(maxsize=32)
@@ -105,19 +105,19 @@ def _first_words(name: str) -> frozenset[str]:
     They are searched in the text, because parsing all recipes takes longer than the rest of a small dry run. Shipped
     files write each source quoted at the start of a line.
     """
-    text = _shipped()[name]
+    text = _read_shipped()[name]
     words = frozenset(re.findall(r'^"([^".{\[ ]+)', text, re.MULTILINE))
     return words.union(*map(_first_words, re.findall(r'^extends = "(.+)"$', text, re.MULTILINE)))
 
 
 @lru_cache(maxsize=1)
-def _shipped() -> dict[str, str]:
+def _read_shipped() -> dict[str, str]:
     texts = {file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*.toml")}
     return dict(sorted(texts.items()))
 
 
-def _tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a file's content with that of what it extends."""
+def _read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the content of a file, merged into the recipe that it extends."""
     try:
         tables = dict(_loads(text))
     except (ValueError, RecursionError) as error:
@@ -131,25 +131,25 @@ def _tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, Any]:
     base = tables.pop("extends", None)
     if base is None:
         return tables
-    if base not in _shipped() or base in via:
-        raise _wrong(file, "extends", base, f"one of {', '.join(_shipped())}")
-    return _extended(_tables(_shipped()[base], f"{base}.toml", (*via, base)), tables, file)
+    if base not in _read_shipped() or base in via:
+        raise _wrong(file, "extends", base, f"one of {', '.join(_read_shipped())}")
+    return _extend(_read_tables(_read_shipped()[base], f"{base}.toml", (*via, base)), tables, file)
 
 
-def _extended(base: dict[str, Any], own: dict[str, Any], file: str) -> dict[str, Any]:
+def _extend(base: dict[str, Any], own: dict[str, Any], file: str) -> dict[str, Any]:
     found = {**base, **own}
     for key in _TABLES:
         found[key] = {**base.get(key, {}), **own.get(key, {})}
     for source, value in own.get("tensors", {}).items():
         if value is False:
             if source not in base.get("tensors", {}):
-                raise _wrong(file, f"tensors.{source!r}", False, "a rule, or a source of what is extended")
+                raise _wrong(file, f"tensors.{source!r}", False, "a rule, or a source of the extended recipe")
             del found["tensors"][source]
     return found
 
 
-def _parsed(name: str, tables: Mapping[str, Any], file: str) -> Recipe:
-    lists = {key: _texts(tables.get(key, []), key, file) for key in _LISTS}
+def _parse(name: str, tables: Mapping[str, Any], file: str) -> Recipe:
+    lists = {key: _check_texts(tables.get(key, []), key, file) for key in _LISTS}
     for pattern in (*lists["ignored"], *lists["keep_fp32"]):
         try:
             re.compile(pattern)
@@ -159,7 +159,7 @@ def _parsed(name: str, tables: Mapping[str, Any], file: str) -> Recipe:
     for size, number in sizes.items():
         if type(number) is not int or number < 1:
             raise _wrong(file, f"sizes.{size}", number, "a number of 1 or more")
-    rules = tuple(_rule(source, value, file) for source, value in tables.get("tensors", {}).items())
+    rules = tuple(_parse_rule(source, value, file) for source, value in tables.get("tensors", {}).items())
     if not rules:
         raise _wrong(file, "tensors", "no rule", "a table [tensors]")
     return Recipe(
@@ -170,19 +170,19 @@ def _parsed(name: str, tables: Mapping[str, Any], file: str) -> Recipe:
         lists["padded"],
         lists["ignored"],
         lists["keep_fp32"],
-        config={key: _texts(terms, key, file) for key, terms in tables.get("config", {}).items()},
-        args={key: _texts(terms, key, file) for key, terms in tables.get("args", {}).items()},
+        config={key: _check_texts(terms, key, file) for key, terms in tables.get("config", {}).items()},
+        args={key: _check_texts(terms, key, file) for key, terms in tables.get("args", {}).items()},
         sizes=sizes,
         must={key: tuple(v) if isinstance(v, list) else (v,) for key, v in tables.get("must", {}).items()},
     )
 
 
-# Recipes extend each other: most files and sides are those of several.
+# Recipes extend each other, so several share most files and sides.
 _loads = lru_cache(maxsize=32)(tomllib.loads)
 _side = lru_cache(maxsize=1024)(parse_side)
 
 
-def _rule(source: str, value: Any, file: str) -> Rule:
+def _parse_rule(source: str, value: Any, file: str) -> Rule:
     where = f"tensors.{source!r}"
     if not isinstance(value, dict):
         value = {"to": value}
@@ -203,13 +203,13 @@ def _rule(source: str, value: Any, file: str) -> Rule:
     except LayoutError as error:
         error.about(f"{file}: {where}", file=file, next_step=_CORRECT)
         raise
-    return Rule((side, *_stacked(side)), sides, **names, optional=optional)
+    return Rule((side, *_stack_dims(side)), sides, **names, optional=optional)
 
 
-def _stacked(side: Side) -> list[Side]:
-    """Return the forms of a source in which some dims of its name come in front of the tensor's own instead.
+def _stack_dims(side: Side) -> list[Side]:
+    """Return the forms of a source with some dims of its name moved in front of the tensor's own dims.
 
-    A dim leaves the name with the dot before it, so only a dim that is a component of its own can.
+    A dim leaves the name together with the dot before it, so it must be a whole component of the name.
     """
     texts, dims = side.name.texts, side.name.dims
     movable = [i for i in range(len(dims)) if texts[i].endswith(".") and texts[i + 1][:1] in ("", ".")]
@@ -228,7 +228,7 @@ def _stacked(side: Side) -> list[Side]:
     return found
 
 
-def _texts(value: Any, where: str, file: str) -> tuple[str, ...]:
+def _check_texts(value: Any, where: str, file: str) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise _wrong(file, where, value, "a text, or a list of texts")

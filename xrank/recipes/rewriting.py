@@ -1,4 +1,4 @@
-"""A source under its training names becomes one under Hugging Face's, or back: nests meet nests, no byte moves."""
+"""Rename and rearrange a source by a recipe, in either direction: nests are composed, no bytes are moved."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ import numpy as np
 
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.layout.binding import global_size
-from xrank.layout.nest_rows import joined_rows
+from xrank.layout.nest_rows import join_rows
 from xrank.layout.nests import Nest, swap
 from xrank.plan.composition import compose
 from xrank.plan.source import StoredModel, StoredShard
-from xrank.recipes.matching import Match, active_rules, ends, froms
-from xrank.recipes.pairing import Pairing, pair, reversed_pairing, single_tensors
+from xrank.recipes.matching import Match, active_rules, source_sides, target_sides
+from xrank.recipes.pairing import Pairing, pair, reverse_pairing, single_tensors
 from xrank.recipes.recipe import Rule
 
-__all__ = ["rewritten"]
+__all__ = ["rewrite_model"]
 
 
-def rewritten(source: StoredModel, matched: Match, sizes: Mapping[str, int], flags: Mapping[str, bool]) -> StoredModel:
-    """Return the source under the names of the recipe's targets.
+def rewrite_model(
+    source: StoredModel, matched: Match, sizes: Mapping[str, int], flags: Mapping[str, bool]
+) -> StoredModel:
+    """Return the source with the names and tensors of the recipe's targets.
 
     Args:
-        source: what the reader found.
-        matched: how the recipe fits its names.
-        sizes: every size of the recipe.
-        flags: what config or args say of the model.
+        source: the source as read.
+        matched: the match of the recipe with its names.
+        sizes: all sizes of the recipe.
+        flags: the model's flags, from config.json or the trainer's arguments.
 
     Raises:
-        IncompleteError: a tensor that the recipe makes has nothing in the source.
+        IncompleteError: the source lacks the elements of a required tensor.
         ContradictionError: a layer has tensors of two kinds of blocks.
-        LayoutError: the recipe's texts do not fit each other.
+        LayoutError: the two sides of a rule do not fit.
     """
     shards = {shard.name: shard for shard in source.shards}
     made: dict[str, list[StoredShard]] = {}
@@ -44,20 +46,20 @@ def rewritten(source: StoredModel, matched: Match, sizes: Mapping[str, int], fla
         wanted = set(names)
         for pairing in _pairings(matched, place, sizes):
             own = len(pairing.target.name.dims)
-            rows = _padded_rows(pairing, shards[names[0]].shape)
+            rows = _count_padding(pairing, shards[names[0]].shape)
             for old, new, nest in single_tensors(pairing):
                 if old in wanted:
-                    made.setdefault(new, []).append(_moved(shards[old], new, pairing.target_shape[own:], nest))
+                    made.setdefault(new, []).append(_move(shards[old], new, pairing.target_shape[own:], nest))
                     dropped.update({new: rows} if rows else {})
             if rows:
                 notes.append(("padding-cut", f"{names[0]}: {rows:,} rows of padding"))
     order = _order(matched, sizes)
     _check_whole(source, matched, order, flags, made.keys())
     if matched.ignored:
-        notes.append(("ignored", f"{len(matched.ignored)} tensors that are no part of the model are left out"))
+        notes.append(("ignored", f"{len(matched.ignored)} tensors that are not part of the model are left out"))
     return replace(
         source,
-        shards=tuple(_joined(name, made[name]) for name in sorted(made, key=lambda name: order[name].at)),
+        shards=tuple(_join(name, made[name]) for name in sorted(made, key=lambda name: order[name].at)),
         aliases=_new_aliases(source, matched, sizes),
         absent=(),
         recipe=matched.recipe.name,
@@ -68,25 +70,25 @@ def rewritten(source: StoredModel, matched: Match, sizes: Mapping[str, int], fla
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """A tensor that a recipe may make."""
+    """A tensor that a recipe may produce."""
 
     rules: tuple[Rule, ...]
     layer: int | None
-    """Its first index, if its name has dims."""
+    """The first index in its name, if the name has dims."""
     at: tuple[int, int, int]
-    """Its place in the output: embeddings, layer after layer, the rest."""
+    """Sort key in the output: embeddings, layer after layer, the rest."""
 
 
 def _order(matched: Match, sizes: Mapping[str, int]) -> dict[str, _Outcome]:
-    """Return every name that the recipe may make."""
+    """Return every name that the recipe may produce."""
     found: dict[str, _Outcome] = {}
     has_begun = False
     for number in active_rules(matched.recipe, matched.is_reversed):
         rule = matched.recipe.rules[number]
-        for side in ends(rule, matched.is_reversed):
+        for side in target_sides(rule, matched.is_reversed):
             has_begun = has_begun or bool(side.name.dims)
             for at in product(*(range(global_size(dim, sizes)) for dim in side.name.dims)):
-                name, layer = side.name.at(*at), at[0] if at else None
+                name, layer = side.name.with_indices(*at), at[0] if at else None
                 phase = 1 if at else (2 if has_begun else 0)
                 before = found.get(name)
                 if before is None:
@@ -97,28 +99,28 @@ def _order(matched: Match, sizes: Mapping[str, int]) -> dict[str, _Outcome]:
 
 
 def _pairings(matched: Match, place: tuple[int, int], sizes: Mapping[str, int]) -> Iterable[Pairing]:
-    """Return the pairings from the names at a place of the recipe to what they become."""
+    """Return the pairings from the names at a place of the recipe to their targets."""
     rule, form = matched.recipe.rules[place[0]], place[1]
     texts = {part: str(side) for part, side in rule.targets.items()}
     if not matched.is_reversed:
         return pair(str(rule.sources[form]), texts, sizes).values()
-    return [reversed_pairing(list(pair(str(rule.sources[0]), texts, sizes).values())[form])]
+    return [reverse_pairing(list(pair(str(rule.sources[0]), texts, sizes).values())[form])]
 
 
-def _padded_rows(pairing: Pairing, shape: Sequence[int]) -> int:
+def _count_padding(pairing: Pairing, shape: Sequence[int]) -> int:
     own = len(pairing.source.name.dims)
     return shape[0] - pairing.source_shape[own] if shape else 0
 
 
-def _moved(shard: StoredShard, name: str, shape: tuple[int, ...], nest: Nest) -> StoredShard:
-    """Return the pieces of a target that one source has; `nest` goes from the source's addresses to the target's."""
+def _move(shard: StoredShard, name: str, shape: tuple[int, ...], nest: Nest) -> StoredShard:
+    """Return the pieces of a target that one source holds; `nest` maps source addresses to target addresses."""
     if nest.x == 0 == nest.y and nest.loops == ((prod(shard.shape), 1, 1),):
         return replace(shard, name=name, shape=shape)
     rows, nests = compose(shard.nests, (swap(nest),))
     return StoredShard(name, shard.dtype, shape, shard.rank[rows], shard.record[rows], nests)
 
 
-def _joined(name: str, parts: Sequence[StoredShard]) -> StoredShard:
+def _join(name: str, parts: Sequence[StoredShard]) -> StoredShard:
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -132,7 +134,7 @@ def _joined(name: str, parts: Sequence[StoredShard]) -> StoredShard:
                 next_step="cast them in the trainer before they are saved",
             )
     rank, record = (np.concatenate([getattr(part, key) for part in parts]) for key in ("rank", "record"))
-    return StoredShard(name, first.dtype, first.shape, rank, record, joined_rows([part.nests for part in parts]))
+    return StoredShard(name, first.dtype, first.shape, rank, record, join_rows([part.nests for part in parts]))
 
 
 def _check_whole(
@@ -142,7 +144,7 @@ def _check_whole(
     flags: Mapping[str, bool],
     made: Iterable[str],
 ) -> None:
-    """Check that every tensor which a model of the kind has was made."""
+    """Check that every required tensor was made."""
     there = set(made)
     groups: dict[int | None, set[str]] = {}
     for name in there:
@@ -162,11 +164,11 @@ def _check_whole(
         flag = matched.recipe.rules[number].when
         if flag is not None and flags.get(flag) is False:
             raise ContradictionError(
-                f"{names[0]} is of models with {flag}, and this is none",
+                f"{names[0]} belongs to models with {flag}, and this model is not one",
                 tensor=names[0],
                 file=source.path,
                 got=f"{len(names)} such tensors",
-                want=f"none, as config.json or the trainer's args say {flag} false",
+                want=f"none, because {flag} is false in config.json or the trainer's args",
                 next_step="check that config.json is this model's",
             )
     begun = {id(rule) for rule in used}
@@ -175,11 +177,12 @@ def _check_whole(
         if name in there:
             continue
         if any(_needs(rule, flags, begun, groups, outcome.layer) for rule in outcome.rules):
+            wanted = source_sides(outcome.rules[0], matched.is_reversed)[:3]
             raise IncompleteError(
                 f"{name}: nothing in the source becomes it",
                 tensor=name,
                 file=source.path,
-                got=f"no {' and no '.join(str(side) for side in froms(outcome.rules[0], matched.is_reversed)[:3])}",
+                got=f"no {' and no '.join(map(str, wanted))}",
                 want=f"all that the recipe {matched.recipe.name} makes",
                 next_step="check that the checkpoint is whole, and that config.json is this model's",
             )
@@ -188,18 +191,18 @@ def _check_whole(
 def _needs(
     rule: Rule, flags: Mapping[str, bool], begun: set[int], groups: Mapping[int | None, set[str]], layer: int | None
 ) -> bool:
-    """Say whether a model must have what a rule makes, in that layer."""
+    """Return whether a model must have the tensors of a rule in that layer."""
     if rule.group is not None and groups and rule.group not in groups.get(layer, {rule.group}):
         return False
     if rule.unless is not None:
         return not flags.get(rule.unless, True)
     if rule.when is not None:
         return flags.get(rule.when, False)
-    return not rule.optional or id(rule) in begun  # of what is optional a model has all or nothing
+    return not rule.optional or id(rule) in begun  # optional tensors exist in all layers or in none
 
 
 def _new_aliases(source: StoredModel, matched: Match, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return the source's tied names under their new ones; what is taken apart is compared nowhere."""
+    """Return the tied names of the source under their new names; tensors that are split have no aliases."""
     tied = {*source.aliases, *source.aliases.values()}
     new_names: dict[str, str] = {}
     for place, names in matched.used.items():

@@ -1,4 +1,4 @@
-"""One side of a recipe: the tensors that a text names, their shape, and the loops that walk each of their parts."""
+"""One side of a recipe: the tensors that a text names, their shape, and the loops over each of their parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xrank.layout.notation import (
     render_dim,
     size_names_of,
 )
-from xrank.layout.parser import Reader
+from xrank.layout.parser import TextParser
 from xrank.layout.tensor_name import TensorName
 
 __all__ = ["Branch", "Side", "SideLoop", "branches_of", "global_shape", "parse_side"]
@@ -33,7 +33,7 @@ class Side:
     """One side of a recipe: a tensor, or many of one kind whose names hold dims.
 
     Args:
-        name: the tensor's name; a plain one has no dims, and may be empty.
+        name: the tensor's name, possibly with dims; may be empty.
         dims: the tensor's own dims.
     """
 
@@ -46,13 +46,13 @@ class Side:
 
     @property
     def all_dims(self) -> tuple[Node, ...]:
-        """The dims of the name before those of the tensor: all of these tensors as one."""
+        """The dims of the name, then those of the tensor: the shape of all these tensors as one."""
         return (*self.name.dims, *self.dims)
 
 
 @dataclass(frozen=True, slots=True)
 class SideLoop:
-    """A size of a side that is not 1: its name, how often it counts, and its stride in elements."""
+    """A size other than 1: its name, its count, and its stride in elements."""
 
     name: str
     count: int
@@ -61,7 +61,7 @@ class SideLoop:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A part of a side: its name ("" without parts), its first address, and its loops by falling stride."""
+    """A part of a side: its name ("" without parts), its first address, and its loops with the largest stride first."""
 
     key: str
     start: int
@@ -69,12 +69,12 @@ class Branch:
 
 
 def parse_side(text: str) -> Side:
-    """Read one side of a recipe: a layout's dims, with a name before them or without.
+    """Parse one side of a recipe: the dims of a layout, with or without a name before them.
 
     Raises:
-        LayoutError: the text is none, or holds what belongs to ranks: a cut, a pad, a clause, a flat.
+        LayoutError: the text is not a side, or holds something for ranks: a cut, a pad, a clause, a flat.
     """
-    reader = Reader(text, "a side of a recipe")
+    reader = TextParser(text, "a side of a recipe")
     name = TensorName(*reader.naming())
     tree = reader.layout()
     reader.end()
@@ -82,7 +82,7 @@ def parse_side(text: str) -> Side:
     for dim in side.all_dims:
         _refuse_ranks(dim, side)
     if (tree.view, tree.where, tree.sums) != (None, (), ()):
-        raise LayoutError(f"a recipe is of whole tensors, and {text[:200]!r} has a clause", got=render(tree))
+        raise LayoutError(f"a recipe describes whole tensors, and {text[:200]!r} has a clause", got=render(tree))
     return side
 
 
@@ -90,10 +90,10 @@ def _refuse_ranks(node: Node, side: Side) -> None:
     match node:
         case Split() | Pad() | Flat():
             raise LayoutError(
-                f"a recipe is of whole tensors, and {side} holds {render_dim(node)}",
+                f"a recipe describes whole tensors, and {side} holds {render_dim(node)}",
                 got=render_dim(node),
                 want="sizes, products and parts",
-                next_step="say in the layout how ranks share the tensor, and in the recipe what it is made of",
+                next_step="describe in the layout how ranks share the tensor, and in the recipe its parts",
             )
         case Product(factors):
             for factor in factors:
@@ -107,7 +107,7 @@ def global_shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the sizes of all dims of a side, its name's first.
 
     Raises:
-        LayoutError: a size is not known or 0, or there are more elements than addresses can count.
+        LayoutError: a size is unknown or 0, or there are more elements than addresses.
     """
     for dim in side.all_dims:
         for name in size_names_of(dim):
@@ -126,8 +126,8 @@ def global_shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def branches_of(side: Side, sizes: Mapping[str, int]) -> list[Branch]:
-    """Return the parts of a side, leaves only; one without a key for a side without parts."""
-    found = _combined(side.all_dims, sizes)
+    """Return the innermost parts of a side; a side without parts is one branch without a key."""
+    found = _combine(side.all_dims, sizes)
     keys = [branch.key for branch in found]
     for key in keys:
         if keys.count(key) > 1:
@@ -135,8 +135,8 @@ def branches_of(side: Side, sizes: Mapping[str, int]) -> list[Branch]:
     return found
 
 
-def _combined(nodes: Sequence[Node], sizes: Mapping[str, int]) -> list[Branch]:
-    """Return the parts of nodes side by side, major first."""
+def _combine(nodes: Sequence[Node], sizes: Mapping[str, int]) -> list[Branch]:
+    """Return the parts of a product of nodes, major node first."""
     found = [Branch("", 0, ())]
     for node in nodes:
         size = global_size(node, sizes)
@@ -146,7 +146,7 @@ def _combined(nodes: Sequence[Node], sizes: Mapping[str, int]) -> list[Branch]:
                 f"a side of a recipe has parts in two places, {render_dim(node)} the second",
                 got=render_dim(node),
                 want="parts in one place, or parts in parts",
-                next_step="take them apart by two recipes, one after the other",
+                next_step="split them with two recipes, one after the other",
             )
         found = [
             Branch(
@@ -165,7 +165,7 @@ def _parts_of(node: Node, sizes: Mapping[str, int]) -> list[Branch]:
         case Size(value):
             return [Branch("", 0, () if value == 1 else (SideLoop(str(value), global_size(node, sizes), 1),))]
         case Product(factors):
-            return _combined(factors, sizes)
+            return _combine(factors, sizes)
         case Parts(parts):
             found: list[Branch] = []
             start = 0
@@ -174,4 +174,4 @@ def _parts_of(node: Node, sizes: Mapping[str, int]) -> list[Branch]:
                 found += [Branch(b.key or part.name, b.start + start, b.loops) for b in inner]
                 start += global_size(part.of, sizes)
             return found
-    raise AssertionError(node)  # parse_side lets nothing else through
+    raise AssertionError(node)  # parse_side refuses other nodes

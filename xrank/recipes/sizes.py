@@ -1,4 +1,4 @@
-"""What a recipe's sizes are for one model: by its config, the trainer's arguments, names and shapes, which agree."""
+"""The sizes of a recipe for one model, from its config, the trainer's arguments, names and shapes, which must agree."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from xrank.layout.notation import LayoutTree, Size
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.side import Side
 
-__all__ = ["check_arguments", "flags_of", "solve_sizes", "told_sizes"]
+__all__ = ["check_arguments", "collect_flags", "collect_sizes", "solve_sizes"]
 
 _Shape = tuple[int, ...]
 
 
-def told_sizes(
+def collect_sizes(
     recipe: Recipe,
     config: Mapping[str, Any] | None,
     args: Mapping[str, Any] | None,
     folder: str = "the source's folder",
 ) -> dict[str, tuple[int, str]]:
-    """Return size -> number and who says so: a model's config before the trainer's arguments, which must agree.
+    """Return size -> (number, its origin) from the recipe, config.json and the trainer's arguments, which must agree.
 
     Args:
-        recipe: which keys mean which sizes.
-        config: config.json's content.
+        recipe: maps keys to sizes.
+        config: the content of config.json.
         args: the trainer's arguments.
-        folder: where a config.json is looked for, for errors.
+        folder: the folder that a config.json belongs in, for errors.
 
     Raises:
-        ContradictionError: both say a size, and say it differently.
+        ContradictionError: two of them give different numbers.
     """
     found = {name: (number, "the recipe") for name, number in recipe.sizes.items()}
-    for values, terms, who in ((config, recipe.config, "config.json"), (args, recipe.args, "the trainer's args")):
+    for values, terms, origin in ((config, recipe.config, "config.json"), (args, recipe.args, "the trainer's args")):
         if values is None:
             continue
         for name, choices in terms.items():
@@ -44,20 +44,20 @@ def told_sizes(
             if type(number) is not int or number < 1:
                 continue
             if name in found and name in recipe.padded:
-                continue  # a config says what is to be left of them; a trainer, what it trained
+                continue  # config.json counts the rows to keep, the trainer's arguments the trained rows with padding
             if name in found and found[name][0] != number:
                 raise ContradictionError(
-                    f"{found[name][1]} and {who} disagree about {choices[0].partition(' ')[0]}",
-                    got=f"{number} in {who}",
+                    f"{found[name][1]} and {origin} disagree about {choices[0].partition(' ')[0]}",
+                    got=f"{number} in {origin}",
                     want=f"{found[name][0]}, as in {found[name][1]}",
                     next_step=f"put the model's own config.json into {folder}, or give {option('base_model')}",
                 )
-            found.setdefault(name, (number, who))
+            found.setdefault(name, (number, origin))
     return found
 
 
-def flags_of(recipe: Recipe, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None) -> dict[str, bool]:
-    """Return flag -> what config, else args, says; one that neither says is not there."""
+def collect_flags(recipe: Recipe, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None) -> dict[str, bool]:
+    """Return flag -> its value in config.json, else in the trainer's arguments; unknown flags are absent."""
     found: dict[str, bool] = {}
     for values, terms in ((config, recipe.config), (args, recipe.args)):
         if values is None:
@@ -70,13 +70,13 @@ def flags_of(recipe: Recipe, config: Mapping[str, Any] | None, args: Mapping[str
 
 
 def check_arguments(recipe: Recipe, args: Mapping[str, Any] | None) -> None:
-    """Refuse weights of a model that is another one, though its names and shapes are the same.
+    """Refuse another kind of model whose names and shapes happen to be the same.
 
     Raises:
-        UsageError: the trainer's arguments say something that the recipe rules out.
+        UsageError: an argument of the trainer has a value that the recipe rules out.
     """
     for key, allowed in recipe.must.items():
-        # None is what a trainer leaves an option at that was not given.
+        # None: a trainer's option that was not given.
         if args is not None and args.get(key) is not None and args[key] not in allowed:
             raise UsageError(
                 f"the recipe {recipe.name} is not for a model of {key} {args[key]!r}",
@@ -92,12 +92,12 @@ def _first_known(values: Mapping[str, Any], terms: Iterable[str]) -> object:
 
 
 def _term(values: Mapping[str, Any], term: str) -> object:
-    """Return what a term comes to; None where something is not known, or its condition does not hold.
+    """Evaluate a term; return None if a key is unknown or the condition does not hold.
 
-    A term is a key, ``not KEY``, ``A / B`` or ``A * B``, where A may be such a term and B a number; then ``if KEY``,
-    ``unless KEY``, ``if KEY = TEXT`` or ``unless KEY = TEXT``, where TEXT may be another key, whose value is meant. A
-    condition on a key that is not there never holds. A term may also be a number, ``true`` or ``false``: what it means
-    that a whole config.json, one with a model_type, lacks the key.
+    A term is a key, ``not KEY``, ``A / B`` or ``A * B``, where A may be such a term and B a number. A condition may
+    follow: ``if KEY``, ``unless KEY``, ``if KEY = TEXT`` or ``unless KEY = TEXT``, where TEXT may be another key, which
+    stands for its value. A condition on an absent key never holds. A number, ``true`` or ``false`` as a term is the
+    default of a key that a complete config.json (one with a model_type) lacks.
     """
     counts_constants = "model_type" in values
     for word in (" if ", " unless "):
@@ -134,28 +134,28 @@ def _lookup(values: Mapping[str, Any], key: str) -> object:
 
 def solve_sizes(
     recipe: Recipe,
-    told: Mapping[str, tuple[int, str]],
+    given: Mapping[str, tuple[int, str]],
     tensors: Iterable[tuple[Side, str, _Shape]],
     *,
     is_reversed: bool = False,
     folder: str = "the source's folder",
 ) -> dict[str, int]:
-    """Return every size of a recipe for a source; what is told must fit the shapes, and the shapes each other.
+    """Return all sizes of a recipe for a source; the given sizes and all shapes must agree.
 
     Args:
-        recipe: whose sizes they are.
-        told: size -> number and who says so.
-        tensors: for each of the source the recipe's side, its name and global shape.
-        is_reversed: whether they are Hugging Face's, which have no padding.
-        folder: where a config.json is looked for, for errors.
+        recipe: the recipe.
+        given: size -> (number, its origin), as from `collect_sizes`.
+        tensors: for each tensor of the source the recipe's side, its name and global shape.
+        is_reversed: whether the tensors are Hugging Face's, which have no padding.
+        folder: the folder that a config.json belongs in, for errors.
 
     Raises:
-        ContradictionError: a shape does not fit the sizes, or an index in a name is beyond them.
-        UsageError: a size is not known, and no shape tells it alone.
+        ContradictionError: a shape does not fit the sizes, or an index in a name is too large.
+        UsageError: a size is unknown, and the shapes do not determine it.
     """
-    bound = {name: number for name, (number, _) in told.items()}
+    bound = {name: number for name, (number, _) in given.items()}
     padded = () if is_reversed else recipe.padded
-    kinds = _kinds(tensors)
+    kinds = _group_tensors(tensors)
     counts: dict[str, int] = {}
     for kind in kinds:
         for dim, (index, _) in zip(kind.side.name.dims, kind.last, strict=True):
@@ -165,44 +165,44 @@ def solve_sizes(
         bound.setdefault(size, count)
     _solve_shapes(padded, bound, kinds)
     for kind in kinds:
-        _check_fit(recipe, padded, told, bound, kind, folder)
+        _check_fit(recipe, padded, given, bound, kind, folder)
     return bound
 
 
 @dataclass(slots=True)
-class _Kind:
-    """All tensors of one side that have one shape."""
+class _TensorKind:
+    """All tensors of one side with the same shape."""
 
     side: Side
     name: str
-    """The first one's."""
+    """Name of the first tensor."""
     shape: _Shape
     last: list[tuple[int, str]]
-    """For each dim of the name the largest index, and whose it is."""
+    """For each dim of the name the largest index and the name of its tensor."""
 
 
-def _kinds(tensors: Iterable[tuple[Side, str, _Shape]]) -> list[_Kind]:
-    found: dict[tuple[int, _Shape], _Kind] = {}
+def _group_tensors(tensors: Iterable[tuple[Side, str, _Shape]]) -> list[_TensorKind]:
+    found: dict[tuple[int, _Shape], _TensorKind] = {}
     for side, name, shape in tensors:
         indices = side.name.indices(name) or ()
-        kind = found.setdefault((id(side), shape), _Kind(side, name, shape, [(-1, name)] * len(indices)))
+        kind = found.setdefault((id(side), shape), _TensorKind(side, name, shape, [(-1, name)] * len(indices)))
         for i, index in enumerate(indices):
             if index > kind.last[i][0]:
                 kind.last[i] = index, name
     return list(found.values())
 
 
-def _solve_shapes(padded: Sequence[str], bound: dict[str, int], kinds: Sequence[_Kind]) -> None:
-    """Add sizes that shapes tell, until there is no more to be had."""
+def _solve_shapes(padded: Sequence[str], bound: dict[str, int], kinds: Sequence[_TensorKind]) -> None:
+    """Add the sizes that the shapes determine, until no more are found."""
     known = -1
     while known < len(bound):
         known = len(bound)
         for kind in kinds:
             dims = kind.side.dims
             if len(kind.shape) == len(dims):
-                told = {i: n for i, n in enumerate(kind.shape) if not set(names_of_dim(dims[i])) & set(padded)}
+                lengths = {i: n for i, n in enumerate(kind.shape) if not set(names_of_dim(dims[i])) & set(padded)}
                 try:
-                    solve_dims(LayoutTree(dims), told, bound)
+                    solve_dims(LayoutTree(dims), lengths, bound)
                 except LayoutError:
                     continue  # the check that follows names the tensor
 
@@ -210,9 +210,9 @@ def _solve_shapes(padded: Sequence[str], bound: dict[str, int], kinds: Sequence[
 def _check_fit(
     recipe: Recipe,
     padded: Sequence[str],
-    told: Mapping[str, tuple[int, str]],
+    given: Mapping[str, tuple[int, str]],
     bound: Mapping[str, int],
-    kind: _Kind,
+    kind: _TensorKind,
     folder: str,
 ) -> None:
     side, shape = kind.side, kind.shape
@@ -222,23 +222,23 @@ def _check_fit(
                 raise _unknown(recipe, size, kind.name, shape, folder)
     for dim, (index, name) in zip(side.name.dims, kind.last, strict=True):
         if index >= global_size(dim, bound):
-            raise _misfit(told, side, name, f"the index {index}", f"less than {global_size(dim, bound)}")
+            raise _misfit(given, side, name, f"the index {index}", f"less than {global_size(dim, bound)}")
     if len(shape) != len(side.dims):
-        raise _misfit(told, side, kind.name, f"shape {list(shape)}", f"{len(side.dims)} dims")
+        raise _misfit(given, side, kind.name, f"shape {list(shape)}", f"{len(side.dims)} dims")
     for i, (dim, n) in enumerate(zip(side.dims, shape, strict=True)):
         expected = global_size(dim, bound)
         # Padding comes after the last row, so only whole leading dims can have it.
         is_padded = i == 0 and isinstance(dim, Size) and dim.value in padded
         if n != expected and not (is_padded and n > expected):
             want = f"{[global_size(dim, bound) for dim in side.dims]}{' or more rows' if is_padded else ''}"
-            raise _misfit(told, side, kind.name, f"shape {list(shape)}", want)
+            raise _misfit(given, side, kind.name, f"shape {list(shape)}", want)
 
 
 def _unknown(recipe: Recipe, size: str, name: str, shape: _Shape, folder: str) -> UsageError:
     keys = ", ".join(f"{term!r}" for term in recipe.config.get(size, ()))
     padded = size in recipe.padded
     return UsageError(
-        f"{name}: the recipe {recipe.name} needs the size {size!r}, and nothing says it",
+        f"{name}: the recipe {recipe.name} needs the size {size!r}, which is unknown",
         tensor=name,
         got=f"shape {list(shape)}" + (", which may end in rows of padding" if padded else ""),
         want=f"a config.json with {keys}" if keys else f"a number for {size!r}",
@@ -246,13 +246,13 @@ def _unknown(recipe: Recipe, size: str, name: str, shape: _Shape, folder: str) -
     )
 
 
-def _misfit(told: Mapping[str, tuple[int, str]], side: Side, name: str, got: str, want: str) -> ContradictionError:
+def _misfit(given: Mapping[str, tuple[int, str]], side: Side, name: str, got: str, want: str) -> ContradictionError:
     names = dict.fromkeys(size for dim in side.all_dims for size in names_of_dim(dim))
-    said = ", ".join(f"{size} = {told[size][0]} by {told[size][1]}" for size in names if size in told)
+    origins = ", ".join(f"{size} = {given[size][0]} by {given[size][1]}" for size in names if size in given)
     return ContradictionError(
         f"{name} does not fit {side}",
         tensor=name,
         got=got,
-        want=want + (f" ({said})" if said else ""),
+        want=want + (f" ({origins})" if origins else ""),
         next_step="check that config.json is this model's, and that no rank or file is missing",
     )

@@ -16,7 +16,7 @@ from isal import isal_zlib
 
 from xrank.dtypes import DTYPES
 from xrank.errors import CorruptError, IncompleteError, XrankError
-from xrank.formats.saved_state import damaged_state, read_saved_state, record_of
+from xrank.formats.saved_state import read_saved_state, record_of, state_error
 from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def read_state(
         state = read_saved_state(file, rank)
         if state.config is None or _holds_tensor(state.config):
             got = "no config" if state.config is None else "a tensor inside the config"
-            raise damaged_state(file, rank, got, "a config of plain values")
+            raise state_error(file, rank, got, "a config of plain values")
         if (None if state.record is None else state.record.run_id) != run_id:
             return None
         if state.record is not None and state.record.world_size != world_size:
@@ -149,11 +149,11 @@ def _read_record(fd: int, archive: TorchArchive, record: ArchiveRecord, rank: in
     while done < record.nbytes:
         count = os.preadv(fd, [view[done : done + _WINDOW_NBYTES]], record.offset + done)
         if count == 0:
-            raise damaged_state(archive.path, rank, f"the file ends within data/{record.key}", "all of it")
+            raise state_error(archive.path, rank, f"the file ends within data/{record.key}", "all of it")
         crc32 = isal_zlib.crc32(view[done : done + count], crc32)
         done += count
     if archive.has_checksums and crc32 != record.crc32:
-        raise damaged_state(
+        raise state_error(
             archive.path, rank, f"data/{record.key} fails its checksum: CRC {crc32:08x}", f"CRC {record.crc32:08x}"
         )
     return content

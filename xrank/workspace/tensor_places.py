@@ -12,7 +12,7 @@ from xrank.errors import LayoutError, UsageError
 from xrank.formats.rank_state import MeshRecord, TensorRecord
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.binding import names_of_dim
-from xrank.layout.companion import inlined
+from xrank.layout.companion import inline_base
 from xrank.layout.companion_base import base_layout
 from xrank.layout.notation import Flat
 from xrank.layout.tensor_layout import flat_of
@@ -160,7 +160,7 @@ class _Places:
         # know it. Nor does a padded part determine the whole shape.
         shape = None if any(layout.axes) or layout.has_pads else tuple(local.shape)
         self.tensors[name] = TensorRecord(
-            str(sized if companion is None else inlined(companion, sized.tree)),
+            str(sized if companion is None else inline_base(companion, sized.tree)),
             None if mesh is None else self._mesh(mesh),
             shape,
             None if layout.view_mesh is None else self._mesh(layout.view_mesh),

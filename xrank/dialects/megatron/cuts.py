@@ -1,8 +1,8 @@
-"""How a tensor of a Megatron module is cut: what its name says, checked against what its attributes say.
+"""Find the cuts of a tensor in a Megatron module by its name, and check them against its attributes.
 
 Attributes are ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``
 (megatron/core/tensor_parallel/layers.py: set_tensor_model_parallel_attributes), and ``allreduce=False`` on experts'
-parameters where experts lie on several ranks.
+parameters if the experts are on several ranks.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ from xrank.layout import TensorLayout
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Partition", "checked_layout", "partition_of", "refusal"]
+__all__ = ["PartitionAttributes", "read_partition", "refusal", "resolve_layout"]
 
 _OWN_LAYERS = {"output_size_per_partition": 0, "num_embeddings_per_partition": 0, "input_size_per_partition": 1}
-"""What Megatron's parallel layers have -> the dim of their weight that they cut. A weight has attributes only where the
-layer has filled it: `perform_initialization=False` leaves both out."""
+"""Attribute of Megatron's parallel layers -> the dim of their weight that they cut. The weight has its own attributes
+only if the layer initialized it: `perform_initialization=False` skips both."""
 
 _PACKED = re.compile(r".*\b(?:linear_fc1|in_proj|conv1d)(?:_\w+)?\.(?:weight|bias)\d*", re.ASCII)
-"""Modules of several projections side by side, of which every rank has its part of each: one cut along a dim would
+"""Modules of several projections side by side. A rank holds its part of each projection, so one cut along the dim would
 mix them (megatron/core/transformer/mlp.py, ssm/mamba_mixer.py, ssm/gated_delta_net.py: sharded_state_dict)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
-    """What a parameter's attributes say."""
+class PartitionAttributes:
+    """The cut of a parameter by its attributes."""
 
     dim: int | None
-    """Along which dim it is cut; None where they say that it is whole."""
+    """The dim that is cut; None for a whole parameter."""
     stride: int = 1
-    """How many pieces of the dim lie end to end, each of them cut."""
+    """Number of pieces of the dim, end to end, each cut by itself."""
 
 
 def refusal(name: str, rank: int, problem: str, *, got: str, want: str, next_step: str) -> LayoutError:
-    """Return the error that a tensor's place is not known, or told in two ways."""
+    """Return the error that the place of a tensor is unknown or contradictory."""
     return LayoutError(f"{name}: {problem}", tensor=name, rank=rank, got=got, want=want, next_step=next_step)
 
 
-def partition_of(value: torch.Tensor, owner: torch.nn.Module) -> Partition | None:
-    """Return what the attributes of a tensor say; None where they say nothing, and only its module could."""
-    # Transformer Engine marks every weight as cut along dim 0 but those of row parallel layers, also what Megatron has
-    # made duplicates of, or cut by itself for experts (pytorch/module/linear.py: reset_parameters).
+def read_partition(value: torch.Tensor, owner: torch.nn.Module) -> PartitionAttributes | None:
+    """Return the cut of a tensor by its attributes; None if they do not define it."""
+    # Transformer Engine marks every weight as cut along dim 0 except those of row parallel layers, also weights that
+    # Megatron duplicates, or cuts itself for experts (pytorch/module/linear.py: reset_parameters).
     mode = getattr(owner, "parallel_mode", "")
     if mode is None:
         return None
     dim = getattr(value, "partition_dim", -1)
     is_cut = getattr(value, "tensor_model_parallel", dim >= 0)
     if is_cut and 0 <= dim < value.ndim:
-        return Partition(dim, getattr(value, "partition_stride", 1))
+        return PartitionAttributes(dim, getattr(value, "partition_stride", 1))
     if mode or hasattr(owner, "num_local_experts"):
         return None
     cuts = (dim for name, dim in _OWN_LAYERS.items() if hasattr(owner, name) and getattr(owner, "weight", 0) is value)
-    return Partition(next(cuts, None))
+    return PartitionAttributes(next(cuts, None))
 
 
-def checked_layout(
+def resolve_layout(
     name: str,
     value: torch.Tensor,
     owner: torch.nn.Module,
@@ -74,35 +74,35 @@ def checked_layout(
     *,
     is_gated: bool,
 ) -> TensorLayout:
-    """Return how a tensor is cut over tp, etp and ep.
+    """Return the layout of a tensor over tp, etp and ep.
 
     Args:
-        name: in the whole model.
+        name: the name in the whole model.
         value: the tensor, with its attributes.
-        owner: the module that has it.
-        num_dims: of the tensor; one more than its own where its experts are a dim of theirs.
-        is_expert: whether it is one expert's, or several experts'.
-        mesh: where the rank stands.
+        owner: the module with the tensor.
+        num_dims: number of dims; one more than the tensor's own if its experts are a separate dim.
+        is_expert: whether it belongs to one or several experts.
+        mesh: the meshes of the rank.
         rank: this rank.
         is_gated: whether linear_fc1 is a gate and an up projection.
 
     Raises:
-        LayoutError: name and attributes disagree, or it is not known how the tensor is cut.
+        LayoutError: name and attributes disagree, or the cut is unknown.
     """
     _check_marks(name, value, mesh, rank, is_expert=is_expert)
-    told = partition_of(value, owner)
+    marked = read_partition(value, owner)
     layout = layout_of(name, is_gated=is_gated)
     if layout is None:
-        if is_expert or (told is not None and told.dim is not None and _PACKED.fullmatch(name)):
+        if is_expert or (marked is not None and marked.dim is not None and _PACKED.fullmatch(name)):
             raise refusal(
                 name,
                 rank,
                 "how Megatron cuts a tensor of this name is not known",
-                got=f"a part of shape {list(value.shape)}" + (f", cut along dim {told.dim}" if told else ""),
+                got=f"a part of shape {list(value.shape)}" + (f", cut along dim {marked.dim}" if marked else ""),
                 want="a name that xrank's table has, or a rule of layouts=",
                 next_step="give layouts= with this tensor's rule, on the axes tp, etp and ep",
             )
-        return _plain(num_dims, *((told.dim, told.stride) if told is not None else (None, 1)))
+        return _plain(num_dims, *((marked.dim, marked.stride) if marked is not None else (None, 1)))
     if len(layout.axes) != num_dims:
         raise refusal(
             name,
@@ -118,16 +118,16 @@ def checked_layout(
     if num_dims > value.ndim:  # GroupedMLP: experts and f are the columns of one matrix, or its rows
         wanted = 1 if wanted == 2 else 0
     length = mesh.lengths[axis]
-    if told is None or length == 1:
+    if marked is None or length == 1:
         return layout
     stride = 2 if "<" in str(layout) else 1
-    # Older versions say 1 of gate and up halves, too.
-    if told.dim != wanted or (told.dim is not None and told.stride not in (1, stride)):
+    # Older versions of Megatron set stride 1 for gate and up halves, too.
+    if marked.dim != wanted or (marked.dim is not None and marked.stride not in (1, stride)):
         raise refusal(
             name,
             rank,
             "its attributes contradict how Megatron cuts a tensor of this name",
-            got="whole on every rank" if told.dim is None else f"partition_dim {told.dim}, stride {told.stride}",
+            got="whole on every rank" if marked.dim is None else f"partition_dim {marked.dim}, stride {marked.stride}",
             want=f"{layout}: " + ("whole" if wanted is None else f"partition_dim {wanted}, stride {stride}"),
             next_step="set the attributes that Megatron's layers set, or give layouts= with this tensor's rule",
         )
@@ -141,8 +141,8 @@ def _check_marks(name: str, value: torch.Tensor, mesh: MegatronMesh, rank: int, 
         raise refusal(
             name,
             rank,
-            "its attributes say that it lies on one of several expert ranks",
-            got="allreduce=False" + ("" if is_expert else ", and a name that is no expert's") + f", ep={ways}",
+            "its attributes place it on one of several expert ranks",
+            got="allreduce=False" + ("" if is_expert else ", and a name that is not an expert's") + f", ep={ways}",
             want="an expert's name, and a mesh with the axis ep",
             next_step="give the mesh of the run, with its axis ep",
         )
@@ -150,7 +150,7 @@ def _check_marks(name: str, value: torch.Tensor, mesh: MegatronMesh, rank: int, 
         raise refusal(
             name,
             rank,
-            "its attributes do not say that it lies on one of several expert ranks",
+            "its attributes do not place it on one of several expert ranks",
             got=f"allreduce={mark}, ep={ways}",
             want="allreduce=False, as Megatron marks experts over several ranks",
             next_step="give the mesh of the run; without ep, where every rank holds all experts",
@@ -159,7 +159,7 @@ def _check_marks(name: str, value: torch.Tensor, mesh: MegatronMesh, rank: int, 
 
 @lru_cache(maxsize=64)
 def _plain(num_dims: int, cut: int | None, stride: int) -> TensorLayout:
-    """Return the layout of one cut along one dim, of as many pieces end to end as the stride says."""
+    """Return the layout with one cut along one dim of `stride` pieces end to end."""
     dims = [f"d{dim}" for dim in range(num_dims)]
     if cut is not None:
         dims[cut] = f"{stride} n/tp" if stride > 1 else f"{dims[cut]}/tp"

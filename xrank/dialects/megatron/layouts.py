@@ -1,10 +1,9 @@
-"""How Megatron-core's modules cut their tensors over tensor-parallel ranks, as data: name -> layout.
+"""The layouts of Megatron-core's tensors over tensor-parallel ranks, as data: name -> layout.
 
-The axis ``tp`` is tensor parallelism, ``etp`` that of the experts, ``ep`` expert parallelism. What each module does is
-in megatron/core: column parallel layers cut rows, row parallel ones columns (tensor_parallel/layers.py); a gated
-linear_fc1 holds its own gate and up halves on every rank (transformer/mlp.py: glu); attention's linear_qkv is cut
-between query groups, whose rows stand together (transformer/attention.py). Norms, the router and biases that are added
-after the sum are replicas.
+The axis ``tp`` is tensor parallelism, ``etp`` that of the experts, ``ep`` expert parallelism. Sources in megatron/core:
+column parallel layers cut rows, row parallel layers cut columns (tensor_parallel/layers.py); a gated linear_fc1 holds
+its own gate and up halves on every rank (transformer/mlp.py: glu); attention's linear_qkv is cut between query groups,
+whose rows are adjacent (transformer/attention.py). Norms, the router and biases added after the sum are replicas.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from xrank.layout import TensorLayout
 __all__ = [
     "LAYER",
     "count_experts",
-    "down_projection",
     "expert_in",
-    "grouped_shape",
     "is_projection",
     "layout_of",
+    "layout_of_down_projection",
     "projections",
+    "shape_of_grouped",
+    "whole_name",
 ]
-__all__ += ["whole_name"]
 
 LAYER = re.compile(r"decoder\.layers\.(0|[1-9]\d{0,8})\.(.*)", re.ASCII)
 
@@ -49,7 +48,7 @@ _RULES: Sequence[tuple[str, str]] = (
     (rf"{_LAYER}self_attention\.linear_qkv\.bias", "[rows/tp]"),
     (rf"{_LAYER}self_attention\.linear_proj\.weight", "[h, cols/tp]"),
     (rf"{_LAYER}self_attention\.linear_proj\.bias", "[h]"),
-    # Latent attention (transformer/multi_latent_attention.py); for its linear_*_down_proj see `down_projection`.
+    # Latent attention (transformer/multi_latent_attention.py); `layout_of_down_projection` has its linear_*_down_proj.
     (rf"{_LAYER}self_attention\.kv_layernorm\.(?:weight|bias)", "[r]"),
     (rf"{_LAYER}self_attention\.linear_(?:q|kv)_up_proj\.layer_norm_(?:weight|bias)", "[r]"),
     (rf"{_LAYER}self_attention\.linear_q_proj\.weight", "[rows/tp, h]"),
@@ -93,7 +92,7 @@ _FC1 = re.compile(r"(linear_fc1)(?=\.weight\d*$)|(?<=experts\.)(weight1)$")
 
 
 def layout_of(name: str, *, is_gated: bool) -> TensorLayout | None:
-    """Return how a tensor is cut, by its global name; None for a name that the table does not know.
+    """Return the layout of a tensor by its global name; None for a name that the table lacks.
 
     Args:
         name: the tensor's name, with its layer's number.
@@ -102,31 +101,32 @@ def layout_of(name: str, *, is_gated: bool) -> TensorLayout | None:
     return next((layout for pattern, layout in _LAYOUTS[is_gated] if pattern.fullmatch(name)), None)
 
 
-def down_projection(name: str, num_rows: int, args: Mapping[str, Any], num_ways: int) -> TensorLayout | None:
-    """Return how latent attention's projection into fewer dims is cut; None for another name, or other rows.
+def layout_of_down_projection(name: str, num_rows: int, args: Mapping[str, Any], num_ways: int) -> TensorLayout | None:
+    """Return the layout of latent attention's projection into fewer dims; None for another name or number of rows.
 
-    Megatron's own linear layers cut it, Transformer Engine's repeat it: the rows of a part tell which it was.
+    Megatron's own linear layers cut it, Transformer Engine's repeat it. The rows of a part show which layers the run
+    used.
 
     Args:
         name: the tensor's name.
-        num_rows: of a rank's part.
-        args: the run's arguments, which tell the rows of the whole.
-        num_ways: of tensor parallelism.
+        num_rows: number of rows of a rank's part.
+        args: the run's arguments, which define the rows of the whole tensor.
+        num_ways: number of tensor-parallel ranks.
     """
     found = _DOWN.fullmatch(name)
     keys = () if found is None else _DOWN_ROWS[found[1]]
-    told = [args.get(key) for key in keys]
-    whole = sum(n for n in told if type(n) is int)
-    if not keys or not all(type(n) is int for n in told) or whole not in (num_rows, num_rows * num_ways):
+    rows = [args.get(key) for key in keys]
+    whole = sum(n for n in rows if type(n) is int)
+    if not keys or not all(type(n) is int for n in rows) or whole not in (num_rows, num_rows * num_ways):
         return None
     return _DOWN_WHOLE if whole == num_rows else _DOWN_CUT
 
 
 def expert_in(name: str) -> tuple[str, int, str] | None:
-    """Return what stands before an expert's number, the number, and what follows; None where there is none.
+    """Return (text before an expert's number, the number, text after it); None for a name without an expert.
 
     Raises:
-        ValueError: it is a tensor of experts that has no number, so that several experts share it.
+        ValueError: a tensor of experts without a number, so that several experts share it.
     """
     found = _EXPERT_NUMBER.fullmatch(name)
     if found is not None:
@@ -137,10 +137,10 @@ def expert_in(name: str) -> tuple[str, int, str] | None:
 
 
 def count_experts(names: Iterable[str]) -> int:
-    """Return how many experts each layer has, of those with a number in their names; 0 for a model without experts.
+    """Return the number of experts per layer, counting those with a number in their names; 0 without experts.
 
     Raises:
-        ValueError: a tensor of several experts, as `expert_in`; or numbers with gaps, or other ones in other layers.
+        ValueError: a tensor of several experts, as `expert_in`; or the numbers have gaps or differ between layers.
     """
     numbers: dict[str, set[int]] = {}
     for name in names:
@@ -154,10 +154,10 @@ def count_experts(names: Iterable[str]) -> int:
 
 
 def whole_name(name: str, first_layer: int, first_expert: int) -> tuple[str, bool]:
-    """Return a tensor's name in the whole model, and whether it is one expert's.
+    """Return a tensor's name in the whole model, and whether it belongs to one expert.
 
     Args:
-        name: with layers counted within their stage's chunk, and experts within their rank.
+        name: the name with layers counted in the chunk of their stage, and experts on their rank.
         first_layer: the number of the chunk's first layer.
         first_expert: the number of the rank's first expert.
 
@@ -174,39 +174,40 @@ def whole_name(name: str, first_layer: int, first_expert: int) -> tuple[str, boo
 
 
 def is_projection(name: str) -> bool:
-    """Say whether it is the weight of a linear_fc1, which may be a gate and an up projection."""
+    """Return whether it is the weight of a linear_fc1, which may be a gate and an up projection."""
     return _FC1.search(name) is not None
 
 
 def projections(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int, int]]:
-    """Yield the name of each linear_fc1's weight, its rows, and how many of them one projection has.
+    """Yield (name of a linear_fc1's weight, its rows, the rows of one projection).
 
-    The latter are the columns of linear_fc2; one that is not there tells nothing.
+    The rows of one projection equal the columns of linear_fc2; without a linear_fc2 nothing is yielded.
 
     Args:
-        shapes: of all weights by name, cut or whole; GroupedMLP's as `grouped_shape` says.
+        shapes: name -> shape of all weights, cut or whole; GroupedMLP's as from `shape_of_grouped`.
     """
     for name, one in shapes.items():
         pair = _FC1.sub(lambda found: "linear_fc2" if found[1] else "weight2", name)
         other = shapes.get(pair, ())
         if pair == name or min(len(one), len(other)) < 2:
             continue
-        # Of GroupedMLP's the columns are the projections; of all others the rows.
+        # GroupedMLP has the projections as columns, all others as rows.
         yield name, one[0] if len(one) == 2 else one[2], other[1]
 
 
-def grouped_shape(name: str, shape: tuple[int, ...], num_experts: int) -> tuple[int, ...] | None:
-    """Return what the tensor of several experts really is; None for any other tensor.
+def shape_of_grouped(name: str, shape: tuple[int, ...], num_experts: int) -> tuple[int, ...] | None:
+    """Return the shape of GroupedMLP's tensor with its experts as a dim; None for any other tensor.
 
-    GroupedMLP has its weights as matrices that it views as one for each expert (transformer/moe/experts.py: forward).
+    GroupedMLP stores all experts in one matrix, and views it as one matrix per expert (transformer/moe/experts.py:
+    forward).
 
     Args:
         name: the tensor's name.
-        shape: as it is stored.
-        num_experts: how many experts' it is.
+        shape: the stored shape.
+        num_experts: number of experts in the tensor.
 
     Raises:
-        ValueError: the shape is not that of as many experts.
+        ValueError: the shape does not fit that many experts.
     """
     found = _GROUPED.fullmatch(name)
     if found is None:

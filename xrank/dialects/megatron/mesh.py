@@ -1,7 +1,7 @@
-"""Where a rank stands in Megatron's two factorings of a world: one of dense weights, one of experts.
+"""The place of a rank in Megatron's two factorings of the world: one for dense weights, one for experts.
 
-Axes are called ``tp``, ``pp``, ``cp`` and ``dp``, of experts ``etp``, ``ep``, ``edp`` and ``pp``. Without ``etp``, an
-expert is cut as dense weights are, over ``tp``: Megatron's default.
+Axes are ``tp``, ``pp``, ``cp`` and ``dp``; for experts ``etp``, ``ep``, ``edp`` and ``pp``. Without ``etp``, experts
+are cut over ``tp``, like dense weights: Megatron's default.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "edp")
 
 @dataclass(frozen=True, slots=True)
 class MegatronMesh:
-    """The meshes of one rank; each has the axes by which Megatron's layouts cut what lies on it."""
+    """The meshes of one rank; each has the axes that Megatron's layouts use for the tensors on it."""
 
     dense: DeviceMesh
-    """Ranks that share the dense tensors of this rank's stage; has the axis tp."""
+    """The ranks that share the dense tensors of this rank's stage, with the axis tp."""
     expert: DeviceMesh
-    """Ranks that share this rank's experts; has the axis etp."""
+    """The ranks that share this rank's experts, with the axis etp."""
     experts: DeviceMesh
-    """Ranks that share all experts of this rank's stage; has the axes ep and etp."""
+    """The ranks that share all experts of this rank's stage, with the axes ep and etp."""
     num_stages: int
     expert_rank: int
     """This rank's place along ep."""
     is_given: bool
-    """By the caller; False where Megatron's own process groups tell it."""
+    """Whether the caller gave the mesh; False if it is from Megatron's own process groups."""
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Ways in which the model is cut, by axis."""
+        """Axis -> number of ranks that share the model along it."""
         return {
             "tp": self.dense.axis_length("tp"),
             "pp": self.num_stages,
@@ -47,26 +47,26 @@ class MegatronMesh:
 
 
 def megatron_mesh(mesh: Any, rank: int, world_size: int) -> MegatronMesh | None:
-    """Return where a rank stands; None where nothing says how the ranks are laid out.
+    """Return the meshes of a rank; None if the arrangement of the ranks is unknown.
 
     Args:
-        mesh: a `DeviceMesh`, torch's, or the two factorings that `xrank.layout.mesh_views.megatron_views` gives. None:
-            Megatron's process groups, if the program has made them; one process is a world of its own.
+        mesh: a `DeviceMesh`, torch's, or the two factorings from `xrank.layout.mesh_views.megatron_views`. None:
+            Megatron's process groups, if the program has made them; a single process is a mesh of one rank.
         rank: this rank.
         world_size: the number of ranks.
 
     Raises:
-        LayoutError: an axis that is none of Megatron's, a mesh of other ranks, or process groups of unknown order.
+        LayoutError: an axis that Megatron lacks, a mesh of other ranks, or process groups in unknown order.
     """
     if mesh is not None:
-        return _from_views(mesh if isinstance(mesh, MeshViews) else MeshViews(_described(mesh)), rank)
+        return _from_views(mesh if isinstance(mesh, MeshViews) else MeshViews(_as_device_mesh(mesh)), rank)
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():
         return _from_groups(state, rank)
     return _from_views(MeshViews(DeviceMesh((1,), ("tp",), (rank,))), rank) if world_size == 1 else None
 
 
-def _described(mesh: Any) -> DeviceMesh:
+def _as_device_mesh(mesh: Any) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         return mesh
     from xrank.dialects.placements import describe_mesh
@@ -79,17 +79,17 @@ def _from_views(views: MeshViews, rank: int) -> MegatronMesh:
     for axis in (*views.main.axis_names, *of_experts.axis_names):
         if axis not in _AXES:
             raise LayoutError(
-                f"the mesh has the axis {axis!r}, which is none of Megatron's",
+                f"the mesh has the axis {axis!r}, which is not one of Megatron's",
                 rank=rank,
                 got=views.main.grid,
                 want=f"axes among {', '.join(_AXES)}",
-                next_step="name each axis of mesh= for what Megatron does along it; dp is for replicas",
+                next_step="give the axes of mesh= Megatron's names; dp is for replicas",
             )
-    dense = _having(views.main, "tp", "pp")
+    dense = _with_axes(views.main, "tp", "pp")
     if "etp" not in of_experts.axis_names and "tp" in of_experts.axis_names:
         names = ["etp" if axis == "tp" else axis for axis in of_experts.axis_names]
         of_experts = DeviceMesh(of_experts.shape, names, of_experts.ranks)
-    of_experts = _having(of_experts, "ep", "etp", "pp")
+    of_experts = _with_axes(of_experts, "ep", "etp", "pp")
     at = of_experts.coordinate(rank)
     experts = of_experts.submesh(pp=at["pp"])
     return MegatronMesh(
@@ -102,14 +102,14 @@ def _from_views(views: MeshViews, rank: int) -> MegatronMesh:
     )
 
 
-def _having(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
-    """Return the mesh with these axes, of length 1 where it has none of that name."""
+def _with_axes(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+    """Return the mesh with these axes; new axes have length 1."""
     more = [axis for axis in axes if axis not in mesh.axis_names]
     return DeviceMesh((*(1 for _ in more), *mesh.shape), (*more, *mesh.axis_names), mesh.ranks)
 
 
 def _from_groups(state: Any, rank: int) -> MegatronMesh:
-    """Return what Megatron's process groups say; other groups of the same kind hold replicas, or other stages."""
+    """Read Megatron's process groups; other groups of the same kind hold replicas or other stages."""
     from torch.distributed import get_process_group_ranks
 
     def ranks(group: Any) -> list[int]:
@@ -138,7 +138,7 @@ def _from_groups(state: Any, rank: int) -> MegatronMesh:
 
 
 def _grid(expert: Sequence[int], across: Sequence[int], both: Sequence[int], rank: int) -> DeviceMesh:
-    """Return the mesh of all experts of a stage; which of the two axes varies faster is the order of the run."""
+    """Return the mesh of all experts of a stage; the run decides which of the two axes varies faster."""
     sizes = {"ep": len(across), "etp": len(expert)}
     for outer, inner in (("ep", "etp"), ("etp", "ep")):
         if sizes["ep"] * sizes["etp"] == len(both):
@@ -146,7 +146,7 @@ def _grid(expert: Sequence[int], across: Sequence[int], both: Sequence[int], ran
             if tuple(expert) in mesh.groups("etp") and tuple(across) in mesh.groups("ep"):
                 return mesh
     raise LayoutError(
-        "Megatron's process groups of experts are no grid",
+        "Megatron's process groups of experts are not a grid",
         rank=rank,
         got=f"ranks {list(both)} of {list(expert)} and {list(across)}",
         want="one rank for each pair of a place along etp and one along ep",

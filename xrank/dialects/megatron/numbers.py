@@ -1,4 +1,4 @@
-"""Which layers and experts of the whole model a chunk of Megatron's holds: a chunk counts its own from 0."""
+"""Number the layers and experts of a Megatron chunk in the whole model: a chunk counts its own from 0."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ CONFIG_SIZES = {
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
-"""What configs call the ways in which a model is cut (megatron/core/model_parallel_config.py)."""
+"""Axis -> its name in Megatron's configs (megatron/core/model_parallel_config.py)."""
 
 
 def configs_of(chunks: Sequence[torch.nn.Module]) -> list[Any]:
-    """Return the configs of those chunks that have one of Megatron's."""
+    """Return the Megatron configs of the chunks that have one."""
     return [chunk.config for chunk in chunks if hasattr(getattr(chunk, "config", None), CONFIG_SIZES["tp"])]
 
 
 def num_experts(chunk: torch.nn.Module, names: Mapping[str, object], mesh: MegatronMesh, rank: int) -> int:
-    """Return how many experts with a number in their names this rank holds in each layer."""
+    """Return the number of experts that this rank holds in each layer, counting those with a number in their names."""
     for name in names:
         try:
             expert_in(name)
@@ -38,7 +38,7 @@ def num_experts(chunk: torch.nn.Module, names: Mapping[str, object], mesh: Megat
             raise refusal(
                 name,
                 rank,
-                "how Megatron cuts an expert's tensor of this name is not known",
+                "the cut of an expert's tensor of this name is not known",
                 got="experts without a number in their name",
                 want="a name that xrank's table has",
                 next_step="export from a checkpoint of --ckpt-format torch_dist, which records it",
@@ -53,21 +53,21 @@ def num_experts(chunk: torch.nn.Module, names: Mapping[str, object], mesh: Megat
             want="experts counted from 0 on, as many in each layer",
             next_step="export the chunks as Megatron makes them",
         ) from None
-    told = next((getattr(config, "num_moe_experts", None) for config in configs_of([chunk])), None)
+    total = next((getattr(config, "num_moe_experts", None) for config in configs_of([chunk])), None)
     ways = mesh.lengths["ep"]
-    if count and type(told) is int and told != count * ways:
+    if count and type(total) is int and total != count * ways:
         raise LayoutError(
             f"rank {rank} does not hold its share of the experts",
             rank=rank,
             got=f"{count} experts, ep={ways}",
-            want=f"{told} experts in all, as the module's config says",
+            want=f"{total} experts in all, as in the module's config",
             next_step="give the mesh of the run, with its axis ep",
         )
     return count
 
 
 def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, *, is_whole: bool) -> int:
-    """Return the number of the chunk's first layer in the whole model, by its layers' own layer_number."""
+    """Return the number of the chunk's first layer in the whole model, from the layer_number of its layers."""
     numbers = sorted({int(found[1]) for name in names if (found := LAYER.fullmatch(name))})
     other = next((name for name in names if ".layers." in name and not name.startswith(("decoder.", "mtp."))), None)
     if other is not None and not is_whole:
@@ -79,11 +79,11 @@ def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, 
             want="decoder.layers",
             next_step="export the part that has a decoder of its own, as model.language_model",
         )
-    told = {
+    layer_numbers = {
         number: getattr(chunk.get_submodule(f"decoder.layers.{number}"), "layer_number", None) for number in numbers
     }
-    # Transformer layers count from 1 over all stages (megatron/core/transformer/transformer_layer.py).
-    firsts = {layer - 1 - number if type(layer) is int else None for number, layer in told.items()}
+    # Transformer layers are counted from 1 over all stages (megatron/core/transformer/transformer_layer.py).
+    firsts = {layer - 1 - number if type(layer) is int else None for number, layer in layer_numbers.items()}
     first = firsts.pop() if len(firsts) == 1 else (0 if not firsts else -1)
     if first is None and is_whole:
         return 0
@@ -92,7 +92,7 @@ def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, 
             f"decoder.layers.{numbers[0]}",
             rank,
             "which layer of the whole model this is, is not known",
-            got=f"layer_number {', '.join(str(told[number]) for number in numbers)}",
+            got=f"layer_number {', '.join(str(layer_numbers[number]) for number in numbers)}",
             want="rising by 1, counted from 1 over all stages",
             next_step="set layer_number on each module of decoder.layers, as Megatron's TransformerLayer does",
         )

@@ -121,7 +121,7 @@ def _find_mesh(one: OwnedSlice) -> tuple[DeviceMesh, str]:
     first = mesh.axis_names.index(merged[0])
     before = [axis for axis in others if mesh.axis_names.index(axis) < first]
     after = others[len(before) :]
-    ranks = mesh.transposed(*before, *merged, *after).ranks
+    ranks = mesh.transpose(*before, *merged, *after).ranks
     axis = "_".join(merged)
     new = [("instance", num_instances), (axis, num_shards)] if num_instances > 1 else [(axis, num_shards)]
     if num_instances > 1 and len(merged) == 1:

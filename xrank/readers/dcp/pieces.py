@@ -15,7 +15,7 @@ from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, XrankError
 from xrank.formats.dcp_items import ItemKind, ItemReader, is_safetensors, read_safetensors_part
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor
-from xrank.formats.regular_file import RegularFile, open_regular, shown
+from xrank.formats.regular_file import RegularFile, open_regular, quote
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, canonical
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredShard
@@ -108,7 +108,7 @@ def _check_paths(metadata: DcpMetadata) -> None:
             raise UnsafeError(
                 f"{metadata.path} names a file outside its folder",
                 file=metadata.path,
-                got=shown(name),
+                got=quote(name),
                 want="plain file names",
                 next_step="do not use this checkpoint: its metadata was tampered with",
             )
@@ -124,7 +124,7 @@ def _check_presence(
     name = metadata.files[missing[0]]
     lost = np.flatnonzero(np.bincount(owner[np.isin(file, missing)])).tolist()
     files = list_text((metadata.files[number] for number in missing), 3)
-    tensors = list_text((shown(names[k])[1:-1] for k in lost), 3)
+    tensors = list_text((quote(names[k])[1:-1] for k in lost), 3)
     rank = rank_of_file(name)
     raise IncompleteError(
         f"{files}, with pieces of {tensors}: not in {folder}",
@@ -155,16 +155,16 @@ def _dtype(name: str, tensor: DcpTensor, path: str) -> str:
     try:
         dtype = dtypes.by_torch_name(tensor.dtype)
     except XrankError as error:
-        error.about(shown(name)[1:-1], tensor=name, file=path)
+        error.about(quote(name)[1:-1], tensor=name, file=path)
         raise
     if prod(tensor.shape) * dtype.nbytes >= 1 << 63:
-        raise _corrupt(name, "is larger than any file", path, got=shown(tensor.shape))
+        raise _corrupt(name, "is larger than any file", path, got=quote(tensor.shape))
     return dtype.name
 
 
 def _corrupt(name: str, what: str, path: str, *, got: str | None = None, want: str | None = None) -> CorruptError:
     return CorruptError(
-        f"{shown(name)[1:-1]} {what}",
+        f"{quote(name)[1:-1]} {what}",
         tensor=name,
         file=path,
         got=got,
@@ -189,7 +189,7 @@ class _FileReader:
         overlap = np.flatnonzero(start[1:] < start[:-1] + nbytes[:-1])
         if len(overlap):
             one, other = (self._names[int(owner[k])] for k in (overlap[0], overlap[0] + 1))
-            raise _corrupt(other, f"and {shown(one)[1:-1]} share bytes of {file.origin.path}", file.origin.path)
+            raise _corrupt(other, f"and {quote(one)[1:-1]} share bytes of {file.origin.path}", file.origin.path)
         names = [self._names[k] for k in owner.tolist()]
         rows = self.items.read(file, start.tolist(), nbytes.tolist(), names)
         if (rows[:, 3] != NO_CHECKSUM).all():
@@ -231,7 +231,7 @@ class _FileReader:
             low = tuple(self._tensors[tensor].offsets[number - int(self._firsts[tensor])].tolist())
             if flat not in part.places or part.offsets[flat] != low or int(start[k]) != int(start[0]):
                 raise ContradictionError(
-                    f"{shown(flat)[1:-1]}: {file.origin.path} contains another piece than .metadata records",
+                    f"{quote(flat)[1:-1]}: {file.origin.path} contains another piece than .metadata records",
                     tensor=self._names[tensor],
                     rank=file.origin.rank,
                     file=file.origin.path,
@@ -268,7 +268,7 @@ def _check_kinds(
         row = int(other[0]) if len(other) else int(np.flatnonzero(mine)[0])
         file = metadata.files[int(tensor.file[row])]
         raise ContradictionError(
-            f"{shown(name)[1:-1]}: {file} contains another piece than .metadata records",
+            f"{quote(name)[1:-1]}: {file} contains another piece than .metadata records",
             tensor=name,
             rank=rank_of_file(file),
             file=os.path.join(os.path.dirname(metadata.path), file),

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from xrank.errors import LayoutError, UsageError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor
-from xrank.formats.regular_file import shown
+from xrank.formats.regular_file import quote
 from xrank.words import list_text
 
 __all__ = ["ModelPart", "TopPart", "select_model"]
@@ -206,7 +206,7 @@ def _check_flat(metadata: DcpMetadata, tensors: Mapping[str, DcpTensor]) -> None
     for name, tensor in tensors.items():
         if name.rpartition(".")[2] == _FLAT:
             raise LayoutError(
-                f"{shown(name)[1:-1]}: a flat parameter of FSDP1, which does not record its members' shapes",
+                f"{quote(name)[1:-1]}: a flat parameter of FSDP1, which does not record its members' shapes",
                 tensor=name,
                 file=metadata.path,
                 got=f"{tensor.shape[0] if tensor.shape else 1:,} elements of a LOCAL_STATE_DICT",
@@ -220,7 +220,7 @@ def _missing_model_error(metadata: DcpMetadata, children: Iterable[str]) -> Usag
     return UsageError(
         f"{metadata.path}: this checkpoint contains no model",
         file=metadata.path,
-        got=list_text([*pickled, *sorted(shown(key)[1:-1] for key in children)], 10, empty="no tensor at all"),
+        got=list_text([*pickled, *sorted(quote(key)[1:-1] for key in children)], 10, empty="no tensor at all"),
         want="tensors that belong to no optimizer and no trainer",
         next_step="load and save it with torch's default planner, without flatten_state_dict=False"
         if pickled
@@ -248,7 +248,7 @@ def _check_one(metadata: DcpMetadata, parts: Iterable[_Branch]) -> None:
         raise UsageError(
             f"{metadata.path}: more than one part of this checkpoint may be the model",
             file=metadata.path,
-            got=", ".join(f"{shown(part.key)[1:-1]} ({len(part.tensors)} tensors)" for part in parts),
+            got=", ".join(f"{quote(part.key)[1:-1]} ({len(part.tensors)} tensors)" for part in parts),
             want="one",
             next_step="save the model's part in a checkpoint of its own",
         )

@@ -9,7 +9,7 @@ from contextlib import suppress
 from xrank.errors import UsageError, XrankError
 from xrank.faces import either, option
 from xrank.formats.dcp_metadata import DcpMetadata
-from xrank.formats.regular_file import open_regular, shown
+from xrank.formats.regular_file import open_regular, quote
 from xrank.formats.torch_archive import ArchivedTensor, read_archive_in
 from xrank.words import plural
 
@@ -44,7 +44,7 @@ def check_values(
         for name, value, count in _with_tensors(path, items):
             if not is_left_out(name):
                 raise UsageError(
-                    f"{shown(name)[1:-1]} was pickled whole, with {plural(count, 'tensor')} in it",
+                    f"{quote(name)[1:-1]} was pickled whole, with {plural(count, 'tensor')} in it",
                     tensor=name,
                     file=path,
                     got=f"a {type(value).__name__}",

@@ -29,7 +29,7 @@ class Agreement:
             # repr compares types, too, and makes NaN equal NaN.
             if repr(known) != repr(value):
                 raise ContradictionError(
-                    origin.named(f"is not from the same save as {other.path}: {path} differs"),
+                    origin.locate(f"is not from the same save as {other.path}: {path} differs"),
                     rank=origin.rank,
                     file=origin.path,
                     got=ascii(value)[:200],

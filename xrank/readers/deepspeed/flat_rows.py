@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xrank.errors import ContradictionError
-from xrank.formats.regular_file import Origin, shown
+from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout.nest_table import IntArray
 
@@ -53,11 +53,11 @@ class FlatRows:
             name = self._names[column]
             if len(tensor.shape) != 1 or (tensor.shape[0] > 1 and tensor.strides != (1,)):
                 raise origin.corrupt(
-                    f"{name} is not a row of elements", got=f"shape {shown(tensor.shape)}", want="one dimension"
+                    f"{name} is not a row of elements", got=f"shape {quote(tensor.shape)}", want="one dimension"
                 )
             if tensor.dtype != self._dtypes[column]:
                 raise ContradictionError(
-                    origin.named(f"{name} has another type than on earlier ranks"),
+                    origin.locate(f"{name} has another type than on earlier ranks"),
                     rank=origin.rank,
                     file=origin.path,
                     got=tensor.dtype,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
-from xrank.formats.regular_file import Origin, open_regular, shown
+from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.readers.deepspeed.unread import EXPERTS, SLICES, STAGES
 from xrank.words import list_text
 
@@ -126,7 +126,7 @@ def _tag_of(file: str) -> str:
         try:
             tag = raw.decode("utf-8").strip()
         except UnicodeDecodeError:
-            raise stream.origin.corrupt("is not a tag", got=shown(raw), want="the name of a folder") from None
+            raise stream.origin.corrupt("is not a tag", got=quote(raw), want="the name of a folder") from None
     if not tag:
         raise CorruptError(
             f"{file}: is empty",
@@ -138,7 +138,7 @@ def _tag_of(file: str) -> str:
         raise UnsafeError(
             f"{file}: names a place outside its folder",
             file=file,
-            got=shown(tag),
+            got=quote(tag),
             want="the name of a folder beside it",
             next_step="give the path of the checkpoint's own folder; this marker was tampered with",
         )

@@ -104,7 +104,7 @@ def _check_shape(name: str, tensor: ArchivedTensor, state: ModelState, shared: M
 
 def _shape_error(name: str, got: Shape, want: Shape, origin: Origin) -> ContradictionError:
     return ContradictionError(
-        origin.named(f"records two shapes of {name}"),
+        origin.locate(f"records two shapes of {name}"),
         tensor=name,
         rank=origin.rank,
         file=origin.path,
@@ -189,7 +189,7 @@ def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
     origin, shape, fragment = state.origin, state.frozen[name], state.fragments.get(name)
     if fragment is None:
         raise IncompleteError(
-            origin.named(f"contains no piece of the frozen parameter {name}"),
+            origin.locate(f"contains no piece of the frozen parameter {name}"),
             tensor=name,
             rank=origin.rank,
             file=origin.path,
@@ -199,7 +199,7 @@ def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
     want = piece_numel(prod(shape), num_ranks)
     if fragment.shape != (want,):
         raise ContradictionError(
-            origin.named(f"contains a piece of {name} that does not fit {num_ranks} ranks"),
+            origin.locate(f"contains a piece of {name} that does not fit {num_ranks} ranks"),
             tensor=name,
             rank=origin.rank,
             file=origin.path,
@@ -229,7 +229,7 @@ def _check_alike(first: ModelState, state: ModelState) -> None:
     ):
         if got != want:
             raise ContradictionError(
-                state.origin.named(f"differs from {first.origin.path} in {what}"),
+                state.origin.locate(f"differs from {first.origin.path} in {what}"),
                 rank=state.origin.rank,
                 file=state.origin.path,
                 got=ascii(got)[:200],
@@ -274,7 +274,7 @@ def assemble(modules: Modules, trained: Mapping[str, StoredShard]) -> tuple[tupl
     for name in (*state.module, *state.frozen, *modules.shared):
         if name not in found:
             raise IncompleteError(
-                state.origin.named(f"names {name}, but the checkpoint contains no weights of it"),
+                state.origin.locate(f"names {name}, but the checkpoint contains no weights of it"),
                 tensor=name,
                 file=state.origin.path,
                 got="an empty tensor" if name in state.module else "nothing",

@@ -45,7 +45,7 @@ def check_moment(
     counts = [int(value) for value in recorded if isinstance(value, (int, float)) and not isinstance(value, bool)]
     if counts and max(counts) > step:
         raise ContradictionError(
-            origin.named("belongs to an earlier step than the optimizer states"),
+            origin.locate("belongs to an earlier step than the optimizer states"),
             rank=origin.rank,
             file=origin.path,
             got=f"global_steps {step:,}",

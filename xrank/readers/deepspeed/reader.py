@@ -75,7 +75,7 @@ def _check_world(files: CheckpointFiles, modules: Modules, partitions: Partition
     num_ranks = modules.state.facts.get("dp_world_size")
     if partitions is not None and type(num_ranks) is int and num_ranks != len(partitions.all):
         raise ContradictionError(
-            origin.named("belongs to a run of another size than the partitions"),
+            origin.locate("belongs to a run of another size than the partitions"),
             rank=origin.rank,
             file=origin.path,
             got=f"dp_world_size {num_ranks}",

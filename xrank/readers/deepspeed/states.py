@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from xrank.errors import ContradictionError, UnsafeError
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.regular_file import Origin, shown
+from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.readers.deepspeed.agreement import flatten_facts
 from xrank.readers.deepspeed.folder import parse_owner
@@ -144,7 +144,7 @@ def _fragments(value: object, origin: Origin) -> dict[str, ArchivedTensor]:
     for name, fragment in _table(value, "frozen_param_fragments", origin).items():
         if not isinstance(fragment, ArchivedTensor):
             kind = type(fragment).__name__
-            raise origin.corrupt(f"{shown(name)} among frozen_param_fragments is not a tensor", got=kind)
+            raise origin.corrupt(f"{quote(name)} among frozen_param_fragments is not a tensor", got=kind)
         found[name] = fragment
     return found
 
@@ -172,7 +172,7 @@ def _check_name(archive: TorchArchive, origin: Origin) -> None:
     own, saved = parse_owner(os.path.basename(origin.path)), parse_owner(f"{archive.name}.pt")
     if own is not None and saved is not None and own != saved:
         raise ContradictionError(
-            origin.named("is another file, renamed or copied"),
+            origin.locate("is another file, renamed or copied"),
             rank=origin.rank,
             file=origin.path,
             got=f"a file saved as {archive.name}.pt",
@@ -182,7 +182,7 @@ def _check_name(archive: TorchArchive, origin: Origin) -> None:
 
 
 def _code_error(name: str, value: InertRecord, origin: Origin) -> UnsafeError:
-    error = origin.unsafe(f"{shown(name)[1:-1]} is not a plain tensor; only running code can make it", got=repr(value))
+    error = origin.unsafe(f"{quote(name)[1:-1]} is not a plain tensor; only running code can make it", got=repr(value))
     error.about(tensor=name)
     return error
 
@@ -208,7 +208,7 @@ def _shapes(value: object, what: str, origin: Origin) -> Shapes:
         # A torch.Size is a tuple here (`read_archive`); some callers save lists.
         sizes = tuple(shape) if isinstance(shape, (list, tuple)) else (-1,)
         if not all(type(size) is int and size >= 0 for size in sizes) or len(sizes) > 64 or prod(sizes) > _MAX_NUMEL:
-            raise origin.corrupt(f"{what} gives {shown(name)} an invalid shape", got=ascii(shape)[:200])
+            raise origin.corrupt(f"{what} gives {quote(name)} an invalid shape", got=ascii(shape)[:200])
         found[name] = sizes
     return found
 
@@ -231,7 +231,7 @@ def read_partition(path: str, rank: int) -> Partition:
     if flats is None:
         raise origin.usage(
             "holds no fp32 weights",
-            got=list_text(map(shown, optimizer), 8),
+            got=list_text(map(quote, optimizer), 8),
             want="fp32_flat_groups or single_partition_of_fp32_groups",
             next_step="gather a checkpoint that a ZeRO optimizer saved",
         )
@@ -293,7 +293,7 @@ def _slices(value: object, origin: Origin) -> Mapping[str, tuple[int, int]]:
             case InertRecord(name="fragment_address", state={"numel": int(numel), "start": int(start)}):
                 found[name] = (start, numel)
             case _:
-                raise origin.corrupt(f"{shown(name)} has no address in the partition", got=type(address).__name__)
+                raise origin.corrupt(f"{quote(name)} has no address in the partition", got=type(address).__name__)
     return found
 
 

@@ -13,7 +13,7 @@ from math import prod
 
 from xrank.errors import ContradictionError, IncompleteError, UnsafeError
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.regular_file import Origin, shown
+from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, read_archive
 from xrank.layout.nests import Nest
 from xrank.plan.source import StoredShard
@@ -44,10 +44,10 @@ def locate_universal(folder: str, shapes: Shapes, records: Records, *, is_sliced
 def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bool) -> StoredShard:
     if os.path.basename(name) != name or name in ("", ".", "..") or not name.isprintable():
         raise UnsafeError(
-            f"{folder}: a parameter's name is not the name of a folder: {shown(name)}",
-            tensor=shown(name),
+            f"{folder}: a parameter's name is not the name of a folder: {quote(name)}",
+            tensor=quote(name),
             file=folder,
-            got=shown(name),
+            got=quote(name),
             want="a name without / in it",
             next_step="do not use this checkpoint: it was tampered with",
         )
@@ -68,10 +68,10 @@ def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bo
         raise origin.unsafe("holds an object that only running code can make", got=repr(tensor))
     if archive.name not in ("fp32", "archive"):
         raise ContradictionError(
-            origin.named("is another file, renamed or copied"),
+            origin.locate("is another file, renamed or copied"),
             tensor=name,
             file=path,
-            got=f"a file saved as {shown(archive.name)}",
+            got=f"a file saved as {quote(archive.name)}",
             want="a file saved as fp32.pt",
             next_step="run ds_to_universal.py again",
         )

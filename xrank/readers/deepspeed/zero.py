@@ -72,7 +72,7 @@ def read_partitions(files: CheckpointFiles, records: Records, agreement: Agreeme
         partition = first if rank == start else read_partition(files.partitions[rank], rank)
         if (partition.is_interleaved, len(partition.flats)) != (first.is_interleaved, len(first.flats)):
             raise ContradictionError(
-                partition.origin.named("has other groups than rank 0"),
+                partition.origin.locate("has other groups than rank 0"),
                 rank=rank,
                 file=partition.origin.path,
                 got=f"{len(partition.flats)} groups",
@@ -219,7 +219,7 @@ def _size_error(partition: Partition, got: str, want: str) -> ContradictionError
     folder = os.path.dirname(partition.origin.path)
     swapped = " (NVMe offload keeps weights outside the files)" if "offloaded_tensors" in os.listdir(folder) else ""
     return ContradictionError(
-        partition.origin.named(f"its fp32 weights do not fit the model states{swapped}"),
+        partition.origin.locate(f"its fp32 weights do not fit the model states{swapped}"),
         rank=partition.origin.rank,
         file=partition.origin.path,
         got=got,
@@ -260,7 +260,7 @@ def _check_slices(
         owner = next((other for other in ranks if expected[other] == found), None)
         whose = f"rank {owner}'s partition" if owner is not None else "parameters of no rank's partition"
         raise ContradictionError(
-            partitions.all[rank].origin.named(f"holds {whose} of group {number}"),
+            partitions.all[rank].origin.locate(f"holds {whose} of group {number}"),
             rank=rank,
             file=partitions.all[rank].origin.path,
             got=ascii(found)[:200],

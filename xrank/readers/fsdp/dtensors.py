@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 from xrank.dialects.placements import from_placements
 from xrank.errors import LayoutError
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.regular_file import Origin, shown
+from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.layout import DeviceMesh
 from xrank.readers.fsdp.meshes import Meshes
@@ -103,7 +103,7 @@ class DTensors:
         state = attributes(wrapper.state)
         spec = state.get("_spec")
         if not is_object(spec, "DTensorSpec"):
-            raise self._origin.corrupt(f"{shown(name)}: the DTensor has no spec", got=type(spec).__name__)
+            raise self._origin.corrupt(f"{quote(name)}: the DTensor has no spec", got=type(spec).__name__)
         fields = attributes(spec)
         meta = fields.get("tensor_meta")
         if is_object(meta, "TensorMeta"):
@@ -111,14 +111,14 @@ class DTensors:
             shape = sizes_of(meta.args[0], self._origin) if meta.args else None
             if shape != wrapper.shape:
                 raise self._origin.corrupt(
-                    f"{shown(name)}: the DTensor records two shapes",
+                    f"{quote(name)}: the DTensor records two shapes",
                     got=f"{shape} in its spec",
                     want=f"{wrapper.shape}",
                 )
         mesh = self._meshes.find(fields.get("mesh"))
         if mesh is None:
             return None
-        local = read_local_tensor(state.get("_local_tensor"), shown(name), wrapper.dtype, self._origin)
+        local = read_local_tensor(state.get("_local_tensor"), quote(name), wrapper.dtype, self._origin)
         placements = tuple(self._placement(name, value) for value in _members(fields.get("placements")))
         order = tuple(self._order_entry(name, value) for value in _members(fields.get("shard_order")))
         key = (mesh, placements, order, len(wrapper.shape))
@@ -131,7 +131,7 @@ class DTensors:
                 raise
             except (LookupError, ValueError) as error:
                 raise self._origin.corrupt(
-                    f"{shown(name)}: the DTensor's placements are damaged", got=str(error)
+                    f"{quote(name)}: the DTensor's placements are damaged", got=str(error)
                 ) from None
         return DTensorPart(local, self._layouts[key], mesh, wrapper.shape)
 
@@ -153,7 +153,7 @@ class DTensors:
             tensor=name,
             rank=self._origin.rank,
             file=self._origin.path,
-            got=shown(kind or type(value).__name__),
+            got=quote(kind or type(value).__name__),
             want="Shard, Replicate or _StridedShard",
             next_step="redistribute the tensor to Shard or Replicate before it is saved",
         )
@@ -162,7 +162,7 @@ class DTensors:
         match value:
             case InertRecord(name="ShardOrderEntry", args=(int(dim), tuple() as axes)) if all(map(_is_small, axes)):
                 return _OrderEntry(dim, axes)
-        raise self._origin.corrupt(f"{shown(name)}: the DTensor's order of cuts is damaged", got=type(value).__name__)
+        raise self._origin.corrupt(f"{quote(name)}: the DTensor's order of cuts is damaged", got=type(value).__name__)
 
 
 def _members(value: object) -> tuple[Any, ...]:

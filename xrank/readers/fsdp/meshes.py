@@ -12,7 +12,7 @@ import numpy as np
 from isal import isal_zlib
 
 from xrank.errors import ContradictionError, LayoutError
-from xrank.formats.regular_file import Origin, open_regular, shown
+from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 from xrank.layout import DeviceMesh
 from xrank.layout.mesh import MAX_RANKS, is_name
@@ -109,7 +109,7 @@ class Meshes:
         shape = tuple(prod(size for size, _ in axis) for axis in axes)
         if prod(shape) > len(rank_map):
             raise self._origin.corrupt(
-                "a device mesh is larger than its ranks", got=shown(shape), want=f"{len(rank_map)} ranks"
+                "a device mesh is larger than its ranks", got=quote(shape), want=f"{len(rank_map)} ranks"
             )
         loops = [loop for axis in axes for loop in axis]
         places = [

@@ -9,7 +9,7 @@ from typing import Any
 from xrank.dtypes import by_torch_name
 from xrank.errors import UsageError
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.regular_file import Origin, shown
+from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor
 
 __all__ = ["Wrapper", "attributes", "is_object", "read_local_tensor", "read_wrapper", "sizes_of", "unwrap_parameter"]
@@ -109,7 +109,7 @@ def sizes_of(value: object, origin: Origin) -> tuple[int, ...]:
         or len(value) > _MAX_DIMENSIONS
         or not all(type(part) is int and 0 <= part < 1 << 63 for part in value)
     ):
-        got = shown(tuple(value)) if isinstance(value, (tuple, list)) else type(value).__name__
+        got = quote(tuple(value)) if isinstance(value, (tuple, list)) else type(value).__name__
         raise origin.corrupt("a tensor's sizes are not counts", got=got)
     return tuple(value)
 
@@ -124,7 +124,7 @@ def read_local_tensor(value: object, name: str, dtype: str, origin: Origin) -> A
     value = unwrap_parameter(value)
     if not isinstance(value, ArchivedTensor):
         got = f"{value.module}.{value.name}" if isinstance(value, InertRecord) else type(value).__name__
-        raise origin.unsafe(f"{name}: the rank's part is not a plain tensor", got=shown(got))
+        raise origin.unsafe(f"{name}: the rank's part is not a plain tensor", got=quote(got))
     if value.dtype != dtype:
         raise origin.corrupt(f"{name}: the rank's part has another type than the tensor", got=value.dtype, want=dtype)
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from xrank.formats.regular_file import Origin, shown
+from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive, refuse_inert
 from xrank.readers.fsdp.dtensors import DTensorPart, DTensors
 from xrank.readers.fsdp.pickled import read_wrapper, unwrap_parameter
@@ -65,7 +65,7 @@ def read_rank_file(path: str, rank: int) -> RankFile:
         elif wrapper is not None and wrapper.kind == "ShardedTensor":
             sharded[name] = read_sharded_part(name, wrapper, origin)
         elif wrapper is not None:
-            raise origin.unsafe(f"{shown(name)} is an unknown kind of tensor", got=shown(wrapper.kind))
+            raise origin.unsafe(f"{quote(name)} is an unknown kind of tensor", got=quote(wrapper.kind))
         else:
             refuse_inert(value, path, rank)
             others.append(name)

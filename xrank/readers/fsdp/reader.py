@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from xrank.errors import ContradictionError
-from xrank.formats.regular_file import shown
+from xrank.formats.regular_file import quote
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.fsdp.file_names import ACCELERATE, VERL, RankFiles, Scheme, list_accelerate, list_verl
@@ -142,7 +142,7 @@ def _notes(files: Sequence[RankFile], records: Records, placement: Placement) ->
         notes.append(("no-checksums", f"{len(records.bare)} files hold no checksums, {records.bare[0]} first"))
     others = list(dict.fromkeys(name for file in files for name in file.others))
     if others:
-        names = list_text((shown(name)[1:-1] for name in others), _MAX_SHOWN)
+        names = list_text((quote(name)[1:-1] for name in others), _MAX_SHOWN)
         notes.append(("left-out", f"{len(others)} values that are not tensors were left out: {names}"))
     return tuple(notes)
 

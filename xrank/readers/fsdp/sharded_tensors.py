@@ -8,7 +8,7 @@ from typing import Any
 from xrank.dialects.boxes import Box, box_text
 from xrank.errors import ContradictionError
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.regular_file import Origin, shown
+from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.readers.fsdp.pickled import Wrapper, attributes, is_object, read_local_tensor, sizes_of
 from xrank.words import list_text
@@ -40,11 +40,11 @@ def read_sharded_part(name: str, wrapper: Wrapper, origin: Origin) -> ShardedPar
     """
     state = wrapper.state
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[0], list):
-        raise origin.corrupt(f"{shown(name)}: the ShardedTensor's state is invalid", got=type(state).__name__)
+        raise origin.corrupt(f"{quote(name)}: the ShardedTensor's state is invalid", got=type(state).__name__)
     locals_, metadata, group = state[0], attributes(state[1]), attributes(state[2])
     rank, world_size = group.get("global_rank"), group.get("global_world_size")
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
-        raise origin.corrupt(f"{shown(name)}: the ShardedTensor records no rank", got=f"{rank} of {world_size}")
+        raise origin.corrupt(f"{quote(name)}: the ShardedTensor records no rank", got=f"{rank} of {world_size}")
     if rank != origin.rank:
         raise ContradictionError(
             f"{origin.path} is a copy of another rank's file",
@@ -56,7 +56,7 @@ def read_sharded_part(name: str, wrapper: Wrapper, origin: Origin) -> ShardedPar
         )
     if sizes_of(metadata.get("size"), origin) != wrapper.shape:
         raise origin.corrupt(
-            f"{shown(name)}: the ShardedTensor records two shapes",
+            f"{quote(name)}: the ShardedTensor records two shapes",
             got=f"{metadata.get('size')} in its metadata",
             want=f"{wrapper.shape}",
         )
@@ -66,12 +66,12 @@ def read_sharded_part(name: str, wrapper: Wrapper, origin: Origin) -> ShardedPar
     for value in locals_:
         fields = attributes(value)
         if not is_object(value, "Shard"):
-            raise origin.corrupt(f"{shown(name)}: a shard is invalid", got=type(value).__name__)
+            raise origin.corrupt(f"{quote(name)}: a shard is invalid", got=type(value).__name__)
         box = _box(name, fields.get("metadata"), wrapper.shape, origin)
-        tensor = read_local_tensor(fields.get("tensor"), shown(name), wrapper.dtype, origin)
+        tensor = read_local_tensor(fields.get("tensor"), quote(name), wrapper.dtype, origin)
         if box not in boxes or tensor.shape != tuple(high - low for low, high in box):
             raise origin.corrupt(
-                f"{shown(name)}: a shard is not among the tensor's shards",
+                f"{quote(name)}: a shard is not among the tensor's shards",
                 got=f"{box_text(box)} of shape {tensor.shape}",
                 want=f"one of {list_text(map(box_text, boxes), 8)}",
             )
@@ -81,12 +81,12 @@ def read_sharded_part(name: str, wrapper: Wrapper, origin: Origin) -> ShardedPar
 
 def _box(name: str, value: Any, shape: tuple[int, ...], origin: Origin) -> Box:
     if not isinstance(value, InertRecord) or not is_object(value, "ShardMetadata"):
-        raise origin.corrupt(f"{shown(name)}: a shard has no metadata", got=type(value).__name__)
+        raise origin.corrupt(f"{quote(name)}: a shard has no metadata", got=type(value).__name__)
     fields = attributes(value)
     offsets, sizes = (sizes_of(fields.get(key), origin) for key in ("shard_offsets", "shard_sizes"))
     box = tuple(zip(offsets, (a + n for a, n in zip(offsets, sizes, strict=False)), strict=False))
     if not len(offsets) == len(sizes) == len(shape) or any(high > n for (_, high), n in zip(box, shape, strict=True)):
         raise origin.corrupt(
-            f"{shown(name)}: a shard is not within its tensor", got=f"{offsets} + {sizes}", want=f"within {shape}"
+            f"{quote(name)}: a shard is not within its tensor", got=f"{offsets} + {sizes}", want=f"within {shape}"
         )
     return box

@@ -14,7 +14,7 @@ from math import prod
 from xrank.dtypes import dtype
 from xrank.errors import UsageError
 from xrank.formats.inert_record import refuse_inert
-from xrank.formats.regular_file import Origin, shown
+from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
@@ -134,12 +134,12 @@ def _tensors(archive: TorchArchive, others: list[str]) -> Mapping[str, ArchivedT
             found[name] = value
         elif isinstance(value, (dict, list, tuple)):
             raise Origin(archive.path).usage(
-                f"is not a model's state dict: {shown(name)} is a {type(value).__name__}",
+                f"is not a model's state dict: {quote(name)} is a {type(value).__name__}",
                 want="tensors by name",
                 next_step="save the model's state_dict() alone",
             )
         else:
-            others.append(shown(name)[1:-1])
+            others.append(quote(name)[1:-1])
     return found
 
 

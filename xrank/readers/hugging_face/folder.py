@@ -132,7 +132,7 @@ def describe_files(path: str, headers: Sequence[SafetensorsHeader], *, as_bytes:
             nests = [Nest(0, 0, ((count, 1, 1),) if count > 1 else ())] if count else []
             record = int_array([record_of(tensor)] * len(nests))
             zeros = int_array([0] * len(nests))
-            shards.append(StoredShard(tensor.name, dtype, shape, zeros, record, NestTable.of(nests)))
+            shards.append(StoredShard(tensor.name, dtype, shape, zeros, record, NestTable.from_nests(nests)))
     return StoredModel(
         format="safetensors",
         path=path,

@@ -9,8 +9,9 @@ import numpy as np
 
 from xrank.dialects.boxes import Box, box_nests
 from xrank.errors import ContradictionError
+from xrank.formats.regular_file import Origin
 from xrank.formats.safetensors_header import SafetensorsHeader
-from xrank.formats.sharding_info import saved_offsets
+from xrank.formats.sharding_info import read_saved_offsets
 from xrank.layout.nest_table import NestTable
 from xrank.plan.source import StoredShard
 from xrank.readers.records import Records
@@ -31,7 +32,7 @@ class ShardPieces:
 
     def add(self, rank: int, header: SafetensorsHeader) -> None:
         """Add the pieces in one file."""
-        offsets = saved_offsets(header)
+        offsets = read_saved_offsets(header, Origin(header.path))
         record_of = self.records.add_safetensors(header)
         for tensor in header.tensors:
             dtype = self.names.setdefault(tensor.name, tensor.dtype)
@@ -73,5 +74,5 @@ class ShardPieces:
             shape,
             table[kept, 0] - 1,
             table[kept, 1].copy(),
-            NestTable.of([nests[i][0] for i in kept]),
+            NestTable.from_nests([nests[i][0] for i in kept]),
         )

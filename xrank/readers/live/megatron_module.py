@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from xrank.dialects.megatron.cuts import checked_layout, partition_of, refusal
-from xrank.dialects.megatron.layouts import grouped_shape, is_projection, projections, whole_name
+from xrank.dialects.megatron.cuts import read_partition, refusal, resolve_layout
+from xrank.dialects.megatron.layouts import is_projection, projections, shape_of_grouped, whole_name
 from xrank.dialects.megatron.mesh import MegatronMesh
 from xrank.dialects.megatron.numbers import CONFIG_SIZES, configs_of, first_layer, num_experts
 from xrank.errors import LayoutError
@@ -99,7 +99,7 @@ def megatron_tensors(
     for name, part in parts.items():
         given = found.records.get(name)
         if given is None:
-            layout = checked_layout(
+            layout = resolve_layout(
                 name, part.value, part.owner, part.local.ndim, part.is_expert, mesh, rank, is_gated=is_gated
             )
             given = TensorRecord(str(layout), shape=None if any(layout.axes) else tuple(part.local.shape))
@@ -170,7 +170,7 @@ def _split_experts(name: str, value: torch.Tensor, owner: torch.nn.Module, rank:
     """Return GroupedMLP's weight with its experts as the first dim; other tensors unchanged."""
     number = getattr(owner, "num_local_experts", 0)
     try:
-        shape = grouped_shape(name, tuple(value.shape), number if type(number) is int else 0)
+        shape = shape_of_grouped(name, tuple(value.shape), number if type(number) is int else 0)
     except ValueError as error:
         raise refusal(
             name,
@@ -207,7 +207,7 @@ def _gating(chunks: Sequence[torch.nn.Module], parts: Mapping[str, _Part], rank:
             next_step="export from a checkpoint of --ckpt-format torch_dist, which records it",
         )
     weights = {name: part for name, part in parts.items() if is_projection(name)}
-    strides = {cut.stride for part in weights.values() if (cut := partition_of(part.value, part.owner)) is not None}
+    strides = {cut.stride for part in weights.values() if (cut := read_partition(part.value, part.owner)) is not None}
     if 2 in strides:
         answers.add(True)
     for name, rows, columns in projections({name: tuple(part.local.shape) for name, part in parts.items()}):

@@ -9,7 +9,7 @@ from typing import Any
 
 from xrank.errors import ContradictionError
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.regular_file import Origin, shown
+from xrank.formats.regular_file import Origin, quote
 
 __all__ = ["ParallelSizes", "check_agreement", "parallel_sizes", "plain_args"]
 
@@ -51,7 +51,7 @@ def plain_args(value: object, origin: Origin) -> dict[str, Any] | None:
     if isinstance(value, InertRecord):
         if (value.module, value.name) not in (("argparse", "Namespace"), ("types", "SimpleNamespace")):
             raise origin.unsafe(
-                "its args are not an argparse.Namespace", got=shown(f"{value.module}.{value.name}")
+                "its args are not an argparse.Namespace", got=quote(f"{value.module}.{value.name}")
             )  # fmt: skip
         value = value.state if isinstance(value.state, dict) else value.kwargs
     if not isinstance(value, dict):
@@ -88,7 +88,7 @@ def parallel_sizes(args: Mapping[str, Any], origin: Origin) -> ParallelSizes:
             number = args.get(key)
             if number is not None:
                 if type(number) is not int or not 1 <= number <= 1 << 20:
-                    raise origin.corrupt(f"its args have an invalid {key}", got=shown(str(number)), want="1 or more")
+                    raise origin.corrupt(f"its args have an invalid {key}", got=quote(str(number)), want="1 or more")
                 return number
         return 1
 
@@ -119,7 +119,7 @@ def check_agreement(first: Mapping[str, Any], first_file: str, args: Mapping[str
         # repr compares types, too, and makes NaN equal NaN.
         if repr(ours) != repr(theirs):
             raise ContradictionError(
-                f"{file} belongs to another run than {first_file}: args.{shown(key)[1:-1]} differs",
+                f"{file} belongs to another run than {first_file}: args.{quote(key)[1:-1]} differs",
                 file=file,
                 got=ascii(ours)[:200],
                 want=f"{ascii(theirs)[:200]}, as in {first_file}",

@@ -15,7 +15,7 @@ from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, UsageError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
-from xrank.formats.regular_file import Origin, open_regular, shown
+from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.torch_archive import read_archive
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
@@ -49,7 +49,7 @@ class MegatronDistReader:
         if os.path.isdir(path):
             backend = read_backend(path)
             if backend not in (None, _BACKEND):
-                return f"a Megatron checkpoint of the backend {shown(backend)}, not {_BACKEND}"
+                return f"a Megatron checkpoint of the backend {quote(backend)}, not {_BACKEND}"
         return explain_mismatch(path, _holds, f"{_CONFIG} that names {_BACKEND}")
 
     def read(self, path: str, hints: Hints) -> StoredModel:
@@ -100,7 +100,7 @@ def _check_config(path: str) -> None:
         try:
             content: Any = json.loads(file.read(0, min(file.nbytes, _MAX_CONFIG_NBYTES)))
         except (ValueError, RecursionError) as error:
-            raise file.origin.corrupt("is not JSON", got=shown(str(error)), want="a JSON object") from None
+            raise file.origin.corrupt("is not JSON", got=quote(str(error)), want="a JSON object") from None
         origin = file.origin
     if not isinstance(content, dict) or "sharded_backend" not in content:
         raise origin.corrupt("does not name the checkpoint's format", want='an object with "sharded_backend"')
@@ -112,7 +112,7 @@ def _check_config(path: str) -> None:
     if found != (_BACKEND, 1, "torch"):
         raise origin.usage(
             "names a Megatron format that is not supported",
-            got=shown(str(found)),
+            got=quote(str(found)),
             want=f"{_BACKEND}, version 1, with {_COMMON}",
             next_step=f"save with --ckpt-format {_BACKEND}",
         )
@@ -132,7 +132,7 @@ def _model_tensors(metadata: DcpMetadata) -> Mapping[str, DcpTensor]:
         raise UsageError(
             f"{metadata.path}: this checkpoint contains no model",
             file=metadata.path,
-            got=list_text(sorted(shown(name)[1:-1] for name in metadata.tensors), empty="no tensor at all"),
+            got=list_text(sorted(quote(name)[1:-1] for name in metadata.tensors), empty="no tensor at all"),
             want="tensors that are not an optimizer's",
             next_step="give the path of a checkpoint that was saved with its model",
         )
@@ -192,7 +192,7 @@ def _notes(
         notes.append(("extra-state", f"{extra:,} _extra_state objects (Transformer Engine's own) were left out"))
     others = sorted(n for n in metadata.byte_items if "_extra_state" not in n and not _LEFT_OUT.fullmatch(n))
     if others:
-        text = list_text([shown(name)[1:-1] for name in others], 3)
+        text = list_text([quote(name)[1:-1] for name in others], 3)
         notes.append(("byte-items", f"{len(others):,} values that are no tensors were left out: {text}"))
     if pieces.unchecked:
         notes.append(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from xrank.errors import ContradictionError, IncompleteError, UnsafeError
-from xrank.formats.regular_file import open_regular, shown
+from xrank.formats.regular_file import open_regular, quote
 
 __all__ = ["TRACKER", "check_iteration", "explain_mismatch", "resolve_folder", "sibling_iterations"]
 
@@ -80,7 +80,7 @@ def _read_marker(path: str) -> str:
         if text == _RELEASE:
             return text
         if not re.fullmatch("[0-9]{1,18}", text, re.ASCII):
-            raise file.origin.corrupt("is not a marker", got=shown(text), want="a number, or release")
+            raise file.origin.corrupt("is not a marker", got=quote(text), want="a number, or release")
         return f"iter_{int(text):07d}"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xrank.errors import ContradictionError
-from xrank.formats.regular_file import shown
+from xrank.formats.regular_file import quote
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.checkpoint_folders import nbytes_below
@@ -98,11 +98,11 @@ def _holds(path: str) -> bool:
 def _check_moment(first: RankFile, file: RankFile) -> None:
     if repr(first.iteration) != repr(file.iteration):
         raise ContradictionError(
-            file.origin.named(f"belongs to another iteration than {first.origin.path}"),
+            file.origin.locate(f"belongs to another iteration than {first.origin.path}"),
             rank=file.origin.rank,
             file=file.origin.path,
-            got=f"iteration {shown(str(file.iteration))}",
-            want=f"iteration {shown(str(first.iteration))}",
+            got=f"iteration {quote(str(file.iteration))}",
+            want=f"iteration {quote(str(first.iteration))}",
             next_step="all files must come from one save of one run; copy them again",
         )
 
@@ -124,7 +124,7 @@ def _layers(files: Mapping[Place, RankFile], sizes: ParallelSizes) -> dict[Chunk
             known = counts.setdefault((number, place.pipeline), count)
             if known != count:
                 raise ContradictionError(
-                    file.origin.named("contains another number of layers than other ranks of its stage"),
+                    file.origin.locate("contains another number of layers than other ranks of its stage"),
                     rank=file.origin.rank,
                     file=file.origin.path,
                     got=f"{count} layers",
@@ -145,7 +145,7 @@ def _check_alike(files: Mapping[Place, RankFile]) -> None:
                 name = min(ours ^ theirs)
                 holder, lacking = (file, other) if name in ours else (other, file)
                 raise ContradictionError(
-                    f"{shown(name)[1:-1]}: {holder.origin.path} contains it, but {lacking.origin.path} of its stage "
+                    f"{quote(name)[1:-1]}: {holder.origin.path} contains it, but {lacking.origin.path} of its stage "
                     "does not",
                     tensor=name,
                     rank=lacking.origin.rank,

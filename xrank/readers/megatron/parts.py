@@ -15,16 +15,16 @@ from typing import Any
 from xrank.dialects.megatron.layouts import (
     LAYER,
     count_experts,
-    down_projection,
     expert_in,
-    grouped_shape,
     layout_of,
+    layout_of_down_projection,
     projections,
+    shape_of_grouped,
     whole_name,
 )
 from xrank.errors import ContradictionError, LayoutError, XrankError
 from xrank.faces import option
-from xrank.formats.regular_file import shown
+from xrank.formats.regular_file import quote
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.layout import DeviceMesh, TensorLayout
 from xrank.layout.local_part import local_part
@@ -105,7 +105,7 @@ def _num_experts(chunk: Mapping[str, ArchivedTensor], file: RankFile, sizes: Par
     if held and type(total) is int and held * sizes.expert != total:
         # Old releases with Megatron's --moe-extended-tp put a part of every expert on every rank.
         raise ContradictionError(
-            file.origin.named("does not hold its share of the experts in its args"),
+            file.origin.locate("does not hold its share of the experts in its args"),
             rank=file.origin.rank,
             file=file.origin.path,
             got=f"{held} experts in a layer, on each of {sizes.expert} expert ranks",
@@ -117,7 +117,7 @@ def _num_experts(chunk: Mapping[str, ArchivedTensor], file: RankFile, sizes: Par
 
 def _unknown(name: str, file: RankFile, got: str) -> LayoutError:
     return LayoutError(
-        f"{shown(name)[1:-1]}: it is unknown how Megatron cuts a tensor of this name",
+        f"{quote(name)[1:-1]}: it is unknown how Megatron cuts a tensor of this name",
         tensor=name,
         rank=file.origin.rank,
         file=file.origin.path,
@@ -133,7 +133,7 @@ def _part_of(name: str, file: RankFile, tensor: ArchivedTensor, record: int, siz
     shape, strides = tensor.shape, tensor.strides
     number = file.args.get("num_experts")
     try:
-        grouped = grouped_shape(name, shape, number // sizes.expert if type(number) is int else 0)
+        grouped = shape_of_grouped(name, shape, number // sizes.expert if type(number) is int else 0)
     except ValueError as error:
         raise file.origin.corrupt(f"{name} does not fit the experts in args", got=str(error)) from None
     if grouped is not None:
@@ -186,7 +186,7 @@ def layouts_of(
     for name, parts in tensors.items():
         layout = _find_given(name, hints) or layout_of(name, is_gated=is_gated)
         if layout is None and parts.held[0].shape:
-            layout = down_projection(name, parts.held[0].shape[0], args, sizes.tensor)
+            layout = layout_of_down_projection(name, parts.held[0].shape[0], args, sizes.tensor)
         if layout is None and sizes.tensor == 1 and not parts.has_expert:
             # The tensor is whole on every rank; its copies on expert ranks are compared.
             layout = _whole(len(parts.held[0].shape))
@@ -196,9 +196,9 @@ def layouts_of(
             found[name] = layout
     if unknown:
         held = tensors[unknown[0]].held[0]
-        more = likewise_text([shown(name)[1:-1] for name in unknown[1:]])
+        more = likewise_text([quote(name)[1:-1] for name in unknown[1:]])
         raise LayoutError(
-            f"{shown(unknown[0])[1:-1]}: it is unknown how Megatron cuts a tensor of this name{more}",
+            f"{quote(unknown[0])[1:-1]}: it is unknown how Megatron cuts a tensor of this name{more}",
             tensor=unknown[0],
             rank=held.rank,
             file=held.file,

@@ -10,7 +10,7 @@ from typing import Any
 
 from xrank.errors import ContradictionError
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.regular_file import Origin, shown
+from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.readers.copies import Copies
 from xrank.readers.megatron.args import ParallelSizes, parallel_sizes, plain_args
@@ -56,7 +56,7 @@ def read_rank_file(path: str, rank: int) -> RankFile:
     if version != _VERSION:
         raise origin.usage(
             "has another version of the format",
-            got=f"checkpoint_version {shown(str(version))}",
+            got=f"checkpoint_version {quote(str(version))}",
             want=str(_VERSION),
             next_step="load and save it once with a newer Megatron",
         )
@@ -75,7 +75,7 @@ def read_rank_file(path: str, rank: int) -> RankFile:
 
 
 def _keys(state: Mapping[object, object]) -> str:
-    return list_text((shown(str(key))[1:-1] for key in state), 12)
+    return list_text((quote(str(key))[1:-1] for key in state), 12)
 
 
 def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor], int]:
@@ -93,13 +93,13 @@ def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor],
             tensors[name] = value
         elif isinstance(value, dict):
             raise origin.usage(
-                f"{shown(name)[1:-1]} is a nested module: the model is older than Megatron-core",
+                f"{quote(name)[1:-1]} is a nested module: the model is older than Megatron-core",
                 got="nested dicts",
                 want="tensors by full names",
                 next_step="load it with --use-legacy-models and save it as a Megatron-core model",
             )
         else:
-            error = origin.unsafe(f"{shown(name)[1:-1]} is not a tensor", got=repr(value)[:100])
+            error = origin.unsafe(f"{quote(name)[1:-1]} is not a tensor", got=repr(value)[:100])
             error.about(tensor=name)
             raise error
     return tensors, num_extra
@@ -125,10 +125,10 @@ def check_identities(
         for place, rank in recorded.items():
             if type(rank) is not int or rank in seen or not _fits(rank, place, sizes, files[place].args):
                 raise ContradictionError(
-                    files[place].origin.named("is another rank's file, or several runs' files are mixed"),
+                    files[place].origin.locate("is another rank's file, or several runs' files are mixed"),
                     rank=files[place].origin.rank,
                     file=files[place].origin.path,
-                    got=f"args.rank {shown(str(rank))}",
+                    got=f"args.rank {quote(str(rank))}",
                     want=f"a rank that fits TP {place.tensor}, PP {place.pipeline}, EP {place.expert} of {sizes}",
                     next_step=f"copy {place.folder(sizes)} again from where it was written",
                 )
