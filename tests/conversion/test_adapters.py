@@ -715,7 +715,7 @@ class TestSources:
         leave_adapted(bench.workspace, base, layouts={"lm_head.weight": "[v/tp, h]"})
         layout = bench.folder / "layout.toml"
         layout.write_text(f'[alias]\n"{P}lm_head.weight" = "{P}model.embed_tokens.weight"\n')
-        report = gather_checkpoint(bench.workspace, bench.out, layout=layout, **MERGE)
+        report = gather_checkpoint(bench.workspace, bench.out, layouts=layout, **MERGE)
         assert report.output is not None
         assert report.output["tied"] == [["model.embed_tokens.weight", "lm_head.weight"]]
 

@@ -62,12 +62,12 @@ def test_a_tied_head_has_its_embeddings_shape(bench: Bench, model: dict[str, tor
 
 def test_an_alias_of_a_layout_file_is_enough(bench: Bench, model: dict[str, torch.Tensor]) -> None:
     leave_tied(bench, model)
-    gather_checkpoint(bench.workspace, bench.out, layout=layout_file(bench))
+    gather_checkpoint(bench.workspace, bench.out, layouts=layout_file(bench))
     assert_holds(bench.out, model)
     # Or of a file that says nothing else, beside a base model's shapes.
     file = bench.folder / "alias.toml"
     file.write_text(f'[tensors]\n\n[alias]\n"{HEAD}" = "{EMBEDDING}"\n')
-    gather_checkpoint(bench.workspace, bench.folder / "b", layout=file, base_model=base_of(bench, model, CONFIG))
+    gather_checkpoint(bench.workspace, bench.folder / "b", layouts=file, base_model=base_of(bench, model, CONFIG))
     assert_holds(bench.folder / "b", model)
 
 
@@ -77,7 +77,7 @@ def test_what_is_left_out_needs_no_layout(bench: Bench, model: dict[str, torch.T
     report = gather_checkpoint(bench.workspace, bench.out, base_model=base, exclude=HEAD)
     assert report.output is not None and report.output["excluded"] == [HEAD]
     assert_holds(bench.out, model)
-    gather_checkpoint(bench.workspace, bench.folder / "b", layout=layout_file(bench, alias=False), include="model.*")
+    gather_checkpoint(bench.workspace, bench.folder / "b", layouts=layout_file(bench, alias=False), include="model.*")
     assert_holds(bench.folder / "b", model)
     bench.refused(
         "LayoutError", "--exclude", UP, "--overwrite", says=[f"{EMBEDDING}: no layout is recorded"], tensor=EMBEDDING
@@ -120,7 +120,7 @@ def test_names_and_shapes_are_compared_with_the_base_model(bench: Bench, model: 
     )
     (problem,) = json.loads(run("inspect", bench.workspace, "--base-model", base, "--json").stdout)["problems"]
     assert (problem["tensor"], problem["exit_code"]) == ("model.more.weight", 3)
-    gather_checkpoint(bench.workspace, bench.out, layout=layout_file(bench))
+    gather_checkpoint(bench.workspace, bench.out, layouts=layout_file(bench))
     refusal(run("verify", bench.out, "--base-model", base, "--json"), "IncompleteError", tensor="model.more.weight")
     refusal(run("verify", bench.out, "--layout", layout_file(bench), "--json"), "UsageError", says=["with a manifest"])
 

@@ -100,7 +100,7 @@ def page(tmp_path: Path) -> Path:
 def test_a_model_of_everything_is_gathered_by_one_page(tmp_path: Path, page: Path, recorded: bool) -> None:
     model = whole()
     write(tmp_path / "ws", model, LayoutMap.read(page) if recorded else None)
-    report = gather_checkpoint(tmp_path / "ws", tmp_path / "out", layout=page)
+    report = gather_checkpoint(tmp_path / "ws", tmp_path / "out", layouts=page)
     assert not [note for note in report.notes if note[0] in ("assumed-layout", "unused-rule")]
     found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == model.keys()
@@ -141,7 +141,7 @@ def without(name: str):
 def test_what_does_not_fit_the_page_is_refused_by_name(tmp_path: Path, page: Path, change, kind, says) -> None:
     write(tmp_path / "ws", whole(), None, change)
     with pytest.raises(kind, match=says) as caught:
-        gather_checkpoint(tmp_path / "ws", tmp_path / "out", layout=page)
+        gather_checkpoint(tmp_path / "ws", tmp_path / "out", layouts=page)
     assert isinstance(caught.value, XrankError) and caught.value.tensor is not None
     assert not (tmp_path / "out").exists()
 
@@ -159,7 +159,7 @@ def test_the_page_is_proven_without_any_state(page: Path) -> None:
 def test_what_is_left_out_by_name_may_be_missing(tmp_path: Path, page: Path) -> None:
     model = whole()
     write(tmp_path / "ws", model, None, without("layers.3.experts.1.w13"))
-    gather_checkpoint(tmp_path / "ws", tmp_path / "out", layout=page, exclude=[r"layers\.8\.experts\.3\..*"])
+    gather_checkpoint(tmp_path / "ws", tmp_path / "out", layouts=page, exclude=[r"layers\.8\.experts\.3\..*"])
     found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert model.keys() - found.keys() == {"layers.8.experts.3.w13", "layers.8.experts.3.scale"}
 
@@ -202,7 +202,7 @@ def test_a_model_of_everything_is_resharded_and_comes_back(tmp_path: Path, page:
     write(tmp_path / "ws", model, LayoutMap.read(page))
     tied = tmp_path / "tied.toml"
     tied.write_text('[alias]\nhead = "embed"\n')
-    gather_checkpoint(tmp_path / "ws", tmp_path / "whole", layout=tied)
+    gather_checkpoint(tmp_path / "ws", tmp_path / "whole", layouts=tied)
     with pytest.raises(LayoutError, match=r"layers\.0\.fc1: 6/tp: 6 does not divide by 4"):
         reshard_checkpoint(tmp_path / "ws", there, tmp_path / "moved")
     there.write_text(there.read_text().replace("[f/tp <gate", "[f/~tp <gate"))
@@ -214,7 +214,7 @@ def test_a_model_of_everything_is_resharded_and_comes_back(tmp_path: Path, page:
     assert last.keys() == own | {"embed", "head", "final.bias", "final.norm"}
     assert torch.equal(last["layers.1.experts.0.w13"], model["layers.9.experts.3.w13"])
     # What the new states record is enough to gather them, and to go back to states like those they came of.
-    gather_checkpoint(tmp_path / "moved", tmp_path / "again", layout=tied)
+    gather_checkpoint(tmp_path / "moved", tmp_path / "again", layouts=tied)
     for folder in ("whole", "again"):
         found = safetensors.torch.load_file(tmp_path / folder / "model.safetensors")
         assert found.keys() == model.keys()

@@ -65,7 +65,7 @@ def test_what_ranks_hold_by_wider_layouts_is_gathered_exactly(tmp_path, recorded
     write(tmp_path / "ws", model, layouts() if recorded else None)
     file = tmp_path / "layout.toml"
     layouts().write(file)
-    report = gather_checkpoint(tmp_path / "ws", tmp_path / "out", layout=None if recorded else file)
+    report = gather_checkpoint(tmp_path / "ws", tmp_path / "out", layouts=None if recorded else file)
     assert report.ok
     found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == model.keys()

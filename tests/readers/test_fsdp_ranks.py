@@ -168,10 +168,10 @@ def test_another_ranks_file_is_seen_by_its_name(tmp_path: Path) -> None:
     """Also where nothing in it says a rank."""
     folder = save_plain(tmp_path / "plain", [{"w": torch.rand(2, 6)}, {"w": torch.rand(2, 6)}])
     (tmp_path / "layout.toml").write_text('[mesh]\ngrid = "fsdp=2"\n\n[tensors]\n"w" = "[a/fsdp, b]"\n')
-    assert gathered(folder, layout=tmp_path / "layout.toml").keys() == {"w"}
+    assert gathered(folder, layouts=tmp_path / "layout.toml").keys() == {"w"}
     shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_2_rank_1.pt")
     with pytest.raises(ContradictionError, match=r"rank_1\.pt was saved under another name") as caught:
-        gathered(folder, layout=tmp_path / "layout.toml")
+        gathered(folder, layouts=tmp_path / "layout.toml")
     assert (caught.value.rank, caught.value.got) == (1, "model_world_size_2_rank_0.pt")
 
 
@@ -220,7 +220,7 @@ def test_plain_tensors_alone_say_no_cut(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4, 6), "b": torch.zeros(3)}, tmp_path / "base" / "model.safetensors")
     assert gathered(folder, base_model=tmp_path / "base") == {"w": whole(w), "b": whole(b)}
     (tmp_path / "layout.toml").write_text('[mesh]\ngrid = "fsdp=2"\n\n[tensors]\n"w" = "[a/fsdp, b]"\n"b" = "[a]"\n')
-    assert gathered(folder, layout=tmp_path / "layout.toml") == {"w": whole(w), "b": whole(b)}
+    assert gathered(folder, layouts=tmp_path / "layout.toml") == {"w": whole(w), "b": whole(b)}
 
 
 def test_names_that_wrappers_gave(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ class TestFlatParameters:
             f'"_flat_param" = "flat({members})/~fsdp"\n'
             '"norm._flat_param" = "flat(norm.weight [6], norm.bias [6])/~fsdp"\n'
         )
-        assert gathered(folders["flat"], layout=tmp_path / "layout.toml") == expected()
+        assert gathered(folders["flat"], layouts=tmp_path / "layout.toml") == expected()
 
 
 def test_each_folder_has_one_reader(actor: Path, tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_an_unknown_name_needs_a_layout(two_by_two: Path, tmp_path: Path) -> Non
     layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
     layouts["extra.weight"] = "[a, b/tp]"
     layouts["decoder.layers.0.mlp.linear_fc2.weight"] = "[h, f/tp]"
-    gathered(two_by_two, tmp_path / "out", layout=layouts)
+    gathered(two_by_two, tmp_path / "out", layouts=layouts)
     assert read_model(tmp_path / "out")["extra.weight"] == whole(torch.cat([parts[0], parts[1]], dim=1))
 
 

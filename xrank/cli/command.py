@@ -76,7 +76,7 @@ class Output:
             told = traceback.TracebackException.from_exception(error)
             told.__notes__ = []  # what follows says the same
             say(printable("".join(told.format()).rstrip("\n")), err=True)
-        self._leave(error_text(error, self.face), error.exit_code, error.to_dict(), report)
+        self._leave(error_text(error, self.face), error.exit_code, error, report)
 
     def stop(self, how: str, exit_code: int) -> NoReturn:
         """Say that a signal ended the command, and leave."""
@@ -84,21 +84,21 @@ class Output:
         text = f"xrank: {how}; the same command {'goes on' if goes_on else 'starts anew'} (exit {exit_code})"
         what_then = "which goes on from what is finished" if goes_on else "which starts anew"
         error = XrankError(how, next_step=f"run the same command, {what_then}")
-        self._leave(text, exit_code, error.to_dict())
+        self._leave(text, exit_code, error)
 
-    def _leave(self, text: str, exit_code: int, error: dict[str, Any], report: Report | None = None) -> NoReturn:
+    def _leave(self, text: str, exit_code: int, error: XrankError, report: Report | None = None) -> NoReturn:
         say(text, err=True)
         if self.as_json:
             self._print_json(report or self._failed(exit_code, error))
         sys.exit(exit_code)
 
-    def _failed(self, exit_code: int, error: dict[str, Any]) -> Report:
+    def _failed(self, exit_code: int, error: XrankError) -> Report:
         from xrank.conversion.report import peak_rss_nbytes
         from xrank.plan.report import Report
 
         seconds, peak = monotonic() - self._started, peak_rss_nbytes()
         return Report(
-            self.command, status="failed", exit_code=exit_code, seconds=seconds, peak_rss_nbytes=peak, error=error
+            self.command, status="failed", exit_code=exit_code, seconds=seconds, peak_rss_nbytes=peak, fault=error
         )
 
     def _print_json(self, report: Report) -> None:

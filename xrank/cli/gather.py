@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from xrank.errors import UsageError
 from xrank.words import list_text, plural, size_text
 
 if TYPE_CHECKING:
-    from xrank.plan.report import Report
+    from xrank.plan.report import OutputFacts, Report
 
 __all__ = ["gather", "made_rows", "proof_row", "source_row"]
 
@@ -107,6 +106,7 @@ def gather(
             want="SRC, --workspace DIR or XRANK_WORKSPACE",
             next_step="name the folder that the ranks wrote to",
         )
+    options["layouts"] = options.pop("layout")
     convert = partial(gather_checkpoint, path, options.pop("out"), workspace=source is None, **options)
     report_shared(output, convert, _rows, timeout=timeout, distributed=distributed)
 
@@ -114,11 +114,11 @@ def gather(
 def source_row(report: Report) -> tuple[str, str]:
     """Return what was read."""
     source = report.source
-    step = f", step {source['step']}" if source["step"] is not None else ""
-    ranks = f", written by {plural(source['world_size'], 'rank')}" if source["world_size"] else ""
-    left_out = f", {size_text(source['skipped_nbytes'])} left out" if source["skipped_nbytes"] else ""
-    recipe = f", named by the recipe {source['recipe']}" if source["recipe"] else ""
-    return "source", f"{source['format']}{step}{ranks}; {size_text(source['nbytes'])} in the source{left_out}{recipe}"
+    step = f", step {source.step}" if source.step is not None else ""
+    ranks = f", written by {plural(source.world_size, 'rank')}" if source.world_size else ""
+    left_out = f", {size_text(source.skipped_nbytes)} left out" if source.skipped_nbytes else ""
+    recipe = f", named by the recipe {source.recipe}" if source.recipe else ""
+    return "source", f"{source.format}{step}{ranks}; {size_text(source.nbytes)} in the source{left_out}{recipe}"
 
 
 def proof_row(report: Report) -> tuple[str, str]:
@@ -127,46 +127,44 @@ def proof_row(report: Report) -> tuple[str, str]:
     facts = [f"{plural(report.num_tensors, 'tensor')}, every element exactly once"]
     if "num_checksums" in proof:
         facts.append(
-            f"{plural(proof['num_checksums'], 'checksum')} good"
-            if proof["num_checksums"]
-            else "no checksums to compare"
+            f"{plural(proof.num_checksums, 'checksum')} good" if proof.num_checksums else "no checksums to compare"
         )
-    if proof.get("num_replicas_compared"):
-        facts.append(f"{plural(proof['num_replicas_compared'], 'replica')} equal")
-    if proof.get("base_model"):
-        facts.append(f"{proof['base_model']} as in the base model")
+    if proof.num_replicas_compared:
+        facts.append(f"{plural(proof.num_replicas_compared, 'replica')} equal")
+    if proof.base_model:
+        facts.append(f"{proof.base_model} as in the base model")
     return "proof", "; ".join(facts)
 
 
-def made_rows(made: Mapping[str, Any], tied_are: str) -> list[tuple[str, str]]:
+def made_rows(made: OutputFacts, tied_are: str) -> list[tuple[str, str]]:
     """Return what became of tied and of cast tensors; `tied_are` says how tied ones are written."""
-    rows = [("tied", f"{', '.join(names)} equal {target}, {tied_are}") for target, *names in made["tied"]]
-    casts = Counter(made["cast"].values()).items()
+    rows = [("tied", f"{', '.join(names)} equal {target}, {tied_are}") for target, *names in made.tied]
+    casts = Counter(made.cast.values()).items()
     return [*rows, *(("cast", f"{plural(count, 'tensor')} {cast}") for cast, count in casts)]
 
 
 def _rows(report: Report) -> list[tuple[str, str]]:
-    made = report.output or report.plan or {}
+    made = report.made
     rows = [source_row(report), proof_row(report), *made_rows(made, "which is written once")]
-    if made.get("merged"):
-        rows.append(("adapter", f"merged into {plural(len(made['merged']), 'tensor')}"))
-    if made["excluded"]:
-        names = made["excluded"]
+    if made.merged:
+        rows.append(("adapter", f"merged into {plural(len(made.merged), 'tensor')}"))
+    if made.excluded:
+        names = made.excluded
         rows.append(("left out", f"{plural(len(names), 'tensor')}: {list_text(names)}"))
-    files = plural(len(made["files"]), "file")
+    files = plural(len(made.files), "file")
     if report.output is None:
-        buffers = size_text(made["peak_buffer_nbytes"])
+        buffers = size_text(made.peak_buffer_nbytes)
         rows.append(
             ("plan", f"{report.path}: {files}, {size_text(report.nbytes)}, {buffers} of buffers; nothing was written")
         )
         rows.extend(
-            ("file", f"{file['name']}: {size_text(file['nbytes'])}, {plural(file['num_tensors'], 'tensor')}")
-            for file in made["files"]
+            ("file", f"{file.name}: {size_text(file.nbytes)}, {plural(file.num_tensors, 'tensor')}")
+            for file in made.files
         )
         return rows
     speed = size_text(report.nbytes / max(report.seconds, 1e-9))
-    resumed = f", {size_text(made['resumed_nbytes'])} of it by an earlier run" if made["resumed_nbytes"] else ""
-    companions = f"; with {', '.join(made['companions'])}" if made["companions"] else ""
+    resumed = f", {size_text(made.resumed_nbytes)} of it by an earlier run" if made.resumed_nbytes else ""
+    companions = f"; with {', '.join(made.companions)}" if made.companions else ""
     memory = size_text(report.peak_rss_nbytes)
     rows.append(
         (

@@ -91,7 +91,7 @@ def _width() -> int:
 
 def _check_rows(report: Report) -> list[tuple[str, str]]:
     counts = f"{plural(report.num_tensors, 'tensor')}, every element exactly once per replica"
-    rows = [("ok", f"{counts}; {plural(report.proof['num_rules'], 'rule')} in {report.path}")]
+    rows = [("ok", f"{counts}; {plural(report.proof.num_rules, 'rule')} in {report.path}")]
     held = [row["nbytes"] for row in report.details["ranks"]]
     if any(held):
         low, high = size_text(min(held)), size_text(max(held))

@@ -64,24 +64,23 @@ def reshard(output: Output, source: str, layouts: str, timeout: float, distribut
 
 
 def _rows(report: Report) -> list[tuple[str, str]]:
-    made = report.output or report.plan or {}
-    rows = [source_row(report), proof_row(report), ("layout", f"{made['mesh']}; run {made['run_id']}")]
+    made = report.made
+    rows = [source_row(report), proof_row(report), ("layout", f"{made.mesh}; run {made.run_id}")]
     rows += made_rows(made, "whose bytes they share")
-    files = made["files"]
-    sizes = sorted(file["nbytes"] for file in files)
+    files = made.files
+    sizes = sorted(file.nbytes for file in files)
     share = size_text(sizes[0]) if sizes[0] == sizes[-1] else f"{size_text(sizes[0])} to {size_text(sizes[-1])}"
     states = f"{plural(len(files), 'state')} of {share}"
     if report.output is None:
-        buffers = size_text(made["peak_buffer_nbytes"])
+        buffers = size_text(made.peak_buffer_nbytes)
         rows.append(("plan", f"{report.path}: {states}, {buffers} of buffers; nothing was written"))
         rows += [
-            ("file", f"{file['name']}: {size_text(file['nbytes'])}, {plural(file['num_tensors'], 'tensor')}")
-            for file in files
+            ("file", f"{file.name}: {size_text(file.nbytes)}, {plural(file.num_tensors, 'tensor')}") for file in files
         ]
         return rows
     speed = size_text(report.nbytes / max(report.seconds, 1e-9))
-    resumed = f", {size_text(made['resumed_nbytes'])} of it by an earlier run" if made["resumed_nbytes"] else ""
-    companions = f"; with {', '.join(made['companions'])}" if made["companions"] else ""
+    resumed = f", {size_text(made.resumed_nbytes)} of it by an earlier run" if made.resumed_nbytes else ""
+    companions = f"; with {', '.join(made.companions)}" if made.companions else ""
     memory = size_text(report.peak_rss_nbytes)
     wrote = f"{report.path}: {states}{resumed}, {speed}/s, peak memory {memory}{companions}"
     return [*rows, ("wrote", wrote)]

@@ -57,12 +57,12 @@ def verify_command(
 
     Ranks that torchrun, srun or mpirun started share the reading; rank 0 reports.
     """
-    from xrank.conversion.verify import verify
+    from xrank.conversion.verify import verify_model
 
     def convert(**shared: Any) -> Report:
-        report, error = verify(path, against=against, layouts=layout, **options, **shared)
-        if error is not None:
-            output.fail(error, report)
+        report = verify_model(path, against=against, layouts=layout, **options, **shared)
+        if report.fault is not None:
+            output.fail(report.fault, report)
         return report
 
     report_shared(output, convert, partial(_rows, against=against), timeout=timeout, distributed=distributed)
@@ -72,12 +72,12 @@ def _rows(report: Report, against: str | None) -> list[tuple[str, str]]:
     counts = f"{plural(report.num_tensors, 'tensor')}, {size_text(report.nbytes)}"
     if against is not None:
         fact = f"every value as in {against}"
-    elif "manifest" in report.proof:
-        fact = f"every digest as in {report.proof['manifest']}"
+    elif report.proof.manifest is not None:
+        fact = f"every digest as in {report.proof.manifest}"
     else:
-        replicas = report.proof["num_replicas_compared"]
-        fact = f"every element exactly once; {plural(report.proof['num_checksums'], 'checksum')} good"
+        replicas = report.proof.num_replicas_compared
+        fact = f"every element exactly once; {plural(report.proof.num_checksums, 'checksum')} good"
         fact += f"; {plural(replicas, 'replica')} equal" if replicas else ""
-    if report.proof.get("base_model"):
-        fact += f"; {report.proof['base_model']} as in the base model"
+    if report.proof.base_model:
+        fact += f"; {report.proof.base_model} as in the base model"
     return [("ok", f"{counts}: {fact}")]

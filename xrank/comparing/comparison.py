@@ -19,12 +19,13 @@ from xrank.decisions.options import GatherOptions
 from xrank.errors import ContradictionError, UsageError, XrankError
 from xrank.faces import option
 from xrank.layout import LayoutMap
-from xrank.making.check import Check
+from xrank.making.check import Check, Verdict
 from xrank.plan.coverage import range_text
 from xrank.plan.executor import Budget, Outcome
 from xrank.plan.low_rank import LowRank
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
+from xrank.plan.report import ProofFacts, SourceFacts
 from xrank.plan.source import StoredModel, StoredShard, merge_models
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME
@@ -99,15 +100,15 @@ def plan_comparison(
     except XrankError as error:
         raise _said(error, pair, found) from error
 
-    def judge(outcome: Outcome) -> dict[str, Any]:
+    def judge(outcome: Outcome) -> Verdict:
         if made:
             _check_digests(pair, made, plan, outcome, budget)
-        return {
-            "source": {"path": path, "format": sides[0].source.model.format},
-            "proof": {"against": other_path, **pair.proof, "num_checksums": outcome.num_checksums},
-            "checked": [output for output in outputs if output.name not in found.aliases],
-            "notes": (*pair.notes, *found.notes, *sides[0].notes, *sides[1].notes),
-        }
+        return Verdict(
+            SourceFacts(path=path, format=sides[0].source.model.format),
+            ProofFacts(against=other_path, **pair.proof, num_checksums=outcome.num_checksums),
+            [output for output in outputs if output.name not in found.aliases],
+            (*pair.notes, *found.notes, *sides[0].notes, *sides[1].notes),
+        )
 
     return Check(plan, judge, lambda error: _said(error, pair, found))
 

@@ -13,11 +13,12 @@ from xrank.decisions.base_check import not_compared
 from xrank.decisions.base_model import BaseModel, check_against
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
 from xrank.formats.safetensors_header import read_header
-from xrank.making.check import Check
+from xrank.making.check import Check, Verdict
 from xrank.making.rereading import FileDigests, digests_of, plan_of_headers
 from xrank.plan.digests import digest_text
 from xrank.plan.executor import Outcome
 from xrank.plan.output import OutputTensor
+from xrank.plan.report import ProofFacts, SourceFacts
 from xrank.readers.hugging_face.folder import read_headers
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
@@ -44,23 +45,23 @@ def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
     _check_plain_files(path, [*manifest["companions"], *(f for f in listed.values() if f["name"] not in found)])
     plan = plan_of_headers(headers)
 
-    def judge(outcome: Outcome) -> dict[str, Any]:
+    def judge(outcome: Outcome) -> Verdict:
         for name, read in zip(found, digests_of(plan, outcome), strict=True):
             _check_digests(path, manifest, listed, replace(read, name=name))
         checked = [OutputTensor(t.name, t.dtype, t.shape) for h in headers for t in h.tensors]
-        told = {"manifest": os.path.join(path, MANIFEST_NAME), "num_digests": len(manifest["tensors"])}
+        proof = ProofFacts(manifest=os.path.join(path, MANIFEST_NAME), num_digests=len(manifest["tensors"]))
         notes = []
         if base is not None:
             # The base model's names and shapes are those before a transform.
             made = manifest.get("transformed", {})
             own = [o for o in checked if o.name not in made and manifest["tensors"][o.name]["file"] not in apart]
             absent = {*manifest["excluded"], *made.values()}
-            told["base_model"] = check_against(base, own, absent, set(manifest["tied"]))
-            if told["base_model"] is None:
+            proof = proof.extended(base_model=check_against(base, own, absent, set(manifest["tied"])))
+            if proof.base_model is None:
                 notes.append(not_compared(base, path))
             elif made:
                 notes.append(("base-model", f"of {len(made)} tensors that a transform made, no shape was compared"))
-        return {"source": {"path": path, "format": "safetensors"}, "proof": told, "notes": notes, "checked": checked}
+        return Verdict(SourceFacts(path=path, format="safetensors"), proof, checked, tuple(notes))
 
     return Check(plan, judge)
 

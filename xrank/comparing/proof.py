@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from xrank.decisions.base_check import check_source, not_compared
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.decision import Purpose, Request, decide
@@ -11,10 +9,11 @@ from xrank.decisions.found_source import read_source
 from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.layout import LayoutMap
-from xrank.making.check import Check
+from xrank.making.check import Check, Verdict
 from xrank.plan.executor import Outcome
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import make_plan
+from xrank.plan.report import ProofFacts, SourceFacts
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME
 
@@ -41,23 +40,19 @@ def plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None) -> 
         notes.append(not_compared(base, path))
     plan = make_plan(model, lay_out(outputs, 1 << 62) if outputs else ())
 
-    def judge(outcome: Outcome) -> dict[str, Any]:
-        return {
-            "source": {
-                "path": path,
-                "format": model.format,
-                "recipe": model.recipe,
-                "world_size": model.world_size,
-                "step": model.step,
-            },
-            "proof": {
-                "coverage": "proven",
-                "num_checksums": outcome.num_checksums,
-                "num_replicas_compared": sum(len(tensor.replicas) for tensor in plan.tensors),
-                **({"base_model": checked} if base is not None else {}),
-            },
-            "notes": notes,
-            "checked": outputs,
-        }
+    def judge(outcome: Outcome) -> Verdict:
+        proof = ProofFacts(
+            coverage="proven",
+            num_checksums=outcome.num_checksums,
+            num_replicas_compared=sum(len(tensor.replicas) for tensor in plan.tensors),
+        )
+        return Verdict(
+            SourceFacts(
+                path=path, format=model.format, recipe=model.recipe, world_size=model.world_size, step=model.step
+            ),
+            proof if base is None else proof.extended(base_model=checked),
+            outputs,
+            tuple(notes),
+        )
 
     return Check(plan, judge)

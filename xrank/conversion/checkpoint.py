@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from xrank.decisions.options import DTypeChoice, GatherOptions
+from xrank.decisions.options import GatherOptions, dtype_choice
 from xrank.decisions.output_plan import plan_gather, read_layouts
 from xrank.layout import LayoutMap
 from xrank.making.checkpoint import Checkpoint
 from xrank.public_calls import names_own_arguments
 
 if TYPE_CHECKING:
-    pass
+    import torch
 
 __all__ = ["open_checkpoint"]
 
@@ -24,7 +24,7 @@ def open_checkpoint(
     recipe: str | os.PathLike[str] | None = None,
     layouts: str | os.PathLike[str] | LayoutMap | None = None,
     base_model: str | os.PathLike[str] | None = None,
-    dtype: DTypeChoice | None = None,
+    dtype: str | torch.dtype | None = None,
     max_memory: str | int = "64MB",
 ) -> Checkpoint:
     """Open any source that `gather_checkpoint` takes, as a mapping of whole tensors; nothing is written or removed.
@@ -37,13 +37,13 @@ def open_checkpoint(
         recipe: as `gather_checkpoint`.
         layouts: layouts for a source that records none: a layout file, or its content.
         base_model: names and shapes that the source must have.
-        dtype: ``keep``, ``base``, ``bf16``, ``fp16`` or ``fp32``, for floating-point tensors; None keeps, too.
+        dtype: ``"keep"``, ``"base"``, ``"bf16"``, ``"fp16"``, ``"fp32"``, or torch's; None keeps, too.
         max_memory: bytes of buffers, beside the tensor that a look-up returns.
 
     Raises:
         UsageError, LayoutError, IncompleteError, ContradictionError, CorruptError, UnsafeError: as `gather_checkpoint`.
     """
-    options = GatherOptions(dtype=dtype or "keep", max_memory=max_memory, max_shard_size=1 << 62)
+    options = GatherOptions(dtype=dtype_choice(dtype), max_memory=max_memory, max_shard_size=1 << 62)
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
     gather = plan_gather(os.fspath(path), options, base_model=base_model, layouts=given, recipe=recipe)
     return Checkpoint(gather, given)

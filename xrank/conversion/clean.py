@@ -10,7 +10,7 @@ from typing import Any
 
 from xrank.conversion.report import peak_rss_nbytes
 from xrank.errors import UsageError
-from xrank.plan.report import Report
+from xrank.plan.report import CleanDetails, Report
 from xrank.writers.cleaning import clean_places, list_messages, list_segments
 
 __all__ = ["clean"]
@@ -57,12 +57,12 @@ def clean(
         command="clean",
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
-        details={
-            "stages": stages,
-            "messages": messages,
-            "segments": segments,
-            "num_removed": len(removed),
-            "removed_nbytes": sum(row["nbytes"] for row in removed),
-            "dry_run": dry_run,
-        },
+        details=CleanDetails(
+            stages=stages,
+            messages=messages,
+            segments=segments,
+            num_removed=len(removed),
+            removed_nbytes=sum(row["nbytes"] for row in removed),
+            dry_run=dry_run,
+        ),
     )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
-from xrank.conversion.report import output_facts, peak_rss_nbytes, proof_facts, source_facts
+from xrank.conversion.report import output_facts, peak_rss_nbytes, proof_facts, read_report, report_text, source_facts
 from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers, dtype_choice
@@ -48,6 +46,7 @@ def export_model(
     config_overrides: Mapping[str, Any] | None = None,
     max_memory: str | int = "64MB",
     overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800,
 ) -> Report:
@@ -88,6 +87,7 @@ def export_model(
         max_memory: bounds the buffers of each rank.
         overwrite: whether a model that is there may be replaced; folders in it that are no part of it are refused,
             and so are states of ranks.
+        progress: called with (bytes written so far, bytes in all), on the first rank alone.
         group: the ranks; None: all of the world. Their store is used, and no collective.
         timeout_seconds: how long ranks may take to come. Once they have met, a death is noticed in seconds.
 
@@ -131,31 +131,30 @@ def export_model(
     # What is lent is so until all ranks have ended.
     with ExitStack() as lent, team.together():
         request, _ = team.agree("what is asked", asked, AskedModel.told, check_alike(team.ranks))
-        return _export(request, path, team, lent)
+        return _export(request, path, team, lent, progress)
 
 
-def _export(asked: AskedModel, out: str, team: Team, lent: ExitStack) -> Report:
+def _export(
+    asked: AskedModel, out: str, team: Team, lent: ExitStack, progress: Callable[[int, int], None] | None
+) -> Report:
     started = time.monotonic()
     model = lend_model(asked, team, lent, check=lambda: check_output(out, overwrite=asked.options.overwrite))
     gather = model.gather
     with closing(model.source):
-        made = make_output(gather, model.source, out, None, team, model.holder)
+        made = make_output(gather, model.source, out, progress, team, model.holder)
         if not team.is_first:
-            return _report_of(team.broadcast("report"))
-    transformed = {} if gather.transforms is None else {"transformed": gather.transforms.made_of}
+            return read_report(team.broadcast("report"))
+    output = output_facts(gather, out)
+    if gather.transforms is not None:
+        output = output.extended(transformed=gather.transforms.made_of)
     report = Report(
         command="export",
         path=out,
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
         source=source_facts(gather.source),
-        proof={**proof_facts(gather), **made.proof},
-        output={"path": out, **output_facts(gather), **transformed, **made.output},
+        proof=made.add_proof(proof_facts(gather)),
+        output=made.add_output(output),
         notes=(*gather.notes, *made.notes),
     )
-    return _report_of(team.broadcast("report", json.dumps(asdict(report))))
-
-
-def _report_of(text: str) -> Report:
-    told = json.loads(text)
-    return Report(**{**told, "notes": tuple((code, message) for code, message in told["notes"])})
+    return read_report(team.broadcast("report", report_text(report)))

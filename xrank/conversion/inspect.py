@@ -22,7 +22,7 @@ from xrank.dtypes import dtype as dtype_of
 from xrank.errors import XrankError
 from xrank.layout import LayoutMap
 from xrank.plan.planner import divide_replicas
-from xrank.plan.report import Report
+from xrank.plan.report import InspectDetails, Report, SourceFacts
 from xrank.plan.source import StoredModel
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
@@ -84,20 +84,21 @@ def inspect_source(
             problems.append(renames_adapted(adapted.source, matched))
     except XrankError as error:
         problems.append(error)
-    details: dict[str, Any] = {
-        "problems": [{**problem.to_dict(), "exit_code": problem.exit_code} for problem in problems],
-        "tensors": tensors,
-        "format": {} if model is None else {key: what for key, what in model.details.items() if key != "ranks"},
-        "companions": companions,
-        "config_path": config_path,
-        "ranks": survey_ranks(text) if isinstance(reader, WorkspaceReader) else [] if model is None else _ranks(model),
-    }
+    details = InspectDetails(
+        problems=[{**problem.to_dict(), "exit_code": problem.exit_code} for problem in problems],
+        tensors=tensors,
+        format={} if model is None else {key: what for key, what in model.details.items() if key != "ranks"},
+        companions=companions,
+        config_path=config_path,
+        ranks=survey_ranks(text) if isinstance(reader, WorkspaceReader) else [] if model is None else _ranks(model),
+    )
+    source = SourceFacts(path=text, format=reader.name)
     return Report(
         command="inspect",
         path=text,
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
-        source={"path": text, "format": reader.name, **({} if model is None else _facts(model) | {"recipe": recipe})},
+        source=source if model is None else source.extended(**_facts(model), recipe=recipe),
         notes=() if model is None else (*model.notes, *notes),
         details=details,
     )

@@ -19,7 +19,7 @@ from xrank.faces import option
 from xrank.layout import LayoutMap
 from xrank.plan.holdings import Survey, find_problem, sum_held_nbytes
 from xrank.plan.layout_shapes import compute_shapes
-from xrank.plan.report import Report
+from xrank.plan.report import LayoutDetails, OutputFacts, ProofFacts, Report, SourceFacts
 from xrank.plan.survey import survey
 from xrank.words import numbers_text
 
@@ -103,14 +103,14 @@ def check_file(
         {shard.name: shard.shape for shard in stored.shards},
         dtypes={shard.name: shard.dtype for shard in stored.shards},
     )
-    return check_survey(found, path=file, source={"path": place, "format": stored.format}, started=started)
+    return check_survey(found, path=file, source=SourceFacts(path=place, format=stored.format), started=started)
 
 
 def check_survey(
     found: Survey,
     *,
     path: str | None = None,
-    source: Mapping[str, Any] | None = None,
+    source: SourceFacts | None = None,
     notes: Sequence[tuple[str, str]] = (),
     started: float | None = None,
 ) -> tuple[Report, LayoutError | None]:
@@ -138,16 +138,16 @@ def check_survey(
         exit_code=0 if first is None else first.exit_code,
         seconds=0.0 if started is None else time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
-        source=source or {},
-        proof={"coverage": "refused" if problems else "proven", "num_rules": len(found.rules)},
-        plan={
-            "num_tensors": len(found.tensors),
-            "num_parameters": sum(math.prod(one.shape) for one in found.tensors),
-            "nbytes": sum(math.prod(one.shape) * _width(one.dtype) for one in found.tensors),
-        },
+        source=source or SourceFacts(),
+        proof=ProofFacts(coverage="refused" if problems else "proven", num_rules=len(found.rules)),
+        plan=OutputFacts(
+            num_tensors=len(found.tensors),
+            num_parameters=sum(math.prod(one.shape) for one in found.tensors),
+            nbytes=sum(math.prod(one.shape) * _width(one.dtype) for one in found.tensors),
+        ),
         notes=tuple(said),
-        error=None if first is None else first.to_dict(),
-        details={"problems": [problem.to_dict() for problem in problems], **survey_facts(found)},
+        fault=first,
+        details=LayoutDetails(problems=[problem.to_dict() for problem in problems], **survey_facts(found)),
     )
     return report, first
 

@@ -21,7 +21,7 @@ from xrank.layout.layout_diff import LayoutDiff
 from xrank.layout.layout_file import write_whole
 from xrank.pictures.text_picture import share_words
 from xrank.plan.holdings import Holdings, Survey
-from xrank.plan.report import Report
+from xrank.plan.report import LayoutDetails, OutputFacts, Report, SourceFacts
 
 __all__ = ["diff_layouts", "show_layouts", "write_page"]
 
@@ -41,18 +41,19 @@ def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) ->
     source = read_source(path)
     found = chosen(source.survey, tensor)
     text = file_text(source.as_map()) if toml else None
+    file: dict[str, Any] = {} if text is None else {"toml": text}
     report = Report(
         command="layout show",
         path=source.path,
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
-        source={"path": source.path, "format": source.format},
+        source=SourceFacts(path=source.path, format=source.format),
         notes=source.notes if text is None else (),
-        details={
-            "tensors": [_row(one) for one in found.tensors],
+        details=LayoutDetails(
+            tensors=[_row(one) for one in found.tensors],
             **survey_facts(found),
-            **({} if text is None else {"toml": text}),
-        },
+            **file,
+        ),
     )
     return report, found, text
 
@@ -72,7 +73,7 @@ def write_page(report: Report, page: str, file: str) -> Report:
             file=file,
             next_step="name a place that can be written",
         ) from error
-    return replace(report, path=file, output={"path": file, "nbytes": len(content)})
+    return replace(report, path=file, output=OutputFacts(path=file, nbytes=len(content)))
 
 
 def diff_layouts(a: str, b: str) -> tuple[Report, LayoutDiff]:
@@ -92,8 +93,8 @@ def diff_layouts(a: str, b: str) -> tuple[Report, LayoutDiff]:
         path=b,
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
-        source={"path": a},
-        details={"equal": not found, "differences": asdict(found)},
+        source=SourceFacts(path=a),
+        details=LayoutDetails(equal=not found, differences=asdict(found)),
     )
     return report, found
 

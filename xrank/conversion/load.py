@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from xrank.conversion.report import peak_rss_nbytes, source_facts
+from xrank.conversion.report import count_outputs, peak_rss_nbytes, source_facts
 from xrank.decisions.decision import Purpose, Request, decide
 from xrank.decisions.found_source import read_source
 from xrank.decisions.given_layouts import live_layouts
@@ -21,7 +21,7 @@ from xrank.lending.tensor_target import check_fillable
 from xrank.making.manifest_digests import ManifestDigests
 from xrank.making.module_filling import fill_module
 from xrank.plan.executor import Budget, Outcome
-from xrank.plan.report import Report
+from xrank.plan.report import OutputFacts, ProofFacts, Report
 from xrank.plan.source import StoredModel
 from xrank.public_calls import names_own_arguments
 from xrank.readers.live.local_model import LocalModel, local_model
@@ -169,24 +169,18 @@ def _notes(module: FilledModule, load: Load) -> Iterator[tuple[str, str]]:
 
 def _report(planned: _Planned, outcome: Outcome, started: float) -> Report:
     plan, source = planned.load.plan, planned.source
-    outputs = [tensor.output for tensor in plan.tensors]
     return Report(
         command="load",
         path=source.path,
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
         source=source_facts(source),
-        proof={
-            "coverage": "proven",
-            "num_replicas_compared": sum(len(tensor.replicas) for tensor in plan.tensors),
-            "num_checksums": outcome.num_checksums,
-            "num_digests": planned.digests.num_compared,
-        },
-        output={
-            "num_tensors": len(outputs),
-            "num_parameters": sum(output.num_elements for output in outputs),
-            "nbytes": sum(output.nbytes for output in outputs),
-            "cast": dict(planned.load.cast),
-        },
+        proof=ProofFacts(
+            coverage="proven",
+            num_replicas_compared=sum(len(tensor.replicas) for tensor in plan.tensors),
+            num_checksums=outcome.num_checksums,
+            num_digests=planned.digests.num_compared,
+        ),
+        output=OutputFacts(**count_outputs([t.output for t in plan.tensors]), cast=dict(planned.load.cast)),
         notes=planned.notes,
     )

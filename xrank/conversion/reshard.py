@@ -6,10 +6,10 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING
 
-from xrank.conversion.report import peak_rss_nbytes, source_facts
-from xrank.decisions.options import DTypeChoice, GatherOptions
+from xrank.conversion.report import peak_rss_nbytes, planned_files, source_facts
+from xrank.decisions.options import DTypeChoice, GatherOptions, dtype_choice
 from xrank.decisions.reshard_plan import Reshard, plan_reshard
 from xrank.errors import UsageError
 from xrank.faces import option
@@ -17,11 +17,14 @@ from xrank.layout import LayoutMap
 from xrank.making.file_writing import WrittenFiles
 from xrank.making.states_filling import make_states
 from xrank.plan.digests import digest_text
-from xrank.plan.report import Report
+from xrank.plan.report import OutputFacts, ProofFacts, Report
 from xrank.public_calls import names_own_arguments
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
 from xrank.writers.staging import check_apart, check_output, check_room
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["reshard_checkpoint"]
 
@@ -34,7 +37,7 @@ def reshard_checkpoint(
     *,
     recipe: str | os.PathLike[str] | None = None,
     base_model: str | os.PathLike[str] | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     max_memory: str | int = "64MB",
     workers: int | None = None,
     overwrite: bool = False,
@@ -105,57 +108,53 @@ def reshard_checkpoint(
     return _report(reshard, path, started, written, notes)
 
 
-def _checked_dtype(dtype: str | None) -> DTypeChoice:
-    if dtype == "base":
+def _checked_dtype(dtype: str | torch.dtype | None) -> DTypeChoice:
+    choice = dtype_choice(dtype)
+    if choice == "base":
         raise UsageError(
             f"{option('dtype', 'base')} is for a gather: states are not cast to what the base model stores",
             got="base",
             want="keep, bf16, fp16 or fp32",
             next_step="choose a dtype",
         )
-    return cast(DTypeChoice, dtype or "keep")  # GatherOptions refuses what it does not know
+    return choice
 
 
 def _report(
     reshard: Reshard, path: str, started: float, written: WrittenFiles | None, stage_notes: tuple[str, ...]
 ) -> Report:
-    plan = reshard.plan
-    outputs = reshard.outputs
-    facts = {
-        "path": path,
-        "num_tensors": len(outputs),
-        "num_parameters": sum(output.num_elements for output in outputs),
-        "nbytes": sum(tensor.output.nbytes for tensor in plan.tensors),
-        "world_size": len(plan.files),
-        "mesh": reshard.grid,
-        "run_id": reshard.run_id,
-        "tied": [[target, *names] for target, names in reshard.tied.items()],
-        "cast": dict(reshard.selection.cast),
-        "companions": [companion.name for companion in reshard.companions],
-    }
-    proof = {"coverage": "proven"}
-    files: list[dict[str, Any]] = [
-        {"name": file.output.name, "nbytes": file.output.nbytes, "num_tensors": len(file.tensors)}
-        for file in plan.files
-    ]
+    plan, proof = reshard.plan, ProofFacts(coverage="proven")
+    facts = OutputFacts(
+        path=path,
+        num_tensors=len(reshard.outputs),
+        num_parameters=sum(output.num_elements for output in reshard.outputs),
+        nbytes=sum(tensor.output.nbytes for tensor in plan.tensors),
+        world_size=len(plan.files),
+        mesh=reshard.grid,
+        run_id=reshard.run_id,
+        tied=[[target, *names] for target, names in reshard.tied.items()],
+        cast=dict(reshard.selection.cast),
+        companions=[companion.name for companion in reshard.companions],
+        files=planned_files(plan),
+    )
     if written is None:
-        buffers = reshard.options.budget.nbytes
-        made: dict[str, Any] = {"plan": {**facts, "files": files, "peak_buffer_nbytes": buffers}}
-        made["proof"] = {**proof, "num_replicas_to_compare": sum(len(tensor.replicas) for tensor in plan.tensors)}
+        facts = facts.extended(peak_buffer_nbytes=reshard.options.budget.nbytes)
+        proof = proof.extended(num_replicas_to_compare=sum(len(tensor.replicas) for tensor in plan.tensors))
     else:
-        files = [{**file, "digest": digest_text(written.digests[index].digest)} for index, file in enumerate(files)]
-        made = {"output": {**facts, "files": files, "resumed_nbytes": written.resumed_nbytes}}
-        made["proof"] = {
-            **proof,
-            "num_replicas_compared": written.num_replicas_compared,
-            "num_checksums": written.outcome.num_checksums,
-        }
+        digests = [digest_text(written.digests[index].digest) for index in range(len(plan.files))]
+        files = [file.extended(digest=digest) for file, digest in zip(facts.files, digests, strict=True)]
+        facts = facts.extended(files=files, resumed_nbytes=written.resumed_nbytes)
+        proof = proof.extended(
+            num_replicas_compared=written.num_replicas_compared, num_checksums=written.outcome.num_checksums
+        )
     return Report(
         command="reshard",
         path=path,
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
         source=source_facts(reshard.source),
+        proof=proof,
+        output=None if written is None else facts,
+        plan=facts if written is None else None,
         notes=(*reshard.notes, *(written.notes if written else ()), *(("stage", note) for note in stage_notes)),
-        **made,
     )

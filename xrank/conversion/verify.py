@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from xrank.comparing.manifest_check import plan_manifest_check
 from xrank.comparing.proof import plan_proof
-from xrank.conversion.report import peak_rss_nbytes
+from xrank.conversion.report import count_outputs, peak_rss_nbytes
 from xrank.decisions.base_model import open_base_model
 from xrank.decisions.options import default_workers, parse_size
 from xrank.decisions.output_plan import read_layouts
@@ -17,17 +16,16 @@ from xrank.decisions.plan_digest import digest_of_plan
 from xrank.errors import UsageError, XrankError
 from xrank.faces import Face, option
 from xrank.layout import LayoutMap
-from xrank.making.check import Check, carried_out
+from xrank.making.check import Check, Verdict, carried_out
 from xrank.plan.executor import Budget
-from xrank.plan.output import OutputTensor
-from xrank.plan.report import Report
+from xrank.plan.report import OutputFacts, ProofFacts, Report, SourceFacts
 from xrank.public_calls import names_own_arguments
 from xrank.readers.workspace import WorkspaceReader
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
 from xrank.writers.manifest import MANIFEST_NAME
 
-__all__ = ["verify", "verify_model"]
+__all__ = ["verify_model"]
 
 
 @names_own_arguments
@@ -72,34 +70,6 @@ def verify_model(
         UsageError: the path can't be verified: it is of no known format, a model without a manifest, or what an adapter
             makes of it cannot be computed.
     """
-    return verify(
-        path,
-        against=against,
-        layouts=layouts,
-        base_model=base_model,
-        adapter_config=adapter_config,
-        max_memory=max_memory,
-        workers=workers,
-        progress=progress,
-        distributed=distributed,
-        timeout_seconds=timeout_seconds,
-    )[0]
-
-
-def verify(
-    path: str | os.PathLike[str],
-    *,
-    against: str | os.PathLike[str] | None,
-    layouts: str | os.PathLike[str] | LayoutMap | None,
-    base_model: str | os.PathLike[str] | None,
-    adapter_config: str | os.PathLike[str] | None,
-    max_memory: str | int,
-    workers: int | None,
-    progress: Callable[[int, int], None] | None = None,
-    distributed: bool = False,
-    timeout_seconds: float = 1800.0,
-) -> tuple[Report, XrankError | None]:
-    """Do as `verify_model` and return the first fault as it was raised, too."""
     started = time.monotonic()
     budget = Budget.from_memory(parse_size(max_memory, "max_memory"), workers or default_workers())
     if adapter_config is not None and against is None:
@@ -130,8 +100,8 @@ def verify(
             return plan_manifest_check(text, base)
         return plan_proof(text, base, given)
 
-    facts: dict[str, Any] = {}
-    error: XrankError | None = None
+    verdict: Verdict | None = None
+    fault: XrankError | None = None
     paths = [os.path.abspath(one) for one in (text, against or "")]
     try:
         team = find_launched_team(text, distributed=distributed, timeout_seconds=timeout_seconds)
@@ -139,31 +109,22 @@ def verify(
             check, _ = team.agree(
                 "the plan", plan, lambda check: digest_of_plan(check.plan, *paths), check_plans(team.ranks)
             )
-            facts = carried_out(check, budget, progress, team)
+            verdict = carried_out(check, budget, progress, team)
     except UsageError:
         raise
     except XrankError as found:
         found.face = Face.of_function(verify_model)
-        error = found
-    report = Report(
+        fault = found
+    return Report(
         command="verify",
         path=text,
-        status="ok" if error is None else "failed",
-        exit_code=0 if error is None else error.exit_code,
+        status="ok" if fault is None else "failed",
+        exit_code=0 if fault is None else fault.exit_code,
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
-        source=facts.get("source", {"path": text}),
-        proof=facts.get("proof", {}),
-        plan=_counts(facts["checked"]) if "checked" in facts else None,
-        notes=tuple(facts.get("notes", ())),
-        error=None if error is None else error.to_dict(),
+        source=SourceFacts(path=text) if verdict is None else verdict.source,
+        proof=ProofFacts() if verdict is None else verdict.proof,
+        plan=None if verdict is None else OutputFacts(**count_outputs(verdict.outputs)),
+        notes=() if verdict is None else verdict.notes,
+        fault=fault,
     )
-    return report, error
-
-
-def _counts(outputs: Sequence[OutputTensor]) -> dict[str, Any]:
-    return {
-        "num_tensors": len(outputs),
-        "num_parameters": sum(output.num_elements for output in outputs),
-        "nbytes": sum(output.nbytes for output in outputs),
-    }

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from xrank.errors import UsageError
 from xrank.faces import option
@@ -53,9 +53,10 @@ def parse_size(text: str | int, name: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def dtype_choice(dtype: Any) -> Any:
+def dtype_choice(dtype: Any) -> DTypeChoice:
     """Return a dtype as `GatherOptions` takes it: torch's own or its name as the short name, None as ``"keep"``."""
-    return "keep" if dtype is None else _TORCH_NAMES.get(str(dtype).removeprefix("torch."), dtype)
+    # GatherOptions refuses a value that it does not know.
+    return cast(DTypeChoice, "keep" if dtype is None else _TORCH_NAMES.get(str(dtype).removeprefix("torch."), dtype))
 
 
 def default_workers() -> int:

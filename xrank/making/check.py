@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 from xrank.errors import XrankError
 from xrank.making.rereading import read_through
 from xrank.plan.buffers import FileSource
 from xrank.plan.executor import Budget, Outcome
+from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan
+from xrank.plan.report import ProofFacts, SourceFacts
 from xrank.teams.team import Team
 
-__all__ = ["Check", "carried_out"]
+__all__ = ["Check", "Verdict", "carried_out"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """Facts of what was read and found good."""
+
+    source: SourceFacts
+    proof: ProofFacts
+    outputs: Sequence[OutputTensor]
+    """The tensors that were checked."""
+    notes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,16 +34,16 @@ class Check:
     """Something that was planned from metadata, and is to be read."""
 
     plan: Plan
-    judge: Callable[[Outcome], dict[str, Any]]
-    """Returns what a report says of what was read, or raises what is wrong with it."""
+    judge: Callable[[Outcome], Verdict]
+    """Returns the facts of what was read, or raises an error about it."""
     explain: Callable[[XrankError], XrankError] = lambda error: error
     """Says of an error while it is read what it means."""
 
 
 def carried_out(
     check: Check, budget: Budget, progress: Callable[[int, int], None] | None, team: Team
-) -> dict[str, Any]:
-    """Read, and return what the report says; nothing on the ranks of a team but the first, which judges.
+) -> Verdict | None:
+    """Read, and return the verdict on the first rank, which judges; None on the others.
 
     Args:
         check: on all ranks of a team the same.
@@ -50,7 +62,7 @@ def carried_out(
             outcome = _read_together(check.plan, budget, progress, team)
     except XrankError as error:
         raise check.explain(error) from error
-    return check.judge(outcome) if team.is_first else {}
+    return check.judge(outcome) if team.is_first else None
 
 
 def _read_together(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Outcome:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from xrank.decisions.adapters import merged_texts
 from xrank.decisions.output_plan import OutputPlan
 from xrank.layout.nest_table import IntArray
-from xrank.making.file_writing import write_files
+from xrank.making.file_writing import WrittenFiles, write_files
 from xrank.making.rereading import FileDigests
 from xrank.making.work import Work
 from xrank.plan.buffers import OpenSource
 from xrank.plan.digests import digest_text
 from xrank.plan.planner import Plan, TensorPlan
+from xrank.plan.report import FileFacts, OutputFacts, ProofFacts
 from xrank.teams.team import Team
 from xrank.writers.hf_folder import INDEX_NAME, index_text
 from xrank.writers.journal import JournalLine
@@ -35,11 +35,25 @@ __all__ = ["Made", "make_output"]
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What was found and written, as the report shows it."""
+    """An output that is in place, as one rank of its team knows it."""
 
-    proof: dict[str, Any]
-    output: dict[str, Any]
-    notes: tuple[tuple[str, str], ...]
+    files: tuple[FileFacts, ...]
+    written: WrittenFiles | None = None
+    """Counts of the whole output, on the first rank."""
+    notes: tuple[tuple[str, str], ...] = ()
+
+    def add_proof(self, proof: ProofFacts) -> ProofFacts:
+        """Return a proof with what was compared while bytes moved."""
+        if self.written is None:
+            return proof
+        return proof.extended(
+            num_replicas_compared=self.written.num_replicas_compared, num_checksums=self.written.outcome.num_checksums
+        )
+
+    def add_output(self, output: OutputFacts) -> OutputFacts:
+        """Return the facts of an output with its files."""
+        resumed_nbytes = 0 if self.written is None else self.written.resumed_nbytes
+        return output.extended(files=list(self.files), resumed_nbytes=resumed_nbytes)
 
 
 def make_output(
@@ -74,8 +88,7 @@ def make_output(
         from xrank.making.shared_writing import help_to_write_files  # a process alone does without
 
         help_to_write_files(team, work, out, gather.digest)
-        files = [{"name": file.output.name, "nbytes": file.output.nbytes} for file in gather.plan.files]
-        return Made({}, {"files": files, "resumed_nbytes": 0}, ())
+        return Made(tuple(FileFacts(name=f.output.name, nbytes=f.output.nbytes) for f in gather.plan.files))
     with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
         made = _fill_stage(gather, work, stage, progress or (lambda done, total: None), team)
         team.check_failures()
@@ -89,15 +102,7 @@ def _fill_stage(gather: OutputPlan, work: Work, stage: Stage, progress: Callable
     options = gather.options
     verify = options.overwrite if options.verify is None else options.verify
     written = write_files(work, stage, progress, team, verify=verify)
-    files = _write_small_files(gather, stage, written.digests, written.notes)
-    return Made(
-        proof={
-            "num_replicas_compared": written.num_replicas_compared,
-            "num_checksums": written.outcome.num_checksums,
-        },
-        output={"files": files, "resumed_nbytes": written.resumed_nbytes},
-        notes=written.notes,
-    )
+    return Made(tuple(_write_small_files(gather, stage, written.digests, written.notes)), written, written.notes)
 
 
 def _work(gather: OutputPlan, source: OpenSource, holder: IntArray | None) -> Work:
@@ -108,7 +113,7 @@ def _work(gather: OutputPlan, source: OpenSource, holder: IntArray | None) -> Wo
 
 def _write_small_files(
     gather: OutputPlan, stage: Stage, digests: dict[int, FileDigests], notes: tuple[tuple[str, str], ...]
-) -> list[dict[str, Any]]:
+) -> list[FileFacts]:
     """Write all but the weights, the manifest last; return the weights' files as the report lists them."""
     plan = gather.plan
     weights = [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(digests.items())]
@@ -142,7 +147,7 @@ def _write_small_files(
         notes=[list(note) for note in (*gather.notes, *notes)],
     )
     stage.write_file(MANIFEST_NAME, text.encode())
-    return [{"name": file.name, "nbytes": file.nbytes, "digest": file.digest} for file in weights]
+    return [FileFacts(name=file.name, nbytes=file.nbytes, digest=file.digest) for file in weights]
 
 
 def _plain(line: JournalLine) -> ManifestFile:

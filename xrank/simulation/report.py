@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from xrank.conversion.report import peak_rss_nbytes, source_facts
-from xrank.plan.report import Report
+from xrank.plan.report import OutputFacts, ProofFacts, Report, SimulationDetails
 from xrank.simulation.prediction import ASSUMED, PARTS
 from xrank.simulation.simulation import Simulation
 
@@ -31,14 +29,14 @@ def simulation_report(found: Simulation) -> Report:
         }
         for rank in range(work.num_ranks)
     ]
-    details: dict[str, Any] = {
-        "operation": work.operation,
-        "num_ranks": work.num_ranks,
-        "mesh": None if work.mesh is None else work.mesh.grid,
-        "num_rounds": len(traffic.rounds),
-        "is_each_read": traffic.is_each_read,
-        "rates": None if found.rates is None else found.rates.to_dict(),
-        "prediction": None
+    details = SimulationDetails(
+        operation=work.operation,
+        num_ranks=work.num_ranks,
+        mesh=None if work.mesh is None else work.mesh.grid,
+        num_rounds=len(traffic.rounds),
+        is_each_read=traffic.is_each_read,
+        rates=None if found.rates is None else found.rates.to_dict(),
+        prediction=None
         if prediction is None
         else {
             "seconds": round(prediction.seconds, 6),
@@ -46,23 +44,23 @@ def simulation_report(found: Simulation) -> Report:
             "slowest_rank": int(prediction.busy.argmax()),
             "assumed": list(ASSUMED),
         },
-        "totals": {name: int(column.sum()) for name, column in columns.items()},
-        "ranks": rows,
-    }
+        totals={name: int(column.sum()) for name, column in columns.items()},
+        ranks=rows,
+    )
     return Report(
         command="simulate",
         path=work.path,
         seconds=found.seconds,
         peak_rss_nbytes=peak_rss_nbytes(),
         source=source_facts(work.source),
-        proof={"coverage": "proven"},
-        plan={
-            "num_tensors": len({output.name for output in outputs}),
-            "num_parameters": sum(output.num_elements for output in outputs),
-            "nbytes": sum(output.nbytes for output in outputs),
-            "num_files": len(work.plan.files),
-            "files_nbytes": work.plan.nbytes,
-        },
+        proof=ProofFacts(coverage="proven"),
+        plan=OutputFacts(
+            num_tensors=len({output.name for output in outputs}),
+            num_parameters=sum(output.num_elements for output in outputs),
+            nbytes=sum(output.nbytes for output in outputs),
+            num_files=len(work.plan.files),
+            files_nbytes=work.plan.nbytes,
+        ),
         notes=work.notes,
         details=details,
     )

@@ -6,7 +6,7 @@ import os
 import socket
 from contextlib import suppress
 
-from xrank.plan.report import Report
+from xrank.plan.report import InspectDetails, Report, SourceFacts
 from xrank.writers.journal import Journal, read_journal
 
 __all__ = ["inspect_stage", "owner_state"]
@@ -29,9 +29,9 @@ def inspect_stage(path: str) -> Report | None:
     return Report(
         command="inspect",
         path=path,
-        source={"path": path, "format": "stage of xrank"},
-        details={
-            "stage": {
+        source=SourceFacts(path=path, format="stage of xrank"),
+        details=InspectDetails(
+            stage={
                 "files": [{"name": line.file, "nbytes": line.nbytes, "digest": line.digest} for line in journal.lines],
                 "finished_nbytes": done,
                 "begun_nbytes": total,
@@ -39,10 +39,10 @@ def inspect_stage(path: str) -> Report | None:
                 "pid": journal.pid,
                 "owner": owner_state(journal),
             },
-            "problems": [],
-            "tensors": [],
-            "companions": [],
-        },
+            problems=[],
+            tensors=[],
+            companions=[],
+        ),
     )
 
 
