@@ -89,7 +89,7 @@ def test_an_interrupted_verify_starts_anew(bench: Bench, monkeypatch: pytest.Mon
     def interrupted(*args: object, **kwargs: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(verify, "verify", interrupted)
+    monkeypatch.setattr(verify, "verify_model", interrupted)
     ended = run("verify", bench.workspace)
     assert (ended.exit_code, ended.stderr) == (130, "xrank: interrupted; the same command starts anew (exit 130)\n")
 

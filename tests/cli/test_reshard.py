@@ -101,7 +101,7 @@ def test_its_exit_codes(bench: Bench, layout: Path) -> None:
     leave(bench.workspace)
     refused(bench, "UsageError", bench.folder / "none.toml")
     refused(bench, "UsageError", layout, "--dtype", "base", says=["states are not cast"])
-    refused(bench, "UsageError", layout, "--max-memory", "0", says=["--max-memory is no size"])
+    refused(bench, "UsageError", layout, "--max-memory", "0", says=["--max-memory must be a size"])
     refused(bench, "UsageError", layout, "--recipe", "llama", says=["no recipe is called llama"])
     bad = bench.folder / "bad.toml"
     bad.write_text(LAYOUT.replace('"r=2"', '"r=5"').replace("n/~r, m", "n/r, m"))

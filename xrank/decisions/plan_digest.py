@@ -33,5 +33,5 @@ def digest_of_plan(plan: Plan, *options: str) -> str:
     for made in plan.files:
         state.update(made.output.name.encode() + made.output.header)
     for option in options:
-        state.update(option.encode())
+        state.update(option.encode("utf-8", "surrogateescape"))  # a path need not be text
     return state.hexdigest()
