@@ -217,7 +217,7 @@ def test_accelerates_model_is_found_from_above_and_from_within(accelerate: Path,
 
 def test_an_optimizers_folder_is_no_model(accelerate: Path, tmp_path: Path) -> None:
     folder = accelerate / "checkpoint-2000" / "optimizer_0"
-    with pytest.raises(UnknownFormatError, match="no format") as caught:
+    with pytest.raises(UnknownFormatError, match="has no known format") as caught:
         gather_checkpoint(folder, tmp_path / "out")
     assert "dcp: an optimizer's state" in caught.value.got
     with pytest.raises(UsageError, match="this checkpoint contains no model"):

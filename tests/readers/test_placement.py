@@ -324,7 +324,7 @@ def test_shapes_that_leave_no_single_way(shapes):
     with pytest.raises(LayoutError, match="more than one cut, or none") as caught:
         place("w", parts, Hints(shapes={"w": (4, 4)}), world_size=4)
     assert (caught.value.tensor, caught.value.rank, caught.value.file) == ("w", 0, "rank_0")
-    assert "--layout" in caught.value.next_step
+    assert "layouts=" in caught.value.next_step
 
 
 def test_without_any_hint_nothing_is_guessed():

@@ -132,7 +132,7 @@ def _notes(
         notes.append(("left-out", f"tensors that are not the model's were left out: {shown}"))
     if metadata.byte_items:
         names = sorted(ascii(name)[1:-1][:100] for name in metadata.byte_items)
-        notes.append(("byte-items", f"{len(names):,} values that are no tensors were left out: {list_text(names, 3)}"))
+        notes.append(("byte-items", f"{len(names):,} values that are not tensors were left out: {list_text(names, 3)}"))
     if pieces.unchecked:
         notes.append(("no-checksums", f"{_files_text(pieces.unchecked)}; damage inside a tensor there can't be seen"))
     return tuple(notes)

@@ -193,7 +193,7 @@ def _notes(
     others = sorted(n for n in metadata.byte_items if "_extra_state" not in n and not _LEFT_OUT.fullmatch(n))
     if others:
         text = list_text([quote(name)[1:-1] for name in others], 3)
-        notes.append(("byte-items", f"{len(others):,} values that are no tensors were left out: {text}"))
+        notes.append(("byte-items", f"{len(others):,} values that are not tensors were left out: {text}"))
     if pieces.unchecked:
         notes.append(
             ("no-checksums", f"{len(pieces.unchecked)} files hold no checksums ({pieces.unchecked[0]} is the first)")
