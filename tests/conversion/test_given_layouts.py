@@ -89,7 +89,7 @@ def test_one_note_for_what_many_tensors_have_in_common(bench: Bench) -> None:
 BAD_FILES = {
     "no TOML": (FILE + "x == 2", ["layout.toml is not TOML", "(at line"], "layout.toml"),
     "an unknown axis": (FILE.replace("f/tp]", "f/pp]"), ["rule 'down.weight'", "got   ['pp']"], "layout.toml"),
-    "an unknown table": (FILE + "[more]\n", ["'more' is no table"], "layout.toml"),
+    "an unknown table": (FILE + "[more]\n", ["'more' is not a table"], "layout.toml"),
     "a rule that is no text": (FILE.replace('"[n]"', "3"), ["'norm.weight|steps' has no layout's text"], "layout.toml"),
     "a rule that cannot be read": (FILE.replace('"[n]"', '"[n/]"'), ["cannot be read", "not an axis"], "layout.toml"),
     "a pattern that is none": (FILE.replace("norm.weight|", "("), ["is not a regular expression"], "layout.toml"),

@@ -101,7 +101,7 @@ def test_a_vocabulary_that_may_not_be_the_true_one_is_not_believed(tmp_path: Pat
     model = stored(tmp_path, theirs("llama", 48), args)
     with pytest.raises(UsageError, match="needs the size 'v', which is unknown") as caught:
         named(model)
-    assert "--base-model" in str(caught.value.next_step)
+    assert "base_model=" in str(caught.value.next_step)
     assert shapes_of(named(model, {"vocab_size": 37}))["lm_head.weight"] == (37, 24)
 
 
