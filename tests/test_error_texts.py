@@ -19,9 +19,6 @@ MODULES = sorted(
 )
 # Options of other programs, and whole commands, which one types whatever the face is.
 OTHERS = re.compile(r"--(ckpt-format|use-legacy-models|moe-extended-tp|pid) |xrank (layout show|inspect) .*--[a-z]+")
-# Made without a step by the functions named here, and given one by `about` or `advise` before they are raised.
-ERRORS = tuple(name for name in errors.__all__)
-STEPLESS = {"corrupt", "unsafe"}
 
 
 @cache
@@ -43,4 +40,56 @@ def texts(tree: ast.Module) -> Iterator[str]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_text_names_an_option_of_the_command_line(path: Path) -> None:
     found = [text for text in texts(tree_of(path)) if re.search(r"--[a-z]", OTHERS.sub("", f"{text} "))]
+    assert found == []
+
+
+def errors_made(tree: ast.Module) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if name in errors.__all__:
+                yield node
+
+
+def has_next_step(call: ast.Call) -> bool:
+    parts = {keyword.arg: keyword.value for keyword in call.keywords}
+    if None in parts:  # **parts
+        return True
+    if "next_step" in parts:
+        step = parts["next_step"]
+        return not (isinstance(step, ast.Constant) and not step.value)
+    kind = getattr(errors, getattr(call.func, "id", getattr(call.func, "attr", "")))
+    # Made of what is wanted, or of the class.
+    return issubclass(kind, errors.LayoutError) or (issubclass(kind, errors.UsageError) and "want" in parts)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_error_has_a_next_step(path: Path) -> None:
+    assert [call.lineno for call in errors_made(tree_of(path)) if not has_next_step(call)] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_next_step_removes_what_may_be_a_part_of_a_model(path: Path) -> None:
+    steps = (k.value for call in errors_made(tree_of(path)) for k in call.keywords if k.arg == "next_step")
+    found = [text for step in steps for text in texts(ast.Module([ast.Assign([], step)], []))]
+    assert [text for text in found if re.search(r"\b(remove|delete|rm|clear)\b", text)] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_errors_are_right_when_they_are_made(path: Path) -> None:
+    """No text of an error is written again; `about` and `advise` are for what only a caller knows."""
+    parts = {"message", "got", "want", "next_step"}
+    stores = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute))
+    assert [n.lineno for n in stores if isinstance(n.ctx, ast.Store) and n.attr in parts] == []
+
+
+def test_steps_that_follow_from_what_is_wanted() -> None:
+    assert errors.UsageError("x is 3", want="1 or 2").next_step == "give 1 or 2"
+    assert errors.UsageError("x is 3", want="1 or 2", next_step="see y").next_step == "see y"
+    assert errors.LayoutError("x").next_step == "correct the layout or the mesh"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_text_speaks_of_the_command_or_the_call_alone(path: Path) -> None:
+    found = [text for text in texts(tree_of(path)) if re.search(r"(run|make) the same (command|call)", text)]
     assert found == []

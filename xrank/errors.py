@@ -98,7 +98,11 @@ class XrankError(Exception):
     @property
     def next_step(self) -> str | None:
         """What the user does next."""
-        return self._shown(self._next_step)
+        return self._shown(self._next_step or self._derive_next_step())
+
+    def _derive_next_step(self) -> str | None:
+        """Return the next step after an error of this class that was given none."""
+        return None
 
     def _shown(self, marked: str | None) -> str | None:
         return None if marked is None else Text(marked, self.face)
@@ -132,11 +136,13 @@ class XrankError(Exception):
         self._got = "; ".join(filter(None, (self._got, got))) or None
         self._next_step = self._next_step or next_step
 
-    def rename_file(self, path: str, name: str) -> None:
-        """Name a file otherwise than by the path that it was read by."""
-        self._message = self._message.replace(path, name)
+    def rename(self, old: str, new: str) -> None:
+        """Replace a name or path that is internal: of a tensor while it is compared, of a file while it is open."""
+        self._message = self._message.replace(old, new)
         self.args = (Text(self._message),)
-        self.file = name
+        self._got = self._got and self._got.replace(old, new)
+        self.tensor = self.tensor and self.tensor.replace(old, new)
+        self.file = self.file and self.file.replace(old, new)
 
     def advise(self, next_step: str) -> None:
         """Replace the next step: the caller knows better what the user can change."""
@@ -197,6 +203,9 @@ class UsageError(XrankError, ValueError):
 
     exit_code = 2
 
+    def _derive_next_step(self) -> str | None:
+        return None if self._want is None else f"give {self._want}"
+
 
 class UnknownFormatError(UsageError):
     """No reader recognises the source; ``got`` lists each reader's reason."""
@@ -210,6 +219,9 @@ class LayoutError(XrankError, ValueError):
     """A mesh, a layout or its text is wrong, or does not fit a tensor."""
 
     exit_code = 2
+
+    def _derive_next_step(self) -> str:
+        return "correct the layout or the mesh"
 
 
 class IncompleteError(XrankError, FileNotFoundError):

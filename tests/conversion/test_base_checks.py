@@ -109,7 +109,7 @@ def test_what_was_exported_with_a_transform_has_the_names_before_it(bench: Bench
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"more.weight": torch.ones(2)}, "more.weight is in the base model and in no rank's state"),
+        ({"more.weight": torch.ones(2)}, "more.weight is in the base model but not in the source"),
         ({"norm.weight": torch.ones(9)}, "norm.weight has another shape than in the base model"),
     ],
 )

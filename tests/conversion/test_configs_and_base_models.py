@@ -95,7 +95,7 @@ def test_a_config_that_json_does_not_hold(bench: Bench, value: object) -> None:
 def test_no_config_is_told(bench: Bench) -> None:
     report = bench.succeeds(leave(bench.workspace, config={}))
     assert note_codes(report) == ["no-config"]
-    assert "--base-model" in report["notes"][0]["message"]
+    assert "gather again" in report["notes"][0]["message"]
     assert not (bench.out / "config.json").exists()
 
 
@@ -218,8 +218,8 @@ def test_no_name_of_a_model(bench: Bench, monkeypatch: pytest.MonkeyPatch, name:
 def test_a_tensor_that_the_base_model_has_more(bench: Bench) -> None:
     model = leave(bench.workspace)
     options = base_model(bench, {**model, "mtp.head": torch.ones(2), "mtp.norm": torch.ones(2)}, CONFIG)
-    says = ["mtp.head is in the base model and in no rank's state; likewise mtp.norm", "got   5 tensors", "--exclude"]
-    bench.refused("IncompleteError", *options, says=says, tensor="mtp.head")
+    says = ["mtp.head is in the base model but not in the source; likewise mtp.norm", "got   5 tensors", "--exclude"]
+    bench.refused("ContradictionError", *options, says=says, tensor="mtp.head")
     # What the message advises works, and is told.
     report = bench.succeeds(model, *options, "--exclude", r"mtp\..*")
     assert report["output"]["excluded"] == ["mtp.head", "mtp.norm"]

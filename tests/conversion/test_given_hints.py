@@ -115,8 +115,8 @@ def test_names_and_shapes_are_compared_with_the_base_model(bench: Bench, model: 
     base = base_of(bench, {**model, "model.more.weight": torch.ones(2)})
     refusal(
         run("verify", bench.workspace, "--base-model", base, "--json"),
-        "IncompleteError",
-        says=["model.more.weight is in the base model and in no rank's state", "name the right base model"],
+        "ContradictionError",
+        says=["model.more.weight is in the base model but not in the source", "name the right base model"],
     )
     (problem,) = json.loads(run("inspect", bench.workspace, "--base-model", base, "--json").stdout)["problems"]
     assert (problem["tensor"], problem["exit_code"]) == ("model.more.weight", 3)
@@ -137,4 +137,4 @@ def test_layout_check_takes_shapes_of_a_base_model(bench: Bench, model: dict[str
     refusal(ended, "LayoutError", says=[f"{HEAD}: no rule says how it is cut"])
     assert run("layout", "check", layout_file(bench), bench.workspace).exit_code == 0
     ended = run("layout", "check", file, "--base-model", base, "--json")
-    refusal(ended, "UsageError", says=["PATH was not"])
+    refusal(ended, "UsageError", says=["without PATH"])

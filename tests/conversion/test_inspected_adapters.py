@@ -81,7 +81,7 @@ def test_half_an_adapter_is_told_once(bench: Bench) -> None:
     del lora[LORA_A.removeprefix(P)]
     leave_adapted(bench.workspace, None, lora)
     ((kind, code, message),) = problems_of(bench.workspace)
-    assert (kind, code) == ("IncompleteError", 3) and "the other half of its pair" in message
+    assert (kind, code) == ("ContradictionError", 4) and "the other half of its pair" in message
 
 
 def test_a_recipe_that_would_rename_what_is_adapted(bench: Bench) -> None:

@@ -142,7 +142,7 @@ def test_placeholders_of_zero_3(tmp_path: Path, kind: str) -> None:
     state = {"a.weight": torch.empty(0), "b.weight": torch.empty(0), "c": torch.rand(2), "numbers": numbers}
     file = folder / {"bin": "pytorch_model.bin", "safetensors": "model.safetensors"}[kind]
     torch.save(state, file) if kind == "bin" else save_file(state, file)
-    with pytest.raises(IncompleteError, match=r"a\.weight: a placeholder of shape \[0\].*likewise b\.weight") as caught:
+    with pytest.raises(UsageError, match=r"a\.weight: a placeholder of shape \[0\].*likewise b\.weight") as caught:
         gathered(folder)
     assert caught.value.file == str(file) and "ZeRO checkpoint" in str(caught.value.next_step)
     assert "numbers" not in caught.value.message

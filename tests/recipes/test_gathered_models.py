@@ -11,7 +11,7 @@ import torch
 
 from tests.recipes.made_checkpoints import as_megatron, as_torchtitan, config_of, leave, stacked, tiny_llama
 from xrank import gather_checkpoint
-from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.errors import ContradictionError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_tied_head_need_not_be_there(tmp_path: Path) -> None:
     gather_checkpoint(leave(tmp_path / "ws", as_megatron(model), config_of(model)), tmp_path / "out")
     assert_is(tmp_path / "out", model)
     untied = config_of(model, tie_word_embeddings=False)
-    with pytest.raises(IncompleteError, match=r"lm_head.weight: nothing in the source becomes it"):
+    with pytest.raises(ContradictionError, match=r"lm_head.weight: nothing in the source becomes it"):
         gather_checkpoint(leave(tmp_path / "ws", as_megatron(model), untied), tmp_path / "no")
 
 
@@ -68,12 +68,12 @@ def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tens
     [
         (
             lambda t, c: (without(t, "decoder.layers.1.mlp.linear_fc2.weight"), c),
-            IncompleteError,
+            ContradictionError,
             r"model.layers.1.mlp.down_proj.weight: nothing in the source becomes it",
         ),
         (
             lambda t, c: (t, {**c, "num_hidden_layers": 4}),
-            IncompleteError,
+            ContradictionError,
             "model.layers.3.input_layernorm.weight: nothing",
         ),
         (

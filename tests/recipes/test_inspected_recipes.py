@@ -46,7 +46,7 @@ def test_inspect_shows_what_keeps_the_recipe_from_fitting(tmp_path: Path) -> Non
     assert "needs the size 'v'" in report["problems"][0]["message"]
     lacking = {name: tensor for name, tensor in theirs().items() if name != "decoder.layers.1.mlp.linear_fc2.weight"}
     report = json.loads(run("inspect", leave(tmp_path / "less", lacking, config()), "--json").stdout)
-    assert [(p["type"], p["exit_code"]) for p in report["problems"]] == [("IncompleteError", 3)]
+    assert [(p["type"], p["exit_code"]) for p in report["problems"]] == [("ContradictionError", 4)]
 
 
 def test_a_model_is_verified_against_the_checkpoint_it_was_made_of(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_checkpoint_is_proven_as_a_gather_would(tmp_path: Path) -> None:
     assert report["plan"]["num_tensors"] == len(saved(llama()))
     lacking = {name: tensor for name, tensor in theirs().items() if name != "decoder.layers.1.mlp.linear_fc2.weight"}
     ended = run("verify", leave(tmp_path / "less", lacking, config()))
-    assert ended.exit_code == 3
+    assert ended.exit_code == 4
     assert "model.layers.1.mlp.down_proj.weight: nothing in the source becomes it" in ended.stderr
     # Without a config nobody knows the vocabulary; the bytes can be verified all the same.
     bare = json.loads(run("verify", leave(tmp_path / "bare", theirs()), "--json").stdout)

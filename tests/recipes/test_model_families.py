@@ -23,7 +23,7 @@ from tests.recipes.made_checkpoints import (
 )
 from tests.recipes.made_checkpoints import config_of as config_of_model
 from xrank import gather_checkpoint
-from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.errors import ContradictionError, UsageError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -150,7 +150,7 @@ _TWO_DENSE = {"mlp_only_layers": (0, 1)}
         (
             lambda: megatron("llama"),
             lambda: config_of("llama", attention_bias=True),
-            IncompleteError,
+            ContradictionError,
             "model.layers.0.self_attn.q_proj.bias: nothing in the source becomes it",
         ),
         (
@@ -165,7 +165,7 @@ _TWO_DENSE = {"mlp_only_layers": (0, 1)}
         (
             lambda: without(megatron("qwen2"), "1.self_attention.linear_qkv.bias"),
             lambda: config_of("qwen2"),
-            IncompleteError,
+            ContradictionError,
             "model.layers.1.self_attn.q_proj.bias: nothing",
         ),
         (
@@ -177,19 +177,19 @@ _TWO_DENSE = {"mlp_only_layers": (0, 1)}
         (
             lambda: without(megatron("mixtral"), "2.mlp.experts.local_experts.3.linear_fc2"),
             lambda: config_of("mixtral"),
-            IncompleteError,
+            ContradictionError,
             "model.layers.2.block_sparse_moe.experts.3.w2.weight: nothing",
         ),
         (
             lambda: without(megatron("mixtral"), "experts.local_experts.3."),
             lambda: config_of("mixtral"),
-            (ContradictionError, IncompleteError),
+            ContradictionError,
             "experts.3.w1.weight: nothing|router.weight does not fit",
         ),
         (
             lambda: without(megatron("qwen3_moe", changes=_TWO_DENSE), "layers.1.mlp.linear_fc1"),
             lambda: config_of("qwen3_moe", **_TWO_DENSE),
-            IncompleteError,
+            ContradictionError,
             "model.layers.1.mlp.gate_proj.weight: nothing",
         ),
         (
@@ -216,7 +216,7 @@ _TWO_DENSE = {"mlp_only_layers": (0, 1)}
         (
             lambda: without(megatron("gpt2"), "layers.2.mlp.linear_fc1.bias"),
             lambda: config_of("gpt2"),
-            IncompleteError,
+            ContradictionError,
             "transformer.h.2.mlp.c_fc.bias: nothing",
         ),
         (

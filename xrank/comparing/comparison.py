@@ -242,9 +242,7 @@ def _plan(pair: _Pair, found: Correspondence, outputs: Sequence[OutputTensor], m
 def _said(error: XrankError, pair: _Pair, found: Correspondence) -> XrankError:
     """Return an error in the names of the two, and as a difference of the two where it is one."""
     text, is_within = error.message, (error.tensor or "").startswith(_OTHER)
-    for part in ("_message", "tensor", "_got"):
-        said = getattr(error, part)
-        setattr(error, part, said and said.replace(_OTHER, ""))
+    error.rename(_OTHER, "")
     if not isinstance(error, ContradictionError):
         return error
     for one in found.tied:

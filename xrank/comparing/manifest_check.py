@@ -36,7 +36,7 @@ def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
             file=os.path.join(path, surplus[0]),
             got=surplus[0],
             want=f"only {', '.join(sorted(listed))}",
-            next_step="remove the file, or gather the model again",
+            next_step="move the file to another folder, or gather the model again",
         )
     # What lies in a folder within, as an adapter does, is in the manifest alone.
     apart = [name for name in listed if name.endswith(".safetensors") and "/" in name]

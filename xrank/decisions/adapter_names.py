@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.errors import ContradictionError, UsageError
 
 __all__ = ["PREFIX", "AdapterNames", "Pair", "find_adapter", "refuse_other_kinds"]
 
@@ -90,7 +90,7 @@ def find_adapter(names: Sequence[str], path: str, own: Collection[str] = ()) -> 
         own: names that are the model's own, whatever they look like.
 
     Raises:
-        IncompleteError: half of a pair, or all of it, is missing.
+        ContradictionError: half of a pair, or all of it, is missing.
         ContradictionError: two names mean one tensor of the base model.
         UsageError: there are several adapters, or an adapter's tensor is of no kind that is known.
     """
@@ -180,7 +180,7 @@ class _Sorting:
                 biases = tuple(self._biases.get(module, ()))
                 return Pair(module, kinds[a], kinds[b], a != "A", kinds.get("magnitude_vector"), biases)
         found = next(iter(kinds.values()))
-        raise IncompleteError(
+        raise ContradictionError(
             f"{found}: the other half of its pair is missing",
             tensor=found,
             file=self._path,
@@ -198,7 +198,7 @@ class _Sorting:
             if _BASE in name:
                 module, _, rest = bare.partition(_BASE)
                 if module not in modules:
-                    raise IncompleteError(
+                    raise ContradictionError(
                         f"{name}: its module has an adapter, and nothing of that is here",
                         tensor=name,
                         file=self._path,
@@ -211,7 +211,7 @@ class _Sorting:
             if original is not None:
                 bare = f"{original[1]}.{original[2]}"
                 if bare not in self._trained:
-                    raise IncompleteError(
+                    raise ContradictionError(
                         f"{name}: what was trained in its place is missing",
                         tensor=name,
                         file=self._path,

@@ -11,7 +11,7 @@ from xrank import dtypes
 from xrank.decisions.adapter_config import CONFIG_NAME, AdapterConfig, find_config
 from xrank.decisions.adapter_names import PREFIX, AdapterNames, Pair, find_adapter, refuse_other_kinds
 from xrank.decisions.options import GatherOptions
-from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.errors import ContradictionError, UsageError
 from xrank.faces import either, needs, option
 from xrank.plan.low_rank import LowRank
 from xrank.plan.planner import Plan
@@ -98,8 +98,8 @@ def adapt(
 
     Raises:
         UsageError: there is an adapter and no choice; or the choice cannot be followed, or nothing is there to choose.
-        IncompleteError: a part of the adapter, or of what it adapts, is missing.
-        ContradictionError: the adapter, its configuration and the base model do not fit each other.
+        ContradictionError: the adapter, its configuration and the base model do not fit each other, or a part of the
+            adapter, or of what it adapts, is missing.
     """
     if names is None:
         names = find_adapter([shard.name for shard in source.shards], source.path, own)
@@ -187,7 +187,7 @@ def _check_bases(source: StoredModel, names: AdapterNames) -> None:
     modules = names.modules
     for pair in names.pairs:
         if pair.module not in modules:
-            raise IncompleteError(
+            raise ContradictionError(
                 f"{pair.module}: has an adapter, and nothing of the module itself is here",
                 tensor=pair.a,
                 file=source.path,

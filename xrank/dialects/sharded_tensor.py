@@ -95,7 +95,9 @@ def from_sharded_tensor(shards: Mapping[int, Any], mesh: DeviceMesh | None = Non
     read = {rank: tuple(_read(shard, rank) for shard in _as_list(of_rank)) for rank, of_rank in sorted(shards.items())}
     every = [(rank, shard) for rank, of_rank in read.items() for shard in of_rank]
     if not every:
-        raise IncompleteError("no shard is given", want="the ShardedTensors of all ranks")
+        raise IncompleteError(
+            "no shard is given", want="the ShardedTensors of all ranks", next_step="give the shards of every rank"
+        )
     first = every[0][1]
     _check_agreement(every, [shard for of_rank in shards.values() for shard in _as_list(of_rank)])
     _check_cover(every)
@@ -259,7 +261,11 @@ def _check_agreement(every: Sequence[tuple[int, ShardedTensorData]], raw: Sequen
     dtypes = {str(shard.dtype) for shard in raw if hasattr(shard, "dtype")}
     if len(dtypes) > 1:
         raise ContradictionError(
-            f"{first.key}: its shards have several dtypes", tensor=first.key, got=str(sorted(dtypes)), want="one dtype"
+            f"{first.key}: its shards have several dtypes",
+            tensor=first.key,
+            got=str(sorted(dtypes)),
+            want="one dtype",
+            next_step="let all ranks write the tensor again with one dtype",
         )
 
 
@@ -270,6 +276,7 @@ def _disagreement(key: str, name: str, first: tuple[int, object], other: tuple[i
         rank=other[0],
         got=f"rank {first[0]}: {first[1]}, rank {other[0]}: {other[1]}",
         want=f"one {name} for all shards of a tensor",
+        next_step="let all ranks write the tensor again from one state",
     )
 
 
@@ -288,6 +295,7 @@ def _check_cover(every: Sequence[tuple[int, ShardedTensorData]]) -> None:
                     rank=rank,
                     got=f"rank {holder}: {box_text(other)}, rank {rank}: {box_text(box)}",
                     want="replica_id 0 on one rank for each part",
+                    next_step="give replica_id 0 to one replica of each part",
                 )
         reaching.append((box, rank))
     covered = sum(volume(box) for box, _ in boxes)
@@ -297,6 +305,7 @@ def _check_cover(every: Sequence[tuple[int, ShardedTensorData]]) -> None:
             tensor=key,
             got=f"{len(boxes)} main replicas: " + ", ".join(f"rank {rank}: {box_text(box)}" for box, rank in boxes[:4]),
             want="the shards of all ranks, each part once with replica_id 0",
+            next_step="give the shards of the missing ranks, too",
         )
     mains = {box for box, _ in boxes}
     for rank, shard in every:
@@ -307,6 +316,7 @@ def _check_cover(every: Sequence[tuple[int, ShardedTensorData]]) -> None:
                 rank=rank,
                 got=f"{box_text(shard.box)}, replica_id {shard.replica_id}",
                 want="the box of a shard with replica_id 0",
+                next_step="give replica_id 0 to one replica of each part, and the shards of all ranks",
             )
 
 

@@ -77,7 +77,12 @@ class RankRecord:
     def __post_init__(self) -> None:
         fault = _find_fault(self)
         if fault is not None:
-            raise UsageError(f"the record of rank {self.rank} is wrong: {fault}", rank=self.rank, got=fault)
+            raise UsageError(
+                f"the record of rank {self.rank} is wrong: {fault}",
+                rank=self.rank,
+                got=fault,
+                next_step="let the rank write its state again",
+            )
         object.__setattr__(self, "tensors", dict(self.tensors))
 
     def to_json(self) -> str:

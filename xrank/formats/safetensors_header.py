@@ -149,7 +149,11 @@ def _check_tensors(tensors: Sequence[HeaderTensor]) -> None:
         elif _nbytes(tensor.shape, width, tensor.end) != tensor.end - tensor.start:
             fault = f"its bytes {tensor.start} to {tensor.end} do not fit its shape"
         if fault is not None:
-            raise UsageError(f"no header can list {quote(tensor.name)}: {fault}", tensor=tensor.name)
+            raise UsageError(
+                f"no header can list {quote(tensor.name)}: {fault}",
+                tensor=tensor.name,
+                next_step="give the tensor another name or size",
+            )
         names.add(tensor.name)
         offset = tensor.end
 

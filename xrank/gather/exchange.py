@@ -271,7 +271,10 @@ class _WriterMessage:
             return cls(call, description, payload[receipt_at:content_at].decode(), bytearray(payload[content_at:]))
         except (ValueError, TypeError, struct.error) as error:
             raise CorruptError(
-                f"the message of rank {rank} is not a message of a gather", rank=rank, got=str(error)[:200]
+                f"the message of rank {rank} is not a message of a gather",
+                rank=rank,
+                got=str(error)[:200],
+                next_step="let all ranks use the same version of xrank, and no other program write into the workspace",
             ) from None
 
 

@@ -112,7 +112,11 @@ def _check_kind(tensor: object) -> None:
     if isinstance(tensor, Mapping):
         parts = list(tensor.values())
         if not all(isinstance(name, str) for name in tensor):
-            raise UsageError("names of tensors must be text", got=", ".join(map(repr, tensor))[:200])
+            raise UsageError(
+                "names of tensors must be text",
+                got=", ".join(map(repr, tensor))[:200],
+                next_step="give a mapping whose keys are text",
+            )
     elif isinstance(tensor, list | tuple):
         parts = tensor
     else:

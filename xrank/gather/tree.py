@@ -32,6 +32,7 @@ _NUMPY_SCALARS = frozenset(
     ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 )
 """Scalar types whose values a Python number holds exactly."""
+_SAME_VERSION = "let all ranks use the same version of xrank, and of the classes that they send"
 
 
 def is_plain(value: object) -> TypeGuard[torch.Tensor]:
@@ -113,7 +114,9 @@ def unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     try:
         return _unpack(tree, tensors)
     except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
-        raise UnsafeError("a message is not a tree of xrank", got=f"{type(error).__name__}: {error}"[:200]) from None
+        raise UnsafeError(
+            "a message is not a tree of xrank", got=f"{type(error).__name__}: {error}"[:200], next_step=_SAME_VERSION
+        ) from None
 
 
 def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -144,7 +147,7 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
             return _find_class(tree[1], enum.Enum).__members__[tree[2]]
         case "c":
             return _make_dataclass(tree, tensors)
-    raise UnsafeError(f"a message has a part of an unknown kind: {kind!r}")
+    raise UnsafeError(f"a message has a part of an unknown kind: {kind!r}", next_step=_SAME_VERSION)
 
 
 def _numpy_scalar(dtype: str, item: Any) -> Any:
@@ -152,7 +155,7 @@ def _numpy_scalar(dtype: str, item: Any) -> Any:
 
     if dtype in _NUMPY_SCALARS and isinstance(item, bool | int | float):
         return np.dtype(dtype).type(item)
-    raise UnsafeError("a message has an invalid number", got=f"{dtype} {item!r}"[:100])
+    raise UnsafeError("a message has an invalid number", got=f"{dtype} {item!r}"[:100], next_step=_SAME_VERSION)
 
 
 def _make_dataclass(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -161,7 +164,9 @@ def _make_dataclass(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     items = {name: _unpack(item, tensors) for name, item in tree[2]}
     if strange := items.keys() - fields:
         got = ", ".join(sorted(map(str, strange)))
-        raise UnsafeError(f"{tree[1]} has no field {got}", got=got[:100], want=", ".join(sorted(fields)))
+        raise UnsafeError(
+            f"{tree[1]} has no field {got}", got=got[:100], want=", ".join(sorted(fields)), next_step=_SAME_VERSION
+        )
     # Set the fields without calling the class: they were sent as they are, and __post_init__ must not run twice.
     # All checks come first: a half-made object may have a __del__.
     made = object.__new__(kind)
@@ -184,7 +189,9 @@ def _find_class(name: str, base: type | None) -> Any:
         dataclasses.is_dataclass(found) if base is None else issubclass(found, base)
     )
     if not is_right:
-        raise UnsafeError(f"{name} was sent as a class of data, and is not one", got=repr(found)[:100])
+        raise UnsafeError(
+            f"{name} was sent as a class of data, and is not one", got=repr(found)[:100], next_step=_SAME_VERSION
+        )
     return found
 
 

@@ -52,7 +52,11 @@ def check_agreement(lines: Mapping[tuple[int, ...], tuple[str, ...]], wire: Grad
     texts = wire.exchange(json.dumps(mine.get(wrong, [])), everyone)
     among = [int(rank) for rank in wrong.split()]
     check_lines({rank: json.loads(texts[rank]) for rank in among})
-    raise GradientError("ranks do not lay out the same gradients", got=f"among ranks {among}")
+    raise GradientError(
+        "ranks do not lay out the same gradients",
+        got=f"among ranks {among}",
+        next_step="give all ranks the same module, plan and config",
+    )
 
 
 def _check_places(places: Mapping[int, tuple[int, str]]) -> None:

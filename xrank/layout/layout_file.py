@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xrank.errors import LayoutError, UsageError
+from xrank.faces import AGAIN
 from xrank.layout.binding import check_sizes
 from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name
 from xrank.layout.mesh_views import mesh_from_order
@@ -107,7 +108,7 @@ def read_layout_file(file: str) -> LayoutFile:
             f"the layout file {file} is not TOML: {error}",
             file=file,
             want="TOML",
-            next_step="correct the file, then run the same command",
+            next_step=f"correct the file, then {AGAIN}",
         ) from error
     return parse_tables(tables, file)
 
@@ -246,7 +247,11 @@ def write_text(text: str, file: str) -> None:
     try:
         write_whole(content, file)  # an incomplete layout file would be read as one with fewer rules
     except OSError as error:
-        raise UsageError(f"the layout file {file} cannot be written: {error.strerror}", file=file) from error
+        raise UsageError(
+            f"the layout file {file} cannot be written: {error.strerror}",
+            file=file,
+            next_step="write the file into a folder that exists and may be written to",
+        ) from error
 
 
 def _quote(text: str) -> str:

@@ -81,7 +81,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
                 f"{key} already exist in the LayoutMap with value {self._layouts[key]}. "
                 "Please make sure to not use duplicated keys.",
                 tensor=key,
-                next_step="delete the key first",
+                next_step="take the key out first",
             )
         if not isinstance(key, str):
             raise LayoutError(f"the key {key!r} of a LayoutMap is not text", got=type(key).__name__, want="a pattern")

@@ -70,7 +70,11 @@ def infer_shape(
                 next_step="correct the layout's \"where\", or the mesh's order of ranks",
             )
     if not shapes:
-        raise IncompleteError(f"no rank's local shape is given for the layout {layout}", want="one rank or more")
+        raise IncompleteError(
+            f"no rank's local shape is given for the layout {layout}",
+            want="one rank or more",
+            next_step="give the local shapes of all ranks",
+        )
     holders = {rank: places for rank, places in at.items() if places is not None}
     inferred = _Inference(layout, mesh, shapes, holders, check_sizes(sizes)).shape()
     for rank, shape in shapes.items():
@@ -157,6 +161,7 @@ class _Inference:
                     f"no rank's local shape is given at {where}, which dim {dim} of the layout {self._layout} needs",
                     got=f"ranks {sorted(self._shapes)[:16]}",
                     want=f"a rank at {where}",
+                    next_step="give the local shapes of all ranks",
                 )
         return {place: self._shapes[rank][dim] for place, rank in first_at.items()}
 

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, XrankError
+from xrank.faces import AGAIN
 from xrank.lending.local_bytes import LocalBytes
 from xrank.lending.memory_offer import MemoryOffer, PeerOffer
 from xrank.lending.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, Tick, connect
@@ -28,6 +29,7 @@ _PAUSE_SECONDS = 0.05
 _MAX_IDLE = 64
 """Number of connections kept open, over all peers."""
 _CALL = "lending its tensors"
+_SAME_CALL = f"let all ranks {AGAIN}, with the same version of xrank"
 
 
 class PeerSource:
@@ -220,10 +222,15 @@ class PeerSource:
     def _explain_refusal(self, peer: PeerOffer, error: PeerRefusalError) -> XrankError:
         if error.kind == AnswerKind.FAILED:
             return FailureRecord(peer.rank, peer.host, peer.pid, str(error), _CALL).to_error()
-        return ContradictionError(f"rank {peer.rank} lends other views than described", rank=peer.rank, got=str(error))
+        return ContradictionError(
+            f"rank {peer.rank} lends other views than described", rank=peer.rank, got=str(error), next_step=_SAME_CALL
+        )
 
 
 def _make_mismatch_error(rank: int, view: int, end: int) -> ContradictionError:
     return ContradictionError(
-        f"rank {rank} lends other tensors than it described", rank=rank, want=f"a view {view} of at least {end:,} bytes"
+        f"rank {rank} lends other tensors than it described",
+        rank=rank,
+        want=f"a view {view} of at least {end:,} bytes",
+        next_step=_SAME_CALL,
     )

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from xrank.errors import CorruptError, XrankError
+from xrank.faces import AGAIN
 from xrank.making.rereading import FileDigests, reread
 from xrank.making.work import Work
 from xrank.plan.buffers import FileTarget, NullTarget
@@ -240,5 +241,5 @@ def _verify_stage(plan: Plan, stage: Stage, digests: dict[int, FileDigests], bud
                 file=path,
                 got=digest_text(found.digest),
                 want=digest_text(expected.digest),
-                next_step="check the disk; then run the same command, which writes this file again",
+                next_step=f"check the disk; then {AGAIN}, which writes this file again",
             )

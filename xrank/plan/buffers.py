@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, XrankError
+from xrank.faces import AGAIN
 from xrank.plan.source import SourceFile, StoredModel
 from xrank.plan.writeback import start_writeback
 
@@ -84,7 +85,7 @@ class FileSource:
                         f"{self._files[file].path} cannot be read at byte {offset:,}: {error.strerror}",
                         file=self._files[file].path,
                         got=errno.errorcode.get(error.errno or 0),
-                        next_step="look at the disk or the server; the same command goes on from the finished files",
+                        next_step=f"check the disk or the server; then {AGAIN}, which goes on from finished files",
                     ) from error
                 if n == 0:
                     raise CorruptError(
@@ -92,7 +93,7 @@ class FileSource:
                         file=self._files[file].path,
                         got=f"{os.fstat(fd).st_size:,} bytes",
                         want=f"{self._files[file].nbytes:,} bytes, as when it was opened",
-                        next_step="nothing may write to the source during a gather; run the same command again",
+                        next_step=f"nothing may write to the source during a gather; {AGAIN}",
                     )
                 into, offset = into[n:], offset + n
 
@@ -157,7 +158,7 @@ def _open_checked(file: SourceFile) -> int:
         raise IncompleteError(
             f"{file.path} was there when its metadata was read and is gone",
             file=file.path,
-            next_step="nothing may remove the source during a gather; run the same command again",
+            next_step=f"keep the source where it is while it is read, then {AGAIN}",
         ) from None
     if SourceFile.from_status(file.path, os.fstat(fd)) != file:
         os.close(fd)
@@ -171,7 +172,7 @@ def _make_change_error(file: SourceFile) -> ContradictionError:
         file=file.path,
         got="another size, time of change or inode",
         want=f"{file.nbytes:,} bytes, as when its metadata was read",
-        next_step="let the ranks finish writing, then run the same command",
+        next_step=f"let the ranks finish writing, then {AGAIN}",
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, UsageError, XrankError
-from xrank.faces import either, needs, option
+from xrank.faces import AGAIN, either, needs, option
 from xrank.layout.nests import restrict, span, swap
 from xrank.plan.buffers import Source
 from xrank.plan.casts import copy_same
@@ -46,9 +46,15 @@ def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
                 index_range=where,
                 got=got,
                 want=want,
-                next_step=f"let rank {rank} write again, or copy the file again, then run the same command",
+                next_step=f"let rank {rank} write again, or copy the file again, then {AGAIN}",
             )
-    return CorruptError(f"checksum of {path} at byte {offset:,} is wrong", file=path, got=got, want=want)
+    return CorruptError(
+        f"checksum of {path} at byte {offset:,} is wrong",
+        file=path,
+        got=got,
+        want=want,
+        next_step="copy the file again from where it was written, or take another checkpoint",
+    )
 
 
 def overflow_error(plan: TensorPlan, rank: int, value: float) -> UsageError:
@@ -96,7 +102,7 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
             rank=rank,
             got="copies that differed, and are equal now",
             want="the same values until all of it is read",
-            next_step="let nothing write to the source meanwhile, then run the same command",
+            next_step=f"let nothing write to the source meanwhile, then {AGAIN}",
         )
     other_rank = _rank_holding(tensor.copies, found.first)
     address = tensor.output.global_address(found.first)

@@ -14,7 +14,7 @@ import numpy as np
 
 from xrank import dtypes
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
-from xrank.faces import option
+from xrank.faces import AGAIN, option
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, swap
 from xrank.plan.composition import compose
@@ -318,7 +318,7 @@ def _coverage_error(
             index_range=where,
             got=f"pieces of {ranks_text(shard.rank.tolist())}" if len(shard.rank) else "no piece at all",
             want="every element exactly once",
-            next_step="let the missing rank write again, then run the same command; nothing was written",
+            next_step=f"let the missing rank write again, then {AGAIN}; nothing was written",
         )
     holders = [
         (int(copies.rank[i]), source.files[int(source.records.file[copies.record[i]])].path)

@@ -120,4 +120,9 @@ def decode_message(content: bytes) -> Message:
             value = json.loads(content[_HEAD.size : end])
             if isinstance(value, dict):
                 return Message(value, content[end:])
-    raise CorruptError("a message between two ranks is damaged", got=f"{len(content)} bytes", want="JSON")
+    raise CorruptError(
+        "a message between two ranks is damaged",
+        got=f"{len(content)} bytes",
+        want="JSON",
+        next_step="let all ranks use the same version of xrank",
+    )

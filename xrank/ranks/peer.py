@@ -47,6 +47,7 @@ class Peer:
             "a rank's description of its process is damaged",
             got=ascii(description)[:200],
             want="rank, host, pid and space",
+            next_step="let all ranks use the same version of xrank",
         )
 
     def open_life(self) -> int | None:

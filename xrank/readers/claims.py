@@ -70,7 +70,7 @@ class Claims:
                 rank=held.rank,
                 got=f"{given} on {given.mesh.grid}",
                 want=f"{recorded} on {recorded.mesh.grid}",
-                next_step="remove the tensor's rule from the layout file",
+                next_step="take the tensor's rule out of the layout file",
             )
         return recorded
 

@@ -8,7 +8,7 @@ from math import prod
 from typing import TypeAlias
 
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
-from xrank.faces import option
+from xrank.faces import AGAIN, option
 from xrank.layout.binding import collect_known_names, global_size
 from xrank.layout.companion import companion_shape
 from xrank.layout.companion_base import base_shapes
@@ -293,7 +293,7 @@ def _check_meshes(name: str, claimed: Sequence[Claimed]) -> None:
                     rank=rank,
                     got=f"parts on {ranks_text(holders)}",
                     want=f"parts on {ranks_text(claim.mesh.ranks)}",
-                    next_step=f"let rank {rank} write its state again, then run the same command",
+                    next_step=f"let rank {rank} write its state again, then {AGAIN}",
                 )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from xrank.errors import ContradictionError, IncompleteError
+from xrank.faces import AGAIN
 from xrank.formats.rank_state import state_file_name
 from xrank.formats.saved_state import SavedState, read_saved_state
 from xrank.words import ranks_text, runs_text
@@ -33,7 +34,7 @@ def read_rank_state(path: str, rank: int) -> SavedState:
             file=file,
             got="0 bytes",
             want="a state",
-            next_step=f"let rank {rank} write again, then run the same command; nothing was written",
+            next_step=f"let rank {rank} write again, then {AGAIN}; nothing was written",
         )
     state = read_saved_state(file, rank)
     state.check_rank()
@@ -85,8 +86,7 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
             file=stale.archive.path,
             got=f"{_ranks(beyond)}: {run_text(stale)}",
             want=run_text(ours[0]),
-            next_step=f"move the state of {_ranks(beyond)}, left by another run, to another folder, "
-            "then run the same command",
+            next_step=f"move the state of {_ranks(beyond)}, left by another run, to another folder, then {AGAIN}",
         )
     foreign = [f"{_ranks(group)} of another: {run_text(group[0])}" for group in runs.values() if group is not ours]
     missing = list(_gaps([state.rank for state in ours], world_size))
@@ -101,7 +101,7 @@ def check_run(path: str, states: Sequence[SavedState]) -> None:
         file=os.path.join(path, state_file_name(missing[0][0])),
         got="; ".join([_ranks(ours), *foreign]),
         want=f"ranks 0-{world_size - 1}" if world_size > 1 else "rank 0",
-        next_step=f"let {names} write again, then run the same command; nothing was written",
+        next_step=f"let {names} write again, then {AGAIN}; nothing was written",
     )
 
 

@@ -68,7 +68,9 @@ def read_recipe(path: str) -> Recipe:
             text = file.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"the recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}", file=path
+            f"the recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}",
+            file=path,
+            next_step="name a recipe's file that can be read, or one of the recipes that come with xrank",
         ) from error
     return _parse(path, _read_tables(text, path), path)
 

@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from xrank.errors import ContradictionError, IncompleteError
+from xrank.errors import ContradictionError
 from xrank.layout.binding import global_size
 from xrank.layout.nest_rows import join_rows
 from xrank.layout.nests import Nest, swap
@@ -178,7 +178,7 @@ def _check_whole(
             continue
         if any(_needs(rule, flags, begun, groups, outcome.layer) for rule in outcome.rules):
             wanted = source_sides(outcome.rules[0], matched.is_reversed)[:3]
-            raise IncompleteError(
+            raise ContradictionError(
                 f"{name}: nothing in the source becomes it",
                 tensor=name,
                 file=source.path,

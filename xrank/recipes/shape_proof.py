@@ -72,12 +72,15 @@ def _refuse_missing(own: list[Match]) -> None:
     """Refuse a model that lacks tensors of the recipe of its type, if that recipe knows all of its names."""
     found = next((found for found in own if found.knows_layers and not found.unknown and found.missing), None)
     if found is not None:
-        raise IncompleteError(
+        # A lost file may have held what lies in the model once, but not one kind of all layers.
+        is_in_layers = "{" in found.missing[0].partition(" ")[0]
+        kind = ContradictionError if is_in_layers else IncompleteError
+        raise kind(
             f"{found.missing[0]}: no file holds any of it",
             tensor=found.missing[0].partition(" ")[0],
             got=f"{found.num_known} tensors of {found.recipe.name}",
             want="all of its kinds, because config.json has the model_type of this recipe",
-            next_step=_BRING,
+            next_step=_OTHER if is_in_layers else _BRING,
         )
 
 

@@ -96,7 +96,11 @@ def _communicate(instruction: Communicate, array: Array | None, device: VirtualD
             return device.scatter(array, _root(instruction), group=group, dim=cut)
         case "all_to_all":
             return concatenate(device.all_to_all(split_evenly(array, len(group), cut), group=group), cut)
-    raise UsageError(f"unknown collective {instruction.collective!r}", rank=device.index)
+    raise UsageError(
+        f"unknown collective {instruction.collective!r}",
+        rank=device.index,
+        next_step="compile the program with one of the collectives of xrank.virtual",
+    )
 
 
 def _root(instruction: Communicate) -> int:

@@ -145,7 +145,8 @@ class SharedMemoryWorkspace(IdentifiedWorkspace):
                 state = read_state(path, target_rank, self.world_size, self.run_id)
             except XrankError as error:
                 # The reader's own descriptor means nothing outside this process.
-                error.rename_file(path, place.path)
+                error.rename(path, place.path)
+                error.about(file=place.path)
                 raise
         return (None, None) if state is None else state
 

@@ -57,7 +57,7 @@ def plain_config(config: object) -> dict[str, Any]:
         raise UsageError(
             "the config contains itself, or is nested too deep for JSON",
             want="a tree",
-            next_step="remove the reference from the config to itself, or nest it less deep",
+            next_step="give a config that does not contain itself, or nest it less deep",
         ) from None
     return plain
 
@@ -83,7 +83,7 @@ def _plain_value(value: object, where: str) -> Any:
                     f"{where} has two keys that JSON writes as {text!r}",
                     got=repr(key),
                     want="each key once",
-                    next_step=f"rename or remove one of the two keys {text!r}",
+                    next_step=f"rename one of the two keys {text!r}",
                 )
             plain[text] = _plain_value(item, f"{where}[{key!r}]")
         return plain

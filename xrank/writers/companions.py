@@ -119,10 +119,18 @@ def find_hub_snapshot(identifier: str, cache: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         raise _make_cache_error(identifier, place) from None
     except OSError as error:
-        raise UsageError(f"{reference}: {error.strerror}", file=reference) from error
+        raise UsageError(
+            f"{reference}: {error.strerror}",
+            file=reference,
+            next_step="change its owner or mode, or download the model again with hf download",
+        ) from error
     if not _REVISION.fullmatch(revision) or len(revision) > 255:
         raise UnsafeError(
-            f"{reference}: does not name a snapshot", file=reference, got=repr(revision), want="a commit's hash"
+            f"{reference}: does not name a snapshot",
+            file=reference,
+            got=repr(revision),
+            want="a commit's hash",
+            next_step="download the model again with hf download",
         )
     snapshot = os.path.join(place, "snapshots", revision)
     if not os.path.isdir(snapshot):
@@ -162,7 +170,7 @@ def _is_file(path: str) -> bool:
             f"{path}: is a link to nothing",
             file=path,
             got=f"a link to {os.readlink(path)!r}" if os.path.islink(path) else "nothing",
-            next_step="complete the folder (a download may have been interrupted), or remove the link",
+            next_step="complete the folder (a download may have been interrupted), or let the link name what is there",
         ) from None
     except OSError:
         return False  # a link in a circle

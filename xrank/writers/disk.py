@@ -61,7 +61,7 @@ def explain(error: OSError, path: str, *, needed_nbytes: int | None = None) -> X
         f"{path}: {text}",
         file=path,
         got=errno.errorcode.get(error.errno or 0, str(error.errno)),
-        next_step="look at the disk or the server; the same command goes on from the finished files",
+        next_step=f"look at the disk or the server; then {AGAIN}, which goes on from the finished files",
     )
 
 

@@ -60,7 +60,11 @@ def lay_out(
     seen: set[str] = set()
     for tensor in everything:
         if tensor.name in seen:
-            raise UsageError(f"{tensor.name}: two tensors have this name", tensor=tensor.name)
+            raise UsageError(
+                f"{tensor.name}: two tensors have this name",
+                tensor=tensor.name,
+                next_step="give one of the two another name",
+            )
         seen.add(tensor.name)
     groups = _split([[tensor] for tensor in tensors], max_shard_nbytes) + _split(apart, max_shard_nbytes)
     count = len(groups)

@@ -191,7 +191,11 @@ def _read(path: str) -> bytes:
     with explain_errors(path), open(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_NBYTES:
-            raise CorruptError(f"{path}: is not a manifest of xrank: not a regular file, or too large", file=path)
+            raise CorruptError(
+                f"{path}: is not a manifest of xrank: not a regular file, or too large",
+                file=path,
+                next_step="gather the model again, or copy the manifest again from a good copy",
+            )
         return file.read()
 
 

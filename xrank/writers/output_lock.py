@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from filelock import FileLock, Timeout
 
 from xrank.errors import OutputExistsError, UsageError
-from xrank.faces import option
+from xrank.faces import AGAIN, option
 from xrank.writers.disk import describe, explain
 
 __all__ = ["hold_lock"]
@@ -54,7 +54,7 @@ def hold_lock(path: str, out: str, *, owner: Callable[[], str]) -> Iterator[None
             raise UsageError(
                 f"{path}: is not a file, so it cannot be the lock of {out} ({describe(path)})",
                 file=path,
-                next_step="remove it, then run the same command",
+                next_step=f"move it elsewhere, then {AGAIN}",
             ) from error
         another_users = error.errno in {errno.EACCES, errno.EPERM} and os.path.lexists(path)
         if error.errno not in _NO_LOCKS_HERE and not another_users:

@@ -8,6 +8,7 @@ import stat
 from dataclasses import dataclass
 
 from xrank.errors import CorruptError
+from xrank.faces import AGAIN
 from xrank.writers.disk import describe, explain_errors
 from xrank.writers.journal import read_journal
 
@@ -56,6 +57,6 @@ class SharedParts:
                 file=path,
                 got=f"{status.st_size:,} bytes ({describe(path)})",
                 want=f"a file of {nbytes:,} bytes",
-                next_step="let nothing else write beside the output, then run the same command",
+                next_step=f"let nothing else write beside the output, then {AGAIN}",
             )
         return fd

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import xxhash
 
 from xrank.errors import ContradictionError, CorruptError, OutputExistsError, UnsafeError, XrankError
+from xrank.faces import AGAIN
 from xrank.words import list_text
 from xrank.writers import rename
 from xrank.writers.abandoned import clear_folder, make_takeover_error, write_journal
@@ -139,7 +140,12 @@ class Stage:
         try:
             before = os.fstat(source)
             if not stat.S_ISREG(before.st_mode):
-                raise UnsafeError(f"{source_path}: is not a regular file", file=source_path, got=describe(source_path))
+                raise UnsafeError(
+                    f"{source_path}: is not a regular file",
+                    file=source_path,
+                    got=describe(source_path),
+                    next_step="put a regular file in its place",
+                )
             result = self._write_small(name, lambda fd: _copy(source, source_path, fd), before.st_size)
             after = os.fstat(source)
         finally:
@@ -151,7 +157,7 @@ class Stage:
                 file=source_path,
                 got=f"{result.nbytes} bytes read",
                 want=f"{before.st_size} bytes, unchanged",
-                next_step="let nothing write to the source, then run the same command",
+                next_step=f"let nothing write to the source, then {AGAIN}",
             )
         return result
 
@@ -233,13 +239,21 @@ class Stage:
                 for name in names:
                     if name.endswith(".part"):
                         path = os.path.join(folder, name)
-                        raise XrankError(f"{path}: was not finished, so the output is not whole", file=path)
+                        raise XrankError(
+                            f"{path}: was not finished, so the output is not whole",
+                            file=path,
+                            next_step=f"{AGAIN}, which goes on from the files already finished",
+                        )
             for line in self._finished.values():
                 path = self._path_of(line.file)
                 nbytes = os.lstat(path).st_size
                 if nbytes != line.nbytes:
                     raise CorruptError(
-                        f"{path}: changed after it was finished", file=path, got=f"{nbytes}", want=f"{line.nbytes}"
+                        f"{path}: changed after it was finished",
+                        file=path,
+                        got=f"{nbytes}",
+                        want=f"{line.nbytes}",
+                        next_step=f"let nothing else write into the folder, then {AGAIN}",
                     )
             with open(os.path.join(self.path, MANIFEST_NAME), "rb") as file:
                 return file.read()
@@ -253,13 +267,17 @@ class Stage:
             raise XrankError(
                 f"{path}: is not the manifest this gather wrote",
                 file=path,
-                next_step="another gather took the same output; run the same command again",
+                next_step=f"another gather took the same output; {AGAIN}",
             )
 
     def _path_of(self, name: str) -> str:
         pieces = name.split("/")
         if "\0" in name or not all(piece not in {"", ".", ".."} for piece in pieces) or name == JOURNAL_NAME:
-            raise UnsafeError(f"{name!r} is not the name of a file inside the output", file=name)
+            raise UnsafeError(
+                f"{name!r} is not the name of a file inside the output",
+                file=name,
+                next_step="give it a name without .. and without a leading slash",
+            )
         return os.path.join(self.path, name)
 
     def _open_new(self, path: str) -> int:
@@ -301,7 +319,13 @@ class Stage:
             raise
         os.close(fd)  # NFS reports a used-up quota as late as here
         if found != nbytes:
-            raise CorruptError(f"{part}: has the wrong size", file=part, got=f"{found} bytes", want=f"{nbytes} bytes")
+            raise CorruptError(
+                f"{part}: has the wrong size",
+                file=part,
+                got=f"{found} bytes",
+                want=f"{nbytes} bytes",
+                next_step=f"let nothing else write into the folder, then {AGAIN}",
+            )
         rename.move(part, final)
         sync_folder(os.path.dirname(final))
 

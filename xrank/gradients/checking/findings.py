@@ -78,7 +78,12 @@ class GradientCheck:
         if self.is_right:
             return
         first, *others = self.findings
-        error = GradientError(str(first), tensor=first.name, rank=first.ranks[0])
+        error = GradientError(
+            str(first),
+            tensor=first.name,
+            rank=first.ranks[0],
+            next_step="see what is found for each gradient, and correct the step that reduces it",
+        )
         for line in first_lines([f"also: {other}" for other in others], _MAX_SHOWN - 1):
             error.add_note(line)
         raise error

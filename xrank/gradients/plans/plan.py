@@ -83,7 +83,12 @@ class GradientPlan:
         if found is not None:
             return found
         if name in self.frozen:
-            raise UsageError(f"{name} is frozen: it has no gradient", tensor=name, got="requires_grad=False")
+            raise UsageError(
+                f"{name} is frozen: it has no gradient",
+                tensor=name,
+                got="requires_grad=False",
+                next_step="ask for a parameter that requires a gradient, or unfreeze it before the plan is made",
+            )
         near = get_close_matches(name, self._by_name, n=3)
         raise UsageError(
             f"the plan has no parameter {name!r}",

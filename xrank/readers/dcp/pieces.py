@@ -13,6 +13,7 @@ import xxhash
 
 from xrank import dtypes
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, XrankError
+from xrank.faces import AGAIN
 from xrank.formats.dcp_items import ItemKind, ItemReader, is_safetensors, read_safetensors_part
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor
 from xrank.formats.regular_file import RegularFile, open_regular, quote
@@ -134,7 +135,7 @@ def _check_presence(
         got=f"{len(used) - len(missing)} files",
         want=f"the {len(used)} files that .metadata names for the model",
         next_step=f"copy {name} from {'where it was written' if rank is None else f'the node of rank {rank}'}, "
-        "then run the same command; nothing was written",
+        f"then {AGAIN}; nothing was written",
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from xrank.dtypes import dtype
-from xrank.errors import ContradictionError, IncompleteError
+from xrank.errors import ContradictionError
 from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.plan.source import StoredShard
@@ -188,7 +188,7 @@ def _is_whole(state: ModelState, name: str, num_ranks: int) -> bool:
 def _piece(state: ModelState, name: str, num_ranks: int) -> ArchivedTensor:
     origin, shape, fragment = state.origin, state.frozen[name], state.fragments.get(name)
     if fragment is None:
-        raise IncompleteError(
+        raise ContradictionError(
             origin.locate(f"contains no piece of the frozen parameter {name}"),
             tensor=name,
             rank=origin.rank,
@@ -273,7 +273,7 @@ def assemble(modules: Modules, trained: Mapping[str, StoredShard]) -> tuple[tupl
             aliases[alias] = owner
     for name in (*state.module, *state.frozen, *modules.shared):
         if name not in found:
-            raise IncompleteError(
+            raise ContradictionError(
                 state.origin.locate(f"names {name}, but the checkpoint contains no weights of it"),
                 tensor=name,
                 file=state.origin.path,

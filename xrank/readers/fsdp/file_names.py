@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
+from xrank.faces import AGAIN
 from xrank.formats.regular_file import open_regular
 from xrank.words import list_text, ranks_text
 
@@ -51,7 +52,7 @@ class RankFiles:
                 file=file,
                 got=ranks_text(self.by_rank),
                 want=f"ranks 0 to {world_size - 1}",
-                next_step="move the files of another run to another folder, then run the same command",
+                next_step=f"move the files of another run to another folder, then {AGAIN}",
             )
         # A name may claim any number of ranks, so count the present ranks, not the absent ones.
         if len(self.by_rank) == world_size:
@@ -66,7 +67,7 @@ class RankFiles:
             file=file,
             got=f"files of {ranks_text(self.by_rank)}",
             want=f"files of all {world_size} ranks",
-            next_step=f"copy {os.path.basename(file)} from the node of rank {first}, then run the same command",
+            next_step=f"copy {os.path.basename(file)} from the node of rank {first}, then {AGAIN}",
         )
 
     def _name_of(self, rank: int) -> str:
@@ -137,7 +138,7 @@ def list_verl(folder: str) -> RankFiles:
             file=file,
             got=found + (f"; {_VERL_CONFIG}: world of {recorded}" if recorded is not None else ""),
             want="one world size",
-            next_step="move the files of another run to another folder, then run the same command",
+            next_step=f"move the files of another run to another folder, then {AGAIN}",
         )
     ((world_size, by_rank),) = worlds.items()
     files = RankFiles(folder, dict(sorted(by_rank.items())), world_size, _paths(folder, entries, _VERL_OTHERS))

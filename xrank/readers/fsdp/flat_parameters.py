@@ -122,7 +122,7 @@ def _check_gaps(buffer: str, files: Sequence[RankFile], pieces: Iterable[_Piece]
         # The end is also padded to a multiple of the number of ranks.
         room = padding if start < size else padding + len(parts)
         if start - stand > room:
-            raise IncompleteError(
+            raise ContradictionError(
                 f"{buffer}: elements {stand} to {start - 1} belong to no named parameter",
                 tensor=buffer,
                 file=files[0].archive.path,

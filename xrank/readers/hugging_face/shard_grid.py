@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from xrank.errors import ContradictionError, IncompleteError
+from xrank.faces import AGAIN
 from xrank.words import ranks_text
 
 __all__ = ["ShardGrid", "is_shard_name", "shard_grid"]
@@ -90,7 +91,7 @@ def shard_grid(folder: str) -> ShardGrid:
             file=file,
             got="; ".join(f"{len(files)} files of -of-{count:05d}" for count, files in sorted(worlds.items())),
             want="files of one save",
-            next_step="move the shards of another run to another folder, then run the same command",
+            next_step=f"move the shards of another run to another folder, then {AGAIN}",
         )
     ((count, files),) = worlds.items()
     return ShardGrid(folder, files, count)

@@ -95,7 +95,7 @@ def _check_pieces(name: str, pieces: ShardPieces, shape: tuple[int, ...], grid: 
             file=(grid.holes() or [grid.folder])[0],
             got=grid.text(),
             want=f"pieces of all of {list(shape)}",
-            next_step="copy the files of the missing ranks into the folder, then run the same command",
+            next_step=f"copy the files of the missing ranks into the folder, then {AGAIN}",
         )
 
 
@@ -122,7 +122,7 @@ def _overlap(name: str, pieces: ShardPieces, boxes: Sequence[Box]) -> Contradict
         got=f"{box_text(boxes[sorted(found)[0]])} of rank {rank} (from 1), {box_text(boxes[sorted(found)[1]])} of rank "
         f"{other_rank}",
         want="every element once",
-        next_step="move the shards of a run of another world size to another folder, then run the same command",
+        next_step=f"move the shards of a run of another world size to another folder, then {AGAIN}",
     )
 
 

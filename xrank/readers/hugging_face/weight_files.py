@@ -200,7 +200,7 @@ def check_placeholders(
         known: shapes of the base model, which may have such a tensor.
 
     Raises:
-        IncompleteError: there are such tensors.
+        UsageError: there are such tensors.
     """
     empty = [
         name
@@ -208,7 +208,7 @@ def check_placeholders(
         if shape == (0,) and dtypes.dtype(kind).is_float and known.get(name) != (0,)
     ]
     if empty:
-        raise IncompleteError(
+        raise UsageError(
             f"{empty[0]}: a placeholder of shape [0], as DeepSpeed leaves them (ZeRO-3){likewise_text(empty[1:])}",
             tensor=empty[0],
             file=files[empty[0]],

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.errors import ContradictionError, UsageError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.formats.torch_archive import read_archive
@@ -150,7 +150,7 @@ def _check_layers(tensors: Mapping[str, DcpTensor], args: Mapping[str, Any] | No
     if numbered:
         missing = next((layer for layer in range(count) if layer not in numbered), None)
         if missing is not None:
-            raise IncompleteError(
+            raise ContradictionError(
                 f"{path} lists nothing of decoder.layers.{missing}",
                 tensor=f"decoder.layers.{missing}",
                 file=path,

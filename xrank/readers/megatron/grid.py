@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.faces import AGAIN
 from xrank.readers.megatron.args import ParallelSizes
 from xrank.words import list_text
 
@@ -109,7 +110,7 @@ def check_grid(folder: str, found: Sequence[str], sizes: ParallelSizes, places: 
             file=os.path.join(folder, missing[0], FILE),
             got=f"{len(wanted) - len(missing)} files; missing: {list_text(missing, 16)}",
             want=f"{len(wanted)}, for {sizes}",
-            next_step=f"copy {missing[0]} from where it was written, then run the same command; nothing was written",
+            next_step=f"copy {missing[0]} from where it was written, then {AGAIN}; nothing was written",
         )
     surplus = [name for name in found if name not in wanted]
     if surplus:

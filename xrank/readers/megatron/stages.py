@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from xrank.dialects.megatron.layouts import LAYER
-from xrank.errors import ContradictionError, IncompleteError
+from xrank.errors import ContradictionError
 from xrank.readers.megatron.args import ParallelSizes
 
 __all__ = ["Chunk", "count_layers", "first_layers", "has_encoder"]
@@ -32,7 +32,7 @@ def count_layers(names: Iterable[str], file: str, rank: int) -> int:
     """Return the number of layers in a chunk: the decoder's, or in a model without one (BERT) the encoder's.
 
     Raises:
-        IncompleteError: their numbers have a gap.
+        ContradictionError: their numbers have a gap.
     """
     held = tuple(names)
     stack = "decoder" if any(map(LAYER.fullmatch, held)) else "encoder"
@@ -40,7 +40,7 @@ def count_layers(names: Iterable[str], file: str, rank: int) -> int:
     numbers = {int(found[1]) for name in held if (found := pattern.fullmatch(name))}
     missing = next((layer for layer in range(len(numbers)) if layer not in numbers), None)
     if missing is not None:
-        raise IncompleteError(
+        raise ContradictionError(
             f"{file} contains nothing of {stack}.layers.{missing}, but contains later layers",
             tensor=f"{stack}.layers.{missing}",
             rank=rank,

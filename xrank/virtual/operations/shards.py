@@ -81,6 +81,7 @@ def join_shards(shards: Sequence[Array], sharding: ShardingLike, mesh: MeshLike)
                 rank=members[0],
                 index_range=", ".join(f"{low}:{high}" for low, high in ranges),
                 want="equal elements",
+                next_step="make the replicas equal: reduce them over the axes that they are replicated on",
             )
     return whole
 
