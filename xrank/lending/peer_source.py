@@ -194,8 +194,8 @@ class PeerSource:
                     host=peer.host,
                     waiting_for=(peer.rank,),
                     got=f"no answer from host {peer.host}, pid {peer.pid}",
-                    next_step=f"check whether rank {peer.rank} is stopped, or its host cut off; then make the same "
-                    "call again, which resumes",
+                    next_step=f"check whether rank {peer.rank} is stopped, or its host cut off; then {AGAIN}, "
+                    "which resumes",
                 )
 
         return tick
