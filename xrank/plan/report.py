@@ -101,6 +101,8 @@ class ProofFacts(Facts):
     against: str | None = None
     """Path of the model or checkpoint that was compared, value by value."""
     num_adapter_tensors: int = 0
+    num_merged: int = 0
+    """Number of tensors that an adapter was merged into before they were compared."""
     num_rules: int = 0
     """Number of rules of a layout file."""
 
