@@ -35,8 +35,8 @@ from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.conversion.verify import verify_model
 from xrank.decisions.adapters import adapt
+from xrank.decisions.folder_plan import plan_gather
 from xrank.decisions.options import GatherOptions
-from xrank.decisions.output_plan import plan_gather
 from xrank.errors import ContradictionError, CorruptError, UsageError, XrankError
 from xrank.readers.base import Hints
 from xrank.readers.workspace import WorkspaceReader

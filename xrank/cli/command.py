@@ -1,4 +1,4 @@
-"""What every command shares: its options, how a failure ends it, how its report is printed."""
+"""Shared by all commands: ``--json -q -v``, the end by a failure or a signal, and the printing of reports."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from xrank.decisions.folder_plan import plan_gather, read_layouts
 from xrank.decisions.options import GatherOptions, dtype_choice
-from xrank.decisions.output_plan import plan_gather, read_layouts
 from xrank.layout import LayoutMap
 from xrank.making.checkpoint import Checkpoint
 from xrank.public_calls import names_own_arguments

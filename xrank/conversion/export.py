@@ -15,7 +15,7 @@ from xrank.decisions.options import AdapterChoice, GatherOptions, default_worker
 from xrank.decisions.transforms import Transform
 from xrank.layout import LayoutMap
 from xrank.lending.lent_model import AskedModel, lend_model
-from xrank.making.stage_filling import make_output
+from xrank.making.folder_filling import make_output
 from xrank.plan.report import Report
 from xrank.public_calls import names_own_arguments
 from xrank.teams.agreement import check_alike

@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from xrank.conversion.report import output_facts, peak_rss_nbytes, planned_files, proof_facts, source_facts
+from xrank.decisions.folder_plan import FolderPlan, plan_gather
 from xrank.decisions.options import AdapterChoice, GatherOptions, ReplicaChoice, dtype_choice
-from xrank.decisions.output_plan import OutputPlan, plan_gather
 from xrank.layout import LayoutMap
-from xrank.making.stage_filling import make_output
+from xrank.making.folder_filling import make_output
 from xrank.plan.buffers import FileSource
 from xrank.plan.merging import factors_nbytes
 from xrank.plan.report import Report
@@ -135,13 +135,13 @@ def _gather(
     source: str,
     out: str,
     options: GatherOptions,
-    plan: Callable[[], OutputPlan],
+    plan: Callable[[], FolderPlan],
     team: Team,
     progress: Callable[[int, int], None] | None,
 ) -> Report:
     started = time.monotonic()
 
-    def plan_apart() -> OutputPlan:
+    def plan_apart() -> FolderPlan:
         check_apart(source, out)
         if team.is_first:  # other ranks may still see what was there a moment ago
             check_output(out, overwrite=options.overwrite)
@@ -169,7 +169,7 @@ def _gather(
     )
 
 
-def _planned_report(planned: OutputPlan, out: str, seconds: float) -> Report:
+def _planned_report(planned: FolderPlan, out: str, seconds: float) -> Report:
     budget = planned.options.budget
     replicas = sum(len(replicas) for tensor in planned.plan.tensors for replicas in tensor.compared)
     return Report(

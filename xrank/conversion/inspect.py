@@ -14,9 +14,9 @@ from xrank.decisions.adapters import Adapted, adapt, adapter_beside
 from xrank.decisions.base_check import check_source, not_compared
 from xrank.decisions.base_model import open_base_model
 from xrank.decisions.decision import Purpose, Request, decide, renames_adapted
+from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.found_source import companions_of, read_found
 from xrank.decisions.options import AdapterChoice, GatherOptions
-from xrank.decisions.output_plan import read_layouts
 from xrank.decisions.recipe_choice import choose_recipe
 from xrank.dtypes import dtype as dtype_of
 from xrank.errors import XrankError

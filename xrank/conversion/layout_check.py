@@ -11,8 +11,8 @@ from typing import Any
 
 from xrank.conversion.report import peak_rss_nbytes
 from xrank.decisions.base_model import open_base_model
+from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.layout_sources import stored_at
-from xrank.decisions.output_plan import read_layouts
 from xrank.dtypes import DTYPES
 from xrank.errors import LayoutError, UsageError
 from xrank.faces import option

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.conversion.report import count_outputs, peak_rss_nbytes, source_facts
 from xrank.decisions.decision import Purpose, Request, decide
+from xrank.decisions.folder_plan import layout_notes
 from xrank.decisions.found_source import read_source
 from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.load_check import check_loads, describe_load
 from xrank.decisions.load_plan import Load, plan_load
 from xrank.decisions.options import default_workers, parse_size
-from xrank.decisions.output_plan import layout_notes
 from xrank.lending.tensor_target import check_fillable
 from xrank.making.manifest_digests import ManifestDigests
 from xrank.making.module_filling import fill_module

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from xrank.decisions.adapters import merged_texts
-from xrank.decisions.output_plan import OutputPlan
+from xrank.decisions.folder_plan import FolderPlan
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan
 from xrank.plan.report import FileFacts, OutputFacts, ProofFacts, Report, SourceFacts
@@ -40,12 +40,12 @@ def source_facts(source: StoredModel) -> SourceFacts:
     )
 
 
-def proof_facts(planned: OutputPlan) -> ProofFacts:
+def proof_facts(planned: FolderPlan) -> ProofFacts:
     """Return the facts of a proof that is made from metadata alone."""
     return ProofFacts(coverage="proven", base_model=planned.checked_against_base)
 
 
-def output_facts(planned: OutputPlan, path: str) -> OutputFacts:
+def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
     """Return the facts of a model folder before it is written."""
     selection, small = planned.selection, planned.decision.small
     merged = merged_texts(planned.plan)

@@ -10,8 +10,8 @@ from xrank.comparing.manifest_check import plan_manifest_check
 from xrank.comparing.proof import plan_proof
 from xrank.conversion.report import count_outputs, peak_rss_nbytes
 from xrank.decisions.base_model import open_base_model
+from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.options import default_workers, parse_size
-from xrank.decisions.output_plan import read_layouts
 from xrank.decisions.plan_digest import digest_of_plan
 from xrank.errors import UsageError, XrankError
 from xrank.faces import Face, option

@@ -60,7 +60,7 @@ def _recipe_of(config: Mapping[str, Any] | None) -> Recipe | None:
     kind = (config or {}).get("model_type")
     if not isinstance(kind, str) or not kind.isidentifier():
         return None
-    path = Path(recipe_file.__file__).parent / "transformers" / f"{kind}.toml"
+    path = Path(recipe_file.__file__).parent / "fused_experts" / f"{kind}.toml"
     return replace(recipe_file.read_recipe(str(path)), name=f"transformers-{kind}") if path.is_file() else None
 
 

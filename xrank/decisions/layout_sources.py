@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, replace
 
 from xrank.decisions.base_model import BaseModel
+from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.found_source import read_found
-from xrank.decisions.output_plan import read_layouts
 from xrank.decisions.stated_layouts import stated_map, stated_survey
 from xrank.errors import LayoutError, UsageError
 from xrank.faces import option

@@ -13,10 +13,10 @@ import xxhash
 
 from xrank.decisions.base_model import BaseModel, open_base_model
 from xrank.decisions.decision import Purpose, Request, decide
+from xrank.decisions.folder_plan import layout_notes, read_layouts
 from xrank.decisions.found_source import FoundSource, read_source
 from xrank.decisions.new_parts import new_claim, new_parts
 from xrank.decisions.options import GatherOptions
-from xrank.decisions.output_plan import layout_notes, read_layouts
 from xrank.decisions.plan_digest import digest_of_plan
 from xrank.decisions.selection import Selection
 from xrank.decisions.small_files import config_text_of

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from xrank.decisions.folder_plan import FolderPlan, plan_export
 from xrank.decisions.options import GatherOptions
-from xrank.decisions.output_plan import OutputPlan, plan_export
 from xrank.decisions.own_config import OwnConfig, own_config
 from xrank.decisions.transformed_plan import compared_plan
 from xrank.decisions.transforms import Transform
@@ -82,7 +82,7 @@ class AskedModel:
 class LentModel:
     """A model in the memory of all ranks, as one of them reads it."""
 
-    gather: OutputPlan
+    gather: FolderPlan
     """The proven plan, the same on every rank."""
     source: PeerSource
     """Whoever has it closes it."""
@@ -134,7 +134,7 @@ def lend_model(
     _, parts = team.agree("what ranks hold", lambda: told, lambda text: text, collect_all)
     held = [json.loads(one) for one in parts]
 
-    def plan() -> tuple[OutputPlan, LiveModel]:
+    def plan() -> tuple[FolderPlan, LiveModel]:
         live = _read([one["model"] for one in held], ranks)
         nothing = json.loads(json.dumps(asdict(OwnConfig())))
         own = next((one["own"] for one in held if one["own"] != nothing), nothing)
@@ -181,14 +181,14 @@ def _raise_own(rank: int, offer: MemoryOffer, _: object, error: BaseException | 
         raise offer.failure from error
 
 
-def _told_plan(made: tuple[OutputPlan, LiveModel]) -> dict[str, Any]:
+def _told_plan(made: tuple[FolderPlan, LiveModel]) -> dict[str, Any]:
     gather = made[0]
     names = [shard.name for shard in gather.source.shards]
     transformed = None if gather.transforms is None else gather.transforms.told(names)
     return {"digest": gather.digest, "transformed": transformed}
 
 
-def _check_plans(team: Team, made: tuple[OutputPlan, LiveModel], told: Sequence[dict[str, Any]]) -> None:
+def _check_plans(team: Team, made: tuple[FolderPlan, LiveModel], told: Sequence[dict[str, Any]]) -> None:
     """Refuse plans that are not the same; two functions may make what looks alike, and a plan does not tell them apart.
 
     Raises:

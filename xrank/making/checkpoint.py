@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from xrank.decisions.folder_plan import FolderPlan
 from xrank.decisions.layout_sources import layouts_at
-from xrank.decisions.output_plan import OutputPlan
 from xrank.dtypes import dtype as dtype_of
 from xrank.layout import LayoutMap
 from xrank.plan.buffers import FileSource, MemoryTarget
@@ -50,7 +50,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         CorruptError, ContradictionError: the source is not what its metadata promised.
     """
 
-    def __init__(self, gather: OutputPlan, layouts: LayoutMap | None = None) -> None:
+    def __init__(self, gather: FolderPlan, layouts: LayoutMap | None = None) -> None:
         self._gather = gather
         self._given = layouts
         self._plans = {tensor.output.name: tensor for tensor in gather.plan.tensors}

@@ -1,4 +1,9 @@
-"""The wire between the ranks of a circle: memory and sockets on one host, a store across hosts."""
+"""The wire between the ranks of a circle: memory and sockets on one host, a store across hosts.
+
+To add a transport of short messages, statuses and failures, write a class with the methods of `Wire`, and a rendezvous
+that gives it to a `xrank.ranks.circle.Circle`. Tensors take other ways: `xrank.workspace.base.MessageWorkspace` in live
+gathers, `xrank.lending` in exports and loads, `xrank.gradients.wires` for gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Readers of source formats, one module or package each: they find where tensors lie, from metadata alone.
 
+To add a format, write a class with the methods of `xrank.readers.base.Reader`, list it in `xrank.readers.own_readers`
+(another package names it under the entry point ``xrank.readers``), and subclass `xrank.testing.ReaderContract`.
+
 This package exports the names that a reader of your own needs.
 """
 

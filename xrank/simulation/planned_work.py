@@ -9,10 +9,10 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
+from xrank.decisions.folder_plan import FolderPlan, plan_export, plan_gather, read_layouts
 from xrank.decisions.found_source import FoundSource
 from xrank.decisions.layout_sources import is_layout_file, read_source
 from xrank.decisions.options import GatherOptions
-from xrank.decisions.output_plan import OutputPlan, plan_export, plan_gather, read_layouts
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.reshard_plan import plan_reshard, plan_reshard_of
 from xrank.errors import UsageError
@@ -186,7 +186,7 @@ def _file_work(
 
 
 def _export_work(
-    path: str, gather: OutputPlan, mesh: DeviceMesh | None, notes: Sequence[tuple[str, str]]
+    path: str, gather: FolderPlan, mesh: DeviceMesh | None, notes: Sequence[tuple[str, str]]
 ) -> PlannedWork:
     """Return the export of each rank's part of the model from its memory."""
     source, records = gather.source, gather.source.records

@@ -1,5 +1,9 @@
 """Workspaces: where ranks write their states for other ranks to read.
 
+To add a transport of states or of tensors in live gathers, write a class with the methods of `Workspace` or
+`MessageWorkspace`, and subclass `xrank.testing.WorkspaceContract` or `xrank.testing.MessageWorkspaceContract`.
+`xrank.gather.sessions` chooses the one that a gather uses.
+
 Names are loaded on first use, so importing this package does not import torch.
 """
 

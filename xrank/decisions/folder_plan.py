@@ -30,7 +30,7 @@ from xrank.readers.own_readers import WORKSPACE
 from xrank.words import list_text
 from xrank.writers.hf_folder import lay_out, lay_out_file
 
-__all__ = ["OutputPlan", "layout_notes", "plan_export", "plan_gather", "read_layouts"]
+__all__ = ["FolderPlan", "layout_notes", "plan_export", "plan_gather", "read_layouts"]
 
 _GENERATION_NAME = "generation_config.json"
 _AS_IN_MEMORY = (
@@ -40,7 +40,7 @@ _AS_IN_MEMORY = (
 
 
 @dataclass(frozen=True, eq=False)
-class OutputPlan:
+class FolderPlan:
     """A model folder that is planned and proven; nothing is written yet."""
 
     decision: Decision
@@ -91,7 +91,7 @@ def plan_gather(
     format_name: str | None = None,
     workspace: bool = False,
     recipe: str | os.PathLike[str] | None = None,
-) -> OutputPlan:
+) -> FolderPlan:
     """Return the proven plan of a gather; reads metadata alone. Arguments and errors as `gather_checkpoint`."""
     base = open_base_model(base_model) if base_model is not None else None
     given = layouts if isinstance(layouts, LayoutMap) or layouts is None else read_layouts(layouts)
@@ -112,7 +112,7 @@ def plan_export(
     recipe: str | os.PathLike[str] | None = None,
     config_overrides: Mapping[str, Any] | None = None,
     transform: Transform | None = None,
-) -> OutputPlan:
+) -> FolderPlan:
     """Return the proven plan of an export; arguments and errors as `xrank.conversion.export.export_model`.
 
     Args:
@@ -135,7 +135,7 @@ def plan_export(
 
 def _plan_output(
     decision: Decision, more_notes: Sequence[tuple[str, str]], transform: Transform | None = None
-) -> OutputPlan:
+) -> FolderPlan:
     """Return the proven plan of what was decided, checked against the base model."""
     source, options, selection, adapted = decision.source, decision.options, decision.selection, decision.adapted
     transforms = None
@@ -157,7 +157,7 @@ def _plan_output(
     if base is not None:
         tied = {name for names in decision.selection.tied.values() for name in names}
         checked = check_against(base, list(outputs), set(decision.selection.excluded), tied)
-    return OutputPlan(
+    return FolderPlan(
         decision,
         plan,
         selection,

@@ -1,4 +1,7 @@
-"""Fills a stage: weights through the executor, then index, config, companions and, last, the manifest."""
+"""Makes a model folder in its stage: weights through the executor, then index, config, companions, the manifest.
+
+`xrank.making.states_filling` does the same for rank states; a new output format needs such a module.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from xrank.decisions.adapters import merged_texts
-from xrank.decisions.output_plan import OutputPlan
+from xrank.decisions.folder_plan import FolderPlan
 from xrank.layout.nest_table import IntArray
 from xrank.making.file_writing import WrittenFiles, write_files
 from xrank.making.rereading import FileDigests
@@ -57,7 +60,7 @@ class Made:
 
 
 def make_output(
-    gather: OutputPlan,
+    gather: FolderPlan,
     source: OpenSource,
     out: str,
     progress: Callable[[int, int], None] | None,
@@ -97,7 +100,7 @@ def make_output(
     return replace(made, notes=(*made.notes, *(("stage", note) for note in stage.notes)))
 
 
-def _fill_stage(gather: OutputPlan, work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team) -> Made:
+def _fill_stage(gather: FolderPlan, work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team) -> Made:
     """Write everything of a gather into its stage; only the commit is left."""
     options = gather.options
     verify = options.overwrite if options.verify is None else options.verify
@@ -105,14 +108,14 @@ def _fill_stage(gather: OutputPlan, work: Work, stage: Stage, progress: Callable
     return Made(tuple(_write_small_files(gather, stage, written.digests, written.notes)), written, written.notes)
 
 
-def _work(gather: OutputPlan, source: OpenSource, holder: IntArray | None) -> Work:
+def _work(gather: FolderPlan, source: OpenSource, holder: IntArray | None) -> Work:
     options = gather.options
     budget = options.budget
     return Work(gather.plan, source, budget, options.replicas, holder, gather.transforms)
 
 
 def _write_small_files(
-    gather: OutputPlan, stage: Stage, digests: dict[int, FileDigests], notes: tuple[tuple[str, str], ...]
+    gather: FolderPlan, stage: Stage, digests: dict[int, FileDigests], notes: tuple[tuple[str, str], ...]
 ) -> list[FileFacts]:
     """Write all but the weights, the manifest last; return the weights' files as the report lists them."""
     plan = gather.plan
