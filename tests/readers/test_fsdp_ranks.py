@@ -25,7 +25,7 @@ from xrank.readers.base import Hints
 from xrank.readers.discovery import find_source
 from xrank.readers.fsdp import AccelerateRanksReader, VerlReader
 from xrank.readers.fsdp.flat_parameters import find_flat_pieces, flat_shards
-from xrank.readers.fsdp.rank_files import RankFile, read_rank_file
+from xrank.readers.fsdp.rank_files import FsdpRankFile, read_rank_file
 from xrank.testing.rank_pool import RankPool
 from xrank.testing.reader_contract import ReaderContract, SampleSource, WholeTensor, read_model, whole
 
@@ -365,7 +365,7 @@ class TestFlatParameters:
         shapes = {name: tensor.shape for name, tensor in expected().items()}
         assert len(flat_shards(find_flat_pieces(files, indexes), shapes)) == 9
 
-        def without(name: str, ranks: Sequence[int]) -> list[RankFile]:
+        def without(name: str, ranks: Sequence[int]) -> list[FsdpRankFile]:
             return [
                 replace(f, plain={n: t for n, t in f.plain.items() if n != name or f.rank not in ranks}) for f in files
             ]

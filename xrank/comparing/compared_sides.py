@@ -17,13 +17,13 @@ from xrank.plan.source import StoredModel, merge_models
 from xrank.readers.discovery import find_source
 from xrank.writers.manifest import MANIFEST_NAME, read_manifest
 
-__all__ = ["Side", "read_sides"]
+__all__ = ["ComparedSide", "read_sides"]
 
 _APART = FOLDER + WEIGHTS_NAME
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Side:
+class ComparedSide:
     """One of the two."""
 
     path: str
@@ -44,7 +44,7 @@ class Side:
         """Shapes by name."""
         return {shard.name: shard.shape for shard in self.source.model.shards}
 
-    def apart(self, other: Side) -> StoredModel:
+    def apart(self, other: ComparedSide) -> StoredModel:
         """Return the model with the adapter's tensors named as PEFT's folder has them, the base model's by its own.
 
         What PEFT trained whole has the base model's name in a folder that PEFT saved: the other side tells them apart.
@@ -67,7 +67,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Found:
+class _FoundSide:
     """A side before it is known what the other one has."""
 
     path: str
@@ -91,7 +91,7 @@ class _Found:
 
 def read_sides(
     path: str, other_path: str, *, base: BaseModel | None = None, layouts: LayoutMap | None = None
-) -> tuple[Side, Side]:
+) -> tuple[ComparedSide, ComparedSide]:
     """Read both. An adapter in a folder within is taken where a manifest lists it or the other side has one, too.
 
     Args:
@@ -108,7 +108,7 @@ def read_sides(
     manifests = [_manifest(place) for _, place, _ in places]
     # What the other's manifest says was left out need not be placed.
     found = [
-        _Found(
+        _FoundSide(
             each, place, read_found(each, place, reader, base=base, layouts=layouts, is_left_out=_left_out(other)), own
         )
         for (each, place, reader), own, other in zip(places, manifests, reversed(manifests), strict=True)
@@ -131,7 +131,7 @@ def _left_out(manifest: Mapping[str, Any]) -> Callable[[str], bool]:
     return frozenset(manifest.get("excluded", ())).__contains__
 
 
-def _side(found: _Found, own: Collection[str], *, other_has_one: bool) -> Side:
+def _side(found: _FoundSide, own: Collection[str], *, other_has_one: bool) -> ComparedSide:
     source, place = found.source, found.place
     names: AdapterNames | None
     if found.lists_adapter or (found.has_adapter_apart and other_has_one):
@@ -141,10 +141,10 @@ def _side(found: _Found, own: Collection[str], *, other_has_one: bool) -> Side:
         names = find_adapter(found.tensor_names, source.model.path, own)
     read = {os.path.relpath(file.path, found.place) for file in source.model.files}
     notes = tuple((code, f"{found.path}: {text}") for code, text in adapter_beside(found.place, read))
-    return Side(found.path, source, names, place, found.manifest, notes)
+    return ComparedSide(found.path, source, names, place, found.manifest, notes)
 
 
-def _with_adapter(found: _Found) -> tuple[StoredModel, AdapterNames]:
+def _with_adapter(found: _FoundSide) -> tuple[StoredModel, AdapterNames]:
     """Return a model together with the adapter in the folder within, and which names are whose."""
     path = os.path.join(found.place, *_APART.split("/"))
     if not found.has_adapter_apart:

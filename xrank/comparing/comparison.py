@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from xrank.comparing.compared_sides import Side, read_sides
+from xrank.comparing.compared_sides import ComparedSide, read_sides
 from xrank.comparing.correspondence import NOT_COPIES, Compared, Correspondence, TiedName, correspond
 from xrank.comparing.made_differences import find_differences
 from xrank.decisions.adapter_config import find_config
@@ -113,7 +113,7 @@ def plan_comparison(
     return Check(plan, judge, lambda error: _said(error, pair, found))
 
 
-def _plain(ours: Side, theirs: Side) -> _Pair:
+def _plain(ours: ComparedSide, theirs: ComparedSide) -> _Pair:
     """Return both as they are, or under Hugging Face's names where those differ."""
     models = [side.source.model for side in (ours, theirs)]
     if ours.shapes.keys() != theirs.shapes.keys():
@@ -128,11 +128,11 @@ def _name_model(source: FoundSource, other: FoundSource) -> StoredModel:
     return decide(known, Request(Purpose.PROOF)).source
 
 
-def _compared(side: Side, model: StoredModel) -> Compared:
+def _compared(side: ComparedSide, model: StoredModel) -> Compared:
     return Compared(side.path, side.with_tied(model), side.manifest, side.source.config)
 
 
-def _both_apart(ours: Side, theirs: Side, given: str | os.PathLike[str] | None) -> _Pair:
+def _both_apart(ours: ComparedSide, theirs: ComparedSide, given: str | os.PathLike[str] | None) -> _Pair:
     """Return both with their adapter's tensors apart."""
     assert ours.names is not None and theirs.names is not None
     our_model, our_notes = _without_base(ours, theirs)
@@ -147,7 +147,7 @@ def _both_apart(ours: Side, theirs: Side, given: str | os.PathLike[str] | None) 
     )
 
 
-def _without_base(side: Side, other: Side) -> tuple[StoredModel, list[tuple[str, str]]]:
+def _without_base(side: ComparedSide, other: ComparedSide) -> tuple[StoredModel, list[tuple[str, str]]]:
     """Return a side with its adapter apart, and without what no other side that is an adapter alone could have."""
     assert side.names is not None and other.names is not None
     model = side.apart(other)
@@ -159,7 +159,9 @@ def _without_base(side: Side, other: Side) -> tuple[StoredModel, list[tuple[str,
     return replace(model, shards=kept, aliases={}), [("adapter-alone", text)]
 
 
-def _check_scales(ours: Side, theirs: Side, given: str | os.PathLike[str] | None) -> list[tuple[str, str]]:
+def _check_scales(
+    ours: ComparedSide, theirs: ComparedSide, given: str | os.PathLike[str] | None
+) -> list[tuple[str, str]]:
     """Check that both sides multiply the same B @ A by the same number; return what could not be checked."""
     configs = []
     for side in (ours, theirs):
@@ -186,7 +188,7 @@ def _check_scales(ours: Side, theirs: Side, given: str | os.PathLike[str] | None
     return []
 
 
-def _one_merged(side: Side, other: Side, given: str | os.PathLike[str] | None) -> _Pair:
+def _one_merged(side: ComparedSide, other: ComparedSide, given: str | os.PathLike[str] | None) -> _Pair:
     """Return the one as a merge would write it, and the other as it is."""
     options = GatherOptions(adapter="merge", adapter_config=given)
     try:

@@ -11,13 +11,13 @@ from xrank.errors import ContradictionError
 from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 
-__all__ = ["Copies", "compute_repeated_crc32"]
+__all__ = ["CopiedValues", "compute_repeated_crc32"]
 
 _TELLING_ELEMENTS = 8
 _ONES = {"F32": b"\0\0\x80\x3f", "BF16": b"\x80\x3f", "F16": b"\0\x3c"}
 
 
-class Copies:
+class CopiedValues:
     """Detects copied files: ranks hold different weights, so the checksums of two files cannot all be equal."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from xrank.errors import ContradictionError
 from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor
 from xrank.plan.source import StoredShard
-from xrank.readers.copies import Copies
+from xrank.readers.copies import CopiedValues
 from xrank.readers.deepspeed.agreement import Agreement
 from xrank.readers.deepspeed.flat_rows import FlatRows
 from xrank.readers.deepspeed.partitions import locate_interleaved, piece_numel
@@ -137,7 +137,7 @@ def read_rank_modules(paths: Sequence[str], records: Records, agreement: Agreeme
         IncompleteError, CorruptError, UnsafeError, UsageError: as `read_model_state`.
     """
     first: ModelState | None = None
-    copies = Copies()
+    copies = CopiedValues()
     buffers: dict[str, list[HeldTensor]] = {}
     wholes: dict[str, list[HeldTensor]] = {}
     names: list[str] = []

@@ -11,7 +11,7 @@ import numpy as np
 
 from xrank.errors import ContradictionError, IncompleteError
 from xrank.plan.source import StoredShard
-from xrank.readers.copies import Copies
+from xrank.readers.copies import CopiedValues
 from xrank.readers.deepspeed.agreement import Agreement
 from xrank.readers.deepspeed.flat_rows import FlatRows, FlatTensors
 from xrank.readers.deepspeed.folder import CheckpointFiles
@@ -141,14 +141,14 @@ def locate_trained(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str
     found: dict[str, StoredShard] = {}
     for number, shapes in enumerate(groups):
         found.update(_group_shards(partitions, number, shapes))
-    copies = Copies()
+    copies = CopiedValues()
     for rank, partition in enumerate(partitions.all):
         copies.add(partition.archive, partition.flats, int(partitions.flats.length[rank].sum()), partition.origin)
     return found
 
 
 def _locate_interleaved_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
-    flats, num_ranks, copies = partitions.flats, len(partitions.all), Copies()
+    flats, num_ranks, copies = partitions.flats, len(partitions.all), CopiedValues()
     shapes = {name: shape for group in groups for name, shape in group.items()}
     numels = np.array([prod(shape) for shape in shapes.values()], dtype=np.int64)
     sizes = -(-numels // num_ranks)

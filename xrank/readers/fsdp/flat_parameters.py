@@ -18,7 +18,7 @@ from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.faces import option
 from xrank.layout.nests import Nest
 from xrank.plan.source import StoredShard
-from xrank.readers.fsdp.rank_files import RankFile
+from xrank.readers.fsdp.rank_files import FsdpRankFile
 from xrank.readers.held_tensor import HeldTensor, pieces_of
 from xrank.words import likewise_text, ranks_text
 
@@ -56,7 +56,7 @@ def is_flat(name: str) -> bool:
     return name.rpartition(".")[2] == _NAME
 
 
-def find_flat_pieces(files: Sequence[RankFile], indexes: Mapping[int, Index]) -> FlatPieces:
+def find_flat_pieces(files: Sequence[FsdpRankFile], indexes: Mapping[int, Index]) -> FlatPieces:
     """Return the places of all named parameters in their flat parameters.
 
     Args:
@@ -112,7 +112,7 @@ def find_flat_pieces(files: Sequence[RankFile], indexes: Mapping[int, Index]) ->
     )
 
 
-def _check_gaps(buffer: str, files: Sequence[RankFile], pieces: Iterable[_Piece]) -> None:
+def _check_gaps(buffer: str, files: Sequence[FsdpRankFile], pieces: Iterable[_Piece]) -> None:
     """Check that only padding lies between the parameters."""
     parts = [file.sharded[buffer] for file in files if buffer in file.sharded]
     size = parts[0].shape[0]
@@ -209,7 +209,7 @@ def _shard(name: str, pieces: Sequence[_Piece], shape: tuple[int, ...]) -> Store
     return pieces_of(name, [piece.held for piece in pieces], shape, nests)
 
 
-def make_nameless_error(buffer: str, file: RankFile) -> LayoutError:
+def make_nameless_error(buffer: str, file: FsdpRankFile) -> LayoutError:
     """Return the error for a buffer whose members' names and shapes are not recorded."""
     return LayoutError(
         f"{buffer}: a flat parameter that records neither names nor shapes of its members",

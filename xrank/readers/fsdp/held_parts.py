@@ -12,7 +12,7 @@ from xrank.layout import DeviceMesh
 from xrank.plan.source import StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.fsdp.flat_parameters import FlatPieces, Index, is_flat, make_nameless_error
-from xrank.readers.fsdp.rank_files import RankFile
+from xrank.readers.fsdp.rank_files import FsdpRankFile
 from xrank.readers.fsdp.sharded_tensors import ShardedPart
 from xrank.readers.held_tensor import HeldTensor, pieces_of, replicate
 
@@ -21,13 +21,13 @@ __all__ = ["check_kinds", "collect_parts", "locate_boxed_shards"]
 _AGAIN = "all files must come from one save of one run; copy them again"
 
 
-def check_kinds(files: Sequence[RankFile]) -> None:
+def check_kinds(files: Sequence[FsdpRankFile]) -> None:
     """Check that each name is one kind of tensor on all ranks.
 
     Raises:
         ContradictionError: it is not.
     """
-    kinds: dict[str, tuple[RankFile, str]] = {}
+    kinds: dict[str, tuple[FsdpRankFile, str]] = {}
     for file in files:
         for kind, names in (("DTensor", file.dtensors), ("ShardedTensor", file.sharded), ("plain tensor", file.plain)):
             for name in names:
@@ -45,7 +45,7 @@ def check_kinds(files: Sequence[RankFile]) -> None:
 
 
 def collect_parts(
-    files: Sequence[RankFile], indexes: Mapping[int, Index], pieces: FlatPieces, world_size: int, hints: Hints
+    files: Sequence[FsdpRankFile], indexes: Mapping[int, Index], pieces: FlatPieces, world_size: int, hints: Hints
 ) -> dict[str, list[HeldTensor]]:
     """Return the ranks' parts of each tensor that a layout places, by name and rising rank.
 
@@ -86,11 +86,11 @@ def _has_rule(hints: Hints, name: str) -> bool:
     return hints.layouts is not None and hints.layouts.rule_for(name) is not None
 
 
-def _part_of(file: RankFile, tensor: ArchivedTensor, index: Index) -> HeldTensor:
+def _part_of(file: FsdpRankFile, tensor: ArchivedTensor, index: Index) -> HeldTensor:
     return HeldTensor.from_archive(tensor, rank=file.rank, file=file.archive.path, record=index(tensor.key))
 
 
-def locate_boxed_shards(files: Sequence[RankFile], indexes: Mapping[int, Index]) -> list[StoredShard]:
+def locate_boxed_shards(files: Sequence[FsdpRankFile], indexes: Mapping[int, Index]) -> list[StoredShard]:
     """Return every ShardedTensor that is not a flat parameter, with all its boxes.
 
     Raises:
@@ -121,7 +121,7 @@ def locate_boxed_shards(files: Sequence[RankFile], indexes: Mapping[int, Index])
     return shards
 
 
-def _check_same(name: str, file: RankFile, part: ShardedPart, first: ShardedPart) -> None:
+def _check_same(name: str, file: FsdpRankFile, part: ShardedPart, first: ShardedPart) -> None:
     got, want = (f"{p.dtype} {list(p.shape)} in {len(p.boxes)} shards" for p in (part, first))
     if (part.dtype, part.shape, part.boxes) != (first.dtype, first.shape, first.boxes):
         raise ContradictionError(

@@ -11,11 +11,11 @@ from xrank.readers.fsdp.dtensors import DTensorPart, DTensors
 from xrank.readers.fsdp.pickled import read_wrapper, unwrap_parameter
 from xrank.readers.fsdp.sharded_tensors import ShardedPart, read_sharded_part
 
-__all__ = ["RankFile", "read_rank_file"]
+__all__ = ["FsdpRankFile", "read_rank_file"]
 
 
 @dataclass(frozen=True, slots=True)
-class RankFile:
+class FsdpRankFile:
     """One rank's file, read from its metadata alone."""
 
     rank: int
@@ -32,7 +32,7 @@ class RankFile:
         return Origin(self.archive.path, self.rank)
 
 
-def read_rank_file(path: str, rank: int) -> RankFile:
+def read_rank_file(path: str, rank: int) -> FsdpRankFile:
     """Return the content of a rank's file.
 
     Raises:
@@ -69,4 +69,4 @@ def read_rank_file(path: str, rank: int) -> RankFile:
         else:
             refuse_inert(value, path, rank)
             others.append(name)
-    return RankFile(rank, archive, dtensors, sharded, plain, tuple(others))
+    return FsdpRankFile(rank, archive, dtensors, sharded, plain, tuple(others))

@@ -19,7 +19,7 @@ from xrank.readers.base import Hints
 from xrank.readers.fsdp.file_names import ACCELERATE, VERL, RankFiles, Scheme, list_accelerate, list_verl
 from xrank.readers.fsdp.flat_parameters import find_flat_pieces, flat_shards, is_flat
 from xrank.readers.fsdp.held_parts import check_kinds, collect_parts, locate_boxed_shards
-from xrank.readers.fsdp.rank_files import RankFile, read_rank_file
+from xrank.readers.fsdp.rank_files import FsdpRankFile, read_rank_file
 from xrank.readers.placement import Placement, place_all
 from xrank.readers.records import Records
 from xrank.readers.wrapper_names import remove_wrapper_names
@@ -97,7 +97,7 @@ def _read(scheme: Scheme, path: str, listed: RankFiles, hints: Hints) -> StoredM
     return remove_wrapper_names(found, hints.shapes)
 
 
-def _world_size(files: Sequence[RankFile], listed: RankFiles) -> int:
+def _world_size(files: Sequence[FsdpRankFile], listed: RankFiles) -> int:
     """Return the world size, after checking that all files agree on it and that all its ranks are present."""
     recorded = [(file, part.world_size) for file in files for part in file.sharded.values()]
     # A DTensor's mesh may be smaller than the run, so it gives only a lower bound.
@@ -136,7 +136,7 @@ def _nbytes_of(paths: Sequence[str]) -> int:
     return total
 
 
-def _notes(files: Sequence[RankFile], records: Records, placement: Placement) -> tuple[tuple[str, str], ...]:
+def _notes(files: Sequence[FsdpRankFile], records: Records, placement: Placement) -> tuple[tuple[str, str], ...]:
     notes = placement.notes
     if records.bare:
         notes.append(("no-checksums", f"{len(records.bare)} files hold no checksums, {records.bare[0]} first"))
@@ -147,7 +147,7 @@ def _notes(files: Sequence[RankFile], records: Records, placement: Placement) ->
     return tuple(notes)
 
 
-def _details(listed: RankFiles, files: Sequence[RankFile]) -> dict[str, Any]:
+def _details(listed: RankFiles, files: Sequence[FsdpRankFile]) -> dict[str, Any]:
     names = {name for file in files for name in (*file.dtensors, *file.sharded, *file.plain)}
     return {
         "rank files": len(files),

@@ -28,7 +28,7 @@ from xrank.readers.megatron.parts import (
     place_parts,
 )
 from xrank.readers.megatron.stages import Chunk, count_layers, first_layers, has_encoder
-from xrank.readers.megatron.states import RankFile, check_identities, read_rank_file
+from xrank.readers.megatron.states import MegatronRankFile, check_identities, read_rank_file
 from xrank.readers.records import Records
 
 __all__ = ["MegatronLegacyReader"]
@@ -95,7 +95,7 @@ def _holds(path: str) -> bool:
     )  # fmt: skip
 
 
-def _check_moment(first: RankFile, file: RankFile) -> None:
+def _check_moment(first: MegatronRankFile, file: MegatronRankFile) -> None:
     if repr(first.iteration) != repr(file.iteration):
         raise ContradictionError(
             file.origin.locate(f"belongs to another iteration than {first.origin.path}"),
@@ -107,7 +107,7 @@ def _check_moment(first: RankFile, file: RankFile) -> None:
         )
 
 
-def _layers(files: Mapping[Place, RankFile], sizes: ParallelSizes) -> dict[Chunk, int]:
+def _layers(files: Mapping[Place, MegatronRankFile], sizes: ParallelSizes) -> dict[Chunk, int]:
     """Return the number of layers in each chunk, after checking that all its ranks agree."""
     counts: dict[Chunk, int] = {}
     for place, file in files.items():
@@ -134,9 +134,9 @@ def _layers(files: Mapping[Place, RankFile], sizes: ParallelSizes) -> dict[Chunk
     return counts
 
 
-def _check_alike(files: Mapping[Place, RankFile]) -> None:
+def _check_alike(files: Mapping[Place, MegatronRankFile]) -> None:
     """Check that the ranks of a stage hold tensors of the same names; each rank counts its experts from 0."""
-    first: dict[int, tuple[RankFile, list[set[str]]]] = {}
+    first: dict[int, tuple[MegatronRankFile, list[set[str]]]] = {}
     for place, file in files.items():
         names = [set(chunk) for chunk in file.chunks]
         other, known = first.setdefault(place.pipeline, (file, names))
@@ -162,7 +162,7 @@ def _find_ties(tensors: Mapping[str, TensorParts], args: Mapping[str, Any]) -> d
     return {_HEAD: _EMBEDDING} if is_tied and _HEAD in tensors and _EMBEDDING in tensors else {}
 
 
-def _notes(files: Mapping[Place, RankFile], records: Records) -> tuple[tuple[str, str], ...]:
+def _notes(files: Mapping[Place, MegatronRankFile], records: Records) -> tuple[tuple[str, str], ...]:
     notes = []
     num_extra = sum(file.num_extra for file in files.values())
     if num_extra:

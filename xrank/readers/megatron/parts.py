@@ -35,7 +35,7 @@ from xrank.readers.held_tensor import HeldTensor, pieces_of
 from xrank.readers.megatron.args import ParallelSizes
 from xrank.readers.megatron.grid import Place
 from xrank.readers.megatron.stages import Chunk
-from xrank.readers.megatron.states import RankFile
+from xrank.readers.megatron.states import MegatronRankFile
 from xrank.readers.records import Records
 from xrank.words import likewise_text
 
@@ -61,7 +61,7 @@ class TensorParts:
 
 
 def collect_parts(
-    files: Mapping[Place, RankFile], sizes: ParallelSizes, starts: Mapping[Chunk, int], records: Records
+    files: Mapping[Place, MegatronRankFile], sizes: ParallelSizes, starts: Mapping[Chunk, int], records: Records
 ) -> dict[str, TensorParts]:
     """Return each tensor's parts, by its name in the whole model, in the model's order."""
     found: dict[tuple[int, int], dict[str, TensorParts]] = {chunk: {} for chunk in sorted(starts)}
@@ -90,7 +90,7 @@ def _model_order(item: tuple[str, TensorParts]) -> tuple[int, int]:
     return (1, int(found[1])) if found else (0 if item[0].startswith("embedding.") else 2, 0)
 
 
-def _num_experts(chunk: Mapping[str, ArchivedTensor], file: RankFile, sizes: ParallelSizes) -> int:
+def _num_experts(chunk: Mapping[str, ArchivedTensor], file: MegatronRankFile, sizes: ParallelSizes) -> int:
     """Return the number of experts that a rank holds in each layer of a chunk, checked against the arguments."""
     for name in chunk:
         try:
@@ -115,7 +115,7 @@ def _num_experts(chunk: Mapping[str, ArchivedTensor], file: RankFile, sizes: Par
     return held
 
 
-def _unknown(name: str, file: RankFile, got: str) -> LayoutError:
+def _unknown(name: str, file: MegatronRankFile, got: str) -> LayoutError:
     return LayoutError(
         f"{quote(name)[1:-1]}: it is unknown how Megatron cuts a tensor of this name",
         tensor=name,
@@ -128,7 +128,9 @@ def _unknown(name: str, file: RankFile, got: str) -> LayoutError:
     )
 
 
-def _part_of(name: str, file: RankFile, tensor: ArchivedTensor, record: int, sizes: ParallelSizes) -> HeldTensor:
+def _part_of(
+    name: str, file: MegatronRankFile, tensor: ArchivedTensor, record: int, sizes: ParallelSizes
+) -> HeldTensor:
     assert file.origin.rank is not None
     shape, strides = tensor.shape, tensor.strides
     number = file.args.get("num_experts")
@@ -144,7 +146,7 @@ def _part_of(name: str, file: RankFile, tensor: ArchivedTensor, record: int, siz
     return replace(held, shape=shape, strides=strides)
 
 
-def find_gating(tensors: Mapping[str, TensorParts], first: RankFile) -> bool:
+def find_gating(tensors: Mapping[str, TensorParts], first: MegatronRankFile) -> bool:
     """Return whether linear_fc1 is gate and up, by the arguments and the shapes.
 
     Raises:

@@ -12,12 +12,12 @@ from xrank.errors import ContradictionError
 from xrank.formats.inert_record import InertRecord
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
-from xrank.readers.copies import Copies
+from xrank.readers.copies import CopiedValues
 from xrank.readers.megatron.args import ParallelSizes, parallel_sizes, plain_args
 from xrank.readers.megatron.grid import Place
 from xrank.words import list_text
 
-__all__ = ["EXTRA_STATE", "RankFile", "check_identities", "read_rank_file"]
+__all__ = ["EXTRA_STATE", "MegatronRankFile", "check_identities", "read_rank_file"]
 
 EXTRA_STATE = "_extra_state"
 _VERSION = 3.0
@@ -25,7 +25,7 @@ _CHUNK = re.compile(r"model(0|[1-9]\d{0,3})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RankFile:
+class MegatronRankFile:
     """Content of a rank's file."""
 
     archive: TorchArchive
@@ -38,7 +38,7 @@ class RankFile:
     """Number of Transformer Engine's own entries in the state, which are not tensors."""
 
 
-def read_rank_file(path: str, rank: int) -> RankFile:
+def read_rank_file(path: str, rank: int) -> MegatronRankFile:
     """Return the content of a rank's file, from its metadata alone.
 
     Raises:
@@ -71,7 +71,7 @@ def read_rank_file(path: str, rank: int) -> RankFile:
         tensors, extra = _tensors(state[key], origin)
         chunks.append(tensors)
         num_extra += extra
-    return RankFile(archive, origin, args, state.get("iteration"), tuple(chunks), num_extra)
+    return MegatronRankFile(archive, origin, args, state.get("iteration"), tuple(chunks), num_extra)
 
 
 def _keys(state: Mapping[object, object]) -> str:
@@ -106,7 +106,7 @@ def _tensors(module: object, origin: Origin) -> tuple[dict[str, ArchivedTensor],
 
 
 def check_identities(
-    files: Mapping[Place, RankFile], sizes: ParallelSizes, own: Mapping[Place, Sequence[ArchivedTensor]]
+    files: Mapping[Place, MegatronRankFile], sizes: ParallelSizes, own: Mapping[Place, Sequence[ArchivedTensor]]
 ) -> None:
     """Check that each file is its own rank's: by the rank in its args, else by its bytes.
 
@@ -134,7 +134,7 @@ def check_identities(
                 )
             seen.add(rank)
         return
-    copies = Copies()
+    copies = CopiedValues()
     for place, file in files.items():
         tensors = own.get(place, ())
         copies.add(file.archive, tensors, sum(prod(tensor.shape) for tensor in tensors), file.origin)
