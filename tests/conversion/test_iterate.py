@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import xrank
 from tests.conversion.exported import llama, shard, tensors_of
 from xrank.errors import ContradictionError, RankFailedError, UsageError
-from xrank.making.whole_tensors import TensorsAhead, shared_budget
+from xrank.making.whole_tensors import TensorsAhead, split_budget
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -228,4 +228,4 @@ def test_what_nobody_has_taken_stays_within_the_room() -> None:
     # Full: it waited, until it was closed.
     assert whole.untaken == 100 and whole.most == 100 and len(whole.buckets) == 3
     gc.collect()
-    assert shared_budget(64_000_000, 2)[1] >= 40_000_000 and shared_budget(2_000_000, 4)[1] >= 0
+    assert split_budget(64_000_000, 2)[1] >= 40_000_000 and split_budget(2_000_000, 4)[1] >= 0

@@ -78,9 +78,9 @@ def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 
 def pages_apart(are_apart: bool) -> Any:
     """In the body ranks write no page together, as those of several hosts do not."""
-    made = transformed_files._Made
+    made = transformed_files._RoundOutputs
     on_hosts = lambda outputs, shares_pages: made(outputs, True)  # noqa: E731
-    return patch.object(transformed_files, "_Made", on_hosts) if are_apart else nullcontext()
+    return patch.object(transformed_files, "_RoundOutputs", on_hosts) if are_apart else nullcontext()
 
 
 @pytest.mark.ranks(4)

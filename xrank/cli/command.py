@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from xrank.cli.text import error_text, printable, rendered, rows_text
+from xrank.cli.text import error_text, printable, render_all, rows_text
 from xrank.errors import XrankError
 from xrank.faces import COMMAND, Face
 
@@ -89,10 +89,10 @@ class Output:
     def _leave(self, text: str, exit_code: int, error: XrankError, report: Report | None = None) -> NoReturn:
         say(text, err=True)
         if self.as_json:
-            self._print_json(report or self._failed(exit_code, error))
+            self._print_json(report or self._failure_report(exit_code, error))
         sys.exit(exit_code)
 
-    def _failed(self, exit_code: int, error: XrankError) -> Report:
+    def _failure_report(self, exit_code: int, error: XrankError) -> Report:
         from xrank.conversion.report import peak_rss_nbytes
         from xrank.plan.report import Report
 
@@ -102,7 +102,7 @@ class Output:
         )
 
     def _print_json(self, report: Report) -> None:
-        say(json.dumps(rendered(report.to_dict(), self.face), indent=2, ensure_ascii=True))
+        say(json.dumps(render_all(report.to_dict(), self.face), indent=2, ensure_ascii=True))
 
 
 def command_name(context: click.Context | None) -> str:
@@ -196,12 +196,12 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
                 output.stop("interrupted" if stop.number == signal.SIGINT else "terminated", 128 + stop.number)
             except (OSError, MemoryError) as error:
                 leave()
-                output.fail(_explained(error))
+                output.fail(_explain(error))
 
     return command
 
 
-def _explained(error: OSError | MemoryError) -> XrankError:
+def _explain(error: OSError | MemoryError) -> XrankError:
     from xrank.writers.disk import explain
 
     if isinstance(error, OSError) and isinstance(error.filename, str):

@@ -17,7 +17,7 @@ from xrank.words import list_text, plural, size_text
 if TYPE_CHECKING:
     from xrank.plan.report import OutputFacts, Report
 
-__all__ = ["gather", "made_rows", "proof_row", "source_row"]
+__all__ = ["gather", "output_rows", "proof_row", "source_row"]
 
 
 @click.command(short_help="Make the Hugging Face folder.")
@@ -136,7 +136,7 @@ def proof_row(report: Report) -> tuple[str, str]:
     return "proof", "; ".join(facts)
 
 
-def made_rows(made: OutputFacts, tied_are: str) -> list[tuple[str, str]]:
+def output_rows(made: OutputFacts, tied_are: str) -> list[tuple[str, str]]:
     """Return what became of tied and of cast tensors; `tied_are` says how tied ones are written."""
     rows = [("tied", f"{', '.join(names)} equal {target}, {tied_are}") for target, *names in made.tied]
     casts = Counter(made.cast.values()).items()
@@ -145,7 +145,7 @@ def made_rows(made: OutputFacts, tied_are: str) -> list[tuple[str, str]]:
 
 def _rows(report: Report) -> list[tuple[str, str]]:
     made = report.made
-    rows = [source_row(report), proof_row(report), *made_rows(made, "which is written once")]
+    rows = [source_row(report), proof_row(report), *output_rows(made, "which is written once")]
     if made.merged:
         rows.append(("adapter", f"merged into {plural(len(made.merged), 'tensor')}"))
     if made.excluded:

@@ -10,7 +10,7 @@ import click
 from xrank.cli.command import Output, face_of, reporting
 from xrank.cli.gather import gather
 from xrank.cli.paths import PATH
-from xrank.cli.text import rendered
+from xrank.cli.text import render_all
 from xrank.faces import Face
 from xrank.words import plural, size_text
 
@@ -74,7 +74,7 @@ def _rows(report: Report, face: Face, *, tensors: bool, ranks: bool) -> list[tup
                 row.get("problem") or f"{plural(row['num_pieces'], 'piece')}, {plural(row['num_replicas'], 'replica')}"
             )
             rows.append(("tensor", f"{row['name']}  {row['dtype']} {row['shape']}  {what}"))
-    for problem in rendered(details["problems"], face):
+    for problem in render_all(details["problems"], face):
         rows.append(
             ("problem", f"{problem['type']}: {problem['message']} (a gather would exit {problem['exit_code']})")
         )

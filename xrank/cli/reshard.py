@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xrank.cli.command import Output, reporting
-from xrank.cli.gather import made_rows, proof_row, source_row
+from xrank.cli.gather import output_rows, proof_row, source_row
 from xrank.cli.paths import PATH
 from xrank.cli.sharing import report_shared, sharing
 from xrank.words import plural, size_text
@@ -66,7 +66,7 @@ def reshard(output: Output, source: str, layouts: str, timeout: float, distribut
 def _rows(report: Report) -> list[tuple[str, str]]:
     made = report.made
     rows = [source_row(report), proof_row(report), ("layout", f"{made.mesh}; run {made.run_id}")]
-    rows += made_rows(made, "whose bytes they share")
+    rows += output_rows(made, "whose bytes they share")
     files = made.files
     sizes = sorted(file.nbytes for file in files)
     share = size_text(sizes[0]) if sizes[0] == sizes[-1] else f"{size_text(sizes[0])} to {size_text(sizes[-1])}"

@@ -8,7 +8,7 @@ from typing import Any
 from xrank.errors import XrankError
 from xrank.faces import COMMAND, Face, Text
 
-__all__ = ["error_text", "printable", "rendered", "rows_text"]
+__all__ = ["error_text", "printable", "render_all", "rows_text"]
 
 
 def printable(text: str) -> str:
@@ -18,7 +18,7 @@ def printable(text: str) -> str:
 
 def error_text(error: XrankError, face: Face = COMMAND) -> str:
     """Return an error in the grammar of all commands: one line that names the thing, then got, want, try."""
-    parts = rendered(error.to_dict(), face)
+    parts = render_all(error.to_dict(), face)
     lines = [f"xrank: {parts['type']}: {parts['message']}"]
     step = f"{parts['try']} (exit {error.exit_code})" if parts["try"] else f"(exit {error.exit_code})"
     for label, part in (("got", parts["got"]), ("want", parts["want"]), ("try", step)):
@@ -27,14 +27,14 @@ def error_text(error: XrankError, face: Face = COMMAND) -> str:
     return "\n".join(printable(line.replace("\n", "\\n")) for line in lines)
 
 
-def rendered(value: Any, face: Face) -> Any:
+def render_all(value: Any, face: Face) -> Any:
     """Return what JSON holds with each of its texts as a face shows it."""
     if isinstance(value, Text):
         return face.render(value)
     if isinstance(value, Mapping):
-        return {key: rendered(one, face) for key, one in value.items()}
+        return {key: render_all(one, face) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [rendered(one, face) for one in value]
+        return [render_all(one, face) for one in value]
     return value
 
 

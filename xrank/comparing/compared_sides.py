@@ -44,10 +44,10 @@ class ComparedSide:
         """Shapes by name."""
         return {shard.name: shard.shape for shard in self.source.model.shards}
 
-    def apart(self, other: ComparedSide) -> StoredModel:
-        """Return the model with the adapter's tensors named as PEFT's folder has them, the base model's by its own.
+    def name_adapter_apart(self, other: ComparedSide) -> StoredModel:
+        """Return the model with the adapter's tensors under PEFT's names and the base model's under its own names.
 
-        What PEFT trained whole has the base model's name in a folder that PEFT saved: the other side tells them apart.
+        In a folder that PEFT saved, a tensor trained whole has the base model's name. The other side shows which it is.
         """
         assert self.names is not None and other.names is not None
         trained = {name: name for name in self.names.base if self.names.is_alone and name in other.names.saved.values()}
@@ -109,7 +109,10 @@ def read_sides(
     # What the other's manifest says was left out need not be placed.
     found = [
         _FoundSide(
-            each, place, read_found(each, place, reader, base=base, layouts=layouts, is_left_out=_left_out(other)), own
+            each,
+            place,
+            read_found(each, place, reader, base=base, layouts=layouts, is_left_out=_make_exclusion(other)),
+            own,
         )
         for (each, place, reader), own, other in zip(places, manifests, reversed(manifests), strict=True)
     ]
@@ -127,7 +130,7 @@ def _manifest(place: str) -> Mapping[str, Any]:
     return read_manifest(path) if os.path.exists(path) else {}
 
 
-def _left_out(manifest: Mapping[str, Any]) -> Callable[[str], bool]:
+def _make_exclusion(manifest: Mapping[str, Any]) -> Callable[[str], bool]:
     return frozenset(manifest.get("excluded", ())).__contains__
 
 

@@ -11,7 +11,7 @@ from xrank.comparing.compared_sides import ComparedSide, read_sides
 from xrank.comparing.correspondence import NOT_COPIES, Compared, Correspondence, TiedName, correspond
 from xrank.comparing.made_differences import find_differences
 from xrank.decisions.adapter_config import find_config
-from xrank.decisions.adapters import adapt, merged_texts
+from xrank.decisions.adapters import adapt, describe_merges
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.decision import Purpose, Request, decide
 from xrank.decisions.found_source import FoundSource
@@ -87,18 +87,18 @@ def plan_comparison(
             next_step=f"leave {option('adapter_config')} out",
         )
     if len(adapted) == 2:
-        pair = _both_apart(*sides, adapter_config)
+        pair = _pair_adapters(*sides, adapter_config)
     elif adapted:
-        pair = _one_merged(adapted[0], next(side for side in sides if side.names is None), adapter_config)
+        pair = _pair_merged(adapted[0], next(side for side in sides if side.names is None), adapter_config)
     else:
-        pair = _plain(*sides)
+        pair = _pair_plain(*sides)
     found = correspond((pair.ours, pair.theirs), pair.updates)
     outputs = _outputs(pair, found)
     made = [output for output in outputs if output.name in pair.updates or output.name in found.cast]
     try:
         plan = _plan(pair, found, outputs, made)
     except XrankError as error:
-        raise _said(error, pair, found) from error
+        raise _rename_error(error, pair, found) from error
 
     def judge(outcome: Outcome) -> Verdict:
         if made:
@@ -110,16 +110,16 @@ def plan_comparison(
             (*pair.notes, *found.notes, *sides[0].notes, *sides[1].notes),
         )
 
-    return Check(plan, judge, lambda error: _said(error, pair, found))
+    return Check(plan, judge, lambda error: _rename_error(error, pair, found))
 
 
-def _plain(ours: ComparedSide, theirs: ComparedSide) -> _Pair:
+def _pair_plain(ours: ComparedSide, theirs: ComparedSide) -> _Pair:
     """Return both as they are, or under Hugging Face's names where those differ."""
     models = [side.source.model for side in (ours, theirs)]
     if ours.shapes.keys() != theirs.shapes.keys():
         # Whichever is under training names gets Hugging Face's; a config that one has does for both.
         models = [_name_model(ours.source, theirs.source), _name_model(theirs.source, ours.source)]
-    return _Pair(_compared(ours, models[0]), _compared(theirs, models[1]))
+    return _Pair(_make_compared(ours, models[0]), _make_compared(theirs, models[1]))
 
 
 def _name_model(source: FoundSource, other: FoundSource) -> StoredModel:
@@ -128,15 +128,15 @@ def _name_model(source: FoundSource, other: FoundSource) -> StoredModel:
     return decide(known, Request(Purpose.PROOF)).source
 
 
-def _compared(side: ComparedSide, model: StoredModel) -> Compared:
+def _make_compared(side: ComparedSide, model: StoredModel) -> Compared:
     return Compared(side.path, side.with_tied(model), side.manifest, side.source.config)
 
 
-def _both_apart(ours: ComparedSide, theirs: ComparedSide, given: str | os.PathLike[str] | None) -> _Pair:
+def _pair_adapters(ours: ComparedSide, theirs: ComparedSide, given: str | os.PathLike[str] | None) -> _Pair:
     """Return both with their adapter's tensors apart."""
     assert ours.names is not None and theirs.names is not None
-    our_model, our_notes = _without_base(ours, theirs)
-    their_model, their_notes = _without_base(theirs, ours)
+    our_model, our_notes = _drop_base(ours, theirs)
+    their_model, their_notes = _drop_base(theirs, ours)
     num_saved = len(ours.names.saved)
     notes = [("adapter", f"{num_saved:,} of the tensors compared are an adapter's"), *our_notes, *their_notes]
     return _Pair(
@@ -147,13 +147,13 @@ def _both_apart(ours: ComparedSide, theirs: ComparedSide, given: str | os.PathLi
     )
 
 
-def _without_base(side: ComparedSide, other: ComparedSide) -> tuple[StoredModel, list[tuple[str, str]]]:
+def _drop_base(side: ComparedSide, other: ComparedSide) -> tuple[StoredModel, list[tuple[str, str]]]:
     """Return a side with its adapter apart, and without what no other side that is an adapter alone could have."""
     assert side.names is not None and other.names is not None
-    model = side.apart(other)
+    model = side.name_adapter_apart(other)
     if side.names.is_alone or not other.names.is_alone:
         return model, []
-    wanted = {shard.name for shard in other.apart(side).shards}.union(side.names.saved.values())
+    wanted = {shard.name for shard in other.name_adapter_apart(side).shards}.union(side.names.saved.values())
     kept = tuple(shard for shard in model.shards if shard.name in wanted)
     text = f"{len(model.shards) - len(kept):,} tensors of {side.path} were not compared: {other.path} has no base model"
     return replace(model, shards=kept, aliases={}), [("adapter-alone", text)]
@@ -188,7 +188,7 @@ def _check_scales(
     return []
 
 
-def _one_merged(side: ComparedSide, other: ComparedSide, given: str | os.PathLike[str] | None) -> _Pair:
+def _pair_merged(side: ComparedSide, other: ComparedSide, given: str | os.PathLike[str] | None) -> _Pair:
     """Return the one as a merge would write it, and the other as it is."""
     options = GatherOptions(adapter="merge", adapter_config=given)
     try:
@@ -203,8 +203,8 @@ def _one_merged(side: ComparedSide, other: ComparedSide, given: str | os.PathLik
     assert adapted is not None and adapted.updates is not None
     notes = [(code, f"{side.path}, compared as merged: {text}") for code, text in adapted.notes]
     return _Pair(
-        _compared(side, adapted.source),
-        _compared(other, other.source.model),
+        _make_compared(side, adapted.source),
+        _make_compared(other, other.source.model),
         adapted.factors,
         adapted.updates,
         {"num_merged": len(adapted.updates)},
@@ -241,7 +241,7 @@ def _plan(pair: _Pair, found: Correspondence, outputs: Sequence[OutputTensor], m
     )
 
 
-def _said(error: XrankError, pair: _Pair, found: Correspondence) -> XrankError:
+def _rename_error(error: XrankError, pair: _Pair, found: Correspondence) -> XrankError:
     """Return an error in the names of the two, and as a difference of the two where it is one."""
     text, is_within = error.message, (error.tensor or "").startswith(_OTHER)
     error.rename(_OTHER, "")
@@ -249,7 +249,7 @@ def _said(error: XrankError, pair: _Pair, found: Correspondence) -> XrankError:
         return error
     for one in found.tied:
         if text.startswith(f"{_OTHER * one.side}{one.name} is tied to "):
-            return _not_tied(error, pair, one)
+            return _tie_error(error, pair, one)
     is_difference = error.index_range is not None and not is_within
     if not is_difference or error.file not in {file.path for file in pair.theirs.model.files}:
         return error
@@ -264,7 +264,7 @@ def _said(error: XrankError, pair: _Pair, found: Correspondence) -> XrankError:
     )
 
 
-def _not_tied(error: ContradictionError, pair: _Pair, one: TiedName) -> ContradictionError:
+def _tie_error(error: ContradictionError, pair: _Pair, one: TiedName) -> ContradictionError:
     path, other_path = (pair.theirs.path, pair.ours.path) if one.side else (pair.ours.path, pair.theirs.path)
     return ContradictionError(
         f"{one.name} is in {path} alone, and is not {one.target} there",
@@ -284,7 +284,7 @@ def _check_digests(pair: _Pair, made: Sequence[OutputTensor], plan: Plan, outcom
         for index, file in enumerate(plan.files)
         for tensor, digest in zip(file.tensors, outcome.files[index].tensor_digests, strict=True)
     }
-    formulas = merged_texts(plan)
+    formulas = describe_merges(plan)
     for name in (output.name for output in made):
         (mine, digest), (other, other_digest) = found[name], found[_OTHER + name]
         if digest == other_digest:

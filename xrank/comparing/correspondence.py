@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from xrank.decisions.selection import tied_by_config
+from xrank.decisions.selection import find_config_ties
 from xrank.errors import ContradictionError
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import list_text
@@ -94,7 +94,7 @@ def correspond(sides: tuple[Compared, Compared], updates: Collection[str] = ()) 
                 next_step=NOT_COPIES,
             )
         tied.append(TiedName(side, name, may_be[0]))
-    names = _without_repeats([name for name in sides[0].shards if _is_on_both(name, sides)], sides, ties, updates)
+    names = _drop_repeats([name for name in sides[0].shards if _is_on_both(name, sides)], sides, ties, updates)
     casts = {name: found for name in names if (found := _cast(name, sides, ties)) is not None}
     notes = [
         (
@@ -132,7 +132,7 @@ def _ties(sides: Sequence[Compared]) -> dict[str, list[str]]:
     """Return name -> the other names that are the same tensor, as one side or the other says."""
     pairs = [pair for side in sides for pair in side.model.aliases.items()]
     for side in sides:
-        heads, embeddings = tied_by_config({name: None for each in sides for name in each.shards}, side.config)
+        heads, embeddings = find_config_ties({name: None for each in sides for name in each.shards}, side.config)
         if len(heads) == 1 and len(embeddings) == 1:
             pairs.append((heads[0], embeddings[0]))
     groups: dict[str, list[str]] = {}
@@ -142,7 +142,7 @@ def _ties(sides: Sequence[Compared]) -> dict[str, list[str]]:
     return {name: [other for other in group if other != name] for name, group in groups.items()}
 
 
-def _without_repeats(
+def _drop_repeats(
     names: Sequence[str], sides: Sequence[Compared], ties: Mapping[str, Sequence[str]], updates: Collection[str]
 ) -> list[str]:
     """Return the names but those that are on both sides only another name of a tensor that is among them."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from xrank.decisions.base_check import not_compared
+from xrank.decisions.base_check import describe_skipped_check
 from xrank.decisions.base_model import BaseModel, check_against
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
 from xrank.formats.safetensors_header import read_header
@@ -58,7 +58,7 @@ def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
             absent = {*manifest["excluded"], *made.values()}
             proof = proof.extended(base_model=check_against(base, own, absent, set(manifest["tied"])))
             if proof.base_model is None:
-                notes.append(not_compared(base, path))
+                notes.append(describe_skipped_check(base, path))
             elif made:
                 notes.append(("base-model", f"of {len(made)} tensors that a transform made, no shape was compared"))
         return Verdict(SourceFacts(path=path, format="safetensors"), proof, checked, tuple(notes))
@@ -83,12 +83,12 @@ def _check_digests(
         )
     for name, digest in digests.tensors.items():
         if digest_text(digest) != manifest["tensors"][name]["digest"]:
-            raise _damaged(path, digests.name, name, digest_text(digest), manifest["tensors"][name]["digest"])
+            raise _damage_error(path, digests.name, name, digest_text(digest), manifest["tensors"][name]["digest"])
     if digest_text(digests.digest) != listed[digests.name]["digest"]:
-        raise _damaged(path, digests.name, None, digest_text(digests.digest), listed[digests.name]["digest"])
+        raise _damage_error(path, digests.name, None, digest_text(digests.digest), listed[digests.name]["digest"])
 
 
-def _damaged(path: str, file: str, tensor: str | None, got: str, want: str) -> CorruptError:
+def _damage_error(path: str, file: str, tensor: str | None, got: str, want: str) -> CorruptError:
     return CorruptError(
         f"{tensor or file}: its bytes are not those that were gathered" + (f" ({file})" if tensor else ""),
         tensor=tensor,
@@ -114,4 +114,4 @@ def _check_plain_files(path: str, files: Sequence[dict[str, Any]]) -> None:
                 next_step="gather the model again, or copy the file again from a good copy",
             ) from None
         if digest.hexdigest() != file["digest"].rpartition(":")[2]:
-            raise _damaged(path, file["name"], None, digest.hexdigest(), file["digest"])
+            raise _damage_error(path, file["name"], None, digest.hexdigest(), file["digest"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xrank.decisions.base_check import check_source, not_compared
+from xrank.decisions.base_check import check_source, describe_skipped_check
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.decision import Purpose, Request, decide
 from xrank.decisions.found_source import read_source
@@ -37,7 +37,7 @@ def plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None) -> 
     checked = check_source(base, model, found.config) if base is not None else None
     notes = [*model.notes] if base is not None or layouts is not None else []
     if base is not None and checked is None:
-        notes.append(not_compared(base, path))
+        notes.append(describe_skipped_check(base, path))
     plan = make_plan(model, lay_out(outputs, 1 << 62) if outputs else ())
 
     def judge(outcome: Outcome) -> Verdict:

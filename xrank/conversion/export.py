@@ -14,7 +14,7 @@ from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers, dtype_choice
 from xrank.decisions.transforms import Transform
 from xrank.layout import LayoutMap
-from xrank.lending.lent_model import AskedModel, lend_model
+from xrank.lending.lent_model import ModelRequest, lend_model
 from xrank.making.folder_filling import make_output
 from xrank.plan.report import Report
 from xrank.public_calls import names_own_arguments
@@ -105,9 +105,9 @@ def export_model(
     check_meeting(group, timeout_seconds)
     team = find_group_team(group, path, timeout_seconds=timeout_seconds)
 
-    def asked() -> AskedModel:
+    def read_arguments() -> ModelRequest:
         check_types(layouts, mesh, config_overrides)
-        return AskedModel(
+        return ModelRequest(
             model_or_state_dict,
             GatherOptions(
                 dtype=dtype_choice(dtype),
@@ -130,15 +130,17 @@ def export_model(
 
     # What is lent is so until all ranks have ended.
     with ExitStack() as lent, team.together():
-        request, _ = team.agree("what is asked", asked, AskedModel.told, check_alike(team.ranks))
+        request, _ = team.agree("what is asked", read_arguments, ModelRequest.describe, check_alike(team.ranks))
         return _export(request, path, team, lent, progress)
 
 
 def _export(
-    asked: AskedModel, out: str, team: Team, lent: ExitStack, progress: Callable[[int, int], None] | None
+    read_arguments: ModelRequest, out: str, team: Team, lent: ExitStack, progress: Callable[[int, int], None] | None
 ) -> Report:
     started = time.monotonic()
-    model = lend_model(asked, team, lent, check=lambda: check_output(out, overwrite=asked.options.overwrite))
+    model = lend_model(
+        read_arguments, team, lent, check=lambda: check_output(out, overwrite=read_arguments.options.overwrite)
+    )
     gather = model.gather
     with closing(model.source):
         made = make_output(gather, model.source, out, progress, team, model.holder)

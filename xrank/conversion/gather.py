@@ -9,7 +9,7 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from xrank.conversion.report import output_facts, peak_rss_nbytes, planned_files, proof_facts, source_facts
+from xrank.conversion.report import file_facts, output_facts, peak_rss_nbytes, proof_facts, source_facts
 from xrank.decisions.folder_plan import FolderPlan, plan_gather
 from xrank.decisions.options import AdapterChoice, GatherOptions, ReplicaChoice, dtype_choice
 from xrank.layout import LayoutMap
@@ -152,7 +152,7 @@ def _gather(
     if options.dry_run:
         planned = plan_apart()
         check_room(out, [file.output.nbytes for file in planned.plan.files], planned.source.path)
-        return _planned_report(planned, out, time.monotonic() - started)
+        return _plan_report(planned, out, time.monotonic() - started)
     with team.together():
         planned, _ = team.agree("the plan", plan_apart, lambda planned: planned.digest, check_plans(team.ranks))
         with closing(FileSource(planned.plan.source)) as files:
@@ -169,7 +169,7 @@ def _gather(
     )
 
 
-def _planned_report(planned: FolderPlan, out: str, seconds: float) -> Report:
+def _plan_report(planned: FolderPlan, out: str, seconds: float) -> Report:
     budget = planned.options.budget
     replicas = sum(len(replicas) for tensor in planned.plan.tensors for replicas in tensor.compared)
     return Report(
@@ -180,7 +180,7 @@ def _planned_report(planned: FolderPlan, out: str, seconds: float) -> Report:
         source=source_facts(planned.source),
         proof=proof_facts(planned).extended(num_replicas_to_compare=replicas),
         plan=output_facts(planned, out).extended(
-            files=planned_files(planned.plan),
+            files=file_facts(planned.plan),
             # Each worker holds the factors of what it merges, and a window of it as it is stored.
             peak_buffer_nbytes=budget.nbytes
             + (budget.workers * (factors + WINDOW_NBYTES) if (factors := factors_nbytes(planned.plan)) else 0),

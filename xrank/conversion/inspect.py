@@ -11,7 +11,7 @@ from typing import Any
 
 from xrank.conversion.report import peak_rss_nbytes
 from xrank.decisions.adapters import Adapted, adapt, adapter_beside
-from xrank.decisions.base_check import check_source, not_compared
+from xrank.decisions.base_check import check_source, describe_skipped_check
 from xrank.decisions.base_model import open_base_model
 from xrank.decisions.decision import Purpose, Request, decide, renames_adapted
 from xrank.decisions.folder_plan import read_layouts
@@ -79,7 +79,7 @@ def inspect_source(
             renamed = decide(found, Request(Purpose.PROOF)).source
             recipe = renamed.recipe
             if base is not None and check_source(base, renamed, found.config) is None:
-                notes.append(not_compared(base, text))
+                notes.append(describe_skipped_check(base, text))
         elif adapted is not None and (matched := choose_recipe(adapted.base, found.config, None)) is not None:
             problems.append(renames_adapted(adapted.source, matched))
     except XrankError as error:

@@ -13,9 +13,9 @@ from xrank.decisions.options import GatherOptions, dtype_choice
 from xrank.decisions.transforms import Transform
 from xrank.errors import UsageError
 from xrank.faces import option
-from xrank.lending.lent_model import AskedModel
+from xrank.lending.lent_model import ModelRequest
 from xrank.making.model_tensors import ModelTensors, make_tensors
-from xrank.making.whole_tensors import shared_budget
+from xrank.making.whole_tensors import split_budget
 from xrank.public_calls import errors_of, names_own_arguments
 from xrank.teams.launches import find_group_team
 
@@ -77,7 +77,7 @@ def iter_model(
     check_meeting(group, timeout_seconds)
     team = find_group_team(group, place, timeout_seconds=timeout_seconds)
 
-    def asked() -> AskedModel:
+    def read_arguments() -> ModelRequest:
         check_types(layouts, mesh)
         options = GatherOptions(dtype=dtype_choice(dtype), max_memory=max_memory)
         if ranks not in ("first", "all"):
@@ -87,8 +87,8 @@ def iter_model(
                 want="'first' or 'all'",
                 next_step="give one of the two",
             )
-        shared_budget(options.max_memory_nbytes, options.num_workers)
-        return AskedModel(
+        split_budget(options.max_memory_nbytes, options.num_workers)
+        return ModelRequest(
             model_or_state_dict,
             options,
             live_layouts(layouts, mesh),
@@ -100,6 +100,6 @@ def iter_model(
             takers=ranks,
         )
 
-    tensors = make_tensors(asked, team, errors_of(iter_model))
+    tensors = make_tensors(read_arguments, team, errors_of(iter_model))
     next(tensors)  # comes when all is planned
     return ModelTensors(tensors)

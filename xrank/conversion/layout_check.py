@@ -12,7 +12,7 @@ from typing import Any
 from xrank.conversion.report import peak_rss_nbytes
 from xrank.decisions.base_model import open_base_model
 from xrank.decisions.folder_plan import read_layouts
-from xrank.decisions.layout_sources import stored_at
+from xrank.decisions.layout_sources import read_stored
 from xrank.dtypes import DTYPES
 from xrank.errors import LayoutError, UsageError
 from xrank.faces import option
@@ -93,7 +93,7 @@ def check_file(
         notes = [("not-proven", f"the rule {rule!r} is not proven: {reason}") for rule, reason in untold.items()]
         return check_survey(found, path=file, notes=notes, started=started)
     try:
-        place, stored = stored_at(path, layouts, open_base_model(base_model) if base_model is not None else None)
+        place, stored = read_stored(path, layouts, open_base_model(base_model) if base_model is not None else None)
     except LayoutError as error:
         has_tensor = f"give a base model that has the tensor by {option('base_model')}"
         error.advise(f"add its rule to {file}, or {has_tensor}")

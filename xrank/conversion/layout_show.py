@@ -9,8 +9,8 @@ from typing import Any
 from xrank.conversion.layout_check import survey_facts
 from xrank.conversion.report import peak_rss_nbytes
 from xrank.decisions.layout_sources import (
-    chosen,
     file_text,
+    filter_tensors,
     is_layout_file,
     layouts_at,
     read_source,
@@ -39,7 +39,7 @@ def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) ->
     """
     started = time.monotonic()
     source = read_source(path)
-    found = chosen(source.survey, tensor)
+    found = filter_tensors(source.survey, tensor)
     text = file_text(source.as_map()) if toml else None
     file: dict[str, Any] = {} if text is None else {"toml": text}
     report = Report(

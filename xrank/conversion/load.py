@@ -90,22 +90,22 @@ def load_model(
     started = time.monotonic()
     place = os.fspath(path)
 
-    def asked() -> int:
+    def read_arguments() -> int:
         check_types(None if isinstance(layouts, str | os.PathLike) else layouts, mesh)
         nbytes = parse_size(max_memory, "max_memory")
         Budget.from_memory(nbytes, default_workers())
         return nbytes
 
-    def told(max_memory_nbytes: int) -> dict[str, str | None]:
+    def describe(max_memory_nbytes: int) -> dict[str, str | None]:
         size = nbytes_text(max_memory_nbytes)
         return {"call": "load_model", "recipe": path_text(recipe), "max_memory": size}
 
     def plan() -> _Planned:
         check_materialised(module)
         on_mesh = live_layouts(layouts, mesh)
-        rank, world_size = _own_rank()
+        rank, world_size = _find_rank()
         local = local_model(module, layouts=on_mesh, mesh=mesh, rank=rank, world_size=world_size)
-        source, may_pad = _named(place, recipe, local)
+        source, may_pad = _rename_source(place, recipe, local)
         load = plan_load(local, source, on_mesh, may_pad)
         for view, tensor in zip(load.views, load.plan.tensors, strict=True):
             check_fillable(tensor.output.name, local.views[view])
@@ -115,7 +115,7 @@ def load_model(
     check_meeting(group, timeout_seconds)
     team = find_group_team(group, place, timeout_seconds=timeout_seconds, joins_launch=False)
     with team.together():
-        max_memory_nbytes, _ = team.agree("what is asked", asked, told, check_alike(team.ranks))
+        max_memory_nbytes, _ = team.agree("what is read_arguments", read_arguments, describe, check_alike(team.ranks))
         budget = Budget.from_memory(max_memory_nbytes, default_workers())
         planned, _ = team.agree(
             "the plan",
@@ -139,7 +139,7 @@ class _Planned:
     notes: tuple[tuple[str, str], ...]
 
 
-def _own_rank() -> tuple[int, int]:
+def _find_rank() -> tuple[int, int]:
     """Return this process' rank in the world, and the world's size."""
     import torch.distributed
 
@@ -149,7 +149,9 @@ def _own_rank() -> tuple[int, int]:
     return 0, 1
 
 
-def _named(path: str, recipe: str | os.PathLike[str] | None, local: LocalModel) -> tuple[StoredModel, frozenset[str]]:
+def _rename_source(
+    path: str, recipe: str | os.PathLike[str] | None, local: LocalModel
+) -> tuple[StoredModel, frozenset[str]]:
     """Return the source under the names that a recipe gives it, and those that a trainer may pad."""
     decision = decide(read_source(path), Request(Purpose.MODULE, recipe=recipe, module_names=local.tensors.keys()))
     return decision.source, decision.padded_names

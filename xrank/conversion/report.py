@@ -7,7 +7,7 @@ import resource
 from collections.abc import Sequence
 from typing import Any
 
-from xrank.decisions.adapters import merged_texts
+from xrank.decisions.adapters import describe_merges
 from xrank.decisions.folder_plan import FolderPlan
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan
@@ -16,9 +16,9 @@ from xrank.plan.source import StoredModel
 
 __all__ = [
     "count_outputs",
+    "file_facts",
     "output_facts",
     "peak_rss_nbytes",
-    "planned_files",
     "proof_facts",
     "read_report",
     "report_text",
@@ -48,7 +48,7 @@ def proof_facts(planned: FolderPlan) -> ProofFacts:
 def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
     """Return the facts of a model folder before it is written."""
     selection, small = planned.selection, planned.decision.small
-    merged = merged_texts(planned.plan)
+    merged = describe_merges(planned.plan)
     merges: dict[str, Any] = {"merged": list(merged)} if merged else {}
     return OutputFacts(
         path=path,
@@ -75,7 +75,7 @@ def count_outputs(outputs: Sequence[OutputTensor]) -> dict[str, Any]:
     }
 
 
-def planned_files(plan: Plan) -> list[FileFacts]:
+def file_facts(plan: Plan) -> list[FileFacts]:
     """Return the files of a plan that nothing is written of."""
     return [
         FileFacts(name=file.output.name, nbytes=file.output.nbytes, num_tensors=len(file.tensors))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from xrank.conversion.report import peak_rss_nbytes, planned_files, source_facts
+from xrank.conversion.report import file_facts, peak_rss_nbytes, source_facts
 from xrank.decisions.options import DTypeChoice, GatherOptions, dtype_choice
 from xrank.decisions.reshard_plan import Reshard, plan_reshard
 from xrank.errors import UsageError
@@ -83,7 +83,7 @@ def reshard_checkpoint(
     """
     started = time.monotonic()
     options = GatherOptions(
-        dtype=_checked_dtype(dtype), max_memory=max_memory, workers=workers, overwrite=overwrite, dry_run=dry_run
+        dtype=_check_dtype(dtype), max_memory=max_memory, workers=workers, overwrite=overwrite, dry_run=dry_run
     )
     path = os.fspath(out)
     team = find_launched_team(path, distributed=distributed and not dry_run, timeout_seconds=timeout_seconds)
@@ -108,7 +108,7 @@ def reshard_checkpoint(
     return _report(reshard, path, started, written, notes)
 
 
-def _checked_dtype(dtype: str | torch.dtype | None) -> DTypeChoice:
+def _check_dtype(dtype: str | torch.dtype | None) -> DTypeChoice:
     choice = dtype_choice(dtype)
     if choice == "base":
         raise UsageError(
@@ -135,7 +135,7 @@ def _report(
         tied=[[target, *names] for target, names in reshard.tied.items()],
         cast=dict(reshard.selection.cast),
         companions=[companion.name for companion in reshard.companions],
-        files=planned_files(plan),
+        files=file_facts(plan),
     )
     if written is None:
         facts = facts.extended(peak_buffer_nbytes=reshard.options.budget.nbytes)

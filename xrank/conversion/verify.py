@@ -16,7 +16,7 @@ from xrank.decisions.plan_digest import digest_of_plan
 from xrank.errors import UsageError, XrankError
 from xrank.faces import Face, option
 from xrank.layout import LayoutMap
-from xrank.making.check import Check, Verdict, carried_out
+from xrank.making.check import Check, Verdict, run_check
 from xrank.plan.executor import Budget
 from xrank.plan.report import OutputFacts, ProofFacts, Report, SourceFacts
 from xrank.public_calls import names_own_arguments
@@ -109,7 +109,7 @@ def verify_model(
             check, _ = team.agree(
                 "the plan", plan, lambda check: digest_of_plan(check.plan, *paths), check_plans(team.ranks)
             )
-            verdict = carried_out(check, budget, progress, team)
+            verdict = run_check(check, budget, progress, team)
     except UsageError:
         raise
     except XrankError as found:

@@ -16,7 +16,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Usag
 from xrank.faces import either, needs, option
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
 
-__all__ = ["CONFIG_NAME", "AdapterConfig", "check_ranks", "checked_config", "find_config"]
+__all__ = ["CONFIG_NAME", "AdapterConfig", "check_ranks", "find_config", "parse_adapter_config"]
 
 CONFIG_NAME = "adapter_config.json"
 # verl leaves the first beside its states, older versions the other (verl/utils/checkpoint/fsdp_checkpoint_manager.py).
@@ -46,14 +46,14 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """Return the rank that a module's pair has."""
-        return int(self._of(module, "rank_pattern", "r"))
+        return int(self._look_up(module, "rank_pattern", "r"))
 
     def scale_of(self, module: str) -> float:
         """Return what B @ A is multiplied by (peft/tuners/lora/layer.py: update_layer)."""
-        rank, alpha = self.rank_of(module), self._of(module, "alpha_pattern", "lora_alpha")
+        rank, alpha = self.rank_of(module), self._look_up(module, "alpha_pattern", "lora_alpha")
         return alpha / math.sqrt(rank) if self.values.get("use_rslora") else alpha / rank
 
-    def _of(self, module: str, patterns: str, key: str) -> float:
+    def _look_up(self, module: str, patterns: str, key: str) -> float:
         # peft/utils/other.py: get_pattern_key
         for pattern, value in (self.values.get(patterns) or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", module):
@@ -107,7 +107,7 @@ def find_config(
         CorruptError: it is no JSON object, or its values are not what PEFT writes.
         ContradictionError: it and the adapter's tensors disagree.
     """
-    path = os.fspath(given) if given is not None else _found(find_checkpoint_folders(place, place))
+    path = os.fspath(given) if given is not None else _find_file(find_checkpoint_folders(place, place))
     try:
         values = read_config(path)
     except IncompleteError as error:
@@ -116,10 +116,10 @@ def find_config(
             file=path,
             next_step=_NEXT_STEP,
         ) from error
-    return checked_config(values, path, names, shapes)
+    return parse_adapter_config(values, path, names, shapes)
 
 
-def checked_config(
+def parse_adapter_config(
     values: Mapping[str, Any], path: str, names: AdapterNames, shapes: Mapping[str, Sequence[int]]
 ) -> AdapterConfig:
     """Return the content of an adapter_config.json as the configuration of these tensors.
@@ -148,7 +148,7 @@ def checked_config(
         )
     _check(values, path)
     is_completed = "peft_type" not in values
-    config = AdapterConfig(_completed(values, names, shapes) if is_completed else values, path, is_completed)
+    config = AdapterConfig(_complete(values, names, shapes) if is_completed else values, path, is_completed)
     check_ranks(config, names.pairs, shapes)
     has_dora = [pair.magnitude for pair in names.pairs if pair.magnitude is not None]
     if bool(has_dora) != bool(config.values.get("use_dora")) and names.pairs:
@@ -163,7 +163,7 @@ def checked_config(
     return config
 
 
-def _found(folders: Sequence[str]) -> str:
+def _find_file(folders: Sequence[str]) -> str:
     for path in (os.path.join(folder, name) for folder in folders for name in _PLACES):
         if os.path.isfile(path):
             return path
@@ -232,7 +232,7 @@ def check_ranks(config: AdapterConfig, pairs: Sequence[Pair], shapes: Mapping[st
             )
 
 
-def _completed(values: Mapping[str, Any], names: AdapterNames, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def _complete(values: Mapping[str, Any], names: AdapterNames, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """Return a whole configuration: PEFT's defaults, and what names and shapes say."""
     adapted = {pair.module for pair in names.pairs}
     last = {module.rpartition(".")[2] for module in adapted}

@@ -18,7 +18,7 @@ from xrank.plan.planner import Plan
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import list_text
 
-__all__ = ["FOLDER", "WEIGHTS_NAME", "Adapted", "adapt", "adapter_beside", "check_ties", "merged_texts"]
+__all__ = ["FOLDER", "WEIGHTS_NAME", "Adapted", "adapt", "adapter_beside", "check_ties", "describe_merges"]
 
 FOLDER = "adapter/"
 """Where in the output an adapter lies that is kept apart."""
@@ -117,12 +117,12 @@ def adapt(
             )
         return None
     if options.adapter is None:
-        raise _no_choice(source, names)
+        raise _choice_error(source, names)
     shapes = {shard.name: shard.shape for shard in source.shards}
     config = config or find_config(options.adapter_config, place, names, shapes)
     if not names.is_alone:
         _check_bases(source, names)
-    return (_separate if options.adapter == "separate" else _merged)(source, names, config)
+    return (_separate if options.adapter == "separate" else _merge)(source, names, config)
 
 
 def adapter_beside(place: str, read: Collection[str] = ()) -> list[tuple[str, str]]:
@@ -157,7 +157,7 @@ def check_ties(adapted: Adapted, tied: Mapping[str, Sequence[str]]) -> None:
                 )
 
 
-def merged_texts(plan: Plan) -> dict[str, str]:
+def describe_merges(plan: Plan) -> dict[str, str]:
     """Return what was added to each tensor, as the manifest says it."""
     found = {}
     for tensor in plan.tensors:
@@ -168,7 +168,7 @@ def merged_texts(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _no_choice(source: StoredModel, names: AdapterNames) -> UsageError:
+def _choice_error(source: StoredModel, names: AdapterNames) -> UsageError:
     example = next(iter(names.saved))
     count = f"{len(names.pairs)} LoRA pairs" if names.pairs else f"{len(names.trained)} tensors trained whole"
     return UsageError(
@@ -218,7 +218,7 @@ def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig) -
     )
 
 
-def _merged(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> Adapted:
+def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> Adapted:
     """Return the base model with what is to be added to its tensors."""
     if names.is_alone:
         raise UsageError(

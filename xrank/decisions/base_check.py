@@ -1,4 +1,4 @@
-"""Whether a source has the names and shapes that a base model tells, its tensors as a gather would write them."""
+"""Check a source, under the names that a gather would write, against the names and shapes of a base model."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from xrank.decisions.selection import embedding_of
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel
 
-__all__ = ["check_source", "not_compared"]
+__all__ = ["check_source", "describe_skipped_check"]
 
 
 def check_source(base: BaseModel, model: StoredModel, config: Mapping[str, Any] | None) -> str | None:
-    """Check a source's names and shapes; return what was checked, in words; None where `not_compared` says why not.
+    """Check a source's names and shapes; return the checked facts in words, or None (see `describe_skipped_check`).
 
     Args:
         base: the base model.
         model: under the names that a gather would write.
-        config: says whether the head is tied.
+        config: the model's config.json, which decides whether the head is tied.
 
     Raises:
         ContradictionError: as `check_against`.
     """
     names = [shard.name for shard in model.shards]
     if find_adapter(names, model.path, base.tensors) is not None:
-        return None  # what its tensors are called depends on what becomes of it
+        return None  # its tensors' names depend on the choice to keep or merge it
     tied = {name for name in names if name in model.aliases or embedding_of(name, names, config) is not None}
     outputs = [OutputTensor(s.name, s.dtype, s.shape) for s in model.shards if s.name not in tied]
     return check_against(base, outputs, set(), tied)
 
 
-def not_compared(base: BaseModel, path: str) -> tuple[str, str]:
-    """Return the note on a source of which nothing was compared with a base model.
+def describe_skipped_check(base: BaseModel, path: str) -> tuple[str, str]:
+    """Return the note that a source was not compared with a base model.
 
     Args:
         base: the base model.

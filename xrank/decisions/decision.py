@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from xrank.decisions.adapter_config import checked_config
+from xrank.decisions.adapter_config import parse_adapter_config
 from xrank.decisions.adapter_names import find_adapter
 from xrank.decisions.adapters import Adapted, adapt
 from xrank.decisions.base_model import BaseModel
@@ -20,7 +20,7 @@ from xrank.decisions.found_source import FoundSource
 from xrank.decisions.fused_experts import match_apart, match_fused
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
-from xrank.decisions.recipe_choice import asked_recipe, choose_recipe, padded_names, under_recipe
+from xrank.decisions.recipe_choice import apply_recipe, choose_recipe, find_padded_names, match_asked_recipe
 from xrank.decisions.selection import Selection, keep_all, select
 from xrank.decisions.small_files import SmallFiles, small_files_of
 from xrank.errors import UsageError
@@ -84,7 +84,7 @@ class Decision:
     @property
     def padded_names(self) -> frozenset[str]:
         """Names of tensors in which rows of padding may follow, as trainers pad a vocabulary."""
-        return frozenset() if self.matched is None else padded_names(self.matched, self.source)
+        return frozenset() if self.matched is None else find_padded_names(self.matched, self.source)
 
 
 def decide(found: FoundSource, request: Request, base: BaseModel | None = None) -> Decision:
@@ -106,7 +106,7 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     matched = _match(found, stored if adapted is None else adapted.base, request)
     if matched is not None and adapted is not None:
         raise renames_adapted(stored, matched)
-    stored, options = under_recipe(stored, matched, found.config, request.options)
+    stored, options = apply_recipe(stored, matched, found.config, request.options)
     if adapted is not None and adapted.is_alone:
         base = None
     if not is_selected:
@@ -138,11 +138,11 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
 def _match(found: FoundSource, stored: StoredModel, request: Request) -> Match | None:
     """Return how a recipe fits; None where the names stay."""
     if request.purpose is Purpose.STATES:
-        return asked_recipe(stored, request.recipe)
+        return match_asked_recipe(stored, request.recipe)
     if request.purpose is Purpose.MODULE:
         if request.recipe is None:
             return match_apart(stored, found.config, request.module_names)
-        return asked_recipe(stored, request.recipe)
+        return match_asked_recipe(stored, request.recipe)
     if request.recipe is None and found.own is not None:
         fused = match_fused(stored, found.own.config)
         if fused is not None:
@@ -211,5 +211,5 @@ def _adapt_live(stored: StoredModel, options: GatherOptions, own: OwnConfig, bas
                 next_step="give the PeftModel itself; or what its merge_and_unload() returns, without adapter=",
             )
         shapes = {shard.name: shard.shape for shard in stored.shards}
-        config = checked_config(json.loads(own.adapter_text), "the model's peft_config", names, shapes)
+        config = parse_adapter_config(json.loads(own.adapter_text), "the model's peft_config", names, shapes)
     return adapt(stored, options, stored.path, known, names=names, config=config)

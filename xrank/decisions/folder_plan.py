@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from xrank.decisions.adapters import Adapted, adapter_beside, check_ties
-from xrank.decisions.base_check import not_compared
+from xrank.decisions.base_check import describe_skipped_check
 from xrank.decisions.base_model import check_against, open_base_model
 from xrank.decisions.decision import Decision, Purpose, Request, decide
 from xrank.decisions.found_source import find_live_source, read_found
@@ -163,12 +163,12 @@ def _plan_output(
         selection,
         checked,
         (*source.notes, *decision.found.notes, *selection.notes, *decision.small.notes, *more_notes),
-        _own_texts(decision),
+        _make_own_texts(decision),
         transforms,
     )
 
 
-def _own_texts(decision: Decision) -> dict[str, str]:
+def _make_own_texts(decision: Decision) -> dict[str, str]:
     """Return the small files that a live module makes, where the base model has none of their names."""
     own = decision.found.own
     text = own.generation_text if own is not None and decision.is_model else None
@@ -180,7 +180,7 @@ def _source_notes(decision: Decision, layouts: LayoutMap | None, place: str) -> 
     """Return the notes on files: unused rules, a base model without weights, an adapter."""
     notes = [*layout_notes(layouts, decision.source)]
     if decision.base is not None and not decision.base.tensors:
-        notes.append(not_compared(decision.base, place))
+        notes.append(describe_skipped_check(decision.base, place))
     return [*notes, *(adapter_beside(place) if decision.adapted is None else decision.adapted.notes)]
 
 

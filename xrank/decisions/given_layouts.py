@@ -25,7 +25,7 @@ def live_layouts(layouts: LayoutMap | str | os.PathLike[str] | None, mesh: Any) 
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else LayoutMap.read(layouts)
     if given is None or mesh is None or given.device_mesh is not None:
         return given
-    views = mesh if isinstance(mesh, MeshViews) else MeshViews(_described(mesh))
+    views = mesh if isinstance(mesh, MeshViews) else MeshViews(_describe(mesh))
     on_mesh = LayoutMap(views.main)
     on_mesh.views.update(views.others)
     for name in ("views", "sizes", "aliases", "companions"):
@@ -34,7 +34,7 @@ def live_layouts(layouts: LayoutMap | str | os.PathLike[str] | None, mesh: Any) 
     return on_mesh
 
 
-def _described(mesh: Any) -> DeviceMesh:
+def _describe(mesh: Any) -> DeviceMesh:
     try:
         return mesh if isinstance(mesh, DeviceMesh) else describe_mesh(mesh)
     except AttributeError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.found_source import read_found
-from xrank.decisions.stated_layouts import stated_map, stated_survey
+from xrank.decisions.stated_layouts import make_layout_map, survey_stored
 from xrank.errors import LayoutError, UsageError
 from xrank.faces import option
 from xrank.formats.rank_state import rank_of
@@ -25,12 +25,12 @@ from xrank.readers.discovery import find_source
 
 __all__ = [
     "LayoutSource",
-    "chosen",
     "file_text",
+    "filter_tensors",
     "is_layout_file",
     "layouts_at",
     "read_source",
-    "stored_at",
+    "read_stored",
     "with_numbers",
 ]
 
@@ -57,7 +57,7 @@ class LayoutSource:
         if self.layouts is not None:
             return self.layouts
         assert self.stored is not None
-        return stated_map(self.stored)
+        return make_layout_map(self.stored)
 
 
 def is_layout_file(path: str) -> bool:
@@ -73,8 +73,8 @@ def read_source(path: str) -> LayoutSource:
         LayoutError, UsageError, IncompleteError, CorruptError, ...: as the reader of what lies there.
     """
     if not is_layout_file(path):
-        place, stored = stored_at(path)
-        return LayoutSource(place, stored.format, stated_survey(stored), None, stored)
+        place, stored = read_stored(path)
+        return LayoutSource(place, stored.format, survey_stored(stored), None, stored)
     layouts = read_layouts(path)
     shapes, untold = compute_shapes(layouts)
     found = survey(layouts, shapes)
@@ -87,7 +87,7 @@ def read_source(path: str) -> LayoutSource:
     return LayoutSource(path, "layout file", found, layouts, notes=notes)
 
 
-def stored_at(path: str, layouts: LayoutMap | None = None, base: BaseModel | None = None) -> tuple[str, StoredModel]:
+def read_stored(path: str, layouts: LayoutMap | None = None, base: BaseModel | None = None) -> tuple[str, StoredModel]:
     """Return the source at a path, from metadata alone; where its ranks record no layouts, read by what is given."""
     place, reader = find_source(path)
     try:
@@ -99,7 +99,7 @@ def stored_at(path: str, layouts: LayoutMap | None = None, base: BaseModel | Non
         return place, read_found(path, place, reader, base=base, layouts=layouts, for_layouts=True).model
 
 
-def chosen(found: Survey, pattern: str | None) -> Survey:
+def filter_tensors(found: Survey, pattern: str | None) -> Survey:
     """Return the survey of the tensors whose whole names a regular expression matches.
 
     Raises:
@@ -139,7 +139,7 @@ def layouts_at(path: str, layouts: LayoutMap | None = None, base: BaseModel | No
     Raises:
         LayoutError: ranks recorded what no layout file can say; else as `read_source`.
     """
-    return read_layouts(path) if is_layout_file(path) else stated_map(stored_at(path, layouts, base)[1])
+    return read_layouts(path) if is_layout_file(path) else make_layout_map(read_stored(path, layouts, base)[1])
 
 
 def with_numbers(layouts: LayoutMap) -> LayoutMap:

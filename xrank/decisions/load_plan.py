@@ -83,8 +83,8 @@ def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None,
     files: list[OutputFile] = []
     views: list[int] = []
     tied: dict[str, tuple[str, ...]] = {}
-    found = _Found()
-    for view, names in _by_view(local, layouts).items():
+    found = _Findings()
+    for view, names in _group_by_view(local, layouts).items():
         there = [wanted for wanted in names if wanted.name in shards]
         found.names += [wanted.name for wanted in there]
         if not there:
@@ -94,7 +94,7 @@ def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None,
         first, part = there[0], parts[0]
         for other, its in zip(there[1:], parts[1:], strict=True):
             if its != part:
-                found.refuse(_other_cut(first, other))
+                found.refuse(_cut_error(first, other))
         if not found.errors and 0 not in first.shape:
             output = OutputTensor(first.name, first.dtype, first.shape, part=part)
             files.append(OutputFile.bare(output))
@@ -109,7 +109,7 @@ def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None,
 
 
 @dataclass(slots=True)
-class _Found:
+class _Findings:
     """What is known after the tensors so far."""
 
     names: list[str] = field(default_factory=list)
@@ -139,17 +139,17 @@ class _Found:
         raise first
 
 
-def _by_view(local: LocalModel, layouts: LayoutMap | None) -> dict[int, list[_Wanted]]:
+def _group_by_view(local: LocalModel, layouts: LayoutMap | None) -> dict[int, list[_Wanted]]:
     """Return the names of each view."""
     claims = Claims(layouts)
     meshes = [DeviceMesh(shape, names, ranks) for names, shape, ranks in local.record.meshes]
     found: dict[int, list[_Wanted]] = {}
-    for own_name, wanted in _all_wanted(local, claims, meshes):
+    for own_name, wanted in _list_wanted(local, claims, meshes):
         found.setdefault(local.view_of[own_name], []).append(wanted)
     return found
 
 
-def _all_wanted(local: LocalModel, claims: Claims, meshes: Sequence[DeviceMesh]) -> Iterator[tuple[str, _Wanted]]:
+def _list_wanted(local: LocalModel, claims: Claims, meshes: Sequence[DeviceMesh]) -> Iterator[tuple[str, _Wanted]]:
     rank = local.record.rank
     for own_name, tensor in local.tensors.items():
         known = local.record.tensors.get(own_name, TensorRecord())
@@ -180,7 +180,7 @@ class _Fitting:
         Raises:
             UsageError, LayoutError: what the rank holds is none.
         """
-        shape, claim = self._padded_shape(wanted, shard), wanted.claim
+        shape, claim = self._pad_shape(wanted, shard), wanted.claim
         if claim is None:
             _check_shape(wanted, "shape", wanted.shape, shape)
             part = None if shape == shard.shape else TensorPart(shape, whole(shape), whole(shape))
@@ -197,7 +197,7 @@ class _Fitting:
         end = prod(shard.shape)  # rows of padding come last, in the tensor as in any part of it
         return TensorPart(shard.shape, _ending_at(end, part.nests), _ending_at(end, part.compared))
 
-    def _padded_shape(self, wanted: _Wanted, shard: StoredShard) -> tuple[int, ...]:
+    def _pad_shape(self, wanted: _Wanted, shard: StoredShard) -> tuple[int, ...]:
         """Return the global shape that the module's tensor is of, which may have more rows than the source's."""
         if wanted.name not in self.may_pad or len(wanted.shape) != len(shard.shape) or not shard.shape:
             return shard.shape
@@ -271,7 +271,7 @@ def _check_dtype(wanted: _Wanted, shard: StoredShard) -> None:
     )
 
 
-def _other_cut(first: _Wanted, other: _Wanted) -> LayoutError:
+def _cut_error(first: _Wanted, other: _Wanted) -> LayoutError:
     return LayoutError(
         f"{other.name}: it is the same tensor as {first.name} on this rank, and is said to be cut otherwise",
         tensor=other.name,

@@ -68,17 +68,17 @@ def new_parts(
     """
     try:
         owners = tuple(rank for rank in claim.mesh.ranks if find_local_name(claim, name, rank) is not None)
-        parts, fault = _proven(claim, owners, shape, base)
+        parts, fault = _prove(claim, owners, shape, base)
     except LayoutError as error:
         error.about(name, tensor=name, next_step="correct the layout file")
         raise
     if fault is not None:
-        raise _not_exact(name, claim, shape, parts, fault)
+        raise _coverage_error(name, claim, shape, parts, fault)
     return parts
 
 
 @lru_cache(maxsize=1024)
-def _proven(
+def _prove(
     claim: Claim, owners: tuple[int, ...], shape: tuple[int, ...], base: tuple[int, ...] | None
 ) -> tuple[Mapping[int, NewPart], CoverageFault | None]:
     found = {}
@@ -120,7 +120,7 @@ def _part(claim: Claim, rank: int, shape: tuple[int, ...], base: tuple[int, ...]
     return companion_part(claim.companion, claim.layout, claim.mesh, coordinate, base, sizes=sizes)
 
 
-def _not_exact(
+def _coverage_error(
     name: str, claim: Claim, shape: tuple[int, ...], parts: Mapping[int, NewPart], fault: CoverageFault
 ) -> LayoutError:
     where = range_text(shape, fault.address, fault.address)

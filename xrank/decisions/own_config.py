@@ -15,7 +15,7 @@ from xrank.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OwnConfig", "merged_config", "own_config"]
+__all__ = ["OwnConfig", "override_config", "read_own_config"]
 
 _WRAPPED = ("_orig_mod", "module")
 """Where wrappers keep what they wrap: torch.compile's OptimizedModule; DistributedDataParallel and its kin."""
@@ -37,13 +37,13 @@ class OwnConfig:
     """Whether `save_pretrained` gives tensors other names, or other shapes, than they have in memory."""
 
 
-def own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]) -> OwnConfig:
+def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]) -> OwnConfig:
     """Return what a module of transformers knows of itself; of anything else, nothing.
 
     Raises:
         UsageError: its config holds what JSON does not.
     """
-    module = _unwrapped(model)
+    module = _unwrap(model)
     adapter_text = None
     if callable(getattr(module, "get_base_model", None)) and isinstance(getattr(module, "peft_config", None), Mapping):
         adapter_text = _adapter_text(module)
@@ -93,22 +93,22 @@ def _adapter_text(module: Any) -> str:
     return _json("its adapter's configuration", lambda: json.dumps({**values, "inference_mode": True}))
 
 
-def merged_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def override_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with what overrides say, object within object.
 
     Raises:
         UsageError: the overrides hold what JSON does not.
     """
-    merged: dict[str, Any] = json.loads(_json("config_overrides", lambda: json.dumps(_merged(config, overrides))))
+    merged: dict[str, Any] = json.loads(_json("config_overrides", lambda: json.dumps(_override(config, overrides))))
     return merged
 
 
-def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _override(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(config)
     for key, value in overrides.items():
         known = merged.get(key)
         both = isinstance(known, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(known, value) if both and isinstance(known, Mapping) else value
+        merged[key] = _override(known, value) if both and isinstance(known, Mapping) else value
     return merged
 
 
@@ -124,7 +124,7 @@ def _json(what: str, make: Callable[[], str]) -> str:
         ) from error
 
 
-def _unwrapped(model: Any) -> Any:
+def _unwrap(model: Any) -> Any:
     while (
         inner := next((getattr(model, n) for n in _WRAPPED if n in getattr(model, "_modules", {})), None)
     ) is not None:

@@ -25,7 +25,7 @@ from xrank.recipes.rewriting import rewrite_model
 from xrank.recipes.sizes import check_arguments, collect_flags, collect_sizes, solve_sizes
 from xrank.words import list_text
 
-__all__ = ["asked_recipe", "choose_recipe", "follow_recipe", "padded_names", "under_recipe"]
+__all__ = ["apply_recipe", "choose_recipe", "find_padded_names", "follow_recipe", "match_asked_recipe"]
 
 
 def choose_recipe(
@@ -46,7 +46,7 @@ def choose_recipe(
     if asked == "none" or not names:
         return None
     if asked is not None:
-        found = match(_named(os.fspath(asked)), names)
+        found = match(_load_recipe(os.fspath(asked)), names)
         if not found.fits:
             raise _misfit(source, found, "the recipe does not fit")
         return found
@@ -77,7 +77,7 @@ def choose_recipe(
     return None
 
 
-def asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None) -> Match | None:
+def match_asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None) -> Match | None:
     """Return how a recipe fits a source's names in one direction or the other; None where the names are to stay.
 
     Args:
@@ -90,7 +90,7 @@ def asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None) -> M
     """
     if asked is None or asked == "none":
         return None
-    recipe, names = _named(os.fspath(asked)), [shard.name for shard in source.shards]
+    recipe, names = _load_recipe(os.fspath(asked)), [shard.name for shard in source.shards]
     matches = [match(recipe, names, is_reversed=is_reversed) for is_reversed in (False, True)]
     found = next((found for found in matches if found.fits), None)
     if found is None:
@@ -98,7 +98,7 @@ def asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None) -> M
     return found
 
 
-def under_recipe(
+def apply_recipe(
     source: StoredModel, found: Match | None, config: Mapping[str, Any] | None, options: GatherOptions
 ) -> tuple[StoredModel, GatherOptions]:
     """Return the source as `follow_recipe`, and the options with what its casts leave alone; None changes neither."""
@@ -121,7 +121,7 @@ def _names_in_fp32(found: Match, model: StoredModel) -> tuple[str, ...]:
     return tuple(pattern for pattern in patterns if any(re.fullmatch(pattern, name) for name in names))
 
 
-def padded_names(found: Match, model: StoredModel) -> frozenset[str]:
+def find_padded_names(found: Match, model: StoredModel) -> frozenset[str]:
     """Return the names of a model that followed a recipe backwards in which rows of padding may follow."""
     if not found.is_reversed:
         return frozenset()
@@ -135,7 +135,7 @@ def _outcome(found: Match) -> frozenset[object]:
     return frozenset((form, found.recipe.rules[number].outcome) for number, form in found.used)
 
 
-def _named(asked: str) -> Recipe:
+def _load_recipe(asked: str) -> Recipe:
     if asked in list_shipped_recipes():
         return load_shipped_recipe(asked)
     if os.path.isfile(asked):

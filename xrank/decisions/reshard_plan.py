@@ -106,7 +106,7 @@ def plan_reshard_of(
     decision = decide(found, Request(Purpose.STATES, options, recipe, new.aliases))
     stored, options, selection = decision.source, decision.options, decision.selection
     claims = Claims(new)
-    names = _standing_for(stored, selection, claims)
+    names = _find_targets(stored, selection, claims)
     tied: dict[str, list[str]] = {}
     for name, target in names.items():
         if name != target:
@@ -115,7 +115,7 @@ def plan_reshard_of(
     run_id = stored.run_id or _new_run_id(stored, new)
     shapes = {shard.name: shard.shape for shard in stored.shards}
     states = _States(stored, new, names, tied, run_id, host or socket.gethostname(), claims, shapes)
-    outputs = _apart(selection, names)
+    outputs = _list_outputs(selection, names)
     for output in outputs:
         states.add(output)
     states.refuse_unmatched()
@@ -143,7 +143,7 @@ def plan_reshard_of(
     )
 
 
-def _standing_for(stored: StoredModel, selection: Selection, claims: Claims) -> dict[str, str]:
+def _find_targets(stored: StoredModel, selection: Selection, claims: Claims) -> dict[str, str]:
     """Return for every name of the source the name whose bytes it will share: as asked for, or as in the source."""
     asked = {name: target for target, names in selection.tied.items() for name in names}
     first: dict[tuple[Any, ...], str] = {}
@@ -161,7 +161,7 @@ def _cut_alike(name: str, target: str, claims: Claims) -> bool:
     return mine is None or its is None or (str(mine), mine.mesh) == (str(its), its.mesh)
 
 
-def _apart(selection: Selection, standing: Mapping[str, str]) -> tuple[OutputTensor, ...]:
+def _list_outputs(selection: Selection, standing: Mapping[str, str]) -> tuple[OutputTensor, ...]:
     """Return the tensors that are written for themselves; a tied name among them is what it is tied to."""
     outputs = {output.name: output for output in selection.outputs}
     for target, names in selection.tied.items():
@@ -216,7 +216,7 @@ class _States:
         try:
             parts = new_parts(output.name, claim, output.shape, base)
         except LayoutError as error:
-            if told := self._told_sizes(output.name):
+            if told := self._describe_sizes(output.name):
                 error.advise(f"correct the layout file: in its [sizes], {told} must be the model's")
             raise
         record = self._record(claim, output.shape)
@@ -225,7 +225,7 @@ class _States:
             for name in (output.name, *self.tied.get(output.name, ())):
                 self._name(rank, name, find_local_name(claim, name, rank) or name, record)
 
-    def _told_sizes(self, name: str) -> str:
+    def _describe_sizes(self, name: str) -> str:
         """Return the sizes that the layout file tells and the rule of a tensor names: ``r = 4, d = 128``."""
         rule, layout = self.layouts.rule_for(name), self.layouts[name]
         if rule is None or layout is None:

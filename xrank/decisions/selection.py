@@ -16,7 +16,7 @@ from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import list_text
 
-__all__ = ["Selection", "embedding_of", "keep_all", "select", "tied_by_config"]
+__all__ = ["Selection", "embedding_of", "find_config_ties", "keep_all", "select"]
 
 _TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
@@ -71,13 +71,13 @@ def select(
     """
     for shard in source.shards:
         _check_name(shard.name, source.path)
-    kept, excluded = _filtered(source, options, base)
-    recorded, tie_notes = _recorded_ties(kept, config, base, source.aliases)
+    kept, excluded = _filter(source, options, base)
+    recorded, tie_notes = _select_recorded_ties(kept, config, base, source.aliases)
     tied, more_notes = _ties([s for s in kept if s.name not in apart], config, aliases, recorded)
     tie_notes += more_notes
     dropped = {name for names in tied.values() for name in names}
     outputs, cast, untouched, uncast = [], {}, [], []
-    scales = _beside_payloads(kept, config) if options.dtype in _TARGETS else set()
+    scales = _find_scales(kept, config) if options.dtype in _TARGETS else set()
     for shard in kept:
         if shard.name in dropped:
             continue
@@ -122,7 +122,7 @@ def select(
     return Selection(tuple(outputs), tied, tuple(excluded), cast, tuple(notes))
 
 
-def _beside_payloads(shards: Iterable[StoredShard], config: Mapping[str, Any] | None) -> set[str]:
+def _find_scales(shards: Iterable[StoredShard], config: Mapping[str, Any] | None) -> set[str]:
     """Return the float tensors by which quantised ones beside them are scaled: rounded, they scale to other weights.
 
     Payloads are float8, and where config.json says that the model is quantised (transformers' quantization_config),
@@ -173,9 +173,7 @@ def _check_name(name: str, path: str) -> None:
         )
 
 
-def _filtered(
-    source: StoredModel, options: GatherOptions, base: BaseModel | None
-) -> tuple[list[StoredShard], list[str]]:
+def _filter(source: StoredModel, options: GatherOptions, base: BaseModel | None) -> tuple[list[StoredShard], list[str]]:
     """Return the tensors to write and the names left out, also those that the base model alone has."""
     held = [shard.name for shard in source.shards]
     names = list(dict.fromkeys([*held, *source.absent, *(base.tensors if base else ())]))
@@ -211,7 +209,7 @@ def _filtered(
     return kept, [name for name in names if name in left_out]
 
 
-def _recorded_ties(
+def _select_recorded_ties(
     shards: Sequence[StoredShard],
     config: Mapping[str, Any] | None,
     base: BaseModel | None,
@@ -262,7 +260,7 @@ def _ties(
             tied.setdefault(target, []).append(name)
     notes: list[tuple[str, str]] = []
     done = {*aliases, *recorded, *recorded.values()}
-    heads, embeddings = tied_by_config(names, config)
+    heads, embeddings = find_config_ties(names, config)
     heads = [name for name in heads if name not in done]
     embeddings = [name for name in embeddings if name not in {*aliases, *recorded}]
     if heads:
@@ -278,7 +276,7 @@ def _ties(
     return {target: tuple(others) for target, others in tied.items()}, notes
 
 
-def tied_by_config(names: Iterable[str], config: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
+def find_config_ties(names: Iterable[str], config: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
     """Return the names of heads and of embeddings where config.json says that the two are one; else neither."""
     if not _says_tied(config):
         return [], []
@@ -288,7 +286,7 @@ def tied_by_config(names: Iterable[str], config: Mapping[str, Any] | None) -> tu
 
 def embedding_of(name: str, names: Iterable[str], config: Mapping[str, Any] | None) -> str | None:
     """Return which of these names a head is tied to, if config.json says that it is; None for other names."""
-    heads, embeddings = tied_by_config([name, *names], config)
+    heads, embeddings = find_config_ties([name, *names], config)
     return embeddings[0] if name in heads and len(embeddings) == 1 else None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xrank.decisions.options import GatherOptions
-from xrank.decisions.own_config import merged_config
+from xrank.decisions.own_config import override_config
 from xrank.writers.companions import CompanionFile
 
 __all__ = ["SmallFiles", "config_text_of", "small_files_of"]
@@ -53,7 +53,7 @@ def small_files_of(
     text, notes = config_text_of(config_path, config, options, place) if is_model else (None, [])
     if is_model and overrides is not None:
         known = json.loads(text) if text is not None else config or {}
-        text = _as_text(merged_config(known, overrides))
+        text = _as_text(override_config(known, overrides))
         notes = [note for note in notes if note[0] != "no-config"]
     if text is not None or not is_model:
         named.pop("config.json", None)  # made anew, or not an adapter's

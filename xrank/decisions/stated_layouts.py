@@ -15,17 +15,17 @@ from xrank.plan.holdings import Holdings, Survey, apply_layout, apply_pieces
 from xrank.plan.source import StatedLayout, StoredModel, StoredShard
 from xrank.plan.survey import survey
 
-__all__ = ["stated_map", "stated_survey"]
+__all__ = ["make_layout_map", "survey_stored"]
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 """Names that are patterns for themselves, and for little else."""
 
 
-def stated_survey(stored: StoredModel) -> Survey:
+def survey_stored(stored: StoredModel) -> Survey:
     """Return who holds what of a model that was read with `Hints.needs_layouts`."""
-    stated = _stated(stored)
-    drawn = _drawn_by_names(stored.shards, stated)
-    tensors = tuple(drawn.get(shard.name) or _drawn(shard, stated.get(shard.name)) for shard in stored.shards)
+    stated = _collect_stated(stored)
+    drawn = _draw_by_names(stored.shards, stated)
+    tensors = tuple(drawn.get(shard.name) or _draw(shard, stated.get(shard.name)) for shard in stored.shards)
     grids = dict.fromkeys(one.mesh for one in tensors if one.mesh is not None)
     names = ["mesh"] if len(grids) == 1 else [f"mesh {i}" for i in range(len(grids))]
     views = {f"view {one.layout.tree.view}": one.layout.view_mesh for one in tensors if one.layout is not None}
@@ -33,13 +33,13 @@ def stated_survey(stored: StoredModel) -> Survey:
     return Survey({**dict(zip(names, grids, strict=True)), **told}, {}, tensors)
 
 
-def stated_map(stored: StoredModel) -> LayoutMap:
+def make_layout_map(stored: StoredModel) -> LayoutMap:
     """Return what ranks say as a map, for a file; names that differ in numbers alone become one pattern.
 
     Raises:
         LayoutError: no single layout file says it.
     """
-    stated = _stated(stored)
+    stated = _collect_stated(stored)
     meshes = list(dict.fromkeys(one.mesh for one in stated.values())) or [DeviceMesh((1,), ("rank",))]
     layouts = LayoutMap(meshes[0])
     views = _views(meshes, stated.values(), layouts)
@@ -47,7 +47,7 @@ def stated_map(stored: StoredModel) -> LayoutMap:
     texts: dict[str, TensorLayout | Companion] = {}
     for shard in stored.shards:
         one = stated.get(shard.name)
-        layout = _in_file(shard, one, meshes[0], views)
+        layout = _file_layout(shard, one, meshes[0], views)
         (texts if one is None or one.pattern is None else rules)[_key(shard.name, one)] = layout
     _fill(layouts, rules | _rules(texts))
     try:
@@ -73,13 +73,13 @@ def _fill(layouts: LayoutMap, rules: Mapping[str, TensorLayout | Companion]) -> 
             layouts[rule] = value
 
 
-def _stated(stored: StoredModel) -> dict[str, StatedLayout]:
+def _collect_stated(stored: StoredModel) -> dict[str, StatedLayout]:
     """Return name -> what its ranks say, where one layout says it."""
     meshes = dict.fromkeys(one.mesh for found in stored.layouts.values() for one in found)
     if not meshes:
         return {}
     largest = max(meshes, key=_size)
-    found = {name: _one_of(stated, largest) for name, stated in stored.layouts.items()}
+    found = {name: _choose_layout(stated, largest) for name, stated in stored.layouts.items()}
     return {name: one for name, one in found.items() if one is not None}
 
 
@@ -87,7 +87,7 @@ def _size(mesh: DeviceMesh) -> int:
     return mesh.size
 
 
-def _one_of(stated: Sequence[StatedLayout], largest: DeviceMesh) -> StatedLayout | None:
+def _choose_layout(stated: Sequence[StatedLayout], largest: DeviceMesh) -> StatedLayout | None:
     """Return the layout on the largest mesh where parts of it state one layout each, else the only one stated.
 
     DTensors that some axis does not cut lie on sub-meshes without it: on the whole mesh these are replicas.
@@ -117,7 +117,7 @@ def _is_part(mesh: DeviceMesh, of: DeviceMesh) -> bool:
     )
 
 
-def _drawn_by_names(shards: Sequence[StoredShard], stated: Mapping[str, StatedLayout]) -> dict[str, Holdings]:
+def _draw_by_names(shards: Sequence[StoredShard], stated: Mapping[str, StatedLayout]) -> dict[str, Holdings]:
     """Return who holds what of the tensors whose names have dims: ranks have the same name for different ones."""
     groups: dict[DeviceMesh, dict[str, StatedLayout]] = {}
     for shard in shards:
@@ -135,7 +135,7 @@ def _drawn_by_names(shards: Sequence[StoredShard], stated: Mapping[str, StatedLa
     return drawn
 
 
-def _drawn(shard: StoredShard, stated: StatedLayout | None) -> Holdings:
+def _draw(shard: StoredShard, stated: StatedLayout | None) -> Holdings:
     start = Holdings(shard.name, shard.shape, shard.dtype)
     if stated is not None and stated.companion is None:
         return apply_layout(start, stated.layout, stated.mesh)
@@ -165,7 +165,7 @@ def _views(meshes: Sequence[DeviceMesh], stated: Iterable[StatedLayout], layouts
     return views
 
 
-def _in_file(
+def _file_layout(
     shard: StoredShard, stated: StatedLayout | None, mesh: DeviceMesh, views: Mapping[DeviceMesh, str]
 ) -> TensorLayout | Companion:
     """Return how a tensor is cut, in the words of a file with that mesh and these views."""

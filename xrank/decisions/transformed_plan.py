@@ -13,18 +13,18 @@ import numpy as np
 import xxhash
 
 from xrank.decisions.selection import Selection
-from xrank.decisions.transforms import Transform, told_outputs
+from xrank.decisions.transforms import Transform, probe_outputs
 from xrank.errors import UsageError
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import Copies, FilePlan, Plan, TensorPlan, make_plan
 from xrank.plan.source import StoredModel
 from xrank.writers.hf_folder import lay_out
 
-__all__ = ["Transformed", "Transforms", "compared_plan", "plan_transformed"]
+__all__ = ["TransformedTensor", "Transforms", "plan_held_tensors", "plan_transformed"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Transformed:
+class TransformedTensor:
     """A tensor that is transformed."""
 
     number: int
@@ -45,7 +45,7 @@ class Transforms:
     function: Transform
     sources: Plan
     """For each transformed tensor a file without a header: the whole tensor as the ranks hold it."""
-    tensors: tuple[Transformed, ...]
+    tensors: tuple[TransformedTensor, ...]
     """By number."""
     order: tuple[str, ...]
     """Names, as the ranks have them, of all tensors that are copied or transformed, in the model's order."""
@@ -55,12 +55,12 @@ class Transforms:
         """Output name -> name of the tensor that it is made of."""
         return {output.name: tensor.name for tensor in self.tensors for output in tensor.outputs}
 
-    def of_files(self, files: Sequence[int]) -> list[Transformed]:
+    def find_by_files(self, files: Sequence[int]) -> list[TransformedTensor]:
         """Return the tensors whose outputs lie in these files of the plan."""
         wanted = set(files)
         return [tensor for tensor in self.tensors if tensor.file in wanted]
 
-    def told(self, names: Iterable[str]) -> list[str]:
+    def describe_kinds(self, names: Iterable[str]) -> list[str]:
         """Return of each name what becomes of it, in few letters: "" for what is copied, "-" for what is left out."""
         kinds = {tensor.name: [(o.name, o.dtype, o.shape) for o in tensor.outputs] for tensor in self.tensors}
         found = {name: xxhash.xxh3_64_hexdigest(repr(made).encode()) for name, made in kinds.items()}
@@ -85,14 +85,14 @@ def plan_transformed(
         max_shard_nbytes: as `lay_out`.
 
     Raises:
-        UsageError: from `told_outputs`; or two tensors would have one name, or none is left.
+        UsageError: from `probe_outputs`; or two tensors would have one name, or none is left.
         IncompleteError, ContradictionError: as `make_plan`.
     """
     shards = {shard.name: shard for shard in stored.shards}
     told: dict[str, tuple[OutputTensor, ...]] = {}
     for output in selection.outputs:
         shard = shards[output.name]
-        made = told_outputs(function, shard.name, shard.dtype, shard.shape)
+        made = probe_outputs(function, shard.name, shard.dtype, shard.shape)
         if made is not None:
             told[output.name] = made
     _check_names(selection, told)
@@ -104,7 +104,7 @@ def plan_transformed(
     plan = make_plan(stored, files[:num_plain], tied=selection.tied)
     wholes = [OutputTensor(name, shards[name].dtype, shards[name].shape) for name in apart]
     sources = make_plan(stored, list(map(OutputFile.bare, wholes)), tied=selection.tied)
-    tensors = tuple(_placed(apart, files, num_plain))
+    tensors = tuple(_place_outputs(apart, files, num_plain))
     made_of = {output.name: tensor for tensor in tensors for output in tensor.outputs}
     more = [_file_plan(file, made_of, sources) for file in files[num_plain:]]
     order = tuple(output.name for output in selection.outputs if told.get(output.name) != ())
@@ -112,7 +112,7 @@ def plan_transformed(
     return replace(plan, files=(*plan.files, *more)), _selection_after(selection, copied, told), transforms
 
 
-def compared_plan(plan: Plan, transforms: Transforms | None) -> Plan:
+def plan_held_tensors(plan: Plan, transforms: Transforms | None) -> Plan:
     """Return a plan of all tensors as the ranks hold them, for whoever compares their copies."""
     if transforms is None:
         return plan
@@ -120,9 +120,9 @@ def compared_plan(plan: Plan, transforms: Transforms | None) -> Plan:
     return replace(plan, files=(*copied, *transforms.sources.files))
 
 
-def _placed(
+def _place_outputs(
     apart: Mapping[str, tuple[OutputTensor, ...]], files: Sequence[OutputFile], first: int
-) -> Iterator[Transformed]:
+) -> Iterator[TransformedTensor]:
     """Yield where everything lies that is made of each tensor; the files that hold it begin with number `first`."""
     places = {
         tensor.name: (index, slot, tensor)
@@ -131,10 +131,10 @@ def _placed(
     }
     for number, (name, made) in enumerate(apart.items()):
         found = [places[output.name] for output in made]
-        yield Transformed(number, name, found[0][0], tuple(f[2] for f in found), tuple(f[1] for f in found))
+        yield TransformedTensor(number, name, found[0][0], tuple(f[2] for f in found), tuple(f[1] for f in found))
 
 
-def _file_plan(file: OutputFile, made_of: Mapping[str, Transformed], sources: Plan) -> FilePlan:
+def _file_plan(file: OutputFile, made_of: Mapping[str, TransformedTensor], sources: Plan) -> FilePlan:
     """Return what the manifest is to say of a file: each tensor is of the pieces of what it is made of."""
     tensors = []
     for output in file.tensors:
@@ -142,12 +142,12 @@ def _file_plan(file: OutputFile, made_of: Mapping[str, Transformed], sources: Pl
         source = sources.files[tensor.number].tensors[0]
         # What was compared counts once, however many tensors are made of it.
         is_first = output.name == tensor.outputs[0].name
-        replicas = source.replicas if is_first else _none_of(source.replicas)
+        replicas = source.replicas if is_first else _make_empty(source.replicas)
         tensors.append(TensorPlan(output, source.source_dtype, source.copies, replicas, source.tied))
     return FilePlan(file, tuple(tensors))
 
 
-def _none_of(copies: Copies) -> Copies:
+def _make_empty(copies: Copies) -> Copies:
     none = np.empty(0, np.int64)
     return Copies(none, none, copies.nests.take(none))
 

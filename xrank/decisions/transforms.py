@@ -14,7 +14,7 @@ from xrank.workspace.plain_memory import has_memory, kind_without_elements
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Transform", "told_outputs", "transformed"]
+__all__ = ["Transform", "apply_transform", "probe_outputs"]
 
 Transform: TypeAlias = "Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]"
 """(Name, whole tensor) -> tensors by name."""
@@ -24,7 +24,7 @@ _NEXT_STEP += "item() or an if, leave that out if tensor.is_meta, "
 _NEXT_STEP += "and return a new tensor: {name: the same one} copies"
 
 
-def told_outputs(
+def probe_outputs(
     transform: Transform, name: str, dtype: str, shape: tuple[int, ...]
 ) -> tuple[OutputTensor, ...] | None:
     """Return what a transform makes of a tensor of that kind, by what it makes of a meta tensor.
@@ -61,14 +61,16 @@ def told_outputs(
             want="what it returns for a tensor with values, without them",
             next_step=_NEXT_STEP,
         ) from error
-    outputs = tuple(OutputTensor(*_kind(name, key, value)) for key, value in _checked(name, made, is_told=True).items())
+    outputs = tuple(
+        OutputTensor(*_kind(name, key, value)) for key, value in _check_outputs(name, made, is_probe=True).items()
+    )
     # What was changed in place is not the tensor that the ranks hold.
     if set(made) == {name} and made[name] is tensor and not watch.has_changed:
         return None
     return outputs
 
 
-def transformed(
+def apply_transform(
     transform: Transform, name: str, tensor: torch.Tensor, outputs: tuple[OutputTensor, ...]
 ) -> list[torch.Tensor]:
     """Return what a transform makes of a tensor, in the order of `outputs`, which it told.
@@ -85,7 +87,7 @@ def transformed(
         error.add_note(f"in transform of {name}")
         raise
     told = {output.name: (output.name, output.dtype, output.shape) for output in outputs}
-    found = {key: _kind(name, key, value) for key, value in _checked(name, made).items()}
+    found = {key: _kind(name, key, value) for key, value in _check_outputs(name, made).items()}
     for key in (*told, *found):
         if told.get(key) != found.get(key):
             raise UsageError(
@@ -98,27 +100,27 @@ def transformed(
     return [made[output.name] for output in outputs]
 
 
-def _checked(name: str, made: object, *, is_told: bool = False) -> Mapping[str, torch.Tensor]:
+def _check_outputs(name: str, made: object, *, is_probe: bool = False) -> Mapping[str, torch.Tensor]:
     if not isinstance(made, Mapping):
-        raise _no_output(name, f"returned {type(made).__name__}")
+        raise _output_error(name, f"returned {type(made).__name__}")
     for key, value in made.items():
         if not isinstance(key, str) or not key.isprintable() or ".." in re.split(r"[/\\]", key):
-            raise _no_output(name, f"returned a tensor under {key!r}, which is no name")
+            raise _output_error(name, f"returned a tensor under {key!r}, which is no name")
         if key == "__metadata__":
-            raise _no_output(name, "returned __metadata__, a name that safetensors keeps for itself")
-        fault = _fault(value, is_told=is_told)
+            raise _output_error(name, "returned __metadata__, a name that safetensors keeps for itself")
+        fault = _fault(value, is_probe=is_probe)
         if fault is not None:
-            raise _no_output(name, f"returned {fault} under {key!r}")
+            raise _output_error(name, f"returned {fault} under {key!r}")
     return made
 
 
-def _fault(value: object, *, is_told: bool) -> str | None:
+def _fault(value: object, *, is_probe: bool) -> str | None:
     """Return what a value is that is no dense tensor in memory; of what is told, a meta tensor is as good."""
     import torch
 
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    if is_told and value.is_meta:
+    if is_probe and value.is_meta:
         return None if value.layout is torch.strided and not value.is_nested else "a tensor that is not dense"
     kind = kind_without_elements(value)
     if kind is not None:
@@ -129,7 +131,7 @@ def _fault(value: object, *, is_told: bool) -> str | None:
     return f"a {type(value).__name__} without memory" if value.numel() and not value.data_ptr() else None
 
 
-def _no_output(name: str, what: str) -> UsageError:
+def _output_error(name: str, what: str) -> UsageError:
     return UsageError(
         f"transform of {name} {what}",
         tensor=name,
@@ -144,7 +146,7 @@ def _kind(name: str, key: str, value: torch.Tensor) -> tuple[str, str, tuple[int
     try:
         return key, dtypes.by_torch_name(torch_name).name, tuple(value.shape)
     except UsageError:
-        raise _no_output(name, f"returned {key} of torch.{torch_name}, which no safetensors file holds") from None
+        raise _output_error(name, f"returned {key} of torch.{torch_name}, which no safetensors file holds") from None
 
 
 def _text(kind: tuple[str, str, tuple[int, ...]] | None) -> str:

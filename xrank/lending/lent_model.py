@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.decisions.folder_plan import FolderPlan, plan_export
 from xrank.decisions.options import GatherOptions
-from xrank.decisions.own_config import OwnConfig, own_config
-from xrank.decisions.transformed_plan import compared_plan
+from xrank.decisions.own_config import OwnConfig, read_own_config
+from xrank.decisions.transformed_plan import plan_held_tensors
 from xrank.decisions.transforms import Transform
 from xrank.errors import ContradictionError, IncompleteError, RankFailedError, UsageError
 from xrank.faces import AGAIN
@@ -32,11 +32,11 @@ from xrank.teams.team import Team
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AskedModel", "LentModel", "lend_model"]
+__all__ = ["LentModel", "ModelRequest", "lend_model"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AskedModel:
+class ModelRequest:
     """Which model a call converts, and how; see `xrank.conversion.export.export_model`."""
 
     model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]
@@ -54,7 +54,7 @@ class AskedModel:
     takers: str | None = None
     """The ranks that get tensors, where any do."""
 
-    def told(self) -> dict[str, str | None]:
+    def describe(self) -> dict[str, str | None]:
         """Return what all ranks must ask alike, as text.
 
         Not layouts and a mesh: a rank may know of its own tensors alone, and where two differ about a tensor, that one
@@ -99,7 +99,7 @@ def _world_size() -> int:
 
 
 def lend_model(
-    asked: AskedModel, team: Team, lent: ExitStack, *, check: Callable[[], None] = lambda: None
+    asked: ModelRequest, team: Team, lent: ExitStack, *, check: Callable[[], None] = lambda: None
 ) -> LentModel:
     """Lend this rank's part to all others, and return the whole as this rank reads it, planned and compared.
 
@@ -118,7 +118,7 @@ def lend_model(
         # The ranks of a group may hold parts of what lies on more ranks: then those are named.
         world_size = max(max(ranks) + 1, _world_size() if team.size > 1 else 0)
         local = local_model(asked.model, layouts=asked.layouts, mesh=asked.mesh, rank=rank, world_size=world_size)
-        return local, own_config(asked.model)
+        return local, read_own_config(asked.model)
 
     # What is wrong on all ranks is each one's own error.
     (local, config), _ = team.agree("what this rank holds", own_part, lambda _: None, lambda _, __: None)
@@ -155,7 +155,7 @@ def lend_model(
             made = replace(made, notes=(*made.notes, ("config-differs", told)))
         return made, live
 
-    (gather, live), _ = team.agree("the plan", plan, _told_plan, partial(_check_plans, team))
+    (gather, live), _ = team.agree("the plan", plan, _describe_plan, partial(_check_plans, team))
     source = PeerSource(
         offer,
         rank,
@@ -168,7 +168,7 @@ def lend_model(
     holder = live.stored.records.file
     if team.size > 1:
         try:
-            _compare_replicas(compared_plan(gather.plan, gather.transforms), source, holder, team)
+            _compare_replicas(plan_held_tensors(gather.plan, gather.transforms), source, holder, team)
         except BaseException:
             source.close()
             raise
@@ -181,10 +181,10 @@ def _raise_own(rank: int, offer: MemoryOffer, _: object, error: BaseException | 
         raise offer.failure from error
 
 
-def _told_plan(made: tuple[FolderPlan, LiveModel]) -> dict[str, Any]:
+def _describe_plan(made: tuple[FolderPlan, LiveModel]) -> dict[str, Any]:
     gather = made[0]
     names = [shard.name for shard in gather.source.shards]
-    transformed = None if gather.transforms is None else gather.transforms.told(names)
+    transformed = None if gather.transforms is None else gather.transforms.describe_kinds(names)
     return {"digest": gather.digest, "transformed": transformed}
 
 

@@ -15,7 +15,7 @@ from xrank.plan.planner import Plan
 from xrank.plan.report import ProofFacts, SourceFacts
 from xrank.teams.team import Team
 
-__all__ = ["Check", "Verdict", "carried_out"]
+__all__ = ["Check", "Verdict", "run_check"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,9 +40,7 @@ class Check:
     """Says of an error while it is read what it means."""
 
 
-def carried_out(
-    check: Check, budget: Budget, progress: Callable[[int, int], None] | None, team: Team
-) -> Verdict | None:
+def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Verdict | None:
     """Read, and return the verdict on the first rank, which judges; None on the others.
 
     Args:

@@ -55,7 +55,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         self._given = layouts
         self._plans = {tensor.output.name: tensor for tensor in gather.plan.tensors}
         self._lock = threading.Lock()
-        self._checksums = self._no_checksums()
+        self._checksums = self._make_checksums()
 
     def __getitem__(self, name: str) -> torch.Tensor:
         import torch
@@ -125,7 +125,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         """What a gather would note, as (code, message): assumptions, missing checksums, what is left out."""
         return self._gather.notes
 
-    def _no_checksums(self) -> RecordChecksums:
+    def _make_checksums(self) -> RecordChecksums:
         """Return that no record has been read; one that holds many tensors is read whole by the first, once."""
 
         def mismatch(record: int, crc32: int) -> None:
@@ -145,7 +145,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
                 checksums=self._checksums,
             )
         except BaseException:
-            self._checksums = self._no_checksums()  # what was bad, or half read, is read again
+            self._checksums = self._make_checksums()  # what was bad, or half read, is read again
             raise
         finally:
             source.close()

@@ -67,9 +67,9 @@ def write_files(
         RankFailedError: another rank of the team failed; what is finished is kept.
     """
     plan, is_live = work.plan, work.holder is not None
-    resumed = _resumed_files(plan, stage, work.budget)
+    resumed = _find_resumed_files(plan, stage, work.budget)
     if is_live:  # it may have changed since
-        resumed = _still_so(work, stage, resumed, team)
+        resumed = _keep_unchanged(work, stage, resumed, team)
     resumed_nbytes = sum(plan.files[index].output.nbytes for index in resumed)
     unfinished = [index for index in range(len(plan.files)) if index not in resumed]
 
@@ -95,7 +95,7 @@ def _write_alone(
     team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
 ) -> Outcome:
     writing = _Writing(work.plan, stage, progress)
-    copied, last = work.parted(unfinished)
+    copied, last = work.split_files(unfinished)
     try:
         outcome = execute(
             work.plan,
@@ -139,7 +139,7 @@ class _Writing:
         self._stage.finish_part(output.name, fd, output.nbytes, digest_text(finished.digest))
         _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
 
-    def explained(self) -> AbstractContextManager[None]:
+    def explain_errors(self) -> AbstractContextManager[None]:
         """Say of what the file system refuses in the body what it means."""
         return explain_errors(self._stage.path)
 
@@ -178,7 +178,7 @@ def _num_compared(plan: Plan, resumed: Container[int]) -> int:
     )
 
 
-def _resumed_files(plan: Plan, stage: Stage, budget: Budget) -> dict[int, FileDigests]:
+def _find_resumed_files(plan: Plan, stage: Stage, budget: Budget) -> dict[int, FileDigests]:
     """Return the files that an interrupted run finished and that are still what it wrote; discard the others."""
     resumed = {}
     for index, file in enumerate(plan.files):
@@ -197,14 +197,14 @@ def _resumed_files(plan: Plan, stage: Stage, budget: Budget) -> dict[int, FileDi
     return resumed
 
 
-def _still_so(work: Work, stage: Stage, resumed: dict[int, FileDigests], team: Team) -> dict[int, FileDigests]:
+def _keep_unchanged(work: Work, stage: Stage, resumed: dict[int, FileDigests], team: Team) -> dict[int, FileDigests]:
     """Return the files that would be written now as they were; discard the others."""
     if team.size > 1:
         from xrank.making.shared_writing import read_together
 
         now = read_together(team, work, sorted(resumed))
     else:
-        copied, last = work.parted(sorted(resumed))
+        copied, last = work.split_files(sorted(resumed))
         now = execute(work.plan, work.source, NullTarget(), budget=work.budget, files=copied).files
         if last:
             from xrank.making.rounds import NoOutputs

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from xrank.decisions.adapters import merged_texts
+from xrank.decisions.adapters import describe_merges
 from xrank.decisions.folder_plan import FolderPlan
 from xrank.layout.nest_table import IntArray
 from xrank.making.file_writing import WrittenFiles, write_files
@@ -33,11 +33,11 @@ from xrank.writers.manifest import (
 from xrank.writers.stage import Stage
 from xrank.writers.staging import open_stage
 
-__all__ = ["Made", "make_output"]
+__all__ = ["WrittenOutput", "make_output"]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class WrittenOutput:
     """An output that is in place, as one rank of its team knows it."""
 
     files: tuple[FileFacts, ...]
@@ -66,7 +66,7 @@ def make_output(
     progress: Callable[[int, int], None] | None,
     team: Team,
     holder: IntArray | None = None,
-) -> Made:
+) -> WrittenOutput:
     """Make the output with all ranks of a team: the first fills a stage and commits it, the others write their shares.
 
     Args:
@@ -91,7 +91,7 @@ def make_output(
         from xrank.making.shared_writing import help_to_write_files  # a process alone does without
 
         help_to_write_files(team, work, out, gather.digest)
-        return Made(tuple(FileFacts(name=f.output.name, nbytes=f.output.nbytes) for f in gather.plan.files))
+        return WrittenOutput(tuple(FileFacts(name=f.output.name, nbytes=f.output.nbytes) for f in gather.plan.files))
     with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
         made = _fill_stage(gather, work, stage, progress or (lambda done, total: None), team)
         team.check_failures()
@@ -100,12 +100,16 @@ def make_output(
     return replace(made, notes=(*made.notes, *(("stage", note) for note in stage.notes)))
 
 
-def _fill_stage(gather: FolderPlan, work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team) -> Made:
+def _fill_stage(
+    gather: FolderPlan, work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team
+) -> WrittenOutput:
     """Write everything of a gather into its stage; only the commit is left."""
     options = gather.options
     verify = options.overwrite if options.verify is None else options.verify
     written = write_files(work, stage, progress, team, verify=verify)
-    return Made(tuple(_write_small_files(gather, stage, written.digests, written.notes)), written, written.notes)
+    return WrittenOutput(
+        tuple(_write_small_files(gather, stage, written.digests, written.notes)), written, written.notes
+    )
 
 
 def _work(gather: FolderPlan, source: OpenSource, holder: IntArray | None) -> Work:
@@ -126,7 +130,7 @@ def _write_small_files(
     index = index_text(model) if model else None
     if index is not None:
         line = stage.write_file(INDEX_NAME, index.encode())
-        files.append(_plain(line))
+        files.append(_small_file(line))
     lines = [stage.copy_file(companion.name, companion.path) for companion in gather.decision.small.companions]
     if gather.decision.small.config_text is not None:
         lines.append(stage.write_file("config.json", gather.decision.small.config_text.encode()))
@@ -140,11 +144,11 @@ def _write_small_files(
             for index, file in enumerate(plan.files)
             for tensor in file.tensors
         },
-        companions=[_plain(line) for line in lines],
+        companions=[_small_file(line) for line in lines],
         tied={name: target for target, names in gather.selection.tied.items() for name in names},
         excluded=gather.selection.excluded,
         cast=gather.selection.cast,
-        merged=merged_texts(plan),
+        merged=describe_merges(plan),
         transformed=gather.transforms.made_of if gather.transforms is not None else None,
         padding_dropped=gather.padding_dropped,
         notes=[list(note) for note in (*gather.notes, *notes)],
@@ -153,7 +157,7 @@ def _write_small_files(
     return [FileFacts(name=file.name, nbytes=file.nbytes, digest=file.digest) for file in weights]
 
 
-def _plain(line: JournalLine) -> ManifestFile:
+def _small_file(line: JournalLine) -> ManifestFile:
     """Return a small file as the manifest lists it, with the digest of its plain bytes."""
     return ManifestFile(line.file, line.nbytes, f"xxh128:{line.digest}")
 

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from xrank.decisions.transformed_plan import compared_plan
-from xrank.decisions.transforms import transformed
-from xrank.lending.lent_model import AskedModel, LentModel, lend_model
-from xrank.making.whole_tensors import TensorsAhead, WholeTensors, shared_budget
+from xrank.decisions.transformed_plan import plan_held_tensors
+from xrank.decisions.transforms import apply_transform
+from xrank.lending.lent_model import LentModel, ModelRequest, lend_model
+from xrank.making.whole_tensors import TensorsAhead, WholeTensors, split_budget
 from xrank.plan.planner import select_tensors
 from xrank.plan.replicas import prefer_own_copies
 from xrank.teams.agreement import check_alike
@@ -53,18 +53,18 @@ class ModelTensors(Iterator[tuple[str, "torch.Tensor"]]):
                 raise
 
 
-def make_tensors(ask: Callable[[], AskedModel], team: Team, errors: AbstractContextManager[None]) -> Tensors:
+def make_tensors(ask: Callable[[], ModelRequest], team: Team, errors: AbstractContextManager[None]) -> Tensors:
     """Yield the tensors that this rank gets, after one that is none; `errors` is around all of it."""
     import torch
 
     with errors, ExitStack() as lent, team.together():
-        asked, _ = team.agree("what is asked", ask, AskedModel.told, check_alike(team.ranks))
+        asked, _ = team.agree("what is asked", ask, ModelRequest.describe, check_alike(team.ranks))
         model = lend_model(asked, team, lent)
         with closing(model.source):
             try:
                 yield "", torch.empty(0)  # the plan is made
                 if asked.takers == "all" or team.is_first:
-                    yield from _taken(asked, model, team)
+                    yield from _take_tensors(asked, model, team)
             except GeneratorExit:
                 pass  # it wants no more, which is no failure
             # While any rank still takes tensors all others lend theirs.
@@ -72,12 +72,12 @@ def make_tensors(ask: Callable[[], AskedModel], team: Team, errors: AbstractCont
             model.source.check_unchanged()
 
 
-def _taken(asked: AskedModel, model: LentModel, team: Team) -> Tensors:
+def _take_tensors(asked: ModelRequest, model: LentModel, team: Team) -> Tensors:
     """Yield all tensors, made ahead; those that are transformed are so when they are taken, by this thread."""
     options, gather = asked.options, model.gather
-    budget, room_nbytes = shared_budget(options.max_memory_nbytes, options.num_workers)
+    budget, room_nbytes = split_budget(options.max_memory_nbytes, options.num_workers)
     transforms = gather.transforms
-    compared = {tensor.output.name: tensor for tensor in compared_plan(gather.plan, transforms).tensors}
+    compared = {tensor.output.name: tensor for tensor in plan_held_tensors(gather.plan, transforms).tensors}
     names = [output.name for output in gather.selection.outputs] if transforms is None else transforms.order
     plan = select_tensors(gather.plan, [compared[name] for name in names])
     if team.size > 1:
@@ -93,6 +93,6 @@ def _taken(asked: AskedModel, model: LentModel, team: Team) -> Tensors:
                 yield name, ahead.take(number)
                 continue
             assert transforms is not None
-            made = transformed(transforms.function, name, ahead.take(number), outputs[name])
+            made = apply_transform(transforms.function, name, ahead.take(number), outputs[name])
             for output in outputs[name]:
                 yield output.name, made.pop(0).detach()

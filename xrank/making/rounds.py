@@ -35,13 +35,13 @@ Finish = Callable[[JoinedFile, int], FinishedFile]
 
 
 class Outputs(Protocol):
-    """Where a rank's shares go: in every round `begin`, writes and `finish_share` within `explained`, then `close`."""
+    """The files of a rank's shares. Each round calls `begin`, `target.write`, `finish_share`, then `close`."""
 
     @property
     def target(self) -> Target:
         """What the executor writes to."""
 
-    def explained(self) -> AbstractContextManager[None]:
+    def explain_errors(self) -> AbstractContextManager[None]:
         """Say of what goes wrong in the body what it means."""
 
     def begin(self, index: int) -> None:
@@ -60,7 +60,7 @@ class NoOutputs:
     def __init__(self) -> None:
         self.target = NullTarget()
 
-    def explained(self) -> AbstractContextManager[None]:
+    def explain_errors(self) -> AbstractContextManager[None]:
         """Do nothing."""
         return nullcontext()
 
@@ -148,7 +148,7 @@ class _Share:
         """Make this rank's windows of a round, and make them last; `count` is told of the bytes of each."""
         work, division, rank = self._work, self._division, self._team.position
         try:
-            with self._outputs.explained():
+            with self._outputs.explain_errors():
                 outcome = execute(
                     self._plan,
                     work.source,

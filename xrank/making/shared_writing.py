@@ -73,7 +73,7 @@ def write_together(
     for index in unfinished:
         output = files[index].output
         os.close(stage.create_part(output.name, output.nbytes))
-    told = {"name": os.path.basename(stage.path), "files": [*unfinished], "above": _above(stage.path)}
+    told = {"name": os.path.basename(stage.path), "files": [*unfinished], "above": _list_parents(stage.path)}
     team.broadcast("stage", json.dumps(told))
     parts = SharedParts(stage.path)
 
@@ -130,7 +130,7 @@ def _make(
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Outcome:
     """Make files together, as `make_in_rounds`, those of what is transformed last."""
-    copied, last = work.parted(files)
+    copied, last = work.split_files(files)
     outcome = make_in_rounds(team, work, copied, outputs, what=what, finish=finish, progress=progress)
     if last:
         from xrank.making.transformed_files import make_transformed  # files are done without
@@ -163,7 +163,7 @@ class _Parts:
         finally:
             os.close(fd)  # NFS: what others, who open the file from now on, then see
 
-    def explained(self) -> AbstractContextManager[None]:
+    def explain_errors(self) -> AbstractContextManager[None]:
         """Say of what the file system refuses in the body what it means."""
         return explain_errors(self._parts.path)
 
@@ -174,7 +174,7 @@ class _Parts:
         self.target.descriptors.clear()
 
 
-def _above(path: str) -> list[tuple[str, int]]:
+def _list_parents(path: str) -> list[tuple[str, int]]:
     """Return the folders that a path is in, the nearest first, and the inode of each; those that are there."""
     found = []
     while (folder := os.path.dirname(path)) != path:
@@ -186,7 +186,7 @@ def _above(path: str) -> list[tuple[str, int]]:
 
 def _is_elsewhere(path: str, above: Sequence[Sequence[object]]) -> bool:
     """Say whether the folder that a path is in here, or the nearest that is there, is another than rank 0 has so."""
-    here = _above(path)
+    here = _list_parents(path)
     return bool(here) and here[0] not in {(folder, inode) for folder, inode in above}
 
 

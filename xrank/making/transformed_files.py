@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xrank import dtypes
-from xrank.decisions.transformed_plan import Transformed, Transforms
-from xrank.decisions.transforms import transformed
+from xrank.decisions.transformed_plan import TransformedTensor, Transforms
+from xrank.decisions.transforms import apply_transform
 from xrank.layout.nest_table import IntArray
 from xrank.lending.local_bytes import local_bytes
 from xrank.making.partial_results import PartialResults
@@ -81,9 +81,9 @@ def make_transformed(
     outcome = Outcome()
     rounds = list(group_files(plan, files, size * ROUND_NBYTES))
     for number, group in enumerate(rounds):
-        tensors = transforms.of_files(group)
+        tensors = transforms.find_by_files(group)
         makers = _makers(transforms.sources, tensors, holder, size)
-        made = _Made(outputs, shares_pages)
+        made = _RoundOutputs(outputs, shares_pages)
         try:
             if position == 0:
                 for index in group:
@@ -92,7 +92,7 @@ def make_transformed(
                 if maker == position:
                     failures()
                     _make(tensor, transforms, whole, made, failures)
-            parts = made.finished()
+            parts = made.finish()
         except BaseException:
             outputs.close()
             raise
@@ -105,14 +105,14 @@ def make_transformed(
     return outcome
 
 
-def _makers(sources: Plan, tensors: Sequence[Transformed], holder: IntArray | None, num_ranks: int) -> list[int]:
+def _makers(sources: Plan, tensors: Sequence[TransformedTensor], holder: IntArray | None, num_ranks: int) -> list[int]:
     """Return for each tensor the position of the rank that makes it: the largest first, each to whom it costs least."""
     loads = np.zeros(num_ranks, np.int64)
     makers = [0] * len(tensors)
     plans = [sources.files[tensor.number].tensors[0] for tensor in tensors]
     for i in sorted(range(len(tensors)), key=lambda i: (-_source_nbytes(plans[i]), i)):
         # A byte that comes from another rank counts twice: it is read, and moved.
-        cost = 2 * _source_nbytes(plans[i]) - _held(plans[i], holder, num_ranks)
+        cost = 2 * _source_nbytes(plans[i]) - _count_held(plans[i], holder, num_ranks)
         makers[i] = int((loads + cost).argmin())
         loads[makers[i]] += cost[makers[i]]
     return makers
@@ -122,7 +122,7 @@ def _source_nbytes(tensor: TensorPlan) -> int:
     return tensor.output.nbytes
 
 
-def _held(tensor: TensorPlan, holder: IntArray | None, num_ranks: int) -> IntArray:
+def _count_held(tensor: TensorPlan, holder: IntArray | None, num_ranks: int) -> IntArray:
     """Return how many bytes of a tensor each rank holds itself."""
     held = np.zeros(num_ranks, np.int64)
     width = dtypes.dtype(tensor.source_dtype).nbytes
@@ -133,7 +133,7 @@ def _held(tensor: TensorPlan, holder: IntArray | None, num_ranks: int) -> IntArr
 
 
 @dataclass(slots=True)
-class _Made:
+class _RoundOutputs:
     """What a rank has made of the files of a round."""
 
     outputs: Outputs
@@ -146,7 +146,7 @@ class _Made:
 
     def put(self, file: int, offset: int, data: memoryview) -> None:
         """Write bytes of whole pages."""
-        with self.outputs.explained():  # what the transform raises is nothing of the disk's
+        with self.outputs.explain_errors():  # what the transform raises is nothing of the disk's
             if file not in self.digests:
                 self.outputs.begin(file)
                 self.digests[file] = {}
@@ -182,24 +182,28 @@ class _Made:
         if data:
             self.odd.append((file, offset, bytes(data)))
 
-    def finished(self) -> tuple[FilePart, ...]:
+    def finish(self) -> tuple[FilePart, ...]:
         """Make all files last, and return what is known of them."""
         parts = tuple(
             FilePart(file, tuple((slot, digest.part()) for slot, digest in sorted(digests.items())), ())
             for file, digests in self.digests.items()
         )
-        with self.outputs.explained():
+        with self.outputs.explain_errors():
             for part in parts:
                 self.outputs.finish_share(part)
         return parts
 
 
 def _make(
-    tensor: Transformed, transforms: Transforms, whole: WholeTensors, made: _Made, failures: Callable[[], bool]
+    tensor: TransformedTensor,
+    transforms: Transforms,
+    whole: WholeTensors,
+    made: _RoundOutputs,
+    failures: Callable[[], bool],
 ) -> None:
     """Read a tensor, transform it, and write what that gives."""
     (source,) = whole.make([tensor.number], failures)
-    results = transformed(transforms.function, tensor.name, source, tensor.outputs)
+    results = apply_transform(transforms.function, tensor.name, source, tensor.outputs)
     del source
     staging = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
     for slot, output in zip(tensor.slots, tensor.outputs, strict=True):
@@ -221,10 +225,10 @@ def _collect(team: Team, key: str, parts: tuple[FilePart, ...], odd: Sequence[tu
         "bytes": torch.frombuffer(bytearray(b"".join(data for _, _, data in odd)) or bytearray(1), dtype=torch.uint8),
     }
     with team.collect(key, told) as messages:
-        return [_heard(message) for message in messages]
+        return [_read_message(message) for message in messages]
 
 
-def _heard(message: dict[str, Any]) -> _Found:
+def _read_message(message: dict[str, Any]) -> _Found:
     data, odd, position = message["bytes"].numpy().tobytes(), [], 0
     for file, offset, nbytes in message["odd"].tolist():
         odd.append((file, offset, data[position : position + nbytes]))
@@ -244,7 +248,7 @@ def _finish(
         for file, offset, data in odd:
             rest.setdefault(file, []).append((offset, data))
     try:
-        with outputs.explained():
+        with outputs.explain_errors():
             for file, places in rest.items():
                 outputs.begin(file)  # opened anew: what other hosts wrote in the meantime is seen
                 for offset, data in places:

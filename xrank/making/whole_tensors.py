@@ -20,7 +20,7 @@ from xrank.plan.planner import Plan, TensorPlan
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TensorsAhead", "WholeTensors", "shared_budget"]
+__all__ = ["TensorsAhead", "WholeTensors", "split_budget"]
 
 _LOOK_SECONDS = 0.2
 """How often who waits for a tensor asks whether a rank has failed."""
@@ -29,7 +29,7 @@ _MAPPED_NBYTES = 1 << 20
 """Tensors of so many bytes have a map of their own."""
 
 
-def shared_budget(max_memory_nbytes: int, workers: int) -> tuple[Budget, int]:
+def split_budget(max_memory_nbytes: int, workers: int) -> tuple[Budget, int]:
     """Return the executor's part of a budget, a third, and the bytes that are left for tensors.
 
     Raises:
@@ -168,7 +168,7 @@ class TensorsAhead:
                     if self._stopped:
                         return
                     self._untaken_nbytes += bucket.nbytes
-                made = self._tensors.make(bucket.numbers, self._cancelled)
+                made = self._tensors.make(bucket.numbers, self._is_cancelled)
                 with self._changed:
                     self._ready.extend(made)
                     del made
@@ -183,7 +183,7 @@ class TensorsAhead:
     def _has_room(self, nbytes: int) -> bool:
         return not self._untaken_nbytes or self._untaken_nbytes + nbytes <= self._room_nbytes
 
-    def _cancelled(self) -> bool:
+    def _is_cancelled(self) -> bool:
         return self._stopped or self._failures()
 
     def _buckets(self) -> Iterator[_Bucket]:

@@ -32,7 +32,7 @@ class Work:
     transforms: Transforms | None = None
     """What is made of a live model's tensors by a caller's function, in files apart."""
 
-    def parted(self, files: Iterable[int]) -> tuple[list[int], list[int]]:
+    def split_files(self, files: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return, of these files by index, those of what is copied and those of what is transformed."""
         apart = set() if self.transforms is None else self.transforms.files
         parts: tuple[list[int], list[int]] = ([], [])
