@@ -37,6 +37,12 @@ def test_no_block_is_left_out():
     assert len(BLOCKS) == (ROOT / "README.md").read_text().count("\n```") / 2
 
 
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md"])
+def test_lines_are_short(name: str):
+    text = re.sub(r"^```console.*?^```$", "", (ROOT / name).read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 120] == []
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Make what the README's commands find: a workspace of 4 ranks, and one with a flipped byte."""

@@ -1,4 +1,8 @@
-"""The one composition that the commands and Python callers use."""
+"""A thin module for each command; the command line and Python callers use the same functions.
+
+Each decides by `xrank.decisions`, agrees by `xrank.teams`, and makes or compares by `xrank.making` and
+`xrank.comparing`.
+"""
 
 from __future__ import annotations
 
