@@ -153,7 +153,7 @@ def _watch_steps(reach: Callable[[], None], wanted: str) -> None:
     _after(rename, "move_new", took_name)
     _after(rename, "exchange", took_name)
     _after(Stage, "_read_back", lambda *_: step("read back"))
-    _after(stage, "clear", lambda *_: step("old cleared"))
+    _after(stage, "clear_folder", lambda *_: step("old cleared"))
     _after(SharedTeam, "mark_committed", lambda *_: step("committed"))
 
 

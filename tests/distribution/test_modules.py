@@ -92,6 +92,7 @@ def test_parameters_that_the_batch_axis_cuts_train_as_one_process_does():
     assert model.dense[0].weight.to_local().shape == (4, 8) and model.norm.weight.to_local().shape == (4,)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_a_decoder_with_masks_positions_and_tied_weights():
     distribution = model_parallel((2, 2), DECODER_RULES)

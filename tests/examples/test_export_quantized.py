@@ -69,6 +69,7 @@ def check_folder(out, kind, script):
     assert xrank.verify_model(out).ok
 
 
+@pytest.mark.slow
 def test_the_script_starts_its_ranks(tmp_path):
     command = [sys.executable, "-W", "error", str(SCRIPT), "--ranks", "2", "--out", str(tmp_path / "fp8")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)

@@ -21,6 +21,7 @@ def pytest_of(file: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_it_passes(tmp_path: Path) -> None:
     copy = tmp_path / EXAMPLE.name
     copy.write_text(EXAMPLE.read_text())

@@ -155,6 +155,7 @@ def start(path: Path, what: str, *before: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_defects_6_7_8_jobs_beside_and_after_each_other_and_one_killed_whole(tmp_path):
     before = named_memory()
     jobs = [start(tmp_path / "killed", "kill"), start(tmp_path / "a", "live"), start(tmp_path / "b", "live")]

@@ -239,6 +239,7 @@ def die_in_the_body(rank: int, world_size: int) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_rank_that_dies_is_named(tmp_path):
     """In processes of its own: the pool's ranks are to live."""

@@ -56,6 +56,7 @@ class TestFsdp(DcpContract):
     options: ClassVar = {"nesting": "trainer"}
 
 
+@pytest.mark.slow
 class TestFsdpTensorParallel(DcpContract):
     cut = "fsdp2 x tp"
     options: ClassVar = {"thread_count": 2, "nesting": "flat"}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampled import sampled
 from tests.writers.gathered import EXTRA, SHARDS, beside, gather, seen
 from tests.writers.kill_points import error_points, in_child, kill_points
 from xrank.errors import NoSpaceError, XrankError
@@ -147,7 +148,7 @@ def test_error_at_each_call_on_disk(out: Path, number: int) -> None:
     _error_at_each_call(out, number, False, 1)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("number", sampled([errno.ENOSPC, errno.EIO, errno.ESTALE], 3))
 @pytest.mark.parametrize("old", [False, True], ids=["fresh", "overwrite"])
 def test_error_at_each_call(out_in_memory: Path, number: int, old: bool, both_renames: str, every: int) -> None:
     _error_at_each_call(out_in_memory, number, old, every)

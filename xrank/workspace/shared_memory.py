@@ -64,6 +64,7 @@ class SharedMemoryWorkspace(IdentifiedWorkspace):
         >>> workspace.write_configs_and_weights({"hidden_size": 4}, {"weight": torch.ones(2)})
         >>> workspace.read_configs_and_weights_from_rank(0)[1]["weight"].tolist()
         [1.0, 1.0]
+        >>> workspace.close()
     """
 
     def __init__(
