@@ -80,7 +80,7 @@ def test_show_toml_is_a_file_that_says_the_same(bench: Bench) -> None:
     read = LayoutMap.read(file)
     assert {name: str(read[name]) for name in whole} == layouts
     assert run("layout", "check", file, bench.workspace).exit_code == 0
-    assert run("layout", "diff", file, bench.workspace).stdout == "equal  both say the same\n"
+    assert run("layout", "diff", file, bench.workspace).stdout == "equal  no differences\n"
     assert run("layout", "show", file, "--toml").stdout == ended.stdout
 
 
@@ -150,7 +150,7 @@ def test_diff(bench: Bench) -> None:
         .replace("[v/tp", "[v/~tp"),
         "new.toml",
     )
-    assert run("layout", "diff", old, old).stdout == "equal  both say the same\n"
+    assert run("layout", "diff", old, old).stdout == "equal  no differences\n"
     ended = run("layout", "diff", old, new)
     assert ended.exit_code == 0
     assert ended.stdout.splitlines() == [

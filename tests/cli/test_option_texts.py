@@ -28,7 +28,9 @@ def test_the_timeout() -> None:
     assert "where ranks share the work. [default: 1800]" in text and "x>0" not in text
     for value in ("0", "-1", "nan"):
         ended = run("gather", "x", "--out", "y", "--timeout", value, "--json")
-        refusal(ended, "UsageError", says=["is no time to wait", "xrank gather --help says what it takes"])
+        refusal(
+            ended, "UsageError", says=["must be more than 0 seconds", "xrank gather --help lists arguments and options"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_the_timeout() -> None:
     ],
 )
 def test_an_empty_path_is_none(words: tuple[str, ...]) -> None:
-    refusal(run(*words, "--json"), "UsageError", says=["an empty path names nothing"])
+    refusal(run(*words, "--json"), "UsageError", says=["the path is empty"])
 
 
 def test_a_layout_file_that_cannot_be_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

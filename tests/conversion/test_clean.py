@@ -101,7 +101,7 @@ def test_an_interrupted_replacement_is_finished(tmp_path: Path) -> None:
 
 
 def test_what_is_no_folder_is_refused_and_no_path_is_nothing_to_do(tmp_path: Path) -> None:
-    refusal(run("clean", tmp_path / "nowhere", "--json"), "UsageError", says=["is no folder"])
+    refusal(run("clean", tmp_path / "nowhere", "--json"), "UsageError", says=["is not a folder"])
     assert run("clean").exit_code == 0
 
 

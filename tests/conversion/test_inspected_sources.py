@@ -56,7 +56,7 @@ def test_where_the_config_is(step: Path, bench: Bench) -> None:
 def test_ranks_of_a_format_without_any(bench: Bench) -> None:
     bench.out.mkdir()
     torch.save({"a": torch.ones(2)}, bench.out / "pytorch_model.bin")
-    assert rows(bench.out, "--ranks")["ranks"] == "nothing here says which rank left what"
+    assert rows(bench.out, "--ranks")["ranks"] == "the format does not record which rank wrote which tensor"
 
 
 def test_a_problem_is_shown_and_no_failure(bench: Bench) -> None:

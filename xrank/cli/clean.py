@@ -1,4 +1,4 @@
-"""``xrank clean``: removes what dead gathers left."""
+"""``xrank clean``: removes the remains of dead processes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from xrank.words import plural, size_text
 __all__ = ["clean_command"]
 
 
-@click.command("clean", short_help="Remove what dead gathers left.")
+@click.command("clean", short_help="Remove the remains of dead gathers.")
 @click.argument("paths", nargs=-1, metavar="[PATH]...", type=PATH)
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--dry-run", is_flag=True, help="List the remains without removing them.")
 @reporting
 def clean_command(output: Output, paths: tuple[str, ...], dry_run: bool) -> None:
-    """Remove abandoned stages and messages in the folders PATH, and shared memory that dead ranks left by name.
+    """Remove abandoned stages and messages in the folders PATH, and named shared memory of dead ranks.
 
-    xrank's own shared memory has no name, and ends with its last process.
+    xrank's own shared memory has no name and ends with its last process.
     """
     from xrank.conversion.clean import clean
 

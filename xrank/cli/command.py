@@ -27,7 +27,7 @@ __all__ = ["Output", "command_name", "face_of", "reporting", "say"]
 
 
 _RESUMED = ("gather", "reshard")
-"""Commands that keep what an interrupted one of theirs finished."""
+"""Commands that resume after an interruption."""
 
 
 class Output:
@@ -42,7 +42,7 @@ class Output:
         self._started = monotonic()
 
     def follow(self) -> None:
-        """Be the output of a rank that helps: nothing but its own failure is printed, on stderr."""
+        """Print nothing but this rank's own failure: rank 0 reports for all."""
         self.as_json, self.quiet = False, True
         logging.getLogger("xrank").setLevel(logging.DEBUG if self.verbose else logging.WARNING)
 
@@ -52,7 +52,7 @@ class Output:
         return sys.stderr is not None and sys.stderr.isatty() and not self.quiet
 
     def report(self, report: Report, rows: list[tuple[str, str]]) -> None:
-        """Print a report: as JSON, as its path alone, or as the rows that were made of it."""
+        """Print a report as JSON, as its path alone, or as rows."""
         if self.as_json:
             self._print_json(report)
         elif self.quiet:
@@ -63,7 +63,7 @@ class Output:
             say(rows_text([*rows, *notes]))
 
     def picture(self, report: Report, text: str) -> None:
-        """Print a report: as JSON, as its path alone, or as the text that was made of it, with what is to be noted."""
+        """Print a report as JSON, as its path alone, or as a text with the notes."""
         if self.as_json or self.quiet:
             self.report(report, [])
         else:
@@ -71,19 +71,19 @@ class Output:
             say(printable("\n\n".join(part for part in (text.rstrip("\n"), rows_text(notes)) if part)))
 
     def fail(self, error: XrankError, report: Report | None = None) -> NoReturn:
-        """Print an error, and in JSON the report that has it, and leave with its exit status."""
+        """Print an error, with --json the report that contains it, and exit with its status."""
         if self.verbose:
-            told = traceback.TracebackException.from_exception(error)
-            told.__notes__ = []  # what follows says the same
-            say(printable("".join(told.format()).rstrip("\n")), err=True)
+            trace = traceback.TracebackException.from_exception(error)
+            trace.__notes__ = []  # the error text below repeats them
+            say(printable("".join(trace.format()).rstrip("\n")), err=True)
         self._leave(error_text(error, self.face), error.exit_code, error, report)
 
     def stop(self, how: str, exit_code: int) -> NoReturn:
-        """Say that a signal ended the command, and leave."""
-        goes_on = self.command in _RESUMED
-        text = f"xrank: {how}; the same command {'goes on' if goes_on else 'starts anew'} (exit {exit_code})"
-        what_then = "which goes on from what is finished" if goes_on else "which starts anew"
-        error = XrankError(how, next_step=f"run the same command, {what_then}")
+        """Report that a signal ended the command, and exit."""
+        resumes = self.command in _RESUMED
+        text = f"xrank: {how}; the same command {'goes on' if resumes else 'starts anew'} (exit {exit_code})"
+        effect = "which resumes" if resumes else "which starts anew"
+        error = XrankError(how, next_step=f"run the same command, {effect}")
         self._leave(text, exit_code, error)
 
     def _leave(self, text: str, exit_code: int, error: XrankError, report: Report | None = None) -> NoReturn:
@@ -106,7 +106,7 @@ class Output:
 
 
 def command_name(context: click.Context | None) -> str:
-    """Return a command's name as reports have it: ``gather``, ``layout show``."""
+    """Return a command's name in reports: ``gather``, ``layout show``."""
     return "" if context is None else context.command_path.partition(" ")[2]
 
 
@@ -116,7 +116,7 @@ def face_of(command: click.Command) -> Face:
 
 
 def say(text: str | bytes, *, err: bool = False) -> None:
-    """Print; a reader that has left, or a stream that is closed or full, changes nothing of what was done."""
+    """Print. A closed pipe or a full disk behind the stream does not undo the command's work."""
     stream = sys.stderr if err else sys.stdout
     if stream is None:
         return
@@ -128,11 +128,11 @@ def say(text: str | bytes, *, err: bool = False) -> None:
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if not err and not isinstance(error, BrokenPipeError):
-            say(f"xrank: the result cannot be printed: {error.strerror}; what was done stands", err=True)
+            say(f"xrank: the result cannot be printed: {error.strerror}; the command's work is done", err=True)
 
 
 class _StoppedError(KeyboardInterrupt):
-    """A signal arrived; for all below it is Ctrl-C, whichever it was."""
+    """A signal arrived. The library handles both signals as Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -141,12 +141,12 @@ class _StoppedError(KeyboardInterrupt):
 
 @contextmanager
 def _stopping_once() -> Iterator[Callable[[], None]]:
-    """Raise the first SIGINT or SIGTERM; ignore what follows, so that nothing cuts the way out short.
+    """Raise the first SIGINT or SIGTERM and ignore later ones, so that clean-up runs to its end.
 
-    What is yielded is called where the command leaves for another reason: from then on, too, nothing shall.
+    Yields a function that starts to ignore signals; the command calls it before it exits for another reason.
     """
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    # Left alone where the parent had it ignored: nohup, and what a shell without job control runs behind its back.
+    # A signal that the parent ignored stays ignored: nohup, and background jobs of a shell without job control.
     numbers = [number for number, handler in previous.items() if handler is not signal.SIG_IGN]
 
     stopped = False
@@ -190,7 +190,7 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
             try:
                 function(output, **arguments)
             except XrankError as error:
-                leave()  # torchrun, having seen another rank fail, ends this one while it tells why
+                leave()  # torchrun may terminate this rank, after another one failed, while it prints its error
                 output.fail(error)
             except _StoppedError as stop:
                 output.stop("interrupted" if stop.number == signal.SIGINT else "terminated", 128 + stop.number)

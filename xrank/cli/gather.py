@@ -1,4 +1,4 @@
-"""``xrank gather``: the Hugging Face folder of a workspace or any sharded checkpoint."""
+"""``xrank gather``: merges a workspace or any sharded checkpoint into one Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ if TYPE_CHECKING:
 __all__ = ["gather", "output_rows", "proof_row", "source_row"]
 
 
-@click.command(short_help="Make the Hugging Face folder.")
+@click.command(short_help="Merge a sharded checkpoint into one Hugging Face folder.")
 @click.argument("source", metavar="[SRC]", required=False, type=PATH)
 @click.option(
     "--workspace",
     type=PATH,
     metavar="DIR",
     envvar="XRANK_WORKSPACE",
-    help="The source; insists that it is a workspace.",
+    help="Source that must be a workspace, in place of SRC.",
 )
-@click.option("--out", required=True, type=PATH, metavar="DIR", help="The folder to make; it appears by one rename.")
+@click.option("--out", required=True, type=PATH, metavar="DIR", help="Output folder; it appears by one rename.")
 @click.option(
-    "--base-model", metavar="DIR|ID", help="A model folder or cached ID: config, tokenizer, names and shapes."
+    "--base-model", metavar="DIR|ID", help="Model folder or cached ID with config, tokenizer, names and shapes."
 )
-@click.option("--layout", type=PATH, metavar="FILE", help="Layouts for a source that records none.")
+@click.option("--layout", type=PATH, metavar="FILE", help="Layout file for a source without recorded layouts.")
 @click.option(
-    "--recipe", metavar="NAME|FILE|none", help="Training names to Hugging Face's.  [default: the one that fits]"
+    "--recipe",
+    metavar="NAME|FILE|none",
+    help="Recipe that renames and splits tensors for Hugging Face.  [default: the one that fits]",
 )
-@click.option("--format", metavar="NAME", help="The source's format, where two readers accept it.")
+@click.option("--format", metavar="NAME", help="Format of the source, if two readers accept it.")
 @click.option(
     "--dtype",
     default="keep",
@@ -45,9 +47,9 @@ __all__ = ["gather", "output_rows", "proof_row", "source_row"]
     show_default=True,
     help="Element type of floating-point tensors.",
 )
-@click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Names that are not cast below fp32.")
-@click.option("--include", multiple=True, metavar="REGEX", help="Only these names.")
-@click.option("--exclude", multiple=True, metavar="REGEX", help="All but these names.")
+@click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Names that a cast keeps in fp32.")
+@click.option("--include", multiple=True, metavar="REGEX", help="Write only output names that match.")
+@click.option("--exclude", multiple=True, metavar="REGEX", help="Leave out output names that match.")
 @click.option("--max-shard-size", default="5GB", metavar="SIZE", show_default=True, help="Bytes of tensors in a file.")
 @click.option(
     "--max-memory",
@@ -55,36 +57,40 @@ __all__ = ["gather", "output_rows", "proof_row", "source_row"]
     metavar="SIZE",
     envvar="XRANK_MAX_MEMORY",
     show_default=True,
-    help="Bytes of all buffers.",
+    help="Upper bound of all buffers, such as 512MB.",
 )
-@click.option("--workers", type=int, metavar="N", envvar="XRANK_WORKERS", help="Threads.  [default: min(4, cores)]")
+@click.option(
+    "--workers",
+    type=int,
+    metavar="N",
+    envvar="XRANK_WORKERS",
+    help="Number of worker threads.  [default: min(4, cores)]",
+)
 @click.option(
     "--replicas",
     default="verify",
     metavar="verify|pick",
     show_default=True,
-    help="Refuse replicas that differ, or take the lowest rank's.",
+    help="Fail if replicas differ, or take the lowest rank's.",
 )
 @click.option(
-    "--adapter", metavar="separate|merge", help="LoRA adapters: a PEFT folder beside the model, or merged into it."
+    "--adapter", metavar="separate|merge", help="Write LoRA adapters as a PEFT folder, or merge them into the model."
 )
-@click.option("--adapter-config", type=PATH, metavar="FILE", help="PEFT's adapter_config.json, if SRC holds none.")
+@click.option("--adapter-config", type=PATH, metavar="FILE", help="PEFT's adapter_config.json, if SRC lacks one.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing model; old or new is visible, never a mixture.")
 @click.option(
-    "--overwrite", is_flag=True, help="Replace a model that is there; old or new is visible, never a mixture."
-)
-@click.option(
-    "--resume/--no-resume", default=True, show_default=True, help="Go on with what an interrupted run finished."
+    "--resume/--no-resume", default=True, show_default=True, help="Keep the finished parts of an interrupted run."
 )
 @click.option(
-    "--verify/--no-verify", default=None, help="Read the stage back before the rename.  [default: with --overwrite]"
+    "--verify/--no-verify", default=None, help="Read the output back before the rename.  [default: with --overwrite]"
 )
-@click.option("--dry-run", is_flag=True, help="Prove and plan; write nothing.")
+@click.option("--dry-run", is_flag=True, help="Prove and plan without writing.")
 @sharing
 @reporting
 def gather(
     output: Output, source: str | None, workspace: str | None, timeout: float, distributed: bool, **options: Any
 ) -> None:
-    """Make the Hugging Face folder of a workspace or a sharded checkpoint SRC.
+    """Merge SRC, a workspace or a sharded checkpoint, into one Hugging Face folder.
 
     Ranks that torchrun, srun or mpirun started share the work; rank 0 reports.
     """
@@ -112,7 +118,7 @@ def gather(
 
 
 def source_row(report: Report) -> tuple[str, str]:
-    """Return what was read."""
+    """Return the row about the source."""
     source = report.source
     step = f", step {source.step}" if source.step is not None else ""
     ranks = f", written by {plural(source.world_size, 'rank')}" if source.world_size else ""
@@ -122,7 +128,7 @@ def source_row(report: Report) -> tuple[str, str]:
 
 
 def proof_row(report: Report) -> tuple[str, str]:
-    """Return what was proven."""
+    """Return the row about the proof."""
     proof = report.proof
     facts = [f"{plural(report.num_tensors, 'tensor')}, every element exactly once"]
     if "num_checksums" in proof:
@@ -136,9 +142,9 @@ def proof_row(report: Report) -> tuple[str, str]:
     return "proof", "; ".join(facts)
 
 
-def output_rows(made: OutputFacts, tied_are: str) -> list[tuple[str, str]]:
-    """Return what became of tied and of cast tensors; `tied_are` says how tied ones are written."""
-    rows = [("tied", f"{', '.join(names)} equal {target}, {tied_are}") for target, *names in made.tied]
+def output_rows(made: OutputFacts, tied_note: str) -> list[tuple[str, str]]:
+    """Return the rows about tied and cast tensors; `tied_note` explains how a tied tensor is written."""
+    rows = [("tied", f"{', '.join(names)} equal {target}, {tied_note}") for target, *names in made.tied]
     casts = Counter(made.cast.values()).items()
     return [*rows, *(("cast", f"{plural(count, 'tensor')} {cast}") for cast, count in casts)]
 

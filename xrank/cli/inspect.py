@@ -1,4 +1,4 @@
-"""``xrank inspect``: what lies at a path, from metadata alone."""
+"""``xrank inspect``: describes a checkpoint or model from metadata alone."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 __all__ = ["inspect"]
 
 
-@click.command(short_help="Say what lies at a path.")
+@click.command(short_help="Describe a checkpoint, model or workspace.")
 @click.argument("path", type=PATH)
-@click.option("--layout", type=PATH, metavar="FILE", help="Layouts for a source that records none.")
+@click.option("--layout", type=PATH, metavar="FILE", help="Layout file for a source without recorded layouts.")
 @click.option(
     "--base-model",
     metavar="DIR|ID",
-    help="A model folder or cached ID: names and shapes that PATH must have, and what a source does not record.",
+    help="Model folder or cached ID with the names and shapes that PATH must have; fills in unrecorded shapes.",
 )
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="List every rank.")
 @reporting
 def inspect(output: Output, path: str, layout: str | None, base_model: str | None, tensors: bool, ranks: bool) -> None:
-    """Say what lies at PATH: format, run, ranks, tensors, and the problems a gather would meet.
+    """Describe PATH: format, run, ranks, tensors, and the problems that a gather would meet.
 
-    It ends with exit status 0 where it finds problems, too; each says the status of a gather, in --json under
-    "problems".
+    The exit status is 0 even with problems. Each problem has the exit status of the gather; with --json they are
+    listed under "problems".
     """
     from xrank.conversion.inspect import inspect_source
 
     report = inspect_source(path, layouts=layout, base_model=base_model)
-    output.face = face_of(gather)  # whose problems they are
+    output.face = face_of(gather)  # the problems are those of a gather
     output.report(report, _rows(report, output.face, tensors=tensors, ranks=ranks))
 
 
@@ -67,7 +67,7 @@ def _rows(report: Report, face: Face, *, tensors: bool, ranks: bool) -> list[tup
     if ranks:
         rows += [(f"rank {row['rank']}", _rank_text(row)) for row in details["ranks"]]
         if not details["ranks"] and "num_tensors" in source:
-            rows.append(("ranks", "nothing here says which rank left what"))
+            rows.append(("ranks", "the format does not record which rank wrote which tensor"))
     if tensors:
         for row in details["tensors"]:
             what = (

@@ -1,4 +1,4 @@
-"""``xrank layout``: pictures, differences and the proof of layouts."""
+"""``xrank layout``: shows, compares and proves layouts."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 __all__ = ["layout"]
 
 
-@click.group(short_help="Pictures, differences and proof of layouts.")
+@click.group(short_help="Show, compare and prove layouts.")
 def layout() -> None:
     """Show, compare and prove which rank holds which part of each tensor."""
 
 
-@layout.command(short_help="Show which rank holds what.")
+@layout.command(short_help="Show which rank holds which part.")
 @click.argument("path", metavar="PATH|FILE", type=PATH)
-@click.option("--tensor", metavar="REGEX", help="Only tensors whose whole name matches.")
-@click.option("--html", type=PATH, metavar="FILE", help="Write one page, which needs no other.")
-@click.option("--toml", is_flag=True, help="Print the layout file to start from, in place of the picture.")
+@click.option("--tensor", metavar="REGEX", help="Show only tensors whose whole name matches.")
+@click.option("--html", type=PATH, metavar="FILE", help="Write one self-contained page.")
+@click.option("--toml", is_flag=True, help="Print a layout file in place of the picture.")
 @reporting
 def show(output: Output, path: str, tensor: str | None, html: str | None, toml: bool) -> None:
     """Show which rank holds which part of each tensor, from metadata alone.
 
-    PATH is a workspace or a model folder; FILE is a layout file, of which those tensors are drawn whose sizes it tells.
+    PATH is a workspace or a model folder. FILE is a layout file; only tensors with sizes in FILE are drawn.
     """
     from xrank.conversion.layout_show import show_layouts, write_page
 
@@ -54,27 +54,29 @@ def show(output: Output, path: str, tensor: str | None, html: str | None, toml: 
     output.picture(report, text)
 
 
-@layout.command(short_help="Say how two layouts differ.")
+@layout.command(short_help="List the differences of two layouts.")
 @click.argument("a", metavar="A", type=PATH)
 @click.argument("b", metavar="B", type=PATH)
 @reporting
 def diff(output: Output, a: str, b: str) -> None:
-    """Say what the layouts at B say otherwise than those at A: layout files, or sources that record layouts."""
+    """List the differences of the layouts at A and B, which are layout files or sources with recorded layouts."""
     from xrank.conversion.layout_show import diff_layouts
 
     report, found = diff_layouts(a, b)
-    output.report(report, _diff_rows(found) or [("equal", "both say the same")])
+    output.report(report, _diff_rows(found) or [("equal", "no differences")])
 
 
-@layout.command(short_help="Prove what a layout file says.")
+@layout.command(short_help="Prove the layouts in a file.")
 @click.argument("file", metavar="FILE", type=PATH)
 @click.argument("path", metavar="[PATH]", required=False, type=PATH)
-@click.option("--base-model", metavar="DIR|ID", help="Tells whole shapes where neither PATH nor FILE does.")
+@click.option(
+    "--base-model", metavar="DIR|ID", help="Model folder or cached ID with whole shapes that PATH and FILE lack."
+)
 @reporting
 def check(output: Output, file: str, path: str | None, base_model: str | None) -> None:
     """Prove that the layouts in FILE hold every element of every tensor exactly once per replica.
 
-    PATH, a workspace or a model folder, gives names and shapes; without it those are proven whose sizes FILE tells.
+    PATH, a workspace or a model folder, gives names and shapes. Without it, only tensors with sizes in FILE are proven.
     """
     from xrank.conversion.layout_check import check_file
 

@@ -39,7 +39,7 @@ def main() -> NoReturn:
     _occupy_standard_descriptors()
     environment.forgo_blas_threads()
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack a name
     try:
         cli.main(prog_name="xrank", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -49,7 +49,7 @@ def main() -> NoReturn:
         usage = error.ctx.get_usage() if error.ctx is not None else None
         name = command_name(error.ctx)
         output = Output(name, as_json="--json" in sys.argv[1:], quiet=False, verbose=0)
-        next_step = f"xrank {name} --help".replace("  ", " ") + " says what it takes"
+        next_step = f"xrank {name} --help".replace("  ", " ") + " lists arguments and options"
         output.fail(UsageError(error.format_message(), want=usage, next_step=next_step))
     except click.Abort:
         sys.exit(130)
@@ -57,7 +57,7 @@ def main() -> NoReturn:
 
 
 def _occupy_standard_descriptors() -> None:
-    # Where a shell has closed one (2>&-), the next file opened would get its number, and whatever prints there.
+    # If a shell closed one (2>&-), the next file opened would get its number, and prints would go into that file.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

@@ -1,4 +1,4 @@
-"""Paths as the commands take them: whether one can be read is found out, and said, where it is read."""
+"""The type of path arguments. The code that opens a path reports whether it can be read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["PATH"]
 
 
 class _Path(click.Path):
-    """Any path but the empty one, which would be the folder that the command runs in."""
+    """A path that is not empty: an empty one would mean the working directory."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not os.fspath(value):
-            self.fail("an empty path names nothing.", param, ctx)
+            self.fail("the path is empty.", param, ctx)
         return super().convert(value, param, ctx)
 
 

@@ -1,4 +1,4 @@
-"""The bar: bytes, speed and time left, on stderr, on a terminal only."""
+"""The progress bar on a terminal's stderr: bytes, speed and time left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["progress_bar"]
 
 @contextmanager
 def progress_bar(output: Output) -> Iterator[Callable[[int, int], None] | None]:
-    """Yield a function to be told (bytes done, bytes in all), or None where no bar is to be drawn."""
+    """Yield a callback for (bytes done, bytes in all), or None if no bar is drawn."""
     if not output.shows_progress:
         yield None
         return

@@ -1,4 +1,4 @@
-"""``xrank reshard``: the states of a workspace, or a model folder, in another layout."""
+"""``xrank reshard``: writes a checkpoint as the states of ranks in another layout."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["reshard"]
 
 
-@click.command(short_help="Write a workspace in another layout.")
+@click.command(short_help="Write a workspace or model folder in another layout.")
 @click.argument("source", metavar="SRC", type=PATH)
-@click.option("--layout", "layouts", required=True, type=PATH, metavar="FILE", help="The new layout.")
-@click.option("--out", required=True, type=PATH, metavar="DIR", help="The workspace to make; it appears by one rename.")
+@click.option("--layout", "layouts", required=True, type=PATH, metavar="FILE", help="File of the new layout.")
+@click.option("--out", required=True, type=PATH, metavar="DIR", help="Output workspace; it appears by one rename.")
 @click.option(
     "--recipe",
     metavar="NAME|FILE",
-    help="Between training names and Hugging Face's, whichever SRC has not.  [default: the names stay]",
+    help="Recipe that renames and splits tensors, in either direction.  [default: the names stay]",
 )
-@click.option("--base-model", metavar="DIR|ID", help="Model whose companions, and config.json, the states get.")
+@click.option(
+    "--base-model", metavar="DIR|ID", help="Model folder or cached ID with the companions and config.json to copy."
+)
 @click.option(
     "--dtype",
     default="keep",
@@ -42,19 +44,23 @@ __all__ = ["reshard"]
     metavar="SIZE",
     envvar="XRANK_MAX_MEMORY",
     show_default=True,
-    help="Bytes of all buffers.",
+    help="Upper bound of all buffers, such as 512MB.",
 )
-@click.option("--workers", type=int, metavar="N", envvar="XRANK_WORKERS", help="Threads.  [default: min(4, cores)]")
 @click.option(
-    "--overwrite", is_flag=True, help="Replace what xrank made there; old or new is visible, never a mixture."
+    "--workers",
+    type=int,
+    metavar="N",
+    envvar="XRANK_WORKERS",
+    help="Number of worker threads.  [default: min(4, cores)]",
 )
-@click.option("--dry-run", is_flag=True, help="Prove and plan; write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace an output of xrank; old or new is visible, never a mixture.")
+@click.option("--dry-run", is_flag=True, help="Prove and plan without writing.")
 @sharing
 @reporting
 def reshard(output: Output, source: str, layouts: str, timeout: float, distributed: bool, **options: Any) -> None:
-    """Write a workspace SRC, or any source of a gather, as the states of ranks in another layout.
+    """Write SRC, a workspace or any other checkpoint, as the states of ranks in another layout.
 
-    The same command goes on with what an interrupted one finished. Ranks that torchrun, srun or mpirun started share
+    After an interruption the same command resumes. Ranks that torchrun, srun or mpirun started share
     the work; rank 0 reports.
     """
     from xrank.conversion.reshard import reshard_checkpoint

@@ -1,4 +1,4 @@
-"""What the commands have in common whose work the ranks of a launcher share."""
+"""Options and reports of the commands whose work a launcher's ranks can share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["report_shared", "sharing"]
 def sharing(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command ``--timeout`` and ``--distributed``."""
     command = click.option(
-        "--distributed", is_flag=True, help="Let bare RANK and WORLD_SIZE count as ranks that share the work."
+        "--distributed", is_flag=True, help="Share the work among ranks named by bare RANK and WORLD_SIZE."
     )(command)
     return click.option(
         "--timeout",
@@ -30,13 +30,13 @@ def sharing(command: Callable[..., None]) -> Callable[..., None]:
         default=1800.0,
         metavar="SECONDS",
         envvar="XRANK_TIMEOUT",
-        help="How long a live rank may take to come, where ranks share the work.  [default: 1800]",
+        help="How long ranks that share the work wait for a live rank to arrive.  [default: 1800]",
     )(command)
 
 
 def _positive(context: click.Context, parameter: click.Parameter, value: float) -> float:
     if not value > 0:
-        raise click.BadParameter(f"{value:g} is no time to wait; give more than 0 seconds.")
+        raise click.BadParameter(f"must be more than 0 seconds; got {value:g}.")
     return value
 
 
@@ -48,7 +48,7 @@ def report_shared(
     timeout: float,
     distributed: bool,
 ) -> None:
-    """Convert, alone or with all ranks that a launcher started; print what was done, on rank 0 alone."""
+    """Run a conversion, alone or with all ranks of the launcher. Rank 0 prints the report."""
     from xrank.teams.launches import find_launch
 
     launch, notes = find_launch(environ(), distributed=distributed)

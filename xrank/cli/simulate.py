@@ -1,4 +1,4 @@
-"""``xrank simulate``: what a conversion would move, and how long it would take, over ranks no one has."""
+"""``xrank simulate``: predicts bytes, messages, seconds and memory of a conversion over hypothetical ranks."""
 
 from __future__ import annotations
 
@@ -15,29 +15,33 @@ __all__ = ["simulate_command"]
 
 @click.command("simulate", short_help="Predict bytes, messages, seconds and memory of each rank.")
 @click.argument("path", metavar="PATH|FILE", type=PATH)
-@click.option("--operation", default="gather", metavar="gather|export|reshard", show_default=True, help="What to do.")
-@click.option("--mesh", metavar="TEXT", help='The ranks, such as "pp=8 dp=16 tp=32", in place of FILE\'s.')
+@click.option(
+    "--operation", default="gather", metavar="gather|export|reshard", show_default=True, help="Conversion to predict."
+)
+@click.option("--mesh", metavar="TEXT", help='Mesh of ranks, such as "pp=8 dp=16 tp=32", in place of FILE\'s mesh.')
 @click.option(
     "--link",
     metavar="TEXT|FILE",
     help='Rates: "read=2GB/s write=1GB/s memory=8GB/s bandwidth=25GB/s latency=5us dp.bandwidth=10GB/s start=1s", or a '
-    "TOML file that says them. Without it no seconds are told.",
+    "TOML file with these keys. Without rates, no seconds are predicted.",
 )
-@click.option("--to", type=PATH, metavar="FILE", help="The new layout, of a reshard.")
+@click.option("--to", type=PATH, metavar="FILE", help="File of the new layout, for a reshard.")
 @click.option(
-    "--ranks", "num_ranks", type=int, metavar="N", help="Processes that share a gather or reshard.  [default: 1]"
+    "--ranks",
+    "num_ranks",
+    type=int,
+    metavar="N",
+    help="Number of processes that share a gather or reshard.  [default: 1]",
 )
 @click.option("--dtype", metavar="bf16|fp16|fp32", help="Element type of FILE's tensors.  [default: bf16]")
-@click.option(
-    "--recipe", metavar="NAME|FILE|none", help="As for a gather; by default the names of FILE stay as they are."
-)
-@click.option("--html", type=PATH, metavar="FILE", help="Write one page with charts, which needs no other.")
+@click.option("--recipe", metavar="NAME|FILE|none", help="Recipe, as for a gather.  [default: the names of FILE stay]")
+@click.option("--html", type=PATH, metavar="FILE", help="Write one self-contained page with charts.")
 @reporting
 def simulate_command(output: Output, path: str, operation: str, html: str | None, **options: Any) -> None:
-    """Predict what a gather, an export or a reshard reads, exchanges, writes and takes, from its real plan.
+    """Predict the bytes, messages, memory and seconds of a gather, an export or a reshard from its real plan.
 
-    PATH is a checkpoint or a workspace; FILE is a layout file, whose ranks nobody need have, and of which those tensors
-    count whose sizes it tells. No byte of a tensor is read. An export is made by the ranks that hold the model.
+    PATH is a checkpoint or a workspace. FILE is a layout file, whose ranks need not exist; only tensors with sizes in
+    FILE count. No tensor's bytes are read. An export runs on the ranks that hold the model.
     """
     from xrank.simulation.display import simulation_html, simulation_rows, simulation_table
     from xrank.simulation.report import simulation_report

@@ -28,7 +28,7 @@ def error_text(error: XrankError, face: Face = COMMAND) -> str:
 
 
 def render_all(value: Any, face: Face) -> Any:
-    """Return what JSON holds with each of its texts as a face shows it."""
+    """Return a JSON value with each of its texts rendered for a face."""
     if isinstance(value, Text):
         return face.render(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""``xrank verify``: reads every byte and says whether all is as it must be."""
+"""``xrank verify``: reads every byte of a model or checkpoint and compares it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 __all__ = ["verify_command"]
 
 
-@click.command("verify", short_help="Read every byte and compare.")
+@click.command("verify", short_help="Read every byte and compare digests, checksums and replicas.")
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, metavar="PATH2", help="Compare with this model or checkpoint, value by value.")
-@click.option("--layout", type=PATH, metavar="FILE", help="Layouts for a checkpoint that records none.")
+@click.option("--layout", type=PATH, metavar="FILE", help="Layout file for a checkpoint without recorded layouts.")
 @click.option(
     "--base-model",
     metavar="DIR|ID",
-    help="A model folder or cached ID: names and shapes that PATH must have, and what a checkpoint does not record.",
+    help="Model folder or cached ID with the names and shapes that PATH must have; fills in unrecorded shapes.",
 )
 @click.option(
     "--adapter-config",
     type=PATH,
     metavar="FILE",
-    help="The LoRA adapter's configuration, where the gather was given it.",
+    help="The adapter_config.json that the gather was run with.",
 )
 @click.option(
     "--max-memory",
@@ -39,9 +39,15 @@ __all__ = ["verify_command"]
     metavar="SIZE",
     envvar="XRANK_MAX_MEMORY",
     show_default=True,
-    help="Bytes of all buffers.",
+    help="Upper bound of all buffers, such as 512MB.",
 )
-@click.option("--workers", type=int, metavar="N", envvar="XRANK_WORKERS", help="Threads.  [default: min(4, cores)]")
+@click.option(
+    "--workers",
+    type=int,
+    metavar="N",
+    envvar="XRANK_WORKERS",
+    help="Number of worker threads.  [default: min(4, cores)]",
+)
 @sharing
 @reporting
 def verify_command(

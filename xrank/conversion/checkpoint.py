@@ -1,4 +1,4 @@
-"""Open: any source as a lazy mapping of whole tensors."""
+"""Open: return any source as a lazy mapping of whole tensors."""
 
 from __future__ import annotations
 
@@ -27,21 +27,28 @@ def open_checkpoint(
     dtype: str | torch.dtype | None = None,
     max_memory: str | int = "64MB",
 ) -> Checkpoint:
-    """Open any source that `gather_checkpoint` takes, as a mapping of whole tensors; nothing is written or removed.
+    """Open any source of `gather_checkpoint` as a mapping of whole tensors; nothing is written or removed.
 
-    The plan is proven from metadata before this returns: every element of every tensor exactly once. No tensor's byte
-    is read.
+    The plan is proven from metadata before this returns: every element of every tensor exactly once. Bytes of a tensor
+    are read when it is looked up.
 
     Args:
         path: the folder, or file.
-        recipe: as `gather_checkpoint`.
-        layouts: layouts for a source that records none: a layout file, or its content.
-        base_model: names and shapes that the source must have.
-        dtype: ``"keep"``, ``"base"``, ``"bf16"``, ``"fp16"``, ``"fp32"``, or torch's; None keeps, too.
+        recipe: as `gather_checkpoint`; so are `layouts` and `dtype`.
+        layouts: a layout file, or its content, for a source without recorded layouts.
+        base_model: a model with the names and shapes that the source must have.
+        dtype: element type of floating-point tensors.
         max_memory: bytes of buffers, beside the tensor that a look-up returns.
 
     Raises:
         UsageError, LayoutError, IncompleteError, ContradictionError, CorruptError, UnsafeError: as `gather_checkpoint`.
+
+    Example:
+        >>> import torch, xrank
+        >>> report = xrank.export_model({"norm.weight": torch.ones(4)}, "model")
+        >>> checkpoint = xrank.open_checkpoint("model")
+        >>> list(checkpoint), checkpoint["norm.weight"].tolist()
+        (['norm.weight'], [1.0, 1.0, 1.0, 1.0])
     """
     options = GatherOptions(dtype=dtype_choice(dtype), max_memory=max_memory, max_shard_size=1 << 62)
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)

@@ -1,4 +1,4 @@
-"""Clean: removes what dead gathers of this user left and nobody went on with: stages, messages, shared memory."""
+"""Clean: remove abandoned stages, messages and shared memory of this user's dead processes."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def clean(
 ) -> Report:
     """Remove abandoned stages and messages in and of these folders; finish a replacement that a kill interrupted.
 
-    A stage is abandoned when its gather's lock is free and its process is gone, or, for one of another host, when
-    nothing in it has changed for an hour. So is a message of a live gather, which has no lock. What is other users', or
-    still in use, is left alone. xrank's shared memory has no name and ends with its last process; segments of the names
-    that ModelOpt gives go when nobody holds them and they are an hour old.
+    A stage is abandoned when its gather's lock is free and its process is gone. Stages of another host, and messages
+    of live gathers, which have no lock, are abandoned after an hour without a change. Files of other users and files in
+    use stay. xrank's shared memory has no name and ends with its last process; segments with ModelOpt's names are
+    removed when no process holds them and they are an hour old.
 
     Args:
         paths: folders that hold outputs or messages, or outputs themselves.
-        dry_run: only say what would be removed.
-        memory: where the system keeps shared memory with names.
-        now: the time in seconds, to compare with the files'.
+        dry_run: list the remains without removing them.
+        memory: folder of the system for named shared memory.
+        now: returns the time in seconds, as in files' times of change.
 
     Raises:
-        UsageError: a path is no folder.
+        UsageError: a path is not a folder.
     """
     started = time.monotonic()
     stages: list[dict[str, Any]] = []
     messages: list[dict[str, Any]] = []
     for path in paths:
         if not os.path.isdir(path):
-            raise UsageError(f"{os.fspath(path)} is no folder", file=os.fspath(path), next_step="check the path")
+            raise UsageError(f"{os.fspath(path)} is not a folder", file=os.fspath(path), next_step="check the path")
         stages += clean_places(os.fspath(path), dry_run=dry_run, now=now())
         messages += list_messages(os.fspath(path), now())
     segments = list_segments(memory, now())

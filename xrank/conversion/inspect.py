@@ -1,15 +1,13 @@
-"""Inspect: what lies at a path, from metadata alone; problems are shown, not raised."""
+"""Inspect: describe a source from metadata alone. Problems are listed, not raised."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping
-from math import prod
 from typing import Any
 
-from xrank.conversion.report import peak_rss_nbytes
+from xrank.conversion.report import count_rank_tensors, model_facts, peak_rss_nbytes
 from xrank.decisions.adapters import Adapted, adapt, adapter_beside
 from xrank.decisions.base_check import check_source, describe_skipped_check
 from xrank.decisions.base_model import open_base_model
@@ -18,7 +16,6 @@ from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.found_source import companions_of, read_found
 from xrank.decisions.options import AdapterChoice, GatherOptions
 from xrank.decisions.recipe_choice import choose_recipe
-from xrank.dtypes import dtype as dtype_of
 from xrank.errors import XrankError
 from xrank.layout import LayoutMap
 from xrank.plan.planner import divide_replicas
@@ -37,17 +34,17 @@ def inspect_source(
     layouts: str | os.PathLike[str] | LayoutMap | None = None,
     base_model: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """Return what lies at a path: format, run, ranks, tensors, and the problems a gather would meet.
+    """Describe a source: format, run, ranks, tensors, and the problems that a gather would meet.
 
-    Problems are in ``details["problems"]``, each with the exit code of a gather; the report is `ok` with them, too.
+    ``details["problems"]`` lists the problems, each with the exit code of the gather. The report is `ok` even then.
 
     Args:
         path: the folder, or file.
-        layouts: layouts for a source that records none: a layout file, or its content.
-        base_model: names and shapes that the source must have, and what it does not record.
+        layouts: a layout file, or its content, for a source without recorded layouts.
+        base_model: a model with the names and shapes that the source must have; fills in unrecorded shapes.
 
     Raises:
-        UsageError: there is no such base model.
+        UsageError: the base model does not exist.
         IncompleteError: the path does not exist.
         UnknownFormatError: no reader recognises it.
     """
@@ -66,7 +63,7 @@ def inspect_source(
     recipe = config_path = None
     try:
         beside = companions_of(os.fspath(path), text, reader)
-        companions += [companion.name for companion in beside[0]]  # to be shown where the reader finds a problem, too
+        companions += [companion.name for companion in beside[0]]  # listed even if the reader fails
         found = read_found(os.fspath(path), text, reader, base=base, layouts=given, beside=beside)
         model = found.model
         notes += found.notes
@@ -84,13 +81,17 @@ def inspect_source(
             problems.append(renames_adapted(adapted.source, matched))
     except XrankError as error:
         problems.append(error)
+    if isinstance(reader, WorkspaceReader):
+        ranks = survey_ranks(text)
+    else:
+        ranks = [] if model is None else count_rank_tensors(model)
     details = InspectDetails(
         problems=[{**problem.to_dict(), "exit_code": problem.exit_code} for problem in problems],
         tensors=tensors,
-        format={} if model is None else {key: what for key, what in model.details.items() if key != "ranks"},
+        format={} if model is None else {key: value for key, value in model.details.items() if key != "ranks"},
         companions=companions,
         config_path=config_path,
-        ranks=survey_ranks(text) if isinstance(reader, WorkspaceReader) else [] if model is None else _ranks(model),
+        ranks=ranks,
     )
     source = SourceFacts(path=text, format=reader.name)
     return Report(
@@ -98,18 +99,18 @@ def inspect_source(
         path=text,
         seconds=time.monotonic() - started,
         peak_rss_nbytes=peak_rss_nbytes(),
-        source=source if model is None else source.extended(**_facts(model), recipe=recipe),
+        source=source if model is None else source.extended(**model_facts(model), recipe=recipe),
         notes=() if model is None else (*model.notes, *notes),
         details=details,
     )
 
 
 def _adapter_in(model: StoredModel, place: str, own: Mapping[str, Any]) -> tuple[list[XrankError], Adapted | None]:
-    """Return why a gather would refuse the adapter in a source, and it kept apart; nothing where there is none."""
+    """Return the errors of a gather about an adapter, and the source with its adapter in a folder of its own."""
     refusals: list[XrankError] = []
     choices: tuple[AdapterChoice | None, ...] = (None, "separate")
     for choice in choices:
-        # Without a choice a gather says that there is one; what else is in the way it says to who chose.
+        # Without a choice, the error is the missing choice; with one, a gather reports further problems.
         try:
             adapted = adapt(model, GatherOptions(adapter=choice), place, own)
         except XrankError as error:
@@ -118,37 +119,6 @@ def _adapter_in(model: StoredModel, place: str, own: Mapping[str, Any]) -> tuple
         else:
             return refusals, adapted
     return refusals, None
-
-
-def _facts(model: StoredModel) -> dict[str, Any]:
-    # A tie is one tensor under two names.
-    shards = [shard for shard in model.shards if shard.name not in model.aliases]
-    return {
-        "step": model.step,
-        "world_size": model.world_size,
-        "run_id": model.run_id,
-        "num_tensors": len(shards),
-        "num_parameters": sum(prod(shard.shape) for shard in shards),
-        "dtypes": dict(Counter(shard.dtype for shard in shards)),
-        "nbytes": model.nbytes,
-        "skipped_nbytes": model.skipped_nbytes,
-        "has_config": model.config is not None,
-    }
-
-
-def _ranks(model: StoredModel) -> list[dict[str, Any]]:
-    """Return what each rank left of the model's tensors, in a format whose ranks leave nothing that says more."""
-    if model.world_size is None:
-        return []
-    counts: Counter[int] = Counter()
-    nbytes: Counter[int] = Counter()
-    for shard in model.shards:
-        if shard.name not in model.aliases:
-            counts.update(set(shard.rank.tolist()))
-            width = dtype_of(shard.dtype).nbytes
-            for rank, size in zip(shard.rank.tolist(), shard.nests.sizes.tolist(), strict=True):
-                nbytes[rank] += size * width
-    return [{"rank": rank, "num_tensors": counts[rank], "nbytes": nbytes[rank]} for rank in sorted(counts)]
 
 
 def _tensor_row(model: StoredModel, index: int, problems: list[XrankError]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Iterate: a model in the memory of many ranks, one whole tensor after another, for whoever loads it elsewhere."""
+"""Iterate: yield a model in the memory of many ranks, one whole tensor after another."""
 
 from __future__ import annotations
 
@@ -44,34 +44,38 @@ def iter_model(
     group: ProcessGroup | None = None,
     timeout_seconds: float = 1800,
 ) -> ModelTensors:
-    """Iterate over a model that lies in the memory of many ranks: (Hugging Face name, whole tensor on the CPU).
+    """Iterate over a model in the memory of many ranks: (Hugging Face name, whole tensor on the CPU).
 
-    Every rank makes this call, and iterates, or closes what it got. When the call returns, all ranks have the same
-    proven plan, replicas have been compared, and the tensors are those of the folder that `xrank.export_model` would
-    make, in the model's order. They are made ahead of who takes them, in buckets that the budget bounds; one that was
-    yielded is the caller's, in memory of its own. Nobody may change the model before all ranks have ended.
+    Every rank makes this call, and iterates or closes the iterator. When the call returns, all ranks have the same
+    proven plan and replicas have been compared. The tensors are those of `xrank.export_model`'s folder, in the model's
+    order. They are made ahead, in buckets within the budget; each yielded tensor is the caller's, in its own memory.
+    The model must not change before all ranks have ended.
 
-    On ranks that get nothing the iterator waits, lends its part to the others, and ends when they have ended. Whoever
-    stops early ends well: others that get tensors go on, those that get none end with it. In a ``with`` block, what
-    the body raises is named on all other ranks; a bare ``for`` cannot tell it from a ``break``. A rank that dies is
-    named on all.
+    On ranks that take no tensors the iterator waits, lends its part to the others, and ends when they have ended. A
+    rank may stop early: others that take tensors continue. An exception in a ``with`` block is reported on all other
+    ranks; a bare ``for`` cannot distinguish it from a ``break``. A rank that dies is reported on all.
 
     Messages between hosts go through the folder of ``XRANK_WORKSPACE``, or the working directory, which all must see.
 
     Args:
-        model_or_state_dict: as `xrank.export_model` takes it.
-        layouts: as there.
-        mesh: as there.
-        recipe: as there.
-        dtype: as there; there is no base model.
-        transform: as there; called by the thread that iterates, on each rank that gets tensors.
-        ranks: who gets the tensors: ``"first"``, the first rank of the group, or ``"all"``.
-        max_memory: bounds the buffers of a rank and what is made and not yet taken; one larger tensor may exceed it.
+        model_or_state_dict: as `xrank.export_model`; so are `layouts`, `mesh`, `recipe`, `dtype` and `transform`.
+        layouts: the layouts of plain tensors.
+        mesh: the mesh of `layouts`, if they have none.
+        recipe: from training names to Hugging Face's.
+        dtype: element type of floating-point tensors; ``"base"`` is not possible.
+        transform: called by the iterating thread, on each rank that takes tensors.
+        ranks: the ranks that take tensors: ``"first"``, the first rank of the group, or ``"all"``.
+        max_memory: bytes of a rank's buffers and of tensors made ahead; a single larger tensor may exceed it.
         group: the ranks; None: all of the world.
-        timeout_seconds: how long ranks may take to come. Once they have met, a death is noticed in seconds.
+        timeout_seconds: how long ranks may take to arrive. After that a death is noticed in seconds.
 
     Raises:
         XrankError: as `xrank.export_model`; before anything is yielded, or by the iterator.
+
+    Example:
+        >>> import torch, xrank
+        >>> {name: tensor.tolist() for name, tensor in xrank.iter_model({"norm.weight": torch.ones(2)})}
+        {'norm.weight': [1.0, 1.0]}
     """
     place = os.path.join(environment.environ().get("XRANK_WORKSPACE") or os.curdir, "model")
     check_meeting(group, timeout_seconds)
@@ -101,5 +105,5 @@ def iter_model(
         )
 
     tensors = make_tensors(read_arguments, team, errors_of(iter_model))
-    next(tensors)  # comes when all is planned
+    next(tensors)  # returns when the plan is proven on all ranks
     return ModelTensors(tensors)

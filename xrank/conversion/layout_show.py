@@ -1,4 +1,4 @@
-"""What `xrank layout` does: each of its commands as a call that returns a report."""
+"""The commands of `xrank layout` as calls that return reports."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from xrank.conversion.layout_check import survey_facts
-from xrank.conversion.report import peak_rss_nbytes
+from xrank.conversion.report import peak_rss_nbytes, survey_facts
 from xrank.decisions.layout_sources import (
     file_text,
     filter_tensors,
@@ -27,15 +26,15 @@ __all__ = ["diff_layouts", "show_layouts", "write_page"]
 
 
 def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) -> tuple[Report, Survey, str | None]:
-    """Return what is to be shown of the layouts at a path: the report, who holds what, and the layout file's text.
+    """Return the report of the layouts at a path, the survey of ranks' parts, and the text of a layout file.
 
     Args:
         path: a layout file, or a source that records layouts.
         tensor: a regular expression for whole names.
-        toml: whether the text of a layout file is wanted, of all tensors; else it is None.
+        toml: whether to make the text of a layout file with all tensors; else it is None.
 
     Raises:
-        UsageError, LayoutError, ...: nothing there can be read, or `tensor` matches nothing.
+        UsageError, LayoutError, ...: the path cannot be read, or `tensor` matches no name.
     """
     started = time.monotonic()
     source = read_source(path)
@@ -59,7 +58,7 @@ def show_layouts(path: str, *, tensor: str | None = None, toml: bool = False) ->
 
 
 def write_page(report: Report, page: str, file: str) -> Report:
-    """Write the page of a report, whole or not at all, and return the report of it.
+    """Write the page of a report by one rename, and return the report with its path.
 
     Raises:
         UsageError: the file cannot be written.
@@ -77,15 +76,15 @@ def write_page(report: Report, page: str, file: str) -> Report:
 
 
 def diff_layouts(a: str, b: str) -> tuple[Report, LayoutDiff]:
-    """Return what the layouts at `b` say otherwise than those at `a`.
+    """Return the differences of the layouts at `a` and `b`.
 
     Raises:
-        UsageError, LayoutError, ...: one of them cannot be read, or no layout file could say it.
+        UsageError, LayoutError, ...: one of them cannot be read, or cannot be written as a layout file.
     """
     started = time.monotonic()
     old, new = layouts_at(a), layouts_at(b)
     if is_layout_file(a) != is_layout_file(b):
-        # What ranks record has numbers where a file has names of sizes.
+        # Ranks record numbers where a file has names of sizes.
         old, new = with_numbers(old), with_numbers(new)
     found = old.diff(new)
     report = Report(

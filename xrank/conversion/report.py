@@ -1,28 +1,50 @@
-"""Facts that the reports of several commands share."""
+"""Reports of the commands, and the facts that several of them share."""
 
 from __future__ import annotations
 
 import json
 import resource
+import time
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 from xrank.decisions.adapters import describe_merges
 from xrank.decisions.folder_plan import FolderPlan
+from xrank.dtypes import DTYPES
+from xrank.errors import LayoutError
+from xrank.plan.digests import digest_text
+from xrank.plan.holdings import Survey, find_problem, sum_held_nbytes
+from xrank.plan.merging import factors_nbytes
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan
-from xrank.plan.report import FileFacts, OutputFacts, ProofFacts, Report, SourceFacts
+from xrank.plan.report import FileFacts, LayoutDetails, OutputFacts, ProofFacts, Report, SourceFacts
 from xrank.plan.source import StoredModel
+from xrank.plan.windows import WINDOW_NBYTES
+from xrank.words import numbers_text
+
+if TYPE_CHECKING:
+    from xrank.decisions.reshard_plan import Reshard
+    from xrank.making.file_writing import WrittenFiles
+    from xrank.making.folder_filling import WrittenOutput
 
 __all__ = [
+    "check_survey",
     "count_outputs",
+    "count_rank_tensors",
     "file_facts",
+    "folder_report",
+    "model_facts",
     "output_facts",
     "peak_rss_nbytes",
+    "plan_report",
     "proof_facts",
     "read_report",
     "report_text",
+    "reshard_report",
     "source_facts",
+    "survey_facts",
 ]
 
 
@@ -41,7 +63,7 @@ def source_facts(source: StoredModel) -> SourceFacts:
 
 
 def proof_facts(planned: FolderPlan) -> ProofFacts:
-    """Return the facts of a proof that is made from metadata alone."""
+    """Return the facts of a proof from metadata alone."""
     return ProofFacts(coverage="proven", base_model=planned.checked_against_base)
 
 
@@ -50,6 +72,8 @@ def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
     selection, small = planned.selection, planned.decision.small
     merged = describe_merges(planned.plan)
     merges: dict[str, Any] = {"merged": list(merged)} if merged else {}
+    transforms = planned.transforms
+    transformed: dict[str, Any] = {} if transforms is None else {"transformed": transforms.made_of}
     return OutputFacts(
         path=path,
         **count_outputs(selection.outputs),
@@ -63,6 +87,7 @@ def output_facts(planned: FolderPlan, path: str) -> OutputFacts:
             *(["config.json"] if small.config_text else []),
             *planned.texts,
         ],
+        **transformed,
     )
 
 
@@ -76,7 +101,7 @@ def count_outputs(outputs: Sequence[OutputTensor]) -> dict[str, Any]:
 
 
 def file_facts(plan: Plan) -> list[FileFacts]:
-    """Return the files of a plan that nothing is written of."""
+    """Return the facts of a plan's files before they are written."""
     return [
         FileFacts(name=file.output.name, nbytes=file.output.nbytes, num_tensors=len(file.tensors))
         for file in plan.files
@@ -84,9 +109,9 @@ def file_facts(plan: Plan) -> list[FileFacts]:
 
 
 def peak_rss_nbytes() -> int:
-    """Return the most memory this process has held, in bytes.
+    """Return the peak resident memory of this process in bytes.
 
-    From /proc where it is: getrusage's figure also counts the program that started this one.
+    Reads /proc where it exists: getrusage also counts the program that started this one.
     """
     try:
         with open("/proc/self/status", encoding="ascii") as status:
@@ -106,10 +131,177 @@ def report_text(report: Report) -> str:
 
 
 def read_report(text: str) -> Report:
-    """Return the report that `report_text` wrote; the same on every rank."""
+    """Return the report in a text of `report_text`."""
     parts = json.loads(text)
     output = parts.pop("output")
     output["files"] = [FileFacts(**file) for file in output["files"]]
     notes = tuple((code, message) for code, message in parts.pop("notes"))
     source, proof = SourceFacts(**parts.pop("source")), ProofFacts(**parts.pop("proof"))
     return Report(**parts, source=source, proof=proof, output=OutputFacts(**output), notes=notes)
+
+
+def folder_report(command: str, planned: FolderPlan, written: WrittenOutput, path: str, started: float) -> Report:
+    """Return the report of a model folder that was written; `started` is on the monotonic clock."""
+    return Report(
+        command=command,
+        path=path,
+        seconds=time.monotonic() - started,
+        peak_rss_nbytes=peak_rss_nbytes(),
+        source=source_facts(planned.source),
+        proof=written.add_proof(proof_facts(planned)),
+        output=written.add_output(output_facts(planned, path)),
+        notes=(*planned.notes, *written.notes),
+    )
+
+
+def plan_report(planned: FolderPlan, path: str, started: float) -> Report:
+    """Return the report of a gather's dry run."""
+    budget = planned.options.budget
+    replicas = sum(len(replicas) for tensor in planned.plan.tensors for replicas in tensor.compared)
+    return Report(
+        command="gather",
+        path=path,
+        seconds=time.monotonic() - started,
+        peak_rss_nbytes=peak_rss_nbytes(),
+        source=source_facts(planned.source),
+        proof=proof_facts(planned).extended(num_replicas_to_compare=replicas),
+        plan=output_facts(planned, path).extended(
+            files=file_facts(planned.plan),
+            # Each worker holds the factors of a merge, and one window of the stored factors.
+            peak_buffer_nbytes=budget.nbytes
+            + (budget.workers * (factors + WINDOW_NBYTES) if (factors := factors_nbytes(planned.plan)) else 0),
+        ),
+        notes=planned.notes,
+    )
+
+
+def reshard_report(
+    reshard: Reshard, path: str, started: float, written: WrittenFiles | None, stage_notes: tuple[str, ...]
+) -> Report:
+    """Return the report of a reshard, or of its plan where nothing is written."""
+    plan, proof = reshard.plan, ProofFacts(coverage="proven")
+    facts = OutputFacts(
+        path=path,
+        **count_outputs(reshard.outputs) | {"nbytes": sum(tensor.output.nbytes for tensor in plan.tensors)},
+        world_size=len(plan.files),
+        mesh=reshard.grid,
+        run_id=reshard.run_id,
+        tied=[[target, *names] for target, names in reshard.tied.items()],
+        cast=dict(reshard.selection.cast),
+        companions=[companion.name for companion in reshard.companions],
+        files=file_facts(plan),
+    )
+    if written is None:
+        facts = facts.extended(peak_buffer_nbytes=reshard.options.budget.nbytes)
+        proof = proof.extended(num_replicas_to_compare=sum(len(tensor.replicas) for tensor in plan.tensors))
+    else:
+        digests = [digest_text(written.digests[index].digest) for index in range(len(plan.files))]
+        files = [file.extended(digest=digest) for file, digest in zip(facts.files, digests, strict=True)]
+        facts = facts.extended(files=files, resumed_nbytes=written.resumed_nbytes)
+        proof = proof.extended(
+            num_replicas_compared=written.num_replicas_compared, num_checksums=written.outcome.num_checksums
+        )
+    return Report(
+        command="reshard",
+        path=path,
+        seconds=time.monotonic() - started,
+        peak_rss_nbytes=peak_rss_nbytes(),
+        source=source_facts(reshard.source),
+        proof=proof,
+        output=None if written is None else facts,
+        plan=facts if written is None else None,
+        notes=(*reshard.notes, *(written.notes if written else ()), *(("stage", note) for note in stage_notes)),
+    )
+
+
+def check_survey(
+    found: Survey,
+    *,
+    path: str | None = None,
+    source: SourceFacts | None = None,
+    notes: Sequence[tuple[str, str]] = (),
+    started: float | None = None,
+) -> tuple[Report, LayoutError | None]:
+    """Return the report of a check, and its first problem.
+
+    Args:
+        found: the parts that each rank holds by the layouts.
+        path: path of the layout file.
+        source: the source of the shapes.
+        notes: further notes, such as rules that could not be proven.
+        started: start of the check on the monotonic clock.
+    """
+    problems = [error for one in found.tensors if (error := find_problem(one)) is not None]
+    first = problems[0] if problems else None
+    addends = [one for one in found.tensors if one.sums]
+    all_notes = [
+        *notes,
+        *(("unused-rule", f"the rule {rule!r} decides for no tensor") for rule in found.unused),
+        *(("addends", f"{one.name}: the ranks hold addends over {', '.join(one.sums)}") for one in addends),
+    ]
+    report = Report(
+        command="layout check",
+        path=path,
+        status="ok" if first is None else "failed",
+        exit_code=0 if first is None else first.exit_code,
+        seconds=0.0 if started is None else time.monotonic() - started,
+        peak_rss_nbytes=peak_rss_nbytes(),
+        source=source or SourceFacts(),
+        proof=ProofFacts(coverage="refused" if problems else "proven", num_rules=len(found.rules)),
+        plan=OutputFacts(
+            num_tensors=len(found.tensors),
+            num_parameters=sum(prod(one.shape) for one in found.tensors),
+            nbytes=sum(prod(one.shape) * _width(one.dtype) for one in found.tensors),
+        ),
+        notes=tuple(all_notes),
+        fault=first,
+        details=LayoutDetails(problems=[problem.to_dict() for problem in problems], **survey_facts(found)),
+    )
+    return report, first
+
+
+def survey_facts(found: Survey) -> dict[str, Any]:
+    """Return the facts of a survey beside its tensors, for JSON."""
+    held = sum_held_nbytes(found.tensors, _width)
+    return {
+        "meshes": {name: {"grid": mesh.grid, "ranks": numbers_text(mesh.ranks)} for name, mesh in found.meshes.items()},
+        "unmatched": list(found.unmatched),
+        "unused_rules": list(found.unused),
+        "ranks": [{"rank": rank, "nbytes": nbytes} for rank, nbytes in held.items()],
+    }
+
+
+def _width(dtype: str | None) -> int:
+    return DTYPES[dtype].nbytes if dtype in DTYPES else 0
+
+
+def model_facts(model: StoredModel) -> dict[str, Any]:
+    """Return the figures of a model that is not yet planned, as `SourceFacts` names them."""
+    # A tie is one tensor under two names.
+    shards = [shard for shard in model.shards if shard.name not in model.aliases]
+    return {
+        "step": model.step,
+        "world_size": model.world_size,
+        "run_id": model.run_id,
+        "num_tensors": len(shards),
+        "num_parameters": sum(prod(shard.shape) for shard in shards),
+        "dtypes": dict(Counter(shard.dtype for shard in shards)),
+        "nbytes": model.nbytes,
+        "skipped_nbytes": model.skipped_nbytes,
+        "has_config": model.config is not None,
+    }
+
+
+def count_rank_tensors(model: StoredModel) -> list[dict[str, Any]]:
+    """Return the number and bytes of the model's tensors by rank, for formats whose ranks record no more."""
+    if model.world_size is None:
+        return []
+    counts: Counter[int] = Counter()
+    nbytes: Counter[int] = Counter()
+    for shard in model.shards:
+        if shard.name not in model.aliases:
+            counts.update(set(shard.rank.tolist()))
+            width = DTYPES[shard.dtype].nbytes
+            for rank, size in zip(shard.rank.tolist(), shard.nests.sizes.tolist(), strict=True):
+                nbytes[rank] += size * width
+    return [{"rank": rank, "num_tensors": counts[rank], "nbytes": nbytes[rank]} for rank in sorted(counts)]

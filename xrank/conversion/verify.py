@@ -1,4 +1,4 @@
-"""Verify: a model against its manifest, a checkpoint against its own proof, or two of either, value by value."""
+"""Verify: compare a model with its manifest, prove a checkpoint, or compare two of either value by value."""
 
 from __future__ import annotations
 
@@ -42,33 +42,37 @@ def verify_model(
     distributed: bool = False,
     timeout_seconds: float = 1800.0,
 ) -> Report:
-    """Read every byte and say whether all is as it must be.
+    """Read every byte of a model or checkpoint, and compare it.
 
-    A model with a manifest is compared with it; a checkpoint is proven as a gather would prove it, all checksums and
-    replicas included; with `against`, the tensors of both are compared value by value, an adapter's, too. Where one has
-    an adapter and the other has not, the other must be what `gather_checkpoint` with ``adapter="merge"`` makes of it.
+    A model with a manifest is compared with it. A checkpoint is proven as by a gather, with all checksums and replicas.
+    With `against`, the tensors of both are compared value by value, also those of adapters. If only one of the two has
+    an adapter, the other must be the result of `gather_checkpoint` with ``adapter="merge"``.
 
     Args:
         path: a model or a checkpoint.
-        against: what to compare it with.
-        layouts: layouts for a checkpoint that records none, either of the two: a layout file, or its content.
-        base_model: names and shapes that it must have, and what a checkpoint does not record; with `against`, the
-            latter alone.
-        adapter_config: of an adapter among a checkpoint's tensors, where the gather was given it.
-        max_memory: bytes of all buffers.
-        workers: threads; None: as many as a gather's.
+        against: a model or checkpoint to compare with.
+        layouts: a layout file, or its content, for a checkpoint without recorded layouts, either of the two.
+        base_model: a model with the names and shapes that `path` must have; fills in unrecorded shapes. With `against`
+            it only does the latter.
+        adapter_config: configuration of an adapter among a checkpoint's tensors, as in the gather.
+        max_memory: as `xrank.gather_checkpoint`; so are `workers`, `distributed` and `timeout_seconds`.
+        workers: number of threads.
         progress: called with (bytes compared so far, bytes in all), on rank 0 alone.
-        distributed: share the reading with all other ranks that torchrun, srun or mpirun started, or that RANK and
-            WORLD_SIZE name; each makes this call. Rank 0 alone judges and reports all.
-        timeout_seconds: how long ranks that live may take to come; a death is noticed in seconds.
+        distributed: share the reading among a launcher's ranks. Rank 0 alone judges and reports.
+        timeout_seconds: how long to wait for a live rank.
 
     Returns:
-        A report that is `ok`, or has the first fault as its `error`: of a fault that another rank read, that this one
-        failed, and why.
+        A report that is `ok`, or has the first fault as its `error`. A fault on another rank is a `RankFailedError`.
 
     Raises:
-        UsageError: the path can't be verified: it is of no known format, a model without a manifest, or what an adapter
-            makes of it cannot be computed.
+        UsageError: the path cannot be verified: an unknown format, a model without a manifest, or an adapter that
+            cannot be merged.
+
+    Example:
+        >>> import torch, xrank
+        >>> report = xrank.export_model({"norm.weight": torch.ones(4)}, "model")
+        >>> xrank.verify_model("model").ok
+        True
     """
     started = time.monotonic()
     budget = Budget.from_memory(parse_size(max_memory, "max_memory"), workers or default_workers())
@@ -85,11 +89,11 @@ def verify_model(
 
     def plan() -> Check:
         if against is not None:
-            from xrank.comparing.comparison import plan_comparison  # one path alone is done without
+            from xrank.comparing.comparison import plan_comparison  # not needed for a single path
 
             return plan_comparison(text, os.fspath(against), budget, adapter_config, base=base, layouts=given)
         if os.path.exists(os.path.join(text, MANIFEST_NAME)) and WorkspaceReader().recognise(text) is not None:
-            # A workspace that xrank made has a manifest too, but ranks may have written to it since: it proves itself.
+            # A workspace of `xrank reshard` has a manifest too, but ranks may have changed it since: prove it.
             if given is not None:
                 raise UsageError(
                     f"{option('layouts')} was given, but {text} is a model with a manifest, whose tensors are whole",

@@ -42,7 +42,21 @@ class Load:
     cast: Mapping[str, str]
     """Name -> ``"F32 -> BF16"``."""
     padded: Mapping[str, int]
-    """Name -> rows that the module has beyond the source's: zeros."""
+    """Name -> number of the module's rows beyond the source's, which become zeros."""
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """Notes on tensors with another element type, or more rows, than in the source."""
+        notes = []
+        if self.cast:
+            kinds = ", ".join(sorted(set(self.cast.values())))
+            notes.append(
+                ("cast", f"{len(self.cast)} tensors have the module's element type, not the source's: {kinds}")
+            )
+        if self.padded:
+            rows = ", ".join(f"{rows:,} of {name}" for name, rows in self.padded.items())
+            notes.append(("padded", f"rows that the source lacks are zeros: {rows}"))
+        return notes
 
 
 @dataclass(frozen=True, slots=True)

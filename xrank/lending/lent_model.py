@@ -1,4 +1,4 @@
-"""A live model as a conversion sees it: every rank tells what it holds, all plan alike, each reads of all memories."""
+"""A live model for a conversion: ranks describe their parts, make the same plan, and read each other's memory."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from xrank.plan.replicas import digest_twins, find_different_twin
 from xrank.readers.live.local_model import LocalModel, local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
 from xrank.teams.agreement import check_plans, nbytes_text, path_text, value_text
+from xrank.teams.launches import find_world
 from xrank.teams.team import Team
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ __all__ = ["LentModel", "ModelRequest", "lend_model"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelRequest:
-    """Which model a call converts, and how; see `xrank.conversion.export.export_model`."""
+    """The arguments of a call that converts a live model, as `xrank.conversion.export.export_model`."""
 
     model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]
     options: GatherOptions
@@ -50,15 +51,15 @@ class ModelRequest:
     timeout_seconds: float = 1800.0
     call: str = "export_model"
     place: str | None = None
-    """The output, where there is one."""
+    """Path of the output, if there is one."""
     takers: str | None = None
-    """The ranks that get tensors, where any do."""
+    """Ranks that get tensors: ``"first"`` or ``"all"``; None: the output is a folder."""
 
     def describe(self) -> dict[str, str | None]:
-        """Return what all ranks must ask alike, as text.
+        """Return the arguments that must be the same on all ranks, as text.
 
-        Not layouts and a mesh: a rank may know of its own tensors alone, and where two differ about a tensor, that one
-        is named. Aliases are of the whole model.
+        Layouts and a mesh may differ: a rank may know its own tensors only, and a later check names a tensor with two
+        layouts. Aliases are for the whole model.
         """
         aliases = {} if self.layouts is None else dict(self.layouts.aliases)
         return {
@@ -85,85 +86,50 @@ class LentModel:
     gather: FolderPlan
     """The proven plan, the same on every rank."""
     source: PeerSource
-    """Whoever has it closes it."""
+    """To be closed by the caller."""
     holder: IntArray
-    """By record, the position in the team of the rank in whose memory it lies."""
+    """Record -> position in the team of the rank that holds it."""
 
 
-def _world_size() -> int:
-    import torch.distributed
-
-    distributed: Any = torch.distributed  # its stubs leave much out
-    is_initialised = distributed.is_available() and distributed.is_initialized()
-    return int(distributed.get_world_size()) if is_initialised else 0
+_Parts = Sequence[dict[str, Any]]
+"""By position in the team: the rank's model, its offer, and the config of its module."""
 
 
 def lend_model(
-    asked: ModelRequest, team: Team, lent: ExitStack, *, check: Callable[[], None] = lambda: None
+    request: ModelRequest, team: Team, loan: ExitStack, *, check: Callable[[], None] = lambda: None
 ) -> LentModel:
-    """Lend this rank's part to all others, and return the whole as this rank reads it, planned and compared.
+    """Lend this rank's part to all other ranks, and return the whole model as this rank reads it.
 
     Args:
-        asked: what all ranks ask for alike.
+        request: the arguments of the call; the same on all ranks.
         team: the ranks, together.
-        lent: ends the loan; to be closed when all ranks have ended.
-        check: called on the first rank once all have told what they hold; what it raises, all raise.
+        loan: ends the loan; to be closed when all ranks have ended.
+        check: called on the first rank once all ranks have described their parts; all ranks raise its error.
 
     Raises:
         XrankError: as `xrank.conversion.export.export_model`, before anything is written or handed out.
     """
-    rank, ranks = team.rank, team.ranks
-
-    def own_part() -> tuple[LocalModel, OwnConfig]:
-        # The ranks of a group may hold parts of what lies on more ranks: then those are named.
-        world_size = max(max(ranks) + 1, _world_size() if team.size > 1 else 0)
-        local = local_model(asked.model, layouts=asked.layouts, mesh=asked.mesh, rank=rank, world_size=world_size)
-        return local, read_own_config(asked.model)
-
-    # What is wrong on all ranks is each one's own error.
-    (local, config), _ = team.agree("what this rank holds", own_part, lambda _: None, lambda _, __: None)
+    # Every rank reports its own error here. In the next exchange a rank raises only the first rank's.
+    (local, config), _ = team.agree(
+        "this rank's part", partial(_locate_part, request, team), lambda _: None, lambda _, __: None
+    )
     offer = MemoryOffer([local_bytes(view) for view in local.views], across_hosts=not team.is_one_host)
-    lent.callback(offer.close)
-    lent.push(partial(_raise_own, rank, offer))
-    told = json.dumps({"model": local.describe(), "offer": offer.describe(), "own": asdict(config)})
-
-    def collect_all(_: object, parts: Sequence[str]) -> list[str]:
-        check()
-        return list(parts)
-
-    _, parts = team.agree("what ranks hold", lambda: told, lambda text: text, collect_all)
-    held = [json.loads(one) for one in parts]
-
-    def plan() -> tuple[FolderPlan, LiveModel]:
-        live = _read([one["model"] for one in held], ranks)
-        nothing = json.loads(json.dumps(asdict(OwnConfig())))
-        own = next((one["own"] for one in held if one["own"] != nothing), nothing)
-        others = {r: one["own"] for r, one in zip(ranks, held, strict=True) if one["own"] not in (own, nothing)}
-        made = plan_export(
-            live.stored,
-            asked.options,
-            OwnConfig(**{**own, "unsaved": tuple(own["unsaved"])}),
-            base_model=asked.base_model,
-            layouts=asked.layouts,
-            recipe=asked.recipe,
-            config_overrides=asked.config_overrides,
-            transform=asked.transform,
-        )
-        if others and made.decision.small.config_text is not None:
-            other, theirs = next(iter(others.items()))
-            told = f"rank {other}'s module has another config than what is written: {_first_difference(own, theirs)}"
-            made = replace(made, notes=(*made.notes, ("config-differs", told)))
-        return made, live
-
-    (gather, live), _ = team.agree("the plan", plan, _describe_plan, partial(_check_plans, team))
+    loan.callback(offer.close)
+    loan.push(partial(_raise_own, team.rank, offer))
+    own = json.dumps({"model": local.describe(), "offer": offer.describe(), "own": asdict(config)})
+    _, texts = team.agree("all ranks' parts", lambda: own, lambda text: text, partial(_collect_parts, check))
+    parts = [json.loads(text) for text in texts]
+    (gather, live), _ = team.agree(
+        "the plan", partial(_make_plan, request, team.ranks, parts), _describe_plan, partial(_check_plans, team)
+    )
     source = PeerSource(
         offer,
-        rank,
-        {other: one["offer"] for other, one in zip(ranks, held, strict=True)},
+        team.rank,
+        {rank: part["offer"] for rank, part in zip(team.ranks, parts, strict=True)},
         live.rank.tolist(),
         live.view.tolist(),
         check=team.make_failure_check(),
-        timeout_seconds=asked.timeout_seconds,
+        timeout_seconds=request.timeout_seconds,
     )
     holder = live.stored.records.file
     if team.size > 1:
@@ -175,8 +141,48 @@ def lend_model(
     return LentModel(gather, source, holder)
 
 
+def _locate_part(request: ModelRequest, team: Team) -> tuple[LocalModel, OwnConfig]:
+    """Return this rank's tensors and their layouts, and the config of its module."""
+    # A mesh may have ranks of the world that are not in the group. With the world's size they can be named.
+    world_size = max(max(team.ranks) + 1, find_world()[1] if team.size > 1 else 0)
+    local = local_model(
+        request.model, layouts=request.layouts, mesh=request.mesh, rank=team.rank, world_size=world_size
+    )
+    return local, read_own_config(request.model)
+
+
+def _collect_parts(check: Callable[[], None], _: object, texts: Sequence[str]) -> list[str]:
+    check()
+    return list(texts)
+
+
+def _make_plan(request: ModelRequest, ranks: Sequence[int], parts: _Parts) -> tuple[FolderPlan, LiveModel]:
+    """Return the plan of the whole model, and the tensors of all ranks."""
+    live = _read_parts([part["model"] for part in parts], ranks)
+    nothing = json.loads(json.dumps(asdict(OwnConfig())))
+    # Ranks of a pipeline may lack the config; the first rank with one decides.
+    own = next((part["own"] for part in parts if part["own"] != nothing), nothing)
+    others = {r: part["own"] for r, part in zip(ranks, parts, strict=True) if part["own"] not in (own, nothing)}
+    plan = plan_export(
+        live.stored,
+        request.options,
+        OwnConfig(**{**own, "unsaved": tuple(own["unsaved"])}),
+        base_model=request.base_model,
+        layouts=request.layouts,
+        recipe=request.recipe,
+        config_overrides=request.config_overrides,
+        transform=request.transform,
+    )
+    if others and plan.decision.small.config_text is not None:
+        other, theirs = next(iter(others.items()))
+        difference = _first_difference(own, theirs)
+        note = f"rank {other}'s module has another config than the one that is written: {difference}"
+        plan = replace(plan, notes=(*plan.notes, ("config-differs", note)))
+    return plan, live
+
+
 def _raise_own(rank: int, offer: MemoryOffer, _: object, error: BaseException | None, __: object) -> None:
-    """Raise this rank's own error where it only hears that it failed, from one that asked it for what it lends."""
+    """Raise the error of this rank's own service, if another rank reported it after a failed read."""
     if isinstance(error, RankFailedError) and error.rank == rank and offer.failure is not None:
         raise offer.failure from error
 
@@ -188,32 +194,32 @@ def _describe_plan(made: tuple[FolderPlan, LiveModel]) -> dict[str, Any]:
     return {"digest": gather.digest, "transformed": transformed}
 
 
-def _check_plans(team: Team, made: tuple[FolderPlan, LiveModel], told: Sequence[dict[str, Any]]) -> None:
-    """Refuse plans that are not the same; two functions may make what looks alike, and a plan does not tell them apart.
+def _check_plans(team: Team, made: tuple[FolderPlan, LiveModel], plans: Sequence[dict[str, Any]]) -> None:
+    """Refuse plans that differ. The outputs of a transform are compared too, because a plan's digest lacks them.
 
     Raises:
-        ContradictionError: it names a rank, and the tensor that it would transform otherwise than the first.
+        ContradictionError: it names a rank and, for a transform, the tensor with other outputs.
     """
-    names, first = [shard.name for shard in made[0].source.shards], told[0]["transformed"]
-    for rank, one in zip(team.ranks, told, strict=True):
+    names, first = [shard.name for shard in made[0].source.shards], plans[0]["transformed"]
+    for rank, one in zip(team.ranks, plans, strict=True):
         for name, its, want in zip(names, one["transformed"] or (), first or (), strict=False):
             if its != want:
                 ways = {"": "copied", "-": "left out"}
                 raise ContradictionError(
-                    f"{name}: transform makes something else of it on rank {rank} than on rank {team.ranks[0]}",
+                    f"{name}: transform returns other outputs on rank {rank} than on rank {team.ranks[0]}",
                     tensor=name,
                     rank=rank,
                     got=f"{ways.get(its, 'transformed')} on rank {rank}",
                     want=f"{ways.get(want, 'transformed')}, into the same names, shapes and dtypes on all ranks",
-                    next_step="give all ranks the same function, one that does not look at the rank",
+                    next_step="give all ranks the same function, one that does not depend on the rank",
                 )
-    check_plans(team.ranks)(made, [one["digest"] for one in told])
+    check_plans(team.ranks)(made, [one["digest"] for one in plans])
 
 
-def _read(told: Sequence[str], ranks: Sequence[int]) -> LiveModel:
-    """Return what ranks told as one model; errors as `read_ranks`."""
+def _read_parts(descriptions: Sequence[str], ranks: Sequence[int]) -> LiveModel:
+    """Return the parts of all ranks as one model; errors as `read_ranks`."""
     try:
-        return read_ranks(told, ranks=ranks)
+        return read_ranks(descriptions, ranks=ranks)
     except IncompleteError as error:
         if error.rank is None or error.rank in ranks:
             raise
@@ -228,7 +234,7 @@ def _read(told: Sequence[str], ranks: Sequence[int]) -> LiveModel:
 
 
 def _compare_replicas(plan: Plan, source: PeerSource, holder: IntArray, team: Team) -> None:
-    """Compare all replicas by digests that each rank takes of its own.
+    """Compare all replicas by digests, which each rank computes from its own memory.
 
     Raises:
         ContradictionError: two ranks hold different copies; on every rank.

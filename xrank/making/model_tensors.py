@@ -1,4 +1,4 @@
-"""The tensors of a live model, whole, one after another, on the ranks that take them."""
+"""Yield the whole tensors of a live model, one after another, on the ranks that take them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ModelTensors", "make_tensors"]
 
 
 class ModelTensors(Iterator[tuple[str, "torch.Tensor"]]):
-    """What `iter_model` returns; one thread uses it. Dropping it is closing it."""
+    """The iterator of `iter_model`, for one thread. Garbage collection closes it."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -34,7 +34,7 @@ class ModelTensors(Iterator[tuple[str, "torch.Tensor"]]):
         return next(self._tensors)
 
     def close(self) -> None:
-        """Want no more; waits for the ranks that still do. Twice is once."""
+        """Stop taking tensors, and wait for the ranks that still take them. A second call does nothing."""
         self._tensors.close()
 
     def __enter__(self) -> Self:
@@ -47,34 +47,37 @@ class ModelTensors(Iterator[tuple[str, "torch.Tensor"]]):
             self.close()
             return
         try:
-            self._tensors.throw(error)  # all other ranks hear of it
+            self._tensors.throw(error)  # `Team.together` reports it to all other ranks
         except BaseException as raised:
             if raised is not error:
                 raise
 
 
 def make_tensors(ask: Callable[[], ModelRequest], team: Team, errors: AbstractContextManager[None]) -> Tensors:
-    """Yield the tensors that this rank gets, after one that is none; `errors` is around all of it."""
+    """Yield an empty tensor once the plan is made, then the tensors that this rank takes.
+
+    `errors` wraps the whole iteration.
+    """
     import torch
 
-    with errors, ExitStack() as lent, team.together():
-        asked, _ = team.agree("what is asked", ask, ModelRequest.describe, check_alike(team.ranks))
-        model = lend_model(asked, team, lent)
+    with errors, ExitStack() as loan, team.together():
+        request, _ = team.agree("the arguments", ask, ModelRequest.describe, check_alike(team.ranks))
+        model = lend_model(request, team, loan)
         with closing(model.source):
             try:
                 yield "", torch.empty(0)  # the plan is made
-                if asked.takers == "all" or team.is_first:
-                    yield from _take_tensors(asked, model, team)
+                if request.takers == "all" or team.is_first:
+                    yield from _take_tensors(request, model, team)
             except GeneratorExit:
-                pass  # it wants no more, which is no failure
-            # While any rank still takes tensors all others lend theirs.
-            team.meet("all that was wanted")
+                pass  # the caller stopped early, which is not a failure
+            # Ranks lend their parts until the last rank has taken its tensors.
+            team.meet("the end of the iteration")
             model.source.check_unchanged()
 
 
-def _take_tensors(asked: ModelRequest, model: LentModel, team: Team) -> Tensors:
-    """Yield all tensors, made ahead; those that are transformed are so when they are taken, by this thread."""
-    options, gather = asked.options, model.gather
+def _take_tensors(request: ModelRequest, model: LentModel, team: Team) -> Tensors:
+    """Yield all tensors, made ahead. The calling thread applies the transform when it takes a tensor."""
+    options, gather = request.options, model.gather
     budget, room_nbytes = split_budget(options.max_memory_nbytes, options.num_workers)
     transforms = gather.transforms
     compared = {tensor.output.name: tensor for tensor in plan_held_tensors(gather.plan, transforms).tensors}
@@ -87,7 +90,7 @@ def _take_tensors(asked: ModelRequest, model: LentModel, team: Team) -> Tensors:
     outputs = {} if transforms is None else {tensor.name: tensor.outputs for tensor in transforms.tensors}
     ahead = TensorsAhead(whole, [whole.nbytes(number) for number in range(len(names))], room_nbytes, failures)
     with closing(ahead):
-        # No tensor is bound to a name here while it is yielded: it is the caller's alone.
+        # This frame keeps no reference to a yielded tensor, so that the caller can free it.
         for number, name in enumerate(names):
             if name not in outputs:
                 yield name, ahead.take(number)

@@ -2,34 +2,76 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from dataclasses import dataclass
+from typing import Any
 
-from xrank.decisions.load_plan import Load
-from xrank.lending.tensor_target import TensorTarget
+from xrank.decisions.decision import Purpose, Request, decide
+from xrank.decisions.folder_plan import layout_notes
+from xrank.decisions.found_source import read_source
+from xrank.decisions.given_layouts import live_layouts
+from xrank.decisions.load_plan import Load, plan_load
+from xrank.layout import LayoutMap
+from xrank.lending.tensor_target import TensorTarget, check_fillable
 from xrank.making.manifest_digests import ManifestDigests
 from xrank.plan.buffers import FileSource
 from xrank.plan.executor import Budget, Outcome, execute
+from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
-from xrank.readers.live.local_model import LocalModel
-from xrank.readers.live.module_tensors import FilledModule, count_changes
+from xrank.readers.live.local_model import LocalModel, local_model
+from xrank.readers.live.module_tensors import FilledModule, check_materialised, count_changes, names_left_out
+from xrank.teams.launches import find_world
 from xrank.teams.team import Team
+from xrank.words import list_text
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["fill_module"]
+__all__ = ["PreparedLoad", "fill_module", "prepare_load"]
 
 
-def fill_module(
-    module: FilledModule, local: LocalModel, load: Load, digests: ManifestDigests, budget: Budget, team: Team
-) -> Outcome:
-    """Read every byte of a rank's load to its place in the module.
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedLoad:
+    """One rank's proven load; no tensor has changed yet."""
+
+    local: LocalModel
+    """Tensors of the module on this rank."""
+    source: StoredModel
+    """The source under the module's names."""
+    load: Load
+    digests: ManifestDigests
+    """Digests of whole tensors in the source's manifest."""
+    notes: tuple[tuple[str, str], ...]
+
+
+def prepare_load(
+    module: FilledModule,
+    place: str,
+    *,
+    layouts: LayoutMap | str | os.PathLike[str] | None,
+    mesh: Any,
+    recipe: str | os.PathLike[str] | None,
+) -> PreparedLoad:
+    """Return the proven load of this rank from metadata alone; arguments and errors as `xrank.load_model`."""
+    check_materialised(module)
+    on_mesh = live_layouts(layouts, mesh)
+    rank, world_size = find_world()
+    local = local_model(module, layouts=on_mesh, mesh=mesh, rank=rank, world_size=world_size)
+    request = Request(Purpose.MODULE, recipe=recipe, module_names=local.tensors.keys())
+    decision = decide(read_source(place), request)
+    source = decision.source
+    load = plan_load(local, source, on_mesh, decision.padded_names)
+    for view, tensor in zip(load.views, load.plan.tensors, strict=True):
+        check_fillable(tensor.output.name, local.views[view])
+    notes = [*source.notes, *layout_notes(on_mesh, source), *load.notes]
+    if names := names_left_out(module):
+        notes.append(("not-loaded", f"buffers that no checkpoint has are left as they are: {list_text(names, 3)}"))
+    return PreparedLoad(local, source, load, ManifestDigests(source, load.plan), tuple(notes))
+
+
+def fill_module(module: FilledModule, prepared: PreparedLoad, budget: Budget, team: Team) -> Outcome:
+    """Read every byte of a rank's load into the module.
 
     Args:
         module: the live module.
-        local: its tensors on this rank.
-        load: the proven plan.
-        digests: compares whole tensors with the source's manifest.
+        prepared: the proven load of this rank.
         budget: threads and buffers.
         team: the ranks that load together.
 
@@ -37,8 +79,8 @@ def fill_module(
         CorruptError, ContradictionError: the source is not what its metadata promised.
         RankFailedError: another rank failed.
     """
-    views = [local.views[view] for view in load.views]
-    plan = load.plan
+    views = [prepared.local.views[view] for view in prepared.load.views]
+    plan = prepared.load.plan
     target, source = TensorTarget(views), FileSource(plan.source)
     try:
         outcome = execute(
@@ -46,9 +88,9 @@ def fill_module(
             source,
             target,
             budget=budget,
-            # As shares of files: of a record that others read, too, nobody reads the rest for its checksum alone.
+            # Shares of files: no rank reads the rest of a record only to check a checksum that others share.
             shares={index: (range(-(-file.output.nbytes // WINDOW_NBYTES)),) for index, file in enumerate(plan.files)},
-            finish_share=digests.compare,
+            finish_share=prepared.digests.compare,
             cancelled=team.make_failure_check(),
         )
         source.check_unchanged()

@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from xrank import dtypes
-from xrank.conversion.layout_check import check_survey
+from xrank.conversion.report import check_survey
 from xrank.errors import LayoutError, UsageError
 from xrank.faces import option
 from xrank.layout import DeviceMesh, LayoutMap

@@ -1,4 +1,4 @@
-"""Which processes share a conversion: those of a launcher or of a process group, or this process alone."""
+"""The processes that share a conversion: those of a launcher, those of a process group, or this process alone."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from xrank.faces import option
 from xrank.teams.team import Team
 from xrank.writers.output_place import OutputPlace
 
-__all__ = ["find_group_team", "find_launch", "find_launched_team"]
+__all__ = ["find_group_team", "find_launch", "find_launched_team", "find_world"]
 
 _MARKS = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
 def find_launch(environ: Mapping[str, str], *, distributed: bool) -> tuple[Launch | None, tuple[tuple[str, str], ...]]:
-    """Return this process' place among the ranks that share a conversion, None where it is alone; and what to note.
+    """Return this process's place among the ranks that share a conversion, or None, and notes for the report.
 
-    RANK and WORLD_SIZE alone, which many a lone shell carries, count only if `distributed` says so.
+    RANK and WORLD_SIZE alone, which many shells export, count only with `distributed`.
 
     Raises:
         UsageError: the launcher's variables are wrong, or `distributed` is asked for where there are none.
@@ -113,6 +113,14 @@ def _team_of_launch(launch: Launch, out: str, timeout_seconds: float) -> Team:
         num_here=launch.local_world_size or 1,
         timeout_seconds=timeout_seconds,
     )
+
+
+def find_world() -> tuple[int, int]:
+    """Return this process's rank in the world of torch.distributed, and the world's size; (0, 1) without one."""
+    if not _is_initialised():
+        return 0, 1
+    distributed: Any = sys.modules["torch.distributed"]
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def _is_initialised() -> bool:

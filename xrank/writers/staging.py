@@ -9,18 +9,31 @@ kill at any point leaves the output absent, old or whole, and a stage that the s
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 from xrank.errors import UsageError, XrankError
 from xrank.faces import option
+from xrank.plan.source import StoredModel
 from xrank.writers.abandoned import claim_stage, describe_owner, make_takeover_error, roll_forward, write_journal
 from xrank.writers.disk import explain, explain_errors
 from xrank.writers.output_lock import hold_lock
 from xrank.writers.output_place import OutputPlace, check_output, check_room, make_parents
 from xrank.writers.stage import Stage
 
-__all__ = ["Stage", "check_apart", "check_output", "check_room", "open_stage"]
+__all__ = ["Stage", "check_apart", "check_output", "check_room", "open_stage", "plan_apart"]
+
+
+class HasSource(Protocol):
+    """A plan of an output."""
+
+    @property
+    def source(self) -> StoredModel:
+        """The model that is read."""
+
+
+Planned = TypeVar("Planned", bound=HasSource)
 
 
 @contextmanager
@@ -97,3 +110,33 @@ def check_apart(source: str, out: str) -> None:
             file=out,
             next_step=f"give {option('out')} a folder of its own",
         )
+
+
+def plan_apart(
+    source: str,
+    out: str,
+    plan: Callable[[], Planned],
+    *,
+    overwrite: bool,
+    replaces_states: bool = False,
+    checks_output: bool = True,
+) -> Planned:
+    """Return a plan whose source and output are apart.
+
+    Args:
+        source: the path that the user gave.
+        out: the output.
+        plan: makes the plan, which names the folder where the source was found.
+        overwrite: as `check_output`.
+        replaces_states: as `check_output`.
+        checks_output: whether this rank looks at the output. Only the first does: others may see an outdated folder.
+
+    Raises:
+        UsageError: as `check_apart` and `check_output`; errors of `plan`.
+    """
+    check_apart(source, out)
+    if checks_output:
+        check_output(out, overwrite=overwrite, replaces_states=replaces_states)
+    planned = plan()
+    check_apart(planned.source.path, out)  # the source may have been found in a folder below the given one
+    return planned
