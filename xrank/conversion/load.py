@@ -104,7 +104,7 @@ def load_model(
             lambda planned, loads: check_loads(planned.source, team.ranks, loads),
         )
         outcome = fill_module(module, planned, budget, team)
-    source, outputs = planned.source, planned.load.plan.tensors
+    source, outputs = planned.source, list(planned.load.plan.tensors)
     return Report(
         command="load",
         path=source.path,
