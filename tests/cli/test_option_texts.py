@@ -25,7 +25,7 @@ def test_summaries_are_whole() -> None:
 
 def test_the_timeout() -> None:
     text = " ".join(run("gather", "--help").stdout.split())
-    assert "where ranks share the work. [default: 1800]" in text and "x>0" not in text
+    assert "a live rank to arrive. [default: 1800]" in text and "x>0" not in text
     for value in ("0", "-1", "nan"):
         ended = run("gather", "x", "--out", "y", "--timeout", value, "--json")
         refusal(

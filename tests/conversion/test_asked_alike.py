@@ -109,7 +109,7 @@ def test_what_ranks_ask_differently_is_named_on_both(rank: int, tmp_path: Path) 
     for option, call, first, second in made:
         with pytest.raises(UsageError, match=rf"^rank 1 has {option}[a-z.]* .*, rank 0 ") as raised:
             call(second if rank else first)
-        assert raised.value.rank == 1 and "same arguments" in str(raised.value.next_step)
+        assert raised.value.rank == 1 and "same options" in str(raised.value.next_step)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != base.name) == [f"base{1 - rank}"]
     # The same in other words is no difference.
     name = os.path.relpath(tmp_path / "out") if rank else tmp_path / "out"
@@ -159,7 +159,7 @@ def test_what_one_rank_alone_is_refused_all_hear_at_once(rank: int, source: Path
     """Before anything else is told of: no rank waits for one that has long given up."""
     calls = calls_of(source)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"max_memory": "2 apples"}, "no size"),
+        ({"max_memory": "2 apples"}, "must be a size"),
         ({"mesh": 3}, "mesh= must be a DeviceMesh of xrank's or torch's; got a int"),
         ({"layouts": 3}, "layouts= must be a LayoutMap; got a int"),
         ({"model": placeholders()}, "placeholder of DeepSpeed's ZeRO-3"),

@@ -72,7 +72,7 @@ def test_where_to_put_one_is_said(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "run")
     (folder / "config.json").unlink()
     told = notes(gather_checkpoint(tmp_path, tmp_path / "out", format="dcp"))["no-config"]
-    assert f"into {folder / PART}, or give --base-model" in told
+    assert f"into {folder / PART}, or give its base model" in told
 
 
 def test_a_size_that_nothing_says_names_the_folder(tmp_path: Path) -> None:

@@ -119,9 +119,9 @@ def test_names_and_shapes_are_compared_with_the_base_model(bench: Bench, model: 
         says=["model.more.weight is in the base model but not in the source", "name the right base model"],
     )
     (problem,) = json.loads(run("inspect", bench.workspace, "--base-model", base, "--json").stdout)["problems"]
-    assert (problem["tensor"], problem["exit_code"]) == ("model.more.weight", 3)
+    assert (problem["tensor"], problem["exit_code"]) == ("model.more.weight", 4)
     gather_checkpoint(bench.workspace, bench.out, layouts=layout_file(bench))
-    refusal(run("verify", bench.out, "--base-model", base, "--json"), "IncompleteError", tensor="model.more.weight")
+    refusal(run("verify", bench.out, "--base-model", base, "--json"), "ContradictionError", tensor="model.more.weight")
     refusal(run("verify", bench.out, "--layout", layout_file(bench), "--json"), "UsageError", says=["with a manifest"])
 
 

@@ -43,7 +43,7 @@ def test_refused_tensor_by_tensor(bench: Bench) -> None:
         "embed.weight: no layout is recorded, so it is unknown how it is cut over ranks 0-3",
         "likewise up.weight, down.weight, norm.weight, steps",
         "plain tensors of shape [8, 8]",
-        "--layout FILE or --base-model DIR",
+        "give --layout FILE, or give --base-model DIR",
     ]
     bench.refused("LayoutError", says=says, tensor="embed.weight", rank=0, file="rank_0_state.pth")
     bench.succeeds(model, *layout_file(bench))
@@ -138,7 +138,7 @@ def test_a_rule_for_what_is_recorded(bench: Bench) -> None:
     model = leave(bench.workspace)
     says = [
         "embed.weight: its ranks recorded one layout, and the layout file gives another",
-        "remove the tensor's rule from",
+        "take the tensor's rule out of",
     ]
     bench.refused("LayoutError", *layout_file(bench, FILE.replace("[v/tp, h]", "[v/~tp, h]")), says=says)
     bench.succeeds(model)

@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused_by_name_before_a_byte_is_written(tmp_path,
 
 def test_all_that_is_wrong_is_named(tmp_path):
     tensors = {name: tensor[None] for name, tensor in weights().items()}
-    with pytest.raises(UsageError, match=r"steps: .*; likewise embed\.weight, .* and 2 more"):
+    with pytest.raises(UsageError, match=r"steps: .*\n  got .*; likewise embed\.weight, .* and 2 more"):
         xrank.load_model(Block(), left(tmp_path / "model", tensors))
     with pytest.raises(UsageError) as raised:
         xrank.load_model(Block(), left(tmp_path / "other", {f"model.{name}": t for name, t in weights().items()}))

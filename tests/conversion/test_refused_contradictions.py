@@ -156,7 +156,7 @@ def test_replicas_that_differ(bench: Bench) -> None:
     says = [
         "embed.weight: rank 2 holds other values than rank 0",
         "got   2 of 64 elements differ, the first at element [3, 2], by at most 1.5",
-        "--replicas pick takes the lowest rank's",
+        "--replicas pick, which takes the lowest rank's",
     ]
     bench.refused(
         "ContradictionError", says=says, rank=2, tensor="embed.weight", file="rank_2_state.pth",
@@ -301,7 +301,7 @@ def test_every_error_of_a_tensor_names_the_others_too(bench: Bench) -> None:
     error = bench.refused(
         "LayoutError", says=["embed.weight: no layout is recorded", "likewise up.weight, down.weight"]
     )
-    assert error["message"].endswith("likewise up.weight, down.weight, norm.weight, steps")
+    assert error["got"].endswith("likewise up.weight, down.weight, norm.weight, steps")
 
 
 def test_rewriting_a_record_alone_changes_nothing(bench: Bench) -> None:

@@ -71,7 +71,9 @@ def test_keep_fp32(bench: Bench) -> None:
     (told,) = [note["message"] for note in report["notes"] if note["code"] == "kept-fp32"]
     assert all(name in told for name in kept)
     shutil.rmtree(bench.out)
-    bench.refused("UsageError", "--dtype", "bf16", "--keep-fp32", "norm", says=["--keep-fp32 'norm' matches no tensor"])
+    bench.refused(
+        "UsageError", "--dtype", "bf16", "--keep-fp32", "norm", says=["--keep-fp32: 'norm' matches no tensor"]
+    )
     for keep in ([], ["--dtype", "keep"]):
         bench.refused("UsageError", *keep, "--keep-fp32", "norm.*", says=["--keep-fp32 was given and nothing is cast"])
     # It is never below fp32: with --dtype fp32 no bf16 stays behind, which config.json would contradict.
@@ -90,7 +92,10 @@ def test_the_base_models_dtypes(bench: Bench) -> None:
     assert report["output"]["cast"]["up.weight"] == "BF16 -> F32"
     assert config_in(bench) == {"dtype": "float16"}
     shutil.rmtree(bench.out)
-    says = ["the base model does not say how embed.weight is stored", "give --base-model a folder with weights"]
+    says = [
+        "the base model does not have embed.weight, whose type is wanted",
+        "give --base-model a folder with weights",
+    ]
     bench.refused("UsageError", "--dtype", "base", says=says, tensor="embed.weight")
 
 
@@ -146,7 +151,9 @@ def test_what_scales_payloads_is_not_rounded(
         (source / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
     report = gather_checkpoint(source, tmp_path / "out", dtype="bf16")
     assert_holds(tmp_path / "out", {**payload, **scales, **cast(rest, torch.bfloat16)})
-    assert any(code == "not-cast" and "scaled with" in text for code, text in report.notes) == bool(scales)
+    assert any(code == "not-cast" and "scales of quantised payloads" in text for code, text in report.notes) == bool(
+        scales
+    )
 
 
 @pytest.mark.parametrize("dtype", ["int8", "BF16", ""])
@@ -184,9 +191,9 @@ def test_include_and_exclude(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--include", "weight"], ["--include 'weight' matches no tensor", "whole names, such as 'embed.weight'"]),
-        (["--include", ".*", "--exclude", "nothing"], ["--exclude 'nothing' matches no tensor"]),
-        (["--exclude", "("], ["--exclude is no regular expression", "unterminated subpattern"]),
+        (["--include", "weight"], ["--include: 'weight' matches no tensor", "whole names, such as 'embed.weight'"]),
+        (["--include", ".*", "--exclude", "nothing"], ["--exclude: 'nothing' matches no tensor"]),
+        (["--exclude", "("], ["--exclude must be a regular expression", "unterminated subpattern"]),
         (["--exclude", ".*"], ["no tensor is left to write", "change --include or --exclude"]),
     ],
 )
@@ -242,7 +249,7 @@ def test_several_files_and_their_index(bench: Bench) -> None:
 @pytest.mark.parametrize("size", ["0", "zero", "-5", "5XB", "1e3"])
 def test_no_size(bench: Bench, size: str) -> None:
     leave(bench.workspace)
-    bench.refused("UsageError", "--max-shard-size", size, says=["--max-shard-size is no size", repr(size), "5GB"])
+    bench.refused("UsageError", "--max-shard-size", size, says=["--max-shard-size must be a size", repr(size), "5GB"])
 
 
 def test_transformers_loads_it(bench: Bench, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_bare_rank_and_world_size_are_one_process(source: Path, tmp_path: Path) 
     wrong = run("gather", source, "--out", tmp_path / "other", "--json", environ={"RANK": "9", "WORLD_SIZE": "4"})
     assert wrong.exit_code == 0
     assert refused_usage(run("gather", source, "--out", tmp_path / "third", "--distributed")) == (
-        "--distributed was given, and nothing says which rank this is"
+        "--distributed was given, but the environment does not name this rank"
     )
 
 

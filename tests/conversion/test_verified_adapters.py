@@ -275,7 +275,7 @@ class TestMerge:
         leave_adapted(bench.workspace)
         config = (bench.workspace / META).rename(bench.folder / "config.json")
         out = gathered(bench, "merge", adapter_config=config)
-        says = ["what merging the adapter in", "cannot be computed: nothing says the rank", "give --adapter-config"]
+        says = ["what merging the adapter in", "cannot be computed: nothing says the rank", "--adapter-config"]
         refusal(verify(out, bench.workspace), "UsageError", says=says)
         good(out, bench.workspace, "--adapter-config", config)
 
@@ -369,4 +369,4 @@ def test_a_configuration_of_no_adapter(bench: Bench) -> None:
     ended = verify(bench.out, bench.workspace, "--adapter-config", config)
     refusal(ended, "UsageError", says=["holds an adapter to configure", "leave --adapter-config out"])
     ended = run("verify", bench.out, "--json", "--adapter-config", config)
-    refusal(ended, "UsageError", says=["--adapter-config was given and --against was not"])
+    refusal(ended, "UsageError", says=["--adapter-config was given without --against"])

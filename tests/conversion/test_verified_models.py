@@ -109,7 +109,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str | None, list[str]]] =
         lambda out: save_file({"zzz": torch.ones(3)}, out / "model-00004-of-00004.safetensors"),
         "ContradictionError",
         "model-00004-of-00004.safetensors",
-        ["not in its manifest", "remove the file"],
+        ["not in its manifest", "move the file to another folder"],
     ),
     "a shard twice": (
         lambda out: shutil.copy(next(out.glob("model-00002*")), out / "copy.safetensors"),

@@ -81,7 +81,7 @@ def test_ranks_of_a_torch_mesh(rank: int) -> None:
     local = local_model(chunks_of(run, model, rank), mesh=mesh, rank=rank, world_size=4)
     told: list[Any] = [None] * 4
     torch.distributed.all_gather_object(told, (local.describe(), local.views))
-    live = read_locals([SimpleNamespace(described=lambda text=text: text) for text, _ in told])
+    live = read_locals([SimpleNamespace(describe=lambda text=text: text) for text, _ in told])
     _assert_same(whole_tensors(live.stored, live, [views for _, views in told]), model)
 
     # A module after Megatron and FSDP2: its placements do not contain Megatron's cuts.

@@ -130,7 +130,7 @@ def test_shapes_that_nothing_proves_are_refused(shards: Path) -> None:
     with pytest.raises(LayoutError, match="records no global shapes") as caught:
         gathered(shards)
     assert caught.value.exit_code == 2
-    assert "--base-model" in str(caught.value.next_step)
+    assert "base_model=" in str(caught.value.next_step)
     assert "files of ranks 1-4" in str(caught.value.got)
 
 
@@ -201,7 +201,7 @@ def test_a_recipe_proves(shards: Path) -> None:
     assert "config.json" not in str(loose.value.next_step)  # of names that no recipe knows it says nothing
     with pytest.raises(LayoutError, match="'v' is not told") as loose:
         read(str(shards), Hints(prove_shapes=refuse))
-    assert f"config.json into {shards}" in str(loose.value.next_step) and "--base-model" in str(loose.value.next_step)
+    assert f"config.json into {shards}" in str(loose.value.next_step) and "base_model=" in str(loose.value.next_step)
 
     # The last rank has no row of some tensors, and so not each file: a hole that a lost file would leave, too.
     gone = shards / "shard-00004-model-00001-of-00003.safetensors"
@@ -210,7 +210,7 @@ def test_a_recipe_proves(shards: Path) -> None:
     for nothing in (refuse, None):
         with pytest.raises(IncompleteError, match=f"{gone.name} is missing, and it is unknown") as caught:
             read(str(shards), Hints(prove_shapes=nothing))
-        assert caught.value.file == str(gone) and "--base-model" in str(caught.value.next_step)
+        assert caught.value.file == str(gone) and "base_model=" in str(caught.value.next_step)
 
     def contradict(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         raise IncompleteError("embed.weight is short", tensor="embed.weight", got="9 rows")
@@ -247,7 +247,7 @@ def test_a_missing_last_rank_that_shortens_all_alike(rank_pool: RankPool, tmp_pa
     for look in (gathered, open_checkpoint):
         with pytest.raises(LayoutError, match="existing pieces alone") as caught:
             look(folder)
-        assert "config.json into" in str(caught.value.next_step) and "--base-model" in str(caught.value.next_step)
+        assert "config.json into" in str(caught.value.next_step) and "base_model=" in str(caught.value.next_step)
     report = verify_model(folder)
     assert not report.ok and report.exit_code == 2
     (problem,) = inspect_source(folder).details["problems"]

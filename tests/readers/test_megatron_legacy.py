@@ -247,7 +247,7 @@ def test_an_unknown_name_needs_a_layout(two_by_two: Path, tmp_path: Path) -> Non
         parts[tp] = torch.rand(3, 2)
         change(two_by_two, f"0{tp}_000", lambda state, tp=tp: state["model"].update({"extra.weight": parts[tp]}))  # type: ignore[misc]
     error = refused(two_by_two, LayoutError, r"extra\.weight")
-    assert error.tensor == "extra.weight" and "--layout" in error.next_step
+    assert error.tensor == "extra.weight" and "layouts=" in error.next_step
     layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
     layouts["extra.weight"] = "[a, b/tp]"
     layouts["decoder.layers.0.mlp.linear_fc2.weight"] = "[h, f/tp]"

@@ -55,7 +55,7 @@ def test_views_follow_the_mesh(tmp_path: Path) -> None:
     assert read_layouts_on(str(file), "dp=1 tp=4").views["e"].grid == "ep=4"
     with pytest.raises(LayoutError, match=r"a view of \[mesh\]") as caught:
         read_layouts_on(str(file), "dp=2 tp=4")
-    assert "--mesh" in (caught.value.next_step or "")
+    assert "mesh=" in (caught.value.next_step or "")
 
 
 @pytest.mark.parametrize(

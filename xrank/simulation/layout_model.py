@@ -35,7 +35,7 @@ def read_layouts_on(file: str, mesh: str | None) -> LayoutMap:
         return LayoutMap.read(file, mesh=None if mesh is None else DeviceMesh.parse_grid(mesh))
     except LayoutError as error:
         if mesh is not None:
-            error.about(next_step=f"give {option('mesh')} the axes that {file} names, or correct the file")
+            error.advise(f"give {option('mesh')} the axes that {file} names, or correct the file")
         raise
 
 
