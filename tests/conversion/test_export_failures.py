@@ -106,7 +106,7 @@ def test_a_rank_to_which_the_folder_is_another_says_so_at_once(ranks: ForkedExpo
 def test_whether_a_folder_is_another_ones(tmp_path: Path) -> None:
     stage = str(tmp_path / "a" / "b" / "stage")
     (tmp_path / "a" / "b").mkdir(parents=True)
-    above = [list(pair) for pair in shared_writing._above(stage)]
+    above = [list(pair) for pair in shared_writing._list_parents(stage)]
     assert above[0][0] == str(tmp_path / "a" / "b") and not shared_writing._is_elsewhere(stage, above)
     # What rank 0 just made may not be visible yet.
     assert not shared_writing._is_elsewhere(str(tmp_path / "a" / "c" / "stage"), above)

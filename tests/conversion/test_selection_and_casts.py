@@ -75,7 +75,7 @@ def test_keep_fp32(bench: Bench) -> None:
         "UsageError", "--dtype", "bf16", "--keep-fp32", "norm", says=["--keep-fp32: 'norm' matches no tensor"]
     )
     for keep in ([], ["--dtype", "keep"]):
-        bench.refused("UsageError", *keep, "--keep-fp32", "norm.*", says=["--keep-fp32 was given and nothing is cast"])
+        bench.refused("UsageError", *keep, "--keep-fp32", "norm.*", says=["--keep-fp32 was given, but nothing is cast"])
     # It is never below fp32: with --dtype fp32 no bf16 stays behind, which config.json would contradict.
     bench.succeeds(cast(model, torch.float32), "--dtype", "fp32", "--keep-fp32", "up.*")
     assert config_in(bench)["dtype"] == "float32"

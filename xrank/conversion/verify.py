@@ -119,14 +119,18 @@ def verify_model(
     except XrankError as found:
         found.face = Face.of_function(verify_model)
         fault = found
+    return _report(text, time.monotonic() - started, verdict, fault)
+
+
+def _report(path: str, seconds: float, verdict: Verdict | None, fault: XrankError | None) -> Report:
     return Report(
         command="verify",
-        path=text,
+        path=path,
         status="ok" if fault is None else "failed",
         exit_code=0 if fault is None else fault.exit_code,
-        seconds=time.monotonic() - started,
+        seconds=seconds,
         peak_rss_nbytes=peak_rss_nbytes(),
-        source=SourceFacts(path=text) if verdict is None else verdict.source,
+        source=SourceFacts(path=path) if verdict is None else verdict.source,
         proof=ProofFacts() if verdict is None else verdict.proof,
         plan=None if verdict is None else OutputFacts(**count_outputs(verdict.outputs)),
         notes=() if verdict is None else verdict.notes,

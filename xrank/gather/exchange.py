@@ -15,13 +15,12 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
-from itertools import groupby, islice
+from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
-from xrank.gather.garbage import pause_collection
-from xrank.gather.tree import check_sendable, is_plain, pack, unpack
+from xrank.gather.tree import check_sendable, is_plain, make_tensors, pack, unpack
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
@@ -182,7 +181,7 @@ class GatherExchange:
             return unpack(tree, _inline_tensors(rows, received.content))
         header, buffers = self._fetch(call, rank, received.receipt)
         tree, rows = json.loads(header)
-        return unpack(tree, _tensors(rows, buffers))
+        return unpack(tree, make_tensors(rows, buffers))
 
     def _fetch(self, call: Call, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
         """Return a published message. It may become visible on this host a little later than its receipt."""
@@ -330,23 +329,4 @@ def _inline_tensors(rows: Sequence[Any], content: bytearray) -> list[torch.Tenso
         for _ in range(count):
             buffers.append(memory[start : start + nbytes])
             start += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return _tensors(rows, buffers)
-
-
-def _tensors(rows: Sequence[Any], buffers: Sequence[memoryview]) -> list[torch.Tensor]:
-    """Return tensors over these buffers, without a copy."""
-    import torch
-
-    tensors, remaining = [], iter(buffers)
-    for name, shape, count in rows:
-        dtype = getattr(torch, name)
-        if not prod(shape):
-            tensors += [torch.empty(shape, dtype=dtype, device="cpu") for _ in islice(remaining, count)]
-            continue
-        if count == 1:
-            flat = [torch.frombuffer(next(remaining), dtype=dtype)]
-        else:
-            with pause_collection():
-                flat = [torch.frombuffer(buffer, dtype=dtype) for buffer in islice(remaining, count)]
-        tensors += flat if len(shape) == 1 else [tensor.view(shape) for tensor in flat]
-    return tensors
+    return make_tensors(rows, buffers)

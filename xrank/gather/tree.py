@@ -12,6 +12,8 @@ import enum
 import inspect
 import sys
 from collections.abc import Sequence
+from itertools import islice
+from math import prod
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -22,7 +24,7 @@ from xrank.workspace.plain_memory import has_memory, kind_without_elements
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_sendable", "is_plain", "pack", "unpack"]
+__all__ = ["check_sendable", "is_plain", "make_tensors", "pack", "unpack"]
 
 _MAX_DEPTH = 100
 """Levels of a value: far more than configs have, far fewer than the interpreter's stack."""
@@ -279,3 +281,22 @@ class _Packer:
         if number == len(self.tensors):
             self.tensors.append(tensor.detach())
         return number
+
+
+def make_tensors(rows: Sequence[Any], buffers: Sequence[memoryview]) -> list[torch.Tensor]:
+    """Return tensors over these buffers, without a copy."""
+    import torch
+
+    tensors, remaining = [], iter(buffers)
+    for name, shape, count in rows:
+        dtype = getattr(torch, name)
+        if not prod(shape):
+            tensors += [torch.empty(shape, dtype=dtype, device="cpu") for _ in islice(remaining, count)]
+            continue
+        if count == 1:
+            flat = [torch.frombuffer(next(remaining), dtype=dtype)]
+        else:
+            with pause_collection():
+                flat = [torch.frombuffer(buffer, dtype=dtype) for buffer in islice(remaining, count)]
+        tensors += flat if len(shape) == 1 else [tensor.view(shape) for tensor in flat]
+    return tensors

@@ -9,11 +9,14 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import xxhash
+
 from xrank.errors import NoSpaceError, UsageError, XrankError
 from xrank.faces import AGAIN, option
 
 __all__ = [
     "allocate",
+    "copy_bytes",
     "describe",
     "explain",
     "explain_errors",
@@ -212,3 +215,23 @@ def _file_system(fd: int) -> int | None:
     if function is None or function(fd, buffer) != 0:
         return None
     return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
+
+
+def copy_bytes(source: int, source_path: str, fd: int) -> tuple[int, str]:
+    """Copy a file to another, and return its size and the digest of its bytes.
+
+    Raises:
+        XrankError: the source cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    nbytes = 0
+    while True:
+        try:
+            chunk = os.read(source, 2**20)
+        except OSError as error:
+            raise explain(error, source_path) from error
+        if not chunk:
+            return nbytes, digest.hexdigest()
+        write_all(fd, chunk)
+        digest.update(chunk)
+        nbytes += len(chunk)

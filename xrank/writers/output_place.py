@@ -24,7 +24,7 @@ from xrank.words import list_text, plural
 from xrank.writers.disk import describe, explain, explain_errors, may_share_blocks, measure_free_nbytes, sync_folder
 
 __all__ = ["MANIFEST_NAME", "OutputPlace", "check_output", "check_replaceable", "check_room", "make_exists_error"]
-__all__ += ["make_parents", "read_listed_files"]
+__all__ += ["find_other_files", "make_parents"]
 
 MANIFEST_NAME = "xrank_manifest.json"
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -254,3 +254,14 @@ def _describe_kind(path: str) -> str:
     if not names:
         return "an empty folder"
     return f"a folder that holds {list_text(map(repr, names), 3)}"
+
+
+def find_other_files(replaced: str, path: str) -> list[str]:
+    """Return the files of a replaced folder that neither the new one nor the old manifest contains."""
+    listed = read_listed_files(replaced)
+    found = []
+    for folder, _, names in os.walk(replaced):
+        inner = os.path.relpath(folder, replaced)
+        own = [name if inner == os.curdir else f"{inner}/{name}" for name in names]
+        found += [name for name in own if name not in listed and not os.path.lexists(os.path.join(path, name))]
+    return sorted(found)

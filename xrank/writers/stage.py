@@ -16,19 +16,18 @@ from xrank.faces import AGAIN
 from xrank.words import list_text
 from xrank.writers import rename
 from xrank.writers.abandoned import clear_folder, make_takeover_error, write_journal
-from xrank.writers.disk import describe, explain, reserve_room, sync_folder, write_all
+from xrank.writers.disk import copy_bytes, describe, explain, reserve_room, sync_folder, write_all
 from xrank.writers.journal import JOURNAL_NAME, JournalLine, encode_line
 from xrank.writers.output_place import (
     MANIFEST_NAME,
     OutputPlace,
     check_replaceable,
+    find_other_files,
     make_exists_error,
-    read_listed_files,
 )
 
 __all__ = ["Stage"]
 
-_COPY_NBYTES = 2**20
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Permissions by the umask, not 0600: users who may read the folder may read the model.
 _FILE_MODE = 0o666
@@ -146,7 +145,7 @@ class Stage:
                     got=describe(source_path),
                     next_step="put a regular file in its place",
                 )
-            result = self._write_small(name, lambda fd: _copy(source, source_path, fd), before.st_size)
+            result = self._write_small(name, lambda fd: copy_bytes(source, source_path, fd), before.st_size)
             after = os.fstat(source)
         finally:
             os.close(source)
@@ -186,7 +185,7 @@ class Stage:
         sync_folder(self._place.parent)
         self._read_back(manifest)
         if replaced is not None:
-            gone = _find_other_files(replaced, self._place.path)
+            gone = find_other_files(replaced, self._place.path)
             if gone:
                 removed = list_text(gone)
                 self.notes += (f"the folder that was replaced held {removed}, which xrank had not written: removed",)
@@ -341,29 +340,3 @@ class Stage:
             if isinstance(error, XrankError):
                 raise
             raise explain(error, path, needed_nbytes=needed_nbytes) from error
-
-
-def _copy(source: int, source_path: str, fd: int) -> tuple[int, str]:
-    digest = xxhash.xxh3_128()
-    nbytes = 0
-    while True:
-        try:
-            chunk = os.read(source, _COPY_NBYTES)
-        except OSError as error:
-            raise explain(error, source_path) from error
-        if not chunk:
-            return nbytes, digest.hexdigest()
-        write_all(fd, chunk)
-        digest.update(chunk)
-        nbytes += len(chunk)
-
-
-def _find_other_files(replaced: str, path: str) -> list[str]:
-    """Return the files of a replaced folder that neither the new one nor the old manifest contains."""
-    listed = read_listed_files(replaced)
-    found = []
-    for folder, _, names in os.walk(replaced):
-        inner = os.path.relpath(folder, replaced)
-        own = [name if inner == os.curdir else f"{inner}/{name}" for name in names]
-        found += [name for name in own if name not in listed and not os.path.lexists(os.path.join(path, name))]
-    return sorted(found)
