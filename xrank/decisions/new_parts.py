@@ -1,4 +1,4 @@
-"""What each rank is to hold in a new layout: compiled for every tensor, and proven to leave nothing out."""
+"""The parts of each rank in a new layout: compiled for every tensor, and proven to leave no element out."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["NewPart", "new_claim", "new_parts"]
 
 @dataclass(frozen=True, slots=True)
 class NewPart:
-    """What one rank is to hold of a tensor."""
+    """The part of a tensor that one rank is to hold."""
 
     shape: tuple[int, ...]
-    """Local shape."""
+    """Local shape of the part."""
     part: TensorPart
 
 
 def new_claim(name: str, claims: Claims) -> Claim | None:
-    """Return how a tensor is to be cut; None where no rule decides. A flat buffer of the tensor alone is such a cut.
+    """Return the claim that cuts a tensor; None where no rule decides. A flat buffer of the tensor alone is a claim.
 
     Raises:
-        LayoutError: several rules decide, nothing says the mesh, or it is to lie in a flat buffer with others.
+        LayoutError: several rules decide, no mesh is known, or the layout puts it into a flat buffer with others.
     """
     claim = claims.find_in_file(name)
     flat = None if claim is None else flat_of(claim.layout)
@@ -54,13 +54,13 @@ def new_claim(name: str, claims: Claims) -> Claim | None:
 def new_parts(
     name: str, claim: Claim, shape: tuple[int, ...], base: tuple[int, ...] | None = None
 ) -> Mapping[int, NewPart]:
-    """Return what each rank that holds anything of a tensor is to hold.
+    """Return the part of each rank that is to hold any element of a tensor.
 
     Args:
         name: the tensor's global name.
-        claim: how it is to be cut.
+        claim: its new layout and mesh.
         shape: its global shape.
-        base: the global shape of the tensor that it follows from, for a companion.
+        base: for a companion, the global shape of the tensor that it follows.
 
     Raises:
         LayoutError: the layout does not fit the shape, leaves elements to no rank, or gives them to several in

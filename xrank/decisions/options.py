@@ -1,4 +1,4 @@
-"""What a caller asks of a conversion, checked before anything is read."""
+"""The options of a conversion, checked before any file is read."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _TORCH_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def parse_size(text: str | int, name: str) -> int:
-    """Return a number of bytes written as ``5GB`` (decimal), ``1GiB`` (binary) or a plain number.
+    """Return the number of bytes in a text such as ``5GB`` (decimal), ``1GiB`` (binary) or a plain number.
 
     Raises:
-        UsageError: it is no size, or not positive.
+        UsageError: the text is not a size, or the size is not positive.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
@@ -54,19 +54,19 @@ def parse_size(text: str | int, name: str) -> int:
 
 
 def dtype_choice(dtype: Any) -> DTypeChoice:
-    """Return a dtype as `GatherOptions` takes it: torch's own or its name as the short name, None as ``"keep"``."""
-    # GatherOptions refuses a value that it does not know.
+    """Return a dtype as `GatherOptions` takes it: the short name for torch's dtype or its name, ``"keep"`` for None."""
+    # GatherOptions refuses values that it does not know.
     return cast(DTypeChoice, "keep" if dtype is None else _TORCH_NAMES.get(str(dtype).removeprefix("torch."), dtype))
 
 
 def default_workers() -> int:
-    """Return the number of threads a process uses if none is asked for: NFS servers choke on more than a few."""
+    """Return the default number of threads of a process: NFS servers choke on more than a few."""
     return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
 class GatherOptions:
-    """The options of a gather, as FACE names them; every value is checked when the object is made."""
+    """The options of a gather, named as in FACE. Creating the object checks every value."""
 
     dtype: DTypeChoice = "keep"
     keep_fp32: Sequence[str] = ()
@@ -77,13 +77,13 @@ class GatherOptions:
     workers: int | None = None
     replicas: ReplicaChoice = "verify"
     adapter: AdapterChoice | None = None
-    """What becomes of LoRA adapters; None: a source that has them is refused."""
+    """Treatment of LoRA adapters; None: a source with adapters is refused."""
     adapter_config: str | os.PathLike[str] | None = None
-    """PEFT's ``adapter_config.json``, or a JSON object with r and lora_alpha; None: what the source holds."""
+    """PEFT's ``adapter_config.json``, or a JSON object with r and lora_alpha; None: the one in the source."""
     overwrite: bool = False
     resume: bool = True
     verify: bool | None = None
-    """Whether the stage is read back before the rename; None: if an output is replaced."""
+    """Whether to read the stage back before the rename; None: only if the rename replaces an output."""
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -138,26 +138,26 @@ class GatherOptions:
             )
 
     def leaves_out(self, name: str) -> bool:
-        """Say whether a tensor of that name is not to be written."""
+        """Return whether `include` or `exclude` leaves out a tensor of that name."""
         return bool(self.include and not matches(self.include, name)) or matches(self.exclude, name)
 
     def with_keep_fp32(self, patterns: Iterable[str]) -> GatherOptions:
-        """Return these options with names that a cast leaves alone, where the caller named none."""
+        """Return these options with `keep_fp32` set to these patterns, unless the caller set it or nothing is cast."""
         return self if self.keep_fp32 or self.dtype == "keep" else replace(self, keep_fp32=tuple(patterns))
 
     @property
     def max_shard_nbytes(self) -> int:
-        """Bytes of tensors in an output file."""
+        """Maximum bytes of tensors in an output file."""
         return parse_size(self.max_shard_size, "max_shard_size")
 
     @property
     def max_memory_nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Maximum bytes of all buffers together."""
         return parse_size(self.max_memory, "max_memory")
 
     @property
     def num_workers(self) -> int:
-        """Threads."""
+        """Number of worker threads."""
         return default_workers() if self.workers is None else self.workers
 
     @property
@@ -171,5 +171,5 @@ class GatherOptions:
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:
-    """Say whether one of these regular expressions is for a whole name."""
+    """Return whether one of these regular expressions matches a whole name."""
     return any(re.fullmatch(pattern, name) for pattern in patterns)

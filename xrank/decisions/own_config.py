@@ -1,4 +1,4 @@
-"""The config of a live module: what `save_pretrained` would write of it beside the weights."""
+"""The config of a live module: the files that `save_pretrained` would write beside the weights."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 __all__ = ["OwnConfig", "override_config", "read_own_config"]
 
 _WRAPPED = ("_orig_mod", "module")
-"""Where wrappers keep what they wrap: torch.compile's OptimizedModule; DistributedDataParallel and its kin."""
+"""Attributes in which wrappers keep the inner module: torch.compile's OptimizedModule; DistributedDataParallel etc."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnConfig:
-    """What a model knows of itself; all of it empty where it is no module of transformers."""
+    """The configuration that a model carries; all fields are empty if it is not a transformers module."""
 
     config: Mapping[str, Any] | None = None
-    """The content of config.json."""
+    """Content of config.json."""
     generation_text: str | None = None
-    """generation_config.json."""
+    """Text of generation_config.json."""
     adapter_text: str | None = None
-    """PEFT's adapter_config.json, of the adapter that is active."""
+    """Text of PEFT's adapter_config.json for the active adapter."""
     unsaved: tuple[str, ...] = ()
     """Names of tensors that `save_pretrained` leaves out."""
     is_renamed: bool = False
@@ -38,10 +38,10 @@ class OwnConfig:
 
 
 def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]) -> OwnConfig:
-    """Return what a module of transformers knows of itself; of anything else, nothing.
+    """Return the configuration that a transformers module carries; an empty one for any other object.
 
     Raises:
-        UsageError: its config holds what JSON does not.
+        UsageError: its config contains a value that JSON cannot represent.
     """
     module = _unwrap(model)
     adapter_text = None
@@ -51,7 +51,7 @@ def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping
     to_json = getattr(getattr(module, "config", None), "to_json_string", None)
     if not callable(to_json):
         return OwnConfig(adapter_text=adapter_text)
-    # As transformers writes it (modeling_utils.py: save_pretrained), on a copy: the module's own stays as it is.
+    # Same steps as transformers (modeling_utils.py: save_pretrained), on a copy: the module's config stays as it is.
     config = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__.removeprefix("FSDP")]
     dtype = getattr(module, "dtype", None)
@@ -72,12 +72,12 @@ def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping
 
 
 def _is_renamed(module: Any) -> bool:
-    """Say whether transformers converts the module's tensors when it saves them."""
-    found = getattr(module, "_weight_conversions", None)  # of `from_pretrained`; of a model that was made, None
+    """Return whether transformers converts the module's tensors when it saves them."""
+    found = getattr(module, "_weight_conversions", None)  # set by `from_pretrained`; None for a newly made model
     if found is None:
-        mappings = sys.modules.get("transformers.conversion_mapping")  # since 5.0; its modules import it
+        mappings = sys.modules.get("transformers.conversion_mapping")  # transformers >= 5.0; its modules import it
         find = getattr(mappings, "get_model_conversion_mapping", None)
-        # No public face: what it does not take is not told.
+        # A private interface: where its signature differs, the renaming stays undetected.
         with suppress(AttributeError, TypeError, KeyError, ValueError):
             found = None if find is None else find(module, add_legacy=False)
     return bool(found)
@@ -94,10 +94,10 @@ def _adapter_text(module: Any) -> str:
 
 
 def override_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with what overrides say, object within object.
+    """Return a config merged with overrides; an object inside an object is merged, too.
 
     Raises:
-        UsageError: the overrides hold what JSON does not.
+        UsageError: the overrides contain a value that JSON cannot represent.
     """
     merged: dict[str, Any] = json.loads(_json("config_overrides", lambda: json.dumps(_override(config, overrides))))
     return merged

@@ -1,4 +1,4 @@
-"""The digest of a plan: what tells whether an interrupted output is one of the same conversion."""
+"""The digest of a plan: it shows whether an interrupted output belongs to the same conversion."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["digest_of_plan"]
 
 
 def digest_of_plan(plan: Plan, *options: str) -> str:
-    """Return a digest that the same source, options and output give again.
+    """Return a digest that is the same for the same source, options and output.
 
     Args:
-        plan: with its source as it was when its metadata was read.
-        *options: further choices that decide what is written.
+        plan: the plan, with its source as it was when its metadata was read.
+        *options: further choices that decide the content of the output.
     """
     state = xxhash.xxh3_128()
     for file in plan.source.files:
@@ -33,5 +33,5 @@ def digest_of_plan(plan: Plan, *options: str) -> str:
     for made in plan.files:
         state.update(made.output.name.encode() + made.output.header)
     for option in options:
-        state.update(option.encode("utf-8", "surrogateescape"))  # a path need not be text
+        state.update(option.encode("utf-8", "surrogateescape"))  # a path may hold bytes that are not text
     return state.hexdigest()

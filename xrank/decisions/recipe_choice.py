@@ -1,4 +1,4 @@
-"""The recipe that a source needs: the one asked for, or the one that knows all of its names; never a guess."""
+"""The recipe for a source: the requested one, or the one that knows all of its names; never a guess."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = ["apply_recipe", "choose_recipe", "find_padded_names", "follow_recipe"
 def choose_recipe(
     source: StoredModel, config: Mapping[str, Any] | None, asked: str | os.PathLike[str] | None
 ) -> Match | None:
-    """Return how the recipe of a source under training names fits them; None where the names are to stay.
+    """Return the match of the recipe that fits a source under training names; None where the names stay.
 
     Args:
-        source: what the reader found.
+        source: the model that the reader found.
         config: the model's config.json, if it is known.
-        asked: a shipped recipe's name, a file, ``"none"``, or None: the one that fits.
+        asked: a shipped recipe's name, a file, ``"none"``, or None for the recipe that fits.
 
     Raises:
-        UsageError: the recipe asked for does not fit, several do, or one fits but for some names.
-        LayoutError: the file is no recipe.
+        UsageError: the requested recipe does not fit, several fit, or one fits except for some names.
+        LayoutError: the file is not a recipe.
     """
     names = [shard.name for shard in source.shards]
     if asked == "none" or not names:
@@ -56,7 +56,7 @@ def choose_recipe(
     fitting = [found for found in matches if found.fits]
     model_type = _model_type(config)
     chosen = [found for found in fitting if model_type is None or model_type in found.recipe.model_types]
-    # Recipes that do the same with these names, such as Llama's and Mistral's, are one.
+    # Recipes that treat these names alike, such as Llama's and Mistral's, count as one.
     different = list({_outcome(found): found for found in reversed(chosen)}.values())
     if len(different) == 1:
         return different[0]
@@ -78,15 +78,15 @@ def choose_recipe(
 
 
 def match_asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None) -> Match | None:
-    """Return how a recipe fits a source's names in one direction or the other; None where the names are to stay.
+    """Return the match of a recipe with a source's names, in either direction; None where the names stay.
 
     Args:
-        source: under training names, which become Hugging Face's, or under these, which become training names.
-        asked: a shipped recipe's name, a file, ``"none"`` or None: the names stay.
+        source: a model whose training names become Hugging Face's, or the reverse.
+        asked: a shipped recipe's name, a file, ``"none"`` or None; with the last two, the names stay.
 
     Raises:
         UsageError: the recipe fits in neither direction.
-        LayoutError: the file is no recipe.
+        LayoutError: the file is not a recipe.
     """
     if asked is None or asked == "none":
         return None
@@ -101,7 +101,7 @@ def match_asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None
 def apply_recipe(
     source: StoredModel, found: Match | None, config: Mapping[str, Any] | None, options: GatherOptions
 ) -> tuple[StoredModel, GatherOptions]:
-    """Return the source as `follow_recipe`, and the options with what its casts leave alone; None changes neither."""
+    """Return the source renamed by `follow_recipe`, and options that keep its fp32 names; without a match, as given."""
     if found is None:
         return source, options
     source = follow_recipe(source, found, config)
@@ -109,7 +109,7 @@ def apply_recipe(
 
 
 def _names_in_fp32(found: Match, model: StoredModel) -> tuple[str, ...]:
-    """Return regular expressions for the names of a model that followed its recipe which a cast leaves alone."""
+    """Return regular expressions for the names that a cast leaves alone, in a model that followed its recipe."""
     names = [shard.name for shard in model.shards]
     patterns = found.recipe.keep_fp32
     if found.is_reversed:
@@ -122,7 +122,7 @@ def _names_in_fp32(found: Match, model: StoredModel) -> tuple[str, ...]:
 
 
 def find_padded_names(found: Match, model: StoredModel) -> frozenset[str]:
-    """Return the names of a model that followed a recipe backwards in which rows of padding may follow."""
+    """Return the names in which padding rows may follow, in a model that followed a recipe backwards."""
     if not found.is_reversed:
         return frozenset()
     sides = (side for number, _ in found.used for side in target_sides(found.recipe.rules[number], True))
@@ -178,7 +178,7 @@ def _model_type(config: Mapping[str, Any] | None) -> str | None:
 
 
 def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] | None) -> StoredModel:
-    """Return the source under the names that a recipe gives it, every size proven by config, arguments and shapes.
+    """Return the source under the names of a recipe; config, arguments and shapes prove every size.
 
     Raises:
         ContradictionError, IncompleteError, LayoutError, UsageError: from `check_arguments`, `solve_sizes` and

@@ -1,4 +1,4 @@
-"""The plan of a reshard: the source read, every rank's new state laid out, the proof made; nothing is written yet."""
+"""The plan of a reshard: it reads the source, lays out and proves every rank's new state, and writes nothing."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ __all__ = ["Reshard", "plan_reshard", "plan_reshard_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reshard:
-    """A reshard that is planned and proven; nothing is written yet."""
+    """A planned and proven reshard; nothing is written yet."""
 
     options: GatherOptions
     source: StoredModel
     selection: Selection
-    """What becomes of the source's tensors."""
+    """The source's tensors that are written, tied, cast or left out."""
     outputs: tuple[OutputTensor, ...]
-    """The tensors, whole; of names that share their bytes in the states the one that is kept."""
+    """The whole tensors; where names share their bytes in the states, only the kept name."""
     tied: Mapping[str, tuple[str, ...]]
-    """Name -> names that are to stand for the same bytes."""
+    """Kept name -> names that share its bytes in the states."""
     plan: Plan
-    """One file for each rank, by rank."""
+    """Plan of one file for each rank, ordered by rank."""
     run_id: str
     grid: str
-    """Of the new mesh."""
+    """Grid of the new mesh as text; semicolons separate several meshes."""
     companions: tuple[CompanionFile, ...]
     config_text: str | None
-    """A config.json made here, with the dtype of a cast, in place of the one beside the source."""
+    """Text of a new config.json with the dtype of a cast; it replaces the one beside the source."""
     notes: tuple[tuple[str, str], ...]
 
     @property
     def digest(self) -> str:
-        """Says which plan an interrupted output belongs to."""
+        """Digest that identifies the plan of an interrupted output."""
         return digest_of_plan(self.plan)
 
 
@@ -76,16 +76,16 @@ def plan_reshard(
     base_model: str | os.PathLike[str] | None = None,
     host: str | None = None,
 ) -> Reshard:
-    """Return the proven plan of a reshard; reads metadata alone. Arguments and errors as `reshard_checkpoint`.
+    """Return the proven plan of a reshard; reads metadata alone. Arguments and errors as in `reshard_checkpoint`.
 
-    `host` is the one that the states say they were written on; this one if None.
+    `host` is the host name that the states record; None: this host.
     """
     base = open_base_model(base_model) if base_model is not None else None
     new = layouts if isinstance(layouts, LayoutMap) else read_layouts(layouts)
     try:
         found = read_source(source, base=base)
     except LayoutError as error:
-        # A reshard's layouts are the new ones.
+        # The layouts of a reshard are the new ones.
         error.advise("gather it with its layouts or a base model, then reshard the model that this makes")
         raise
     return plan_reshard_of(found, source, new, options, recipe=recipe, base=base, host=host)
@@ -101,7 +101,7 @@ def plan_reshard_of(
     base: BaseModel | None = None,
     host: str | None = None,
 ) -> Reshard:
-    """Return the proven plan of a reshard of what was read, or of what might be; as `plan_reshard`."""
+    """Return the proven plan of a reshard for a source that was read, or for an imagined one; see `plan_reshard`."""
     config, config_path = found.config, found.config_path
     decision = decide(found, Request(Purpose.STATES, options, recipe, new.aliases))
     stored, options, selection = decision.source, decision.options, decision.selection
@@ -144,7 +144,7 @@ def plan_reshard_of(
 
 
 def _find_targets(stored: StoredModel, selection: Selection, claims: Claims) -> dict[str, str]:
-    """Return for every name of the source the name whose bytes it will share: as asked for, or as in the source."""
+    """Return for every name of the source the name whose bytes it will share: as requested, or as in the source."""
     asked = {name: target for target, names in selection.tied.items() for name in names}
     first: dict[tuple[Any, ...], str] = {}
     found = {}
@@ -152,7 +152,7 @@ def _find_targets(stored: StoredModel, selection: Selection, claims: Claims) -> 
         target = shard.name if not len(shard.record) else first.setdefault(_content(shard), shard.name)
         found[shard.name] = asked.get(shard.name) or asked.get(target, target)
     standing = {name: found.get(target, target) for name, target in found.items()}
-    # What the new layout cuts in two ways, or puts on other ranks, cannot be one and the same there.
+    # Two names cannot share bytes if the new layout cuts them in two ways, or puts them on different ranks.
     return {name: target if _cut_alike(name, target, claims) else name for name, target in standing.items()}
 
 
@@ -162,7 +162,7 @@ def _cut_alike(name: str, target: str, claims: Claims) -> bool:
 
 
 def _list_outputs(selection: Selection, standing: Mapping[str, str]) -> tuple[OutputTensor, ...]:
-    """Return the tensors that are written for themselves; a tied name among them is what it is tied to."""
+    """Return the tensors that are written separately; a tied name among them gets the dtype and shape of its target."""
     outputs = {output.name: output for output in selection.outputs}
     for target, names in selection.tied.items():
         outputs.update((name, replace(outputs[target], name=name)) for name in names)
@@ -176,21 +176,21 @@ def _content(shard: StoredShard) -> tuple[Any, ...]:
 
 
 def _new_run_id(stored: StoredModel, layouts: LayoutMap) -> str:
-    """Return an id for states of a source without one: the same again for the same source and layout."""
+    """Return an id for the states of a source without one; the same source and layout give the same id."""
     files = [(os.path.basename(file.path), file.nbytes, file.inode, file.mtime_ns) for file in stored.files]
     return f"reshard-{xxhash.xxh3_64_hexdigest(repr((files, layouts)).encode())}"
 
 
 @dataclass(slots=True)
 class _States:
-    """The states to be, growing tensor by tensor."""
+    """The new states, built tensor by tensor."""
 
     source: StoredModel
     layouts: LayoutMap
     standing: Mapping[str, str]
-    """Every name, and the one whose bytes it shares."""
+    """Every name -> the name whose bytes it shares."""
     tied: Mapping[str, Sequence[str]]
-    """The same the other way round, without those that stand for themselves."""
+    """The inverse of `standing`, without names that stand for themselves."""
     run_id: str
     host: str
     claims: Claims
@@ -198,9 +198,9 @@ class _States:
     """Global shapes of all tensors."""
     held: dict[int, list[OutputTensor]] = field(default_factory=dict)
     records: dict[int, dict[str, TensorRecord]] = field(default_factory=dict)
-    """By rank and the rank's own name."""
+    """Records by rank and by the rank's own name."""
     own_names: dict[int, dict[str, str]] = field(default_factory=dict)
-    """By rank: name -> the rank's own."""
+    """Rank -> tensor name -> the rank's own name."""
     meshes: dict[DeviceMesh, int] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
 
@@ -226,7 +226,7 @@ class _States:
                 self._name(rank, name, find_local_name(claim, name, rank) or name, record)
 
     def _describe_sizes(self, name: str) -> str:
-        """Return the sizes that the layout file tells and the rule of a tensor names: ``r = 4, d = 128``."""
+        """Return the sizes of the layout file that a tensor's rule uses, as in ``r = 4, d = 128``."""
         rule, layout = self.layouts.rule_for(name), self.layouts[name]
         if rule is None or layout is None:
             return ""
@@ -236,7 +236,7 @@ class _States:
         return ", ".join(f"{size} = {self.layouts.sizes[size]}" for size in names if size in self.layouts.sizes)
 
     def _name(self, rank: int, name: str, own: str, record: TensorRecord) -> None:
-        """Give a rank a tensor under a name of its own."""
+        """Record a tensor of a rank under the rank's own name."""
         held = self.records.setdefault(rank, {})
         if own in held:
             other = next(name for name, taken in self.own_names[rank].items() if taken == own)
@@ -266,7 +266,7 @@ class _States:
         return self.meshes.setdefault(mesh, len(self.meshes))
 
     def notes(self) -> list[tuple[str, str]]:
-        """Return what is to be said of names with dims that count more than there is: a size may be another model's."""
+        """Return notes on patterns that count more tensors than the source has: a size may be another model's."""
         found: dict[str, tuple[Claim, list[str]]] = {}
         for name in self.shapes:
             claim = self.claims.find_in_file(name)
@@ -282,7 +282,7 @@ class _States:
         return [("counts-more", f"{text}{likewise}: is the layout file of this model's size?")]
 
     def refuse_unmatched(self) -> None:
-        """Refuse tensors that no rule decides for: whole on every rank is a layout too, and must be said."""
+        """Refuse tensors without a rule: whole on every rank is a layout, too, and the file must state it."""
         if not self.unmatched:
             return
         first, *more = self.unmatched
@@ -307,16 +307,16 @@ class _States:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """All ranks of the new world; one that no mesh names has a state without tensors."""
+        """All ranks of the new world; a rank outside all meshes has a state without tensors."""
         return range(1 + max((rank for mesh in self.meshes for rank in mesh.ranks), default=0))
 
     def names(self, rank: int) -> dict[str, str]:
-        """Return every name of a rank's state, in the source's order, and the tensor it stands for."""
+        """Return every name of a rank's state, in the source's order, and the tensor that it stands for."""
         own = self.own_names.get(rank, {})
         return {own[name]: target for name, target in self.standing.items() if name in own}
 
     def record(self, rank: int) -> RankRecord:
-        """Return what a rank's state says of itself."""
+        """Return the record that a rank's state contains about itself."""
         held = self.records.get(rank, {})
         return RankRecord(
             run_id=self.run_id,

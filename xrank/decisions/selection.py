@@ -1,4 +1,4 @@
-"""Which tensors the output has, of which element type, and which of the source's are the same one."""
+"""The selection: the tensors of the output, their element types, and the names that share one tensor."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Selection", "embedding_of", "find_config_ties", "keep_all", "select"
 
 _TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
-# What tie_word_embeddings is about: heads and embeddings under the names of all families, and heads' second biases.
+# The names that tie_word_embeddings concerns: heads and embeddings of all families, and the heads' second biases.
 _OF_WORDS = re.compile(
     r"(?:.*\.)?(?:(?:lm_head|embed_out|proj_out|vocab_projector|embed_tokens|wte|word_embeddings|embed_in|shared"
     r"|tok_embeddings|(?:lm_head|predictions)\.decoder)\.weight|(?:lm_head|predictions)\.decoder\.bias)"
 )
-# Model types whose config.json unties the head where it does not say (transformers/models/*/configuration_*.py).
+# Model types whose head is untied unless config.json ties it (transformers/models/*/configuration_*.py).
 _UNTIED = re.compile(
     r"codegen|dbrx|deepseek_v[23]|glm4?|glm4_moe|gpt_neox|gpt_oss|gptj|granite(moe)?|llama|llama4(_text)?|mistral|mixtral"
     r"|nemotron|olmo[23]?|olmoe|phi3?|phimoe|qwen[23](_moe|_vl)?|qwen2_5_vl|qwen3_next|seed_oss|stablelm"
@@ -35,14 +35,14 @@ _EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|embed_in|
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What becomes of the source's tensors."""
+    """The source's tensors that are written, tied, cast or left out."""
 
     outputs: tuple[OutputTensor, ...]
     tied: Mapping[str, tuple[str, ...]]
-    """Written name -> names that must hold the same and are not written."""
+    """Written name -> names that must hold the same values and are not written."""
     excluded: tuple[str, ...]
     cast: Mapping[str, str]
-    """Name -> ``"F32 -> BF16"``."""
+    """Name -> its cast, as in ``"F32 -> BF16"``."""
     notes: tuple[tuple[str, str], ...]
 
 
@@ -54,20 +54,20 @@ def select(
     aliases: Mapping[str, str],
     apart: Collection[str] = (),
 ) -> Selection:
-    """Return what of a source is written and how.
+    """Return the tensors of a source to write, with their dtypes, ties and casts.
 
     Args:
-        source: what the reader found.
+        source: the model that the reader found.
         options: include, exclude and dtype choices.
         base: the base model, if any.
-        config: the config.json that the output will have, if any; says whether the head is tied.
+        config: the config.json that the output will have, if any; it ties or unties the head.
         aliases: tied name -> name it is written under, from a layout file.
-        apart: names that are no part of the model, such as an adapter's: neither tied, nor as the base model has them.
+        apart: names outside the model, such as an adapter's; they get neither ties nor the base model's dtypes.
 
     Raises:
-        IncompleteError: a tensor that the source counts is on no rank, and is not left out.
+        IncompleteError: a tensor that the source lists is on no rank, and is not left out.
         UsageError: a pattern matches nothing, a dtype choice can't be followed, or nothing is left.
-        UnsafeError: a tensor's name holds control characters or a path's way up.
+        UnsafeError: a tensor's name contains control characters or a path's way up.
     """
     for shard in source.shards:
         _check_name(shard.name, source.path)
@@ -123,11 +123,11 @@ def select(
 
 
 def _find_scales(shards: Iterable[StoredShard], config: Mapping[str, Any] | None) -> set[str]:
-    """Return the float tensors by which quantised ones beside them are scaled: rounded, they scale to other weights.
+    """Return the float tensors that scale quantised payloads. If rounded, they would scale to other weights.
 
-    Payloads are float8, and where config.json says that the model is quantised (transformers' quantization_config),
-    integers in rows: what GPTQ, AWQ, bitsandbytes and compressed-tensors pack weights into. What scales them lies in
-    the same module, or has the payload's name before its own.
+    Payloads are float8 tensors and, where config.json has transformers' quantization_config, integer tensors in rows:
+    GPTQ, AWQ, bitsandbytes and compressed-tensors pack weights into these. A scale lies in the payload's module, or
+    its name directly extends the payload's name.
     """
     listed = list(shards)
     is_quantised = config is not None and bool(config.get("quantization_config"))
@@ -148,14 +148,14 @@ def _find_scales(shards: Iterable[StoredShard], config: Mapping[str, Any] | None
 
 
 def _is_kept(shard: StoredShard, options: GatherOptions) -> bool:
-    """Say whether a tensor that a cast would change was to be left alone."""
+    """Return whether `keep_fp32` protects a tensor that a cast would change."""
     target = _TARGETS.get(options.dtype)
     is_other = target is not None and target != shard.dtype and dtypes.dtype(shard.dtype).is_float
     return is_other and matches(options.keep_fp32, shard.name)
 
 
 def keep_all(source: StoredModel) -> Selection:
-    """Return that every tensor of a source stays as it is."""
+    """Return a selection that keeps every tensor of a source as it is."""
     return Selection(tuple(OutputTensor(s.name, s.dtype, s.shape) for s in source.shards), {}, (), {}, ())
 
 
@@ -174,7 +174,7 @@ def _check_name(name: str, path: str) -> None:
 
 
 def _filter(source: StoredModel, options: GatherOptions, base: BaseModel | None) -> tuple[list[StoredShard], list[str]]:
-    """Return the tensors to write and the names left out, also those that the base model alone has."""
+    """Return the tensors to write and the names left out, including those that only the base model has."""
     held = [shard.name for shard in source.shards]
     names = list(dict.fromkeys([*held, *source.absent, *(base.tensors if base else ())]))
     for name, patterns in (
@@ -215,9 +215,9 @@ def _select_recorded_ties(
     base: BaseModel | None,
     recorded: Mapping[str, str],
 ) -> tuple[Mapping[str, str], list[tuple[str, str]]]:
-    """Return the ties of the source, without those of heads and embeddings where config.json does not tie these.
+    """Return the ties of the source, without those of heads and embeddings that config.json does not tie.
 
-    Loading then makes them anew, of random numbers, unless they are there. A base model that has none decides.
+    Loading initialises untied tensors at random if they are missing. A tie stays if the base model lacks the tensor.
     """
     if not _says_untied(config):
         return recorded, []
@@ -277,7 +277,7 @@ def _ties(
 
 
 def find_config_ties(names: Iterable[str], config: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
-    """Return the names of heads and of embeddings where config.json says that the two are one; else neither."""
+    """Return the names of heads and of embeddings if config.json ties the two; else two empty lists."""
     if not _says_tied(config):
         return [], []
     found = list(names)
@@ -285,7 +285,7 @@ def find_config_ties(names: Iterable[str], config: Mapping[str, Any] | None) -> 
 
 
 def embedding_of(name: str, names: Iterable[str], config: Mapping[str, Any] | None) -> str | None:
-    """Return which of these names a head is tied to, if config.json says that it is; None for other names."""
+    """Return the embedding among these names that config.json ties a head to; None for other names."""
     heads, embeddings = find_config_ties([name, *names], config)
     return embeddings[0] if name in heads and len(embeddings) == 1 else None
 
@@ -312,7 +312,7 @@ def _target_dtype(shard: StoredShard, options: GatherOptions, base: BaseModel | 
     found = dtypes.dtype(shard.dtype)
     if options.dtype == "keep" or not found.is_float:
         return shard.dtype
-    # Never below fp32: a cast up to it leaves none behind in half of it.
+    # keep_fp32 preserves precision, so a cast to fp32 still widens smaller floats.
     if matches(options.keep_fp32, shard.name) and not (options.dtype == "fp32" and found.nbytes < 4):
         return shard.dtype
     if options.dtype in _TARGETS:

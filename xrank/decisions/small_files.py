@@ -1,4 +1,4 @@
-"""What lies beside a model's weights: companions that are copied, and a config.json that is copied or made."""
+"""The files beside a model's weights: companions that are copied, and a config.json that is copied or made."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _CAST_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class SmallFiles:
-    """All of it but texts of the conversion's own."""
+    """The files beside the weights, except texts that the conversion itself adds."""
 
     companions: tuple[CompanionFile, ...] = ()
-    """Copied byte for byte, in the order of their names."""
+    """Files to copy byte for byte, in the order of their names."""
     config_text: str | None = None
-    """A config.json that is made."""
+    """Text of a new config.json; None: no new one is made."""
     notes: tuple[tuple[str, str], ...] = ()
 
 
@@ -38,16 +38,16 @@ def small_files_of(
     place: str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> SmallFiles:
-    """Return what lies beside the weights.
+    """Return the files to write beside the weights.
 
     Args:
-        companions: what there is; of those of one name the last.
+        companions: the files found; the last one of a name wins.
         config_path: the config.json among them, if there is one.
-        config: its content, or what else is known of the model.
-        options: of the conversion.
+        config: its content, or another known config of the model.
+        options: the options of the conversion.
         is_model: whether the output is a model; an adapter alone has no config.json.
-        place: the source, where a config.json could be put.
-        overrides: what config.json is to say besides.
+        place: the source, where the user could put a config.json.
+        overrides: values to set in config.json in addition.
     """
     named = {companion.name: companion for companion in companions}
     text, notes = config_text_of(config_path, config, options, place) if is_model else (None, [])
@@ -56,14 +56,14 @@ def small_files_of(
         text = _as_text(override_config(known, overrides))
         notes = [note for note in notes if note[0] != "no-config"]
     if text is not None or not is_model:
-        named.pop("config.json", None)  # made anew, or not an adapter's
+        named.pop("config.json", None)  # a new one is made, or the output is an adapter
     return SmallFiles(tuple(named[name] for name in sorted(named)), text, tuple(notes))
 
 
 def config_text_of(
     path: str | None, found: Mapping[str, Any] | None, options: GatherOptions, place: str | None = None
 ) -> tuple[str | None, list[tuple[str, str]]]:
-    """Return the config.json to write in place of copying the one at `path`, and what is to be said about it."""
+    """Return the config.json that replaces the one at `path` (None: copy that one, if any), and notes about it."""
     if found is None:
         if place is None:
             return None, [
@@ -86,5 +86,5 @@ def config_text_of(
 
 
 def _as_text(config: Mapping[str, Any]) -> str:
-    # As transformers writes it (configuration_utils.py: to_json_string).
+    # The format of transformers (configuration_utils.py: to_json_string).
     return json.dumps(config, indent=2, sort_keys=True) + "\n"

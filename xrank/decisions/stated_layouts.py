@@ -1,4 +1,4 @@
-"""Who holds what of a stored model by what its ranks say of it, and the layout map that says the same."""
+"""The holdings of a stored model by the layouts that its ranks recorded, and the layout map that states the same."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from xrank.plan.survey import survey
 __all__ = ["make_layout_map", "survey_stored"]
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
-"""Names that are patterns for themselves, and for little else."""
+"""Names that match themselves as patterns, and little else."""
 
 
 def survey_stored(stored: StoredModel) -> Survey:
-    """Return who holds what of a model that was read with `Hints.needs_layouts`."""
+    """Return the holdings of all ranks for a model that was read with `Hints.needs_layouts`."""
     stated = _collect_stated(stored)
     drawn = _draw_by_names(stored.shards, stated)
     tensors = tuple(drawn.get(shard.name) or _draw(shard, stated.get(shard.name)) for shard in stored.shards)
@@ -34,10 +34,10 @@ def survey_stored(stored: StoredModel) -> Survey:
 
 
 def make_layout_map(stored: StoredModel) -> LayoutMap:
-    """Return what ranks say as a map, for a file; names that differ in numbers alone become one pattern.
+    """Return the recorded layouts as a map, for a file; names that differ only in numbers become one pattern.
 
     Raises:
-        LayoutError: no single layout file says it.
+        LayoutError: no single layout file can express the layouts.
     """
     stated = _collect_stated(stored)
     meshes = list(dict.fromkeys(one.mesh for one in stated.values())) or [DeviceMesh((1,), ("rank",))]
@@ -54,7 +54,7 @@ def make_layout_map(stored: StoredModel) -> LayoutMap:
         for shard in stored.shards:
             layouts.rule_for(shard.name), layouts.companion_rule_for(shard.name)
     except LayoutError:
-        # A name that is a pattern for another as well: escaped, each stands for itself alone.
+        # A name is also a pattern for another name: escaped, each name matches itself alone.
         _fill(layouts, rules | {re.escape(name): layout for name, layout in texts.items()})
     return layouts
 
@@ -74,7 +74,7 @@ def _fill(layouts: LayoutMap, rules: Mapping[str, TensorLayout | Companion]) -> 
 
 
 def _collect_stated(stored: StoredModel) -> dict[str, StatedLayout]:
-    """Return name -> what its ranks say, where one layout says it."""
+    """Return name -> the layout that its ranks recorded, where one layout covers all of them."""
     meshes = dict.fromkeys(one.mesh for found in stored.layouts.values() for one in found)
     if not meshes:
         return {}
@@ -88,13 +88,13 @@ def _size(mesh: DeviceMesh) -> int:
 
 
 def _choose_layout(stated: Sequence[StatedLayout], largest: DeviceMesh) -> StatedLayout | None:
-    """Return the layout on the largest mesh where parts of it state one layout each, else the only one stated.
+    """Return the layout on the largest mesh if its sub-meshes all state the same layout, else the only one stated.
 
-    DTensors that some axis does not cut lie on sub-meshes without it: on the whole mesh these are replicas.
+    A DTensor that an axis does not cut lies on sub-meshes without that axis. On the whole mesh, these are replicas.
     """
     first = stated[0]
     if len(stated) == 1 and _is_whole(first.layout) and set(first.mesh.ranks) == set(largest.ranks):
-        return replace(first, mesh=largest)  # every rank has all of it, whatever the axes are called
+        return replace(first, mesh=largest)  # every rank has the whole tensor, whatever the axis names are
     if first.layout.tree.view is None and all(
         replace(each, mesh=first.mesh) == first and _is_part(each.mesh, largest) for each in stated
     ):
@@ -110,7 +110,7 @@ def _is_whole(layout: TensorLayout) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_part(mesh: DeviceMesh, of: DeviceMesh) -> bool:
-    """Say whether every rank has the same place on a mesh as on another, along all axes of the first, of one length."""
+    """Return whether a mesh's axes have equal lengths on another, and its ranks equal coordinates along these axes."""
     lengths = dict(zip(of.axis_names, of.shape, strict=True))
     return all(lengths.get(axis) == n for axis, n in zip(mesh.axis_names, mesh.shape, strict=True)) and all(
         rank in of and mesh.coordinate(rank).items() <= of.coordinate(rank).items() for rank in mesh.ranks
@@ -118,7 +118,7 @@ def _is_part(mesh: DeviceMesh, of: DeviceMesh) -> bool:
 
 
 def _draw_by_names(shards: Sequence[StoredShard], stated: Mapping[str, StatedLayout]) -> dict[str, Holdings]:
-    """Return who holds what of the tensors whose names have dims: ranks have the same name for different ones."""
+    """Return the holdings of tensors whose names have dims: ranks use one local name for different tensors."""
     groups: dict[DeviceMesh, dict[str, StatedLayout]] = {}
     for shard in shards:
         one = stated.get(shard.name)
@@ -147,7 +147,7 @@ def _draw(shard: StoredShard, stated: StatedLayout | None) -> Holdings:
 
 
 def _views(meshes: Sequence[DeviceMesh], stated: Iterable[StatedLayout], layouts: LayoutMap) -> dict[DeviceMesh, str]:
-    """Put all meshes but the first into the map as views of it, and return their names."""
+    """Add all meshes but the first to the map as views of it, and return their names."""
     views: dict[DeviceMesh, str] = {}
     own = [(one.layout.view_mesh, one.layout.tree.view) for one in stated if one.layout.view_mesh is not None]
     for mesh, name in dict.fromkeys([*own, *((mesh, None) for mesh in meshes[1:])]):
@@ -168,7 +168,7 @@ def _views(meshes: Sequence[DeviceMesh], stated: Iterable[StatedLayout], layouts
 def _file_layout(
     shard: StoredShard, stated: StatedLayout | None, mesh: DeviceMesh, views: Mapping[DeviceMesh, str]
 ) -> TensorLayout | Companion:
-    """Return how a tensor is cut, in the words of a file with that mesh and these views."""
+    """Return a tensor's layout as a file with that mesh and these views states it."""
     if stated is not None:
         own = stated.layout.view_mesh or stated.mesh
         tree = replace(stated.layout.tree, view=None if own == mesh else views[own])
@@ -192,7 +192,7 @@ def _rules(texts: Mapping[str, TensorLayout | Companion]) -> dict[str, TensorLay
     rules: dict[str, TensorLayout | Companion] = {}
     for names in kinds.values():
         pattern = re.sub(r"[0-9]+", "[0-9]+", names[0])
-        # Dots stay as they are, which people can read; whatever else a pattern might mean keeps its names one by one.
+        # Dots stay unescaped, for readable patterns. Names with other special characters get one rule each.
         if len(names) > 1 and len({texts[name] for name in names}) == 1 and _PLAIN.fullmatch(names[0]):
             alike = re.compile(pattern)
             if sum(alike.fullmatch(name) is not None for name in texts) == len(names):

@@ -1,7 +1,7 @@
-"""The plan of an output of which some tensors are transformed; they lie in files of their own.
+"""The plan of an output with transformed tensors, which lie in files of their own.
 
-The files of what is copied are planned as always. Of a transformed tensor the plan says two things: how the whole
-tensor is read, as a file of its own that is never written; and where what is made of it lies.
+The files of copied tensors are planned as always. The plan of a transformed tensor has two parts: how the whole
+tensor is read, as a file of its own that is never written; and where its outputs lie.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ __all__ = ["TransformedTensor", "Transforms", "plan_held_tensors", "plan_transfo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransformedTensor:
-    """A tensor that is transformed."""
+    """A tensor that the transform changes."""
 
     number: int
-    """Of the file of `Transforms.sources` that it is."""
+    """Index of its file in `Transforms.sources`."""
     name: str
     file: int
-    """In the plan, the one file that all outputs lie in."""
+    """Index of the plan's file that contains all outputs."""
     outputs: tuple[OutputTensor, ...]
-    """At their places, in the order that the transform told."""
+    """The outputs as placed in the file, in the order that the transform returned them."""
     slots: tuple[int, ...]
-    """Of each output, its number in the file."""
+    """Index of each output among the file's tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transforms:
-    """All that a caller's function is called for."""
+    """All tensors that a caller's function transforms."""
 
     function: Transform
     sources: Plan
-    """For each transformed tensor a file without a header: the whole tensor as the ranks hold it."""
+    """Plan with one file per transformed tensor, without a header: the whole tensor as the ranks hold it."""
     tensors: tuple[TransformedTensor, ...]
-    """By number."""
+    """The transformed tensors, ordered by number."""
     order: tuple[str, ...]
     """Names, as the ranks have them, of all tensors that are copied or transformed, in the model's order."""
 
     @property
     def made_of(self) -> dict[str, str]:
-        """Output name -> name of the tensor that it is made of."""
+        """Output name -> name of the tensor that the transform made it from."""
         return {output.name: tensor.name for tensor in self.tensors for output in tensor.outputs}
 
     def find_by_files(self, files: Sequence[int]) -> list[TransformedTensor]:
@@ -61,7 +61,7 @@ class Transforms:
         return [tensor for tensor in self.tensors if tensor.file in wanted]
 
     def describe_kinds(self, names: Iterable[str]) -> list[str]:
-        """Return of each name what becomes of it, in few letters: "" for what is copied, "-" for what is left out."""
+        """Return a short code for each name: "" if copied, "-" if left out, else a digest of its outputs."""
         kinds = {tensor.name: [(o.name, o.dtype, o.shape) for o in tensor.outputs] for tensor in self.tensors}
         found = {name: xxhash.xxh3_64_hexdigest(repr(made).encode()) for name, made in kinds.items()}
         ordered = set(self.order)
@@ -69,24 +69,24 @@ class Transforms:
 
     @property
     def files(self) -> set[int]:
-        """The files of the plan that hold what is transformed, and nothing else."""
+        """Indices of the plan's files that contain transformed tensors only."""
         return {tensor.file for tensor in self.tensors}
 
 
 def plan_transformed(
     stored: StoredModel, selection: Selection, function: Transform, max_shard_nbytes: int
 ) -> tuple[Plan, Selection, Transforms]:
-    """Return the plan of all files, what the output has then, and what is transformed.
+    """Return the plan of all files, the selection after the transform, and the transforms.
 
     Args:
-        stored: what the ranks hold.
-        selection: what the output would have without the transform.
-        function: the caller's.
-        max_shard_nbytes: as `lay_out`.
+        stored: the model as the ranks hold it.
+        selection: the selection without the transform.
+        function: the caller's transform.
+        max_shard_nbytes: as in `lay_out`.
 
     Raises:
-        UsageError: from `probe_outputs`; or two tensors would have one name, or none is left.
-        IncompleteError, ContradictionError: as `make_plan`.
+        UsageError: from `probe_outputs`; or two tensors would have one name, or no tensor is left.
+        IncompleteError, ContradictionError: as in `make_plan`.
     """
     shards = {shard.name: shard for shard in stored.shards}
     told: dict[str, tuple[OutputTensor, ...]] = {}
@@ -113,7 +113,7 @@ def plan_transformed(
 
 
 def plan_held_tensors(plan: Plan, transforms: Transforms | None) -> Plan:
-    """Return a plan of all tensors as the ranks hold them, for whoever compares their copies."""
+    """Return a plan of all tensors as the ranks hold them, for the comparison of their copies."""
     if transforms is None:
         return plan
     copied = (file for index, file in enumerate(plan.files) if index not in transforms.files)
@@ -123,7 +123,7 @@ def plan_held_tensors(plan: Plan, transforms: Transforms | None) -> Plan:
 def _place_outputs(
     apart: Mapping[str, tuple[OutputTensor, ...]], files: Sequence[OutputFile], first: int
 ) -> Iterator[TransformedTensor]:
-    """Yield where everything lies that is made of each tensor; the files that hold it begin with number `first`."""
+    """Yield each transformed tensor with the places of its outputs, which lie in the files from number `first` on."""
     places = {
         tensor.name: (index, slot, tensor)
         for index, file in enumerate(files[first:], start=first)
@@ -135,12 +135,12 @@ def _place_outputs(
 
 
 def _file_plan(file: OutputFile, made_of: Mapping[str, TransformedTensor], sources: Plan) -> FilePlan:
-    """Return what the manifest is to say of a file: each tensor is of the pieces of what it is made of."""
+    """Return the plan of a file for the manifest: each output refers to the pieces of its source tensor."""
     tensors = []
     for output in file.tensors:
         tensor = made_of[output.name]
         source = sources.files[tensor.number].tensors[0]
-        # What was compared counts once, however many tensors are made of it.
+        # The comparison of replicas counts once, however many outputs a source tensor has.
         is_first = output.name == tensor.outputs[0].name
         replicas = source.replicas if is_first else _make_empty(source.replicas)
         tensors.append(TensorPlan(output, source.source_dtype, source.copies, replicas, source.tied))
@@ -153,7 +153,7 @@ def _make_empty(copies: Copies) -> Copies:
 
 
 def _check_names(selection: Selection, told: Mapping[str, tuple[OutputTensor, ...]]) -> None:
-    """Refuse a name that two tensors would have."""
+    """Refuse a name that two tensors would share."""
     owners: dict[str, str] = {output.name: "" for output in selection.outputs if output.name not in told}
     owners |= {name: f"{target}, which it is tied to" for target, names in selection.tied.items() for name in names}
     for source, outputs in told.items():

@@ -1,4 +1,4 @@
-"""Transforms: a caller's function on whole tensors; what it makes is learnt on meta tensors before any value moves."""
+"""Transforms: a caller's function on whole tensors. Meta tensors reveal its outputs before any value moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Transform", "apply_transform", "probe_outputs"]
 
 Transform: TypeAlias = "Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]"
-"""(Name, whole tensor) -> tensors by name."""
+"""Function of a name and a whole tensor that returns tensors by name."""
 
 _NEXT_STEP = "let names, shapes and dtypes follow from those of the tensor alone; where values are looked at, as by "
 _NEXT_STEP += "item() or an if, leave that out if tensor.is_meta, "
@@ -27,26 +27,26 @@ _NEXT_STEP += "and return a new tensor: {name: the same one} copies"
 def probe_outputs(
     transform: Transform, name: str, dtype: str, shape: tuple[int, ...]
 ) -> tuple[OutputTensor, ...] | None:
-    """Return what a transform makes of a tensor of that kind, by what it makes of a meta tensor.
+    """Return the outputs of a transform for a tensor of that kind, learnt from a call with a meta tensor.
 
     Args:
         transform: the caller's function.
-        name: of the tensor.
+        name: the tensor's name.
         dtype: safetensors name of its element type.
-        shape: global shape.
+        shape: its global shape.
 
     Returns:
-        None where it gives the tensor itself, and nothing else, back; nothing where it leaves it out.
+        None if it returns the tensor itself and nothing else; an empty tuple if it leaves the tensor out.
 
     Raises:
-        UsageError: it cannot be called so, or returns what no folder holds.
+        UsageError: the call fails, or it returns a value that no folder can hold.
     """
     import torch
 
     from xrank.decisions.change_watch import ChangeWatch
 
     try:
-        # Not in the caller's inference mode, where changes in place are not counted.
+        # Inference mode does not count changes in place, so leave the caller's.
         with torch.inference_mode(False), torch.no_grad():
             tensor = torch.empty(shape, dtype=getattr(torch, dtypes.dtype(dtype).torch_name), device="meta")
             watch = ChangeWatch(tensor)
@@ -64,7 +64,7 @@ def probe_outputs(
     outputs = tuple(
         OutputTensor(*_kind(name, key, value)) for key, value in _check_outputs(name, made, is_probe=True).items()
     )
-    # What was changed in place is not the tensor that the ranks hold.
+    # A tensor changed in place is not the one that the ranks hold.
     if set(made) == {name} and made[name] is tensor and not watch.has_changed:
         return None
     return outputs
@@ -73,10 +73,10 @@ def probe_outputs(
 def apply_transform(
     transform: Transform, name: str, tensor: torch.Tensor, outputs: tuple[OutputTensor, ...]
 ) -> list[torch.Tensor]:
-    """Return what a transform makes of a tensor, in the order of `outputs`, which it told.
+    """Return the tensors that a transform makes of a tensor, in the order of `outputs`, which the probe returned.
 
     Raises:
-        UsageError: it makes something else now. What it raises itself goes on, with a note that names the tensor.
+        UsageError: its outputs differ from the probe's. Its own exceptions propagate with a note that names the tensor.
     """
     import torch
 
@@ -115,7 +115,7 @@ def _check_outputs(name: str, made: object, *, is_probe: bool = False) -> Mappin
 
 
 def _fault(value: object, *, is_probe: bool) -> str | None:
-    """Return what a value is that is no dense tensor in memory; of what is told, a meta tensor is as good."""
+    """Describe a value that is not a dense tensor in memory; None if it is one. A probe also accepts meta tensors."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -127,7 +127,7 @@ def _fault(value: object, *, is_probe: bool) -> str | None:
         return f"a tensor that is {kind}"
     if not has_memory(value):
         return "a tensor whose storage was freed"
-    # DTensors, and others that hold their values in further tensors, only say how large their storage would be.
+    # DTensors, and others that hold their values in further tensors, only report the size of their storage.
     return f"a {type(value).__name__} without memory" if value.numel() and not value.data_ptr() else None
 
 
