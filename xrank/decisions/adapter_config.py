@@ -1,4 +1,4 @@
-"""What an adapter's tensors do not say, rank, alpha and kind: adapter_config.json, as PEFT writes it, or completed."""
+"""Rank, alpha and kind of an adapter, which its tensors lack: adapter_config.json, as PEFT writes it, or completed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xrank.readers.checkpoint_folders import find_checkpoint_folders
 __all__ = ["CONFIG_NAME", "AdapterConfig", "check_ranks", "find_config", "parse_adapter_config"]
 
 CONFIG_NAME = "adapter_config.json"
-# verl leaves the first beside its states, older versions the other (verl/utils/checkpoint/fsdp_checkpoint_manager.py).
+# verl writes the first beside its states, older versions the other (verl/utils/checkpoint/fsdp_checkpoint_manager.py).
 _PLACES = (CONFIG_NAME, os.path.join("lora_adapter", CONFIG_NAME), "lora_train_meta.json")
 _NEXT_STEP = either(
     f"give {option('adapter_config', metavar='FILE')}: PEFT's adapter_config.json, or a JSON object with r and "
@@ -30,26 +30,26 @@ _TRAINED_WITH = either(
     f"give the configuration that this adapter was trained with as {option('adapter_config')}",
     needs("model_or_state_dict", "give a PeftModel with the configuration that its adapter was trained with"),
 )
-# They change the base's weights before training, which a state then holds changed (peft/tuners/lora/layer.py:
-# update_layer); an adapter saved with those weights is loaded as any other.
+# They change the base's weights before training, and a state contains the changed weights (peft/tuners/lora/layer.py:
+# update_layer). An adapter that was saved with those weights loads as any other.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The content of an adapter_config.json, its numbers and patterns checked."""
+    """The content of an adapter_config.json, with checked numbers and patterns."""
 
     values: Mapping[str, Any]
     path: str
     is_completed: bool
-    """Whether the file says rank and alpha, and the rest follows from names and shapes."""
+    """Whether the file gives only rank and alpha, and the rest follows from names and shapes."""
 
     def rank_of(self, module: str) -> int:
-        """Return the rank that a module's pair has."""
+        """Return the rank of a module's pair."""
         return int(self._look_up(module, "rank_pattern", "r"))
 
     def scale_of(self, module: str) -> float:
-        """Return what B @ A is multiplied by (peft/tuners/lora/layer.py: update_layer)."""
+        """Return the factor of B @ A (peft/tuners/lora/layer.py: update_layer)."""
         rank, alpha = self.rank_of(module), self._look_up(module, "alpha_pattern", "lora_alpha")
         return alpha / math.sqrt(rank) if self.values.get("use_rslora") else alpha / rank
 
@@ -64,7 +64,7 @@ class AdapterConfig:
         """Return the file to write beside the adapter, as PEFT writes it (peft/config.py: save_pretrained).
 
         Args:
-            has_own_base: whether the base model is written as the source holds it.
+            has_own_base: whether the output contains the base model as the source holds it.
         """
         values = dict(self.values)
         if has_own_base and _changes_base(values):
@@ -72,7 +72,7 @@ class AdapterConfig:
         return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
     def notes(self, *, has_own_base: bool) -> list[tuple[str, str]]:
-        """Return what the report says of the file."""
+        """Return the report's notes on the file."""
         found = []
         if self.is_completed:
             says = f"{os.path.basename(self.path)} says r {self.values['r']} and lora_alpha {self.values['lora_alpha']}"
@@ -94,18 +94,18 @@ def _changes_base(values: Mapping[str, Any]) -> bool:
 def find_config(
     given: str | os.PathLike[str] | None, place: str, names: AdapterNames, shapes: Mapping[str, Sequence[int]]
 ) -> AdapterConfig:
-    """Return the adapter's configuration: the one given, else what lies in the source, or in its checkpoint's root.
+    """Return the adapter's configuration: the given file, else the file in the source, or in its checkpoint's root.
 
     Args:
-        given: a file.
-        place: the source.
-        names: the adapter's.
-        shapes: of the source's tensors.
+        given: path of a configuration file; None: search for one.
+        place: path of the source.
+        names: names of the adapter's tensors.
+        shapes: shapes of the source's tensors by name.
 
     Raises:
-        UsageError: there is none, or it lacks what must be known, or is of no LoRA.
-        CorruptError: it is no JSON object, or its values are not what PEFT writes.
-        ContradictionError: it and the adapter's tensors disagree.
+        UsageError: there is no configuration, or it lacks a required value, or it is not a LoRA's.
+        CorruptError: the file is not a JSON object, or PEFT does not write such values.
+        ContradictionError: the configuration and the adapter's tensors disagree.
     """
     path = os.fspath(given) if given is not None else _find_file(find_checkpoint_folders(place, place))
     try:
@@ -122,18 +122,18 @@ def find_config(
 def parse_adapter_config(
     values: Mapping[str, Any], path: str, names: AdapterNames, shapes: Mapping[str, Sequence[int]]
 ) -> AdapterConfig:
-    """Return the content of an adapter_config.json as the configuration of these tensors.
+    """Parse the content of an adapter_config.json as the configuration of these tensors.
 
     Args:
         values: the content.
-        path: of the file; or, of what lies in no file, what errors call it.
-        names: the adapter's.
-        shapes: of the source's tensors.
+        path: path of the file; without a file, the name of the content in errors.
+        names: names of the adapter's tensors.
+        shapes: shapes of the source's tensors by name.
 
     Raises:
-        UsageError: it lacks what must be known, or is of no LoRA.
-        CorruptError: its values are not what PEFT writes.
-        ContradictionError: it and the adapter's tensors disagree.
+        UsageError: the content lacks a required value, or is not a LoRA's.
+        CorruptError: PEFT does not write such values.
+        ContradictionError: the content and the adapter's tensors disagree.
     """
     missing = [key for key in ("r", "lora_alpha") if values.get(key) is None]
     if missing or values.get("peft_type", "LORA") != "LORA":
@@ -177,7 +177,7 @@ def _find_file(folders: Sequence[str]) -> str:
 
 
 def _check(values: Mapping[str, Any], path: str) -> None:
-    """Check the kinds of what is calculated with."""
+    """Check the types of the values that enter calculations."""
     numbers = {
         "r": [values["r"]],
         "lora_alpha": [values["lora_alpha"]],
@@ -213,10 +213,10 @@ def _wrong(path: str, key: str, got: object, want: str) -> CorruptError:
 
 
 def check_ranks(config: AdapterConfig, pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Check that every pair has the rank that the configuration says.
+    """Check that every pair has its rank from the configuration.
 
     Raises:
-        ContradictionError: one has another, or its halves do not fit each other.
+        ContradictionError: a pair has another rank, or its halves do not fit each other.
     """
     for pair in pairs:
         a, b = shapes[pair.a], shapes[pair.b]
@@ -233,10 +233,10 @@ def check_ranks(config: AdapterConfig, pairs: Sequence[Pair], shapes: Mapping[st
 
 
 def _complete(values: Mapping[str, Any], names: AdapterNames, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return a whole configuration: PEFT's defaults, and what names and shapes say."""
+    """Return a whole configuration from PEFT's defaults and from names and shapes."""
     adapted = {pair.module for pair in names.pairs}
     last = {module.rpartition(".")[2] for module in adapted}
-    # PEFT adapts every module that ends so; where others do, too, only whole paths say which.
+    # PEFT adapts every module with such an ending. If unadapted modules share an ending, only whole paths are exact.
     also = {module for module in names.modules if module.rpartition(".")[2] in last} - adapted
     trained = {name.rpartition(".")[0] for name in names.trained}
     return {

@@ -1,4 +1,4 @@
-"""Which tensors of a source are a LoRA adapter's, by the names that PEFT gives them, and which are the base model's.
+"""Sorting of a source's tensors into a LoRA adapter's and the base model's, by the names that PEFT gives them.
 
 base_model.model.<module>.base_layer.weight             the base's (peft/tuners/tuners_utils.py: BaseTunerLayer)
 base_model.model.<module>.lora_A.<adapter>.weight       [r, in]; lora_B [out, r] (peft/tuners/lora/layer.py: Linear)
@@ -7,7 +7,7 @@ base_model.model.<module>.lora_magnitude_vector.<adapter>.weight    DoRA's
 base_model.model.<module>.modules_to_save.<adapter>.weight          trained whole, in place of
 base_model.model.<module>.original_module.weight                    (peft/utils/other.py: ModulesToSaveWrapper)
 
-What PEFT saves as a folder has neither the adapter's name nor "modules_to_save" in it
+The names in a folder that PEFT saves contain neither the adapter's name nor "modules_to_save"
 (peft/utils/save_and_load.py: get_peft_model_state_dict).
 """
 
@@ -27,50 +27,50 @@ _TRAINED = re.compile(r"(.+)\.modules_to_save\.([^.]+)\.(.+)")
 _ORIGINAL = re.compile(r"(.+)\.original_module\.(.+)")
 _MARKS = (".lora_", ".modules_to_save.")
 _BASE = ".base_layer."
-# Of every tuner (peft/tuners); of prompt learning (peft/peft_model.py, peft/utils/save_and_load.py).
+# Every tuner gives the first (peft/tuners), prompt learning the rest (peft/peft_model.py, peft/utils/save_and_load.py).
 _PEFTS = re.compile(rf"{re.escape(PREFIX)}|prompt_encoder\.|prompt_embeddings$")
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A module's adapter; all but `module` are names in the source."""
+    """A module's adapter; all fields but `module` are names in the source."""
 
     module: str
-    """As the base model names it."""
+    """The module's name in the base model."""
     a: str
     b: str
     is_embedding: bool = False
     magnitude: str | None = None
-    """DoRA's."""
+    """Name of DoRA's magnitude vector."""
     biases: tuple[str, ...] = ()
-    """Of lora_A and lora_B."""
+    """Names of the biases of lora_A and lora_B."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterNames:
-    """What the names of a source say of the one adapter in it."""
+    """The one adapter in a source, as far as the source's names describe it."""
 
     adapter: str | None
-    """Its name; None where the names do not say it, as in a folder that PEFT saved."""
+    """The adapter's name; None where the tensors' names lack it, as in a folder that PEFT saved."""
     pairs: tuple[Pair, ...]
     saved: Mapping[str, str]
-    """Name in the source -> name in a PEFT folder, of everything that is the adapter's."""
+    """Name in the source -> name in a PEFT folder, for each tensor of the adapter."""
     base: Mapping[str, str]
-    """Name in the source -> name in the base model, of everything else."""
+    """Name in the source -> name in the base model, for each other tensor."""
     trained: Mapping[str, str] = field(default_factory=dict)
-    """Name in the base model -> name in the source, of what was trained whole beside the original (modules_to_save)."""
+    """Name in the base model -> name in the source, of tensors trained whole beside the original (modules_to_save)."""
 
     @property
     def modules(self) -> frozenset[str]:
-        """The base model's modules that hold tensors here."""
+        """The base model's modules that have tensors in this source."""
         return frozenset(name.rpartition(".")[0] for name in self.base.values())
 
     @property
     def is_alone(self) -> bool:
-        """Whether the source holds no base model, but what PEFT saves of one.
+        """Whether the source does not hold a base model, but only the part of one that PEFT saves.
 
-        That may be the base of adapted embeddings (peft/utils/save_and_load.py: save_embedding_layers): the other
-        modules say it, if there are any.
+        That part may be the base of adapted embeddings (peft/utils/save_and_load.py: save_embedding_layers). The
+        other modules decide, if there are any.
         """
         if not self.pairs:
             return not self.base
@@ -82,17 +82,17 @@ class AdapterNames:
 
 
 def find_adapter(names: Sequence[str], path: str, own: Collection[str] = ()) -> AdapterNames | None:
-    """Return what of these names is a LoRA adapter's; None where none is.
+    """Find the names that are a LoRA adapter's; return None if there are none.
 
     Args:
-        names: of the source's tensors.
-        path: of the source, for errors.
-        own: names that are the model's own, whatever they look like.
+        names: names of the source's tensors.
+        path: path of the source, for errors.
+        own: names that are the model's own, even if they look like an adapter's.
 
     Raises:
         ContradictionError: half of a pair, or all of it, is missing.
         ContradictionError: two names mean one tensor of the base model.
-        UsageError: there are several adapters, or an adapter's tensor is of no kind that is known.
+        UsageError: there are several adapters, or an adapter's tensor is of an unknown kind.
     """
     marked = [name for name in names if any(mark in name for mark in _MARKS) and name not in own]
     if not marked:
@@ -101,7 +101,7 @@ def find_adapter(names: Sequence[str], path: str, own: Collection[str] = ()) -> 
 
 
 def refuse_other_kinds(names: Iterable[str], path: str, own: Collection[str] = ()) -> None:
-    """Refuse what PEFT made of a model in which `find_adapter` found no LoRA: no model has such names.
+    """Refuse a PEFT model in which `find_adapter` found no LoRA: a plain model does not have such names.
 
     Raises:
         UsageError: there is a name that only PEFT gives.
@@ -147,7 +147,7 @@ class _Sorting:
         return AdapterNames(next(iter(self._adapters)), pairs, self._saved, self._base, self._trained)
 
     def _take(self, name: str) -> None:
-        """Sort a name that is the adapter's."""
+        """Sort one of the adapter's names."""
         whole = _TRAINED.fullmatch(name)
         if whole is not None and ".lora_" not in name:
             module, adapter, rest = _bare(whole[1]), whole[2], whole[3]
@@ -190,7 +190,7 @@ class _Sorting:
         )
 
     def _base_names(self, names: Iterable[str], modules: Collection[str]) -> dict[str, str]:
-        """Return the base model's tensors under its own names."""
+        """Map the base model's tensors to its own names."""
         found: dict[str, str] = {}
         taken: dict[str, str] = {}
         for name in names:
@@ -238,13 +238,13 @@ def _bare(name: str) -> str:
 
 
 def _adapter_and_leaf(kind: str, rest: str | None) -> tuple[str | None, str] | None:
-    """Return the adapter's name, if it is said, and how a PEFT folder ends the tensor's name; None if it is none."""
+    """Return the adapter's name, if present, and the ending of the name in a PEFT folder; None for other names."""
     pieces = rest.split(".") if rest else []
     if kind in ("A", "B"):
         if pieces and pieces[-1] in ("weight", "bias") and len(pieces) <= 2:
             return (pieces[0] if len(pieces) == 2 else None), f".{pieces[-1]}"
         return None
-    # PEFT's folders keep the older form of DoRA's names, without "weight" (peft/tuners/lora/model.py).
+    # PEFT's folders contain the older form of DoRA's names, without "weight" (peft/tuners/lora/model.py).
     if kind == "magnitude_vector" and pieces[-1:] == ["weight"]:
         pieces.pop()
     return (pieces[0] if pieces else None, "") if len(pieces) <= 1 else None

@@ -21,10 +21,10 @@ from xrank.words import list_text
 __all__ = ["FOLDER", "WEIGHTS_NAME", "Adapted", "adapt", "adapter_beside", "check_ties", "describe_merges"]
 
 FOLDER = "adapter/"
-"""Where in the output an adapter lies that is kept apart."""
-# peft/utils/constants.py: SAFETENSORSWEIGHTS_NAME; PEFT reads no other name, and one file only.
+"""Folder in the output for an adapter that is kept apart."""
+# peft/utils/constants.py: SAFETENSORSWEIGHTS_NAME; PEFT reads one file only, under this name.
 WEIGHTS_NAME = "adapter_model.safetensors"
-# What these say is no W + scale * (B @ A) (peft/tuners/lora/variants.py, layer.py, model.py).
+# With these options the result is not W + scale * (B @ A) (peft/tuners/lora/variants.py, layer.py, model.py).
 _NOT_PLAIN = (
     *("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "layer_replication"),
     *("target_parameters", "trainable_token_indices", "arrow_config", "kasa_config", "monteclora_config"),
@@ -37,33 +37,33 @@ _BESIDE = ("adapter_model.safetensors", "adapter_model.bin")
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """A source with an adapter, as it is to be written."""
+    """A source with an adapter, in the form of the output."""
 
     source: StoredModel
-    """Its shards under their names in the output; what is merged into others is in `factors`."""
+    """The source's shards under their names in the output; `factors` has the shards that are merged into others."""
     factors: tuple[StoredShard, ...] = ()
-    """Under their names in the source."""
+    """Shards that are merged into others, under their names in the source."""
     updates: Mapping[str, LowRank] | None = None
-    """Name in the output -> what is added to it."""
+    """Name in the output -> the update that is added to the tensor."""
     own: frozenset[str] = frozenset()
-    """Names of `source` that are the adapter's, for a file of its own."""
+    """Names in `source` that are the adapter's, for a file of its own."""
     folder: str = ""
-    """Where in the output that file lies; with `is_alone` it is the only one."""
+    """Folder of that file in the output; with `is_alone` it is the only file."""
     is_alone: bool = False
-    """Whether there is no base model."""
+    """Whether the source lacks a base model."""
     config_text: str | None = None
     """The adapter_config.json to write."""
     notes: tuple[tuple[str, str], ...] = ()
     renamed: Mapping[str, str] | None = None
-    """Name in the source -> name in the output, of the base model."""
+    """Name in the source -> name in the output, for the base model's tensors."""
 
     def new_name(self, name: str) -> str:
-        """Return the name in the output of a tensor of the base model."""
+        """Return the name of a base model's tensor in the output."""
         return (self.renamed or {}).get(name, name)
 
     @property
     def base(self) -> StoredModel:
-        """The source without what is the adapter's: what a recipe may know."""
+        """The source without the adapter's tensors: the part that a recipe may know."""
         return replace(self.source, shards=tuple(shard for shard in self.source.shards if shard.name not in self.own))
 
     @property
@@ -86,20 +86,20 @@ def adapt(
     names: AdapterNames | None = None,
     config: AdapterConfig | None = None,
 ) -> Adapted | None:
-    """Return a source with its adapter kept apart or merged, as the options say; None where it has none.
+    """Return a source with its adapter kept apart or merged by the options; None for a source without an adapter.
 
     Args:
-        source: what the reader found.
-        options: the choice.
-        place: where the source is, for what lies beside it.
-        own: the base model's tensors by name: those are no adapter's, whatever their names look like.
-        names: what the names say of the adapter, where that is known; None: it is to be found.
-        config: the adapter's, where that is known; None: it is to be found.
+        source: the model that the reader found.
+        options: options with the choice to keep or merge.
+        place: path of the source, for the files beside it.
+        own: the base model's tensors by name; they are not an adapter's, even if their names look like it.
+        names: the adapter's names, where they are known; None: find them.
+        config: the adapter's configuration, where it is known; None: find it.
 
     Raises:
-        UsageError: there is an adapter and no choice; or the choice cannot be followed, or nothing is there to choose.
+        UsageError: an adapter without a choice, a choice without an adapter, or a choice that is not possible.
         ContradictionError: the adapter, its configuration and the base model do not fit each other, or a part of the
-            adapter, or of what it adapts, is missing.
+            adapter, or of its base, is missing.
     """
     if names is None:
         names = find_adapter([shard.name for shard in source.shards], source.path, own)
@@ -126,7 +126,7 @@ def adapt(
 
 
 def adapter_beside(place: str, read: Collection[str] = ()) -> list[tuple[str, str]]:
-    """Return what the report says of an adapter's files that lie in a source and are not among those `read`."""
+    """Return the report's notes on an adapter's files that lie in a source and are not among those `read`."""
     if not os.path.isdir(place):
         return []
     paths = [os.path.join(folder, name) for folder in ("", "lora_adapter", "adapter") for name in _BESIDE]
@@ -138,10 +138,10 @@ def adapter_beside(place: str, read: Collection[str] = ()) -> list[tuple[str, st
 
 
 def check_ties(adapted: Adapted, tied: Mapping[str, Sequence[str]]) -> None:
-    """Refuse to merge into one of two tied tensors: whether the other was to change with it, nothing says.
+    """Refuse to merge into one of two tied tensors: it is unknown whether the other should change with it.
 
     Raises:
-        UsageError: one of them has an adapter.
+        UsageError: one of the two has an adapter.
     """
     for target, others in tied.items():
         for name in (target, *others):
@@ -158,7 +158,7 @@ def check_ties(adapted: Adapted, tied: Mapping[str, Sequence[str]]) -> None:
 
 
 def describe_merges(plan: Plan) -> dict[str, str]:
-    """Return what was added to each tensor, as the manifest says it."""
+    """Describe the update that was added to each tensor, in the words of the manifest."""
     found = {}
     for tensor in plan.tensors:
         if tensor.update is not None:
@@ -183,7 +183,7 @@ def _choice_error(source: StoredModel, names: AdapterNames) -> UsageError:
 
 
 def _check_bases(source: StoredModel, names: AdapterNames) -> None:
-    """Check that every adapted module is there."""
+    """Check that the source has every adapted module."""
     modules = names.modules
     for pair in names.pairs:
         if pair.module not in modules:
@@ -198,7 +198,7 @@ def _check_bases(source: StoredModel, names: AdapterNames) -> None:
 
 
 def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> Adapted:
-    """Return the base model and a PEFT folder in it; of a source without a base model the folder alone."""
+    """Return the base model with a PEFT folder in it; for a source without a base model, the folder alone."""
     base = {name: PREFIX + name.removeprefix(PREFIX) for name in names.base} if names.is_alone else names.base
     renamed = {**base, **names.saved}
     notes = [
@@ -219,7 +219,7 @@ def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig) -
 
 
 def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> Adapted:
-    """Return the base model with what is to be added to its tensors."""
+    """Return the base model with the updates that its tensors get."""
     if names.is_alone:
         raise UsageError(
             f"{source.path} holds an adapter alone, and no model to merge it into",
@@ -261,7 +261,7 @@ def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> A
 
 
 def _with_names(source: StoredModel, renamed: Mapping[str, str]) -> StoredModel:
-    """Return the source with these tensors alone, under these names."""
+    """Return the source with only these tensors, under these names."""
     shards = tuple(replace(shard, name=renamed[shard.name]) for shard in source.shards if shard.name in renamed)
     aliases = {renamed[a]: renamed[b] for a, b in source.aliases.items() if a in renamed and b in renamed}
     return replace(source, shards=shards, aliases=aliases)
@@ -273,7 +273,7 @@ def _updates(
     base: Mapping[str, StoredShard],
     shards: Mapping[str, StoredShard],
 ) -> dict[str, LowRank]:
-    """Return, for each adapted weight, what is added to it."""
+    """Return the update of each adapted weight."""
     fits = {}
     for pair in names.pairs:
         weight = _weight_of(pair, base, shards)
@@ -299,7 +299,7 @@ def _updates(
 
 
 def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str, StoredShard]) -> StoredShard:
-    """Return the weight that a pair is added to; it and the pair can be calculated with."""
+    """Return the weight that a pair is added to, after a check that both allow the calculation."""
     name = f"{pair.module}.weight"
     weight = base.get(name)
     if weight is None or not dtypes.dtype(weight.dtype).is_float:
@@ -327,10 +327,10 @@ def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str,
 def _is_turned(
     module: str, fit: tuple[bool, bool], kinds: Collection[tuple[bool, bool]], config: AdapterConfig
 ) -> bool:
-    """Say whether a weight is stored [in, out]: by its shape, or, where it is square, as `kinds`, the others, are.
+    """Return whether a weight is stored [in, out]: by its shape, or, if it is square, by `kinds` of the other weights.
 
-    PEFT goes by the class of the layer, and changes fan_in_fan_out to what the last one was (peft/tuners/lora/model.py:
-    _create_new_module): where a model mixes both kinds, it says nothing of a square one.
+    PEFT decides by the layer's class and sets fan_in_fan_out to the value of the last layer (peft/tuners/lora/model.py:
+    _create_new_module): in a model with both kinds, that value does not describe a square weight.
     """
     straight, turned = fit
     if not straight:

@@ -15,15 +15,15 @@ __all__ = ["check_source", "describe_skipped_check"]
 
 
 def check_source(base: BaseModel, model: StoredModel, config: Mapping[str, Any] | None) -> str | None:
-    """Check a source's names and shapes; return the checked facts in words, or None (see `describe_skipped_check`).
+    """Check a source's names and shapes; return the checked facts as text, or None (see `describe_skipped_check`).
 
     Args:
         base: the base model.
-        model: under the names that a gather would write.
+        model: the source, under the names that a gather would write.
         config: the model's config.json, which decides whether the head is tied.
 
     Raises:
-        ContradictionError: as `check_against`.
+        ContradictionError: as for `check_against`.
     """
     names = [shard.name for shard in model.shards]
     if find_adapter(names, model.path, base.tensors) is not None:
@@ -38,7 +38,7 @@ def describe_skipped_check(base: BaseModel, path: str) -> tuple[str, str]:
 
     Args:
         base: the base model.
-        path: of the source.
+        path: path of the source.
     """
     if not base.tensors:
         return "base-model", f"{base.path} holds no safetensors weights: names and shapes were not compared with it"

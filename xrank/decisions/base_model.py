@@ -24,7 +24,7 @@ _MAX_CONFIG_NBYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """A model folder that says what the result looks like."""
+    """A model folder that defines the names and shapes of the result."""
 
     path: str
     companions: tuple[CompanionFile, ...]
@@ -34,10 +34,10 @@ class BaseModel:
 
 
 def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
-    """Return the base model in a folder, or in the local Hugging Face cache where `name` is an ID.
+    """Open the base model in a folder, or in the local Hugging Face cache where `name` is an ID.
 
     Raises:
-        UsageError: neither a folder nor in the cache, where nothing is downloaded to; or no model's folder.
+        UsageError: `name` is neither a folder nor in the cache (xrank downloads nothing), or not a model's folder.
         CorruptError, ContradictionError, IncompleteError: its files are damaged or disagree.
     """
     text = os.fspath(name)
@@ -67,11 +67,11 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
 
 
 def read_config(path: str) -> Mapping[str, Any]:
-    """Return the object in a config.json.
+    """Read the JSON object in a config.json.
 
     Raises:
-        CorruptError: it is not a JSON object in a regular file, or too large for one of a model.
-        IncompleteError, UsageError: it is not there, or may not be read.
+        CorruptError: it is not a JSON object in a regular file, or too large for a model's config.
+        IncompleteError, UsageError: the file is missing, or the user may not read it.
     """
     with open_regular(path) as file:
         if file.nbytes > _MAX_CONFIG_NBYTES:
@@ -89,7 +89,7 @@ def read_config(path: str) -> Mapping[str, Any]:
 
 
 def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[str], tied: set[str]) -> str | None:
-    """Check that a result has the base model's names and shapes; return what was checked, in words.
+    """Check that a result has the base model's names and shapes; return the checked facts as text.
 
     Args:
         base: the base model.

@@ -1,4 +1,4 @@
-"""Whether a body changes a tensor, also where torch does not count that: through ``.data``, say; no value is read."""
+"""Detection of changes to a tensor, also those that torch does not count, as through ``.data``; reads no values."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ __all__ = ["ChangeWatch"]
 
 
 class ChangeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes in its body who writes to a tensor's storage, under whatever name, and whether the tensor gets another."""
+    """Notes writes to a tensor's storage in its body, under any name, and whether the tensor gets another storage."""
 
-    # What such an operator runs comes here again, one by one.
+    # The operators that such an operator runs come here again, one by one.
     supports_higher_order_operators = True
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tensor = tensor
-        self._storage = tensor.untyped_storage()  # held, so that no other gets its address
+        self._storage = tensor.untyped_storage()  # a reference, so that no other storage gets its address
         self._place = _place(tensor)
         self._is_written = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let what is compiled run compiled, as it does without a watch."""
+        """Let compiled code run compiled, as it does without a watch."""
         return True
 
     @property
     def has_changed(self) -> bool:
-        """Whether the tensor is no longer what it was before the body."""
+        """Whether the body wrote to the tensor's storage, or replaced its storage, dtype or shape."""
         return self._is_written or _place(self._tensor) != self._place
 
     def __torch_dispatch__(
@@ -51,6 +51,6 @@ class ChangeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return where a tensor's elements are, and how often torch counted a change of them."""
+    """Return the location of a tensor's elements, and the number of changes that torch counted."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version

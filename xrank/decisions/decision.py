@@ -1,6 +1,6 @@
-"""What a conversion decides about a source before it plans: adapters, recipe, names, dtypes, ties, small files.
+"""Decisions of a conversion about a source before it plans: adapters, recipe, names, dtypes, ties, small files.
 
-Every conversion decides here, by one function, whatever its source is and whatever it makes.
+Every conversion decides here, by one function, for every source and every purpose.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Decision", "Purpose", "Request", "decide", "renames_adapted"]
 
 
 class Purpose(Enum):
-    """What a conversion makes of a source; each purpose names tensors in its own way."""
+    """The product of a conversion; each purpose names tensors in its own way."""
 
     MODEL = "a model folder, under Hugging Face's names"
     STATES = "states of ranks, under the source's names unless a recipe is asked for, in either direction"
@@ -42,14 +42,14 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What the caller asks for."""
+    """The caller's choices for a conversion."""
 
     purpose: Purpose
     options: GatherOptions = field(default_factory=GatherOptions)
     recipe: str | os.PathLike[str] | None = None
     """Name of a shipped recipe, a recipe file, or ``"none"``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Tied name -> the name it is written under, from a layout file."""
+    """Tied name -> name of the tensor that is written for it, from a layout file."""
     config_overrides: Mapping[str, Any] | None = None
     """Additional content of config.json."""
     module_names: Collection[str] = ()
@@ -58,19 +58,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """What becomes of a source; nothing is planned or read yet."""
+    """The decided output of a source; no tensor is planned or read yet."""
 
     found: FoundSource
     source: StoredModel
     """The model under its new names."""
     options: GatherOptions
-    """The caller's, with the names that the recipe keeps in fp32."""
+    """The caller's options, with the names that the recipe keeps in fp32."""
     base: BaseModel | None
-    """The base model to compare with; None also for an adapter alone."""
+    """The base model to compare with; also None for an adapter alone."""
     matched: Match | None
-    """The recipe that gave the names, and how it fits."""
+    """The recipe that gave the names, and its match with the source."""
     adapted: Adapted | None
-    """What becomes of an adapter, where the source has one."""
+    """The source with its adapter kept apart or merged; None for a source without an adapter."""
     selection: Selection
     """The tensors to write, their dtypes and ties."""
     small: SmallFiles
@@ -83,22 +83,22 @@ class Decision:
 
     @property
     def padded_names(self) -> frozenset[str]:
-        """Names of tensors in which rows of padding may follow, as trainers pad a vocabulary."""
+        """Names of tensors that may end with rows of padding, as trainers pad a vocabulary."""
         return frozenset() if self.matched is None else find_padded_names(self.matched, self.source)
 
 
 def decide(found: FoundSource, request: Request, base: BaseModel | None = None) -> Decision:
-    """Return what becomes of a source; reads small files alone.
+    """Decide the output of a source; read small files only.
 
     Args:
         found: the source under its own names.
-        request: what the caller asks for.
+        request: the caller's choices.
         base: the base model, if one is named.
 
     Raises:
-        UsageError, LayoutError: the request must change: no recipe fits, a pattern matches nothing, a choice is open.
+        UsageError, LayoutError: the request must change: no recipe fits, a pattern has no match, a choice is missing.
         IncompleteError, ContradictionError: adapter, recipe, config and tensors do not fit each other.
-        UnsafeError: a tensor's name holds control characters or a path's way up.
+        UnsafeError: a tensor's name contains control characters or a step up in a path.
     """
     is_selected = request.purpose in (Purpose.MODEL, Purpose.STATES)
     adapted = _adapt(found, request.options, base) if request.purpose is Purpose.MODEL else None
@@ -112,7 +112,7 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     if not is_selected:
         return Decision(found, stored, options, base, matched, adapted, keep_all(stored), SmallFiles())
     if request.purpose is Purpose.STATES:
-        # A base model gives states small files only, and no config ties what the layout file does not.
+        # A base model gives states only small files; a config does not tie tensors that the layout file leaves untied.
         selection = select(stored, options, None, None, request.aliases)
         return Decision(found, stored, options, base, matched, adapted, selection, SmallFiles())
     selection = select(
@@ -136,7 +136,7 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
 
 
 def _match(found: FoundSource, stored: StoredModel, request: Request) -> Match | None:
-    """Return how a recipe fits; None where the names stay."""
+    """Match a recipe with the source; return None where the names stay."""
     if request.purpose is Purpose.STATES:
         return match_asked_recipe(stored, request.recipe)
     if request.purpose is Purpose.MODULE:
@@ -151,7 +151,7 @@ def _match(found: FoundSource, stored: StoredModel, request: Request) -> Match |
 
 
 def _rename_aliases(aliases: Mapping[str, str], found: FoundSource, adapted: Adapted | None) -> dict[str, str]:
-    """Return aliases under the names that the tensors have by now."""
+    """Return aliases under the present names of the tensors."""
     plain = found.plain_names
     renamed = {plain.get(name, name): plain.get(target, target) for name, target in aliases.items()}
     if adapted is None:
@@ -160,7 +160,7 @@ def _rename_aliases(aliases: Mapping[str, str], found: FoundSource, adapted: Ada
 
 
 def renames_adapted(source: StoredModel, matched: Match) -> UsageError:
-    """Return the refusal of a recipe that would rename what an adapter in the source is for."""
+    """Return the error for a recipe that would rename tensors which an adapter in the source adapts."""
     return UsageError(
         f"{source.path} holds an adapter of tensors that the recipe {matched.recipe.name} would rename",
         file=source.path,
@@ -171,7 +171,7 @@ def renames_adapted(source: StoredModel, matched: Match) -> UsageError:
 
 
 def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -> Adapted | None:
-    """Return the source with its adapter kept apart or merged; errors as `adapt`."""
+    """Return the source with its adapter kept apart or merged. Errors are those of `adapt`."""
     if found.own is not None:
         return _adapt_live(found.model, options, found.own, base)
     assert found.place is not None
@@ -179,7 +179,7 @@ def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -
 
 
 def _adapt_live(stored: StoredModel, options: GatherOptions, own: OwnConfig, base: BaseModel | None) -> Adapted | None:
-    """Return a live model with its adapter kept apart or merged; errors as `adapt`."""
+    """Return a live model with its adapter kept apart or merged. Errors are those of `adapt`."""
     known = base.tensors if base is not None else {}
     names = find_adapter([shard.name for shard in stored.shards], stored.path, known)
     if names is not None and options.adapter is None:

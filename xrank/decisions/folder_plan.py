@@ -1,4 +1,4 @@
-"""The plan of a model folder: a source found, its output decided, the proof made; no byte of a tensor is read yet."""
+"""The plan of a model folder: find a source, decide its output, prove the plan; no byte of a tensor is read."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ _AS_IN_MEMORY = (
 
 @dataclass(frozen=True, eq=False)
 class FolderPlan:
-    """A model folder that is planned and proven; nothing is written yet."""
+    """A planned and proven model folder; nothing is written yet."""
 
     decision: Decision
     plan: Plan
     selection: Selection
-    """The tensors of the folder: those of the decision, or what a transform makes of them."""
+    """The tensors of the folder: those of the decision, or a transform's results."""
     checked_against_base: str | None
     notes: tuple[tuple[str, str], ...]
     own_texts: Mapping[str, str] = field(default_factory=dict)
-    """Further small files that are made here, by name."""
+    """Content of further small files that xrank makes, by name."""
     transforms: Transforms | None = None
     """The tensors of a live model that a caller's function replaces."""
 
     @property
     def options(self) -> GatherOptions:
-        """The options that decided."""
+        """The options of the decision."""
         return self.decision.options
 
     @property
@@ -78,7 +78,7 @@ class FolderPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Digest by which an interrupted output is known: the same source, options and output give the same."""
+        """Digest that identifies an interrupted output: the same source, options and output give the same digest."""
         return digest_of_plan(self.plan, self.options.replicas)
 
 
@@ -92,7 +92,7 @@ def plan_gather(
     workspace: bool = False,
     recipe: str | os.PathLike[str] | None = None,
 ) -> FolderPlan:
-    """Return the proven plan of a gather; reads metadata alone. Arguments and errors as `gather_checkpoint`."""
+    """Plan a gather and prove the plan; read only metadata. Arguments and errors are those of `gather_checkpoint`."""
     base = open_base_model(base_model) if base_model is not None else None
     given = layouts if isinstance(layouts, LayoutMap) or layouts is None else read_layouts(layouts)
     place, reader = (source, WORKSPACE.load()) if workspace else find_source(source, format_name=format_name)
@@ -113,20 +113,20 @@ def plan_export(
     config_overrides: Mapping[str, Any] | None = None,
     transform: Transform | None = None,
 ) -> FolderPlan:
-    """Return the proven plan of an export; arguments and errors as `xrank.conversion.export.export_model`.
+    """Plan an export and prove the plan. Errors are those of `xrank.conversion.export.export_model`.
 
     Args:
         stored: the parts of all ranks.
         options: the caller's choices.
         own: the knowledge of the module about itself.
         base_model: a model folder, or the ID of one in the local Hugging Face cache.
-        layouts: for their aliases.
-        recipe: from training names to Hugging Face's.
+        layouts: layouts, for their aliases.
+        recipe: recipe from training names to Hugging Face's.
         config_overrides: additional content of config.json.
-        transform: function of whole tensors; the base model's names and shapes are those before it.
+        transform: function of whole tensors; the comparison with the base model is before it.
     """
     base = open_base_model(base_model) if base_model is not None else None
-    _ = options.budget  # refuse too small buffers before any work
+    _ = options.budget  # refuses too small buffers before any work
     found = find_live_source(stored, own, base)
     aliases = layouts.aliases if layouts is not None else {}
     decision = decide(found, Request(Purpose.MODEL, options, recipe, aliases, config_overrides), base)
@@ -136,7 +136,7 @@ def plan_export(
 def _plan_output(
     decision: Decision, more_notes: Sequence[tuple[str, str]], transform: Transform | None = None
 ) -> FolderPlan:
-    """Return the proven plan of what was decided, checked against the base model."""
+    """Return the proven plan of a decision, after a check against the base model."""
     source, options, selection, adapted = decision.source, decision.options, decision.selection, decision.adapted
     transforms = None
     outputs = selection.outputs
@@ -169,7 +169,7 @@ def _plan_output(
 
 
 def _make_own_texts(decision: Decision) -> dict[str, str]:
-    """Return the small files that a live module makes, where the base model has none of their names."""
+    """Return the small files that a live module makes, where the base model lacks files of these names."""
     own = decision.found.own
     text = own.generation_text if own is not None and decision.is_model else None
     is_copied = any(companion.name == _GENERATION_NAME for companion in decision.small.companions)
@@ -198,10 +198,10 @@ def _live_notes(decision: Decision) -> Iterator[tuple[str, str]]:
 def _plan_with_adapter(
     adapted: Adapted, selection: Selection, outputs: Sequence[OutputTensor], options: GatherOptions
 ) -> Plan:
-    """Return the plan of the model's files, with what is merged into them, or of them and the adapter's own.
+    """Return the plan of the model's files with the adapter merged into them, or with the adapter's own file.
 
     Raises:
-        UsageError: as `check_ties`; IncompleteError, ContradictionError: as `make_plan`.
+        UsageError: as for `check_ties`; IncompleteError, ContradictionError: as for `make_plan`.
     """
     check_ties(adapted, selection.tied)
     own = [output for output in selection.outputs if output.name in adapted.own]
@@ -213,10 +213,10 @@ def _plan_with_adapter(
 
 
 def read_layouts(path: str | os.PathLike[str]) -> LayoutMap:
-    """Return the content of a layout file that the caller named.
+    """Read a layout file that the caller named.
 
     Raises:
-        LayoutError, UsageError: as `LayoutMap.read`.
+        LayoutError, UsageError: as for `LayoutMap.read`.
     """
     try:
         return LayoutMap.read(path)
@@ -226,7 +226,7 @@ def read_layouts(path: str | os.PathLike[str]) -> LayoutMap:
 
 
 def layout_notes(layouts: LayoutMap | None, stored: StoredModel) -> Sequence[tuple[str, str]]:
-    """Return what the report says of rules that decide for no tensor."""
+    """Return the report's notes on rules that do not decide for any tensor."""
     if layouts is None:
         return []
     unused = layouts.find_unused([shard.name for shard in stored.shards])

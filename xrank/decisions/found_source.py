@@ -1,4 +1,4 @@
-"""A source as it was found, in files or in memory, with the model's config and what lies beside it."""
+"""A source in files or in memory, with the model's config and the small files beside it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["FoundSource", "companions_of", "find_live_source", "read_found", "re
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundSource:
-    """A source under its own names: what a reader found in files, or what ranks hold in memory."""
+    """A source under its own names: tensors that a reader found in files, or that ranks hold in memory."""
 
     model: StoredModel
     config: Mapping[str, Any] | None
@@ -37,19 +37,19 @@ class FoundSource:
     companions: tuple[CompanionFile, ...] = ()
     """Small files beside the source."""
     notes: tuple[tuple[str, str], ...] = ()
-    """Notes on companions of one name, of which one was taken."""
+    """Notes on companions that share a name, so that only one is used."""
     place: str | None = None
-    """Path where the source was found; None: memory."""
+    """Path of the source; None: memory."""
     own: OwnConfig | None = None
     """The knowledge of a live module about itself; None: files."""
     plain_names: Mapping[str, str] = field(default_factory=dict)
-    """Name that a wrapper gave -> the model's own name, of a live model."""
+    """Name from a wrapper -> the model's own name, for a live model."""
     unsaved: tuple[str, ...] = ()
-    """Names of a live module's tensors that `save_pretrained` leaves out, and so does the source."""
+    """Names of a live module's tensors that `save_pretrained` leaves out, and therefore the source, too."""
 
 
 def read_source(path: str, *, base: BaseModel | None = None, layouts: LayoutMap | None = None) -> FoundSource:
-    """Read what lies at a path, from metadata alone. Errors are those of `find_source` and of readers."""
+    """Read the source at a path, only its metadata. Errors are those of `find_source` and of readers."""
     place, reader = find_source(path)
     return read_found(path, place, reader, base=base, layouts=layouts)
 
@@ -65,17 +65,17 @@ def read_found(
     for_layouts: bool = False,
     beside: tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]] | None = None,
 ) -> FoundSource:
-    """Read what lies where it was found, by its reader.
+    """Read a source at its place with the reader of its format.
 
     Args:
-        asked: what the user gave.
-        place: where it was found.
-        reader: of its format.
-        base: tells whole shapes, and the config where none lies beside the source.
-        layouts: for tensors that record none.
-        is_left_out: whether the caller will leave a tensor out, so that it need not be placed.
-        for_layouts: whether what ranks say of their layouts is wanted, and their config is not.
-        beside: what `companions_of` gave, where the caller has it; None: it is asked for here.
+        asked: the path from the user.
+        place: the path where the source was found.
+        reader: the reader of its format.
+        base: gives whole shapes, and the config if there is none beside the source.
+        layouts: layouts for tensors without a recorded layout.
+        is_left_out: returns whether the caller will leave a tensor out, so that it needs no layout.
+        for_layouts: whether the caller wants the layouts that ranks recorded, and not their config.
+        beside: the result of `companions_of`, where the caller has it; None: this function calls it.
     """
     companions, notes = companions_of(asked, place, reader) if beside is None else beside
     candidates = (*companions, *(base.companions if base is not None else ()))
@@ -98,12 +98,12 @@ def read_found(
 def companions_of(
     asked: str, place: str, reader: Reader
 ) -> tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]]:
-    """Return the companions of what was found at a place, and notes on those that were not taken.
+    """Return the companions of the source at a place, and notes on unused ones.
 
     Raises:
-        IncompleteError: one is a link to nothing.
+        IncompleteError: a companion is a broken link.
     """
-    # The states of a workspace hold a config, which one in a folder above does not overrule.
+    # The states of a workspace contain a config; a config in a folder above does not replace it.
     folders = (
         (place, os.path.join(place, "huggingface"))
         if reader.name == WORKSPACE.name
@@ -114,15 +114,15 @@ def companions_of(
 
 
 def find_live_source(stored: StoredModel, own: OwnConfig, base: BaseModel | None) -> FoundSource:
-    """Return what all ranks hold of a live model as a source, under the model's own names.
+    """Return the parts of a live model on all ranks as a source, under the model's own names.
 
     Args:
         stored: the parts of all ranks.
         own: the knowledge of the module about itself.
-        base: gives the config where it has one.
+        base: base model, which gives the config if it has one.
 
     Raises:
-        UsageError: a tensor without a name, or a placeholder of DeepSpeed's ZeRO-3.
+        UsageError: a tensor has an empty name, or is a placeholder of DeepSpeed's ZeRO-3.
     """
     config_path = next((c.path for c in base.companions if c.name == "config.json"), None) if base else None
     plain = plain_names([*(shard.name for shard in stored.shards), *stored.absent])
@@ -135,10 +135,10 @@ def find_live_source(stored: StoredModel, own: OwnConfig, base: BaseModel | None
 
 
 def _check_tensors(stored: StoredModel, base: BaseModel | None) -> None:
-    """Refuse tensors of no name, or of shape [0], as ZeRO-3 leaves them in a state dict of what it partitions.
+    """Refuse tensors without a name, or of shape [0], as ZeRO-3 leaves them in the state dict of a partitioned model.
 
     Raises:
-        UsageError: there are such tensors; of shape [0], and the base model has not the same.
+        UsageError: there are such tensors; for shape [0], unless the base model's tensor has it, too.
     """
     known = base.tensors if base is not None else {}
     for shard in stored.shards:

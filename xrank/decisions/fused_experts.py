@@ -1,7 +1,7 @@
-"""Experts that transformers fuses in memory: two tensors a layer, which become a few small ones for each expert.
+"""Experts that transformers fuses in memory: two tensors per layer, which become a few small ones for each expert.
 
-What is on the Hub, and what vLLM and others read, has one tensor for each expert's projection; `save_pretrained` takes
-apart what loading put together (transformers/core_model_loading.py: revert_weight_conversion). Recipes say how.
+Models on the Hub, which vLLM and others read, have one tensor for each expert's projection. `save_pretrained` splits
+the tensors that loading fused (transformers/core_model_loading.py: revert_weight_conversion). Recipes define the split.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _FUSED = ".experts.gate_up_proj"
 
 
 def match_fused(source: StoredModel, config: Mapping[str, Any] | None) -> Match | None:
-    """Return how the recipe of transformers' own form of a model fits; None where no experts are fused.
+    """Match the recipe of transformers' own form of a model; return None where no experts are fused.
 
-    Nothing is said of models whose experts the Hub has fused, too, or of which no recipe is known: names stay.
+    Models keep their names if their experts are fused on the Hub, too, or if xrank has no recipe for them.
 
     Raises:
         UsageError: there is a recipe for this kind of model, and it does not fit.
@@ -36,15 +36,15 @@ def match_fused(source: StoredModel, config: Mapping[str, Any] | None) -> Match 
 
 
 def match_apart(source: StoredModel, config: Mapping[str, Any] | None, names: Collection[str]) -> Match | None:
-    """Return how the same recipe, read backwards, fits a model folder; None where its experts need not be fused.
+    """Match the same recipe, in reverse, with a model folder; return None where its experts need no fusion.
 
     Args:
-        source: with Hugging Face's names.
-        config: its config.json.
-        names: those of the module that it is for.
+        source: the model folder, with Hugging Face's names.
+        config: the content of its config.json.
+        names: names in the module to fill.
 
     Raises:
-        UsageError: as `match_fused`.
+        UsageError: as for `match_fused`.
     """
     is_needed = _are_fused(names) and not _are_fused(shard.name for shard in source.shards)
     recipe = _recipe_of(config) if is_needed else None

@@ -13,14 +13,14 @@ __all__ = ["live_layouts"]
 
 
 def live_layouts(layouts: LayoutMap | str | os.PathLike[str] | None, mesh: Any) -> LayoutMap | None:
-    """Return the layouts, those without a mesh on that one.
+    """Return the given layouts; those without a mesh get the given mesh.
 
     Args:
         layouts: a map, or a layout file.
-        mesh: xrank's, with views or without, or torch's; None: the layouts have theirs.
+        mesh: xrank's mesh, with or without views, or torch's; None: the layouts have their own.
 
     Raises:
-        LayoutError, UsageError: as `LayoutMap.read`, or a layout does not fit the mesh.
+        LayoutError, UsageError: as for `LayoutMap.read`, or a layout does not fit the mesh.
     """
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else LayoutMap.read(layouts)
     if given is None or mesh is None or given.device_mesh is not None:

@@ -1,4 +1,4 @@
-"""Where layouts come from: a layout file, or what the states of a workspace record; a model folder is one piece."""
+"""Sources of layouts: a layout file, or the records in a workspace's states; a model folder is one piece."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LayoutSource:
-    """Layouts found at a path, and who holds what by them."""
+    """Layouts at a path, and the part of each tensor on each rank by them."""
 
     path: str
     format: str
     survey: Survey
     layouts: LayoutMap | None
-    """The content of a layout file; None for what ranks recorded."""
+    """The content of a layout file; None for layouts that ranks recorded."""
     stored: StoredModel | None = None
-    """What ranks left; None for a layout file."""
+    """The model that ranks saved; None for a layout file."""
     notes: tuple[tuple[str, str], ...] = ()
 
     def as_map(self) -> LayoutMap:
         """Return the layouts as a map, for a file to start from.
 
         Raises:
-            LayoutError: ranks recorded what no layout file can say.
+            LayoutError: ranks recorded a layout that a layout file cannot express.
         """
         if self.layouts is not None:
             return self.layouts
@@ -61,16 +61,16 @@ class LayoutSource:
 
 
 def is_layout_file(path: str) -> bool:
-    """Say whether a path is to be read as a layout file: a file that no rank and no model writer left."""
+    """Return whether a path is a layout file: a file that neither a rank nor a model writer wrote."""
     name = os.path.basename(path)
     return os.path.isfile(path) and rank_of(name) is None and not name.endswith(".safetensors")
 
 
 def read_source(path: str) -> LayoutSource:
-    """Return the layouts at a path: a layout file's, drawn as far as it tells sizes, or those that a source records.
+    """Read the layouts at a path: a layout file's, drawn as far as it has sizes, or those that a source records.
 
     Raises:
-        LayoutError, UsageError, IncompleteError, CorruptError, ...: as the reader of what lies there.
+        LayoutError, UsageError, IncompleteError, CorruptError, ...: as for the reader of the path's format.
     """
     if not is_layout_file(path):
         place, stored = read_stored(path)
@@ -78,7 +78,7 @@ def read_source(path: str) -> LayoutSource:
     layouts = read_layouts(path)
     shapes, untold = compute_shapes(layouts)
     found = survey(layouts, shapes)
-    # A rule whose sizes are not told decides for tensors that nobody has named.
+    # A rule without sizes is not unused: it decides for tensors that the file does not name.
     found = replace(found, unused=tuple(rule for rule in found.unused if rule not in untold))
     notes = tuple(
         ("no-shape", f"the rule {rule!r} = {found.rules[rule]} is not drawn: {reason}")
@@ -88,7 +88,7 @@ def read_source(path: str) -> LayoutSource:
 
 
 def read_stored(path: str, layouts: LayoutMap | None = None, base: BaseModel | None = None) -> tuple[str, StoredModel]:
-    """Return the source at a path, from metadata alone; where its ranks record no layouts, read by what is given."""
+    """Read the source at a path, only its metadata; `layouts` and `base` serve where its ranks record no layouts."""
     place, reader = find_source(path)
     try:
         return place, read_found(path, place, reader, for_layouts=True).model
@@ -103,7 +103,7 @@ def filter_tensors(found: Survey, pattern: str | None) -> Survey:
     """Return the survey of the tensors whose whole names a regular expression matches.
 
     Raises:
-        UsageError: it is none, or matches no tensor.
+        UsageError: the pattern is not a regular expression, or does not match any tensor.
     """
     if pattern is None:
         return found
@@ -133,17 +133,17 @@ def layouts_at(path: str, layouts: LayoutMap | None = None, base: BaseModel | No
 
     Args:
         path: a layout file, or a source.
-        layouts: for what a source does not record.
-        base: likewise, whole shapes.
+        layouts: layouts for tensors whose layout a source does not record.
+        base: base model, which gives whole shapes for such tensors.
 
     Raises:
-        LayoutError: ranks recorded what no layout file can say; else as `read_source`.
+        LayoutError: ranks recorded a layout that a layout file cannot express; else as for `read_source`.
     """
     return read_layouts(path) if is_layout_file(path) else make_layout_map(read_stored(path, layouts, base)[1])
 
 
 def with_numbers(layouts: LayoutMap) -> LayoutMap:
-    """Return the map with numbers in the place of the names that its sizes tell, as ranks record it."""
+    """Return the map with numbers in place of the names that its sizes define, as ranks record it."""
     found = LayoutMap(layouts.device_mesh)
     found.views.update(layouts.views)
     found.aliases.update(layouts.aliases)
@@ -161,6 +161,6 @@ def with_numbers(layouts: LayoutMap) -> LayoutMap:
 
 
 def file_text(layouts: LayoutMap) -> str:
-    """Return the text of the layout file that says a map."""
+    """Return a map as the text of a layout file."""
     rules = {rule: str(value) for rule, value in (*layouts.items(), *layouts.companions.items())}
     return to_text(LayoutFile(layouts.device_mesh, layouts.views, layouts.sizes, rules, layouts.aliases))

@@ -1,4 +1,4 @@
-"""The arguments of live conversions, checked."""
+"""Checks of the arguments of live conversions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["check_meeting", "check_types"]
 
 
 def check_meeting(group: Any, timeout_seconds: float) -> None:
-    """Refuse a group or a timeout by which no ranks can meet.
+    """Refuse a group or a timeout with which ranks cannot meet.
 
     Raises:
-        UsageError: it names the argument.
+        UsageError: an argument is refused; the error names it.
     """
     import torch.distributed
 
-    distributed: Any = torch.distributed  # its stubs leave much out
+    distributed: Any = torch.distributed  # its stubs are incomplete
     if group is not None and distributed.is_available() and not isinstance(group, int | distributed.ProcessGroup):
         raise _wrong("group", group, "a process group of torch's, or None for all ranks")
     if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, int | float):
@@ -31,11 +31,11 @@ def check_types(layouts: Any, mesh: Any, config_overrides: Any = None) -> None:
     """Refuse arguments of the wrong types.
 
     Raises:
-        UsageError: it names the argument.
+        UsageError: an argument is refused; the error names it.
     """
     if layouts is not None and not isinstance(layouts, LayoutMap):
         raise _wrong("layouts", layouts, "a LayoutMap; LayoutMap.read makes one of a file")
-    is_torchs = hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh")  # torch need not be imported for it
+    is_torchs = hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh")  # this test needs no import of torch
     if not (mesh is None or is_torchs or isinstance(mesh, DeviceMesh | MeshViews)):
         raise _wrong("mesh", mesh, "a DeviceMesh of xrank's or torch's")
     if config_overrides is not None and not isinstance(config_overrides, Mapping):

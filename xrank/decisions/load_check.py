@@ -1,4 +1,4 @@
-"""The check of a load before any rank touches a tensor: all see one source, and together hold every name of it."""
+"""The check of a load before any rank touches a tensor: all ranks see one source, and together have all its names."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from xrank.words import list_text
 __all__ = ["check_loads", "describe_load"]
 
 _MAX_MISSING = 20
-"""Names missing in the source that a rank describes."""
+"""Maximum number of names missing in the source that a rank describes."""
 
 
 def describe_load(source: StoredModel, load: Load) -> dict[str, Any]:
-    """Return the part of a load that the first rank checks: the source, a bit for each tensor held, missing names."""
+    """Describe a load for the first rank's check: the source, a bit for each tensor held, missing names."""
     held = set(load.names)
     bits = np.packbits([shard.name in held for shard in source.shards])
     return {"source": _digest(source), "held": bits.tobytes().hex(), "missing": list(load.missing[:_MAX_MISSING])}
 
 
 def check_loads(source: StoredModel, ranks: Sequence[int], loads: Sequence[dict[str, Any]]) -> None:
-    """Check that ranks see one source, and hold all of its names and no others between them.
+    """Check that ranks see one source, and together hold all of its names and no others.
 
     Args:
         source: the source as the first rank sees it.
         ranks: the ranks' numbers.
-        loads: what `describe_load` returned on each of them.
+        loads: the results of `describe_load` on these ranks.
 
     Raises:
         UsageError: names of the module and the source differ.
@@ -45,7 +45,7 @@ def check_loads(source: StoredModel, ranks: Sequence[int], loads: Sequence[dict[
 
 
 def _check_names(source: StoredModel, loads: Sequence[dict[str, Any]]) -> None:
-    """Refuse names that ranks have and the source has not, and those that no rank has."""
+    """Refuse names that ranks have and the source lacks, and names that no rank has."""
     missing = list(dict.fromkeys(name for load in loads for name in load["missing"]))
     held = np.zeros(-(-len(source.shards) // 8), np.uint8)
     for load in loads:
@@ -82,7 +82,7 @@ def _check_sources(ranks: Sequence[int], digests: Sequence[str]) -> None:
 
 
 def _digest(source: StoredModel) -> str:
-    """Return a digest of what the source is, as this rank sees it."""
+    """Return a digest of the source as this rank sees it."""
     state = xxhash.xxh3_128()
     for file in source.files:
         state.update(repr((os.path.basename(file.path), file.nbytes, file.inode, file.mtime_ns)).encode())

@@ -29,18 +29,18 @@ __all__ = ["Load", "plan_load"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """What one rank is to load; proven, nothing is read yet."""
+    """The proven load of one rank; no byte of a tensor is read yet."""
 
     plan: Plan
     """One file for each view to fill, without a header."""
     views: tuple[int, ...]
-    """File of the plan -> the view of the `LocalModel` that it becomes."""
+    """File of the plan -> the view of the `LocalModel` that it fills."""
     names: tuple[str, ...]
-    """Global names of all tensors of the source that this rank has something of, tied ones too."""
+    """Global names of all tensors of the source that this rank has a part of, also tied ones."""
     missing: tuple[str, ...]
-    """Global names of the rank's tensors that the source has not."""
+    """Global names of the rank's tensors that the source lacks."""
     cast: Mapping[str, str]
-    """Name -> ``"F32 -> BF16"``."""
+    """Name -> change of the element type, as ``"F32 -> BF16"``."""
     padded: Mapping[str, int]
     """Name -> number of the module's rows beyond the source's, which become zeros."""
 
@@ -61,35 +61,35 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """One name of the module, and what the rank holds under it."""
+    """One name of the module, and the tensor that the rank holds under it."""
 
     name: str
-    """Global name."""
+    """Global name of the tensor."""
     dtype: str
     shape: tuple[int, ...]
-    """Local shape."""
+    """Shape of the rank's part."""
     global_shape: tuple[int, ...] | None
-    """Where a DTensor says it."""
+    """Global shape from a DTensor; None for other tensors."""
     claim: Claim | None
-    """How the tensor is cut; None: the rank has it whole."""
+    """Layout that cuts the tensor; None: the rank has it whole."""
 
 
 def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None, may_pad: Collection[str] = ()) -> Load:
-    """Return how a rank's tensors are filled from a source.
+    """Plan the copies from a source that fill a rank's tensors.
 
-    Names of one view are one tensor: it is enough that the source has one of them, and if it has several, they are
-    compared.
+    Names of one view are one tensor: the source needs only one of them; if it has several, the load compares
+    them.
 
     Args:
-        local: what the rank holds.
-        source: under the module's names.
-        layouts: those that `local` was located by.
+        local: the rank's tensors.
+        source: the source, under the module's names.
+        layouts: the layouts that located `local`.
         may_pad: names of tensors that may have more rows in the module, as trainers pad a vocabulary.
 
     Raises:
-        UsageError: a tensor is of another shape or type than the source's.
+        UsageError: a tensor's shape or type differs from the source's.
         LayoutError: a layout does not fit its tensor.
-        IncompleteError, ContradictionError: the source does not hold each element once.
+        IncompleteError, ContradictionError: the source does not contain each element once.
     """
     shards = {shard.name: shard for shard in source.shards}
     shapes = {name: shard.shape for name, shard in shards.items()}
@@ -124,7 +124,7 @@ def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None,
 
 @dataclass(slots=True)
 class _Findings:
-    """What is known after the tensors so far."""
+    """The findings from the tensors so far."""
 
     names: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -132,11 +132,11 @@ class _Findings:
     errors: list[XrankError] = field(default_factory=list)
 
     def refuse(self, error: XrankError) -> None:
-        """Keep a refusal until all are known."""
+        """Keep a refusal until all tensors are checked."""
         self.errors.append(error)
 
     def part(self, fitting: _Fitting, wanted: _Wanted, shard: StoredShard) -> TensorPart | None:
-        """Return the part of the source's tensor that the rank is to hold; None: the whole, or what is refused."""
+        """Return the part of the source's tensor that the rank must hold; None: the whole, or a refused tensor."""
         try:
             _check_dtype(wanted, shard)
             return fitting.part(wanted, shard)
@@ -145,7 +145,7 @@ class _Findings:
             return None
 
     def raise_errors(self) -> None:
-        """Raise the first refusal, which names the others, too."""
+        """Raise the first refusal; its error also names the others."""
         if not self.errors:
             return
         first, *others = self.errors
@@ -154,7 +154,7 @@ class _Findings:
 
 
 def _group_by_view(local: LocalModel, layouts: LayoutMap | None) -> dict[int, list[_Wanted]]:
-    """Return the names of each view."""
+    """Group the module's names by view."""
     claims = Claims(layouts)
     meshes = [DeviceMesh(shape, names, ranks) for names, shape, ranks in local.record.meshes]
     found: dict[int, list[_Wanted]] = {}
@@ -172,27 +172,27 @@ def _list_wanted(local: LocalModel, claims: Claims, meshes: Sequence[DeviceMesh]
         claim = claims.find(own_name, held)
         name = find_global_name(claim, own_name, held)
         if claim is not None and claim.companion is not None:
-            claim = claims.find_in_file(own_name)  # it names the rule of the tensor that this one follows from
-        if name is not None:  # padding is no tensor's
+            claim = claims.find_in_file(own_name)  # the claim has the rule of the tensor that this one follows
+        if name is not None:  # padding does not belong to a tensor
             yield own_name, _Wanted(name, held.dtype, held.shape, known.shape, claim)
 
 
 @dataclass(frozen=True, slots=True)
 class _Fitting:
-    """Fits what a rank holds to the source's tensors."""
+    """Fits a rank's tensors to the source's tensors."""
 
     rank: int
     layouts: LayoutMap | None
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the source's tensors."""
+    """Shapes of the source's tensors by name."""
     may_pad: Collection[str]
     padded: dict[str, int] = field(default_factory=dict)
 
     def part(self, wanted: _Wanted, shard: StoredShard) -> TensorPart | None:
-        """Return the part of a tensor that the rank is to hold; None: the whole.
+        """Return the part of a tensor that the rank must hold; None: the whole.
 
         Raises:
-            UsageError, LayoutError: what the rank holds is none.
+            UsageError, LayoutError: the rank's tensor is not a part of the source's.
         """
         shape, claim = self._pad_shape(wanted, shard), wanted.claim
         if claim is None:
@@ -202,17 +202,17 @@ class _Fitting:
             if wanted.global_shape is not None:
                 _check_shape(wanted, "global shape", wanted.global_shape, shape)
             new = self._new_part(wanted, claim, shape)
-            if not (0 in wanted.shape and 0 in new.shape):  # of what has no elements, FSDP2 over TP cuts all dims
+            if not (0 in wanted.shape and 0 in new.shape):  # FSDP2 over TP cuts all dims of an empty part
                 _check_shape(wanted, f"part on rank {self.rank}", wanted.shape, new.shape)
             part = new.part
         if part is None or shape == shard.shape:
             return part
         self.padded[wanted.name] = shape[0] - shard.shape[0]
-        end = prod(shard.shape)  # rows of padding come last, in the tensor as in any part of it
+        end = prod(shard.shape)  # rows of padding come last, in the tensor and in any part of it
         return TensorPart(shard.shape, _ending_at(end, part.nests), _ending_at(end, part.compared))
 
     def _pad_shape(self, wanted: _Wanted, shard: StoredShard) -> tuple[int, ...]:
-        """Return the global shape that the module's tensor is of, which may have more rows than the source's."""
+        """Return the global shape of the module's tensor, which may have more rows than the source's."""
         if wanted.name not in self.may_pad or len(wanted.shape) != len(shard.shape) or not shard.shape:
             return shard.shape
         if wanted.global_shape is not None:
@@ -232,7 +232,7 @@ class _Fitting:
             )
         base = None
         if claim.companion is not None:
-            assert self.layouts is not None  # no DTensor is a companion
+            assert self.layouts is not None  # a companion is not a DTensor
             base = base_of_shape(claim.companion, self.layouts, wanted.name, shape, self.shapes)
         new = new_parts(wanted.name, claim, shape, base).get(self.rank)
         if new is None:
@@ -248,13 +248,13 @@ class _Fitting:
 
 
 def _num_cuts(claim: Claim) -> int:
-    """Return into how many parts a layout cuts rows."""
+    """Return the number of parts into which a layout cuts rows."""
     lengths = axis_lengths(claim.mesh, claim.layout.view_mesh)
     return prod(lengths[axis] for axis in claim.layout.axes[0])
 
 
 def _ending_at(end: int, nests: Iterable[Nest]) -> tuple[Nest, ...]:
-    """Return what of nests lies before an address of the tensor."""
+    """Return the parts of nests before an address of the tensor."""
     return tuple(swap(piece) for nest in nests for piece in restrict(swap(nest), 0, end))
 
 
