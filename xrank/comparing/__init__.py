@@ -1,1 +1,1 @@
-"""Comparison of a made model with what it was made of."""
+"""Compares a converted model with its source."""

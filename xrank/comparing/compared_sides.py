@@ -1,4 +1,4 @@
-"""Two models that are to be compared, read from metadata alone, with the LoRA adapters that belong to them."""
+"""Reads two models for a comparison, from metadata alone, with the LoRA adapters that belong to them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _APART = FOLDER + WEIGHTS_NAME
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComparedSide:
-    """One of the two."""
+    """One of the two sides of a comparison."""
 
     path: str
-    """As the user named it."""
+    """Path of the side as the user named it."""
     source: FoundSource
-    """Under its own names; an adapter that lies in a folder within is part of its model."""
+    """The side under its own names; an adapter in a folder within is part of its model."""
     names: AdapterNames | None
-    """The adapter's, where it has one."""
+    """Names of the adapter's tensors; None without an adapter."""
     adapter_place: str
     """Where the adapter's configuration is looked for."""
     manifest: Mapping[str, Any]
-    """Empty where there is none."""
+    """The side's manifest; empty without one."""
     notes: tuple[tuple[str, str], ...]
-    """What of it is not compared."""
+    """Notes on the parts of the side that are not compared."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -58,7 +58,7 @@ class ComparedSide:
         return self.with_tied(replace(model, shards=shards, aliases=aliases))
 
     def with_tied(self, model: StoredModel) -> StoredModel:
-        """Return a model of this side with the names that its manifest says were tied and not written."""
+        """Return a model of this side with the names that its manifest records as tied and not written."""
         shards = {shard.name: shard for shard in model.shards}
         told = self.manifest.get("tied", {})
         tied = {name: target for name, target in told.items() if target in shards and name not in shards}
@@ -68,7 +68,7 @@ class ComparedSide:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FoundSide:
-    """A side before it is known what the other one has."""
+    """A side before the contents of the other one are known."""
 
     path: str
     place: str
@@ -81,7 +81,7 @@ class _FoundSide:
 
     @property
     def lists_adapter(self) -> bool:
-        """Whether its manifest says that the adapter in the folder within is a part of it."""
+        """Whether the manifest lists the adapter in the folder within."""
         return any(file["name"] == _APART for file in self.manifest.get("files", ()))
 
     @property
@@ -92,21 +92,21 @@ class _FoundSide:
 def read_sides(
     path: str, other_path: str, *, base: BaseModel | None = None, layouts: LayoutMap | None = None
 ) -> tuple[ComparedSide, ComparedSide]:
-    """Read both. An adapter in a folder within is taken where a manifest lists it or the other side has one, too.
+    """Read both sides. An adapter in a folder within counts where a manifest lists it or the other side has one, too.
 
     Args:
-        path: the one.
-        other_path: the other.
-        base: tells either what it does not record, as `read_found`.
-        layouts: likewise.
+        path: path of the first side.
+        other_path: path of the other side.
+        base: supplies metadata that either side does not record, as for `read_found`.
+        layouts: supplies layouts that either side does not record.
 
     Raises:
         IncompleteError, ContradictionError, UsageError: as readers and `find_adapter`; or an adapter that a manifest
-            lists is gone, or has tensors of the model's names.
+            lists is missing, or has tensors with names of the model.
     """
     places = [(each, *find_source(each)) for each in (path, other_path)]
     manifests = [_manifest(place) for _, place, _ in places]
-    # What the other's manifest says was left out need not be placed.
+    # Tensors that the other's manifest records as left out need no place.
     found = [
         _FoundSide(
             each,
@@ -148,7 +148,7 @@ def _side(found: _FoundSide, own: Collection[str], *, other_has_one: bool) -> Co
 
 
 def _with_adapter(found: _FoundSide) -> tuple[StoredModel, AdapterNames]:
-    """Return a model together with the adapter in the folder within, and which names are whose."""
+    """Return a model together with the adapter in the folder within, and the names of each."""
     path = os.path.join(found.place, *_APART.split("/"))
     if not found.has_adapter_apart:
         raise IncompleteError(
@@ -171,6 +171,6 @@ def _with_adapter(found: _FoundSide) -> tuple[StoredModel, AdapterNames]:
             )
     marked = find_adapter(list(saved), path)
     pairs, marked_names = (marked.pairs, marked.saved) if marked is not None else ((), {})
-    # What PEFT trained whole lies there under the name of what it is in place of.
+    # PEFT saves a tensor trained whole under the name of the tensor that it replaces.
     trained = {name.removeprefix(PREFIX): name for name in saved if name not in marked_names}
     return merge_models(found.source.model, adapter, ""), AdapterNames(None, pairs, saved, base, trained)

@@ -1,4 +1,4 @@
-"""Two models or checkpoints compared value by value, and what an adapter in one of them makes of the other."""
+"""Compares two models or checkpoints value by value, also with an adapter of one of them merged into it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Pair:
     theirs: Compared
     factors: tuple[StoredShard, ...] = ()
     updates: Mapping[str, LowRank] = field(default_factory=dict)
-    """Name -> what is added to it before it is compared."""
+    """Name -> the update that is added to it before the comparison."""
     proof: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[tuple[str, str], ...] = ()
 
@@ -59,23 +59,23 @@ def plan_comparison(
     base: BaseModel | None = None,
     layouts: LayoutMap | None = None,
 ) -> Check:
-    """Return what compares the tensors of two models or checkpoints value by value.
+    """Return the check that compares the tensors of two models or checkpoints value by value.
 
     Where both have an adapter, in a folder of its own or among the tensors, its tensors are compared, too. Where one
-    has, the other must be what a gather that merges it makes, bit for bit. Carried out, it raises
-    ContradictionError where they differ.
+    has, the other must be the result of a gather that merges it, bit for bit. The check raises ContradictionError
+    when it runs, if they differ.
 
     Args:
-        path: the one.
-        other_path: the other.
-        budget: threads and buffers, to tell where they differ.
-        adapter_config: of the adapter among the tensors, in place of what lies beside them.
-        base: tells either what it does not record: whole shapes, the config.
-        layouts: likewise, how its tensors are cut.
+        path: path of the first model.
+        other_path: path of the other model.
+        budget: threads and buffers, to locate differences.
+        adapter_config: configuration of the adapter among the tensors, in place of the one beside them.
+        base: supplies metadata that either side does not record: whole shapes, the config.
+        layouts: supplies the layouts that either side does not record.
 
     Raises:
-        ContradictionError: they differ, by what their metadata says.
-        UsageError: what the adapter makes of the model cannot be computed.
+        ContradictionError: their metadata shows that they differ.
+        UsageError: the merge of the adapter cannot be computed.
         XrankError: one of them cannot be read.
     """
     sides = read_sides(path, other_path, base=base, layouts=layouts)
@@ -117,7 +117,7 @@ def _pair_plain(ours: ComparedSide, theirs: ComparedSide) -> _Pair:
     """Return both as they are, or under Hugging Face's names where those differ."""
     models = [side.source.model for side in (ours, theirs)]
     if ours.shapes.keys() != theirs.shapes.keys():
-        # Whichever is under training names gets Hugging Face's; a config that one has does for both.
+        # A side under training names gets Hugging Face's; the config of one side serves both.
         models = [_name_model(ours.source, theirs.source), _name_model(theirs.source, ours.source)]
     return _Pair(_make_compared(ours, models[0]), _make_compared(theirs, models[1]))
 
@@ -148,7 +148,7 @@ def _pair_adapters(ours: ComparedSide, theirs: ComparedSide, given: str | os.Pat
 
 
 def _drop_base(side: ComparedSide, other: ComparedSide) -> tuple[StoredModel, list[tuple[str, str]]]:
-    """Return a side with its adapter apart, and without what no other side that is an adapter alone could have."""
+    """Return a side with its adapter apart; drop its base tensors that the other side, an adapter alone, lacks."""
     assert side.names is not None and other.names is not None
     model = side.name_adapter_apart(other)
     if side.names.is_alone or not other.names.is_alone:
@@ -162,11 +162,11 @@ def _drop_base(side: ComparedSide, other: ComparedSide) -> tuple[StoredModel, li
 def _check_scales(
     ours: ComparedSide, theirs: ComparedSide, given: str | os.PathLike[str] | None
 ) -> list[tuple[str, str]]:
-    """Check that both sides multiply the same B @ A by the same number; return what could not be checked."""
+    """Check that both sides multiply the same B @ A by the same number; return notes on the unchecked ones."""
     configs = []
     for side in (ours, theirs):
         assert side.names is not None
-        # What PEFT saved has its own configuration; the one given is that of an adapter among a checkpoint's tensors.
+        # A PEFT folder has its own configuration; the given one belongs to an adapter among a checkpoint's tensors.
         is_given = given is not None and side.names.adapter is not None
         try:
             configs.append(find_config(given if is_given else None, side.adapter_place, side.names, side.shapes))
@@ -189,7 +189,7 @@ def _check_scales(
 
 
 def _pair_merged(side: ComparedSide, other: ComparedSide, given: str | os.PathLike[str] | None) -> _Pair:
-    """Return the one as a merge would write it, and the other as it is."""
+    """Return the first side as a merge would write it, and the other as it is."""
     options = GatherOptions(adapter="merge", adapter_config=given)
     try:
         adapted = adapt(side.source.model, options, side.adapter_place, {}, names=side.names)
@@ -213,16 +213,16 @@ def _pair_merged(side: ComparedSide, other: ComparedSide, given: str | os.PathLi
 
 
 def _outputs(pair: _Pair, found: Correspondence) -> list[OutputTensor]:
-    """Return what is compared, as it is when it is compared."""
+    """Return the compared tensors in the form in which they are compared."""
     shards = (pair.ours.shards[name] for name in found.names)
     return [OutputTensor(shard.name, found.cast.get(shard.name, shard.dtype), shard.shape) for shard in shards]
 
 
 def _plan(pair: _Pair, found: Correspondence, outputs: Sequence[OutputTensor], made: Sequence[OutputTensor]) -> Plan:
-    """Return what compares every value.
+    """Return the plan that compares every value.
 
-    The tensors that are the same on both sides are copies of one another: theirs count as replicas of ours. Those into
-    which an adapter was merged, or of which one was cast, are `made` on both sides, for their digests to be compared.
+    The tensors that are the same on both sides are copies of one another: theirs count as replicas of ours. Merged
+    tensors and tensors of which one was cast are `made` on both sides, so that their digests can be compared.
     """
     is_made = {output.name for output in made}
     same = [output for output in outputs if output.name not in is_made]
@@ -242,7 +242,7 @@ def _plan(pair: _Pair, found: Correspondence, outputs: Sequence[OutputTensor], m
 
 
 def _rename_error(error: XrankError, pair: _Pair, found: Correspondence) -> XrankError:
-    """Return an error in the names of the two, and as a difference of the two where it is one."""
+    """Return an error in the names of the two sides, as a difference between them where it is one."""
     text, is_within = error.message, (error.tensor or "").startswith(_OTHER)
     error.rename(_OTHER, "")
     if not isinstance(error, ContradictionError):
@@ -278,7 +278,7 @@ def _tie_error(error: ContradictionError, pair: _Pair, one: TiedName) -> Contrad
 
 
 def _check_digests(pair: _Pair, made: Sequence[OutputTensor], plan: Plan, outcome: Outcome, budget: Budget) -> None:
-    """Check that what was merged or cast is on both sides the same."""
+    """Check that merged or cast tensors are the same on both sides."""
     found = {
         tensor.output.name: (tensor, digest)
         for index, file in enumerate(plan.files)

@@ -1,4 +1,4 @@
-"""Which tensor of one model is which of another: under the same name, or tied to it, cast or left out as recorded."""
+"""Matches the tensors of two models: under the same name, or tied to it, cast or left out as recorded."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NOT_COPIES = "find out which of the two is the right one"
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """One of two models that are to be compared."""
+    """One of two models in a comparison."""
 
     path: str
-    """As the user named it."""
+    """Path of the model as the user named it."""
     model: StoredModel
-    """Under the names of the comparison; what its manifest says was tied has a shard and an alias, too."""
+    """The model under the names of the comparison, with a shard and an alias for each name that its manifest ties."""
     manifest: Mapping[str, Any]
-    """Empty where there is none."""
+    """The model's manifest; empty without one."""
     config: Mapping[str, Any] | None
 
     @cached_property
@@ -41,7 +41,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class TiedName:
-    """A name that one side alone has, and that must be there what `target` is, which both have."""
+    """A name on one side alone, whose tensor must equal `target`, which both sides have."""
 
     side: int
     name: str
@@ -53,24 +53,24 @@ class Correspondence:
     """How the tensors of two models belong together."""
 
     names: tuple[str, ...]
-    """On both sides, to be compared: one is the other's copy."""
+    """Names on both sides whose tensors are compared: one is the other's copy."""
     cast: Mapping[str, str]
-    """Name -> the element type in which both are compared, where a manifest says that one was cast to it."""
+    """Name -> the element type in which both are compared, where a manifest records that one was cast to it."""
     tied: tuple[TiedName, ...]
     aliases: frozenset[str]
-    """Those of `names` that are on some side another name of one of `names`."""
+    """Those of `names` that are, on some side, another name of one of `names`."""
     notes: tuple[tuple[str, str], ...]
 
 
 def correspond(sides: tuple[Compared, Compared], updates: Collection[str] = ()) -> Correspondence:
-    """Return how the tensors of two models belong together.
+    """Match the tensors of two models.
 
-    A name that one side alone has is no difference where it is tied, by that side's storage, a manifest or a
-    config.json, to a tensor that both have; nor where the other side's manifest says that it was left out as asked.
+    A name on one side alone is not a difference where it is tied, by that side's storage, a manifest or a
+    config.json, to a tensor that both have; nor where the other side's manifest records that it was left out as asked.
 
     Args:
-        sides: the two.
-        updates: names to which the first side's adapter is added before they are compared.
+        sides: the two models.
+        updates: names to which the first side's adapter is added before the comparison.
 
     Raises:
         ContradictionError: a tensor is on one side alone, or has another element type or shape there.
@@ -83,7 +83,7 @@ def correspond(sides: tuple[Compared, Compared], updates: Collection[str] = ()) 
         if name in sides[1 - side].manifest.get("excluded", ()):
             left_out[1 - side].append(name)
             continue
-        # Whether what is merged into one of two tied tensors is to change the other, nothing says.
+        # No record decides whether a merge into one of two tied tensors should also change the other.
         may_be = [to for to in ties.get(name, ()) if _is_on_both(to, sides) and (side == 1 or to not in updates)]
         if not may_be:
             raise ContradictionError(
@@ -129,7 +129,7 @@ def _manifest(side: Compared) -> str:
 
 
 def _ties(sides: Sequence[Compared]) -> dict[str, list[str]]:
-    """Return name -> the other names that are the same tensor, as one side or the other says."""
+    """Return name -> the other names of the same tensor, as either side records them."""
     pairs = [pair for side in sides for pair in side.model.aliases.items()]
     for side in sides:
         heads, embeddings = find_config_ties({name: None for each in sides for name in each.shards}, side.config)
@@ -145,7 +145,7 @@ def _ties(sides: Sequence[Compared]) -> dict[str, list[str]]:
 def _drop_repeats(
     names: Sequence[str], sides: Sequence[Compared], ties: Mapping[str, Sequence[str]], updates: Collection[str]
 ) -> list[str]:
-    """Return the names but those that are on both sides only another name of a tensor that is among them."""
+    """Return the names without those that are on both sides only another name of a tensor among them."""
     aliases = {alias for side in sides for alias in side.model.aliases}
     kept: set[str] = set()
     for name in sorted(names, key=aliases.__contains__):
@@ -156,16 +156,16 @@ def _drop_repeats(
 
 
 def _is_one(a: StoredShard, b: StoredShard) -> bool:
-    """Say whether two tensors are the same bytes."""
+    """Return whether two tensors are the same bytes."""
     arrays = [(shard.record, shard.nests.x, shard.nests.y, shard.nests.loops) for shard in (a, b)]
     return (a.dtype, a.shape) == (b.dtype, b.shape) and all(map(np.array_equal, *arrays))
 
 
 def _cast(name: str, sides: Sequence[Compared], ties: Mapping[str, Sequence[str]]) -> tuple[int, str] | None:
-    """Return which side was made of the other by a cast, and of what; None where both have the same element type.
+    """Return which side is a cast of the other, and "from -> to"; None where both have the same element type.
 
     Raises:
-        ContradictionError: they differ in kind, and no manifest says how one was made of the other.
+        ContradictionError: the types differ, and no manifest records a cast between them.
     """
     shards = [side.shards[name] for side in sides]
     if (shards[0].dtype, shards[0].shape) == (shards[1].dtype, shards[1].shape):
@@ -173,7 +173,7 @@ def _cast(name: str, sides: Sequence[Compared], ties: Mapping[str, Sequence[str]
     for side in (0, 1):
         text = f"{shards[1 - side].dtype} -> {shards[side].dtype}"
         told = sides[side].manifest.get("cast", {})
-        # What was tied and not written was cast with the tensor that stands for it.
+        # A tied name that was not written was cast with the tensor that stands for it.
         casts = [told[known] for known in (name, *ties.get(name, ())) if known in told]
         if casts[:1] == [text] and shards[0].shape == shards[1].shape:
             return side, text

@@ -1,4 +1,4 @@
-"""What two tensors of one plan differ in, copied or computed: both are made once more, stretch by stretch."""
+"""Finds the differences of two tensors of one plan, copied or computed: makes both once more, stretch by stretch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xrank.plan.windows import WINDOW_NBYTES
 __all__ = ["find_differences"]
 
 _STRETCH = 4
-"""Windows of each copy that are in memory at a time."""
+"""Number of windows of each copy that are in memory at a time."""
 
 
 class _Stretch:
@@ -23,13 +23,13 @@ class _Stretch:
         self.rooms = [memoryview(bytearray(_STRETCH * WINDOW_NBYTES)) for _ in range(2)]
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Put bytes at `offset` of that file, which is in the part."""
+        """Copy bytes to `offset` of a file, inside the part."""
         at = offset - self.start
         self.rooms[file][at : at + len(data)] = data
 
 
 def find_differences(plan: Plan, ours: TensorPlan, theirs: TensorPlan, budget: Budget) -> Differences:
-    """Return what two tensors of a plan, of one element type and shape, differ in."""
+    """Return the differences of two tensors of a plan, of one element type and shape."""
     plan = select_tensors(plan, (ours, theirs))
     dtype, nbytes = ours.output.dtype, ours.output.nbytes
     target, found = _Stretch(), Differences(dtype)

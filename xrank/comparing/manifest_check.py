@@ -26,7 +26,7 @@ __all__ = ["plan_manifest_check"]
 
 
 def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
-    """Return what compares a model folder with its manifest: files, tensors, digests; companions are read here."""
+    """Return the check of a folder against its manifest: files, tensors, digests. Companions are read immediately."""
     manifest = read_manifest(os.path.join(path, MANIFEST_NAME))
     listed = {file["name"]: file for file in manifest["files"]}
     surplus = sorted(name for name in os.listdir(path) if name.endswith(".safetensors") and name not in listed)
@@ -38,7 +38,7 @@ def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
             want=f"only {', '.join(sorted(listed))}",
             next_step="move the file to another folder, or gather the model again",
         )
-    # What lies in a folder within, as an adapter does, is in the manifest alone.
+    # The manifest alone lists files in a folder within, such as an adapter's.
     apart = [name for name in listed if name.endswith(".safetensors") and "/" in name]
     headers = [*read_headers(path), *(read_header(os.path.join(path, *name.split("/"))) for name in apart)]
     found = [os.path.relpath(header.path, path).replace(os.sep, "/") for header in headers]
@@ -52,7 +52,7 @@ def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
         proof = ProofFacts(manifest=os.path.join(path, MANIFEST_NAME), num_digests=len(manifest["tensors"]))
         notes = []
         if base is not None:
-            # The base model's names and shapes are those before a transform.
+            # The base model's names and shapes precede a transform.
             made = manifest.get("transformed", {})
             own = [o for o in checked if o.name not in made and manifest["tensors"][o.name]["file"] not in apart]
             absent = {*manifest["excluded"], *made.values()}
@@ -69,7 +69,7 @@ def plan_manifest_check(path: str, base: BaseModel | None) -> Check:
 def _check_digests(
     path: str, manifest: Mapping[str, Any], listed: Mapping[str, Mapping[str, Any]], digests: FileDigests
 ) -> None:
-    """Compare a file that was read with the manifest."""
+    """Compare the digests of a file that was read with the manifest."""
     names = {name for name, tensor in manifest["tensors"].items() if tensor["file"] == digests.name}
     if names != set(digests.tensors):
         name = sorted(names ^ set(digests.tensors))[0]

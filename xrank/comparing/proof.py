@@ -21,11 +21,11 @@ __all__ = ["plan_proof"]
 
 
 def plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None) -> Check:
-    """Return what proves a checkpoint as a gather would, and lets go of the bytes."""
+    """Return the check that proves a checkpoint as a gather would, and discards the bytes."""
     found = read_source(path, base=base, layouts=layouts)
     try:
         model = decide(found, Request(Purpose.PROOF)).source
-    except UsageError:  # a user who gathers it has to choose first; the proof needs no names of Hugging Face's
+    except UsageError:  # a user who gathers it has to choose first; the proof does not need Hugging Face names
         model = found.model
     if model.format == "safetensors":
         raise UsageError(

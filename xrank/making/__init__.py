@@ -1,1 +1,1 @@
-"""Tensors and files made by plan, alone or by several ranks together."""
+"""Makes tensors and files by plan, alone or with several ranks together."""

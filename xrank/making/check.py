@@ -1,4 +1,4 @@
-"""A check: what is read to verify something, and what is said of what was found; alone, or by all ranks of a team."""
+"""A check: a plan that reads files to verify them, and the judge of its outcome; for one process or a whole team."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Check", "Verdict", "run_check"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """Facts of what was read and found good."""
+    """Facts of a check that passed."""
 
     source: SourceFacts
     proof: ProofFacts
@@ -31,27 +31,27 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Check:
-    """Something that was planned from metadata, and is to be read."""
+    """A check that was planned from metadata and has not read the data yet."""
 
     plan: Plan
     judge: Callable[[Outcome], Verdict]
-    """Returns the facts of what was read, or raises an error about it."""
+    """Returns the facts of a sound outcome, or raises an error about it."""
     explain: Callable[[XrankError], XrankError] = lambda error: error
-    """Says of an error while it is read what it means."""
+    """Returns an error of the reading in the words of this check."""
 
 
 def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Verdict | None:
-    """Read, and return the verdict on the first rank, which judges; None on the others.
+    """Run a check, and return its verdict on the first rank, which judges; return None on the others.
 
     Args:
-        check: on all ranks of a team the same.
+        check: the same check on all ranks of a team.
         budget: threads and buffers.
-        progress: called, on the first rank, with (bytes put together so far, bytes in all).
-        team: the ranks that share the reading, together.
+        progress: called, on the first rank, with (bytes assembled so far, bytes in all).
+        team: the ranks that share the reading.
 
     Raises:
-        XrankError: what was read is wrong.
-        RankFailedError: another rank found it so, or failed.
+        XrankError: the data is wrong.
+        RankFailedError: another rank found an error, or failed.
     """
     try:
         if team.size == 1:
@@ -64,7 +64,7 @@ def run_check(check: Check, budget: Budget, progress: Callable[[int, int], None]
 
 
 def _read_together(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None, team: Team) -> Outcome:
-    from xrank.making.rounds import NoOutputs, make_in_rounds  # one process is done without
+    from xrank.making.rounds import NoOutputs, make_in_rounds  # one process does not need this module
     from xrank.making.work import Work
 
     show = progress or (lambda done, total: None)

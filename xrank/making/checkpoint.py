@@ -1,4 +1,4 @@
-"""A checkpoint as a lazy mapping of whole tensors: proven when it is opened, each tensor read when it is asked for."""
+"""A checkpoint as a lazy mapping of whole tensors: opening proves it, and each look-up reads one tensor."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ __all__ = ["Checkpoint", "CheckpointTensor"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """What is known of a tensor before it is read."""
+    """Facts of a tensor that are known before it is read."""
 
     dtype: str
     """Safetensors name of the element type."""
     shape: tuple[int, ...]
     nbytes: int
     num_pieces: int
-    """Pieces that it is made of."""
+    """Number of pieces that form the tensor."""
     num_replicas: int
-    """Pieces that are compared with those."""
+    """Number of pieces that are compared with those."""
 
 
 class Checkpoint(Mapping[str, "torch.Tensor"]):
-    """Whole tensors by name, under the names that a gather would write; made by `open_checkpoint`.
+    """Maps the names that a gather would write to whole tensors; `open_checkpoint` returns one.
 
-    A look-up reads the tensor's bytes, compares checksums and replicas, and returns a new tensor on the CPU, the
-    caller's own; nothing is kept. Any thread may look up; threads take turns.
+    A look-up reads the tensor's bytes, compares checksums and replicas, and returns a new tensor on the CPU that is
+    the caller's alone; it is not cached. Any thread may look up; threads take turns.
 
     Raises (from look-ups):
-        KeyError: there is no such tensor.
-        CorruptError, ContradictionError: the source is not what its metadata promised.
+        KeyError: the checkpoint does not contain the tensor.
+        CorruptError, ContradictionError: the source does not match its metadata.
     """
 
     def __init__(self, gather: FolderPlan, layouts: LayoutMap | None = None) -> None:
@@ -83,7 +83,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
     @property
     def path(self) -> str:
-        """Where the source was found."""
+        """Path of the source."""
         return self._gather.source.path
 
     @property
@@ -93,26 +93,26 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
     @property
     def world_size(self) -> int | None:
-        """Ranks that wrote the source, where it says so."""
+        """Number of ranks that wrote the source; None where it is not recorded."""
         return self._gather.source.world_size
 
     @property
     def step(self) -> int | None:
-        """The training step, where the source says it."""
+        """Training step of the source; None where it is not recorded."""
         return self._gather.source.step
 
     @cached_property
     def layouts(self) -> LayoutMap:
-        """How the source's tensors lie on its ranks, under the source's own names.
+        """Layouts of the source's tensors on its ranks, under the source's own names.
 
         Raises:
-            LayoutError: the pieces follow no layout that the notation says.
+            LayoutError: the notation cannot express the layout of the pieces.
         """
         return layouts_at(self.path, self._given, self._gather.decision.base)
 
     @cached_property
     def tensors(self) -> Mapping[str, CheckpointTensor]:
-        """What is known of each tensor from metadata alone."""
+        """Facts of each tensor by name, from metadata alone."""
         return {
             name: CheckpointTensor(
                 plan.output.dtype, plan.output.shape, plan.output.nbytes, len(plan.copies), len(plan.replicas)
@@ -122,11 +122,11 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
     @property
     def problems(self) -> tuple[tuple[str, str], ...]:
-        """What a gather would note, as (code, message): assumptions, missing checksums, what is left out."""
+        """Notes that a gather would make, as (code, message): assumptions, missing checksums, omitted items."""
         return self._gather.notes
 
     def _make_checksums(self) -> RecordChecksums:
-        """Return that no record has been read; one that holds many tensors is read whole by the first, once."""
+        """Return checksums with every record unread; the first tensor of a shared record reads it whole, once."""
 
         def mismatch(record: int, crc32: int) -> None:
             raise checksum_error(self._gather.plan, record, crc32)
@@ -145,7 +145,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
                 checksums=self._checksums,
             )
         except BaseException:
-            self._checksums = self._make_checksums()  # what was bad, or half read, is read again
+            self._checksums = self._make_checksums()  # bad or half-read records are read again
             raise
         finally:
             source.close()

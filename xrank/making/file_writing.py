@@ -1,4 +1,4 @@
-"""Writes a plan's files into a stage, alone or with a team; what an interrupted run finished is checked and kept."""
+"""Writes a plan's files into a stage, alone or with a team; checks and keeps files that an interrupted run finished."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """A plan's files, all finished in their stage, and what was found on the way."""
+    """A plan's files, all finished in their stage, and the findings of the run."""
 
     digests: dict[int, FileDigests]
-    """By index of the file."""
+    """Digests by index of the file."""
     resumed_nbytes: int
-    """Of files that an interrupted run had finished."""
+    """Bytes of the files that an interrupted run had finished."""
     outcome: Outcome
-    """Of what was written now."""
+    """Outcome of the files that this run wrote."""
     num_replicas_compared: int
 
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:
-        """What the report says of replicas that were picked among."""
-        # Sorted: which thread, or which rank, found one first must not decide what the manifest says.
+        """Return the report's notes on differing replicas from which one was picked."""
+        # Sorted: the manifest must not depend on which thread or rank found one first.
         return tuple(
             ("replicas-differ", f"{name}: rank {rank} differs in {count:,} elements; the lowest rank's were taken")
             for name, ranks in sorted(self.outcome.differences.items())
@@ -55,20 +55,20 @@ def write_files(
     """Write every file of a plan that the stage does not yet hold.
 
     Args:
-        work: what to write, and how.
-        stage: where.
+        work: the plan, and how this rank carries it out.
+        stage: the stage to write into.
         progress: called with (bytes written so far, bytes in all).
         team: the ranks that help, of which this is the first.
-        verify: read all back when it is written.
+        verify: whether to read all files back after writing.
 
     Raises:
-        CorruptError, ContradictionError: the source is not what its metadata promised.
-        NoSpaceError, XrankError: it could not be written.
-        RankFailedError: another rank of the team failed; what is finished is kept.
+        CorruptError, ContradictionError: the source does not match its metadata.
+        NoSpaceError, XrankError: the files could not be written.
+        RankFailedError: another rank of the team failed; finished files are kept.
     """
     plan, is_live = work.plan, work.holder is not None
     resumed = _find_resumed_files(plan, stage, work.budget)
-    if is_live:  # it may have changed since
+    if is_live:  # its tensors may have changed since
         resumed = _keep_unchanged(work, stage, resumed, team)
     resumed_nbytes = sum(plan.files[index].output.nbytes for index in resumed)
     unfinished = [index for index in range(len(plan.files)) if index not in resumed]
@@ -81,13 +81,13 @@ def write_files(
     if team.size == 1:
         outcome = _write_alone(team, work, stage, unfinished, count)
     else:
-        from xrank.making.shared_writing import write_together  # one process is done without
+        from xrank.making.shared_writing import write_together  # one process does not need this module
 
         outcome = write_together(team, work, stage, unfinished, count)
     digests = {**resumed, **{index: _digests_of(plan, done) for index, done in outcome.files.items()}}
     if verify:
         _verify_stage(plan, stage, digests, work.budget)
-    # Those of a live model are all compared, whatever was kept.
+    # A run compares all replicas of a live model, whichever files it kept.
     return WrittenFiles(digests, resumed_nbytes, outcome, _num_compared(plan, () if is_live else resumed))
 
 
@@ -109,7 +109,7 @@ def _write_alone(
             progress=writing.count,
         )
         if last:
-            from xrank.making.transformed_files import make_transformed  # files are done without
+            from xrank.making.transformed_files import make_transformed  # copied files do not need this module
 
             made = make_transformed(team, work, last, writing, what="the files", finish=writing.finish_joined)
             outcome.files |= made.files
@@ -134,20 +134,20 @@ class _Writing:
 
     def finish(self, finished: FinishedFile) -> None:
         output = self._plan.files[finished.index].output
-        # The stage closes the descriptor whatever happens, so it is taken out of `close`'s reach first.
+        # The stage closes the descriptor in any case, so remove it from `close`'s reach first.
         fd = self.target.descriptors.pop(finished.index)
         self._stage.finish_part(output.name, fd, output.nbytes, digest_text(finished.digest))
         _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
 
     def explain_errors(self) -> AbstractContextManager[None]:
-        """Say of what the file system refuses in the body what it means."""
+        """Explain the file system's errors in the body."""
         return explain_errors(self._stage.path)
 
     def finish_share(self, part: FilePart) -> None:
-        """Do nothing: there are no others to come."""
+        """Do nothing: this process makes all parts."""
 
     def finish_joined(self, file: JoinedFile, index: int) -> FinishedFile:
-        """Finish a file whose only part is joined."""
+        """Finish a file after its only part is joined."""
         finished, _ = file.finish()
         self.finish(finished)
         return finished
@@ -157,14 +157,14 @@ class _Writing:
         self._progress(self._done)
 
     def close(self) -> None:
-        """Close what a failure left open."""
+        """Close the files that a failure left open."""
         for fd in self.target.descriptors.values():
             os.close(fd)
         self.target.descriptors.clear()
 
 
 def _num_compared(plan: Plan, resumed: Container[int]) -> int:
-    """Return how many replicas are compared with what is written: of all files but those."""
+    """Count the replicas that are compared with written data, in all files but the resumed ones."""
     # A record may be compared part by part, with several files.
     return len(
         {
@@ -179,7 +179,7 @@ def _num_compared(plan: Plan, resumed: Container[int]) -> int:
 
 
 def _find_resumed_files(plan: Plan, stage: Stage, budget: Budget) -> dict[int, FileDigests]:
-    """Return the files that an interrupted run finished and that are still what it wrote; discard the others."""
+    """Return the files that an interrupted run finished and that did not change since; discard the others."""
     resumed = {}
     for index, file in enumerate(plan.files):
         line = stage.finished.get(file.output.name)
@@ -198,7 +198,7 @@ def _find_resumed_files(plan: Plan, stage: Stage, budget: Budget) -> dict[int, F
 
 
 def _keep_unchanged(work: Work, stage: Stage, resumed: dict[int, FileDigests], team: Team) -> dict[int, FileDigests]:
-    """Return the files that would be written now as they were; discard the others."""
+    """Return the files that this run would write identically; discard the others."""
     if team.size > 1:
         from xrank.making.shared_writing import read_together
 
@@ -227,7 +227,7 @@ def _digests_of(plan: Plan, done: FinishedFile) -> FileDigests:
 
 
 def _verify_stage(plan: Plan, stage: Stage, digests: dict[int, FileDigests], budget: Budget) -> None:
-    """Read every file of the stage back, from the disk where the system lets go of its cache."""
+    """Read every file of the stage back, from the disk where the system can drop its cache."""
     for index, expected in digests.items():
         path = os.path.join(stage.path, expected.name)
         with open(path, "rb") as file:

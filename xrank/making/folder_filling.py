@@ -38,7 +38,7 @@ __all__ = ["WrittenOutput", "make_output"]
 
 @dataclass(frozen=True, slots=True)
 class WrittenOutput:
-    """An output that is in place, as one rank of its team knows it."""
+    """An output that is in place, with the facts that one rank of its team knows."""
 
     files: tuple[FileFacts, ...]
     written: WrittenFiles | None = None
@@ -46,7 +46,7 @@ class WrittenOutput:
     notes: tuple[tuple[str, str], ...] = ()
 
     def add_proof(self, proof: ProofFacts) -> ProofFacts:
-        """Return a proof with what was compared while bytes moved."""
+        """Return a proof with the counts of comparisons from the writing."""
         if self.written is None:
             return proof
         return proof.extended(
@@ -70,25 +70,25 @@ def make_output(
     """Make the output with all ranks of a team: the first fills a stage and commits it, the others write their shares.
 
     Args:
-        gather: what to write; the same on all ranks.
-        source: where this rank reads.
+        gather: the plan of the folder; the same on all ranks.
+        source: the source that this rank reads.
         out: the output's path.
         progress: called, on the first rank, with (bytes written so far, bytes in all).
         team: the ranks.
-        holder: of a live model, as `Work`.
+        holder: the ranks that hold a live model's records, as in `Work`.
 
     Returns:
-        On the first rank the facts of the whole output; on the others those known from the plan.
+        On the first rank the facts of the whole output; on the others the facts from the plan.
 
     Raises:
-        CorruptError, ContradictionError: the source is not what its metadata promised.
+        CorruptError, ContradictionError: the source does not match its metadata.
         NoSpaceError, XrankError: the output could not be written.
         RankFailedError: another rank of the team failed.
     """
     options = gather.options
     work = _work(gather, source, holder)
     if not team.is_first:
-        from xrank.making.shared_writing import help_to_write_files  # a process alone does without
+        from xrank.making.shared_writing import help_to_write_files  # one process does not need this module
 
         help_to_write_files(team, work, out, gather.digest)
         return WrittenOutput(tuple(FileFacts(name=f.output.name, nbytes=f.output.nbytes) for f in gather.plan.files))
@@ -103,7 +103,7 @@ def make_output(
 def _fill_stage(
     gather: FolderPlan, work: Work, stage: Stage, progress: Callable[[int, int], None], team: Team
 ) -> WrittenOutput:
-    """Write everything of a gather into its stage; only the commit is left."""
+    """Write all files of a gather into its stage, which is then ready for the commit."""
     options = gather.options
     verify = options.overwrite if options.verify is None else options.verify
     written = write_files(work, stage, progress, team, verify=verify)
@@ -121,7 +121,7 @@ def _work(gather: FolderPlan, source: OpenSource, holder: IntArray | None) -> Wo
 def _write_small_files(
     gather: FolderPlan, stage: Stage, digests: dict[int, FileDigests], notes: tuple[tuple[str, str], ...]
 ) -> list[FileFacts]:
-    """Write all but the weights, the manifest last; return the weights' files as the report lists them."""
+    """Write all but the weights, the manifest last; return the weights' files for the report."""
     plan = gather.plan
     weights = [ManifestFile(d.name, d.nbytes, digest_text(d.digest)) for _, d in sorted(digests.items())]
     files = list(weights)
@@ -158,7 +158,7 @@ def _write_small_files(
 
 
 def _small_file(line: JournalLine) -> ManifestFile:
-    """Return a small file as the manifest lists it, with the digest of its plain bytes."""
+    """Return the manifest's entry of a small file, with the digest of its plain bytes."""
     return ManifestFile(line.file, line.nbytes, f"xxh128:{line.digest}")
 
 

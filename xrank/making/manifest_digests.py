@@ -1,4 +1,4 @@
-"""The digests that a model's manifest has of its tensors, compared with what was read of them."""
+"""Compares the digests of tensors in a model's manifest with those of the data that was read."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["ManifestDigests"]
 
 
 class ManifestDigests:
-    """Compares each tensor that is read whole and left as it is; of other tensors a manifest says nothing.
+    """Compares each tensor that is read whole and unchanged; a manifest has no digests of other tensors.
 
     Args:
         source: a model folder under its own names; without a manifest, nothing is compared.
-        plan: whose every file is one tensor.
+        plan: a plan with one tensor in each file.
 
     Raises:
-        CorruptError: the manifest is none.
+        CorruptError: the manifest is invalid.
     """
 
     def __init__(self, source: StoredModel, plan: Plan) -> None:
@@ -36,7 +36,7 @@ class ManifestDigests:
         self._lock = threading.Lock()
 
     def compare(self, part: FilePart) -> None:
-        """Take in what was read of one file, all of its windows; any thread may.
+        """Compare the digest of one file's tensor, after all its windows are read; any thread may call this.
 
         Raises:
             CorruptError: the manifest has another digest.

@@ -29,7 +29,7 @@ __all__ = ["PreparedLoad", "fill_module", "prepare_load"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedLoad:
-    """One rank's proven load; no tensor has changed yet."""
+    """One rank's proven load, before any tensor changes."""
 
     local: LocalModel
     """Tensors of the module on this rank."""
@@ -76,7 +76,7 @@ def fill_module(module: FilledModule, prepared: PreparedLoad, budget: Budget, te
         team: the ranks that load together.
 
     Raises:
-        CorruptError, ContradictionError: the source is not what its metadata promised.
+        CorruptError, ContradictionError: the source does not match its metadata.
         RankFailedError: another rank failed.
     """
     views = [prepared.local.views[view] for view in prepared.load.views]

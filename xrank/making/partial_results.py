@@ -1,4 +1,4 @@
-"""What a rank found while it made its share of a round, as it is sent to rank 0: a few arrays, however much it is."""
+"""The findings of a rank from its share of a round, as it sends them to rank 0: a few arrays, however many they are."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class PartialResults:
 
     parts: tuple[FilePart, ...]
     records: Sequence[tuple[int, int, int, int]]
-    """(Record, start, end, CRC-32) of what was read of records that others read too."""
+    """(Record, start, end, CRC-32) of the stretches that this rank read of records that others read too."""
     num_checksums: int
-    """Records that this rank alone read and compared, since the beginning."""
+    """Number of records that this rank alone read and compared, since the beginning."""
     differences: Mapping[str, Mapping[int, int]]
-    """As `Outcome.differences`, of this round."""
+    """Differences in this round, as in `Outcome.differences`."""
 
     def to_message(self) -> dict[str, Any]:
-        """Return the same as a gather takes it."""
+        """Return the findings as a message for a gather."""
         digests = [(part.index, tensor, digest) for part in self.parts for tensor, digest in part.digests]
         blocks = [(index, tensor, *one) for index, tensor, digest in digests for one in digest.blocks]
         edges = [(index, tensor, *one) for index, tensor, digest in digests for one in digest.edges]
@@ -46,7 +46,7 @@ class PartialResults:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> PartialResults:
-        """Return what `to_message` was made of."""
+        """Return the findings from a message of `to_message`."""
         data = message["bytes"].numpy().tobytes()
         crcs: dict[int, list[tuple[int, int, int, int]]] = {}
         for index, *crc in message["crcs"].tolist():
@@ -78,6 +78,6 @@ def _table(rows: Iterable[tuple[int, ...]], width: int) -> Any:
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> Any:
-    import torch  # ranks that meet have it already: they met through its store
+    import torch  # ranks that meet have imported it already: they met through its store
 
     return torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""Reads files that exist, for their digests: what resume, a reread stage and ``xrank verify`` share."""
+"""Reads existing files for their digests; resume, a reread stage and ``xrank verify`` share it."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ __all__ = ["FileDigests", "digests_of", "plan_of_headers", "read_through", "rere
 
 @dataclass(frozen=True, slots=True)
 class FileDigests:
-    """What a file on disk holds."""
+    """Digests of a file on disk."""
 
     name: str
     nbytes: int
     digest: bytes
     tensors: dict[str, bytes]
-    """Tensor -> digest."""
+    """Digests by name of the tensor."""
 
 
 def read_through(plan: Plan, budget: Budget, progress: Callable[[int, int], None] | None = None) -> Outcome:
-    """Carry out a plan and let go of its bytes: for their digests, checksums and comparisons alone.
+    """Execute a plan and discard its bytes: for their digests, checksums and comparisons alone.
 
     Args:
-        plan: what to read, and how it would be put together.
+        plan: the records to read, and the files that they would form.
         budget: threads and buffers.
-        progress: called with (bytes put together so far, bytes in all).
+        progress: called with (bytes assembled so far, bytes in all).
 
     Raises:
-        CorruptError, ContradictionError: as `execute`; or a file changed while it was read.
+        CorruptError, ContradictionError: as `execute`; or a file changed during the reading.
     """
     done = 0
 
@@ -61,10 +61,10 @@ def read_through(plan: Plan, budget: Budget, progress: Callable[[int, int], None
 
 
 def reread(path: str, output: OutputFile, budget: Budget) -> FileDigests:
-    """Return the digests of the file at that path, read as the file that it ought to be, whatever its format.
+    """Return the digests of the file at a path, read with the layout of `output`, whatever its format.
 
     Raises:
-        CorruptError: it cannot be read, or has another size.
+        CorruptError: the file cannot be read, or has another size.
     """
     with open_regular(path) as file:
         status = file.status
@@ -80,7 +80,7 @@ def reread(path: str, output: OutputFile, budget: Budget) -> FileDigests:
         ending = output.ending([0] * len(output.tensors)) if output.ending is not None else ()
         found = tuple((at, file.read(at, len(data))) for at, data in ending)
     rows = [(0, tensor.offset, tensor.nbytes, NO_CHECKSUM) for tensor in output.tensors]
-    # As bytes, and under numbers: every tensor is one record, whatever part of whatever it is.
+    # As bytes, and under numbers: every tensor is one record, whichever part of a tensor it is.
     tensors = tuple(OutputTensor(str(i), "U8", (row[2],), row[1]) for i, row in enumerate(rows))
     model = StoredModel(
         format="file",
@@ -104,13 +104,13 @@ def _as_bytes(tensor: OutputTensor, record: int) -> StoredShard:
 
 
 def plan_of_headers(headers: Sequence[SafetensorsHeader]) -> Plan:
-    """Return the plan that reads the files whose headers were read, as what they are; each is one of its files."""
+    """Return a plan that reads files as they are, from their headers; each is one file of the plan."""
     model = describe_files(os.path.dirname(headers[0].path) if headers else "", headers, as_bytes=True)
     return make_plan(model, [output_file_of(header) for header in headers])
 
 
 def digests_of(plan: Plan, outcome: Outcome) -> list[FileDigests]:
-    """Return the digests of all files of a plan that was carried out."""
+    """Return the digests of all files of an executed plan."""
     return [
         FileDigests(
             file.output.name,

@@ -1,9 +1,9 @@
-"""Rounds: how all ranks of a team make a plan's files together, each a share of every round, and the first joins them.
+"""Rounds: all ranks of a team make a plan's files together, each a share of every round, and the first joins them.
 
 Nothing here knows where the bytes go. Order of events, on every rank: all divide the plan alike; in each round every
-rank makes its share and sends the first rank what it found; the first joins that, compares the checksums of records
-that several ranks read, and finishes the files whose every source is checked; at the end every rank sees that its
-sources are what they were.
+rank makes its share and sends the first rank its findings; the first joins them, compares the checksums of records
+that several ranks read, and finishes the files whose every source is checked; at the end every rank checks that its
+sources have not changed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["NoOutputs", "Outputs", "finish_nothing", "make_in_rounds"]
 _logger = logging.getLogger(__name__)
 
 Finish = Callable[[JoinedFile, int], FinishedFile]
-"""Ends a file of which all parts are joined, on the first rank: (the file, its index) -> what is said of it."""
+"""Finishes a file after all its parts are joined, on the first rank: (the file, its index) -> the finished file."""
 
 
 class Outputs(Protocol):
@@ -39,23 +39,23 @@ class Outputs(Protocol):
 
     @property
     def target(self) -> Target:
-        """What the executor writes to."""
+        """The target that the executor writes to."""
 
     def explain_errors(self) -> AbstractContextManager[None]:
-        """Say of what goes wrong in the body what it means."""
+        """Explain errors of the body in terms of these outputs."""
 
     def begin(self, index: int) -> None:
         """Prepare for writes to a file."""
 
     def finish_share(self, part: FilePart) -> None:
-        """Make what was written to a file last."""
+        """Flush the part of a file to its storage."""
 
     def close(self) -> None:
-        """Let go of what a failure left open."""
+        """Release the files that a failure left open."""
 
 
 class NoOutputs:
-    """Lets go of every byte: for digests alone."""
+    """Discards every byte: for digests alone."""
 
     def __init__(self) -> None:
         self.target = NullTarget()
@@ -75,7 +75,7 @@ class NoOutputs:
 
 
 def finish_nothing(file: JoinedFile, index: int) -> FinishedFile:
-    """Return what is said of a file that is not written."""
+    """Return the finished state of a file that is not written."""
     return file.finish()[0]
 
 
@@ -89,24 +89,24 @@ def make_in_rounds(
     finish: Finish = finish_nothing,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Outcome:
-    """Make files of a plan together with all other ranks, which make the same call; return what was found of all.
+    """Make files of a plan together with all other ranks, which make the same call; return the findings of all.
 
     Args:
         team: the ranks.
-        work: this rank's.
-        files: indices of the files to make, none of them of what is transformed.
-        outputs: where this rank's shares go.
-        what: is made, in a word that errors name.
-        finish: ends a file, on the first rank.
-        progress: called, on the first rank, with the bytes made so far, by anyone as far as can be told.
+        work: the work of this rank.
+        files: indices of the files to make; transformed files are not among them.
+        outputs: the destination of this rank's shares.
+        what: a short name of the files, for errors.
+        finish: finishes a file, on the first rank.
+        progress: called, on the first rank, with an estimate of the bytes that all ranks have made so far.
 
     Returns:
-        On the first rank what one process would have found; an empty outcome elsewhere.
+        On the first rank, the same outcome as from one process; an empty outcome elsewhere.
 
     Raises:
-        CorruptError, ContradictionError: the source is not what its metadata promised.
+        CorruptError, ContradictionError: the source does not match its metadata.
         XrankError: from `outputs` or `finish`.
-        RankFailedError: a rank failed; what is finished stays so.
+        RankFailedError: a rank failed; finished files are kept.
     """
     plan = work.plan
     division = divide(plan, files, team.size, holder=work.holder)
@@ -115,7 +115,7 @@ def make_in_rounds(
     done, total = 0, _nbytes(plan, files)
 
     def count(nbytes: int) -> None:
-        # The others are as far, as far as anyone can tell.
+        # Rank 0 assumes that the others are equally far: they report only at the end of a round.
         nonlocal done
         done = min(done + nbytes * team.size, total)
         progress(done)
@@ -130,7 +130,7 @@ def make_in_rounds(
             progress(done)
             _logger.debug("round %d of %d: %d files", number + 1, len(division.rounds), len(round_.files))
     if division.rounds:
-        work.source.check_unchanged()  # no rank reads any more
+        work.source.check_unchanged()  # all ranks have finished reading
         team.meet(f"{what}, all of it")
     return joining.outcome() if team.is_first else Outcome()
 
@@ -145,7 +145,7 @@ class _Share:
         self._checksums = RecordChecksums(plan.source.records, _mismatch(plan), left_open=division.left_open)
 
     def make(self, number: int, count: Callable[[int], None]) -> PartialResults:
-        """Make this rank's windows of a round, and make them last; `count` is told of the bytes of each."""
+        """Make this rank's windows of a round, and flush them; call `count` with the bytes of each."""
         work, division, rank = self._work, self._division, self._team.position
         try:
             with self._outputs.explain_errors():
@@ -174,12 +174,12 @@ class _Share:
 
 
 class _Joining:
-    """What the first rank makes of all ranks' findings."""
+    """Joins the findings of all ranks, on the first rank."""
 
     def __init__(self, work: Work, division: Division, finish: Finish) -> None:
         self._work, self._plan, self._division, self._finish = work, work.plan, division, finish
         self._checksums = RecordChecksums(work.plan.source.records, _mismatch(work.plan))
-        self._joined: dict[int, JoinedFile] = {}  # of which records are still to be read in later rounds
+        self._joined: dict[int, JoinedFile] = {}  # files that later rounds continue to read
         self._outcome = Outcome()
         self._num_checked: Sequence[int] = ()
         self._last_round = {index: max(self._read_last(index), default=0) for r in division.rounds for index in r.files}
@@ -193,7 +193,7 @@ class _Joining:
         ]
 
     def join(self, number: int, found: Sequence[PartialResults]) -> None:
-        """Take in what all ranks found in a round; finish what can be finished."""
+        """Join the findings of all ranks in a round; finish each file whose sources are all checked."""
         self._joined |= {
             index: JoinedFile(self._plan.files[index].output, index) for index in self._division.rounds[number].files
         }
@@ -207,14 +207,14 @@ class _Joining:
                 for rank, num_elements in ranks.items():
                     known[rank] = known.get(rank, 0) + num_elements
         self._num_checked = [results.num_checksums for results in found]
-        # What is missing now was read by no rank, or by two of them in cuts that overlap.
+        # A record is missing here if no rank read it, or if two ranks read it in overlapping cuts.
         staging = _staging(self._work.budget)
         read_rest(self._checksums, self._work.source, self._division.find_open_records(number), staging)
         for index in [index for index in self._joined if self._last_round[index] <= number]:
             self._outcome.files[index] = self._finish(self._joined.pop(index), index)
 
     def outcome(self) -> Outcome:
-        """Return what one process would have found."""
+        """Return the same outcome as from one process."""
         assert not self._joined, "files were made and never finished"
         self._outcome.num_checksums = sum(self._num_checked) + self._checksums.num_checked
         return self._outcome

@@ -1,8 +1,8 @@
-"""Writes a plan's files into a stage by all ranks of a team; the first keeps what is finished, and finishes the rest.
+"""Writes a plan's files into a stage by all ranks of a team; the first keeps finished files, and finishes the rest.
 
-Order of events, on every rank: rank 0 keeps what an interrupted run finished, where the source is a live model only
-what all ranks together find to be its bytes still; it makes the other files at their full size and tells the others
-its stage; then all make them in rounds. A file is in the journal only when every source of it is checked.
+Order of events, on every rank: rank 0 keeps files that an interrupted run finished (with a live model, only those that
+all ranks together find unchanged); it creates the other files at their full size and broadcasts its stage to the
+others; then all make them in rounds. The journal lists a file only after every source of it is checked.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _logger = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.05
 _ELSEWHERE_SECONDS = 5.0
-"""How long to look for the stage in a folder that is another one than rank 0's."""
+"""Seconds to look for the stage in a folder that differs from rank 0's."""
 
 
 def read_together(team: Team, work: Work, files: Sequence[int]) -> dict[int, FinishedFile]:
-    """Return, as rank 0 and with the help of all others, what is said of files as they would be written now."""
+    """Return, on rank 0 and with the help of all others, files as a run would write them now; write nothing."""
     team.broadcast("files to read", json.dumps([*files]))
     return _read(team, work, files).files
 
@@ -55,19 +55,19 @@ def _read(team: Team, work: Work, files: Sequence[int]) -> Outcome:
 def write_together(
     team: Team, work: Work, stage: Stage, unfinished: Sequence[int], progress: Callable[[int], None]
 ) -> Outcome:
-    """Write, as rank 0, those files of a plan with the help of all other ranks.
+    """Write, as rank 0, the unfinished files of a plan with the help of all other ranks.
 
     Args:
         team: the ranks.
-        work: this rank's.
-        stage: where.
+        work: the work of this rank.
+        stage: the stage to write into.
         unfinished: indices of the files to write.
-        progress: called with the bytes of them written so far.
+        progress: called with the bytes of these files that are written so far.
 
     Raises:
-        CorruptError, ContradictionError: the source is not what its metadata promised.
-        NoSpaceError, XrankError: it could not be written.
-        RankFailedError: a rank failed; what is finished is kept.
+        CorruptError, ContradictionError: the source does not match its metadata.
+        NoSpaceError, XrankError: the files could not be written.
+        RankFailedError: a rank failed; finished files are kept.
     """
     files = work.plan.files
     for index in unfinished:
@@ -98,20 +98,20 @@ def write_together(
 
 
 def help_to_write_files(team: Team, work: Work, out: str, plan_digest: str) -> None:
-    """Do the part of any other rank in `write_together`, and in `read_together` where the source is a live model.
+    """Run the part of any other rank in `write_together`, and in `read_together` where the source is a live model.
 
     Raises:
-        CorruptError, ContradictionError: the source is not what its metadata promised.
-        NoSpaceError, XrankError: it could not be written.
-        UsageError: the output is not on a file system that this rank and rank 0 both see.
+        CorruptError, ContradictionError: the source does not match its metadata.
+        NoSpaceError, XrankError: the files could not be written.
+        UsageError: this rank and rank 0 do not both see the file system of the output.
         RankFailedError: another rank failed.
     """
     if work.holder is not None:
         _read(team, work, json.loads(team.broadcast("files to read")))
     told = json.loads(team.broadcast("stage"))
     parts = SharedParts(os.path.join(OutputPlace.from_path(out).parent, told["name"]))
-    if told["files"]:  # else rank 0 waits for nobody, and the stage may be the output already
-        # Where it is for certain another folder, no client of a network file system need be waited for.
+    if told["files"]:  # otherwise rank 0 does not wait, and the stage may be the output already
+        # A folder that certainly differs does not appear later: do not wait for a network file system's client.
         seconds = _ELSEWHERE_SECONDS if _is_elsewhere(parts.path, told["above"]) else STALE_SECONDS
         _await_sight(
             lambda: parts.has_plan(plan_digest) or None, team.make_failure_check(), parts.path, team.rank, seconds
@@ -129,26 +129,26 @@ def _make(
     finish: Finish = finish_nothing,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Outcome:
-    """Make files together, as `make_in_rounds`, those of what is transformed last."""
+    """Make files together, as `make_in_rounds`; make the transformed ones last."""
     copied, last = work.split_files(files)
     outcome = make_in_rounds(team, work, copied, outputs, what=what, finish=finish, progress=progress)
     if last:
-        from xrank.making.transformed_files import make_transformed  # files are done without
+        from xrank.making.transformed_files import make_transformed  # copied files do not need this module
 
         outcome.files |= make_transformed(team, work, last, outputs, what=what, finish=finish).files
     return outcome
 
 
 class _Parts:
-    """The files of a stage, as one rank writes its shares to them."""
+    """The files of a stage, into which one rank writes its shares."""
 
     def __init__(self, team: Team, plan: Plan, parts: SharedParts) -> None:
         self.target = FileTarget({})
         self._plan, self._parts, self._rank = plan, parts, team.rank
-        self._failures = team.make_failure_check()  # for threads, too, that are in no gather
+        self._failures = team.make_failure_check()  # also for threads that are not in a gather
 
     def begin(self, index: int) -> None:
-        """Open a file, which may become visible here a little later than rank 0 made it."""
+        """Open a file, which may become visible here a little after rank 0 created it."""
         output = self._plan.files[index].output
         path = os.path.join(self._parts.path, f"{output.name}.part")
         fd = _await_sight(lambda: self._parts.open(output.name, output.nbytes), self._failures, path, self._rank)
@@ -156,15 +156,15 @@ class _Parts:
         self.target.descriptors[index] = fd
 
     def finish_share(self, part: FilePart) -> None:
-        """Make what was written to a file last, and close it."""
+        """Flush a file to the disk, and close it."""
         fd = self.target.descriptors.pop(part.index)
         try:
             os.fsync(fd)
         finally:
-            os.close(fd)  # NFS: what others, who open the file from now on, then see
+            os.close(fd)  # NFS: ranks that open the file from now on see this data
 
     def explain_errors(self) -> AbstractContextManager[None]:
-        """Say of what the file system refuses in the body what it means."""
+        """Explain the file system's errors in the body."""
         return explain_errors(self._parts.path)
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class _Parts:
 
 
 def _list_parents(path: str) -> list[tuple[str, int]]:
-    """Return the folders that a path is in, the nearest first, and the inode of each; those that are there."""
+    """Return the existing folders above a path, the nearest first, and the inode of each."""
     found = []
     while (folder := os.path.dirname(path)) != path:
         with suppress(OSError):
@@ -185,7 +185,7 @@ def _list_parents(path: str) -> list[tuple[str, int]]:
 
 
 def _is_elsewhere(path: str, above: Sequence[Sequence[object]]) -> bool:
-    """Say whether the folder that a path is in here, or the nearest that is there, is another than rank 0 has so."""
+    """Return whether the nearest existing folder above a path here is not among rank 0's."""
     here = _list_parents(path)
     return bool(here) and here[0] not in {(folder, inode) for folder, inode in above}
 
@@ -197,10 +197,10 @@ def _await_sight(
     rank: int,
     seconds: float = STALE_SECONDS,
 ) -> Seen:
-    """Return what `look` finds; a network file system may show it a little later than rank 0 told of it.
+    """Return the result of `look`; a network file system may show it a little after rank 0 announced it.
 
     Raises:
-        RankFailedError: from `failures`, which may be why it is not there.
+        RankFailedError: from `failures`; a failed rank may be the reason that it is missing.
         UsageError: it does not become visible.
     """
     end = monotonic() + seconds

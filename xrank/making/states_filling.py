@@ -1,4 +1,4 @@
-"""Writes the states of a reshard with a team: each rank its share, the first the small files and the commit."""
+"""Writes the states of a reshard with a team: each rank its share, the first also the small files, then the commit."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["make_states"]
 def make_states(
     reshard: Reshard, out: str, progress: Callable[[int, int], None] | None, team: Team
 ) -> tuple[WrittenFiles | None, tuple[str, ...]]:
-    """Make the states with all ranks of a team; return, on the first rank, what was written and notes on the stage.
+    """Make the states with all ranks of a team; return, on the first rank, the written files and notes on the stage.
 
     Raises:
-        CorruptError, ContradictionError: the source is not what its metadata promised.
+        CorruptError, ContradictionError: the source does not match its metadata.
         NoSpaceError, XrankError: the output could not be written.
         RankFailedError: another rank failed.
     """
     with closing(FileSource(reshard.plan.source)) as source:
         work = Work(reshard.plan, source, reshard.options.budget)
         if not team.is_first:
-            from xrank.making.shared_writing import help_to_write_files  # a process alone does without
+            from xrank.making.shared_writing import help_to_write_files  # one process does not need this module
 
             help_to_write_files(team, work, out, reshard.digest)
             return None, ()
@@ -46,7 +46,7 @@ def make_states(
 
 
 def _write_small_files(reshard: Reshard, stage: Stage, written: WrittenFiles) -> None:
-    """Write the companions, and the manifest last."""
+    """Write the companions, then the manifest."""
     lines = []
     for companion in reshard.companions:
         if companion.name == "config.json" and reshard.config_text is not None:

@@ -1,9 +1,9 @@
-"""Makes the files of what is transformed: each rank reads some tensors whole, one at a time, and writes their outputs.
+"""Makes transformed files: each rank reads some tensors whole, one at a time, and writes their outputs.
 
-Order of events, on every rank: all share out the tensors of a round alike, by bytes, each to a rank that holds much of
-it; every rank makes its own and sends the first rank digests of what it wrote; the first finishes the files. Where
-several hosts share the file system no two of them write to one page: what lies in a page with other outputs goes to the
-first rank with the digests, and that writes it.
+Order of events, on every rank: all assign the tensors of a round alike, by bytes, each to a rank that holds much of
+it; every rank makes its own and sends the first rank digests of its outputs; the first finishes the files. Where
+several hosts share the file system, no two of them write to one page: the rank sends the bytes of a page that other
+outputs share to the first rank with the digests, and the first rank writes them.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ def make_transformed(
     what: str,
     finish: Finish = finish_nothing,
 ) -> Outcome:
-    """Make files of what is transformed together with all other ranks, which make the same call.
+    """Make transformed files together with all other ranks, which make the same call.
 
     Args:
         team: the ranks.
-        work: this rank's.
-        files: indices of the files to make, all of them of what is transformed.
-        outputs: where this rank's shares go.
-        what: is made, in a word that errors name.
-        finish: ends a file, on the first rank.
+        work: the work of this rank.
+        files: indices of the files to make, all of them transformed.
+        outputs: the destination of this rank's shares.
+        what: a short name of the files, for errors.
+        finish: finishes a file, on the first rank.
 
     Returns:
-        On the first rank what one process would have found; an empty outcome elsewhere.
+        On the first rank, the same outcome as from one process; an empty outcome elsewhere.
 
     Raises:
-        UsageError: the transform makes something else than it told. What it raises itself goes on.
+        UsageError: the transform's output differs from its declaration. Its own exceptions propagate.
         XrankError: as `make_in_rounds`.
     """
     plan, transforms, holder = work.plan, work.transforms, work.holder
@@ -99,19 +99,19 @@ def make_transformed(
         found = _collect(team, f"{what} of transform, round {number + 1}", parts, made.odd)
         if position == 0:
             _finish(plan, group, found, outputs, finish, outcome)
-    if rounds and size > 1:  # a process alone checks its source after the last file
-        work.source.check_unchanged()  # no rank reads any more
+    if rounds and size > 1:  # one process checks its source after the last file
+        work.source.check_unchanged()  # all ranks have finished reading
         team.meet(f"{what} of transform, all of it")
     return outcome
 
 
 def _makers(sources: Plan, tensors: Sequence[TransformedTensor], holder: IntArray | None, num_ranks: int) -> list[int]:
-    """Return for each tensor the position of the rank that makes it: the largest first, each to whom it costs least."""
+    """Return the position of the rank that makes each tensor: the largest first, each to the rank of least cost."""
     loads = np.zeros(num_ranks, np.int64)
     makers = [0] * len(tensors)
     plans = [sources.files[tensor.number].tensors[0] for tensor in tensors]
     for i in sorted(range(len(tensors)), key=lambda i: (-_source_nbytes(plans[i]), i)):
-        # A byte that comes from another rank counts twice: it is read, and moved.
+        # A byte from another rank counts twice: it is read, and moved.
         cost = 2 * _source_nbytes(plans[i]) - _count_held(plans[i], holder, num_ranks)
         makers[i] = int((loads + cost).argmin())
         loads[makers[i]] += cost[makers[i]]
@@ -123,7 +123,7 @@ def _source_nbytes(tensor: TensorPlan) -> int:
 
 
 def _count_held(tensor: TensorPlan, holder: IntArray | None, num_ranks: int) -> IntArray:
-    """Return how many bytes of a tensor each rank holds itself."""
+    """Count the bytes of a tensor that each rank holds itself."""
     held = np.zeros(num_ranks, np.int64)
     width = dtypes.dtype(tensor.source_dtype).nbytes
     for copies in (tensor.copies, tensor.replicas) if holder is not None else ():
@@ -134,26 +134,26 @@ def _count_held(tensor: TensorPlan, holder: IntArray | None, num_ranks: int) -> 
 
 @dataclass(slots=True)
 class _RoundOutputs:
-    """What a rank has made of the files of a round."""
+    """The outputs that a rank has made of the files of a round."""
 
     outputs: Outputs
     shares_pages: bool
     """Whether other hosts write to the same files."""
     digests: dict[int, dict[int, TensorDigest]] = field(default_factory=dict)
-    """File -> its tensor -> digest; a file is there once it was begun."""
+    """File -> its tensor -> digest; contains each file that was begun."""
     odd: list[tuple[int, int, bytes]] = field(default_factory=list)
-    """(File, offset, bytes) of pages that are shared with other outputs."""
+    """(File, offset, bytes) of pages that other outputs share."""
 
     def put(self, file: int, offset: int, data: memoryview) -> None:
         """Write bytes of whole pages."""
-        with self.outputs.explain_errors():  # what the transform raises is nothing of the disk's
+        with self.outputs.explain_errors():  # exceptions of the transform are not disk errors, so they stay outside
             if file not in self.digests:
                 self.outputs.begin(file)
                 self.digests[file] = {}
             self.outputs.target.write(file, offset, data)
 
     def put_tensor(self, file: int, slot: int, output: OutputTensor, tensor: torch.Tensor, staging: memoryview) -> None:
-        """Write a tensor to its place, and take its digest."""
+        """Write a tensor to its place, and record its digest."""
         digest = TensorDigest(output.nbytes)
         content = local_bytes(tensor)
         first, last = output.offset, output.offset + output.nbytes
@@ -183,7 +183,7 @@ class _RoundOutputs:
             self.odd.append((file, offset, bytes(data)))
 
     def finish(self) -> tuple[FilePart, ...]:
-        """Make all files last, and return what is known of them."""
+        """Flush all files, and return their parts."""
         parts = tuple(
             FilePart(file, tuple((slot, digest.part()) for slot, digest in sorted(digests.items())), ())
             for file, digests in self.digests.items()
@@ -201,7 +201,7 @@ def _make(
     made: _RoundOutputs,
     failures: Callable[[], bool],
 ) -> None:
-    """Read a tensor, transform it, and write what that gives."""
+    """Read a tensor, transform it, and write the result."""
     (source,) = whole.make([tensor.number], failures)
     results = apply_transform(transforms.function, tensor.name, source, tensor.outputs)
     del source
@@ -214,7 +214,7 @@ _Found = tuple[tuple[FilePart, ...], Sequence[tuple[int, int, bytes]]]
 
 
 def _collect(team: Team, key: str, parts: tuple[FilePart, ...], odd: Sequence[tuple[int, int, bytes]]) -> list[_Found]:
-    """Return on the first rank what all ranks made, and nothing on the others."""
+    """Return on the first rank the findings of all ranks, and nothing on the others."""
     if team.size == 1:
         return [(parts, odd)]
     import torch
@@ -239,7 +239,7 @@ def _read_message(message: dict[str, Any]) -> _Found:
 def _finish(
     plan: Plan, files: Sequence[int], found: Sequence[_Found], outputs: Outputs, finish: Finish, outcome: Outcome
 ) -> None:
-    """Join what all ranks made of some files, write what was left to the first, and finish them."""
+    """Join the outputs of all ranks for some files, write the bytes that came to the first, and finish the files."""
     joined = {index: JoinedFile(plan.files[index].output, index) for index in files}
     rest: dict[int, list[tuple[int, bytes]]] = {}
     for parts, odd in found:
@@ -250,7 +250,7 @@ def _finish(
     try:
         with outputs.explain_errors():
             for file, places in rest.items():
-                outputs.begin(file)  # opened anew: what other hosts wrote in the meantime is seen
+                outputs.begin(file)  # opened again, to see the data that other hosts wrote meanwhile
                 for offset, data in places:
                     outputs.target.write(file, offset, memoryview(data))
                 outputs.finish_share(FilePart(file, (), ()))

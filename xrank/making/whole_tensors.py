@@ -1,4 +1,4 @@
-"""Whole tensors in this process's memory, made by the executor as files are, ahead of who takes them."""
+"""Makes whole tensors in this process's memory, by the executor as files are, ahead of the thread that takes them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 __all__ = ["TensorsAhead", "WholeTensors", "split_budget"]
 
 _LOOK_SECONDS = 0.2
-"""How often who waits for a tensor asks whether a rank has failed."""
+"""Seconds between two checks for failed ranks while a thread waits for a tensor."""
 _LEAST_BUFFERS_NBYTES = 2 << 20
 _MAPPED_NBYTES = 1 << 20
-"""Tensors of so many bytes have a map of their own."""
+"""Tensors of at least this many bytes have a memory map of their own."""
 
 
 def split_budget(max_memory_nbytes: int, workers: int) -> tuple[Budget, int]:
-    """Return the executor's part of a budget, a third, and the bytes that are left for tensors.
+    """Return the executor's part of a budget, a third, and the bytes that remain for tensors.
 
     Raises:
         UsageError: not even one worker with the smallest buffers fits.
@@ -44,8 +44,8 @@ class WholeTensors:
     """Tensors of a plan, each made whole in memory of its own.
 
     Args:
-        plan: with one tensor in a file, and no header (`tensor_plan`).
-        source: where they are read.
+        plan: a plan with one tensor in each file, and no header (`tensor_plan`).
+        source: the source of the tensors.
         budget: threads and buffers.
     """
 
@@ -53,15 +53,15 @@ class WholeTensors:
         self._plan, self._source, self._budget = plan, source, budget
 
     def nbytes(self, number: int) -> int:
-        """Return the bytes of a tensor, by the number of its file."""
+        """Return the size of a tensor in bytes, by the number of its file."""
         return self._plan.files[number].output.nbytes
 
     def make(self, numbers: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> list[torch.Tensor]:
-        """Return these tensors; nothing here holds them.
+        """Return these tensors; this object keeps no reference to them.
 
         Args:
-            numbers: which.
-            cancelled: asked by threads before each window; it may raise, too.
+            numbers: numbers of the tensors.
+            cancelled: called by threads before each window; it may also raise.
 
         Raises:
             XrankError, CancelledError: as `execute`.
@@ -85,41 +85,41 @@ def _empty(tensor: TensorPlan) -> torch.Tensor:
     dtype = getattr(torch, dtypes.dtype(output.dtype).torch_name)
     if output.nbytes < _MAPPED_NBYTES:
         return torch.empty(output.shape, dtype=dtype, device="cpu")
-    # A map of its own goes back to the system when the tensor goes; malloc keeps what is freed for a while.
+    # A separate map returns to the system when the tensor is freed; malloc keeps freed memory for a while.
     memory = mmap.mmap(-1, output.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # where the kernel has none
-            memory.madvise(mmap.MADV_HUGEPAGE)  # filled two to three times as fast
+        with suppress(OSError):  # the kernel may not support it
+            memory.madvise(mmap.MADV_HUGEPAGE)  # huge pages fill two to three times as fast
     return torch.frombuffer(memory, dtype=dtype).view(output.shape)
 
 
 class _Target:
-    """Writes to tensors, by their addresses; whoever executes keeps them."""
+    """Writes to tensors, by their addresses; the caller of the executor keeps them alive."""
 
     def __init__(self, addresses: dict[int, int]) -> None:
         self._addresses = addresses
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Put bytes at `offset` of that tensor."""
+        """Copy bytes to `offset` of a tensor."""
         ctypes.memmove(self._addresses[file] + offset, address_of(data), len(data))  # other threads run meanwhile
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Tensors that are made together, and the bytes that they take until they are taken."""
+    """Tensors that are made together, and the bytes that they occupy until the caller takes them."""
 
     numbers: list[int]
     nbytes: int
 
 
 class TensorsAhead:
-    """Makes tensors in order, ahead of who takes them, by a thread of its own; `close` ends it.
+    """Makes tensors in order, ahead of the caller, in a thread of its own; `close` ends it.
 
     Args:
-        tensors: what is made: all of it.
-        nbytes: by number, what a tensor takes until it is taken.
-        room_nbytes: for all that is made or being made and not yet taken; a tensor that takes more has all of it.
-        failures: raises if a rank has failed; asked by several threads.
+        tensors: the source of the tensors; the thread makes all of them.
+        nbytes: by number, the bytes that a tensor occupies until the caller takes it.
+        room_nbytes: limit for all tensors that are made and not yet taken; a larger tensor occupies all of it.
+        failures: raises if a rank has failed; called by several threads.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class TensorsAhead:
         self._untaken_nbytes = 0
         self._error: BaseException | None = None
         self._stopped = False
-        # A program that ends while it holds an iterator must not wait for it.
+        # A program that ends while it holds an iterator must not wait for this thread.
         self._thread = threading.Thread(target=self._work, name="xrank-ahead", daemon=True)
         self._thread.start()
 
     def take(self, number: int) -> torch.Tensor:
-        """Return the next tensor, whose number it is; it is the caller's alone.
+        """Return the next tensor, which must have this number; it belongs to the caller alone.
 
         Raises:
             XrankError: as `WholeTensors.make`, or a rank has failed.
@@ -152,7 +152,7 @@ class TensorsAhead:
             return self._ready.popleft()
 
     def close(self) -> None:
-        """Make no more, let go of what nobody took, and wait until nothing is read."""
+        """Stop, discard the tensors that were not taken, and wait until all reads have ended."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -175,7 +175,7 @@ class TensorsAhead:
                     self._changed.notify_all()
         except CancelledError:
             pass
-        except BaseException as error:  # raised again by `take`
+        except BaseException as error:  # `take` raises it again
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -187,7 +187,7 @@ class TensorsAhead:
         return self._stopped or self._failures()
 
     def _buckets(self) -> Iterator[_Bucket]:
-        """Yield all tensors in order, as many at a time as fill half the room: while one is taken the next is made."""
+        """Yield all tensors in order, in buckets of half the room: one is made while the caller takes the last one."""
         bucket = _Bucket([], 0)
         for number, nbytes in enumerate(self._nbytes):
             if bucket.numbers and bucket.nbytes + nbytes > self._room_nbytes // 2:

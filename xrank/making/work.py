@@ -1,4 +1,4 @@
-"""The work of making a plan's files, as one rank has it: what all ways of making them are told alike."""
+"""The work of one rank on a plan's files: the arguments that all ways of making them share."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["Work"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """A plan, and what else decides how one rank makes its files; whoever opened the source closes it."""
+    """A plan, and the settings by which one rank makes its files. The opener of the source also closes it."""
 
     plan: Plan
-    """All files."""
+    """The plan of all files."""
     source: OpenSource
-    """Where this rank reads."""
+    """The source that this rank reads."""
     budget: Budget
-    """Threads and buffers of this rank; of what is transformed, one whole tensor and its outputs come on top."""
+    """Threads and buffers of this rank; a transform needs memory for one whole tensor and its outputs on top."""
     replicas: ReplicaChoice = "verify"
-    """Whether replicas that differ are refused or picked among."""
+    """Whether differing replicas raise an error or one is picked."""
     holder: IntArray | None = None
-    """By record, the position in the team of the rank in whose memory it lies; None: records of files."""
+    """By record, the position in the team of the rank whose memory holds it; None: the records are in files."""
     transforms: Transforms | None = None
-    """What is made of a live model's tensors by a caller's function, in files apart."""
+    """Outputs of a caller's function on a live model's tensors; they are in separate files."""
 
     def split_files(self, files: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Return, of these files by index, those of what is copied and those of what is transformed."""
+        """Split files by index into copied and transformed ones."""
         apart = set() if self.transforms is None else self.transforms.files
         parts: tuple[list[int], list[int]] = ([], [])
         for index in files:

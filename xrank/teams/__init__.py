@@ -1,1 +1,1 @@
-"""Ranks that convert together: who they are, and what they agree on."""
+"""Ranks that convert together: their launch, their messages, and their agreement."""

@@ -1,4 +1,4 @@
-"""What ranks must have alike: the arguments of a call, as each rank describes them, and the plan that follows."""
+"""Checks that ranks agree: on the arguments of a call, as each rank describes them, and on the resulting plan."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def value_text(value: Any) -> str:
 
 
 def nbytes_text(nbytes: int) -> str:
-    """Return a size as text, in whatever words it was given."""
+    """Return a size as text, the same for every spelling of the size."""
     return f"{nbytes:,} bytes"
 
 
@@ -68,7 +68,7 @@ def check_plans(ranks: Sequence[int]) -> Callable[[object, Sequence[str]], None]
     """Return the decision for `Team.agree` that all ranks made the same plan; descriptions are digests.
 
     Raises (from the decision):
-        ContradictionError: it names the first rank whose plan is not the first rank's.
+        ContradictionError: it names the first rank whose plan differs from the first rank's.
     """
 
     def check(_: object, digests: Sequence[str]) -> None:

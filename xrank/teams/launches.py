@@ -1,4 +1,4 @@
-"""The processes that share a conversion: those of a launcher, those of a process group, or this process alone."""
+"""Finds the processes that share a conversion: those of a launcher, of a process group, or this process alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def find_launch(environ: Mapping[str, str], *, distributed: bool) -> tuple[Launc
     RANK and WORLD_SIZE alone, which many shells export, count only with `distributed`.
 
     Raises:
-        UsageError: the launcher's variables are wrong, or `distributed` is asked for where there are none.
+        UsageError: the launcher's variables are wrong, or missing although `distributed` is set.
     """
     try:
         launch = environment.read_launch(environ)
@@ -58,7 +58,7 @@ def find_launched_team(out: str, *, distributed: bool, timeout_seconds: float) -
 
     Raises:
         UsageError: as `find_launch`.
-        RankTimeoutError: rank 0 opened no store.
+        RankTimeoutError: rank 0 did not open its store in time.
     """
     launch = find_launch(environment.environ(), distributed=True)[0] if distributed else None
     return Team() if launch is None else _team_of_launch(launch, out, timeout_seconds)
@@ -81,7 +81,7 @@ def find_group_team(group: Any, place: str, *, timeout_seconds: float, joins_lau
 
     found = appoint(group, environment.environ(), timeout_seconds=timeout_seconds)
     if found is not None:
-        from xrank.teams.shared_team import SharedTeam  # a process alone does without
+        from xrank.teams.shared_team import SharedTeam  # one process does not need this module
 
         return SharedTeam(
             found.group,
@@ -103,7 +103,7 @@ def _team_of_launch(launch: Launch, out: str, timeout_seconds: float) -> Team:
     from xrank.teams.shared_team import SharedTeam
 
     group = connect_launched_ranks(launch, environment.environ(), timeout_seconds=timeout_seconds)
-    # Only torchrun shows for certain that all ranks are on one host; the way across hosts is right for one host too.
+    # Only torchrun proves that all ranks are on one host; messages between hosts also work on one host.
     is_one_host = launch.launcher == "torchrun" and launch.local_world_size == launch.world_size
     return SharedTeam(
         group,

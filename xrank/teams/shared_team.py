@@ -1,7 +1,7 @@
 """A team of several ranks: each failure is named on all, and the first rank decides for all.
 
-All of it happens in the body of one gather of `xrank.gather`, so that a rank that raises, exits or stays away is named
-on all others. Ranks send their values to the first rank by gathers within that body; the first rank answers through
+All of it happens in the body of one gather of `xrank.gather`: if a rank raises, exits or stays away, all other ranks
+name it. Ranks send their values to the first rank by gathers within that body; the first rank answers through
 the team's store.
 """
 
@@ -28,10 +28,10 @@ Decision = TypeVar("Decision")
 _looking = Lock()
 """Held while a thread of this process looks for failures; other threads skip their look meanwhile."""
 _LOOK_SECONDS = 0.2
-"""How often a rank that works looks for failures of others."""
+"""Seconds between two looks of a working rank for failures of others."""
 _PAUSE_SECONDS = 0.02
 _FAREWELL_SECONDS = 5.0
-"""How long rank 0 keeps its store for ranks that have not yet read how the conversion ended."""
+"""Seconds that rank 0 keeps its store for ranks that have not yet read how the conversion ended."""
 _PART_LENGTH = 1 << 20
 """Characters of a text in one entry: a store takes 8 MiB at most (torch, TCPStoreLibUvBackend.cpp: MAX_PAYLOAD_LEN)."""
 
@@ -40,8 +40,8 @@ class SharedTeam(Team):
     """Several ranks that share one conversion.
 
     Args:
-        group: their store.
-        ranks: their numbers in the world; the first rank decides and reports.
+        group: the store of the ranks.
+        ranks: the ranks' numbers in the world; the first rank decides and reports.
         rank: the number of this rank.
         directory: a folder that all ranks see, for messages between hosts; None: all ranks are on one host.
         num_here: how many of the ranks are known to share this host.
@@ -110,7 +110,7 @@ class SharedTeam(Team):
         try:
             decision = self._decide(what, message, decide_for_all)
         except XrankError:
-            # Where this rank failed as well, its own error tells more than another's.
+            # If this rank failed as well, its own error is more specific than another's.
             if failure is None:
                 raise
         if failure is not None:
@@ -162,7 +162,7 @@ class SharedTeam(Team):
         )
 
     def _decide(self, what: str, value: object, decide: Callable[[list[Any]], Any]) -> Any:
-        """Return on every rank what the first rank makes of the values of all, or raise its error everywhere."""
+        """Return on every rank the first rank's decision about the values of all, or raise its error everywhere."""
         answer: dict[str, Any] = {}
         try:
             with self.collect(what, value) as parts:
@@ -185,7 +185,7 @@ class SharedTeam(Team):
     def _send(self, what: str, text: str) -> str:
         parts = [text[start : start + _PART_LENGTH] for start in range(0, len(text), _PART_LENGTH)]
         entries = {f"told/{what}/{number}": part for number, part in enumerate(parts)}
-        # The number of parts comes last: where it is seen, all parts are.
+        # The number of parts comes last: a rank that sees it can read all parts.
         for name, value in {**entries, f"told/{what}": str(len(parts))}.items():
             self._entries.append(name)
             self._group.store.put(name, value)
@@ -205,7 +205,7 @@ class SharedTeam(Team):
         return "".join(store.peek(f"told/{what}/{number}") or "" for number in range(int(count)))
 
     def _part(self, known_dead: set[int]) -> None:
-        """Report this rank's end to rank 0; on rank 0, whose end is the store's, wait for the others' reports."""
+        """Report this rank's end to rank 0; on rank 0, which owns the store, wait for the others' reports."""
         with suppress(RankFailedError):
             if not self.is_first:
                 self._group.store.put(f"left/{self.rank}", "1")
@@ -224,8 +224,8 @@ def _check_records(records: Iterable[str | None]) -> None:
 
 
 def _describe_error(error: XrankError, rank: int, what: str) -> dict[str, Any]:
-    """Return an error as JSON can hold it."""
-    if isinstance(error, RankFailedError):  # it has more parts than others
+    """Return an error in a form that JSON can hold."""
+    if isinstance(error, RankFailedError):  # it has more fields than others
         return {"record": FailureRecord.from_error(error, rank, what).to_bytes().decode()}
     return error.to_record()
 

@@ -1,7 +1,7 @@
 """The team: the ranks that share one conversion. A process alone is a team of one.
 
 All ranks call the same methods in the same order within `together`. The first rank decides and reports. A rank that
-raises, exits or does not arrive is named on all others (`xrank.teams.shared_team`); a process alone only runs the work.
+raises, exits or does not arrive is named on all others (`xrank.teams.shared_team`); one process only runs the work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Decision = TypeVar("Decision")
 
 
 class Team:
-    """This process alone; `SharedTeam` overrides all of it for several ranks.
+    """This process alone; `SharedTeam` overrides all methods for several ranks.
 
     Args:
         ranks: the ranks' numbers in the world; the first rank decides and reports.
@@ -52,9 +52,9 @@ class Team:
         """Make a value on every rank, and return it with one decision for all ranks, or raise on all ranks.
 
         Args:
-            what: the value in a few words, for errors; different in each call of one `together`.
+            what: name of the value in a few words, for errors; different in each call of one `together`.
             make: makes the value; may differ by rank.
-            describe: returns what the first rank must know of a rank's value: JSON values and tensors.
+            describe: returns the facts that the first rank needs about a rank's value: JSON values and tensors.
             decide: called on the first rank with its own value and the descriptions of all, in the order of `ranks`;
                 checks them, and returns what JSON can hold.
 
@@ -74,7 +74,7 @@ class Team:
         self.agree(what, lambda: None, lambda _: None, lambda _, __: None)
 
     def broadcast(self, what: str, text: str | None = None) -> str:
-        """Send a text from the first rank, and return it on every rank; other ranks give none.
+        """Send a text from the first rank, and return it on every rank; other ranks pass None.
 
         Raises:
             RankFailedError: a rank failed before the text came.
@@ -94,7 +94,7 @@ class Team:
         """
 
     def make_failure_check(self) -> Callable[[], bool]:
-        """Return a check for threads that work for this one, which waits. It raises if a rank failed, as above.
+        """Return a check for the helper threads of a waiting thread. It raises if a rank failed, as above.
 
         The check returns False, so that it also answers whether to cancel.
         """
