@@ -118,7 +118,7 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
         shared_writing._ELSEWHERE_SECONDS = 0.2
         if job["elsewhere"][0] == rank:
             place = OutputPlace.from_path(os.path.join(job["elsewhere"][1], "out"))
-            shared_writing.OutputPlace = type("", (), {"of": lambda out: place})  # type: ignore[misc, assignment]
+            shared_writing.OutputPlace = type("", (), {"from_path": lambda out: place})  # type: ignore[misc, assignment]
     if job.get("absent") == rank:
         return {"absent": True}
     if "act" in job and job["act"][0] == rank:

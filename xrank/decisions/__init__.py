@@ -1,1 +1,1 @@
-"""What a conversion decides before a byte moves: names, dtypes, ties, files, and the proven plan."""
+"""Decisions of a conversion before a byte moves: names, dtypes, ties, files, and the proven plan."""
