@@ -228,7 +228,7 @@ def test_a_module_whose_config_differs_on_another_rank_is_told(rank: int, tmp_pa
     model = llama()
     model.config.bos_token_id = rank
     report = xrank.export_model(model, tmp_path / "out")
-    assert dict(report.notes)["config-differs"].endswith("what is written: bos_token_id 1, not 0")
+    assert dict(report.notes)["config-differs"].endswith("the one that is written: bos_token_id 1, not 0")
 
 
 @pytest.mark.ranks(3)

@@ -277,7 +277,7 @@ def test_parts_with_padding_are_filled_with_zeros(bench: Bench, monkeypatch: pyt
         return LocalPart((rows + 2, *shape[1:]), (nest,))
 
     monkeypatch.setattr(new_parts, "local_part", padded)
-    new_parts._proven.cache_clear()
+    new_parts._prove.cache_clear()
     mesh = DeviceMesh((3,), ("r",))
     names = ("embed.weight", "up.weight", "down.weight", "norm.weight")
     kept = {name: model[name] for name in names}
@@ -285,7 +285,7 @@ def test_parts_with_padding_are_filled_with_zeros(bench: Bench, monkeypatch: pyt
     leave(bench.workspace, kept)
     texts = {name: "[n/~r, m]" if tensor.ndim == 2 else "[n/~r]" for name, tensor in kept.items()}
     reshard_checkpoint(bench.workspace, told(texts, mesh), bench.out)
-    new_parts._proven.cache_clear()
+    new_parts._prove.cache_clear()
     for rank in range(2):
         for name, tensor in kept.items():
             half = tensor.chunk(2)[rank]
@@ -486,9 +486,9 @@ def test_layouts_that_leave_out_or_give_twice(bench: Bench, monkeypatch: pytest.
 
         leave(bench.workspace, {"w": torch.arange(10.0) + 1}, layouts={"w": "[n]"})
         monkeypatch.setattr(new_parts, "local_part", crooked)
-        new_parts._proven.cache_clear()
+        new_parts._prove.cache_clear()
         error = refused(bench, LayoutError, told({"w": "[n/~r]"}, DeviceMesh((2,), ("r",))))
-        new_parts._proven.cache_clear()
+        new_parts._prove.cache_clear()
         assert says in error.message
         assert error.tensor == "w"
 
