@@ -264,6 +264,7 @@ def test_a_rank_whose_disk_is_full_is_named(ranks: ForkedRanks, source: Path, tm
     assert not beside(out)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_at_the_deadline(ranks: ForkedRanks, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "model"
     # Longer than a busy machine lets one rank stand, which would be missed as well.

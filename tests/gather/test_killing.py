@@ -321,6 +321,7 @@ def test_a_rank_killed_at_any_moment_of_a_gather_through_a_directory_is_named(tm
     check_killed(run(KILL, tmp_path / "through", *seeds))
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_host_that_is_killed_or_stopped_is_named_within_15_seconds(tmp_path):
     answers = run(FAR, tmp_path / "through")
     survivors = [job[rank] for job in answers["jobs"] for rank in (0, 2)]
