@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from xrank.conversion.report import folder_report, plan_report
-from xrank.decisions.folder_plan import plan_gather
+from xrank.decisions.folder_plan import FolderPlan, plan_gather
 from xrank.decisions.options import AdapterChoice, GatherOptions, ReplicaChoice, dtype_choice
 from xrank.layout import LayoutMap
 from xrank.making.folder_filling import make_output
@@ -19,6 +19,7 @@ from xrank.plan.report import Report
 from xrank.public_calls import names_own_arguments
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
+from xrank.teams.team import Team
 from xrank.writers.staging import check_room, plan_apart
 
 if TYPE_CHECKING:
@@ -130,12 +131,25 @@ def gather_checkpoint(
         recipe=recipe,
     )
     plan_checked = partial(plan_apart, os.fspath(source), os.fspath(out), plan, overwrite=overwrite)
-    path, started = os.fspath(out), time.monotonic()
     if dry_run:
-        planned = plan_checked()
-        check_room(path, [file.output.nbytes for file in planned.plan.files], planned.source.path)
-        return plan_report(planned, path, started)
-    team = find_launched_team(path, distributed=distributed, timeout_seconds=timeout_seconds)
+        return _plan_only(plan_checked, os.fspath(out))
+    team = find_launched_team(os.fspath(out), distributed=distributed, timeout_seconds=timeout_seconds)
+    return _gather_together(plan_checked, os.fspath(out), progress, team)
+
+
+def _plan_only(plan_checked: Callable[[], FolderPlan], out: str) -> Report:
+    """Return what a gather would write, without writing."""
+    started = time.monotonic()
+    planned = plan_checked()
+    check_room(out, [file.output.nbytes for file in planned.plan.files], planned.source.path)
+    return plan_report(planned, out, started)
+
+
+def _gather_together(
+    plan_checked: Callable[..., FolderPlan], out: str, progress: Callable[[int, int], None] | None, team: Team
+) -> Report:
+    """Agree on the plan with all ranks, and make the folder with them."""
+    started = time.monotonic()
     with team.together():
         planned, _ = team.agree(
             "the plan",
@@ -144,5 +158,5 @@ def gather_checkpoint(
             check_plans(team.ranks),
         )
         with closing(FileSource(planned.plan.source)) as files:
-            written = make_output(planned, files, path, progress, team)
-    return folder_report("gather", planned, written, path, started)
+            written = make_output(planned, files, out, progress, team)
+    return folder_report("gather", planned, written, out, started)

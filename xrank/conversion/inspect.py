@@ -81,17 +81,14 @@ def inspect_source(
             problems.append(renames_adapted(adapted.source, matched))
     except XrankError as error:
         problems.append(error)
-    if isinstance(reader, WorkspaceReader):
-        ranks = survey_ranks(text)
-    else:
-        ranks = [] if model is None else count_rank_tensors(model)
+    counted = [] if model is None else count_rank_tensors(model)
     details = InspectDetails(
         problems=[{**problem.to_dict(), "exit_code": problem.exit_code} for problem in problems],
         tensors=tensors,
         format={} if model is None else {key: value for key, value in model.details.items() if key != "ranks"},
         companions=companions,
         config_path=config_path,
-        ranks=ranks,
+        ranks=survey_ranks(text) if isinstance(reader, WorkspaceReader) else counted,
     )
     source = SourceFacts(path=text, format=reader.name)
     return Report(

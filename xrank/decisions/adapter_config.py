@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Usag
 from xrank.faces import either, needs, option
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
 
-__all__ = ["CONFIG_NAME", "AdapterConfig", "check_ranks", "find_config", "parse_adapter_config"]
+__all__ = ["CONFIG_NAME", "AdapterConfig", "check_ranks", "find_config", "is_turned", "parse_adapter_config"]
 
 CONFIG_NAME = "adapter_config.json"
 # verl writes the first beside its states, older versions the other (verl/utils/checkpoint/fsdp_checkpoint_manager.py).
@@ -33,6 +33,8 @@ _TRAINED_WITH = either(
 # They change the base's weights before training, and a state contains the changed weights (peft/tuners/lora/layer.py:
 # update_layer). An adapter that was saved with those weights loads as any other.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+# Layers that are Conv1D, stored [in, out], in GPT-2 and its kin, and Linear in others (transformers/pytorch_utils.py).
+_CONV1D = ("c_attn", "c_fc", "c_proj", "q_attn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,3 +256,34 @@ def _complete(values: Mapping[str, Any], names: AdapterNames, shapes: Mapping[st
         "peft_type": "LORA",
         "target_modules": sorted(adapted if also else last),
     }
+
+
+def is_turned(module: str, fit: tuple[bool, bool], kinds: Collection[tuple[bool, bool]], config: AdapterConfig) -> bool:
+    """Return whether a weight is stored [in, out]: by its shape, or, if it is square, by `kinds` of the other weights.
+
+    PEFT decides by the layer's class and sets fan_in_fan_out to the value of the last layer (peft/tuners/lora/model.py:
+    _create_new_module): in a model with both kinds, that value does not describe a square weight.
+    """
+    straight, turned = fit
+    if not straight:
+        return True
+    if not turned:
+        return False
+    says = bool(config.values.get("fan_in_fan_out"))
+    if config.is_completed and len(kinds) == 1:
+        return (False, True) in kinds
+    is_doubtful = config.is_completed and not says and module.rpartition(".")[2] in _CONV1D
+    if is_doubtful or any(kind != (not says, says) for kind in kinds):
+        other = "names of layers that are either" if is_doubtful else "other weights that lie the other way"
+        raise UsageError(
+            f"{module}.weight: whether it is stored [in, out] or [out, in] is not known",
+            tensor=f"{module}.weight",
+            file=config.path,
+            got=f"a square weight, fan_in_fan_out {str(says).lower()}, and {other}",
+            want="weights of one kind, or PEFT's own adapter_config.json",
+            next_step=either(
+                f"give that as {option('adapter_config')}",
+                f"use {option('adapter', 'separate')}, and merge it with peft",
+            ),
+        )
+    return says

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xrank import dtypes
-from xrank.decisions.adapter_config import CONFIG_NAME, AdapterConfig, find_config
+from xrank.decisions.adapter_config import CONFIG_NAME, AdapterConfig, find_config, is_turned
 from xrank.decisions.adapter_names import PREFIX, AdapterNames, Pair, find_adapter, refuse_other_kinds
 from xrank.decisions.options import GatherOptions
 from xrank.errors import ContradictionError, UsageError
@@ -30,8 +30,6 @@ _NOT_PLAIN = (
     *("target_parameters", "trainable_token_indices", "arrow_config", "kasa_config", "monteclora_config"),
     *("velora_config", "megatron_config"),
 )
-# Layers that are Conv1D, stored [in, out], in GPT-2 and its kin, and Linear in others (transformers/pytorch_utils.py).
-_CONV1D = ("c_attn", "c_fc", "c_proj", "q_attn")
 _BESIDE = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -292,7 +290,7 @@ def _updates(
     kinds = {fits[pair.module] for pair in names.pairs if not pair.is_embedding} - {(True, True)}
     return {
         f"{pair.module}.weight": LowRank(
-            pair.a, pair.b, config.scale_of(pair.module), _is_turned(pair.module, fits[pair.module], kinds, config)
+            pair.a, pair.b, config.scale_of(pair.module), is_turned(pair.module, fits[pair.module], kinds, config)
         )
         for pair in names.pairs
     }
@@ -322,36 +320,3 @@ def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str,
                 next_step=f"use {option('adapter', 'separate')}, and merge it with peft",
             )
     return weight
-
-
-def _is_turned(
-    module: str, fit: tuple[bool, bool], kinds: Collection[tuple[bool, bool]], config: AdapterConfig
-) -> bool:
-    """Return whether a weight is stored [in, out]: by its shape, or, if it is square, by `kinds` of the other weights.
-
-    PEFT decides by the layer's class and sets fan_in_fan_out to the value of the last layer (peft/tuners/lora/model.py:
-    _create_new_module): in a model with both kinds, that value does not describe a square weight.
-    """
-    straight, turned = fit
-    if not straight:
-        return True
-    if not turned:
-        return False
-    says = bool(config.values.get("fan_in_fan_out"))
-    if config.is_completed and len(kinds) == 1:
-        return (False, True) in kinds
-    is_doubtful = config.is_completed and not says and module.rpartition(".")[2] in _CONV1D
-    if is_doubtful or any(kind != (not says, says) for kind in kinds):
-        other = "names of layers that are either" if is_doubtful else "other weights that lie the other way"
-        raise UsageError(
-            f"{module}.weight: whether it is stored [in, out] or [out, in] is not known",
-            tensor=f"{module}.weight",
-            file=config.path,
-            got=f"a square weight, fan_in_fan_out {str(says).lower()}, and {other}",
-            want="weights of one kind, or PEFT's own adapter_config.json",
-            next_step=either(
-                f"give that as {option('adapter_config')}",
-                f"use {option('adapter', 'separate')}, and merge it with peft",
-            ),
-        )
-    return says
