@@ -78,7 +78,7 @@ def test_with_and_without_index(tmp_path: Path, kind: str, num_files: int) -> No
     assert gathered(write(tmp_path / "a", kind, num_files=num_files))[0] == wanted()
     assert gathered(write(tmp_path / "b", kind, num_files=num_files, index=False))[0] == wanted()
     (file, *others) = sorted((tmp_path / "b").iterdir())
-    place, reader = find_source(str(file))
+    place, reader, _ = find_source(str(file))
     # One file of several is no model: its folder is.
     assert (place, reader.name) == (str(file.parent if others else file), kind)
 
@@ -216,7 +216,7 @@ def test_two_candidates_in_a_folder(tmp_path: Path) -> None:
     save_file({"other": torch.rand(2)}, folder / "model.safetensors")
     with pytest.raises(UsageError, match="can be read in several ways") as caught:
         gathered(folder)
-    assert caught.value.got == "safetensors, bin"
+    assert caught.value.got == "safetensors files and bin files without a tensor in common"
     assert gathered(folder, format="bin")[0] == wanted()
 
 

@@ -39,7 +39,7 @@ __all__ = ["gather", "output_rows", "proof_row", "source_row"]
     metavar="NAME|FILE|none",
     help="Recipe that renames and splits tensors for Hugging Face.  [default: the one that fits]",
 )
-@click.option("--format", metavar="NAME", help="Format of the source, if two readers accept it.")
+@click.option("--format", metavar="NAME", help="Format to read, if several lie there.")
 @click.option(
     "--dtype",
     default="keep",

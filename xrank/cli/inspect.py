@@ -28,10 +28,19 @@ __all__ = ["inspect"]
     metavar="DIR|ID",
     help="Model folder or cached ID with the names and shapes that PATH must have; fills in unrecorded shapes.",
 )
+@click.option("--format", "format_name", metavar="NAME", help="Format to read, if several lie there.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="List every rank.")
 @reporting
-def inspect(output: Output, path: str, layout: str | None, base_model: str | None, tensors: bool, ranks: bool) -> None:
+def inspect(
+    output: Output,
+    path: str,
+    layout: str | None,
+    base_model: str | None,
+    format_name: str | None,
+    tensors: bool,
+    ranks: bool,
+) -> None:
     """Describe PATH: format, run, ranks, tensors, and the problems that a gather would meet.
 
     The exit status is 0 even with problems. Each problem has the exit status of the gather; with --json they are
@@ -39,7 +48,7 @@ def inspect(output: Output, path: str, layout: str | None, base_model: str | Non
     """
     from xrank.conversion.inspect import inspect_source
 
-    report = inspect_source(path, layouts=layout, base_model=base_model)
+    report = inspect_source(path, layouts=layout, base_model=base_model, format=format_name)
     output.face = face_of(gather)  # the problems are those of a gather
     output.report(report, _rows(report, output.face, tensors=tensors, ranks=ranks))
 

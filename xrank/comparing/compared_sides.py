@@ -104,17 +104,17 @@ def read_sides(
         IncompleteError, ContradictionError, UsageError: as readers and `find_adapter`; or an adapter that a manifest
             lists is missing, or has tensors with names of the model.
     """
-    places = [(each, *find_source(each)) for each in (path, other_path)]
-    manifests = [_manifest(place) for _, place, _ in places]
+    places = [(each, find_source(each)) for each in (path, other_path)]
+    manifests = [_manifest(where.path) for _, where in places]
     # Tensors that the other's manifest records as left out need no place.
     found = [
         _FoundSide(
             each,
-            place,
-            read_found(each, place, reader, base=base, layouts=layouts, is_left_out=_make_exclusion(other)),
+            where.path,
+            read_found(each, where, base=base, layouts=layouts, is_left_out=_make_exclusion(other)),
             own,
         )
-        for (each, place, reader), own, other in zip(places, manifests, reversed(manifests), strict=True)
+        for (each, where), own, other in zip(places, manifests, reversed(manifests), strict=True)
     ]
     shared = frozenset(found[0].tensor_names).intersection(found[1].tensor_names)
     has_one = [

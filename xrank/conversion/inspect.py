@@ -33,6 +33,7 @@ def inspect_source(
     *,
     layouts: str | os.PathLike[str] | LayoutMap | None = None,
     base_model: str | os.PathLike[str] | None = None,
+    format: str | None = None,  # noqa: A002  the option's name
 ) -> Report:
     """Describe a source: format, run, ranks, tensors, and the problems that a gather would meet.
 
@@ -42,6 +43,7 @@ def inspect_source(
         path: the folder, or file.
         layouts: a layout file, or its content, for a source without recorded layouts.
         base_model: a model with the names and shapes that the source must have; fills in unrecorded shapes.
+        format: name of the source's format, if several lie there; None: the best of them. A note names the others.
 
     Raises:
         UsageError: the base model does not exist.
@@ -52,7 +54,8 @@ def inspect_source(
     stage = inspect_stage(os.fspath(path)) if os.path.isdir(path) else None
     if stage is not None:
         return stage
-    text, reader = find_source(os.fspath(path))
+    where = find_source(os.fspath(path), format_name=format)
+    text, reader = where.path, where.reader
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
     base = open_base_model(base_model) if base_model is not None else None
     problems: list[XrankError] = []
@@ -62,9 +65,9 @@ def inspect_source(
     companions: list[str] = []
     recipe = config_path = None
     try:
-        beside = companions_of(os.fspath(path), text, reader)
+        beside = companions_of(os.fspath(path), where)
         companions += [companion.name for companion in beside[0]]  # listed even if the reader fails
-        found = read_found(os.fspath(path), text, reader, base=base, layouts=given, beside=beside)
+        found = read_found(os.fspath(path), where, base=base, layouts=given, beside=beside)
         model = found.model
         notes += found.notes
         config_path = found.config_path

@@ -25,7 +25,7 @@ from xrank.layout import LayoutMap
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel
-from xrank.readers.discovery import find_source
+from xrank.readers.discovery import SourcePlace, find_source
 from xrank.readers.own_readers import WORKSPACE
 from xrank.words import list_text
 from xrank.writers.hf_folder import lay_out, lay_out_file
@@ -95,11 +95,11 @@ def plan_gather(
     """Plan a gather and prove the plan; read only metadata. Arguments and errors are those of `gather_checkpoint`."""
     base = open_base_model(base_model) if base_model is not None else None
     given = layouts if isinstance(layouts, LayoutMap) or layouts is None else read_layouts(layouts)
-    place, reader = (source, WORKSPACE.load()) if workspace else find_source(source, format_name=format_name)
-    found = read_found(source, place, reader, base=base, layouts=given, is_left_out=options.leaves_out)
+    where = SourcePlace(source, WORKSPACE.load()) if workspace else find_source(source, format_name=format_name)
+    found = read_found(source, where, base=base, layouts=given, is_left_out=options.leaves_out)
     request = Request(Purpose.MODEL, options, recipe, {} if given is None else given.aliases)
     decision = decide(found, request, base)
-    return _plan_output(decision, _source_notes(decision, given, place))
+    return _plan_output(decision, _source_notes(decision, given, where.path))
 
 
 def plan_export(

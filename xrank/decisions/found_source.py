@@ -8,15 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xrank import dtypes
+from xrank.decisions.alternatives import read_best
 from xrank.decisions.base_model import BaseModel, read_config
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.selection import embedding_of
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.plan.source import StoredModel
-from xrank.readers.base import Hints, Reader
+from xrank.readers.base import Hints
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
-from xrank.readers.discovery import find_source
+from xrank.readers.discovery import SourcePlace, find_source
 from xrank.readers.own_readers import WORKSPACE
 from xrank.readers.wrapper_names import plain_names, rename_tensors
 from xrank.recipes.shape_proof import prove_shapes
@@ -50,14 +51,12 @@ class FoundSource:
 
 def read_source(path: str, *, base: BaseModel | None = None, layouts: LayoutMap | None = None) -> FoundSource:
     """Read the source at a path, only its metadata. Errors are those of `find_source` and of readers."""
-    place, reader = find_source(path)
-    return read_found(path, place, reader, base=base, layouts=layouts)
+    return read_found(path, find_source(path), base=base, layouts=layouts)
 
 
 def read_found(
     asked: str,
-    place: str,
-    reader: Reader,
+    where: SourcePlace,
     *,
     base: BaseModel | None = None,
     layouts: LayoutMap | None = None,
@@ -65,19 +64,18 @@ def read_found(
     for_layouts: bool = False,
     beside: tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]] | None = None,
 ) -> FoundSource:
-    """Read a source at its place with the reader of its format.
+    """Read a source at its place with the best reader of those that recognise it.
 
     Args:
         asked: the path from the user.
-        place: the path where the source was found.
-        reader: the reader of its format.
+        where: the place where the source was found, with its readers.
         base: gives whole shapes, and the config if there is none beside the source.
         layouts: layouts for tensors without a recorded layout.
         is_left_out: returns whether the caller will leave a tensor out, so that it needs no layout.
         for_layouts: whether the caller wants the layouts that ranks recorded, and not their config.
         beside: the result of `companions_of`, where the caller has it; None: this function calls it.
     """
-    companions, notes = companions_of(asked, place, reader) if beside is None else beside
+    companions, notes = companions_of(asked, where) if beside is None else beside
     candidates = (*companions, *(base.companions if base is not None else ()))
     config_path = next((companion.path for companion in candidates if companion.name == "config.json"), None)
     config = read_config(config_path) if config_path is not None else None
@@ -90,14 +88,12 @@ def read_found(
         needs_layouts=for_layouts,
         prove_shapes=lambda shapes: prove_shapes(shapes, config),
     )
-    model = reader.read(place, hints)
+    model = read_best(where, hints)
     known = config if config_path is not None else model.config
-    return FoundSource(model, known, config_path, companions, notes, place)
+    return FoundSource(model, known, config_path, companions, notes, where.path)
 
 
-def companions_of(
-    asked: str, place: str, reader: Reader
-) -> tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]]:
+def companions_of(asked: str, where: SourcePlace) -> tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]]:
     """Return the companions of the source at a place, and notes on unused ones.
 
     Raises:
@@ -105,9 +101,9 @@ def companions_of(
     """
     # The states of a workspace contain a config; a config in a folder above does not replace it.
     folders = (
-        (place, os.path.join(place, "huggingface"))
-        if reader.name == WORKSPACE.name
-        else find_checkpoint_folders(asked, place)
+        (where.path, os.path.join(where.path, "huggingface"))
+        if where.reader.name == WORKSPACE.name
+        else find_checkpoint_folders(asked, where.path)
     )
     found, others = find_companions(folders)
     return found, tuple(("companion", text) for text in others)

@@ -89,14 +89,14 @@ def read_source(path: str) -> LayoutSource:
 
 def read_stored(path: str, layouts: LayoutMap | None = None, base: BaseModel | None = None) -> tuple[str, StoredModel]:
     """Read the source at a path, only its metadata; `layouts` and `base` serve where its ranks record no layouts."""
-    place, reader = find_source(path)
+    where = find_source(path)
     try:
-        return place, read_found(path, place, reader, for_layouts=True).model
+        return where.path, read_found(path, where, for_layouts=True).model
     except LayoutError as error:
         if layouts is None and base is None:
             error.advise("describe it in a layout file, and run: xrank layout check FILE PATH")
             raise
-        return place, read_found(path, place, reader, base=base, layouts=layouts, for_layouts=True).model
+        return where.path, read_found(path, where, base=base, layouts=layouts, for_layouts=True).model
 
 
 def filter_tensors(found: Survey, pattern: str | None) -> Survey:

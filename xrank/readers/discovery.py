@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError
 from xrank.faces import option
@@ -13,18 +14,31 @@ from xrank.readers.plugins import plugin_readers
 from xrank.readers.step_marker import find_marked_step
 from xrank.words import list_text
 
-__all__ = ["find_source"]
+__all__ = ["SourcePlace", "find_source"]
 
 _SEARCHED_LEVELS = 2
 _MANIFEST = "xrank_manifest.json"  # in outputs: writers/output_place.py
+_WHOLE = ("safetensors", "bin")
+"""Formats of a whole model, best first: a trainer that saves one beside its sharded state saves the same values."""
 
 
-def find_source(path: str, *, format_name: str | None = None) -> tuple[str, Reader]:
-    """Return the source that a path means and the one reader that recognises it.
+class SourcePlace(NamedTuple):
+    """Where a source lies, and the readers that recognise it."""
+
+    path: str
+    reader: Reader
+    """The best reader."""
+    others: tuple[Reader, ...] = ()
+    """Further readers, best first: the same model may lie there in several forms."""
+
+
+def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
+    """Return the source that a path means and the readers that recognise it.
 
     The path itself comes first; a state file stands for its folder. A folder of unknown format is searched two levels
     down, or only in the step that its marker names. Outputs of xrank below the path are skipped. If several sources
-    fit, the user must choose.
+    fit, the user must choose. If several readers fit one source, readers of whole models come first; without one, the
+    user must choose.
 
     Args:
         path: the user's path.
@@ -76,12 +90,12 @@ def find_source(path: str, *, format_name: str | None = None) -> tuple[str, Read
     )
 
 
-def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> tuple[str, Reader] | None:
-    """Return the one source that a path means, and its reader; None if none of the readers fits."""
+def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> SourcePlace | None:
+    """Return the one source that a path means, and its readers; None if none fits."""
     for place in (path, *([os.path.dirname(os.path.abspath(path))] if os.path.isfile(path) else [])):
         fitting = [reader for reader in readers_for(place) if reader.recognise(place) is None]
         if fitting:
-            return place, _choose_reader(place, fitting)
+            return _choose_reader(place, fitting)
     found: list[tuple[str, list[Reader]]] = []
     passed: str | None = None
     for place in _folders_below(find_marked_step(path) or path, _SEARCHED_LEVELS):
@@ -103,7 +117,7 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> tuple[
             want="one",
             next_step="give the path of one of them",
         )
-    return (found[0][0], _choose_reader(*found[0])) if found else None
+    return _choose_reader(*found[0]) if found else None
 
 
 def _is_made_here(place: str) -> bool:
@@ -111,15 +125,17 @@ def _is_made_here(place: str) -> bool:
     return os.path.isfile(os.path.join(place, _MANIFEST))
 
 
-def _choose_reader(place: str, fitting: Sequence[Reader]) -> Reader:
-    if len(fitting) > 1:
+def _choose_reader(place: str, fitting: Sequence[Reader]) -> SourcePlace:
+    whole = sorted((one for one in fitting if one.name in _WHOLE), key=lambda one: _WHOLE.index(one.name))
+    if len(fitting) > 1 and not whole:
         raise UsageError(
             f"{place} can be read in several ways",
             file=place,
             got=", ".join(reader.name for reader in fitting),
             next_step=f"choose one with {option('format')}",
         )
-    return fitting[0]
+    reader, *others = (*whole, *(one for one in fitting if one not in whole))
+    return SourcePlace(place, reader, tuple(others))
 
 
 def _folders_below(path: str, levels: int) -> Iterator[str]:

@@ -1,0 +1,153 @@
+"""Other sources in the folder of the chosen one, such as a trainer's sharded state beside the model it saved whole."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from math import prod
+
+from xrank import dtypes
+from xrank.errors import UsageError, XrankError
+from xrank.faces import option
+from xrank.plan.buffers import FileSource, NullTarget
+from xrank.plan.executor import Budget, execute
+from xrank.plan.output import OutputFile, OutputTensor
+from xrank.plan.planner import make_plan
+from xrank.plan.source import StoredModel, StoredShard
+from xrank.readers.base import Hints, Reader
+from xrank.readers.discovery import SourcePlace
+from xrank.words import list_text, plural
+
+__all__ = ["read_best"]
+
+_NUM_SAMPLED = 4
+"""Tensors that are compared, of each kind: matrices, and vectors or scalars."""
+_MAX_SAMPLED_NBYTES = 64 << 20
+_ADAPTER_NAME = re.compile(r"\.(lora_[AB])\.\w+\.weight$")
+_BUDGET = Budget.from_memory(4 << 20, 1)
+
+
+def read_best(where: SourcePlace, hints: Hints) -> StoredModel:
+    """Read the source with the first reader, or with the next if its files cannot be used as a model.
+
+    ZeRO-3 leaves a model folder of empty tensors if a trainer saves it without gathering; the state beside it is whole.
+
+    Args:
+        where: the place of the source, with all readers that recognise it.
+        hints: facts that the caller knows.
+
+    Raises:
+        UsageError: no reader can use it, or two of them hold different values; other errors are those of `Reader.read`.
+    """
+    chosen, others = where.reader, where.others
+    try:
+        model = chosen.read(where.path, hints)
+    except UsageError:
+        found = None
+        if others:
+            with suppress(XrankError):
+                found = others[0].read(where.path, hints)
+        if found is None:
+            raise
+        model, chosen, others = found, others[0], (chosen, *others[1:])
+    return replace(model, notes=(*model.notes, *_compare(where.path, model, chosen, others, hints)))
+
+
+def _compare(
+    place: str, model: StoredModel, chosen: Reader, others: Sequence[Reader], hints: Hints
+) -> Iterator[tuple[str, str]]:
+    """Yield a note for each other source in the model's folder, which names how it differs.
+
+    Values of a few tensors are compared, in the narrower of both dtypes: a trainer's model and the fp32 masters that
+    it was cast from agree. A model that training started from and the state after training do not.
+
+    Raises:
+        UsageError: values differ, so that the user must choose.
+    """
+    for reader in others:
+        begin = f"{reader.name} files lie beside the {chosen.name} files that are read"
+        try:
+            other = reader.read(place, hints)
+            sampled = _sample(model, other)
+            digests = [_digests(each, outputs) for each, outputs in zip((model, other), sampled, strict=True)]
+        except XrankError as error:
+            yield "also-here", f"{begin}, and cannot be read: {error.message}"
+            continue
+        unequal = [a for a, one, two in zip(sampled[0], *digests, strict=True) if one != two]
+        if unequal or not sampled[0]:
+            raise UsageError(
+                f"{place} can be read in several ways, which give different models",
+                file=place,
+                tensor=unequal[0].name if unequal else None,
+                got=f"{chosen.name} files and {reader.name} files "
+                + (f"with different values of {unequal[0].name}" if unequal else "without a tensor in common"),
+                want="equal values, as where a trainer saves one model in two forms",
+                next_step=f"choose one: {option('format', chosen.name)} or {option('format', reader.name)}",
+            )
+        agreed = plural(len(sampled[0]), "compared tensor")
+        yield "also-here", f"{begin}: {_kinds(other)} there, {_kinds(model)} here; {agreed} agree"
+
+
+def _kinds(model: StoredModel) -> str:
+    """Return number and dtypes of a model's tensors as a text."""
+    counts = Counter(shard.dtype for shard in model.shards)
+    return f"{plural(len(model.shards), 'tensor')} ({list_text(sorted(counts), 3)})"
+
+
+def _sample(model: StoredModel, other: StoredModel) -> tuple[list[OutputTensor], list[OutputTensor]]:
+    """Return the smallest matrices and vectors that both have, from each, with the dtype to compare them in."""
+    pairs = [pair for pair in _pair(model, other) if pair[0].shape == pair[1].shape and _can_compare(*pair)]
+    pairs.sort(key=lambda pair: (prod(pair[0].shape), pair[0].name))
+    matrices = [pair for pair in pairs if len(pair[0].shape) > 1]
+    vectors = [pair for pair in pairs if len(pair[0].shape) < 2]
+    ours: list[OutputTensor] = []
+    theirs: list[OutputTensor] = []
+    nbytes = 0
+    for a, b in (*matrices[:_NUM_SAMPLED], *vectors[:_NUM_SAMPLED]):
+        dtype = min(a.dtype, b.dtype, key=lambda name: dtypes.dtype(name).nbytes)
+        output = OutputTensor(a.name, dtype, a.shape)
+        nbytes += output.nbytes
+        if ours and nbytes > _MAX_SAMPLED_NBYTES:
+            break
+        ours.append(output)
+        theirs.append(replace(output, name=b.name))
+    return ours, theirs
+
+
+def _pair(model: StoredModel, other: StoredModel) -> list[tuple[StoredShard, StoredShard]]:
+    """Return the tensors that have the same name in both; or, without one, the same end of a name.
+
+    PEFT leaves its adapter's name out of names in files, and transformers saves models that contain others under other
+    prefixes than they have in memory.
+    """
+    for num_removed in range(3):
+        known = _names_without(other, num_removed)
+        found = _names_without(model, num_removed)
+        pairs = [(shard, known[name]) for name, shard in found.items() if name in known]
+        if pairs:
+            return pairs
+    return []
+
+
+def _names_without(model: StoredModel, num_removed: int) -> dict[str, StoredShard]:
+    """Return the shards by their names without so many first parts, if no other shard has the same."""
+    names = [_ADAPTER_NAME.sub(r".\1.weight", shard.name).split(".", num_removed)[-1] for shard in model.shards]
+    counts = Counter(names)
+    return {name: shard for name, shard in zip(names, model.shards, strict=True) if counts[name] == 1}
+
+
+def _can_compare(a: StoredShard, b: StoredShard) -> bool:
+    """Return whether one dtype is the other, or one that the other is rounded to."""
+    one, two = dtypes.dtype(a.dtype), dtypes.dtype(b.dtype)
+    return one == two or (one.is_float and two.is_float and one.nbytes != two.nbytes)
+
+
+def _digests(model: StoredModel, outputs: Sequence[OutputTensor]) -> list[bytes]:
+    """Return the digests of whole tensors in the outputs' dtypes."""
+    plan = make_plan(model, [OutputFile.bare(output) for output in outputs])
+    with closing(FileSource(model)) as files:
+        made = execute(plan, files, NullTarget(), budget=_BUDGET)
+    return [made.files[number].digest for number in range(len(outputs))]
