@@ -13,6 +13,7 @@ from xrank.errors import ContradictionError, CorruptError, UsageError
 from xrank.faces import either, needs, option
 from xrank.formats.regular_file import open_regular
 from xrank.plan.output import OutputTensor
+from xrank.public_calls import check_no_url
 from xrank.readers.hugging_face.folder import HfFolderReader, read_headers
 from xrank.words import likewise_text, list_text
 from xrank.writers.companions import CompanionFile, find_hub_snapshot, list_base_companions
@@ -40,6 +41,7 @@ def open_base_model(name: str | os.PathLike[str]) -> BaseModel:
         UsageError: `name` is neither a folder nor in the cache (xrank downloads nothing), or not a model's folder.
         CorruptError, ContradictionError, IncompleteError: its files are damaged or disagree.
     """
+    check_no_url(name)
     text = os.fspath(name)
     if os.path.isfile(text):
         raise UsageError(

@@ -25,6 +25,7 @@ from xrank.layout import LayoutMap
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.source import StoredModel
+from xrank.public_calls import check_no_url
 from xrank.readers.discovery import SourcePlace, find_source
 from xrank.readers.own_readers import WORKSPACE
 from xrank.words import list_text
@@ -95,6 +96,7 @@ def plan_gather(
     """Plan a gather and prove the plan; read only metadata. Arguments and errors are those of `gather_checkpoint`."""
     base = open_base_model(base_model) if base_model is not None else None
     given = layouts if isinstance(layouts, LayoutMap) or layouts is None else read_layouts(layouts)
+    check_no_url(source)
     where = SourcePlace(source, WORKSPACE.load()) if workspace else find_source(source, format_name=format_name)
     found = read_found(source, where, base=base, layouts=given, is_left_out=options.leaves_out)
     request = Request(Purpose.MODEL, options, recipe, {} if given is None else given.aliases)

@@ -16,6 +16,7 @@ from xrank import environment
 from xrank.errors import UsageError
 from xrank.gather.exchange import Call, GatherExchange
 from xrank.gather.tree import check_sendable, is_plain, pack, unpack
+from xrank.public_calls import check_no_url
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
@@ -156,6 +157,8 @@ def gather_values(
     if rank not in ranks:
         yield []
         return
+    if workspace_path is not None:
+        check_no_url(workspace_path)
     deadline = Deadline(timeout_seconds)
     if len(ranks) == 1:
         check(value)

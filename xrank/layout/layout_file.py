@@ -30,6 +30,7 @@ from xrank.faces import AGAIN
 from xrank.layout.binding import check_sizes
 from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name
 from xrank.layout.mesh_views import mesh_from_order
+from xrank.public_calls import check_no_url
 
 __all__ = [
     "MAX_FILE_NBYTES",
@@ -85,6 +86,7 @@ def read_layout_file(file: str) -> LayoutFile:
         UsageError: the file cannot be read.
         LayoutError: it is not TOML, or has unknown content.
     """
+    check_no_url(file)
     try:
         with open(file, "rb") as stream:
             content = stream.read(MAX_FILE_NBYTES + 1)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from xrank.errors import IncompleteError, UnknownFormatError, UsageError
 from xrank.faces import option
+from xrank.public_calls import check_no_url
 from xrank.readers.base import Reader
 from xrank.readers.own_readers import OWN_READERS
 from xrank.readers.plugins import plugin_readers
@@ -47,8 +48,9 @@ def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
     Raises:
         IncompleteError: the path does not exist.
         UnknownFormatError: no reader recognises anything there; the error lists the reasons of likely readers.
-        UsageError: several readers or several folders fit, or a folder may not be read.
+        UsageError: several readers or several folders fit, a folder may not be read, or the path is a URL.
     """
+    check_no_url(path)
     if not os.path.exists(path):
         raise IncompleteError(f"{path} does not exist", file=path, next_step="check the path")
     _check_readable(path)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
 from xrank.formats.rank_state import state_file_name
+from xrank.public_calls import check_no_url
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.workspace.free_space import explain_no_space
 from xrank.workspace.identity import IdentifiedWorkspace, find_identity
@@ -67,6 +68,8 @@ class NFSWorkspace(IdentifiedWorkspace):
         world_size: int | None = None,
         run_id: str | None = None,
     ) -> None:
+        if workspace_path is not None:
+            check_no_url(workspace_path)
         self._path = None if workspace_path is None else os.path.abspath(os.fspath(workspace_path))
         self._identity = find_identity(rank, world_size, run_id)
         self._messages: DirectoryMessages | None = None

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from xrank.errors import OutputExistsError, UsageError
 from xrank.faces import option
 from xrank.formats.rank_state import rank_of, state_file_name
+from xrank.public_calls import check_no_url
 from xrank.words import list_text, plural
 from xrank.writers.disk import describe, explain, explain_errors, may_share_blocks, measure_free_nbytes, sync_folder
 
@@ -44,8 +45,9 @@ class OutputPlace:
         """Return the place of an output path.
 
         Raises:
-            UsageError: the path is not a possible folder.
+            UsageError: the path is not a possible folder, or a URL.
         """
+        check_no_url(out)
         text = os.path.abspath(os.fspath(out))
         parent, name = os.path.split(text)
         if not name or "\0" in text:

@@ -1,0 +1,81 @@
+"""A URL is refused wherever a path is wanted; as a path it would be a folder named s3: in the working directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+import xrank
+from xrank.cli.main import cli
+from xrank.errors import UsageError
+from xrank.layout import LayoutMap
+
+URL = "s3://bucket/run"
+COMMANDS = {
+    "gather, source": ["gather", URL, "--out", "model"],
+    "gather, workspace": ["gather", "--workspace", URL, "--out", "model"],
+    "gather, output": ["gather", "here", "--out", URL],
+    "gather, dry run": ["gather", "here", "--out", URL, "--dry-run"],
+    "gather, base model": ["gather", "here", "--out", "model", "--base-model", URL],
+    "gather, layout": ["gather", "here", "--out", "model", "--layout", URL],
+    "reshard, output": ["reshard", "here", "--layout", "layout.toml", "--out", URL],
+    "inspect": ["inspect", URL],
+    "verify": ["verify", URL],
+    "verify, other side": ["verify", "here", "--against", URL],
+    "layout show": ["layout", "show", URL],
+    "layout show, page": ["layout", "show", "here", "--html", URL],
+    "layout check": ["layout", "check", URL],
+    "simulate": ["simulate", "gather", URL],
+    "clean": ["clean", URL],
+}
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    save_file({"up": torch.ones(4, 2)}, tmp_path / "here" / "model.safetensors")
+    (tmp_path / "layout.toml").write_text('[mesh]\ntp = 2\n\n[layout]\n"up" = "tp, -"\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_exit_2_and_write_nothing(room: Path, name: str) -> None:
+    before = sorted(os.listdir(room))
+    ended = CliRunner().invoke(cli, COMMANDS[name])
+    assert ended.exit_code == 2, ended.output
+    assert sorted(os.listdir(room)) == before
+    assert URL in ended.output
+
+
+@pytest.mark.parametrize("url", ["s3://b/x", "gs://b", "hf://org/model", "file:///data/run", "abfs+s://b/x"])
+def test_any_scheme_is_named(room: Path, url: str) -> None:
+    with pytest.raises(UsageError, match="is a URL") as caught:
+        xrank.gather_checkpoint("here", url)
+    assert caught.value.want == "a path of this machine" and caught.value.next_step
+    with pytest.raises(UsageError, match="is a URL"):
+        xrank.gather_checkpoint("here", Path(url))  # of whose two slashes pathlib leaves one
+
+
+def test_calls_refuse_urls(room: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    for call in (
+        lambda: xrank.NFSWorkspace(URL, rank=0, world_size=1),
+        lambda: xrank.export_model(model, URL),
+        lambda: xrank.load_model(model, URL),
+        lambda: xrank.open_checkpoint(URL),
+        lambda: LayoutMap.read(URL),
+    ):
+        with pytest.raises(UsageError, match="is a URL"):
+            call()
+    assert sorted(os.listdir(room)) == ["here", "layout.toml"]
+
+
+def test_a_colon_is_allowed_in_a_path(room: Path) -> None:
+    os.rename("here", "run:12")
+    assert xrank.gather_checkpoint("run:12", "a:b").num_tensors == 1
