@@ -219,7 +219,7 @@ def test_a_model_without_a_manifest(bench: Bench) -> None:
 def test_nothing_to_verify(bench: Bench) -> None:
     refusal(verify(bench.folder / "absent"), "IncompleteError", says=["does not exist", "check the path"])
     (bench.folder / "empty").mkdir()
-    refusal(verify(bench.folder / "empty"), "UnknownFormatError", says=["has no known format"])
+    refusal(verify(bench.folder / "empty"), "UnknownFormatError", says=["contains no file"])
 
 
 # ---- a workspace

@@ -68,9 +68,8 @@ def test_what_nearly_fits_comes_first(tmp_path: Path) -> None:
     with pytest.raises(UnknownFormatError, match="known") as caught:
         find_source(str(folder))
     assert f"the model's is {folder}/../pytorch_model_fsdp_0" in str(caught.value.got)
-    (tmp_path / "empty").mkdir()
     with pytest.raises(UnknownFormatError) as caught:
-        find_source(str(tmp_path / "empty"))
+        find_source(str(fill(tmp_path / "other", "notes.txt")))
     assert str(caught.value.got).startswith("no sign of: ")
 
 

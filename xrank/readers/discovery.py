@@ -10,6 +10,7 @@ from xrank.errors import IncompleteError, UnknownFormatError, UsageError
 from xrank.faces import option
 from xrank.public_calls import check_no_url
 from xrank.readers.base import Reader
+from xrank.readers.foreign_kinds import find_foreign_kind
 from xrank.readers.own_readers import OWN_READERS
 from xrank.readers.plugins import plugin_readers
 from xrank.readers.step_marker import find_marked_step
@@ -82,7 +83,12 @@ def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
     reasons = [f"{reader.name}: {reader.recognise(path)}" for reader in readers if reader.name not in unseen]
     if unseen:
         reasons.append(f"no sign of: {', '.join(unseen)}")
-    made = [place for place in _folders_below(path, _SEARCHED_LEVELS) if _is_made_here(place)]
+    below = list(_folders_below(path, _SEARCHED_LEVELS))
+    # A reader that was hinted at has a reason of its own, such as Megatron's for checkpoints in zarr.
+    foreign = find_foreign_kind(path, below) if len(unseen) == len(listed) else None
+    if foreign is not None:
+        raise foreign
+    made = [place for place in below if _is_made_here(place)]
     raise UnknownFormatError(
         f"{path} has no known format",
         file=path,

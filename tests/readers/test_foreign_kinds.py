@@ -1,0 +1,108 @@
+"""Files that are no model checkpoint of torch: named as what they are, with exit status 2."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from xrank.cli.main import cli
+from xrank.readers.discovery import find_source
+
+pytestmark = pytest.mark.quick
+
+HDF = b"\x89HDF\r\n\x1a\n"
+KINDS = {
+    "gguf": ({"model-Q4_K_M.gguf": b"GGUF\3\0\0\0"}, "a GGUF file of llama.cpp"),
+    "gguf without its name": ({"blobs/sha256-1f": b"GGUF\3\0\0\0"}, "a GGUF file of llama.cpp"),
+    "tensorizer": ({"model.tensors": b"|TZR|\n\2\0"}, "a file of tensorizer"),
+    "flax": ({"config.json": b"{}", "flax_model.msgpack": b"\x81\xa5"}, "a msgpack file of Flax"),
+    "flax in parts": ({"flax_model-00001-of-00002.msgpack": b"\x81"}, "a msgpack file of Flax"),
+    "h5": ({"tf_model.h5": HDF}, "a file of TensorFlow or Keras"),
+    "h5 without its name": ({"weights": HDF}, "a file of TensorFlow or Keras"),
+    "saved model": (
+        {"saved_model.pb": b"\x08\1", "variables/variables.index": b"", "variables/variables.data-00000-of-00001": b""},
+        "a file of TensorFlow or Keras",
+    ),
+    "tensorflow's checkpoint": (
+        {"checkpoint": b"", "model.ckpt-5.index": b"", "model.ckpt-5.data-00000-of-00001": b""},
+        "a file of TensorFlow or Keras",
+    ),
+    "keras": ({"model.keras": b"PK\3\4"}, "a file of TensorFlow or Keras"),
+    "onnx": ({"onnx/model.onnx": b"\x08\x08", "onnx/model.onnx_data": b""}, "a graph of ONNX"),
+    "orbax": (
+        {"default/manifest.ocdbt": b"", "default/ocdbt.process_0/d/1f": b"", "default/_METADATA": b"{}"},
+        "a part of a checkpoint of JAX (Orbax)",
+    ),
+    "orbax without ocdbt": (
+        {"_CHECKPOINT_METADATA": b"{}", "default/params.w/.zarray": b"{}"},
+        "a part of a checkpoint of JAX (Orbax)",
+    ),
+}
+
+
+def fill(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def gather(source: Path) -> list[str]:
+    """Return the lines of the refusal of a gather that a user types."""
+    done = CliRunner().invoke(cli, ["gather", str(source), "--out", str(source.parent / "out")])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert not (source.parent / "out").exists()
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(("files", "noun"), KINDS.values(), ids=KINDS)
+def test_a_kind_is_named(tmp_path: Path, files: dict[str, bytes], noun: str) -> None:
+    folder = fill(tmp_path / "source", files)
+    refusal = gather(folder)
+    assert refusal[0].startswith(f"xrank: UnknownFormatError: {folder}{os.sep}")
+    assert refusal[0].endswith(f" is {noun}, which xrank does not read")
+    assert any(line.startswith("  try   ") for line in refusal)
+    above = gather(fill(tmp_path / "above", {f"run/{name}": content for name, content in files.items()}))
+    assert above[0].endswith(f" is {noun}, which xrank does not read")
+
+
+def test_the_whole_text_for_a_file(tmp_path: Path) -> None:
+    file = fill(tmp_path / "source", {"llama.gguf": b"GGUF\3\0\0\0"}) / "llama.gguf"
+    assert gather(file) == [
+        f"xrank: UnknownFormatError: {file} is a GGUF file of llama.cpp, which xrank does not read",
+        "  want  a checkpoint of a framework on torch, or a Hugging Face folder",
+        "  try   give the checkpoint or the Hugging Face folder that was converted into it (exit 2)",
+    ]
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "source" / "checkpoint-5" / "inner" / "most").mkdir(parents=True)
+    assert gather(tmp_path / "source") == [
+        f"xrank: UnknownFormatError: {tmp_path / 'source'} contains no file",
+        "  got   an empty folder",
+        "  want  a checkpoint",
+        "  try   check the path (exit 2)",
+    ]
+    (tmp_path / "source" / "checkpoint-5" / "inner" / "most" / "link").symlink_to(tmp_path)
+    assert "has no known format" in gather(tmp_path / "source")[0]
+
+
+def test_other_formats_beside_a_model_are_no_hindrance(tmp_path: Path) -> None:
+    for number, (files, _) in enumerate(KINDS.values()):
+        folder = fill(tmp_path / f"source-{number}", files)
+        save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+        assert find_source(str(folder)).path == str(folder)
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    os.mkfifo(tmp_path / "source" / "pipe")
+    (tmp_path / "source" / "broken").symlink_to("absent")
+    (tmp_path / "source" / "short").write_bytes(b"GG")
+    assert "has no known format" in gather(tmp_path / "source")[0]

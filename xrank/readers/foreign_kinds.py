@@ -1,0 +1,122 @@
+"""Files that hold no model checkpoint of torch, by name and by first bytes: a refusal then names their format.
+
+Sources: gguf-py/gguf/constants.py (GGUF_MAGIC); tensorizer/serialization.py (_TensorizerFile magic);
+flax/serialization.py and transformers/utils (FLAX_WEIGHTS_NAME, TF2_WEIGHTS_NAME); the superblock of HDF5;
+tensorflow/core/util/tensor_bundle; orbax/checkpoint (_CHECKPOINT_METADATA, manifest.ocdbt); zarr (.zarray, zarr.json).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from xrank.errors import UnknownFormatError, XrankError
+from xrank.formats.regular_file import open_regular
+from xrank.words import list_text
+
+__all__ = ["find_foreign_kind"]
+
+_CONVERTED = "give the checkpoint or the Hugging Face folder that was converted into it"
+_MAX_OPENED_FILES = 64
+_MAX_MAGIC_NBYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _ForeignKind:
+    noun: str
+    next_step: str
+    name: re.Pattern[str] | None = None
+    """Names of such files or folders."""
+    magic: bytes = b""
+    """First bytes of such files, whatever their names are."""
+
+
+_KINDS = (
+    _ForeignKind("a GGUF file of llama.cpp", _CONVERTED, re.compile(r".*\.gguf"), b"GGUF"),
+    _ForeignKind("a file of tensorizer", _CONVERTED, magic=b"|TZR|"),
+    _ForeignKind("a graph of ONNX", _CONVERTED, re.compile(r".*\.onnx(_data|\.data)?")),
+    _ForeignKind(
+        "a msgpack file of Flax",
+        "give the model's safetensors files; transformers 4 makes them (from_pretrained with from_flax=True, then "
+        "save_pretrained)",
+        re.compile(r".*\.msgpack(\.index\.json)?"),
+    ),
+    _ForeignKind(
+        "a file of TensorFlow or Keras",
+        "give the model's safetensors files; transformers 4 makes them of its own models (from_pretrained with "
+        "from_tf=True, then save_pretrained)",
+        re.compile(r"saved_model\.pb(txt)?|.*\.h5|.*\.data-\d{5}-of-\d{5}|.*\.keras"),
+        b"\x89HDF\r\n\x1a\n",
+    ),
+    _ForeignKind(
+        "a part of a checkpoint of JAX (Orbax)",
+        "convert it with the program that trained it, and give its Hugging Face folder",
+        re.compile(r"manifest\.ocdbt|ocdbt\.process_\d+|_CHECKPOINT_METADATA|\.zarray|zarr\.json"),
+    ),
+)
+
+
+def find_foreign_kind(path: str, folders_below: Iterable[str]) -> UnknownFormatError | None:
+    """Return the error that names the format of files which no reader recognises; None if it is unknown here, too.
+
+    Args:
+        path: the user's path.
+        folders_below: the folders to search besides.
+    """
+    if _is_empty(path):
+        return UnknownFormatError(
+            f"{path} contains no file",
+            file=path,
+            got="an empty folder",
+            want="a checkpoint",
+            next_step="check the path",
+        )
+    places = [path, *(os.path.join(folder, name) for folder in (path, *folders_below) for name in _list(folder))]
+    found = [(place, kind) for place in places if (kind := _kind_of_name(place)) is not None]
+    if not found:
+        # A folder may hold a million files of data, so that only the first ones are opened.
+        files = [place for place in places if os.path.isfile(place)][:_MAX_OPENED_FILES]
+        found = [(file, kind) for file in files if (kind := _kind_of_content(file)) is not None]
+    if not found:
+        return None
+    file, kind = found[0]
+    return UnknownFormatError(
+        f"{file} is {kind.noun}, which xrank does not read",
+        file=file,
+        got=list_text(os.path.relpath(place, path) for place, other in found if other == kind)
+        if path != file
+        else None,
+        want="a checkpoint of a framework on torch, or a Hugging Face folder",
+        next_step=kind.next_step,
+    )
+
+
+def _is_empty(path: str) -> bool:
+    """Return whether a folder holds no file, and no link that may lead to one, at any depth."""
+    return os.path.isdir(path) and not any(
+        files or any(os.path.islink(os.path.join(folder, name)) for name in folders)
+        for folder, folders, files in os.walk(path)
+    )
+
+
+def _list(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except (NotADirectoryError, FileNotFoundError):  # a file, or a folder that a trainer has just removed
+        return []
+
+
+def _kind_of_name(place: str) -> _ForeignKind | None:
+    name = os.path.basename(place)
+    return next((kind for kind in _KINDS if kind.name is not None and kind.name.fullmatch(name)), None)
+
+
+def _kind_of_content(file: str) -> _ForeignKind | None:
+    try:
+        with open_regular(file) as content:
+            start = content.read(0, min(content.nbytes, _MAX_MAGIC_NBYTES))
+    except XrankError:
+        return None
+    return next((kind for kind in _KINDS if kind.magic and start.startswith(kind.magic)), None)
