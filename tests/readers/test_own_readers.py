@@ -25,5 +25,5 @@ def test_a_gather_imports_no_other_formats_reader(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PROGRAM, str(tmp_path / "run"), str(tmp_path / "out")]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert "xrank.readers.workspace'" in done.stdout
-    for other in ("dcp", "deepspeed", "fsdp", "megatron", "bin_folder", "hf_shards"):
+    for other in ("dcp", "deepspeed", "fsdp", "megatron", "hugging_face.bin_folder", "hugging_face.shards'"):
         assert f"xrank.readers.{other}" not in done.stdout, other

@@ -1,1 +1,4 @@
-"""Bytes to structure and back, for each container format; no policy, no torch."""
+"""The bytes of file formats: parsing and building of headers, archives and pickles, without torch.
+
+Readers of sources are in `xrank.readers`, outputs in `xrank.writers`.
+"""

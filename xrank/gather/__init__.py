@@ -1,1 +1,5 @@
-"""Live gathers: tensors, configs and whole models from the memory of many ranks."""
+"""Live gathers: tensors and configs from the memory of many ranks.
+
+To add a transport of tensors, see `xrank.workspace`. Whole models are read by `xrank.lending`; the command
+``xrank gather`` is `xrank.conversion.gather`.
+"""

@@ -1,4 +1,9 @@
-"""Sessions: the circles that this process has joined, kept between gathers and closed after a failure."""
+"""Sessions: the circles that this process has joined, kept between gathers and closed after a failure.
+
+A session chooses the medium of tensors together with the rendezvous: memory on one host, a directory across hosts. A
+third one needs a key in `_Session.exchanges`, a word for `Meeting.way`, and an argument of `get_tensors_parallel`,
+`get_configs_parallel` and the shared team.
+"""
 
 from __future__ import annotations
 

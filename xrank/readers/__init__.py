@@ -2,6 +2,9 @@
 
 To add a format, write a class with the methods of `xrank.readers.base.Reader`, list it in `xrank.readers.own_readers`
 (another package names it under the entry point ``xrank.readers``), and subclass `xrank.testing.ReaderContract`.
+`xrank.readers.placement` places the parts of formats that have a file per rank. Lists that may need an entry:
+`discovery` (formats of whole models), `checkpoint_folders` and `step_marker` (a trainer's markers), and
+`xrank.writers.companions` (suffixes of weight files).
 
 This package exports the names that a reader of your own needs.
 """

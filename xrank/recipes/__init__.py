@@ -1,6 +1,8 @@
 """Recipes map the tensors of training frameworks to those of Hugging Face: one TOML file per model family.
 
 To add a family, add a TOML file beside this one; gathers choose it by the names in it. `xrank.recipes.recipe_file`
-explains its tables. While you write it, try it with ``xrank gather --recipe FILE``. The files in ``fused_experts/`` are
+explains its tables. While you write it, try it with ``xrank gather --recipe FILE``. Names that Megatron-core cuts and
+`xrank.dialects.megatron.layouts` lacks need a rule there. Tests take the families from
+``tests/recipes/made_checkpoints.py``, and the README lists them. The files in ``fused_experts/`` are
 for models of transformers in memory, whose experts are fused; `xrank.decisions.fused_experts` reads them.
 """
