@@ -66,7 +66,7 @@ def default_workers() -> int:
 
 @dataclass(frozen=True, slots=True)
 class GatherOptions:
-    """The options of a gather, named as the parameters of `gather_checkpoint`. Creating the object checks every value."""
+    """The options of a gather, named as `gather_checkpoint` names them. Creating the object checks every value."""
 
     dtype: DTypeChoice = "keep"
     keep_fp32: Sequence[str] = ()

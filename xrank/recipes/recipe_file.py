@@ -104,8 +104,8 @@ def load_shipped_recipe(name: str) -> Recipe:
 def _first_words(name: str) -> frozenset[str]:
     """Return the first components of the source names of a shipped recipe and of those that it extends.
 
-    They are searched in the text, because parsing all recipes takes longer than the rest of a small dry run: each source
-    is the first quoted text of its line.
+    They are searched in the text, because parsing all recipes takes longer than the rest of a small dry run: each
+    source is the first quoted text of its line.
     """
     text = _read_shipped()[name]
     words = frozenset(re.findall(r"""^\s*(?:\[tensors\.)?["']([^"'.{\[ ]+)""", text, re.MULTILINE))
