@@ -16,7 +16,7 @@ from tests.cli.bench import run
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.conversion.reshard import reshard_checkpoint
-from xrank.errors import IncompleteError
+from xrank.errors import CorruptError, IncompleteError
 from xrank.layout import DeviceMesh, LayoutMap
 
 PART = "pytorch_model_fsdp_0"
@@ -109,3 +109,37 @@ def test_companions_are_shown_where_the_reader_finds_a_problem(tmp_path: Path) -
     next((source / PART).glob("*.distcp")).unlink()
     details = inspect_source(source).details
     assert details["problems"] and details["companions"] == ["config.json"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("of_base", [False, True], ids=["of the source", "of the base model"])
+def test_a_companion_that_was_cut_short_is_refused_before_anything_is_written(
+    tmp_path: Path, name: str, of_base: bool
+) -> None:
+    source, base = checkpoint(tmp_path / "run"), tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text('{"model_type": "near"}')
+    path = (base if of_base else source) / name
+    path.write_text('{"model_max_length": 4096, "padding_s')
+    (base / "more.json").write_text("{")  # unknown to transformers, so that xrank does not judge it
+    arguments = [str(source), "--out", str(tmp_path / "out"), "--base-model", str(base)]
+    ended = run("gather", *arguments)
+    assert ended.exit_code == 4 and not (tmp_path / "out").exists()
+    assert ended.stderr.startswith(f"xrank: CorruptError: {path}: is not a whole JSON object\n")
+    (problem,) = inspect_source(source, base_model=base).details["problems"]
+    assert (problem["exit_code"], problem["file"]) == (4, str(path))
+    layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
+    layouts["w"] = "[f/tp, h]"
+    with pytest.raises(CorruptError, match="is not a whole JSON object"):
+        reshard_checkpoint(source, layouts, tmp_path / "states", base_model=base)
+    path.write_text('{"model_max_length": 4096}')
+    assert gather_checkpoint(source, tmp_path / "out", base_model=base).ok
+
+
+def test_an_own_companion_hides_a_broken_one_of_the_base_model(tmp_path: Path) -> None:
+    source, base = checkpoint(tmp_path / "run"), tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    (base / "tokenizer_config.json").write_text("{")
+    (source / "tokenizer_config.json").write_text("{}")
+    assert gather_checkpoint(source, tmp_path / "out", base_model=base).ok

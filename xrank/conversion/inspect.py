@@ -23,6 +23,7 @@ from xrank.plan.report import InspectDetails, Report, SourceFacts
 from xrank.plan.source import StoredModel
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
+from xrank.writers.companions import check_companions
 from xrank.writers.stage_inspection import inspect_stage
 
 __all__ = ["inspect_source"]
@@ -82,6 +83,7 @@ def inspect_source(
                 notes.append(describe_skipped_check(base, text))
         elif adapted is not None and (matched := choose_recipe(adapted.base, found.config, None)) is not None:
             problems.append(renames_adapted(adapted.source, matched))
+        check_companions({c.name: c for c in (*(base.companions if base else ()), *found.companions)}.values())
     except XrankError as error:
         problems.append(error)
     counted = [] if model is None else count_rank_tensors(model)

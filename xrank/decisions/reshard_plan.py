@@ -33,7 +33,7 @@ from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.claims import Claim, Claims, find_local_name, list_counted_names
 from xrank.words import likewise_text
 from xrank.workspace.state_content import plain_config
-from xrank.writers.companions import CompanionFile
+from xrank.writers.companions import CompanionFile, check_companions
 from xrank.writers.rank_states import lay_out_state
 
 __all__ = ["Reshard", "plan_reshard", "plan_reshard_of"]
@@ -137,7 +137,7 @@ def plan_reshard_of(
         make_plan(stored, files, tied=compared),
         run_id,
         "; ".join(dict.fromkeys(mesh.grid for mesh in states.meshes)),
-        tuple({c.name: c for c in (*(base.companions if base else ()), *found.companions)}.values()),
+        check_companions({c.name: c for c in (*(base.companions if base else ()), *found.companions)}.values()),
         made if config_path is not None else None,
         tuple(notes),
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import override_config
-from xrank.writers.companions import CompanionFile
+from xrank.writers.companions import CompanionFile, check_companions
 
 __all__ = ["SmallFiles", "config_text_of", "small_files_of"]
 
@@ -48,6 +48,9 @@ def small_files_of(
         is_model: whether the output is a model; an adapter alone has no config.json.
         place: the source, where the user could put a config.json.
         overrides: values to set in config.json in addition.
+
+    Raises:
+        CorruptError: a file to copy is broken; as for `check_companions`.
     """
     named = {companion.name: companion for companion in companions}
     text, notes = config_text_of(config_path, config, options, place) if is_model else (None, [])
@@ -57,7 +60,7 @@ def small_files_of(
         notes = [note for note in notes if note[0] != "no-config"]
     if text is not None or not is_model:
         named.pop("config.json", None)  # a new one is made, or the output is an adapter
-    return SmallFiles(tuple(named[name] for name in sorted(named)), text, tuple(notes))
+    return SmallFiles(check_companions(named[name] for name in sorted(named)), text, tuple(notes))
 
 
 def config_text_of(

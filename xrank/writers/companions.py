@@ -11,9 +11,17 @@ from dataclasses import dataclass
 
 from xrank.errors import IncompleteError, UnsafeError, UsageError
 from xrank.faces import option
+from xrank.formats.json_text import check_json_object
 from xrank.writers.disk import explain_errors
 
-__all__ = ["CompanionFile", "find_companions", "find_hub_snapshot", "list_base_companions", "list_source_companions"]
+__all__ = [
+    "CompanionFile",
+    "check_companions",
+    "find_companions",
+    "find_hub_snapshot",
+    "list_base_companions",
+    "list_source_companions",
+]
 
 # Weights are listed and not companions: new kinds of companions appear every year.
 _WEIGHT_SUFFIXES = (
@@ -90,6 +98,20 @@ def find_companions(folders: Iterable[str]) -> tuple[tuple[CompanionFile, ...], 
             elif os.path.lexists(path) and _is_file(path):
                 found[name] = CompanionFile(name, path)
     return tuple(found[name] for name in sorted(found)), tuple(others)
+
+
+def check_companions(companions: Iterable[CompanionFile]) -> tuple[CompanionFile, ...]:
+    """Check that the well-known JSON files among the companions are whole; return all companions.
+
+    Raises:
+        CorruptError: one of them does not contain a JSON object, as after a copy that was cut short.
+        IncompleteError, UsageError: one is missing, or the user may not read it.
+    """
+    listed = tuple(companions)
+    for companion in listed:
+        if companion.name in _WELL_KNOWN and companion.name.endswith(".json"):
+            check_json_object(companion.path)
+    return listed
 
 
 def find_hub_snapshot(identifier: str, cache: str) -> str:
