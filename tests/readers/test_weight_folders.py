@@ -19,6 +19,7 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Unsa
 from xrank.plan.report import Report
 from xrank.readers.discovery import find_source
 from xrank.readers.hugging_face.bin_folder import BinFolderReader
+from xrank.readers.hugging_face.folder import HfFolderReader
 from xrank.testing.reader_contract import ReaderContract, SampleSource, WholeTensor, read_model, whole
 
 pytestmark = pytest.mark.quick
@@ -327,3 +328,52 @@ def test_the_format_before_zips(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"w": 1}))
     with pytest.raises(CorruptError):
         gathered(tmp_path)
+
+
+def split(folder: Path, names: list[str]) -> Path:
+    """Write each rank's rows of one tensor into a file of its own."""
+    folder.mkdir()
+    for name, rows in zip(names, torch.arange(8.0).reshape(4, 2).chunk(len(names)), strict=True):
+        save_file({"embed.weight": rows.clone()}, folder / name)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "beside"),
+    [
+        (["model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"], []),  # vLLM's sharded_state
+        (["rank0.safetensors", "rank1.safetensors"], []),  # TensorRT-LLM
+        (["model_0.safetensors", "model_1.safetensors"], []),  # torch_checkpointing
+        (["policy_0.safetensors", "policy_1.safetensors"], ["metadata.pkl"]),
+    ],
+)
+def test_files_of_ranks_are_no_model_however_few_are_left(tmp_path: Path, names: list[str], beside: list[str]) -> None:
+    """Each holds all names, at half their size: with the other one moved away, nothing but its name shows that."""
+    folder = split(tmp_path / "model", names)
+    for name in beside:
+        (folder / name).touch()
+    for place in (folder, folder / names[0], folder / names[1]):
+        assert HfFolderReader().recognise(str(place)) is not None
+        with pytest.raises(XrankError):
+            gathered(place)
+    (folder / names[1]).rename(tmp_path / "elsewhere")
+    for place in (folder, folder / names[0]):
+        with pytest.raises(XrankError):
+            gathered(place)
+
+
+def test_one_name_in_two_files(tmp_path: Path) -> None:
+    """Two models, or two ranks' parts of one: a base model shows which."""
+    folder = split(tmp_path / "model", ["first.safetensors", "second.safetensors"])
+    with pytest.raises(UsageError, match=r"embed\.weight lies in two files") as caught:
+        gathered(folder)
+    assert f"such as {folder}/first.safetensors, with base_model=, whose shapes prove it" in caught.value.next_step
+    assert "move" not in caught.value.next_step
+    split(tmp_path / "base", ["model.safetensors"])
+    with pytest.raises(ContradictionError):
+        gathered(folder / "first.safetensors", base_model=tmp_path / "base")
+    (tmp_path / "half").mkdir()
+    save_file({"embed.weight": torch.zeros(2, 2)}, tmp_path / "half" / "model.safetensors")
+    found, _ = gathered(folder / "first.safetensors", base_model=tmp_path / "half")
+    assert found == {"embed.weight": whole(torch.arange(4.0).reshape(2, 2))}

@@ -81,13 +81,13 @@ def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
         )
     unseen = [own.name for own in listed if not own.is_hinted_at(path)]
     reasons = [f"{reader.name}: {reader.recognise(path)}" for reader in readers if reader.name not in unseen]
+    below = list(_folders_below(path, _SEARCHED_LEVELS))
+    foreign = find_foreign_kind(path, below)
+    if foreign is not None:
+        foreign.about(got="; ".join(reasons))
+        raise foreign
     if unseen:
         reasons.append(f"no sign of: {', '.join(unseen)}")
-    below = list(_folders_below(path, _SEARCHED_LEVELS))
-    # A reader that was hinted at has a reason of its own, such as Megatron's for checkpoints in zarr.
-    foreign = find_foreign_kind(path, below) if len(unseen) == len(listed) else None
-    if foreign is not None:
-        raise foreign
     made = [place for place in below if _is_made_here(place)]
     raise UnknownFormatError(
         f"{path} has no known format",

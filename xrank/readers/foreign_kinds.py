@@ -2,7 +2,7 @@
 
 Sources: gguf-py/gguf/constants.py (GGUF_MAGIC); tensorizer/serialization.py (_TensorizerFile magic);
 flax/serialization.py and transformers/utils (FLAX_WEIGHTS_NAME, TF2_WEIGHTS_NAME); the superblock of HDF5;
-tensorflow/core/util/tensor_bundle; orbax/checkpoint (_CHECKPOINT_METADATA, manifest.ocdbt); zarr (.zarray, zarr.json).
+tensorflow/core/util/tensor_bundle; orbax/checkpoint (_CHECKPOINT_METADATA, manifest.ocdbt).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from xrank.errors import UnknownFormatError, XrankError
 from xrank.formats.regular_file import open_regular
+from xrank.readers.hugging_face.rank_parts import ENGINE_PART
 from xrank.words import list_text
 
 __all__ = ["find_foreign_kind"]
@@ -36,6 +37,11 @@ class _ForeignKind:
 _KINDS = (
     _ForeignKind("a GGUF file of llama.cpp", _CONVERTED, re.compile(r".*\.gguf"), b"GGUF"),
     _ForeignKind("a file of tensorizer", _CONVERTED, magic=b"|TZR|"),
+    _ForeignKind(
+        "a rank's part of a model that an inference engine saved",
+        "gather the checkpoint that was trained, or give the Hugging Face folder that the engine loaded",
+        ENGINE_PART,
+    ),
     _ForeignKind("a graph of ONNX", _CONVERTED, re.compile(r".*\.onnx(_data|\.data)?")),
     _ForeignKind(
         "a msgpack file of Flax",
@@ -53,7 +59,7 @@ _KINDS = (
     _ForeignKind(
         "a part of a checkpoint of JAX (Orbax)",
         "convert it with the program that trained it, and give its Hugging Face folder",
-        re.compile(r"manifest\.ocdbt|ocdbt\.process_\d+|_CHECKPOINT_METADATA|\.zarray|zarr\.json"),
+        re.compile(r"manifest\.ocdbt|ocdbt\.process_\d+|_CHECKPOINT_METADATA"),
     ),
 )
 

@@ -16,6 +16,7 @@ from xrank.layout.nests import Nest
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints
+from xrank.readers.hugging_face.rank_parts import is_rank_part
 from xrank.readers.hugging_face.shard_grid import is_shard_name
 from xrank.readers.hugging_face.weight_files import (
     check_index,
@@ -45,10 +46,10 @@ class HfFolderReader:
         """Return None for a safetensors file, or a folder with one."""
         if path.endswith(".safetensors") and os.path.isfile(path):
             name = os.path.basename(path)
-            if is_shard_name(name):
+            if is_shard_name(name) or is_rank_part(name, os.listdir(os.path.dirname(path) or os.curdir)):
                 return "one rank's pieces of tensors"
             return "one of several files; its folder is the model" if is_one_of_several(name) else None
-        if os.path.isdir(path) and any(map(_is_model_file, os.listdir(path))):
+        if os.path.isdir(path) and _list_model_files(path):
             return None
         return "no *.safetensors of whole tensors in it"
 
@@ -65,7 +66,7 @@ class HfFolderReader:
         notes = [*model.notes, *stale_index_notes(path, _INDEX_NAME, index)]
         if index is not None:
             notes += index.notes(model.nbytes - _nbytes_of_adapter(headers))
-        left = sorted(filter(_is_model_file, set(os.listdir(path)) - {os.path.basename(h.path) for h in headers}))
+        left = sorted(filter(_is_weight_file, set(os.listdir(path)) - {os.path.basename(h.path) for h in headers}))
         if left:
             notes.append(
                 ("left-out", f"{plural(len(left), 'file')} beside the model's own left out, such as {left[0]}")
@@ -73,9 +74,15 @@ class HfFolderReader:
         return remove_wrapper_names(replace(model, notes=tuple(notes)), hints.shapes)
 
 
-def _is_model_file(name: str) -> bool:
+def _is_weight_file(name: str) -> bool:
     # Desktops and editors leave hidden files, such as macOS' ._model.safetensors.
     return name.endswith(".safetensors") and not is_shard_name(name) and not name.startswith(".")
+
+
+def _list_model_files(folder: str) -> list[str]:
+    """Return the files of whole tensors in a folder."""
+    names = os.listdir(folder)
+    return [name for name in names if _is_weight_file(name) and not is_rank_part(name, names)]
 
 
 def _choose_filter(names: Sequence[str]) -> Callable[[str], bool]:
@@ -83,10 +90,13 @@ def _choose_filter(names: Sequence[str]) -> Callable[[str], bool]:
 
     A file with the name of a whole model is the model, as for transformers. Other formats' files may lie beside it,
     such as ``consolidated.safetensors`` or optimizers. Only numbered files contradict it; an adapter belongs to it.
+
+    Args:
+        names: the files of whole tensors.
     """
     if _WHOLE not in names:
-        return _is_model_file
-    return lambda name: name in (_WHOLE, _ADAPTER) or (_is_model_file(name) and is_one_of_several(name))
+        return lambda name: name in names
+    return lambda name: name in (_WHOLE, _ADAPTER) or (name in names and is_one_of_several(name))
 
 
 def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
@@ -94,14 +104,14 @@ def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
 
     Raises:
         IncompleteError: a file or tensor that the index names is missing.
-        ContradictionError: two files contain one tensor, or the index names another file for it.
+        ContradictionError: the index names another file for a tensor, or two files of one model contain one tensor.
         CorruptError, UnsafeError: the index is malformed, or names a path outside the folder.
-        UsageError: a whole model lies beside the files of the index.
+        UsageError: a whole model lies beside the files of the index, or two other files contain one tensor.
     """
     if not os.path.isdir(path):
         return (read_header(path),)
     index = read_index(path, _INDEX_NAME, _WHOLE)
-    is_own = _is_model_file if index is not None else _choose_filter(os.listdir(path))
+    is_own = _is_weight_file if index is not None else _choose_filter(_list_model_files(path))
     headers = [read_header(os.path.join(path, name)) for name in list_files(path, is_own, index)]
     check_index(path, ((tensor.name, os.path.basename(h.path)) for h in headers for tensor in h.tensors), index)
     if index is not None and _ADAPTER not in index.weight_map.values() and _ADAPTER in os.listdir(path):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from xrank import dtypes
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
+from xrank.faces import option
 from xrank.formats.regular_file import open_regular
 from xrank.words import likewise_text, list_text
 
@@ -161,19 +162,13 @@ def check_index(folder: str, tensors: Iterable[tuple[str, str]], index: WeightIn
 
     Raises:
         IncompleteError: the index names a tensor that no file contains.
-        ContradictionError: two files contain one tensor, or the index names another file for it.
+        ContradictionError: the index names another file for a tensor, or two files of one model contain one tensor.
+        UsageError: two files contain one tensor, and it is unknown whether they belong to one model.
     """
     seen: dict[str, str] = {}
     for name, file in tensors:
         if name in seen:
-            raise ContradictionError(
-                f"{name} lies in two files of {folder}",
-                tensor=name,
-                file=os.path.join(folder, file),
-                got=f"{seen[name]} and {file}",
-                want="each tensor once",
-                next_step="move the file that does not belong to this model to another folder",
-            )
+            raise _make_twice_error(folder, name, seen[name], file, is_one_model=index is not None)
         seen[name] = file
     if index is None or seen == index.weight_map:
         return seen
@@ -186,6 +181,30 @@ def check_index(folder: str, tensors: Iterable[tuple[str, str]], index: WeightIn
         got=f"the tensor in {seen.get(name, 'no file')}",
         want=f"in {index.weight_map.get(name, 'no file')}, as in the index",
         next_step="copy the folder again from where it was made",
+    )
+
+
+def _make_twice_error(folder: str, name: str, file: str, other: str, *, is_one_model: bool) -> XrankError:
+    got = f"{file} and {other}"
+    if is_one_model or (is_one_of_several(file) and is_one_of_several(other)):
+        return ContradictionError(
+            f"{name} lies in two files of {folder}",
+            tensor=name,
+            file=os.path.join(folder, other),
+            got=got,
+            want="each tensor once",
+            next_step="copy the folder again from where it was made",
+        )
+    # Files of two models and ranks' parts of one look alike. Moving one of them away may leave half a model.
+    return UsageError(
+        f"{name} lies in two files of {folder}",
+        tensor=name,
+        file=os.path.join(folder, other),
+        got=got,
+        want="each tensor once",
+        next_step=f"if each file is a whole model, give the path of one of them, such as {os.path.join(folder, file)}, "
+        f"with {option('base_model', metavar='DIR')}, whose shapes prove it; if they are the parts of ranks, gather "
+        "the checkpoint that was trained",
     )
 
 
