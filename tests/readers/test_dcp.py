@@ -445,10 +445,10 @@ W, B, LR = torch.rand(3, 4), torch.rand(4), torch.tensor(0.1)
         # An optimizer's state in the model's own dict, as torch flattens it, or under a key that no list has.
         ({"w": W, "state.w.exp_avg": B, "state.w.step": B, "state.b": B}, {"w": W, "state.b": B}),
         ({"model": {"w": W, "state.w.momentum_buffer": B}}, {"w": W}),
-        ({"net": {"w": W}, "adam": {"state": {0: {"exp_avg": B, "step": B}}}}, {"net.w": W}),
+        ({"net": {"w": W}, "adam": {"state": {0: {"exp_avg": B, "step": B}}}}, {"w": W}),
         ({"model": {"w": W}, "opt": {"state": {0: {"exp_avg": W}}}}, {"w": W}),
         ({"model": {"w": W}, "opt": {"state": {0: {"state1": W}}, "param_groups": [{"lr": 0.1}]}}, {"w": W}),
-        ({"net": {"w": W}, "opt": {"state.w.exp_avg": W, "param_groups.w.lr": LR}}, {"net.w": W}),
+        ({"net": {"w": W}, "opt": {"state.w.exp_avg": W, "param_groups.w.lr": LR}}, {"w": W}),
         ({"w": W, "state.w.exp_avg": B, "param_groups.w.lr": LR}, {"w": W}),
         ({"w": W, "state.w.state1": B, "param_groups.w.lr": 0.1}, {"w": W}),
         ({"trial": {"model": {"w": W}, "optim": {"state": {0: {"exp_avg": W}}}}}, {"w": W}),
@@ -456,10 +456,10 @@ W, B, LR = torch.rand(3, 4), torch.rand(4), torch.tensor(0.1)
         # However deep an optimizer lies, with rates that are tensors, with tuples of its own.
         (
             {"run": {"net": {"w": W}, "opt": {"state": [{"state1": W}], "param_groups": [{"lr": 0.1}]}}},
-            {"run.net.w": W},
+            {"w": W},
         ),
-        ({"net": {"w": W}, "opt": {"state": [{"state1": W}], "param_groups": [{"lr": LR}]}}, {"net.w": W}),
-        ({"net": {"w": W}, "opt": {"state": [{"pair": (W, W)}, {"step": B}], "param_groups": [{}, LR]}}, {"net.w": W}),
+        ({"net": {"w": W}, "opt": {"state": [{"state1": W}], "param_groups": [{"lr": LR}]}}, {"w": W}),
+        ({"net": {"w": W}, "opt": {"state": [{"pair": (W, W)}, {"step": B}], "param_groups": [{}, LR]}}, {"w": W}),
         ({"model": {"w": W}, "opt": {"adam": {"state": [{"exp_avg": W}]}}}, {"w": W}),
         # What DistributedDataParallel and torch.compile put into names.
         ({"model": {"module.a._orig_mod.w": W, "module.b": B}}, {"a.w": W, "b": B}),

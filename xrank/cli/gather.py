@@ -40,6 +40,7 @@ __all__ = ["gather", "output_rows", "proof_row", "source_row"]
     help="Recipe that renames and splits tensors for Hugging Face.  [default: the one that fits]",
 )
 @click.option("--format", metavar="NAME", help="Format to read, if several lie there.")
+@click.option("--part", metavar="NAME", help="Part to read, if SRC has several, such as model and ema.")
 @click.option(
     "--dtype",
     default="keep",

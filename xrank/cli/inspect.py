@@ -29,6 +29,7 @@ __all__ = ["inspect"]
     help="Model folder or cached ID with the names and shapes that PATH must have; fills in unrecorded shapes.",
 )
 @click.option("--format", "format_name", metavar="NAME", help="Format to read, if several lie there.")
+@click.option("--part", metavar="NAME", help="Part to read, if PATH has several, such as model and ema.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="List every rank.")
 @reporting
@@ -38,6 +39,7 @@ def inspect(
     layout: str | None,
     base_model: str | None,
     format_name: str | None,
+    part: str | None,
     tensors: bool,
     ranks: bool,
 ) -> None:
@@ -48,7 +50,7 @@ def inspect(
     """
     from xrank.conversion.inspect import inspect_source
 
-    report = inspect_source(path, layouts=layout, base_model=base_model, format=format_name)
+    report = inspect_source(path, layouts=layout, base_model=base_model, format=format_name, part=part)
     output.face = face_of(gather)  # the problems are those of a gather
     output.report(report, _rows(report, output.face, tensors=tensors, ranks=ranks))
 

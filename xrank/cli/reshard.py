@@ -31,6 +31,7 @@ __all__ = ["reshard"]
 @click.option(
     "--base-model", metavar="DIR|ID", help="Model folder or cached ID with the companions and config.json to copy."
 )
+@click.option("--part", metavar="NAME", help="Part to read, if SRC has several, such as model and ema.")
 @click.option(
     "--dtype",
     default="keep",

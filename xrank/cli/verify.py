@@ -27,6 +27,7 @@ __all__ = ["verify_command"]
     metavar="DIR|ID",
     help="Model folder or cached ID with the names and shapes that PATH must have; fills in unrecorded shapes.",
 )
+@click.option("--part", metavar="NAME", help="Part to read, if PATH has several, such as model and ema.")
 @click.option(
     "--adapter-config",
     type=PATH,

@@ -90,7 +90,12 @@ class _FoundSide:
 
 
 def read_sides(
-    path: str, other_path: str, *, base: BaseModel | None = None, layouts: LayoutMap | None = None
+    path: str,
+    other_path: str,
+    *,
+    base: BaseModel | None = None,
+    layouts: LayoutMap | None = None,
+    part: str | None = None,
 ) -> tuple[ComparedSide, ComparedSide]:
     """Read both sides. An adapter in a folder within counts where a manifest lists it or the other side has one, too.
 
@@ -99,6 +104,7 @@ def read_sides(
         other_path: path of the other side.
         base: supplies metadata that either side does not record, as for `read_found`.
         layouts: supplies layouts that either side does not record.
+        part: keys of the part of the first side to read.
 
     Raises:
         IncompleteError, ContradictionError, UsageError: as readers and `find_adapter`; or an adapter that a manifest
@@ -111,10 +117,10 @@ def read_sides(
         _FoundSide(
             each,
             where.path,
-            read_found(each, where, base=base, layouts=layouts, is_left_out=_make_exclusion(other)),
+            read_found(each, where, base=base, layouts=layouts, part=chosen, is_left_out=_make_exclusion(other)),
             own,
         )
-        for (each, where), own, other in zip(places, manifests, reversed(manifests), strict=True)
+        for (each, where), own, other, chosen in zip(places, manifests, reversed(manifests), (part, None), strict=True)
     ]
     shared = frozenset(found[0].tensor_names).intersection(found[1].tensor_names)
     has_one = [

@@ -58,6 +58,7 @@ def plan_comparison(
     *,
     base: BaseModel | None = None,
     layouts: LayoutMap | None = None,
+    part: str | None = None,
 ) -> Check:
     """Return the check that compares the tensors of two models or checkpoints value by value.
 
@@ -72,13 +73,14 @@ def plan_comparison(
         adapter_config: configuration of the adapter among the tensors, in place of the one beside them.
         base: supplies metadata that either side does not record: whole shapes, the config.
         layouts: supplies the layouts that either side does not record.
+        part: keys of the part of `path` to read.
 
     Raises:
         ContradictionError: their metadata shows that they differ.
         UsageError: the merge of the adapter cannot be computed.
         XrankError: one of them cannot be read.
     """
-    sides = read_sides(path, other_path, base=base, layouts=layouts)
+    sides = read_sides(path, other_path, base=base, layouts=layouts, part=part)
     adapted = [side for side in sides if side.names is not None]
     if adapter_config is not None and not adapted:
         raise UsageError(

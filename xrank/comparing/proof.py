@@ -20,9 +20,9 @@ from xrank.writers.manifest import MANIFEST_NAME
 __all__ = ["plan_proof"]
 
 
-def plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None) -> Check:
+def plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None, part: str | None = None) -> Check:
     """Return the check that proves a checkpoint as a gather would, and discards the bytes."""
-    found = read_source(path, base=base, layouts=layouts)
+    found = read_source(path, base=base, layouts=layouts, part=part)
     try:
         model = decide(found, Request(Purpose.PROOF)).source
     except UsageError:  # a user who gathers it has to choose first; the proof does not need Hugging Face names

@@ -24,6 +24,7 @@ def open_checkpoint(
     recipe: str | os.PathLike[str] | None = None,
     layouts: str | os.PathLike[str] | LayoutMap | None = None,
     base_model: str | os.PathLike[str] | None = None,
+    part: str | None = None,
     dtype: str | torch.dtype | None = None,
     max_memory: str | int = "64MB",
 ) -> Checkpoint:
@@ -37,6 +38,7 @@ def open_checkpoint(
         recipe: as `gather_checkpoint`; so are `layouts` and `dtype`.
         layouts: a layout file, or its content, for a source without recorded layouts.
         base_model: a model with the names and shapes that the source must have.
+        part: as `gather_checkpoint`.
         dtype: element type of floating-point tensors.
         max_memory: bytes of buffers, beside the tensor that a look-up returns.
 
@@ -52,5 +54,5 @@ def open_checkpoint(
     """
     options = GatherOptions(dtype=dtype_choice(dtype), max_memory=max_memory, max_shard_size=1 << 62)
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
-    gather = plan_gather(os.fspath(path), options, base_model=base_model, layouts=given, recipe=recipe)
+    gather = plan_gather(os.fspath(path), options, base_model=base_model, layouts=given, recipe=recipe, part=part)
     return Checkpoint(gather, given)

@@ -38,6 +38,7 @@ def gather_checkpoint(
     layouts: str | os.PathLike[str] | LayoutMap | None = None,
     recipe: str | os.PathLike[str] | None = None,
     format: str | None = None,  # noqa: A002  the option's name
+    part: str | None = None,
     dtype: str | torch.dtype | None = None,
     keep_fp32: str | Sequence[str] = (),
     include: str | Sequence[str] = (),
@@ -70,6 +71,8 @@ def gather_checkpoint(
         recipe: a recipe from training names to Hugging Face's: a shipped recipe's name, a file, or ``"none"``. None:
             the shipped recipe that knows all of the source's names, if there is one.
         format: name of the source's format, if two readers accept it.
+        part: keys of the part to read where the source has several, joined by dots, such as ``"ema"``; None: the only
+            one that may be the model.
         dtype: ``"keep"``, ``"base"`` (the base model's types), ``"bf16"``, ``"fp16"``, ``"fp32"``, or torch's, for
             floating-point tensors; None keeps, too.
         keep_fp32: regular expressions of names that are not cast below fp32.
@@ -127,6 +130,7 @@ def gather_checkpoint(
         base_model=base_model,
         layouts=layouts,
         format_name=format,
+        part=part,
         workspace=workspace,
         recipe=recipe,
     )

@@ -33,6 +33,7 @@ def load_model(
     layouts: LayoutMap | str | os.PathLike[str] | None = None,
     mesh: Any = None,
     recipe: str | os.PathLike[str] | None = None,
+    part: str | None = None,
     max_memory: str | int = "64MB",
     group: Any = None,
     timeout_seconds: float = 1800.0,
@@ -60,6 +61,7 @@ def load_model(
         recipe: name of a shipped recipe, or a file, from training names to Hugging Face's or back, with zeros for the
             padding of a vocabulary. ``"none"`` keeps the names. None keeps them too, but fuses experts that
             transformers fuses in memory.
+        part: as `xrank.gather_checkpoint`.
         max_memory: bytes of all buffers of a rank, such as ``"64MB"``; the same on all.
         group: the process group of the ranks; None: the world, or this process alone.
         timeout_seconds: how long ranks may take to arrive. After that a death is noticed in seconds.
@@ -90,7 +92,7 @@ def load_model(
 
     def describe(max_memory_nbytes: int) -> dict[str, str | None]:
         size = nbytes_text(max_memory_nbytes)
-        return {"call": "load_model", "recipe": path_text(recipe), "max_memory": size}
+        return {"call": "load_model", "recipe": path_text(recipe), "part": part, "max_memory": size}
 
     check_meeting(group, timeout_seconds)
     team = find_group_team(group, place, timeout_seconds=timeout_seconds, joins_launch=False)
@@ -99,7 +101,7 @@ def load_model(
         budget = Budget.from_memory(max_memory_nbytes, default_workers())
         planned, _ = team.agree(
             "the plan",
-            partial(prepare_load, module, place, layouts=layouts, mesh=mesh, recipe=recipe),
+            partial(prepare_load, module, place, layouts=layouts, mesh=mesh, recipe=recipe, part=part),
             lambda planned: describe_load(planned.source, planned.load),
             lambda planned, loads: check_loads(planned.source, team.ranks, loads),
         )

@@ -36,6 +36,7 @@ def reshard_checkpoint(
     *,
     recipe: str | os.PathLike[str] | None = None,
     base_model: str | os.PathLike[str] | None = None,
+    part: str | None = None,
     dtype: str | torch.dtype | None = None,
     max_memory: str | int = "64MB",
     workers: int | None = None,
@@ -61,6 +62,7 @@ def reshard_checkpoint(
             source; the layout's rules are for the new names. None, and ``"none"``, keep the names.
         base_model: a model folder, or the ID of one in the local Hugging Face cache: its companions, and its
             config.json if the source has none.
+        part: as `xrank.gather_checkpoint`.
         dtype: ``keep``, ``bf16``, ``fp16`` or ``fp32``, for floating-point tensors; None keeps, too.
         max_memory: as `xrank.gather_checkpoint`; so are `workers`, `dry_run`, `progress` and `timeout_seconds`.
         workers: number of threads.
@@ -90,7 +92,14 @@ def reshard_checkpoint(
 
     def plan(host: str, *, checks_output: bool = True) -> Reshard:
         make = partial(
-            plan_reshard, os.fspath(source), layouts, options, recipe=recipe, base_model=base_model, host=host
+            plan_reshard,
+            os.fspath(source),
+            layouts,
+            options,
+            recipe=recipe,
+            base_model=base_model,
+            part=part,
+            host=host,
         )
         return plan_apart(
             os.fspath(source), path, make, overwrite=overwrite, replaces_states=True, checks_output=checks_output

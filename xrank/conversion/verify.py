@@ -35,6 +35,7 @@ def verify_model(
     against: str | os.PathLike[str] | None = None,
     layouts: str | os.PathLike[str] | LayoutMap | None = None,
     base_model: str | os.PathLike[str] | None = None,
+    part: str | None = None,
     adapter_config: str | os.PathLike[str] | None = None,
     max_memory: str | int = "64MB",
     workers: int | None = None,
@@ -54,6 +55,7 @@ def verify_model(
         layouts: a layout file, or its content, for a checkpoint without recorded layouts, either of the two.
         base_model: a model with the names and shapes that `path` must have; fills in unrecorded shapes. With `against`
             it only does the latter.
+        part: keys of the part of `path` to read, as `xrank.gather_checkpoint`.
         adapter_config: configuration of an adapter among a checkpoint's tensors, as in the gather.
         max_memory: as `xrank.gather_checkpoint`; so are `workers`, `distributed` and `timeout_seconds`.
         workers: number of threads.
@@ -91,18 +93,20 @@ def verify_model(
         if against is not None:
             from xrank.comparing.comparison import plan_comparison  # not needed for a single path
 
-            return plan_comparison(text, os.fspath(against), budget, adapter_config, base=base, layouts=given)
+            other = os.fspath(against)
+            return plan_comparison(text, other, budget, adapter_config, base=base, layouts=given, part=part)
         if os.path.exists(os.path.join(text, MANIFEST_NAME)) and WorkspaceReader().recognise(text) is not None:
             # A workspace of `xrank reshard` has a manifest too, but ranks may have changed it since: prove it.
-            if given is not None:
+            if given is not None or part is not None:
+                surplus = "layouts" if given is not None else "part"
                 raise UsageError(
-                    f"{option('layouts')} was given, but {text} is a model with a manifest, whose tensors are whole",
-                    got=option("layouts"),
-                    want=f"a checkpoint whose layouts are not recorded, or {option('against')} one",
-                    next_step=f"leave {option('layouts')} out",
+                    f"{option(surplus)} was given, but {text} is a model with a manifest, whose tensors are whole",
+                    got=option(surplus),
+                    want=f"a checkpoint that needs it, or {option('against')} one",
+                    next_step=f"leave {option(surplus)} out",
                 )
             return plan_manifest_check(text, base)
-        return plan_proof(text, base, given)
+        return plan_proof(text, base, given, part)
 
     verdict: Verdict | None = None
     fault: XrankError | None = None

@@ -44,16 +44,36 @@ def read_best(where: SourcePlace, hints: Hints) -> StoredModel:
     """
     chosen, others = where.reader, where.others
     try:
-        model = chosen.read(where.path, hints)
+        model = _read(chosen, where.path, hints)
     except UsageError:
         found = None
         if others:
             with suppress(XrankError):
-                found = others[0].read(where.path, hints)
+                found = _read(others[0], where.path, hints)
         if found is None:
             raise
         model, chosen, others = found, others[0], (chosen, *others[1:])
-    return replace(model, notes=(*model.notes, *_compare(where.path, model, chosen, others, hints)))
+    # A part that the caller chose by name need not equal another model beside it.
+    compared = _compare(where.path, model, chosen, others, hints) if hints.part is None else ()
+    return replace(model, notes=(*model.notes, *compared))
+
+
+def _read(reader: Reader, place: str, hints: Hints) -> StoredModel:
+    """Return the model of a reader.
+
+    Raises:
+        UsageError: the caller chose a part, and the reader knows none.
+    """
+    model = reader.read(place, hints)
+    if hints.part != model.part:
+        raise UsageError(
+            f"{option('part')} was given, but {place} contains one model that is not in parts",
+            file=place,
+            got=option("part", hints.part),
+            want="a checkpoint of several parts, such as model and ema",
+            next_step=f"leave {option('part')} out",
+        )
+    return model
 
 
 def _compare(

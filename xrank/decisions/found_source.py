@@ -49,9 +49,11 @@ class FoundSource:
     """Names of a live module's tensors that `save_pretrained` leaves out, and therefore the source, too."""
 
 
-def read_source(path: str, *, base: BaseModel | None = None, layouts: LayoutMap | None = None) -> FoundSource:
+def read_source(
+    path: str, *, base: BaseModel | None = None, layouts: LayoutMap | None = None, part: str | None = None
+) -> FoundSource:
     """Read the source at a path, only its metadata. Errors are those of `find_source` and of readers."""
-    return read_found(path, find_source(path), base=base, layouts=layouts)
+    return read_found(path, find_source(path), base=base, layouts=layouts, part=part)
 
 
 def read_found(
@@ -60,6 +62,7 @@ def read_found(
     *,
     base: BaseModel | None = None,
     layouts: LayoutMap | None = None,
+    part: str | None = None,
     is_left_out: Callable[[str], bool] | None = None,
     for_layouts: bool = False,
     beside: tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]] | None = None,
@@ -71,6 +74,7 @@ def read_found(
         where: the place where the source was found, with its readers.
         base: gives whole shapes, and the config if there is none beside the source.
         layouts: layouts for tensors without a recorded layout.
+        part: keys of the part to read, joined by dots; None: the only one that may be the model.
         is_left_out: returns whether the caller will leave a tensor out, so that it needs no layout.
         for_layouts: whether the caller wants the layouts that ranks recorded, and not their config.
         beside: the result of `companions_of`, where the caller has it; None: this function calls it.
@@ -86,6 +90,7 @@ def read_found(
         is_left_out=is_left_out,
         needs_config=config_path is None and not for_layouts,
         needs_layouts=for_layouts,
+        part=part,
         prove_shapes=lambda shapes: prove_shapes(shapes, config),
     )
     model = read_best(where, hints)

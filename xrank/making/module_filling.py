@@ -48,6 +48,7 @@ def prepare_load(
     layouts: LayoutMap | str | os.PathLike[str] | None,
     mesh: Any,
     recipe: str | os.PathLike[str] | None,
+    part: str | None = None,
 ) -> PreparedLoad:
     """Return the proven load of this rank from metadata alone; arguments and errors as `xrank.load_model`."""
     check_materialised(module)
@@ -55,7 +56,7 @@ def prepare_load(
     rank, world_size = find_world()
     local = local_model(module, layouts=on_mesh, mesh=mesh, rank=rank, world_size=world_size)
     request = Request(Purpose.MODULE, recipe=recipe, module_names=local.tensors.keys())
-    decision = decide(read_source(place), request)
+    decision = decide(read_source(place, part=part), request)
     source = decision.source
     load = plan_load(local, source, on_mesh, decision.padded_names)
     for view, tensor in zip(load.views, load.plan.tensors, strict=True):

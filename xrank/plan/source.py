@@ -98,6 +98,8 @@ class StoredModel:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied name -> name of the shard with the same values, as the source records it; both have a shard."""
     world_size: int | None = None
+    part: str | None = None
+    """Keys of the part of the source that the caller chose; None if the reader knows no parts or nothing was chosen."""
     recipe: str | None = None
     """Recipe that gave the tensors their names and fusions; None if they are the source's own."""
     step: int | None = None

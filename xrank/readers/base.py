@@ -28,6 +28,9 @@ class Hints:
     """Whether the source's own config will be used; if not, ranks may disagree about it."""
     needs_layouts: bool = False
     """Whether the model must record the layouts that its ranks declare (`StoredModel.layouts`)."""
+    part: str | None = None
+    """Keys, joined by dots, of the part that the caller chose among those in the source; the reader records it in
+    `StoredModel.part`. None: the only part that may be the model."""
     prove_shapes: Callable[[Mapping[str, tuple[int, ...]]], str | None] | None = None
     """Proves inferred global shapes. Returns the recipe that they fit, or None if no recipe knows the names. Raises if
     they contradict each other or the config (`xrank.recipes.shape_proof.prove_shapes`)."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from xrank.errors import UsageError
 from xrank.plan.source import StoredModel
 
-__all__ = ["name_notes", "plain_names", "remove_wrapper_names", "rename_tensors"]
+__all__ = ["name_notes", "plain_names", "remove_wrapper_names", "rename_tensors", "strip_wrappers"]
 
 _OUTER = "module"
 """Prefix of DistributedDataParallel, DataParallel and DeepSpeed's engine, unless only some names have it."""
@@ -16,6 +16,18 @@ _OUTER = "module"
 # torch/distributed/fsdp/_common_utils.py: FSDP_WRAPPED_MODULE. Models do not have modules of these names.
 _ANYWHERE = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _NOTE = "what wrappers put into names was taken off: {} is {}"
+
+
+def strip_wrappers(name: str) -> str:
+    """Return a name without the parts that wrappers add, if all names beside it have them, too."""
+    name = _strip_anywhere(name)
+    while name.startswith(f"{_OUTER}."):
+        name = name.removeprefix(f"{_OUTER}.")
+    return name
+
+
+def _strip_anywhere(name: str) -> str:
+    return ".".join(piece for piece in name.split(".") if piece not in _ANYWHERE)
 
 
 def plain_names(names: Sequence[str], known: Container[str] = ()) -> dict[str, str]:
@@ -28,7 +40,7 @@ def plain_names(names: Sequence[str], known: Container[str] = ()) -> dict[str, s
     Raises:
         UsageError: two tensors would get the same name.
     """
-    plain = {name: ".".join(piece for piece in name.split(".") if piece not in _ANYWHERE) for name in names}
+    plain = {name: _strip_anywhere(name) for name in names}
     while plain and all(name.startswith(f"{_OUTER}.") for name in plain.values()):
         plain = {name: bare.removeprefix(f"{_OUTER}.") for name, bare in plain.items()}
     changed = [name for name, bare in plain.items() if name != bare]

@@ -9,20 +9,20 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xrank.errors import IncompleteError, UsageError
+from xrank.errors import IncompleteError, LayoutError, UsageError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
+from xrank.formats.regular_file import quote
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.dcp.files import file_notes, find_other_files, read_backend
 from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
-from xrank.readers.dcp.selection import ModelPart, TopPart, select_model
 from xrank.readers.dcp.values import check_values
+from xrank.readers.model_parts import ModelPart, SavedTree, part_details, part_notes, select_model
 from xrank.readers.wrapper_names import name_notes, plain_names
-from xrank.words import list_text, plural, size_text
+from xrank.words import list_text
 
 __all__ = ["DcpReader"]
 
@@ -30,7 +30,7 @@ _METADATA = ".metadata"
 _SUFFIX = ".distcp"
 _OPTIMIZER_FOLDER = re.compile(r"optimizer(_\d+)?")  # accelerate/utils/fsdp_utils.py: save_fsdp_optimizer
 _STEP = re.compile(r"(?:.*[^a-z])?(?:checkpoint|ckpt|step|iter|iteration|global_step)[-_]?0*(\d{1,18})", re.IGNORECASE)
-_MAX_SHOWN = 12
+_FLAT = "_flat_param"  # torch/distributed/fsdp/_flat_param.py: FLAT_PARAM
 
 
 class DcpReader:
@@ -55,12 +55,13 @@ class DcpReader:
         """Return where every tensor of the model lies; errors as in `Reader.read`."""
         _check_presence(path)
         metadata = read_metadata(os.path.join(path, _METADATA))
-        part = select_model(metadata)
+        part = select_model(_describe_tree(metadata), hints.part)
         plain = plain_names(list(part.tensors), known=hints.shapes)
-        part = replace(part, tensors={plain.get(name, name): tensor for name, tensor in part.tensors.items()})
-        pieces = locate(path, metadata, part.tensors)
+        tensors = {plain.get(name, name): metadata.tensors[flat] for name, flat in part.tensors.items()}
+        _check_flat(metadata, tensors)
+        pieces = locate(path, metadata, tensors)
         left_out = check_values(path, metadata, part.values, hints.is_left_out or (lambda name: False))
-        kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in part.tensors.values())
+        kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in tensors.values())
         unused, idle = find_other_files(path, metadata)
         ranks = sorted({rank for name in (*metadata.files, *idle) if (rank := rank_of_file(name)) is not None})
         return StoredModel(
@@ -74,9 +75,35 @@ class DcpReader:
             nbytes=int(pieces.records.nbytes.sum()),
             skipped_nbytes=metadata.nbytes - kept_nbytes,
             notes=(*_notes(path, metadata, part, pieces, unused), *name_notes(plain)),
-            details=_details(metadata, part, ranks, unused),
+            details={**part_details(part), **_details(metadata, tensors, ranks, unused)},
             absent=left_out,
+            part=hints.part,
         )
+
+
+def _describe_tree(metadata: DcpMetadata) -> SavedTree:
+    return SavedTree(
+        metadata.path,
+        {name: tensor.shape for name, tensor in metadata.tensors.items()},
+        metadata.byte_items,
+        metadata.paths or {},
+        lambda name: int(metadata.tensors[name].nbytes.sum()),
+        metadata.byte_items,
+    )
+
+
+def _check_flat(metadata: DcpMetadata, tensors: Mapping[str, DcpTensor]) -> None:
+    """Refuse FSDP1's flat parameters, of which every rank saved its own range under one name."""
+    for name, tensor in tensors.items():
+        if name.rpartition(".")[2] == _FLAT:
+            raise LayoutError(
+                f"{quote(name)[1:-1]}: a flat parameter of FSDP1, which does not record its members' shapes",
+                tensor=name,
+                file=metadata.path,
+                got=f"{tensor.shape[0] if tensor.shape else 1:,} elements of a LOCAL_STATE_DICT",
+                want="parameters by name",
+                next_step="load it into the same model, and save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+            )
 
 
 def _model_beside(path: str) -> str:
@@ -126,10 +153,7 @@ def _notes(
     path: str, metadata: DcpMetadata, part: ModelPart, pieces: DcpPieces, unused: Sequence[str]
 ) -> tuple[tuple[str, str], ...]:
     notes = file_notes(path, metadata, unused)
-    left = [other for other in part.parts if not other.is_model]
-    if left:
-        shown = list_text((f"{other.key} ({other.num_tensors:,})" for other in left), _MAX_SHOWN)
-        notes.append(("left-out", f"tensors that are not the model's were left out: {shown}"))
+    notes += part_notes(part)
     if metadata.byte_items:
         names = sorted(ascii(name)[1:-1][:100] for name in metadata.byte_items)
         notes.append(("byte-items", f"{len(names):,} values that are not tensors were left out: {list_text(names, 3)}"))
@@ -146,23 +170,18 @@ def _files_text(names: Sequence[str]) -> str:
     )
 
 
-def _details(metadata: DcpMetadata, part: ModelPart, ranks: Sequence[int], unused: Sequence[str]) -> dict[str, Any]:
+def _details(
+    metadata: DcpMetadata, tensors: Mapping[str, DcpTensor], ranks: Sequence[int], unused: Sequence[str]
+) -> dict[str, Any]:
     grids: dict[str, Counter[str]] = {}
-    for name, tensor in part.tensors.items():
+    for name, tensor in tensors.items():
         grids.setdefault(re.sub(r"\d+", "#", name), Counter())[_grid(tensor)] += 1
     return {
-        "parts": {p.key or "(all)": _part_text(p) for p in part.parts},
-        "prefix": ".".join(part.prefix),
         "ranks that wrote": len(ranks),
         "values that are no tensors": len(metadata.byte_items),
         "chunks": {family: ", ".join(sorted(counts)) for family, counts in sorted(grids.items())},
         "unused files": list(unused),
     }
-
-
-def _part_text(part: TopPart) -> str:
-    text = f"{plural(part.num_tensors, 'tensor')} in {size_text(part.nbytes)}"
-    return text if part.is_model else f"left out: {text}"
 
 
 def _grid(tensor: DcpTensor) -> str:
