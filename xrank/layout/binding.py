@@ -64,6 +64,7 @@ def bind(
         for name in (*names_of_dim(dim), *count_names_of_dim(dim)):
             if name not in bound:
                 raise unknown_size_error(tree, name)
+    # A dim without an unknown name has not been compared with the shape yet.
     for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
         held = global_size(dim, bound)
         if held != size:
@@ -107,6 +108,7 @@ def solve_dims(tree: LayoutTree, shape: Mapping[int, int], bound: dict[str, int]
                 _solve(tree, i, shape[i], unknown[0], bound)
             elif unknown:
                 later.append(i)
+        # No progress: the other names need a size from the caller, who raises the error.
         if len(later) == len(waiting):
             return
         waiting = later
@@ -125,6 +127,7 @@ def _solve(tree: LayoutTree, i: int, size: int, name: str, bound: dict[str, int]
     def evaluate(value: int) -> int:
         return global_size(dim, {**bound, name: value})
 
+    # A name may occur several times in a dim, so dividing would not do. Sizes only grow with a name: search for it.
     first, step = evaluate(0), evaluate(1) - evaluate(0)
     if step == 0:
         return  # another factor is 0, so every value fits

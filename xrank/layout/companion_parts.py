@@ -71,6 +71,7 @@ def companion_mesh_parts(
     placed, compiled = compile_dims(layout, mesh, shape, sizes=sizes)
     dims = [
         _divide_table(table, block, (companion, layout, i))
+        # Not strict: if no rank holds the tensor, no dim is compiled.
         for i, (table, block) in enumerate(zip(compiled, blocks_of(companion, len(whole)), strict=False))
     ]
     return combine_dims(placed, dims)
@@ -137,6 +138,7 @@ def _divide_table(table: DimTable, block: int, at: _Dim) -> DimTable:
     outer = np.concatenate((np.broadcast_to((1, 1, 1), (len(x), 1, 3)), loops), axis=1)
     has_run = (outer[rows, num_loops, 1:] == 1).all(axis=1)
     count = np.where(has_run, outer[rows, num_loops, 0], 1)
+    # The run is divided apart; its loop becomes a single iteration, which divides by any block.
     outer[rows[has_run], num_loops[has_run]] = (1, 0, 0)
     outer[:, 0] = (1, 0, 0)
     is_last = (outer[:, :, 0] == 1).all(axis=1) & (y + count == table.global_size)
@@ -153,6 +155,7 @@ def _divide_table(table: DimTable, block: int, at: _Dim) -> DimTable:
 
 def _with_wholes(table: DimTable) -> DimTable:
     """Return the table with a single nest for each place that holds the whole dim."""
+    # Parts laid end to end leave several nests, which may end within a block even where a rank holds the whole dim.
     nests, size = table.nests, table.global_size
     is_same = (nests.x == nests.y) & (nests.loops[:, :, 1] == nests.loops[:, :, 2]).all(axis=1)
     held = np.zeros_like(table.local_sizes)

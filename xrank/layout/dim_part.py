@@ -81,6 +81,7 @@ def _compile(node: Node, sizes: Mapping[str, int], places: Mapping[str, tuple[in
     match node:
         case Size(value):
             size = value if isinstance(value, int) else sizes[value]
+            # A nest has one element or more, so an empty dim has no nest.
             return DimPart(size, size, (canonical(Nest(0, 0, ((size, 1, 1),))),) if size else ())
         case Product(factors):
             return product_of(_compile(factor, sizes, places) for factor in factors)
@@ -114,6 +115,7 @@ def product_of(parts: Iterable[DimPart]) -> DimPart:
     """Multiply index spaces, major first: indices of a space are scaled by the sizes of all later ones."""
     whole = UNIT
     for minor in parts:
+        # Before the product is made: two parts within the limit may have 2^28 pairs.
         if len(whole.nests) * len(minor.nests) > MAX_NESTS:
             raise _limit_error(len(whole.nests) * len(minor.nests))
         local_size, global_size = minor.local_size, minor.global_size
@@ -169,16 +171,20 @@ def cut_bounds(split: Split, size: int, length: int, place: int, sizes: Mapping[
         bounds = _bounds_of_list(split, size, length, unit, sizes)
         return bounds[place], bounds[place + 1]
     if split.kind == "/":
+        # Each rank's share must itself be a multiple of the unit.
         if size % (length * unit):
             raise _uneven(split, size, length, unit)
         return place * (size // length), (place + 1) * (size // length)
     units = -(-size // unit)
     if split.kind == "/~":
+        # torch.chunk: equal chunks, so the last ranks hold less or nothing.
         chunk = -(-units // length)
         low, high = place * chunk, (place + 1) * chunk
     else:
+        # numpy.array_split: the first ranks hold one unit more.
         share, more = divmod(units, length)
         low, high = (place * share + min(place, more), (place + 1) * share + min(place + 1, more))
+    # The last unit may be incomplete, and ranks after the last chunk begin at the end.
     return min(low * unit, size), min(high * unit, size)
 
 
@@ -217,6 +223,7 @@ def _bounds_of_list(split: Split, size: int, length: int, unit: int, sizes: Mapp
         )
     bounds = [0, *accumulate(listed)]
     for low, high in pairwise(bounds):
+        # The end of the dim is no cut, so it may lie within a unit.
         if high % unit and high != size:
             raise LayoutError(
                 f"{text}: a cut at {high} is not at a multiple of {unit}",

@@ -94,6 +94,7 @@ def _times(major: DimTable, minor: DimTable) -> DimTable:
     num_places = len(major.local_sizes)
     counts = [np.bincount(table.owner, minlength=num_places) for table in (major, minor)]
     global_size = major.global_size * minor.global_size
+    # Before the arrays are multiplied: numpy's int64 overflows without an error.
     largest = _largest(prod, major.local_sizes, minor.local_sizes)
     check_limits(global_size, largest, int((counts[0] * counts[1]).max(initial=0)))
     minor_rows, major_rows = rows_of(minor.owner, major.owner, num_places)
@@ -116,6 +117,7 @@ def _end_to_end(tables: Sequence[DimTable]) -> DimTable:
         before = before + table.local_sizes
         start += table.global_size
     owner = np.concatenate([table.owner for table in tables])
+    # Stable, so a place's nests keep the order of the parts, as in `dim_part`.
     order = np.argsort(owner, kind="stable")
     return DimTable(global_size, before, owner[order], join_rows(shifted).take(order))
 
@@ -123,6 +125,7 @@ def _end_to_end(tables: Sequence[DimTable]) -> DimTable:
 def _pad(table: DimTable, multiple: Count, sizes: Mapping[str, int]) -> DimTable:
     step = evaluate_count(multiple, sizes)
     local_sizes = np.empty_like(table.local_sizes)
+    # In Python's integers, which cannot overflow; there are only a few different sizes.
     for size, rows in _group_by_value(table.local_sizes):
         padded = -(-size // step) * step
         check_limits(table.global_size, padded, 0)
@@ -132,6 +135,7 @@ def _pad(table: DimTable, multiple: Count, sizes: Mapping[str, int]) -> DimTable
 
 def _cut(split: Split, inner: DimTable, length: int, at: IntArray, sizes: Mapping[str, int]) -> DimTable:
     low, high = np.empty_like(at), np.empty_like(at)
+    # Ranks far outnumber the different sizes and places, so each pair is cut once.
     for size, rows in _group_by_value(inner.local_sizes):
         bounds = np.zeros((length, 2), dtype=np.int64)
         for place in dict.fromkeys(at[rows].tolist()):
@@ -151,5 +155,6 @@ def _group_by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
 
 def _largest(combined: Callable[[Iterable[int]], int], *sizes: IntArray) -> int:
     """Return the largest sum or product of a row, which may be too large for an array."""
+    # The largest values bound every row; only a bound beyond the limit makes a look at each row necessary.
     most = combined([int(each.max(initial=0)) for each in sizes])
     return most if most <= MAX_SIZE else max(map(combined, zip(*(each.tolist() for each in sizes), strict=True)))

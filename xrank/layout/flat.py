@@ -62,6 +62,7 @@ def flat_part(
     if part is None:
         return None
     members = {
+        # `dim_part` never merges nests of two members, so the first address of a nest decides its member.
         name: tuple(Nest(nest.x, nest.y - low, nest.loops) for nest in part.nests if low <= nest.y < high)
         for name, (low, high) in starts.items()
     }

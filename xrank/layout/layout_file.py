@@ -89,6 +89,7 @@ def read_layout_file(file: str) -> LayoutFile:
     check_no_url(file)
     try:
         with open(file, "rb") as stream:
+            # One byte more than allowed is enough to refuse a file of any size.
             content = stream.read(MAX_FILE_NBYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -282,6 +283,7 @@ def write_whole(content: bytes, file: str) -> None:
     try:
         with open(part, "xb") as stream:
             stream.write(content)
+        # Readers see the old file or the whole new one.
         os.replace(part, file)
     except BaseException:
         if os.path.exists(part):

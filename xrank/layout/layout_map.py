@@ -102,6 +102,7 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         if has_groups(key):
             mesh = layout.device_mesh
             lengths = None if mesh is None else axis_lengths(mesh, layout.view_mesh)
+            # The name's dims are cut as well, and an axis must not cut both.
             check_sound(layout.tree, lengths, parse_name(key).dims)
         self._layouts[key] = layout
 
@@ -235,9 +236,11 @@ def _from_file(content: LayoutFile, file: str) -> LayoutMap:
                 layout_map.companions[pattern] = parse_companion(text)
             else:
                 layout_map[pattern] = TensorLayout.parse(text, content.mesh, content.views)
+            # Compiled now, so the error of a wrong pattern names the file.
             layout_map._expression(pattern)
         except LayoutError as error:
             raise name_file(error, f"rule {pattern!r}", file) from error
+    # After all rules, because a companion may stand before its base.
     for pattern, companion in layout_map.companions.items():
         if companion.of is not None and companion.of not in layout_map._layouts:
             raise LayoutError(

@@ -65,6 +65,7 @@ def local_part(
     if not _is_held(layout.tree, lengths, places):
         return None
     known = _relevant(layout.tree, check_sizes(sizes)) if sizes else ()
+    # Axes in "where" and "sum" do not change the part: without them in the key, ranks along them share a cache entry.
     others = _uncut_axes(layout.tree)
     cutting = tuple(place for place in places if place[0] not in others) if others else places
     return _layout_part(layout.tree, check_shape(shape), cutting, known, _count_lengths(layout.tree, lengths))
@@ -98,6 +99,7 @@ def places_of(
     Raises:
         LayoutError: the layout belongs to another mesh, or the coordinate is not in this one.
     """
+    # Identity first: equality compares the tuples of all ranks, for each rank and tensor.
     if layout.device_mesh is not None and layout.device_mesh is not mesh and layout.device_mesh != mesh:
         raise LayoutError(
             f"the layout {layout} belongs to another mesh", got=mesh.grid, want=f"the mesh {layout.device_mesh.grid!r}"
@@ -112,10 +114,12 @@ def places_of(
         )
     lengths = _lengths(mesh, layout.view_mesh)
     if layout.view_mesh is not None:
+        # For an axis in both meshes the view's place counts, as its length does in `axis_lengths`.
         coordinate = {**coordinate, **layout.view_mesh.coordinate(mesh.rank_at(coordinate))}
     places: list[tuple[str, int, int]] = []
     for axis in (*(axis for axes in layout.axes for axis in axes), *_uncut_axes(layout.tree)):
         if axis not in lengths:
+            # Raises the error with the mesh's own axes.
             mesh.axis_length(axis)
         length = lengths[axis]
         if axis not in coordinate:
@@ -132,6 +136,7 @@ def places_of(
                 want=f"0 to {length - 1}",
             )
         places.append((axis, length, place))
+    # A layout with a mesh was checked when the mesh was attached.
     if layout.device_mesh is None:
         _check_sound_on(layout.tree, tuple(lengths.items()))
     return lengths, tuple(places)

@@ -62,6 +62,7 @@ class MeshParts:
     def first_ranks(self) -> IntArray:
         """The lowest rank of each part; shape [p]."""
         first = np.empty(len(self.local_sizes), dtype=np.int64)
+        # For a repeated index the last assignment remains: in reverse order that of the lowest rank.
         first[self.part[::-1]] = self.ranks[::-1]
         return first
 
@@ -105,6 +106,7 @@ def compile_dims(
     layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int], *, sizes: Mapping[str, int] | None = None
 ) -> tuple[PlacedRanks, list[DimTable]]:
     """Return the ranks with a part of a tensor, and each dim compiled for its own distinct places."""
+    # Called for its checks and the lengths, which are the same for every rank.
     lengths, _ = places_of(layout, mesh, mesh.coordinate(mesh.ranks[0]))
     placed = _place_ranks(mesh, layout.view_mesh, layout.tree.where, layout.axes)
     if not len(placed.ranks):
@@ -150,6 +152,7 @@ def _place_ranks(
         last = length - 1 if each.last is None else each.last
         is_held &= (first <= places) & (places <= last)
     at = {axis: (length, places[is_held]) for axis, (length, places) in at.items()}
+    # First the places along all axes that cut, which are the parts; then each dim's own among these.
     first_of, part = _distinct(_keys(at, (axis for own in axes for axis in own), int(is_held.sum())))
     at = {axis: (length, places[first_of]) for axis, (length, places) in at.items()}
     dims = []
@@ -175,14 +178,17 @@ def _keys(at: PlaceArrays, axes: Iterable[str], num_places: int) -> IntArray:
     keys = np.zeros(num_places, dtype=np.int64)
     for axis in dict.fromkeys(axes):
         length, places = at[axis]
+        # Digits of a mixed radix; two meshes of at most 2^22 ranks each stay within 64 bits.
         keys = keys * length + places
     return keys
 
 
 def _distinct(keys: IntArray) -> tuple[IntArray, IntArray]:
     """Return the row of each value's first occurrence, in that order, and the value's number for each row."""
+    # np.unique would number the values by size; parts are numbered by their first rank, as in `MeshParts.from_held`.
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
+    # The slice is for no keys at all, where the first True has no key.
     is_first = np.append(True, ordered[1:] != ordered[:-1])[: len(keys)]
     firsts = order[is_first]
     by_first = np.argsort(firsts)

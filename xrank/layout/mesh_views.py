@@ -103,6 +103,7 @@ def mesh_from_order(order: str, lengths: Mapping[str, int], ranks: Sequence[int]
                     want=f"{name!r} in the order",
                 )
             names.append(name)
+    # In an order the first name varies fastest, in a mesh the last one.
     names.reverse()
     return DeviceMesh([lengths[name] for name in names], names, ranks)
 
@@ -139,6 +140,7 @@ def megatron_views(
     """
     etp = tp if etp is None else etp
     names = order.lower().split("-")
+    # Both factorings divide the same ranks: dense weights ignore ep, experts ignore cp.
     dp = _remaining(world_size, {"tp": tp, "cp": cp, "pp": pp})
     edp = _remaining(world_size, {"etp": etp, "ep": ep, "pp": pp})
     main = mesh_from_order(
@@ -152,6 +154,7 @@ def megatron_views(
     )
     if ep > 1 and "ep" not in names:
         raise LayoutError(f"the order {order!r} leaves out 'ep', which has {ep} places", want="'ep' in the order")
+    # Experts of a layer are on the stage of its dense weights, so both meshes must agree on the stages.
     if set(map(frozenset, main.groups("pp"))) != set(map(frozenset, expert.groups("pp"))):
         raise LayoutError(
             f"in the order {order!r} dense weights and experts have different pipeline stages",

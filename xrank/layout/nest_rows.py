@@ -24,6 +24,7 @@ def rows_of(owner: IntArray, chosen: IntArray, num_owners: int) -> tuple[IntArra
     counts = counts[chosen]
     at = np.repeat(np.arange(len(chosen)), counts)
     ends = np.cumsum(counts)
+    # `ends - counts` is an owner's first row in the result, `starts` its first row in the table.
     return np.arange(len(at)) + (starts[chosen] - ends + counts)[at], at
 
 
@@ -59,6 +60,7 @@ def product_rows(major: NestTable, minor: NestTable, local_sizes: IntArray, glob
         global_size: global size of the minor space.
     """
     loops = major.loops.copy()
+    # Each major stride covers the whole minor space, so the joined strides fall, as `canonical_rows` expects.
     loops[:, :, 1] *= local_sizes[:, None]
     loops[:, :, 2] *= global_size
     return canonical_rows(
@@ -79,6 +81,7 @@ def restrict_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[IntA
     rows = np.arange(len(nests))
     x, y, loops = nests.x, nests.y, nests.loops
     found: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
+    # One pass for each loop, over all rows at once: the edges of a split go on to the next pass, one loop shorter.
     while len(rows):
         spans = 1 + ((loops[:, :, 0] - 1) * loops[:, :, 1]).sum(axis=1)
         first_x, last_x = low[rows], high[rows]
@@ -97,6 +100,7 @@ def restrict_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[IntA
         whole_first = np.maximum(first, -((x - first_x) // xs))
         whole_last = np.minimum(last, (last_x - x - inner_span) // xs)
         count = whole_last - whole_first + 1
+        # A middle of one iteration drops its loop, so that the result is canonical.
         for is_middle, middle in ((count > 1, loops), (count == 1, inner)):
             kept = middle[is_middle]
             if middle is loops:
@@ -118,6 +122,7 @@ def restrict_rows(nests: NestTable, low: IntArray, high: IntArray) -> tuple[IntA
         return rows, nests
     table = join_rows([NestTable(x, y, loops) for _, x, y, loops in found])
     rows = np.concatenate([each[0] for each in found])
+    # The passes find a row's middle before its edges.
     order = np.lexsort((table.x, rows))
     return rows[order], table.take(order)
 

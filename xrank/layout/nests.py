@@ -73,9 +73,11 @@ def swap(nest: Nest) -> Nest:
 def canonical(nest: Nest) -> Nest:
     """Return the same pairs with loops sorted by falling x stride, single iterations dropped, adjacent runs merged."""
     merged: list[Loop] = []
+    # The stride of a single iteration is meaningless, and its place among the loops would keep two runs apart.
     for n, xs, ys in sorted((loop for loop in nest.loops if loop[0] != 1), key=lambda loop: -loop[1]):
         if merged:
             outer_n, outer_xs, outer_ys = merged[-1]
+            # The outer loop continues where this one ends, in both spaces.
             if outer_xs == n * xs and outer_ys == n * ys:
                 merged[-1] = (outer_n * n, xs, ys)
                 continue
@@ -138,6 +140,7 @@ def intersect(a: Nest, b: Nest) -> list[Nest]:
         >>> intersect(Nest(0, 4, ((4, 1, 1),)), Nest(6, 0, ((6, 1, 1),)))
         [Nest(x=2, y=0, loops=((2, 1, 1),))]
     """
+    # One budget for all levels: unrolling within unrolling multiplies, so a limit per level would bound nothing.
     budget = [MAX_UNROLLED]
     shared = canonical(Nest(a.y, a.x, tuple((n, ys, xs) for n, xs, ys in a.loops)))
     pairs = _meet(shared, canonical(b), budget)
@@ -151,6 +154,7 @@ def _meet(a: Nest, b: Nest, budget: list[int]) -> list[Nest]:
         return []
     if not a.loops and not b.loops:
         return [Nest(a.y, b.y)]  # two overlapping single elements are the same element
+    # Composing is symmetric: exchange the roles, and then the sides of the pairs.
     if not a.loops or (b.loops and b.loops[0][1] > a.loops[0][1]):
         return [Nest(nest.y, nest.x, tuple((n, ys, xs) for n, xs, ys in nest.loops)) for nest in _meet(b, a, budget)]
     # From here a has the larger outer stride.
@@ -161,6 +165,7 @@ def _meet(a: Nest, b: Nest, budget: list[int]) -> list[Nest]:
     # b is dense against a's stride when few iterations of a touch it.
     first = max(0, (b.x - a.x - inner_span) // stride + 1)
     last = min(n - 1, (b.x + b_span - 1 - a.x) // stride)
+    # At most two iterations are the edges of a cut, which the budget for odd strides does not count.
     if last - first < 2 or not b.loops:
         pairs: list[Nest] = []
         for i in range(first, last + 1):
@@ -170,6 +175,7 @@ def _meet(a: Nest, b: Nest, budget: list[int]) -> list[Nest]:
     if stride % b_stride == 0 and _fits(b):
         return _meet_multiple(a, b, stride // b_stride, budget)
     pairs = []
+    # Unroll the nest with fewer iterations: each becomes a piece of the result.
     if last - first < b_count:
         _spend(last - first + 1, budget, a, b)
         for i in range(first, last + 1):
@@ -208,6 +214,7 @@ def _meet_multiple(a: Nest, b: Nest, factor: int, budget: list[int]) -> list[Nes
     """Compose nests where a's outer x stride is `factor` times b's: cut b's loop at a's grid, and compose."""
     stride = a.loops[0][1]
     (count, b_stride, b_y), inner = b.loops[0], b.loops[1:]
+    # Head and tail are shorter than a's stride, so each meets at most two iterations of a; the body repeats with a.
     head = min(count, (-((b.x - a.x) // b_stride)) % factor)
     periods = (count - head) // factor
     pairs: list[Nest] = []

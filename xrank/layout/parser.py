@@ -147,6 +147,7 @@ class TextParser(Scanner):
             place = self.next
             name = self.take("name", "a part's name")
             if any(part.name == name for part in parts):
+                # The error points at the repeated name, not after it.
                 self.next = place
                 raise self.refusal("a name that no other part has")
             self.take(":")
@@ -155,6 +156,7 @@ class TextParser(Scanner):
         return Parts(tuple(parts))
 
     def _splits(self, node: Node) -> Node:
+        # Counted along: measuring the tree after each split would be quadratic.
         depth = _depth(node) if self.next.kind in _SPLITS else 0
         while self.next.kind in _SPLITS:
             depth += 1
@@ -188,6 +190,7 @@ class TextParser(Scanner):
         return tuple(factors)
 
     def _enter(self, mark: str, want: str | None = None) -> None:
+        # Checked on the way in: the parser itself recurses, so the finished tree would be too late.
         if self._depth >= MAX_DEPTH - 1:
             raise self.refusal(f"at most {MAX_DEPTH - 1} groups in each other")
         self.take(mark, want)

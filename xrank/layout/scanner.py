@@ -95,6 +95,7 @@ class Scanner:
         if token.kind == "integer" and (len(token.text) > 19 or int(token.text) > MAX_SIZE):
             raise self.refusal(f"an integer up to {MAX_SIZE}")
         value = int(self.take("integer", want))
+        # "4f" would be read as the product "4 f".
         if self.next.kind == "name" and self.next.position == self._end:
             raise self.refusal(f'a blank or another mark after the integer "{token.text}"')
         return value

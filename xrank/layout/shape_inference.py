@@ -78,6 +78,7 @@ def infer_shape(
     holders = {rank: places for rank, places in at.items() if places is not None}
     inferred = _Inference(layout, mesh, shapes, holders, check_sizes(sizes)).shape()
     for rank, shape in shapes.items():
+        # The sizes came from sums over ranks and loose rules, which a wrong layout may also satisfy.
         expected = local_part(layout, mesh, mesh.coordinate(rank), inferred, sizes=sizes)
         if expected is not None and shape != expected.shape:
             raise LayoutError(
@@ -182,6 +183,7 @@ class _Inference:
         target = sum(observed.values())
 
         def total(value: int) -> int:
+            # Strict rules would raise at candidates that do not divide, and a binary search needs a value for each.
             sizes = {**self._bound, name: value}
             return sum(
                 _loose_size(dim, sizes, self._lengths, dict(zip(axes, place, strict=True))) for place in observed
@@ -195,6 +197,7 @@ class _Inference:
                 want="sizes that the layout gives",
                 next_step="correct the layout, or the mesh's order of ranks",
             )
+        # A pad rounds several sizes up to the same one; guessing among them would add or lose elements.
         over = find_least(total, target + 1, 2 * target + 1)
         most = target if over is None else over - 1
         if most > least:

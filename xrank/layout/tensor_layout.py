@@ -77,6 +77,7 @@ class TensorLayout:
         text = None
         try:
             text = render(tree)
+            # A layout travels between ranks and in files as text, so its tree must be the one that the text gives.
             if parse(text) == tree:
                 return cls._make(tree, device_mesh, None)
         except RecursionError:

@@ -86,6 +86,7 @@ def has_groups(pattern: str) -> bool:
     position = pattern.find("{")
     while position >= 0:
         slashes = position - len(pattern[:position].rstrip("\\"))
+        # An even number of backslashes escapes backslashes only, not the brace.
         if slashes % 2 == 0 and _QUANTIFIER.match(pattern, position) is None:
             return True
         position = pattern.find("{", position + 1)
@@ -196,6 +197,7 @@ def name_table(
                     next_step=f"give it in sizes={{{size!r}: ...}}, or in the [sizes] table of a layout file",
                 )
         total *= global_size(dim, bound)
+        # Before compiling: the table has an entry for each index, and a mistyped size could fill the memory.
         if total > MAX_NAMES:
             raise LayoutError(
                 f"the name {name} stands for too many tensors", got=f"{total:,} or more", want=f"at most {MAX_NAMES:,}"
