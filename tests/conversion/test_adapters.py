@@ -67,19 +67,22 @@ def refusal(bench: Bench, kind: type[XrankError], match: str, **options: Any) ->
 
 
 class TestChoice:
-    def test_without_one_the_command_ends_with_2_and_names_both(self, bench: Bench) -> None:
-        leave_adapted(bench.workspace)
-        for options in ((), ("--dry-run",)):
-            error = bench.refused(
-                "UsageError", *options, says=["--adapter separate", "--adapter merge", "2 LoRA pairs"]
-            )
-            assert error["tensor"] == P + LORA_A
+    def test_without_one_it_is_kept_apart_and_the_other_is_named(self, bench: Bench) -> None:
+        model, pairs = leave_adapted(bench.workspace)
+        ended = run("gather", bench.workspace, "--out", bench.out)
+        assert ended.exit_code == 0 and "--adapter merge writes one model" in ended.stdout
+        assert_holds(bench.out, model)
+        assert_holds(bench.out / "adapter", saved_names(pairs))
+        chosen = gather_checkpoint(bench.workspace, bench.folder / "chosen", **SEPARATE)
+        assert "adapter-choice" not in notes_of(chosen)
 
     def test_open_checkpoint_takes_none(self, bench: Bench) -> None:
         leave_adapted(bench.workspace)
-        with pytest.raises(UsageError, match="holds an adapter") as caught:
+        with pytest.raises(UsageError, match="holds a model and an adapter of it") as caught:
             open_checkpoint(bench.workspace)
         assert "open_checkpoint opens what that writes" in (caught.value.next_step or "")
+        gather_checkpoint(bench.workspace, bench.out)
+        assert set(open_checkpoint(bench.out / "adapter")) == set(saved_names(adapter()))
 
     @pytest.mark.parametrize("options", [{"adapter": "merge"}, {"adapter": "separate", "adapter_config": "file"}])
     def test_where_there_is_no_adapter(self, bench: Bench, options: dict[str, Any]) -> None:
@@ -89,7 +92,7 @@ class TestChoice:
     def test_words_that_are_none(self, bench: Bench) -> None:
         leave_adapted(bench.workspace)
         bench.refused("UsageError", "--adapter", "keep", says=["separate, merge"])
-        bench.refused("UsageError", "--adapter-config", "file", says=["without --adapter"])
+        bench.refused("UsageError", "--adapter-config", "file", says=["cannot be read: No such file"])
 
     def test_names_of_the_base_model_are_no_adapter(self, bench: Bench) -> None:
         """Such as Phi-4-multimodal's, whose own layers are named as PEFT's."""
@@ -424,7 +427,8 @@ class TestSeparate:
         leave(bench.workspace, state, layouts=dict.fromkeys(state, "[m, n]"))
         write_json(bench.workspace / "lora_train_meta.json", {"r": RANK, "lora_alpha": ALPHA})
         write_json(bench.workspace / "config.json", {"model_type": "toy"})  # a model's, and there will be none
-        refusal(bench, UsageError, "an adapter alone", **MERGE)
+        error = refusal(bench, UsageError, "an adapter alone", **MERGE)
+        assert "base_model= with the safetensors weights" in (error.next_step or "")
         gather_checkpoint(bench.workspace, bench.out, dtype="bf16", **SEPARATE)
         assert sorted(path.name for path in bench.out.iterdir()) == [
             "adapter_config.json",
@@ -484,6 +488,50 @@ class TestSeparate:
         assert report.output is not None and report.output["resumed_nbytes"] > 0
         assert_holds(bench.out, model)
         assert_holds(bench.out / "adapter", saved_names(pairs))
+
+
+class TestAlone:
+    """An adapter without its base model, as PEFT saves it, merged into the base model that the user names."""
+
+    def save(self, bench: Bench, saved: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> tuple[Path, Path]:
+        source, model = bench.folder / "source", bench.folder / "base"
+        for folder in (source, model):
+            folder.mkdir()
+        save_file(saved, source / "adapter_model.safetensors")
+        write_json(source / "adapter_config.json", {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA})
+        save_file(base, model / "model.safetensors")
+        write_json(model / "config.json", {"model_type": "toy"})
+        return source, model
+
+    def test_merged_into_the_base_model(self, bench: Bench) -> None:
+        base, pairs = base_model(), adapter()
+        source, model = self.save(bench, saved_names(pairs), base)
+        ended = run("gather", source, "--base-model", model, "--adapter", "merge", "--out", bench.out)
+        assert ended.exit_code == 0, ended.stderr
+        assert "names and shapes as in the base model" in ended.stdout
+        assert_holds(bench.out, merged(base, pairs))
+        assert (bench.out / "config.json").read_text() == (model / "config.json").read_text()
+        assert verify_model(bench.out).ok
+
+    def test_what_the_adapter_holds_whole_stands_in_place_of_the_bases(self, bench: Bench) -> None:
+        base, pairs, norm = base_model(), adapter(), torch.rand(8).bfloat16()
+        source, model = self.save(bench, {**saved_names(pairs), P + "model.norm.weight": norm}, base)
+        report = gather_checkpoint(source, bench.out, base_model=model, **MERGE)
+        assert_holds(bench.out, {**merged(base, pairs), "model.norm.weight": norm})
+        assert "model.norm.weight: taken from" in notes_of(report)["adapter-trained"]
+
+    def test_another_models_adapter(self, bench: Bench) -> None:
+        base = {name.replace("q_proj", "query"): tensor for name, tensor in base_model().items()}
+        source, model = self.save(bench, saved_names(adapter()), base)
+        with pytest.raises(ContradictionError, match="nothing of the module itself is here") as caught:
+            gather_checkpoint(source, bench.out, base_model=model, **MERGE)
+        assert "the model that the adapter was trained on as base_model=" in (caught.value.next_step or "")
+
+    def test_a_base_model_without_weights(self, bench: Bench) -> None:
+        source, model = self.save(bench, saved_names(adapter()), base_model())
+        (model / "model.safetensors").unlink()
+        with pytest.raises(UsageError, match="holds an adapter alone"):
+            gather_checkpoint(source, bench.out, base_model=model, **MERGE)
 
 
 class TestRefusals:
@@ -635,11 +683,16 @@ class TestRefusals:
 
 class TestConfigurations:
     def test_none(self, bench: Bench) -> None:
-        leave_adapted(bench.workspace)
+        """As transformers' Trainer leaves with FSDP: PEFT refuses the folder until its configuration is there."""
+        model, pairs = leave_adapted(bench.workspace)
         (bench.workspace / "lora_train_meta.json").unlink()
-        for choice in ("merge", "separate"):
-            error = refusal(bench, UsageError, "nothing says the rank and alpha", adapter=choice)
-            assert "adapter_config.json" in (error.got or "") and "adapter_config=" in (error.next_step or "")
+        error = refusal(bench, UsageError, "nothing says the rank and alpha", **MERGE)
+        assert "adapter_config.json" in (error.got or "") and "adapter_config=" in (error.next_step or "")
+        report = gather_checkpoint(bench.workspace, bench.out)
+        assert "PEFT loads no adapter without it" in notes_of(report)["adapter-config"]
+        assert_holds(bench.out, model)
+        assert_holds(bench.out / "adapter", saved_names(pairs))
+        assert [path.name for path in (bench.out / "adapter").iterdir()] == ["adapter_model.safetensors"]
 
     def test_what_verl_leaves_beside_its_states(self, bench: Bench) -> None:
         model, pairs = leave_adapted(bench.workspace, meta={"r": RANK, "lora_alpha": 99})

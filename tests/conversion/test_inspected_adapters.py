@@ -1,4 +1,4 @@
-"""What `xrank inspect` says of LoRA adapters: the choice that a gather asks for, and what else is in its way."""
+"""What `xrank inspect` says of LoRA adapters: the choice that a gather has, and what is in its way."""
 
 from __future__ import annotations
 
@@ -41,16 +41,11 @@ def problems_of(path: Path) -> list[tuple[str, int, str]]:
     return [(found["type"], found["exit_code"], found["message"]) for found in inspected(path)["problems"]]
 
 
-def test_an_adapter_is_the_problem_that_a_gather_would_end_with(bench: Bench) -> None:
+def test_an_adapter_is_a_note_that_names_the_choice(bench: Bench) -> None:
     leave_adapted(bench.workspace)
-    (problem,) = inspected(bench.workspace)["problems"]
-    error = bench.refused("UsageError", says=["holds an adapter"])
-    assert problem.pop("exit_code") == 2
-    assert problem == error
+    assert problems_of(bench.workspace) == []
     text = run("inspect", bench.workspace).stdout
-    assert "holds an adapter (2 LoRA pairs)" in text and "(a gather would exit 2)" in text
-    assert "want --adapter separate (a PEFT folder beside the base model) or --adapter merge (one model)" in text
-    assert LORA_A in text
+    assert "2 LoRA pairs are kept apart" in text and "--adapter merge writes one model" in text
 
 
 @pytest.mark.parametrize("source", ["verl", "folder"])
@@ -61,19 +56,16 @@ def test_of_other_formats_too(tmp_path: Path, source: str) -> None:
         save_file(base_model(), tmp_path / "model.safetensors")
         save_file(saved_names(adapter()), tmp_path / "adapter_model.safetensors")
     write_json(tmp_path / "adapter_config.json", {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA})
-    ((kind, code, message),) = problems_of(tmp_path)
-    assert (kind, code) == ("UsageError", 2) and "what is to become of it was not said" in message
+    report = inspected(tmp_path)
+    assert report["problems"] == []
+    assert "adapter-choice" in [note["code"] for note in report["notes"]]
 
 
-def test_what_else_is_in_the_way_is_told_at_once(bench: Bench) -> None:
+def test_what_is_in_the_way_of_a_gather(bench: Bench) -> None:
     leave_adapted(bench.workspace)
-    (bench.workspace / "lora_train_meta.json").unlink()
-    choice, config = problems_of(bench.workspace)
-    assert "holds an adapter" in choice[2]
-    assert config[:2] == ("UsageError", 2) and "nothing says the rank and alpha" in config[2]
     write_json(bench.workspace / "lora_train_meta.json", {"r": RANK + 1, "lora_alpha": ALPHA})
-    _, config = problems_of(bench.workspace)
-    assert config[:2] == ("ContradictionError", 4) and "has another rank" in config[2]
+    ((kind, code, message),) = problems_of(bench.workspace)
+    assert (kind, code) == ("ContradictionError", 4) and "has another rank" in message
 
 
 def test_half_an_adapter_is_told_once(bench: Bench) -> None:
@@ -95,9 +87,8 @@ def test_a_recipe_that_would_rename_what_is_adapted(bench: Bench) -> None:
     layouts = {name: "[n]" if tensor.dim() == 1 else "[m, n]" for name, tensor in {**base, **lora}.items()}
     config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
     leave_adapted(bench.workspace, base, lora, layouts=layouts, config=config)
-    messages = [message for _, _, message in problems_of(bench.workspace)]
-    assert len(messages) == 2 and "holds an adapter (1 LoRA pairs)" in messages[0]
-    assert "that the recipe torchtitan-llama3 would rename" in messages[1]
+    (message,) = [message for _, _, message in problems_of(bench.workspace)]
+    assert "that the recipe torchtitan-llama3 would rename" in message
 
 
 def test_one_beside_the_model_is_a_note_as_of_a_gather(bench: Bench) -> None:

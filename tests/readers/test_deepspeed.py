@@ -138,6 +138,29 @@ def test_ties_that_deepspeed_does_not_list(tmp_path, stage):
     assert inspect_source(tmp_path / "run").details["format"]["shared"] == model.shared
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", ["lora", "whole"])
+def test_ties_to_a_frozen_parameter_that_the_trainer_left_out(tmp_path, stage, kind):
+    """As a Trainer saves an adapter of a model with tied embeddings: `exclude_frozen_parameters` keeps the alias."""
+    prefix = "base_model.model." if kind == "lora" else ""
+    names = [f"{prefix}q.{kind}_{half}.default.weight" for half in "AB"]
+    model = MadeModel([{name: torch.rand(3, 3) for name in names}])
+    head = f"{prefix}lm_head.weight"
+    held = model.trained if stage == 2 else {name: torch.empty(0) for name in names}
+    changes = {
+        "module": {**held, head: torch.rand(5, 3) if stage == 2 else torch.empty(0)},
+        "shared_params": {head: f"{prefix}model.embed_tokens.weight"},
+    }
+    write_zero(tmp_path / "run", model, Zero(stage=stage, changed_state=changes))
+    if kind == "whole":
+        with pytest.raises(IncompleteError, match=r"lm_head\.weight: no rank holds it"):
+            gather_checkpoint(tmp_path / "run", tmp_path / "out")
+        return
+    gather_checkpoint(tmp_path / "run", tmp_path / "out")
+    saved = {name.replace(".default", ""): tensor for name, tensor in model.trained.items()}
+    assert_same(load_file(tmp_path / "out" / "adapter_model.safetensors"), saved)
+
+
 def test_placeholders_of_one_memory_are_no_ties(tmp_path):
     """Were all parameters of stage 3 left one empty tensor, it would say nothing of who is tied to whom."""
     model = made_model()

@@ -59,7 +59,7 @@ class Output:
             if report.path is not None:  # clean has none
                 say(os.fsencode(report.path))
         else:
-            notes = [("note", message) for _, message in report.notes]
+            notes = [("note", self.face.render(message)) for _, message in report.notes]
             say(rows_text([*rows, *notes]))
 
     def picture(self, report: Report, text: str) -> None:
@@ -67,7 +67,7 @@ class Output:
         if self.as_json or self.quiet:
             self.report(report, [])
         else:
-            notes = [("note", message) for _, message in report.notes]
+            notes = [("note", self.face.render(message)) for _, message in report.notes]
             say(printable("\n\n".join(part for part in (text.rstrip("\n"), rows_text(notes)) if part)))
 
     def fail(self, error: XrankError, report: Report | None = None) -> NoReturn:

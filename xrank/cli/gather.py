@@ -75,7 +75,9 @@ __all__ = ["gather", "output_rows", "proof_row", "source_row"]
     help="Fail if replicas differ, or take the lowest rank's.",
 )
 @click.option(
-    "--adapter", metavar="separate|merge", help="Write LoRA adapters as a PEFT folder, or merge them into the model."
+    "--adapter",
+    metavar="separate|merge",
+    help="Write LoRA adapters as a PEFT folder, or merge them into the model.  [default: separate]",
 )
 @click.option("--adapter-config", type=PATH, metavar="FILE", help="PEFT's adapter_config.json, if SRC lacks one.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing model; old or new is visible, never a mixture.")

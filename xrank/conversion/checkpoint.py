@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from xrank.decisions.folder_plan import plan_gather, read_layouts
 from xrank.decisions.options import GatherOptions, dtype_choice
+from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.making.checkpoint import Checkpoint
 from xrank.public_calls import names_own_arguments
@@ -55,4 +56,14 @@ def open_checkpoint(
     options = GatherOptions(dtype=dtype_choice(dtype), max_memory=max_memory, max_shard_size=1 << 62)
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
     gather = plan_gather(os.fspath(path), options, base_model=base_model, layouts=given, recipe=recipe, part=part)
+    adapted = gather.decision.adapted
+    if adapted is not None and not adapted.is_alone:
+        raise UsageError(
+            f"{gather.source.path} holds a model and an adapter of it",
+            file=gather.source.path,
+            got=f"{len(adapted.own)} tensors of an adapter, such as {min(adapted.own)}",
+            want="one model, or an adapter alone",
+            next_step="gather it first, with the adapter merged or kept apart; xrank.open_checkpoint opens what that "
+            "writes",
+        )
     return Checkpoint(gather, given)

@@ -82,7 +82,8 @@ def gather_checkpoint(
         max_memory: bytes of all buffers, such as ``"64MB"``.
         workers: number of threads; None: ``min(4, cores)``.
         replicas: ``"verify"`` refuses replicas that differ, ``"pick"`` takes the lowest rank's.
-        adapter: ``"separate"`` writes LoRA adapters as a PEFT folder, ``"merge"`` adds them to the model; None refuses.
+        adapter: ``"separate"`` writes LoRA adapters as a PEFT folder, ``"merge"`` adds them to the model, which
+            for an adapter alone is the base model; None: ``"separate"``.
         adapter_config: PEFT's ``adapter_config.json``, if the source lacks one.
         overwrite: whether an existing model may be replaced.
         resume: whether to keep the finished parts of an interrupted run.

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from xrank.conversion.report import count_rank_tensors, model_facts, peak_rss_nbytes
-from xrank.decisions.adapters import Adapted, adapt, adapter_beside
+from xrank.decisions.adapters import adapt, adapter_beside
 from xrank.decisions.base_check import check_source, describe_skipped_check
 from xrank.decisions.base_model import open_base_model
 from xrank.decisions.decision import Purpose, Request, decide, renames_adapted
 from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.found_source import companions_of, read_found
-from xrank.decisions.options import AdapterChoice, GatherOptions
+from xrank.decisions.options import GatherOptions
 from xrank.decisions.recipe_choice import choose_recipe
 from xrank.errors import XrankError
 from xrank.layout import LayoutMap
@@ -75,16 +74,14 @@ def inspect_source(
         notes += found.notes
         config_path = found.config_path
         tensors = [_tensor_row(model, index, problems) for index in range(len(model.shards))]
-        refusals, adapted = _adapter_in(model, text, base.tensors if base is not None else {})
-        problems += refusals
-        if not refusals:
-            notes += adapter_beside(text)
-            renamed = decide(found, Request(Purpose.PROOF)).source
-            recipe = renamed.recipe
-            if base is not None and check_source(base, renamed, found.config) is None:
-                notes.append(describe_skipped_check(base, text))
-        elif adapted is not None and (matched := choose_recipe(adapted.base, found.config, None)) is not None:
-            problems.append(renames_adapted(adapted.source, matched))
+        adapted = adapt(model, GatherOptions(), text, base.tensors if base is not None else {})
+        notes += adapter_beside(text) if adapted is None else adapted.notes
+        if adapted is not None and (matched := choose_recipe(adapted.base, found.config, None)) is not None:
+            raise renames_adapted(adapted.source, matched)
+        renamed = model if adapted is not None else decide(found, Request(Purpose.PROOF)).source
+        recipe = renamed.recipe
+        if base is not None and check_source(base, renamed, found.config) is None:
+            notes.append(describe_skipped_check(base, text))
         check_companions({c.name: c for c in (*(base.companions if base else ()), *found.companions)}.values())
     except XrankError as error:
         problems.append(error)
@@ -107,22 +104,6 @@ def inspect_source(
         notes=() if model is None else (*model.notes, *notes),
         details=details,
     )
-
-
-def _adapter_in(model: StoredModel, place: str, own: Mapping[str, Any]) -> tuple[list[XrankError], Adapted | None]:
-    """Return the errors of a gather about an adapter, and the source with its adapter in a folder of its own."""
-    refusals: list[XrankError] = []
-    choices: tuple[AdapterChoice | None, ...] = (None, "separate")
-    for choice in choices:
-        # Without a choice, the error is the missing choice; with one, a gather reports further problems.
-        try:
-            adapted = adapt(model, GatherOptions(adapter=choice), place, own)
-        except XrankError as error:
-            if error.message not in [refusal.message for refusal in refusals]:
-                refusals.append(error)
-        else:
-            return refusals, adapted
-    return refusals, None
 
 
 def _tensor_row(model: StoredModel, index: int, problems: list[XrankError]) -> dict[str, Any]:

@@ -16,7 +16,15 @@ from xrank.errors import ContradictionError, CorruptError, IncompleteError, Usag
 from xrank.faces import either, needs, option
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
 
-__all__ = ["CONFIG_NAME", "AdapterConfig", "check_ranks", "find_config", "is_turned", "parse_adapter_config"]
+__all__ = [
+    "CONFIG_NAME",
+    "AdapterConfig",
+    "check_ranks",
+    "find_config",
+    "is_turned",
+    "parse_adapter_config",
+    "search_config",
+]
 
 CONFIG_NAME = "adapter_config.json"
 # verl writes the first beside its states, older versions the other (verl/utils/checkpoint/fsdp_checkpoint_manager.py).
@@ -109,7 +117,27 @@ def find_config(
         CorruptError: the file is not a JSON object, or PEFT does not write such values.
         ContradictionError: the configuration and the adapter's tensors disagree.
     """
-    path = os.fspath(given) if given is not None else _find_file(find_checkpoint_folders(place, place))
+    found = search_config(given, place, names, shapes)
+    if found is None:
+        raise UsageError(
+            f"nothing says the rank and alpha of the adapter in {place}",
+            file=place,
+            got=f"no {', no '.join(_PLACES)} in it, nor in the checkpoint's root",
+            want="r and lora_alpha",
+            next_step=_NEXT_STEP,
+        )
+    return found
+
+
+def search_config(
+    given: str | os.PathLike[str] | None, place: str, names: AdapterNames, shapes: Mapping[str, Sequence[int]]
+) -> AdapterConfig | None:
+    """Return the adapter's configuration as `find_config` does; None where no file of it lies. Other errors are its."""
+    folders = find_checkpoint_folders(place, place)
+    lying = (os.path.join(folder, name) for folder in folders for name in _PLACES)
+    path = os.fspath(given) if given is not None else next(filter(os.path.isfile, lying), None)
+    if path is None:
+        return None
     try:
         values = read_config(path)
     except IncompleteError as error:
@@ -163,19 +191,6 @@ def parse_adapter_config(
             next_step=_TRAINED_WITH,
         )
     return config
-
-
-def _find_file(folders: Sequence[str]) -> str:
-    for path in (os.path.join(folder, name) for folder in folders for name in _PLACES):
-        if os.path.isfile(path):
-            return path
-    raise UsageError(
-        f"nothing says the rank and alpha of the adapter in {folders[0]}",
-        file=folders[0],
-        got=f"no {', no '.join(_PLACES)} in it, nor in the checkpoint's root",
-        want="r and lora_alpha",
-        next_step=_NEXT_STEP,
-    )
 
 
 def _check(values: Mapping[str, Any], path: str) -> None:

@@ -8,17 +8,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xrank import dtypes
-from xrank.decisions.adapter_config import CONFIG_NAME, AdapterConfig, find_config, is_turned
+from xrank.decisions.adapter_config import CONFIG_NAME, AdapterConfig, find_config, is_turned, search_config
 from xrank.decisions.adapter_names import PREFIX, AdapterNames, Pair, find_adapter, refuse_other_kinds
+from xrank.decisions.base_model import BaseModel
 from xrank.decisions.options import GatherOptions
 from xrank.errors import ContradictionError, UsageError
-from xrank.faces import either, needs, option
+from xrank.faces import Text, either, needs, option
 from xrank.plan.low_rank import LowRank
 from xrank.plan.planner import Plan
-from xrank.plan.source import StoredModel, StoredShard
+from xrank.plan.source import StoredModel, StoredShard, merge_models
+from xrank.readers.base import Hints
+from xrank.readers.hugging_face.folder import HfFolderReader
 from xrank.words import list_text
 
-__all__ = ["FOLDER", "WEIGHTS_NAME", "Adapted", "adapt", "adapter_beside", "check_ties", "describe_merges"]
+__all__ = [
+    "FOLDER",
+    "WEIGHTS_NAME",
+    "Adapted",
+    "adapt",
+    "adapter_beside",
+    "check_ties",
+    "complete_adapter",
+    "describe_merges",
+]
 
 FOLDER = "adapter/"
 """Folder in the output for an adapter that is kept apart."""
@@ -29,6 +41,14 @@ _NOT_PLAIN = (
     *("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "layer_replication"),
     *("target_parameters", "trainable_token_indices", "arrow_config", "kasa_config", "monteclora_config"),
     *("velora_config", "megatron_config"),
+)
+# A trainer that shards its state may leave no configuration (transformers' Trainer with FSDP).
+_NO_CONFIG = (
+    "adapter-config",
+    Text(
+        f"no file states the adapter's rank and alpha, so no {CONFIG_NAME} is written, and PEFT loads no adapter "
+        f"without it: copy the trainer's beside the adapter, or give it as {option('adapter_config')}"
+    ),
 )
 _BESIDE = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -95,7 +115,7 @@ def adapt(
         config: the adapter's configuration, where it is known; None: find it.
 
     Raises:
-        UsageError: an adapter without a choice, a choice without an adapter, or a choice that is not possible.
+        UsageError: a choice without an adapter, or a choice that is not possible.
         ContradictionError: the adapter, its configuration and the base model do not fit each other, or a part of the
             adapter, or of its base, is missing.
     """
@@ -114,13 +134,33 @@ def adapt(
                 ),
             )
         return None
-    if options.adapter is None:
-        raise _choice_error(source, names)
     shapes = {shard.name: shard.shape for shard in source.shards}
-    config = config or find_config(options.adapter_config, place, names, shapes)
     if not names.is_alone:
         _check_bases(source, names)
-    return (_separate if options.adapter == "separate" else _merge)(source, names, config)
+    if options.adapter == "merge":
+        return _merge(source, names, config or find_config(options.adapter_config, place, names, shapes))
+    adapted = _separate(source, names, config or search_config(options.adapter_config, place, names, shapes))
+    return adapted if options.adapter is not None else replace(adapted, notes=(*adapted.notes, _describe_choice(names)))
+
+
+def complete_adapter(source: StoredModel, base: BaseModel) -> StoredModel:
+    """Return a source that holds an adapter alone with the base model's tensors beside it; return others unchanged.
+
+    Tensors that the adapter's folder holds whole, as PEFT saves `modules_to_save`, stand in place of the base model's.
+
+    Raises:
+        UsageError, ContradictionError: as for `find_adapter` and the reader of the base model.
+    """
+    names = find_adapter([shard.name for shard in source.shards], source.path, base.tensors)
+    if names is None or not names.is_alone or not base.tensors:
+        return source
+    own = set(names.base.values())
+    stored = HfFolderReader().read(base.path, Hints())
+    kept = replace(stored, shards=tuple(shard for shard in stored.shards if shard.name not in own))
+    whole = merge_models(replace(source, absent=()), kept, PREFIX)
+    replaced = sorted(own.intersection(base.tensors))
+    notes = [("adapter-trained", f"{list_text(replaced)}: taken from {source.path}, not from the base model")]
+    return replace(whole, nbytes=source.nbytes + stored.nbytes, notes=(*source.notes, *(notes if replaced else ())))
 
 
 def adapter_beside(place: str, read: Collection[str] = ()) -> list[tuple[str, str]]:
@@ -166,18 +206,11 @@ def describe_merges(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _choice_error(source: StoredModel, names: AdapterNames) -> UsageError:
-    example = next(iter(names.saved))
-    count = f"{len(names.pairs)} LoRA pairs" if names.pairs else f"{len(names.trained)} tensors trained whole"
-    return UsageError(
-        f"{source.path} holds an adapter ({count}), and what is to become of it was not said",
-        tensor=example,
-        file=source.path,
-        got=f"{count}, such as {example}",
-        want=f"{option('adapter', 'separate')} (a PEFT folder beside the base model) or "
-        f"{option('adapter', 'merge')} (one model)",
-        next_step="gather with one of the two; xrank.open_checkpoint opens what that writes",
-    )
+def _describe_choice(names: AdapterNames) -> tuple[str, str]:
+    """Return the note that names the other choice, for a caller who made none."""
+    merge = option("adapter", "merge")
+    how = f"{merge} and {option('base_model')} write one model" if names.is_alone else f"{merge} writes one model"
+    return "adapter-choice", Text(f"{option('adapter', 'separate')} is the default; {how}, with the adapter added")
 
 
 def _check_bases(source: StoredModel, names: AdapterNames) -> None:
@@ -191,26 +224,30 @@ def _check_bases(source: StoredModel, names: AdapterNames) -> None:
                 file=source.path,
                 got=f"{pair.a}, and no tensor of {pair.module}",
                 want=f"{pair.module}.weight, as other adapted modules have it",
-                next_step="check that the checkpoint is whole",
+                next_step=either(
+                    "check that the checkpoint is whole",
+                    f"give the model that the adapter was trained on as {option('base_model')}",
+                ),
             )
 
 
-def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> Adapted:
+def _separate(source: StoredModel, names: AdapterNames, config: AdapterConfig | None) -> Adapted:
     """Return the base model with a PEFT folder in it; for a source without a base model, the folder alone."""
+    has_own_base = not names.is_alone
     base = {name: PREFIX + name.removeprefix(PREFIX) for name in names.base} if names.is_alone else names.base
     renamed = {**base, **names.saved}
     notes = [
         ("adapter", f"{len(names.pairs)} LoRA pairs are kept apart, as a PEFT folder"),
-        *config.notes(has_own_base=not names.is_alone),
+        *([_NO_CONFIG] if config is None else config.notes(has_own_base=has_own_base)),
     ]
     if names.trained:
         notes.append(("adapter-trained", f"{list_text(names.trained)}: the trained ones are in the adapter's folder"))
     return Adapted(
-        _with_names(source, renamed),
+        replace(_with_names(source, renamed), absent=() if names.is_alone else source.absent),
         own=frozenset(renamed.values() if names.is_alone else names.saved.values()),
         folder="" if names.is_alone else FOLDER,
         is_alone=names.is_alone,
-        config_text=config.text(has_own_base=not names.is_alone),
+        config_text=None if config is None else config.text(has_own_base=has_own_base),
         notes=tuple(notes),
         renamed=base,
     )
@@ -223,7 +260,8 @@ def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> A
             f"{source.path} holds an adapter alone, and no model to merge it into",
             file=source.path,
             got=f"{len(names.pairs)} LoRA pairs and no weight of their modules",
-            next_step=f"use {option('adapter', 'separate')}; or merge it into its base model with peft",
+            next_step=f"add {option('base_model')} with the safetensors weights that it was trained on; or use "
+            f"{option('adapter', 'separate')}",
         )
     kinds = [key for key in _NOT_PLAIN if config.values.get(key)]
     biases = [bias for pair in names.pairs for bias in pair.biases]

@@ -14,7 +14,7 @@ from typing import Any
 
 from xrank.decisions.adapter_config import parse_adapter_config
 from xrank.decisions.adapter_names import find_adapter
-from xrank.decisions.adapters import Adapted, adapt
+from xrank.decisions.adapters import Adapted, adapt, complete_adapter
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.found_source import FoundSource
 from xrank.decisions.fused_experts import match_apart, match_fused
@@ -175,7 +175,8 @@ def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -
     if found.own is not None:
         return _adapt_live(found.model, options, found.own, base)
     assert found.place is not None
-    return adapt(found.model, options, found.place, base.tensors if base is not None else {})
+    model = found.model if options.adapter != "merge" or base is None else complete_adapter(found.model, base)
+    return adapt(model, options, found.place, base.tensors if base is not None else {})
 
 
 def _adapt_live(stored: StoredModel, options: GatherOptions, own: OwnConfig, base: BaseModel | None) -> Adapted | None:

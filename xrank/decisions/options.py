@@ -77,7 +77,7 @@ class GatherOptions:
     workers: int | None = None
     replicas: ReplicaChoice = "verify"
     adapter: AdapterChoice | None = None
-    """Treatment of LoRA adapters; None: a source with adapters is refused."""
+    """Treatment of LoRA adapters; None: separate, and a live model with adapters is refused."""
     adapter_config: str | os.PathLike[str] | None = None
     """PEFT's ``adapter_config.json``, or a JSON object with r and lora_alpha; None: the one in the source."""
     overwrite: bool = False
@@ -120,13 +120,6 @@ class GatherOptions:
                 want=f"{option('dtype')} with it: base, bf16, fp16 or fp32",
                 next_step=f"choose with {option('dtype')} what other tensors are cast to, or leave "
                 f"{option('keep_fp32')} out",
-            )
-        if self.adapter_config is not None and self.adapter is None:
-            raise UsageError(
-                f"{option('adapter_config')} was given without {option('adapter')}",
-                got=option("adapter_config", os.fspath(self.adapter_config)),
-                want=f"{option('adapter', 'separate')} or {option('adapter', 'merge')}",
-                next_step=f"add {option('adapter')}, or leave {option('adapter_config')} out",
             )
         _ = self.max_shard_nbytes, self.max_memory_nbytes
         if self.workers is not None and self.workers < 1:

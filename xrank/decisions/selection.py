@@ -194,7 +194,7 @@ def _filter(source: StoredModel, options: GatherOptions, base: BaseModel | None)
     missing = [name for name in source.absent if name not in left_out]
     if missing:
         raise IncompleteError(
-            f"{missing[0]}: no rank holds it, and its layout's name counts it",
+            f"{missing[0]}: no rank holds it, and the source names it",
             tensor=missing[0],
             file=source.path,
             got=f"nothing of {list_text(missing, 4)}",

@@ -258,11 +258,16 @@ def _shard_of(name: str, held: Sequence[HeldTensor]) -> StoredShard:
     return pieces_of(name, held, first.shape, [whole(h.shape) for h in held])
 
 
-def assemble(modules: Modules, trained: Mapping[str, StoredShard]) -> tuple[tuple[StoredShard, ...], Mapping[str, str]]:
-    """Return all tensors of the model in the order of its state dict, and the ties among them.
+def assemble(
+    modules: Modules, trained: Mapping[str, StoredShard]
+) -> tuple[tuple[StoredShard, ...], Mapping[str, str], tuple[str, ...]]:
+    """Return all tensors of the model in the order of its state dict, the ties among them, and names without tensors.
+
+    A trainer of adapters leaves frozen parameters out (``exclude_frozen_parameters``), but not the names of tensors
+    that are tied to them: DeepSpeed goes by `named_parameters`, which lists one name of a tie.
 
     Raises:
-        IncompleteError: the checkpoint contains no weights of a parameter in the state dict.
+        ContradictionError: the checkpoint contains no weights of a parameter in the state dict.
     """
     state = modules.state
     found = {**modules.shards, **trained}
@@ -271,8 +276,10 @@ def assemble(modules: Modules, trained: Mapping[str, StoredShard]) -> tuple[tupl
         if alias not in found and owner in found:
             found[alias] = replace(found[owner], name=alias)
             aliases[alias] = owner
+    known = {*found, *state.module, *state.frozen}
+    absent = tuple(alias for alias, owner in state.shared.items() if owner not in known and alias not in found)
     for name in (*state.module, *state.frozen, *modules.shared):
-        if name not in found:
+        if name not in found and name not in absent:
             raise ContradictionError(
                 state.origin.locate(f"names {name}, but the checkpoint contains no weights of it"),
                 tensor=name,
@@ -284,4 +291,4 @@ def assemble(modules: Modules, trained: Mapping[str, StoredShard]) -> tuple[tupl
             )
     # The state dict determines the order; tensors that it lacks follow.
     order = dict.fromkeys((*state.module, *found))
-    return tuple(found[name] for name in order if name in found), aliases
+    return tuple(found[name] for name in order if name in found), aliases, absent

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, UsageError
@@ -63,8 +64,9 @@ class DeepSpeedReader:
             if modules.state.groups is not None:
                 raise _partition_error(files, "model states alone")
         _check_world(files, modules, partitions)
-        shards, aliases = assemble(modules, trained)
-        return _make_stored_model(path, files, records, modules, partitions, shards, aliases)
+        shards, aliases, absent = assemble(modules, trained)
+        model = _make_stored_model(path, files, records, modules, partitions, shards, aliases)
+        return replace(model, absent=absent)
 
 
 def _check_world(files: CheckpointFiles, modules: Modules, partitions: Partitions | None) -> None:
