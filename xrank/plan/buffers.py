@@ -69,6 +69,7 @@ class FileSource:
         self._open: OrderedDict[int, int] = OrderedDict()
         self._users: dict[int, int] = {}
         self._lock = threading.Lock()
+        # A quarter of the limit: the process needs descriptors of its own. Without a limit the number is -1.
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_open = max(4, min(256, limit // 4 if limit > 0 else 256))
 
@@ -153,6 +154,7 @@ class FileSource:
 
 def _open_checked(file: SourceFile) -> int:
     try:
+        # O_NONBLOCK: the opening of a FIFO that has replaced the file would wait for a writer.
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise IncompleteError(
@@ -160,6 +162,7 @@ def _open_checked(file: SourceFile) -> int:
             file=file.path,
             next_step=f"keep the source where it is while it is read, then {AGAIN}",
         ) from None
+    # The descriptor's status, not the path's: the path may name another file by now.
     if SourceFile.from_status(file.path, os.fstat(fd)) != file:
         os.close(fd)
         raise _make_change_error(file)

@@ -45,6 +45,7 @@ def count_different(
 ) -> int:
     """Return how many elements differ in their bytes between the two sides of the copy that `copy_same` would make."""
     source_view, target_view = _wide_views(source, target, target_offset, loops, width)
+    # Replicas are nearly always equal: compare in wide integers, and count elements only after a difference.
     if np.array_equal(source_view, target_view):
         return 0
     kind = _UNSIGNED[width]
@@ -95,6 +96,7 @@ def copy_cast(
             return
         kind, mask = _EXPONENT[target_dtype]
         bits = _view_strided(target, np.dtype(kind), target_offset, loops, 2)
+        # All exponent bits set is infinity or NaN; a finite source there was too large.
         special = source_view[(bits & kind(mask)) == mask].astype(np.float64)
     lost = special[np.isfinite(special)]
     if lost.size:

@@ -42,6 +42,7 @@ class JoinedCrc32:
             after_end, after_crc = parts.pop(starts.pop(after))
             crc = isal_zlib.crc32_combine(crc, after_crc, after_end - end)
             end = after_end
+        # Both neighbours may touch: the part after is joined already, so this joins all three.
         if before_end == start:
             start = starts[after - 1]
             crc = isal_zlib.crc32_combine(parts[start][1], crc, end - before_end)
@@ -102,6 +103,7 @@ class RecordChecksums:
 
     def add(self, record: int, start: int, data: memoryview) -> None:
         """Add bytes of a record that were read at `start`; bytes added twice count once."""
+        # Spares the CRC of bytes that no checksum waits for.
         if not self.wants(record):
             return
         self.join(record, start, start + len(data), isal_zlib.crc32(data))
@@ -111,6 +113,7 @@ class RecordChecksums:
         if not self.wants(record):
             return
         with self._lock:
+            # Another thread may have finished the record since.
             if record in self._checked:
                 return
             part = self._part(record)

@@ -52,5 +52,6 @@ def _compose(pieces: _Pieces, part: tuple[Nest, ...]) -> tuple[IntArray, NestTab
         # Only pieces whose address range meets the nest's can intersect it.
         for row in np.flatnonzero((starts < end) & (ends > nest.y)).tolist():
             found += [(row, piece) for piece in intersect(pieces.table[row], to_part)]
+    # They were found piece by piece of the source; `Copies` has them by rising destination.
     found.sort(key=lambda item: item[1].y)
     return int_array(row for row, _ in found), NestTable.from_nests([nest for _, nest in found])

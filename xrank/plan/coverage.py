@@ -76,6 +76,7 @@ def _chain(nests: NestTable, others: NestTable | None) -> IntArray:
     used = np.sort(np.concatenate(strides))
     # Not np.unique: it imports numpy.ma, which takes longer than most proofs.
     for stride in used[np.append(True, used[1:] != used[:-1])].tolist() if len(used) else ():
+        # Loops over a stride that is left out of the chain are unrolled by `_digit_counts`.
         if stride > chain[-1] and stride % chain[-1] == 0:
             chain.append(stride)
     return np.array(chain[::-1], dtype=np.int64)
@@ -138,6 +139,7 @@ def _boxes(starts: IntArray, counts: IntArray, chain: IntArray) -> tuple[IntArra
         if inside.all():
             lower[:, level], upper[:, level] = digit, digit + count
             continue
+        # A nest that begins at digit 0 begins with whole turns, without a head.
         head = np.where(inside, count, np.where(digit == 0, 0, radix - digit))
         turns = (count - head) // radix
         tail = count - head - turns * radix
@@ -162,6 +164,7 @@ def _boxes(starts: IntArray, counts: IntArray, chain: IntArray) -> tuple[IntArra
             kept.append((part_starts, part_counts, part_lower, part_upper))
         starts, counts, lower, upper = (np.concatenate(columns) for columns in zip(*kept, strict=True))
         _check_size(len(starts))
+    # The first digit has no digit before it to carry into, so its intervals are never cut.
     lower[:, 0] = starts // int(chain[0])
     upper[:, 0] = lower[:, 0] + counts[:, 0]
     return lower, upper

@@ -44,6 +44,7 @@ class Differences:
             self.first = start + int(different[0])
         self.count += len(different)
         dtype = dtypes.numpy_dtype(self._dtype)
+        # The one type into which all others, C64 too, are converted.
         a, b = (np.frombuffer(data, dtype)[different].astype(np.complex128) for data in (ours, theirs))
         with np.errstate(invalid="ignore"):
             apart = np.abs(a - b)

@@ -79,6 +79,7 @@ class TensorDigest:
         if not self._blocks:
             self._blocks = bytearray(self._num_blocks * 16)
         self._blocks[block * 16 : block * 16 + len(digests)] = digests
+        # Each block is finished once, because each byte is added once; so counting suffices.
         num_blocks = len(digests) // 16
         self._missing -= num_blocks
         if self._known and self._known[-1][1] == block:  # the usual case: windows come nearly in order

@@ -96,6 +96,7 @@ def divide(
             for tensor in plan.files[index].tensors:
                 for copies in tensor.read:
                     lowest, highest = _readers(tensor, copies, start, makers, is_rising=holder is None)
+                    # `at`: several pieces may be in one record, and an assignment would keep only the last rank.
                     np.minimum.at(first, copies.record, lowest)
                     np.maximum.at(last, copies.record, highest)
                     last_round[copies.record] = number
@@ -142,6 +143,7 @@ def _readers(
     if copies is not tensor.copies and copies is not tensor.replicas:
         lows, ends = np.zeros_like(lows), np.full_like(ends, output.nbytes)
     low = start + (output.offset + lows) // windows.WINDOW_NBYTES
+    # A factor without bytes would end in the window before its first.
     high = np.maximum(low, start + (output.offset + ends - 1) // windows.WINDOW_NBYTES)
     if is_rising or not len(low):
         return makers[low], makers[high]

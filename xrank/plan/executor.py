@@ -58,6 +58,7 @@ class Budget:
             )
         workers = min(workers, max_memory_nbytes // smallest)
         room = (max_memory_nbytes // workers - WINDOW_NBYTES) // 2
+        # Whole pages, as the buffers are maps.
         return cls(workers, min(_STAGING_NBYTES, room // 4096 * 4096))
 
     @property
@@ -132,6 +133,7 @@ def execute(
         _wait(threads, workers)
     except BaseException as error:  # Ctrl-C while waiting: no thread may outlive the call
         state.fail(error)
+        # The event of a thread that never started is never set.
         _wait([thread for thread in threads if thread.ident is not None], workers)
         raise
     if state.failure is not None:

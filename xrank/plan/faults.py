@@ -81,6 +81,7 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
     nest = swap(tensor.replicas.nests[row])
     low, high = nest.x, nest.x + span(nest.loops)
     rank = int(tensor.replicas.rank[row])
+    # Corrupt bytes first: they explain the difference, and "make the ranks equal" would be the wrong advice.
     for copies, only in ((tensor.replicas, row), (tensor.copies, None)):
         corrupt = _check_records(plan, copies, only, low, high, source)
         if corrupt is not None:
@@ -92,6 +93,7 @@ def difference_error(plan: Plan, tensor: TensorPlan, row: int, source: Source) -
         stop = min(start + step, high)
         ours, theirs = bytearray((stop - start) * width), bytearray((stop - start) * width)
         mask = _gather(tensor.replicas, row, start, stop, width, source, theirs)
+        # The replica may span several copies, as a tied tensor may be cut differently.
         for other in range(len(tensor.copies)):
             _gather(tensor.copies, other, start, stop, width, source, ours)
         found.add(start, ours, theirs, mask)

@@ -145,6 +145,7 @@ def apply_pieces(start: Holdings, held: Mapping[int, tuple[Nest, ...]]) -> Holdi
 
 def _drop_local_addresses(nest: Nest) -> Nest:
     """Return a nest without its local addresses, which differ between files."""
+    # With x equal to y, canonical merges loops by the y side alone, however a file orders the elements.
     y_side = canonical(Nest(nest.y, nest.y, tuple((n, stride, stride) for n, _, stride in nest.loops)))
     return Nest(0, y_side.y, tuple((n, 0, stride) for n, _, stride in y_side.loops))
 
@@ -157,9 +158,11 @@ def sum_held_nbytes(tensors: Iterable[Holdings], width: Callable[[str | None], i
         if one.parts is None:
             continue
         if one.mesh is not None:
+            # By identity: hashing a mesh goes over all its ranks, for each tensor.
             meshes[id(one.mesh)] = one.mesh
         # As integers of any size: a model's bytes may be more than an array's numbers can count.
         held = one.parts.local_sizes.astype(object) * width(one.dtype)
+        # Tensors on the same ranks are added as arrays; the loop over ranks below runs once for each set of ranks.
         key = one.parts.ranks.tobytes()
         before = sums.get(key)
         held = held[one.parts.part]

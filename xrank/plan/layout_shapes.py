@@ -28,6 +28,7 @@ def compute_shapes(layouts: LayoutMap) -> tuple[dict[str, tuple[int, ...]], dict
         assert layout is not None
         try:
             shapes.update(_shapes_of(rule, layout, layouts))
+        # `global_size` looks names up; the key is the missing size.
         except KeyError as error:
             unknown[rule] = f"the size {error.args[0]!r} is not known"
         except LayoutError as error:
@@ -75,6 +76,7 @@ def _base_shape(
 def _names(name: TensorName, layout: TensorLayout, mesh: DeviceMesh, layouts: LayoutMap) -> list[str]:
     for rank in mesh.ranks:
         table = name_table(name, layout, mesh, mesh.coordinate(rank), sizes=layouts.sizes)
+        # Every rank's table has the global sizes, so the first one suffices.
         if table is not None:
             return [name.with_indices(*indices) for indices in product(*map(range, table.global_sizes))]
     return []

@@ -107,6 +107,7 @@ def _blocks(low: int, num_elements: int, num_columns: int) -> Iterator[tuple[int
     while start < num_elements:
         row, column = divmod(low + start, num_columns)
         left = num_elements - start
+        # The rest of a row, or a part of one; from the start of a row as many whole rows as fit.
         if column or left < num_columns or num_columns >= _BLOCK:
             rows, columns = 1, min(num_columns - column, left, _BLOCK)
         else:

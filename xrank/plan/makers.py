@@ -73,6 +73,7 @@ def _find_near_ranks(file: FilePlan, num_windows: int, holder: IntArray, num_ran
     held = [_measure_held(tensor, holder, num_ranks) for tensor in file.tensors]
     none = np.empty(0, np.int64)
     keys, nbytes = (np.concatenate([none, *column]) for column in zip(*held, strict=True)) if held else (none, none)
+    # Several tensors may be in one window: equal keys are added up.
     order = np.argsort(keys, kind="stable")  # fast on rising runs
     keys = keys[order]
     firsts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
@@ -109,11 +110,13 @@ def _even_out(makers: IntArray, loads: IntArray) -> None:
     """Move the last windows of overloaded ranks to those with the fewest."""
     mean, most = len(makers) // len(loads), -(-_MOST_PERCENT * len(makers) // (100 * len(loads)))
     surplus = np.concatenate([np.flatnonzero(makers == rank)[most:] for rank in range(len(loads))])
+    # In the order of the files, so a rank receives windows that follow each other.
     surplus.sort()
     done = 0
     kept = np.minimum(loads, most)
     while done < len(surplus):
         rank = int(kept.argmin())
+        # Up to the mean at once: one window at a time would deal neighbours out to all ranks in turn.
         count = max(1, mean - int(kept[rank]))
         makers[surplus[done : done + count]] = rank
         kept[rank] += count

@@ -62,6 +62,7 @@ def _first_from(nest: Nest, address: int) -> int | None:
             return None
         n, stride = loops[depth]
         step = min((address - start) // stride, n - 1)
+        # The last iteration that begins before the address may end before it; then the next one is first.
         found = [first(start + i * stride, depth + 1) for i in (step, step + 1) if i < n]
         return min((each for each in found if each is not None), default=None)
 

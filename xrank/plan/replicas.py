@@ -57,6 +57,7 @@ def _prefer_own_copies(tensor: TensorPlan, holder: IntArray, rank: int) -> Tenso
         return tensor
     twin = find_twins(tensor)
     own = np.flatnonzero((twin >= 0) & (holder[tensor.replicas.record] == rank))
+    # A copy in the rank's own memory needs no exchange.
     own = own[holder[tensor.copies.record[twin[own]]] != rank]
     pairs = dict(zip(twin[own].tolist(), own.tolist(), strict=True))
     rows = [
@@ -83,6 +84,7 @@ def find_twins(tensor: TensorPlan) -> IntArray:
     count = len(tensor.copies)
     keys = np.concatenate([destination_keys(table) for table in tables])
     _, number = np.unique(keys, axis=0, return_inverse=True)
+    # numpy 2.0 returns the inverse as a column.
     number = number.reshape(-1)
     row_of = np.full(int(number.max(initial=-1)) + 1, -1, np.int64)
     row_of[number[:count]] = np.arange(count)
@@ -104,6 +106,7 @@ def list_digested(plan: Plan) -> Iterator[tuple[TensorPlan, Copies, int]]:
     """Yield every piece that has a twin once, in an order that follows from the plan."""
     seen: set[tuple[int, int]] = set()
     for tensor, row, twin in _pairs(plan):
+        # A copy has a pair for each of its replicas. The plan keeps its tensors alive, so their ids stay distinct.
         if (id(tensor), twin) not in seen:
             seen.add((id(tensor), twin))
             yield tensor, tensor.copies, twin

@@ -79,6 +79,7 @@ class SharedExtents:
         target = self._target.descriptors[file]
         with self._source.place(run.record) as (source_file, descriptor, offset):
             start = offset + run.record_start + low - run.start
+            # `low` is at a block of the output; only if the source is at one as well, the blocks can be shared.
             if start % _BLOCK_NBYTES or (source_file, file) in self._refused:
                 return False
             request = struct.pack("<qQQQ", descriptor, start, high - low, first + low)

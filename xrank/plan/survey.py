@@ -90,6 +90,7 @@ class _Compiler:
         name = start.name
         rule, member_of = self.layouts.rule_for(name), self._members.get(name, [])
         companion = self.layouts.companion_rule_for(name)
+        # A tied name without a rule of its own follows the tensor that it stands for.
         if rule is None and companion is None and not member_of and name in self.layouts.aliases:
             rule = self.layouts.rule_for(self.layouts.aliases[name])
         deciding = [each for each in (rule, companion, *member_of) if each is not None]
@@ -146,6 +147,7 @@ class _Compiler:
         axes = {axis for dim in name.dims for axis in axes_of(dim)} | {where.axis for where in layout.tree.where}
         alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for rank in mesh.ranks:
+            # Ranks at equal places have equal names: one table serves the group, as there may be thousands of ranks.
             at = {**mesh.coordinate(rank), **(layout.view_mesh.coordinate(rank) if layout.view_mesh else {})}
             alike.setdefault(tuple((axis, place) for axis, place in at.items() if axis in axes), []).append(rank)
         some, held = None, dict[str, tuple[int, ...]]()
@@ -179,6 +181,7 @@ class _Compiler:
             return {}
         if self.layouts.name_of(of.rule or "") is not None:
             return self.shapes  # the name decides
+        # Once for each companion: looking through all tensors for each scale would be quadratic.
         if companion not in self._fitting:
             fitting = self._fitting.setdefault(companion, {})
             for name, shape in self.shapes.items():

@@ -53,6 +53,7 @@ def cut_tiles(nest: Nest, max_elements: int) -> Iterator[Tile]:
             chunked = (step, xs, ys)
         break
     for indices in product(*(range(n) for n, _, _ in (loops[:-1] if chunked else loops))):
+        # Not strict: a chunked loop is the last one, and `indices` leaves it out.
         x = nest.x + sum(i * xs for i, (_, xs, _) in zip(indices, loops, strict=False))
         y = nest.y + sum(i * ys for i, (_, _, ys) in zip(indices, loops, strict=False))
         if chunked is None:

@@ -98,6 +98,7 @@ class FileWindows:
         """Yield the parts of tensors in a window, in the file's order."""
         first = window * WINDOW_NBYTES
         last = min(first + WINDOW_NBYTES, self.plan.output.nbytes)
+        # The tensor before the first one that begins here may reach into the window.
         for index in range(max(0, bisect_left(self._offsets, first) - 1), len(self._offsets)):
             output = self.plan.tensors[index].output
             if output.offset >= last:
@@ -150,6 +151,7 @@ class FileWindows:
         if ready is None:
             ready = PreparedTensor(self.plan.tensors[tensor])
             if len(self._prepared) >= _PREPARED_TENSORS:
+                # The first tensor is the least likely to be in another window; another thread may have removed it.
                 self._prepared.pop(min(self._prepared), None)
             self._prepared[tensor] = ready
         return ready

@@ -75,6 +75,7 @@ class Worker:
         for portion in file.portions(window):
             tensor = file.prepare(portion.tensor)
             part = self._window[portion.start : portion.stop]
+            # No copy fills padding, so a padded tensor is cleared before its elements are copied.
             self._clear(done, portion.stop if tensor.plan.output.is_padded else portion.start)
             done = portion.stop
             if tensor.plan.update is not None:
@@ -123,6 +124,7 @@ class Worker:
         width, target_width = (dtypes.dtype(name).nbytes for name in (plan.source_dtype, plan.output.dtype))
         step = len(self._stored) // width
         for low in range(portion.low, portion.high, step):
+            # A stored type wider than the written one needs several rounds for one window.
             high = min(low + step, portion.high)
             stored = self._stored[: (high - low) * width]
             self._bring(tensor.stored, low, high, stored)
