@@ -88,9 +88,11 @@ def appoint(group: Any, environ: Mapping[str, str], *, timeout_seconds: float) -
         store.put(_NAME, json.dumps({"name": name, "open": True}))
     else:
         name = _await_name(store, _known.get(owner), ranks, deadline)
+    # Before the wait below: a rank that gives up there must not join the same work again.
     _known[owner] = name
 
     def end() -> None:
+        # Closed, so that a rank that comes later waits for the next work instead of joining this one.
         with suppress(RankFailedError):  # the store may be what failed
             store.put(_NAME, json.dumps({"name": name, "open": False}))
 
@@ -120,6 +122,7 @@ def _await_name(store: GroupStore, known: str | None, ranks: Sequence[int], dead
 
 def _await_places(store: GroupStore, rank: int, ranks: Sequence[int], deadline: Deadline) -> list[str]:
     """Publish this rank's host, and return those of all ranks."""
+    # Abstract sockets are seen inside one network namespace only (unix(7)), process numbers inside one of their own.
     store.put(f"place/{rank}", f"{process_space()}.{os.stat('/proc/self/ns/net').st_ino}")
     places: dict[int, str] = {}
     pause = _PAUSE_SECONDS[0]

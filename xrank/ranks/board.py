@@ -41,6 +41,7 @@ class Board:
     def create(num_ranks: int) -> int:
         """Return the descriptor of a new board: unnamed memory, which the kernel frees after its last user."""
         fd = os.memfd_create("xrank-board", os.MFD_CLOEXEC)
+        # All pages now: if memory is short, this raises; a later store through the mapping would be a SIGBUS.
         os.posix_fallocate(fd, 0, num_ranks * _SHARE_NBYTES)
         return fd
 

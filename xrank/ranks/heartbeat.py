@@ -83,6 +83,7 @@ def _beat(
                 if num_missed >= _MAX_MISSED and clock() - seen_at >= _MAX_MISSED * period_seconds:
                     rank, _ = beat
                     report(store, rank)
+                    # From now on this rank watches the next one in the list.
                     del others[rank]
             if stopped.wait(period_seconds):
                 return

@@ -153,6 +153,7 @@ class HostWire:
     def set_status(self, status: Status, value: int) -> None:
         """Set one of this rank's own statuses; see `Wire`."""
         words = self._words
+        # The value first, then the look for a sleeper: the first rank announces its sleep before it looks for values.
         words[self._own + status] = value
         if (
             words[self._first_sleeps] == Sleep.UNTIL_ALL

@@ -57,6 +57,7 @@ class LetterBox:
         if words[word + _POSTED] != number:
             return None
         content = self._memory[self._start : self._start + words[word + _NBYTES]]
+        # After the copy: the sender may fill the box again at once.
         words[word + _TAKEN] = number
         return content
 

@@ -81,6 +81,7 @@ class Link:
         if not content and not descriptors:
             return None
         try:
+            # A message that was cut is damaged, even if what is left of it could be decoded.
             return decode_message(b"" if flags & _CUT else content), list(descriptors)
         except CorruptError:
             for fd in descriptors:

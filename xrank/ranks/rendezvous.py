@@ -64,9 +64,11 @@ class _Host:
             undo.callback(listener.close)
             address = f"xrank-{secrets.token_hex(16)}"
             listener.bind(f"\0{address}")
+            # Before the announcement: ranks connect as soon as they read the address.
             listener.listen(len(meeting.ranks))
             meeting.announce(address=address, nonce=self.nonce)
             undo.callback(self._close_links)
+            # Pushed last, so it runs first: a rank whose link is closed looks in the store for the reason.
             undo.push(self._record_end)
             while len(self.links) < len(self.others):
                 self._gather_guests(listener)
@@ -110,6 +112,7 @@ class _Host:
                 try:
                     for start in range(0, len(peers), _PEERS_PER_MESSAGE):
                         link.send(Message({"peers": peers[start : start + _PEERS_PER_MESSAGE]}))
+                    # The board last: its receiver takes it for the end of the roster.
                     link.send(Message({"board": len(ranks)}), (fd, *bells.descriptors))
                 except (BrokenPipeError, ConnectionResetError):
                     board.fail(0, self._record_death(rank))  # for ranks that have the board already
@@ -136,6 +139,7 @@ class _Host:
 
     def _admit(self, sock: socket.socket) -> None:
         link = Link(sock)
+        # An abstract socket has no permissions, so any user of the host may connect.
         if link.peer_uid() == os.getuid():
             self.guests.append(link)
         else:
@@ -172,6 +176,7 @@ def _join(meeting: Meeting) -> Circle:
     try:
         sock.connect(f"\0{announced['address']}")
     except (ConnectionRefusedError, FileNotFoundError):
+        # The first rank has given up, and left the reason in the store; or it is in another network namespace.
         sock.close()
         meeting.raise_end()
         raise _refuse_first(meeting, host, me) from None

@@ -207,6 +207,7 @@ def _agent_store(environ: Mapping[str, str], *names: str) -> GroupStore:
     store = distributed.TCPStore(
         environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
     )
+    # The agent's store outlives a restart, and the next attempt must not find the names of the last one.
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return GroupStore(distributed.PrefixStore("/".join(("xrank", f"attempt_{attempt}", *names)), store))
 

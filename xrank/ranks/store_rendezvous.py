@@ -45,6 +45,7 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
             meeting.store.put(f"{meeting.name}/roster", roster)
         else:
             _await_roster(meeting, wire, known)
+        # Each from the moment it is known, so its death is seen while others are still awaited.
         wire.watch(known)
         return Circle(meeting.ranks, meeting.rank, wire, known)
     except BaseException as error:

@@ -71,6 +71,7 @@ class StoreWire:
         position = ranks.index(rank)
 
         def report(store: Store, missed: int) -> None:
+            # The alarm last, here and below: the others read the rest only once they see it.
             store.put(f"{name}/missed/{missed}", "1")
             store.put(f"{name}/alarm", "1")
 
@@ -179,6 +180,7 @@ class StoreWire:
         self._is_closed = True
         if os.getpid() == self._pid:  # a forked process is not the rank, and shares its connection to the store
             if self._rank == 0 and self._has_failed:
+                # While the heart still beats, so that the others see a failure instead of a death.
                 self._await_readers()
             self._heartbeat.stop()
             with suppress(RankFailedError):
