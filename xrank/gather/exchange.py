@@ -111,6 +111,7 @@ class GatherExchange:
         header, tensors = _split_value(value)
         nbytes = sum([tensor.nbytes + _ALIGNMENT for tensor in tensors])
         is_inline = len(header) <= _INLINE_NBYTES and nbytes <= self.circle.wire.max_payload_nbytes
+        # Published before the message is sent: a receipt promises that the value can be read.
         receipt = b"" if is_inline else self._messages.publish(header, tensors).encode()
         if receipt:
             self._receipts[call.number] = receipt.decode()
@@ -195,6 +196,7 @@ class GatherExchange:
                 unseen.append(error)
             return bool(fetched)
 
+        # The summand keeps the deadline above 0, as none of the call's time may be left.
         patience = Deadline(min(self._messages.patience_seconds, call.deadline.remaining_seconds) + 0.001)
         if not self.circle.await_sight(is_seen, call.number, patience):
             raise unseen[-1]
@@ -219,6 +221,7 @@ class GatherExchange:
             self.circle.await_arrival(self.circle.first, call.number, call.deadline)
         else:
             self.circle.await_bodies(call.number, call.deadline)
+        # Not earlier: the first rank arrives, and ends its body, only after it has fetched all values.
         if (receipt := self._receipts.pop(call.number, None)) is not None:
             self._messages.retire(receipt)
         self.circle.leave(call.number)

@@ -12,6 +12,7 @@ __all__ = ["pause_collection"]
 @contextmanager
 def pause_collection() -> Iterator[None]:
     """Pause garbage collection in all threads: only for short work that makes many objects and no cycles."""
+    # The user, or a caller of this function, has paused it and will decide when it runs again.
     if not gc.isenabled():
         yield
         return

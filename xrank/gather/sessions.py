@@ -74,6 +74,7 @@ class _Session:
     def _next_meeting(
         self, ranks: tuple[int, ...], rank: int, group: Any, path: str | None, deadline: Deadline
     ) -> Meeting:
+        # Every rank counts alike, as a failure makes all of them meet anew: they agree on a name that was never used.
         self.num_meetings += 1
         name = f"meeting/{'.'.join(map(str, ranks))}/{self.num_meetings}"
         way = "memory" if path is None else "a directory"
@@ -177,6 +178,7 @@ def gather_values(
     _open.gathers.append((exchange, call))
     pid = os.getpid()
     try:
+        # A rank may have failed in an earlier call after this one had left it.
         exchange.check(call)
         check(value)  # here, so that the other ranks receive its error
         parts: list[Any] = []
@@ -193,6 +195,7 @@ def gather_values(
         is_behind = exchange.fail(call, error)
         # The other ranks' state after a failure is unknown: the next gather begins with a new meeting.
         exchange.close()
+        # After a failure inside the body, a gather there may have made a new exchange.
         if session.exchanges.get(path) is exchange:
             del session.exchanges[path]
         # The others failed in an earlier call, and wait for this rank in the next meeting.
@@ -207,6 +210,7 @@ def _directory_messages(path: str, circle: Circle) -> DirectoryMessages:
     try:
         return DirectoryMessages(path, circle.rank)
     except BaseException as error:
+        # The others have met this rank, and wait in their first gather.
         circle.fail(FailureRecord.from_error(error, circle.rank, CALL))
         circle.close()
         raise

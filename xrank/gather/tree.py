@@ -256,6 +256,7 @@ class _Packer:
             ]
         if isinstance(value, PurePath):
             return ["p", str(value)]
+        # numpy 1 calls its bool "bool_".
         if (dtype := type(value).__name__.rstrip("_")) in _NUMPY_SCALARS and type(value).__module__ == "numpy":
             return ["s", dtype, value.item()]
         if isinstance(value, dict) and not dataclasses.is_dataclass(value):

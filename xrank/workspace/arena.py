@@ -49,6 +49,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int) -> None:
+        # A power of two: the next message, if it is a little larger, still fits the same warm pages.
         total = max(_MIN_NBYTES, 1 << (nbytes + _HEAD_NBYTES - 1).bit_length())
         self.capacity = total - _HEAD_NBYTES
         self._written = 0
@@ -62,6 +63,7 @@ class Arena:
             self._memory = mmap.mmap(self._file.fd, total)
             self._words = _words_of(self._memory)
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            # Allocates the page of the words, which are then stored through the mapping.
             self._write_fresh(0, memoryview(bytes(_HEAD_NBYTES)))
         except BaseException:
             self._file.close()
@@ -130,6 +132,7 @@ class Arena:
 
     def close(self) -> None:
         """End the message in it and release the memory. Readers keep what they hold."""
+        # A reader that has mapped the arena, and still has the receipt, must see that the message is gone.
         self._words[_NUMBER] = _NO_MESSAGE
         self.release()
 

@@ -34,6 +34,7 @@ def explain_no_space(
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
+        # Asked after the failure, so the numbers in the error belong to it.
         status = os.statvfs(directory)
         free = status.f_bavail * status.f_frsize
         raise NoSpaceError(

@@ -86,6 +86,7 @@ class MemoryFile:
     def __init__(self) -> None:
         self.nonce = secrets.token_hex(16)
         self.fd = os.memfd_create(_MARK + self.nonce, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # A new memfd has mode 0777.
         os.fchmod(self.fd, 0o600)
 
     def seal(self, *, writable: bool = False) -> MemoryPlace:
@@ -124,6 +125,7 @@ def open_place(place: MemoryPlace, *, writable: bool = False) -> int | None:
     try:
         seals = _SIZE_SEALS if writable else _SEALS
         if (
+            # Once more: between stat and open the writer may have closed the descriptor and reused its number.
             _matches(os.fstat(fd), place)
             and _has_seals(fd, seals)
             and _read_link_name(fd) == f"/memfd:{_MARK}{place.nonce}"

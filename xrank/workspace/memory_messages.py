@@ -66,6 +66,7 @@ class MemoryMessages:
         free = [arena for arena in self._arenas if arena.is_free]
         if fitting := [arena for arena in free if arena.capacity >= nbytes]:
             return min(fitting, key=lambda arena: arena.capacity)
+        # Free ones are too small, and a larger one takes their place; abandoned ones never come back.
         for arena in [*free, *(arena for arena in self._arenas if arena.is_abandoned)]:
             self._arenas.remove(arena)
             arena.close()
@@ -103,6 +104,7 @@ class MemoryMessages:
         except ValueError:
             raise _corrupt(rank, f"a table of {length} numbers at {at}") from None
         leases = self._leases[rank] = [lease for lease in self._leases.get(rank, []) if not lease.is_over]
+        # A small message in a large arena is copied: a lease would keep all of the arena from the writer.
         if at >= max(_MIN_LENT_NBYTES, place.nbytes // 2) and len(leases) < _MAX_LEASES:
             buffers, lease = arena.lend(parts)
             leases.append(lease)

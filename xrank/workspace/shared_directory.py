@@ -82,6 +82,7 @@ def _make(path: str) -> None:
             is_directory = stat.S_ISDIR(os.stat(path).st_mode)
         except FileNotFoundError:
             is_directory = False
+            # A link to nothing exists for mkdir and is absent for stat, however often both are asked.
             if not os.path.islink(path):
                 raise error from None
         if not is_directory:

@@ -193,6 +193,7 @@ class SharedMemoryWorkspace(IdentifiedWorkspace):
         if description is None:
             return
         if self.run_id is not None:
+            # A state that cannot be read is of no use in this run either.
             with contextlib.suppress(XrankError), _open_state(store, self.rank) as opened:
                 if opened is not None and read_run_id(opened[1]) == self.run_id:
                     return

@@ -66,6 +66,7 @@ def read_state(
             return None
         if state.record is not None and state.record.world_size != world_size:
             return None
+        # Only now: states of other runs are ignored, whichever rank wrote them.
         state.check_rank()
         return state.config, _tensors(state.archive, state.weights, rank)
 
