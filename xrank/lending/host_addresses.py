@@ -23,6 +23,7 @@ def host_addresses() -> list[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # the interface has no IPv4 address
+                # struct ifreq (netdevice(7)): 16 bytes of name, family and port, then the address.
                 request = struct.pack("256s", name.encode()[:15])
                 found.append(socket.inet_ntoa(fcntl.ioctl(any_socket, _GET_ADDRESS, request)[20:24]))
     with suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:  # no such file: no IPv6

@@ -132,6 +132,7 @@ def lend_model(
         timeout_seconds=request.timeout_seconds,
     )
     holder = live.stored.records.file
+    # Before any byte of the output: from now on each rank may read its own copy of a part in place of another's.
     if team.size > 1:
         try:
             _compare_replicas(plan_held_tensors(gather.plan, gather.transforms), source, holder, team)
@@ -249,6 +250,7 @@ def _compare_replicas(plan: Plan, source: PeerSource, holder: IntArray, team: Te
 
     import torch
 
+    # torch refuses an empty buffer; a rank without replicas sends a byte that nothing reads.
     digests = torch.frombuffer(bytearray(own) or bytearray(1), dtype=torch.uint8)
     team.agree("digests of replicas", lambda: digests, lambda digests: digests, compare)
 

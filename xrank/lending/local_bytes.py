@@ -92,6 +92,7 @@ class TensorBytes:
         import torch
 
         elements = self._elements
+        # Without staging, unless the range cuts an element or the target is not aligned for its type.
         if elements.device.type == "cpu" and (high - low) * elements.element_size() == len(into):
             target = torch.frombuffer(into, dtype=torch.uint8)
             if target.data_ptr() % elements.element_size() == 0:

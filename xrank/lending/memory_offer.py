@@ -67,6 +67,7 @@ class MemoryOffer:
 
     def close(self) -> None:
         """Stop lending. Ranks that still read get an error. Further calls do nothing."""
+        # The sign first: from here on a reader trusts no bytes that it has copied by itself.
         self._sign.end()
         self._service.close()
 

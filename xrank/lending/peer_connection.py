@@ -163,6 +163,7 @@ def connect(name: str, port: int | None, addresses: Sequence[str], token: bytes,
         if seconds > _PLACE_SECONDS:
             raise _SilentPlaceError("no answer")
 
+    # Places that are silent are tried again, until `tick` ends the wait.
     while True:
         attempts = []
         is_silent = False

@@ -151,6 +151,7 @@ class PeerService:
         return bool(idle)
 
     def _drop(self, guest: _Guest) -> None:
+        # Before the socket is closed, which frees its number for the next connection.
         del self._guests[guest.socket.fileno()]
         self._strangers.discard(guest)
         self._free_stage(guest)
@@ -168,6 +169,7 @@ class PeerService:
 
     def _receive(self, guest: _Guest) -> bool:
         """Receive a guest's bytes, and return whether it may stay connected."""
+        # No byte of the next request: it waits in the socket until this one is answered.
         wanted = REQUEST.size if guest.is_known else HELLO_NBYTES
         try:
             received = guest.socket.recv(wanted - len(guest.received))
@@ -243,6 +245,7 @@ class PeerService:
             self._stages.append(guest.stage)
             guest.stage = None
             while self._waiting:
+                # A guest that was dropped meanwhile has a closed socket, with the number -1.
                 next_guest = self._waiting.popleft()
                 if next_guest.socket.fileno() in self._guests:
                     self._watch(next_guest, select.EPOLLOUT)

@@ -113,6 +113,7 @@ class PeerSource:
             address = self._find_own(int(self._record_view[record]), start, nbytes).address
             if address is not None:
                 return memory_at(address + start, nbytes).toreadonly()
+        # Strided or on a device, so it must be copied.
         data = staging[:nbytes]
         self.read_into(record, start, data)
         return data

@@ -28,6 +28,7 @@ def check_fillable(name: str, tensor: torch.Tensor) -> None:
     Raises:
         UsageError: the tensor is expanded, or its strides overlap.
     """
+    # By rising stride: each must step over all elements that the smaller ones reach.
     reach = 0
     for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if count > 1 and stride <= reach:

@@ -52,6 +52,7 @@ def roll_forward(place: OutputPlace) -> None:
             complete = staged and os.path.isfile(os.path.join(stage, MANIFEST_NAME))
             with explain_errors(place.path), suppress(FileNotFoundError, FileExistsError):
                 move_new(stage if complete else old, place.path)
+            # Before the old output is removed: otherwise a power loss could leave neither of the two.
             sync_folder(place.parent)
             if complete:
                 clear_folder(place, old)
@@ -68,6 +69,7 @@ def claim_stage(place: OutputPlace, plan_digest: str, *, resume: bool) -> Claime
     pending = set(place.identifiers("-old"))
     for identifier in place.identifiers():
         stage = place.stage(identifier)
+        # An unfinished replacement whose name something else has taken: `roll_forward` has left it alone.
         if identifier in pending:
             continue
         journal = read_journal(stage)
@@ -140,10 +142,12 @@ def _keep_finished(stage: str, journal: Journal) -> tuple[JournalLine, ...]:
     for line in journal.lines:
         with suppress(OSError):
             status = os.lstat(os.path.join(stage, line.file))
+            # Sizes only; the run that resumes verifies the digests.
             if stat.S_ISREG(status.st_mode) and status.st_size == line.nbytes:
                 finished[line.file] = line
     with explain_errors(stage):
         for entry in list(os.scandir(stage)):
+            # Folders contain companions only, which have no line in the journal and are copied again.
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
             elif entry.name not in finished and entry.name != JOURNAL_NAME:

@@ -142,6 +142,7 @@ def read_manifest(path: str) -> dict[str, Any]:
     """
     content = _read(path)
     try:
+        # By itself, json accepts NaN and keeps the last of repeated keys.
         manifest = json.loads(content, object_pairs_hook=_build_unique, parse_constant=_refuse_constant)
         _check_manifest(manifest)
     except (ValueError, RecursionError, _FlawError) as error:
@@ -211,6 +212,7 @@ def _refuse_constant(text: str) -> None:
 
 
 def _check_manifest(manifest: Any) -> None:
+    # `is`, because True and 1.0 are equal to 1.
     if not isinstance(manifest, dict) or manifest.get("schema") is not _SCHEMA:
         raise _FlawError(f"its schema must be {_SCHEMA}")
     _check_keys("the manifest", {key: value for key, value in manifest.items() if key not in _FURTHER_KEYS}, _KEYS)

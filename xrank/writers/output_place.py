@@ -52,6 +52,7 @@ class OutputPlace:
         parent, name = os.path.split(text)
         if not name or "\0" in text:
             raise UsageError(f"{out!s}: is not a name for an output folder", file=text, next_step="name a new folder")
+        # The folder alone: a link with the output's own name must be refused, not followed.
         parent = os.path.realpath(parent)
         return cls(os.path.join(parent, name), parent, name)
 
@@ -238,6 +239,7 @@ def make_parents(place: OutputPlace) -> None:
         with explain_errors(path):
             with suppress(FileExistsError):
                 os.mkdir(path)
+            # Otherwise a power loss could remove a folder together with the output in it.
             sync_folder(os.path.dirname(path))
 
 

@@ -50,6 +50,7 @@ class SharedParts:
                     return None
                 raise
         status = os.fstat(fd)
+        # Rank 0 sizes the files before it sends the stage's name, so a file of another size is not rank 0's.
         if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             os.close(fd)
             raise CorruptError(

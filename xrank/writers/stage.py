@@ -95,6 +95,7 @@ class Stage:
         final = self._path_of(name)
         with self._explain_errors(final, nbytes):
             self._seal(fd, final, nbytes)
+            # After the rename: a line promises a whole file under its name. A file without a line is only made again.
             line = JournalLine(name, nbytes, digest)
             with self._journal_lock:
                 journal = os.open(
@@ -172,6 +173,7 @@ class Stage:
             with self._explain_errors(self.path):
                 with suppress(FileNotFoundError):
                     os.unlink(os.path.join(self.path, JOURNAL_NAME))
+                # All names inside must be on disk before the rename makes them an output.
                 sync_folder(self.path)
             with self._explain_errors(self._place.path):
                 replaced = self._take_output_name()
@@ -185,6 +187,7 @@ class Stage:
         sync_folder(self._place.parent)
         self._read_back(manifest)
         if replaced is not None:
+            # Only after the new output was read back: until here the old one exists.
             gone = find_other_files(replaced, self._place.path)
             if gone:
                 removed = list_text(gone)
@@ -245,6 +248,7 @@ class Stage:
                         )
             for line in self._finished.values():
                 path = self._path_of(line.file)
+                # The size alone: digests were made from the written bytes; reading all again costs as much as writing.
                 nbytes = os.lstat(path).st_size
                 if nbytes != line.nbytes:
                     raise CorruptError(

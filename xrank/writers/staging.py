@@ -90,6 +90,7 @@ def open_stage(
                 # The error of a write by descriptor has no path; the body writes to the stage.
                 raise explain(error, os.fsdecode(error.filename or stage.path)) from error
             raise
+        # After a commit this does nothing.
         stage.abandon()
 
 
