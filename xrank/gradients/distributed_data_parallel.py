@@ -92,6 +92,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.plan = plan
         self.config = plan.config
         self.wire = torch_wire(plan) if wire is None else wire
+        # Before buffers and hooks: if plans differ, all ranks raise and the module is as it was.
         check_agreement(agreement_lines(plan), self.wire, plan)
         self.planned_parameters: Mapping[str, torch.nn.Parameter] = parameters
         """Parameters by name, in the order of the plan."""
@@ -278,6 +279,7 @@ class DistributedDataParallel(torch.nn.Module):
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Load the module's state, under the module's own names."""
         self._gather.finish()
+        # Buckets under way have landed: they would overwrite loaded values.
         found = self.module.load_state_dict(*arguments, **options)
         self._notify_listeners()
         return found

@@ -65,6 +65,7 @@ class LaterSync:
         """Run the reductions, on all ranks alike, and return them."""
         done: list[Reduction] = []
         for kind in _KINDS:
+            # In Megatron's order: sums that are nested otherwise round otherwise.
             parts = [part for part in self._parts if part.later.kind == kind]
             if kind == "conditional":
                 done += self._run_conditional()

@@ -89,6 +89,7 @@ class BucketSync:
         if self.is_finished or planned.bucket < self.next_bucket:
             self._note_late(index)
             return
+        # Before the sum: observers see the gradient of this micro-batch alone.
         for observer in self.observers:
             observer(index, gradient, self.arrivals[index])
         is_leaving = is_last and self.plan.config.overlap_grad_reduce
@@ -133,6 +134,7 @@ class BucketSync:
             self._note_unused()
         # The flag travels behind the gradients: every rank runs all collectives, even a rank that has faults.
         flag = FaultFlag([*self.faults, *more], self._wire, self._ranks)
+        # Before the waits and faults: a gradient that comes from now on belongs to the next step.
         self.is_finished = True
         self.faults = []
         for handle in self._handles:
@@ -148,6 +150,7 @@ class BucketSync:
         elif view.dtype == gradient.dtype:
             torch.mul(gradient, scale, out=view)
         else:
+            # Scaled in the buffer's dtype, which is wider than the gradient's: its product is rounded once.
             view.copy_(gradient).mul_(scale)
         self._is_stale[index] = False
 
@@ -174,6 +177,7 @@ class BucketSync:
         buffer = self._buffers[bucket.buffer]
         planned, whole = buffer.planned, buffer.bucket(bucket)
         for index in self._members[bucket.id]:
+            # No gradient came, so its place still has the last step's.
             if self._is_stale[index]:
                 self._views[index].zero_()
         if planned.prescale != 1.0:

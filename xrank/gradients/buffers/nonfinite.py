@@ -90,6 +90,7 @@ class GradientWatch:
         """Check a bucket before it leaves, and return its fault."""
         # This waits for the device once per bucket; the norms of single gradients are read only for a fault.
         norm = float(_norm(self._buffers[bucket.buffer].bucket(bucket)))
+        # One subtraction covers both: inf - inf and NaN - NaN are NaN.
         if norm - norm == 0:  # finite
             self._warn_if_large(bucket, norm)
             return None
@@ -132,6 +133,7 @@ class GradientWatch:
         first = next((number for number, norm in enumerate(norms, 1) if norm - norm != 0), None)
         if first is not None:
             return f"from micro-batch {first} of the {count} that used it"
+        # The mark of a gradient that a kernel added: no norm of it exists.
         if any(norm < 0 for norm in norms):
             return f"from a kernel, in one of {count} micro-batches"
         return f"from the sum of {count} micro-batches, each of which is finite"

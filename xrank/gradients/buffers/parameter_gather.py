@@ -66,7 +66,9 @@ class ParameterGather:
             return
         # Collectives of the last step must have written before the next ones read the same memory.
         self.finish()
+        # Before anything is sent: a parameter outside of the buffer would keep its old values without an error.
         self._check_places()
+        # From here on modules wait for the handles instead of raising.
         self._is_expected = False
         for bucket in reversed(self._plan.buckets):
             buffer = self._buffers[bucket.buffer]

@@ -75,6 +75,7 @@ def check_gradients(
             place, value = found
             message = f"it is {value} at element {list(place)}, in bucket {plan[name].bucket}"
             findings.append(GradientFinding("nonfinite", name, (plan.rank,), message))
+    # Outside of the owned elements a reduce-scatter leaves partial sums.
     owned = {name: None if one is None else _take_owned(one, plan[name]) for name, one in gradients.items()}
     findings += compare_replicas(owned, plan, wire)
     if reference is not None:

@@ -58,6 +58,7 @@ def check_lines(lines: Mapping[int, Sequence[str]]) -> None:
         if mine == theirs:
             continue
         at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
+        # One is the beginning of the other: the first line that is missing is the difference.
         at = min(len(mine), len(theirs)) if at is None else at
         raise GradientError(
             f"ranks {first} and {other} do not lay out the same gradients",

@@ -14,6 +14,7 @@ __all__ = ["BufferLayout", "Extent", "choose_bucket_size", "default_bucket_size"
 _START_ALIGNMENT = 64
 """Elements: 128 bytes of 16 bits (megatron/core/distributed/param_and_grad_buffer.py), which kernels prefer."""
 _END_ALIGNMENT = 128
+# Both as in that file: NCCL's bandwidth is high for sizes that a large power of two divides.
 _WIDE_END_ALIGNMENT = 1 << 16
 _MIN_BUCKET_SIZE = 1_000_000
 _MAX_BUCKET_SIZE = 25_000_000

@@ -134,6 +134,7 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
 
     tensor_axis = place.tensor_axis(bool(is_expert))
     sharded = cuts.sharded
+    # Megatron sets it on the parts of its column- and row-parallel layers.
     if getattr(parameter, "tensor_model_parallel", False) and tensor_axis not in sharded:
         sharded = (*sharded, tensor_axis)
     over_tp, reason = _resolve_over_tp(name, parameter, marked, cuts, config)

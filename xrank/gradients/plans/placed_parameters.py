@@ -26,6 +26,7 @@ class ParameterCuts:
 
 def local_of(parameter: Any) -> Any:
     """Return this rank's part of a parameter: the local tensor of a DTensor, else the parameter itself."""
+    # Not to_local(): it returns another object, whose .data can't be moved into a buffer for the parameter.
     return parameter._local_tensor if _is_placed(parameter) else parameter
 
 

@@ -95,6 +95,7 @@ def make_entries(
                 divisor=kind.divisor,
                 numel=layout.numel,
                 numel_unpadded=layout.numel_unpadded,
+                # Ids are known once all buffers have a layout: buckets are numbered across them.
                 buckets=(),
             )
         )
@@ -154,6 +155,7 @@ def _names_by_parameter(
                 next_step="run the module once before it is planned",
             )
         else:
+            # A tied parameter is one object with one gradient, so it has one place under all of its names.
             names.setdefault(parameter, []).append(name)
     return names, tuple(frozen)
 
@@ -202,6 +204,7 @@ def _plan_parameter(
         owned=(0, local.numel()),
         reasons=tuple(why for why in role.reasons.values() if not any(why in one.reason for one in later)),
     )
+    # Without shards the later sum covers whole gradients, and no place in a buffer matters.
     over_tp = tuple(one.operation for one in later if one.kind == "tensor" and config.use_distributed_optimizer)
     return planned, _BufferKind(role.is_expert, local.dtype, grad_dtype, axes, ranks, divisor, over_tp)
 

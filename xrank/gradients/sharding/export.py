@@ -92,6 +92,7 @@ def export_optimizer_shards(
             if state is None:
                 continue
             full, value = f"state.{name}.{key}", _tensor(state)
+            # A parameter may have such a name itself.
             if full in slices:
                 raise _make_clash_error(full)
             found[full] = _check_shape(full, value, one) if value.ndim else value
@@ -151,6 +152,7 @@ def load_optimizer_shards(
     for name, _, parameter in stepped:
         local_of(parameter).copy_(tensors[name])
         optimizer.state[parameter] = {
+            # torch keeps counts of steps, which have no dims, on the CPU.
             key: value.to(local_of(parameter).device) if value.ndim else value
             for key, value in loaded[parameter].items()
         }

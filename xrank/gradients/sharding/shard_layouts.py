@@ -58,6 +58,7 @@ class SliceLayouts:
         text = dims
         if one.is_cut:
             _check_equal(name, one, layout, shape, mesh)
+            # Listed, because shards are equal parts of the bucket, which cut the parameter anywhere.
             counts = ",".join(map(str, _count_owned(one)))
             text = f"flat({key} {dims})/{axis}{{{counts}}}"
         self._set(key, text, one, mesh, {axis for dim in layout.dims for axis in axes_of(dim)})
@@ -75,6 +76,7 @@ class SliceLayouts:
                 # Stages hold copies under their own names, so each stage has a layout of its own.
                 mesh = mesh.submesh(pp=at["pp"])
             else:
+                # The other stages have other layers, and no copy.
                 where.append(f"pp={at['pp']}")
         if is_expert and "ep" not in cutting and at.get("ep") is not None and mesh.axis_length("ep") > 1:
             where.append(f"ep={at['ep']}")

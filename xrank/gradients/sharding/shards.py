@@ -216,6 +216,7 @@ def _make_moved_error(one: OwnedSlice) -> GradientError:
 
 
 def _shard(one: OwnedSlice) -> torch.nn.Parameter:
+    # Without a conversion `to` returns the parameter's own memory.
     shard = torch.nn.Parameter(one.values().to(one.planned.grad_dtype))
     setattr(shard, _ATTRIBUTE, one)
     return shard

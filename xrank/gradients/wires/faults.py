@@ -78,6 +78,7 @@ def raise_faults(found: Mapping[int, Sequence[GradientFault]]) -> None:
     Raises:
         GradientError: there is a fault.
     """
+    # In the order of ranks, so that all ranks raise the same fault first.
     faults = [fault for rank in sorted(found) for fault in found[rank]]
     if not faults:
         return

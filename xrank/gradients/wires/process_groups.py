@@ -71,6 +71,7 @@ def make_groups(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None
     world = dist.group.WORLD
     assert world is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    # Ascending: a process group numbers its ranks in the order in which they are given.
     own = {tuple(sorted(ranks)) for ranks in wanted if len(ranks) > 1}
     sets_by_rank = [[tuple(ranks) for ranks in json.loads(text)] for text in exchange_texts(json.dumps(sorted(own)))]
     _check_sets(sets_by_rank, world_size)
