@@ -207,6 +207,7 @@ def mean_of(total: Array, count: int) -> Array:
 
 def reduce(arrays: Sequence[Array], reduction: str) -> Array:
     """Reduce arrays of one spec to one array, from left to right."""
+    # A fold makes a new array; without one, the result would be the caller's own.
     total = copy_of(arrays[0]) if len(arrays) == 1 else arrays[0]
     for array in arrays[1:]:
         total = fold(total, array, reduction)

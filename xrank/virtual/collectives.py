@@ -223,6 +223,7 @@ def _list_others(size: int, member: int) -> tuple[int, ...]:
 
 def _exchange_directly(others: tuple[int, ...], slot_for: Callable[[int], int]) -> tuple[Step, ...]:
     """Return the sends of a slot to every other member, then the receives, each into the slot of its sender."""
+    # Receives in the order of arrival: the previous member sends to this one first, the next one last.
     sends = tuple(SendSlot(other, slot_for(other)) for other in others)
     return (*sends, *(ReceiveSlot(other, other) for other in reversed(others)))
 

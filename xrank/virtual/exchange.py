@@ -146,6 +146,7 @@ class CollectiveCall:
                 arrays = [self.slots[slot] for slot in range(size)]
                 if self.dim is not None and self.collective != "all_to_all":
                     return concatenate(arrays, self.dim)
+                # The other arrays came through channels and are new; this one is still the caller's argument.
                 arrays[self.place] = copy_of(arrays[self.place])
                 return arrays
             case "reduce":

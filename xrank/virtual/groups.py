@@ -47,6 +47,7 @@ def group_of(
             one that is not in the mesh.
     """
     if group is None:
+        # Cached for all devices: `DeviceMesh.groups` goes over the whole mesh, and every collective asks.
         return _groups(mesh, resolve_axes(mesh, axes))[device]
     if not isinstance(group, Iterable):
         raise UsageError(

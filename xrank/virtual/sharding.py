@@ -218,6 +218,7 @@ def bounds_of(dim: DimSharding, size: int, mesh: DeviceMesh, coordinate: Mapping
     node: Size | Split = Size(size)
     for axis in dim.axes:
         node = Split(node, axis, dim.kind)
+        # Each axis cuts the range that the axes before it have left.
         first, last = cut_bounds(node, high - low, mesh.axis_length(axis), coordinate[axis], {})
         low, high = low + first, low + last
     return low, high
@@ -228,6 +229,7 @@ def canonical(dim: DimSharding, size: int, mesh: DeviceMesh) -> DimSharding:
     axes = tuple(axis for axis in dim.axes if mesh.axis_length(axis) > 1)
     if not axes:
         return FULL
+    # All rules cut alike where the size divides evenly, so shardings by different rules are then equal.
     return DimSharding(axes, "/" if size % prod(map(mesh.axis_length, axes)) == 0 else dim.kind)
 
 

@@ -45,6 +45,7 @@ class RingWriter:
         """
         words = self._segment.words
         step = _step(len(record))
+        # Room for one more publish word: it stops the reader behind this record, or sends it to the next chunk.
         if self._position + step + _WORD > self._end:
             self._begin_chunk(step)
         position = self._position
@@ -61,6 +62,7 @@ class RingWriter:
         words = self._segment.words
         nbytes = max(_CHUNK_NBYTES, (_NUM_WORDS + 1) * _WORD + step)
         block = self._arena.take(nbytes)
+        # The words below are stored through the mapping, where a missing page may be a SIGBUS.
         if not self._arena.is_warm(block.offset + nbytes):
             self._arena.write(block.offset, memoryview(bytes(nbytes)))
         first = block.offset // _WORD

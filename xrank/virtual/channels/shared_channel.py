@@ -205,6 +205,7 @@ class SharedChannel(VirtualChannel):
         num_lengths = num_parts if kind == _OBJECT else num_dims
         start = _RECORD.size + 8 * num_lengths
         lengths = struct.unpack_from(f"={num_lengths}q", record, _RECORD.size)
+        # A mark is an offset behind the board and the rings, so 0 means no block.
         content = (
             self._open_block(Block(offset, nbytes, mark))
             if mark

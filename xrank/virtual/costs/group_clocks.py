@@ -65,6 +65,7 @@ def group_times(
         return _push(entered, lambda _: whole, latency)
     dim = instruction.dim or 0
     lengths = np.array([spec.shape[dim] for spec in given])
+    # As numpy.array_split cuts: the first `longer` parts have one element of the dim more.
     shorts, longer = np.divmod(lengths, size)
     each = whole / np.maximum(lengths, 1)
     members = np.arange(size)

@@ -84,6 +84,7 @@ def _count_all_to_all(given: Sequence[ArraySpec], dim: int | None) -> tuple[Traf
     size = len(given)
     where = dim or 0
     shorts = 0
+    # By receiver, as differences that `accumulate` sums: one step for each sender instead of one for each pair.
     longer_nbytes = [0] * (size + 1)
     own_parts = []
     for member, spec in enumerate(given):

@@ -260,6 +260,7 @@ class _Play:
                 clock.compute += seconds
                 continue
             clock.send += seconds
+            # Not setdefault: it would make a deque for each message, and there are many.
             queue = arrivals.get((device, target))
             if queue is None:
                 queue = arrivals[device, target] = deque()
@@ -286,6 +287,7 @@ class _Play:
             member.send += float(sent)
             member.wait += float(waited)
             member.taking = member.call = None
+        # The last member to enter goes on at once; the others stopped in `_advance` when they entered.
         ready.extend(device for device, member in zip(group, members, strict=True) if member is not clock)
         return True
 

@@ -111,6 +111,7 @@ class DeviceFailure:
         # Pickling runs the user's code, which may raise anything.
         with contextlib.suppress(Exception):
             cause = pickle.dumps(error)
+        # The failure has the exception's text and stack, so the host can show both without unpickling it.
         return cls(raised_at, make_failure(device, error, pid=os.getpid()), cause)
 
     def to_error(self) -> RankFailedError:

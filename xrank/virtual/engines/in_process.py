@@ -204,6 +204,7 @@ def run(jobs: Sequence[Job], *, timeout_seconds: float) -> EngineOutcome:
     results: dict[int, Any] = {}
     threads = {
         job.device: threading.Thread(
+            # The caller's context variables, which a forked process would have as well.
             target=contextvars.copy_context().run,
             args=(_run_device, job, link, results),
             name=f"virtual-device-{job.device}",

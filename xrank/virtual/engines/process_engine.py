@@ -73,6 +73,7 @@ def run(jobs: Sequence[Job], *, timeout_seconds: float) -> EngineOutcome:
                         channel.send(packet, make_heading("packet", call=number))
                 return _Collector(links, processes, timeout_seconds, deadline).collect()
         finally:
+            # After a success as well: children of a device may outlive it. Before the segment is freed, which they use.
             kill_all(processes)
             for bell in bells:
                 os.close(bell)

@@ -263,6 +263,7 @@ def _add_bias(builder: ProgramBuilder, value: Value, bias: Value) -> Value:
 
 
 def _column_sum(builder: ProgramBuilder, value: Value) -> Value:
+    # Each device sums its own rows, so along the axes that cut rows the results are addends.
     rows = tuple(axis for dim in value.sharding.dims[:-1] for axis in dim.axes)
     sharding = TensorSharding((value.sharding[-1],), rows)
     return builder.compute("column_sum", (value,), value.shape[-1:], sharding)

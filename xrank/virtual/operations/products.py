@@ -68,6 +68,7 @@ def choose_block(
     rows = [FULL] * len(size_of_rows)
     if policy not in (policies.Unsharded, policies.UnmatchedInnerSharding):
         rows = [_cut_untaken(dim, taken) for dim in left.sharding.dims[:-1]]
+    # Without the columns' axes, which were taken for the choice of rows only: columns are cut by them next.
     taken = {*inner.axes, *(axis for dim in rows for axis in dim.axes)}
     columns = FULL
     if policy in (policies.MatchedInnerSharding, policies.FullSharding):

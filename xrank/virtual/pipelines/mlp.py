@@ -173,6 +173,7 @@ class MLP(PipelinedOperation):
         """
         arrays = self._name_arguments(activations, parameters)
         check_one_kind(arrays)
+        # Without element types: packets depend on shapes alone.
         setting = self._make_setting({name: ArraySpec(tuple(array.shape)) for name, array in arrays.items()})
         stage = self.pipeline.stage_of(device)
         devices = self.pipeline.stage_meshes[stage]

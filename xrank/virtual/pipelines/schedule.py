@@ -146,6 +146,7 @@ def make_1f1b(num_runs: int, num_stages: int) -> Schedule:
     """Schedule each backward as soon as possible: fewer live activations than in `gpipe`."""
     forwards: _Order = [("forward", run, 0) for run in _range(num_runs, "runs")]
     backwards: _Order = [("backward", run, 0) for run in range(num_runs)]
+    # A stage is one forward ahead for each stage behind it: its first backward needs theirs.
     orders = [_alternating(forwards, backwards, num_stages - 1 - stage) for stage in _range(num_stages, "stages")]
     return _assign_cycles("1f1b", num_runs, num_stages, 1, orders)
 

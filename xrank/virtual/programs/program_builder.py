@@ -98,6 +98,7 @@ class ProgramBuilder:
             place = dict(zip(self.mesh.ranks, self._coordinates, strict=True))
             group_of: dict[int, tuple[int, ...]] = {}
             for members in self.mesh.groups(*key):
+                # In the order of the cuts, not of the mesh: a gather joins the shards in the group's order.
                 group = tuple(sorted(members, key=lambda device: [place[device][axis] for axis in key]))
                 group_of.update(dict.fromkeys(group, group))
             self._groups[key] = [group_of[device] for device in self.mesh.ranks]
@@ -258,6 +259,7 @@ class ProgramBuilder:
         before = dict(zip(self.mesh.ranks, self.specs(value), strict=True))
         given: dict[int, tuple[ArraySpec, ...]] = {}
         for own, group, spec in zip(self.instructions.values(), self.groups(axes), self.specs(result), strict=True):
+            # `groups` returns one tuple for all members, and keeps it: its id is a key that costs nothing to hash.
             if id(group) not in given:
                 given[id(group)] = tuple(before[member] for member in group)
             specs = given[id(group)]
@@ -275,6 +277,7 @@ class ProgramBuilder:
             found: dict[tuple[int, ...], tuple[int, int]] = {}
             places = [tuple(at[axis] for axis in dim.axes) for at in self._coordinates]
             for place, at in zip(places, self._coordinates, strict=True):
+                # Devices at equal places along the cutting axes have equal bounds; such places are few.
                 if place not in found:
                     found[place] = bounds_of(dim, size, self.mesh, at)
             self._bounds[key] = [found[place] for place in places]

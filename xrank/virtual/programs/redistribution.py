@@ -88,6 +88,7 @@ def _cut(builder: ProgramBuilder, value: Value, dim: int, target: TensorSharding
             if not _is_even(builder, value, dim, wanted):
                 return value
             value = builder.reduce_scatter(value, dim, axis, wanted.kind)
+        # The axis still cuts another dim; a gather has to free it first.
         elif axis in value.sharding.axes:
             return value
         else:

@@ -52,6 +52,7 @@ def find_last_uses(program: Program) -> list[tuple[str, ...]]:
                 raise _misuse(program, number, name, "writes", "which was written before")
             last[name] = number
     ends: list[list[str]] = [[] for _ in program.instructions]
+    # A register that nothing reads ends with the instruction that writes it.
     for name, number in last.items():
         ends[number].append(name)
     return [tuple(names) for names in ends]
