@@ -207,6 +207,25 @@ def save_plain(folder: Path, states: list[dict[str, object]]) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    "value",
+    [{"layers": {"w": torch.rand(2)}}, [torch.rand(2)], (3, [torch.rand(2)]), {torch.float32: torch.rand(2)}],
+    ids=["dicts", "list", "list in a tuple", "odd key"],
+)
+def test_tensors_inside_values_are_not_lost(tmp_path: Path, value: object) -> None:
+    folder = save_plain(tmp_path / "plain", [{"b": torch.rand(3), "model": value, "epoch": {"number": 3}}])
+    with pytest.raises(UsageError, match=r"not a model's state dict: 'model' is a (dict|list|tuple) of tensors"):
+        gathered(folder)
+
+
+def test_dtensors_inside_values_are_not_lost(actor: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(actor, tmp_path / "actor"))
+    for file in folder.glob("*.pt"):
+        torch.save({"model": torch.load(file, weights_only=False), "epoch": 3}, file)
+    with pytest.raises(UsageError, match="not a model's state dict: 'model' is a dict of tensors"):
+        gathered(folder)
+
+
 def test_plain_tensors_alone_say_no_cut(tmp_path: Path) -> None:
     """As older verl saved them: placed by a base model, by a layout file, or not at all."""
     w, b = torch.rand(4, 6), torch.rand(3)

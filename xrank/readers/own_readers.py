@@ -58,6 +58,12 @@ OWN_READERS = (
     ),
     ListedReader("deepspeed", r".*_states\.pt|latest|latest_universal", "xrank.readers.deepspeed", "DeepSpeedReader"),
     ListedReader("verl", r"model_world_size_.*\.pt", "xrank.readers.fsdp", "VerlReader"),
+    ListedReader(
+        "torch-checkpointing",
+        r"metadata\.pkl|(?!model_world_size_).+_\d+\.(pt|safetensors)",
+        "xrank.readers.torch_checkpointing",
+        "TorchCheckpointingReader",
+    ),
     ListedReader("accelerate-ranks", r"pytorch_model_fsdp.*rank.*\.bin", "xrank.readers.fsdp", "AccelerateRanksReader"),
 )
 """In the order in which they are tried, before the readers of other packages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -14,7 +15,7 @@ from xrank.layout import DeviceMesh
 from xrank.readers.fsdp.meshes import Meshes
 from xrank.readers.fsdp.pickled import Wrapper, attributes, is_object, read_local_tensor, sizes_of
 
-__all__ = ["DTensorPart", "DTensors"]
+__all__ = ["DTensorPart", "DTensors", "build_placement"]
 
 _MAX_EXTENT = 1 << 40
 
@@ -138,16 +139,9 @@ class DTensors:
     def _placement(self, name: str, value: object) -> _Placement:
         fields = attributes(value)
         kind = value.name if isinstance(value, InertRecord) and is_object(value, value.name) else None
-        dim, factor = fields.get("dim"), fields.get("split_factor")
-        match kind:
-            case "Replicate":
-                return Replicate()
-            case "Shard" if _is_small(dim):
-                return Shard(dim)
-            case "_StridedShard" if _is_small(dim) and _is_small(factor) and factor > 0:
-                return _StridedShard(dim, factor)
-            case "Partial" | "_Partial" if isinstance(fields.get("reduce_op"), str):
-                return Partial(fields["reduce_op"])
+        placement = build_placement(kind, fields)
+        if placement is not None:
+            return placement
         raise LayoutError(
             f"{name}: no layout can express one of its placements",
             tensor=name,
@@ -163,6 +157,21 @@ class DTensors:
             case InertRecord(name="ShardOrderEntry", args=(int(dim), tuple() as axes)) if all(map(_is_small, axes)):
                 return _OrderEntry(dim, axes)
         raise self._origin.corrupt(f"{quote(name)}: the DTensor's order of cuts is damaged", got=type(value).__name__)
+
+
+def build_placement(kind: str | None, fields: Mapping[str, Any]) -> _Placement | None:
+    """Return the placement of a class of torch and its attributes; None for others."""
+    dim, factor = fields.get("dim"), fields.get("split_factor")
+    match kind:
+        case "Replicate":
+            return Replicate()
+        case "Shard" if _is_small(dim):
+            return Shard(dim)
+        case "_StridedShard" if _is_small(dim) and _is_small(factor) and factor > 0:
+            return _StridedShard(dim, factor)
+        case "Partial" | "_Partial" if isinstance(fields.get("reduce_op"), str):
+            return Partial(fields["reduce_op"])
+    return None
 
 
 def _members(value: object) -> tuple[Any, ...]:

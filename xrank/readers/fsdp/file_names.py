@@ -72,7 +72,7 @@ class RankFiles:
 
     def _name_of(self, rank: int) -> str:
         other, path = next(iter(self.by_rank.items()))
-        return re.sub(rf"(rank_?){other}\.", rf"\g<1>{rank}.", os.path.basename(path))
+        return re.sub(rf"(rank_?|_){other}\.", rf"\g<1>{rank}.", os.path.basename(path))
 
 
 @dataclass(frozen=True, slots=True)

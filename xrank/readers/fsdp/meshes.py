@@ -18,7 +18,7 @@ from xrank.layout import DeviceMesh
 from xrank.layout.mesh import MAX_RANKS, is_name
 from xrank.readers.fsdp.pickled import attributes, is_object
 
-__all__ = ["Meshes"]
+__all__ = ["Meshes", "make_mesh"]
 
 _INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 
@@ -65,10 +65,8 @@ class Meshes:
                 return None
             shape, ranks = found
         names = fields.get("mesh_dim_names", fields.get("_mesh_dim_names"))
-        if not _are_names(names, len(shape)):
-            names = tuple(f"a{i}" for i in range(len(shape)))  # as xrank.dialects.placements.describe_mesh
         try:
-            mesh = _mesh(shape, tuple(names), tuple(ranks))
+            mesh = make_mesh(shape, names, ranks)
         except LayoutError as error:
             again = "copy the file again from where it was written"
             error.about(self._origin.name, file=self._origin.path, rank=self._origin.rank, next_step=again)
@@ -166,6 +164,17 @@ class Meshes:
         return self._values[key]
 
 
+def make_mesh(shape: tuple[int, ...], names: object, ranks: Sequence[int]) -> DeviceMesh:
+    """Return the mesh that a file describes; names that are none, or not one for each axis, are replaced.
+
+    Raises:
+        LayoutError: it is not a grid of ranks.
+    """
+    if not _are_names(names, len(shape)):
+        names = tuple(f"a{i}" for i in range(len(shape)))  # as xrank.dialects.placements.describe_mesh
+    return _mesh(shape, names, tuple(ranks))
+
+
 @lru_cache(maxsize=4096)
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> DeviceMesh:
     """Return the same object for equal meshes, because all files of a run share a few."""
@@ -173,7 +182,7 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]
 
 
 def _are_names(names: object, count: int) -> bool:
-    return isinstance(names, (list, tuple)) and len({*names}) == len(names) == count and all(map(is_name, names))
+    return isinstance(names, (list, tuple)) and len(names) == count == len({*names}) and all(map(is_name, names))
 
 
 def _tuple(value: object) -> tuple[object, ...]:

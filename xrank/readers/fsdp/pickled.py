@@ -12,7 +12,16 @@ from xrank.formats.inert_record import InertRecord
 from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor
 
-__all__ = ["Wrapper", "attributes", "is_object", "read_local_tensor", "read_wrapper", "sizes_of", "unwrap_parameter"]
+__all__ = [
+    "Wrapper",
+    "attributes",
+    "element_type",
+    "is_object",
+    "read_local_tensor",
+    "read_wrapper",
+    "sizes_of",
+    "unwrap_parameter",
+]
 
 _PACKAGE = "torch.distributed."
 _MAX_DIMENSIONS = 64
@@ -84,11 +93,17 @@ def read_wrapper(value: object, origin: Origin) -> Wrapper | None:
                 state,
             ),
         ) if kind.module.startswith(_PACKAGE) and len(parts) >= 3:
-            return Wrapper(kind.name, _element_type(parts[1], origin), sizes_of(parts[2], origin), state)
+            return Wrapper(kind.name, element_type(parts[1], origin), sizes_of(parts[2], origin), state)
     return None
 
 
-def _element_type(value: object, origin: Origin) -> str:
+def element_type(value: object, origin: Origin) -> str:
+    """Return the safetensors name of an element type that torch names.
+
+    Raises:
+        CorruptError: it is not a name.
+        UsageError: safetensors cannot hold the type.
+    """
     if not isinstance(value, str):
         raise origin.corrupt("a tensor's element type is invalid", got=type(value).__name__)
     try:

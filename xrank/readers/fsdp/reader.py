@@ -14,10 +14,12 @@ from typing import Any
 
 from xrank.errors import ContradictionError
 from xrank.formats.regular_file import quote
+from xrank.formats.safetensors_header import SafetensorsHeader
+from xrank.formats.torch_archive import TorchArchive
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints
 from xrank.readers.fsdp.file_names import ACCELERATE, VERL, RankFiles, Scheme, list_accelerate, list_verl
-from xrank.readers.fsdp.flat_parameters import find_flat_pieces, flat_shards, is_flat
+from xrank.readers.fsdp.flat_parameters import Index, find_flat_pieces, flat_shards, is_flat
 from xrank.readers.fsdp.held_parts import check_kinds, collect_parts, locate_boxed_shards
 from xrank.readers.fsdp.rank_files import FsdpRankFile, read_rank_file
 from xrank.readers.placement import Placement, place_all
@@ -25,7 +27,7 @@ from xrank.readers.records import Records
 from xrank.readers.wrapper_names import remove_wrapper_names
 from xrank.words import list_text
 
-__all__ = ["AccelerateRanksReader", "VerlReader"]
+__all__ = ["AccelerateRanksReader", "VerlReader", "describe_rank_files"]
 
 _STEP = re.compile(r"(?:.*[^a-z])?(?:global_step|checkpoint|step|epoch)[-_]?0*(\d{1,18})")
 _MAX_SHOWN = 8
@@ -67,10 +69,27 @@ def _read(scheme: Scheme, path: str, listed: RankFiles, hints: Hints) -> StoredM
     files = []
     for rank, file in listed.by_rank.items():
         files.append(read_rank_file(file, rank))
-        scheme.check_name(file, files[-1].archive.name, rank)
+        archive = files[-1].archive
+        if isinstance(archive, TorchArchive):
+            scheme.check_name(file, archive.name, rank)
+    return describe_rank_files(scheme.format, path, listed, files, hints)
+
+
+def describe_rank_files(
+    format_name: str, path: str, listed: RankFiles, files: Sequence[FsdpRankFile], hints: Hints
+) -> StoredModel:
+    """Return where every tensor lies in the ranks' files.
+
+    Args:
+        format_name: the format's name.
+        path: the source.
+        listed: the files' places.
+        files: their content, by rising rank.
+        hints: as for `Reader.read`, whose errors are these.
+    """
     world_size = _world_size(files, listed)
     records = Records()
-    indexes = {file.rank: records.add_archive(file.archive) for file in files}
+    indexes = {file.rank: _add_file(records, file.archive) for file in files}
     check_kinds(files)
     pieces = find_flat_pieces(files, indexes)
     placement = place_all(collect_parts(files, indexes, pieces, world_size, hints), hints, world_size=world_size)
@@ -80,7 +99,7 @@ def _read(scheme: Scheme, path: str, listed: RankFiles, hints: Hints) -> StoredM
     ordered = [tensor for file in files for tensor in (*file.dtensors, *file.sharded, *file.plain) if tensor in shards]
     ordered += list(shards)
     found = StoredModel(
-        format=scheme.format,
+        format=format_name,
         path=path,
         files=tuple(records.files),
         records=records.table(),
@@ -95,6 +114,15 @@ def _read(scheme: Scheme, path: str, listed: RankFiles, hints: Hints) -> StoredM
         details=_details(listed, files),
     )
     return remove_wrapper_names(found, hints.shapes)
+
+
+def _add_file(records: Records, archive: TorchArchive | SafetensorsHeader) -> Index:
+    """Add a file, and return the function that gives the number of a record by its key: for safetensors, the name."""
+    if isinstance(archive, TorchArchive):
+        return records.add_archive(archive)
+    record_of = records.add_safetensors(archive)
+    tensors = {tensor.name: tensor for tensor in archive.tensors}
+    return lambda key: record_of(tensors[key])
 
 
 def _world_size(files: Sequence[FsdpRankFile], listed: RankFiles) -> int:
