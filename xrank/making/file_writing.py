@@ -113,6 +113,7 @@ def _write_alone(
 
             made = make_transformed(team, work, last, writing, what="the files", finish=writing.finish_joined)
             outcome.files |= made.files
+        # After the last read: a source that changed in between has given old bytes and new ones.
         work.source.check_unchanged()
     finally:
         writing.close()

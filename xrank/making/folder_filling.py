@@ -94,6 +94,7 @@ def make_output(
         return WrittenOutput(tuple(FileFacts(name=f.output.name, nbytes=f.output.nbytes) for f in gather.plan.files))
     with open_stage(out, plan_digest=gather.digest, overwrite=options.overwrite, resume=options.resume) as stage:
         made = _fill_stage(gather, work, stage, progress or (lambda done, total: None), team)
+        # The last moment to stop: after the commit the output is there, whichever rank has failed.
         team.check_failures()
         stage.commit()
         team.mark_committed()
@@ -153,6 +154,7 @@ def _write_small_files(
         padding_dropped=gather.padding_dropped,
         notes=[list(note) for note in (*gather.notes, *notes)],
     )
+    # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
     stage.write_file(MANIFEST_NAME, text.encode())
     return [FileFacts(name=file.name, nbytes=file.nbytes, digest=file.digest) for file in weights]
 

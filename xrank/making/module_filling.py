@@ -96,6 +96,7 @@ def fill_module(module: FilledModule, prepared: PreparedLoad, budget: Budget, te
         )
         source.check_unchanged()
     finally:
+        # After a failure, too: queued copies still read buffers, and some tensors have changed.
         source.close()
         target.finish()
         count_changes(module, views)

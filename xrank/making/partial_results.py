@@ -52,6 +52,7 @@ class PartialResults:
         for index, *crc in message["crcs"].tolist():
             crcs.setdefault(index, []).append(tuple(crc))
         found: dict[int, dict[int, tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]]] = {}
+        # In the order of `to_message`: the bytes of all blocks, then those of all edges.
         position = 0
         for kind, table in enumerate(("blocks", "edges")):
             for index, tensor, start, nbytes in message[table].tolist():

@@ -77,6 +77,7 @@ def reread(path: str, output: OutputFile, budget: Budget) -> FileDigests:
             )
         header = file.read(0, len(output.header))
         fragments = tuple((at, file.read(at, len(data))) for at, data in output.fragments)
+        # For the places alone, which do not depend on the checksums.
         ending = output.ending([0] * len(output.tensors)) if output.ending is not None else ()
         found = tuple((at, file.read(at, len(data))) for at, data in ending)
     rows = [(0, tensor.offset, tensor.nbytes, NO_CHECKSUM) for tensor in output.tensors]

@@ -164,6 +164,7 @@ class _Share:
                 )
         finally:
             self._outputs.close()
+        # Only of records that no other rank reads: of the others the first rank joins the parts, and reads the rest.
         read_rest(self._checksums, work.source, division.find_own_records(rank, number), _staging(work.budget))
         return PartialResults(
             tuple(outcome.parts.values()),
@@ -210,6 +211,7 @@ class _Joining:
         # A record is missing here if no rank read it, or if two ranks read it in overlapping cuts.
         staging = _staging(self._work.budget)
         read_rest(self._checksums, self._work.source, self._division.find_open_records(number), staging)
+        # A file with a record that later rounds read waits: its bytes are not proven before the record's checksum is.
         for index in [index for index in self._joined if self._last_round[index] <= number]:
             self._outcome.files[index] = self._finish(self._joined.pop(index), index)
 

@@ -70,6 +70,7 @@ def write_together(
         RankFailedError: a rank failed; finished files are kept.
     """
     files = work.plan.files
+    # Before the broadcast: the other ranks open these files and never make them.
     for index in unfinished:
         output = files[index].output
         os.close(stage.create_part(output.name, output.nbytes))

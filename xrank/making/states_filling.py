@@ -62,4 +62,5 @@ def _write_small_files(reshard: Reshard, stage: Stage, written: WrittenFiles) ->
         cast=reshard.selection.cast,
         notes=[list(note) for note in (*reshard.notes, *written.notes)],
     )
+    # Last: after a kill, `roll_forward` takes a stage with a manifest for a whole one.
     stage.write_file(MANIFEST_NAME, text.encode())

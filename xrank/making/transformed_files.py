@@ -174,6 +174,7 @@ class _RoundOutputs:
             else:
                 self._keep(file, start, data)
             start = stop
+        # All of it went to the first rank, or it is empty; `finish` still expects a file that was begun.
         if file not in self.digests:
             self.put(file, output.offset, memoryview(b""))
         self.digests[file][slot] = digest
@@ -204,6 +205,7 @@ def _make(
     """Read a tensor, transform it, and write the result."""
     (source,) = whole.make([tensor.number], failures)
     results = apply_transform(transforms.function, tensor.name, source, tensor.outputs)
+    # The outputs may not need it any more: its memory is free before they are written.
     del source
     staging = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
     for slot, output in zip(tensor.slots, tensor.outputs, strict=True):

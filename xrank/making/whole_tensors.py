@@ -156,6 +156,7 @@ class TensorsAhead:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+        # The caller closes the source next, and no read may be under way then.
         self._thread.join()
         self._ready.clear()
 
@@ -181,6 +182,7 @@ class TensorsAhead:
                 self._changed.notify_all()
 
     def _has_room(self, nbytes: int) -> bool:
+        # A tensor that is larger than the room is made once nothing else waits; otherwise it never would be.
         return not self._untaken_nbytes or self._untaken_nbytes + nbytes <= self._room_nbytes
 
     def _is_cancelled(self) -> bool:
