@@ -58,6 +58,7 @@ def solve_lengths(lengths: Sequence[DimLength], given: Mapping[str, int]) -> Sol
         given: sizes known beforehand.
     """
     sizes, origins = dict(given), dict[str, tuple[DimLength, ...]]()
+    # Each round puts in the sizes that the last one found, which shortens the products with them.
     while True:
         rows = _Rows(sizes, origins)
         for at in lengths:
@@ -66,6 +67,7 @@ def solve_lengths(lengths: Sequence[DimLength], given: Mapping[str, int]) -> Sol
                 return conflict
         known = len(sizes)
         for monomial, (value, row_origins) in rows.solve().items():
+            # A lone equation contradicts nothing but whole numbers: a size of 5/3 shows that a dim lost rows.
             if value.denominator != 1 or value < 1:
                 return Conflict(row_origins[-1], value, row_origins[:-1], is_quotient=True)
             if len(monomial) == 1:
@@ -99,6 +101,7 @@ class _Rows:
         others = [origin for name in _names(at.node) for origin in self.origins.get(name, ())]
         # Replace every unknown that is the pivot of an earlier row. An empty rest repeats or contradicts earlier rows.
         while pivots := [monomial for monomial in row if monomial in self.by_pivot]:
+            # The largest first: its row holds only smaller unknowns, so no pivot comes back and the loop ends.
             pivot = max(pivots, key=_order)
             factor, other = row.pop(pivot), self.by_pivot[pivot]
             value -= factor * other.value
@@ -119,6 +122,7 @@ class _Rows:
     def solve(self) -> dict[_Monomial, tuple[Fraction, tuple[DimLength, ...]]]:
         """Return the unknowns that the equations determine, by back substitution."""
         found: dict[_Monomial, tuple[Fraction, tuple[DimLength, ...]]] = {}
+        # Smallest first: whatever a row's rest can ever be solved for is in `found` by its turn.
         for pivot in sorted(self.by_pivot, key=_order):
             row = self.by_pivot[pivot]
             if all(monomial in found for monomial in row.rest):
@@ -129,6 +133,7 @@ class _Rows:
 
     def find_indivisible(self) -> Conflict | None:
         """Return two products, one a factor of the other, whose quotient is not a whole number."""
+        # The equations take `g r` and `g r d` as two unrelated unknowns, so they miss that one divides the other.
         solved = self.solve()
         for larger, (value, origins) in solved.items():
             for smaller, (divisor, others) in solved.items():

@@ -125,8 +125,10 @@ def _missing(recipe: Recipe, used: Iterable[_Place], is_reversed: bool) -> list[
     for number, form in used:
         sides = source_sides(recipe.rules[number], True)
         made.update(map(str, sides[form : form + 1] if is_reversed else sides))
+    # A dense model lacks the sparse blocks rightly, but one without any block lacks all kinds: its layers are lost.
     groups = {rule.group for rule in recipe.rules if rule.group is not None}
     present = {recipe.rules[number].group for number, _ in used}
+    # One tensor of a flag shows that the flag is true, so the others of the flag are due, too.
     raised = {recipe.rules[number].when for number, _ in used} - {None}
     wanted: list[str] = []
     for number in active_rules(recipe, is_reversed):

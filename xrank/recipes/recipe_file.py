@@ -133,6 +133,7 @@ def _read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, A
     base = tables.pop("extends", None)
     if base is None:
         return tables
+    # A recipe that extends itself, even by way of others, would be read forever.
     if base not in _read_shipped() or base in via:
         raise _wrong(file, "extends", base, f"one of {', '.join(_read_shipped())}")
     return _extend(_read_tables(_read_shipped()[base], f"{base}.toml", (*via, base)), tables, file)
@@ -141,6 +142,7 @@ def _read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, A
 def _extend(base: dict[str, Any], own: dict[str, Any], file: str) -> dict[str, Any]:
     found = {**base, **own}
     for key in _TABLES:
+        # A replaced rule keeps its place in the base: rules are numbered by it, which orders the output's tensors.
         found[key] = {**base.get(key, {}), **own.get(key, {})}
     for source, value in own.get("tensors", {}).items():
         if value is False:
@@ -159,6 +161,7 @@ def _parse(name: str, tables: Mapping[str, Any], file: str) -> Recipe:
             raise _wrong(file, "pattern", pattern, f"a regular expression ({error})") from error
     sizes = tables.get("sizes", {})
     for size, number in sizes.items():
+        # isinstance would take TOML's `true` for 1.
         if type(number) is not int or number < 1:
             raise _wrong(file, f"sizes.{size}", number, "a number of 1 or more")
     rules = tuple(_parse_rule(source, value, file) for source, value in tables.get("tensors", {}).items())

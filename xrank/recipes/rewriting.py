@@ -114,8 +114,10 @@ def _count_padding(pairing: Pairing, shape: Sequence[int]) -> int:
 
 def _move(shard: StoredShard, name: str, shape: tuple[int, ...], nest: Nest) -> StoredShard:
     """Return the pieces of a target that one source holds; `nest` maps source addresses to target addresses."""
+    # Most tensors are only renamed: composing the nests of all their pieces would give the same nests again.
     if nest.x == 0 == nest.y and nest.loops == ((prod(shard.shape), 1, 1),):
         return replace(shard, name=name, shape=shape)
+    # Only what the nest covers remains: rows of padding and of the source's other parts drop out here.
     rows, nests = compose(shard.nests, (swap(nest),))
     return StoredShard(name, shard.dtype, shape, shard.rank[rows], shard.record[rows], nests)
 
@@ -171,6 +173,7 @@ def _check_whole(
                 want=f"none, because {flag} is false in config.json or the trainer's args",
                 next_step="check that config.json is this model's",
             )
+    # No flag of a used rule is false here (refused above), so the known flags cannot undo one that tensors raised.
     begun = {id(rule) for rule in used}
     flags = {**{rule.when: True for rule in used if rule.when is not None}, **flags}
     for name, outcome in outcomes.items():
@@ -192,6 +195,7 @@ def _needs(
     rule: Rule, flags: Mapping[str, bool], begun: set[int], groups: Mapping[int | None, set[str]], layer: int | None
 ) -> bool:
     """Return whether a model must have the tensors of a rule in that layer."""
+    # A layer without any block needs those of every group, so that a wholly lost layer is noticed.
     if rule.group is not None and groups and rule.group not in groups.get(layer, {rule.group}):
         return False
     if rule.unless is not None:

@@ -54,6 +54,7 @@ def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None 
     if not candidates:
         _refuse_missing(own)
     first: XrankError | None = None
+    # If the recipe of the model's own type knows the names, no other counts: it could prove other shapes of them.
     for found in [found for found in own if found.fits] or candidates:
         try:
             _prove(found, shapes, config)
@@ -121,6 +122,7 @@ def _lengths(
             if (id(side), dim, length) in kinds:
                 continue
             is_padded = not found.is_reversed and dim == 0 and bool({*names_of_dim(node)} & {*found.recipe.padded})
+            # Fewer rows than the vocabulary are not padding but a loss, and stay in the equations.
             if is_padded and isinstance(node, Size) and length >= given.get(str(node.value), 0):
                 continue
             kinds.setdefault((id(side), dim, length), DimLength(name, dim, node, length))
@@ -146,6 +148,7 @@ def _refusal(conflict: Conflict) -> XrankError:
             want=want,
             next_step=_OTHER,
         )
+    # A loss only shortens: of two dims that disagree, the shorter one is at fault, not the one that was read last.
     if at.length > conflict.want and len(others) == 1:
         at, others = others[0], (at,)
         want = f"as many as fit {_text(others[0])}"

@@ -141,6 +141,7 @@ def _combine(nodes: Sequence[Node], sizes: Mapping[str, int]) -> list[Branch]:
     for node in nodes:
         size = global_size(node, sizes)
         minors = _parts_of(node, sizes)
+        # Parts in two places would make one part of each pair, and pairs have no names of their own.
         if len(found) > 1 and len(minors) > 1:
             raise LayoutError(
                 f"a side of a recipe has parts in two places, {render_dim(node)} the second",

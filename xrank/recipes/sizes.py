@@ -41,6 +41,7 @@ def collect_sizes(
             continue
         for name, choices in terms.items():
             number = _first_known(values, choices)
+            # Flags are in the same tables, and isinstance would take a bool for an int.
             if type(number) is not int or number < 1:
                 continue
             if name in found and name in recipe.padded:
@@ -108,6 +109,7 @@ def _term(values: Mapping[str, Any], term: str) -> object:
             holds = value == _lookup(values, text) or str(value) == text if has_text else value is True
             if value is None or holds != (word == " if "):
                 return None
+            # The condition's key is known, so a constant is no longer the default of an absent key.
             counts_constants = True
     if term.isdecimal() or term in ("true", "false"):
         constant = int(term) if term.isdecimal() else term == "true"
@@ -162,6 +164,7 @@ def solve_sizes(
             if isinstance(dim, Size) and isinstance(dim.value, str):
                 counts[dim.value] = max(counts.get(dim.value, 0), index + 1)
     for size, count in counts.items():
+        # Only without a given count: the highest layer present may not be the model's last, if files are lost.
         bound.setdefault(size, count)
     _solve_shapes(padded, bound, kinds)
     for kind in kinds:
@@ -194,6 +197,7 @@ def _group_tensors(tensors: Iterable[tuple[Side, str, _Shape]]) -> list[_TensorK
 
 def _solve_shapes(padded: Sequence[str], bound: dict[str, int], kinds: Sequence[_TensorKind]) -> None:
     """Add the sizes that the shapes determine, until no more are found."""
+    # A size that one tensor determines may leave a single unknown in another's product, so go round again.
     known = -1
     while known < len(bound):
         known = len(bound)
