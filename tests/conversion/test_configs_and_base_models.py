@@ -55,13 +55,13 @@ DISAGREEMENTS = {
     ),
     "a key too few": (
         lambda c: c.pop("hidden_size"),
-        ["at hidden_size", "got   nothing on rank 2", "want  8, as on rank 0"],
+        ["at hidden_size", "got   nothing on rank 2", "want  4, as on rank 0"],
     ),
     "a key too many": (
         lambda c: c["rope"].update(extra=None),
         ["at rope.extra", "got   None on rank 2", "want  nothing"],
     ),
-    "a type": (lambda c: c.update(hidden_size=8.0), ["at hidden_size", "got   8.0 on rank 2", "want  8, as on rank 0"]),
+    "a type": (lambda c: c.update(hidden_size=8.0), ["at hidden_size", "got   8.0 on rank 2", "want  4, as on rank 0"]),
     "everything": (lambda c: c.clear(), ["at hidden_size", "got   nothing on rank 2"]),
 }
 

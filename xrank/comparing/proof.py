@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xrank.decisions.base_check import check_source, describe_skipped_check
 from xrank.decisions.base_model import BaseModel
+from xrank.decisions.config_proof import prove_config
 from xrank.decisions.decision import Purpose, Request, decide
 from xrank.decisions.found_source import read_source
 from xrank.errors import UsageError
@@ -35,6 +36,7 @@ def plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None, par
         )
     outputs = [OutputTensor(shard.name, shard.dtype, shard.shape) for shard in model.shards]
     checked = check_source(base, model, found.config) if base is not None else None
+    prove_config(found, model, base=base)
     notes = [*model.notes] if base is not None or layouts is not None else []
     if base is not None and checked is None:
         notes.append(describe_skipped_check(base, path))

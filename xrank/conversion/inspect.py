@@ -10,6 +10,7 @@ from xrank.conversion.report import count_rank_tensors, model_facts, peak_rss_nb
 from xrank.decisions.adapters import adapt, adapter_beside
 from xrank.decisions.base_check import check_source, describe_skipped_check
 from xrank.decisions.base_model import open_base_model
+from xrank.decisions.config_proof import prove_config
 from xrank.decisions.decision import Purpose, Request, decide, renames_adapted
 from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.found_source import companions_of, read_found
@@ -82,6 +83,7 @@ def inspect_source(
         recipe = renamed.recipe
         if base is not None and check_source(base, renamed, found.config) is None:
             notes.append(describe_skipped_check(base, text))
+        prove_config(found, renamed, base=base)
         check_companions({c.name: c for c in (*(base.companions if base else ()), *found.companions)}.values())
     except XrankError as error:
         problems.append(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import Any
 from xrank.decisions.adapters import Adapted, adapter_beside, check_ties
 from xrank.decisions.base_check import describe_skipped_check
 from xrank.decisions.base_model import check_against, open_base_model
+from xrank.decisions.config_proof import prove_config
 from xrank.decisions.decision import Decision, Purpose, Request, decide
 from xrank.decisions.found_source import find_live_source, read_found
 from xrank.decisions.options import GatherOptions
@@ -160,6 +162,16 @@ def _plan_output(
     if base is not None:
         tied = {name for names in decision.selection.tied.values() for name in names}
         checked = check_against(base, list(outputs), set(decision.selection.excluded), tied)
+    if decision.is_model:
+        text = decision.small.config_text
+        prove_config(
+            decision.found,
+            source,
+            base=base,
+            config=None if text is None else json.loads(text),
+            left_out=decision.selection.excluded,
+            apart=() if adapted is None else adapted.own,
+        )
     return FolderPlan(
         decision,
         plan,

@@ -1,0 +1,125 @@
+"""Prove config.json by the tensors: a model with another number of layers, or another size, would not be this model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from xrank import dtypes
+from xrank.decisions.base_model import BaseModel
+from xrank.decisions.config_claims import Claim, make_claims
+from xrank.decisions.config_sections import Section, group_tensors, split_config
+from xrank.decisions.found_source import FoundSource
+from xrank.errors import ContradictionError
+from xrank.faces import AGAIN, option
+from xrank.plan.source import StoredModel
+
+__all__ = ["prove_config"]
+
+_Shape = tuple[int, ...]
+
+_OTHER_MEANINGS = {
+    "vocab_size": "csm_depth_decoder_model|kyutai_speech_to_text|marian|mllama_text_model|moshi",
+    "hidden_size": "clap_audio_model|neomme|perceiver|pp_ocrv6_tiny_rec",
+    "intermediate_size": "lfm2|recurrent_gemma",
+    "decoder_ffn_dim": "deimv2",
+    "num_hidden_layers": "align_vision_model|bridgetower_vision_model|clap_audio_model|donut-swin"
+    "|efficientnet|hrm_text|janus_vision_model|maskformer|qwen2_5_omni_dit|swin"
+    "|swinv2|xlstm",
+    "encoder_layers": "seamless_m4t|seamless_m4t_v2",
+    "decoder_layers": "mask2former|oneformer|seamless_m4t|seamless_m4t_v2",
+    "num_attention_heads": "blt_.*|convbert|glm5_next_text|inkling_text|laguna|mobilebert"
+    "|pix2struct_text_model|pixtral|reformer|zamba2",
+    "num_key_value_heads": "blt_.*|glm5_next_text|granite_speech5_encoder|hunyuan_vl_vision|inkling_text"
+    "|pixtral|zamba2",
+    "head_dim": "deepseek_v4|esmc|inkling_text|olmoe",
+    "qk_nope_head_dim": "axk2|bailing_hybrid|kimi_linear|longcat_flash",
+    "fused heads": "cosmos3_omni|falcon|gpt_bigcode|minimax|unlimited_ocr_text",
+    "num_experts": "dots3_note_vision_encoder",
+    "n_shared_experts": "dots3_note_text|inkling_text",
+    "max_position_embeddings": "mra|nystromformer|yoso",
+    "patch_size": "depth_pro|focalnet",
+    "num_channels": "swin2sr",
+    "tie_word_embeddings": "higgs_audio_v2|ovis2",
+    "num_labels": "pvt",
+}
+"""Kinds of claims, each with the model types in which the key does not give the length of these tensors."""
+_OF_ADAPTER = re.compile(r"\.lora_|\.modules_to_save\.")
+_UNPROVEN = re.compile("(mm-)?grounding-dino")
+
+
+def prove_config(
+    found: FoundSource,
+    model: StoredModel,
+    *,
+    base: BaseModel | None = None,
+    config: Mapping[str, Any] | None = None,
+    left_out: Collection[str] = (),
+    apart: Collection[str] = (),
+) -> None:
+    """Check the config.json of a model against its tensors.
+
+    Only what tensors show is checked: sizes of dims, and lengths of lists of layers and experts. A rotary base, and
+    heads whose number changes no shape, are not visible. A model with code of its own (``auto_map``) is not checked.
+
+    Args:
+        found: the source with its config.
+        model: the source under Hugging Face's names.
+        base: the base model, which may have given the config.
+        config: the config.json that will be written, where it is not the source's.
+        left_out: names that the user leaves out; the config may count them, or not.
+        apart: names that are not the model's, such as those of an adapter.
+
+    Raises:
+        ContradictionError: a size is not that of the tensors; the error names the tensor and the key.
+    """
+    config = found.config if config is None else config
+    is_foreign = model.format.startswith("megatron") and model.recipe is None
+    # Without the shapes of tensors that save_pretrained leaves out, their absence would be taken for another config.
+    if config is None or "auto_map" in config or is_foreign or found.unsaved:
+        return
+    shapes = {
+        shard.name: shard.shape
+        for shard in model.shards
+        # Payloads that pack several values into an integer have other shapes; an adapter may lie in a few layers.
+        if dtypes.dtype(shard.dtype).is_float and shard.name not in apart and not _OF_ADAPTER.search(shard.name)
+    }
+    misfit = _find_misfit(config, {name: shape for name, shape in shapes.items() if name not in left_out})
+    if misfit is None or (left_out and _find_misfit(config, shapes) is None):
+        return
+    section, claim = misfit
+    file = found.config_path or ("the model's config" if found.place is None else f"the config in {found.place}")
+    hidden = section.size("hidden_size", "d_model", "n_embd")
+    # The other dim of the tensors has the hidden size.
+    length, place = next((each for each in claim.found.items() if each[0] != hidden), next(iter(claim.found.items())))
+    keys = " and ".join(f"{section.prefix}{key} = {section.values.get(key)}" for key in claim.keys)
+    raise ContradictionError(
+        f"{file}: {section.prefix}{claim.keys[0]} is not that of the tensors, such as {place.tensor}",
+        tensor=place.tensor,
+        file=found.config_path,
+        got=f"{length} {place.text}",
+        want=f"{' or '.join(map(str, dict.fromkeys(claim.numbers)))}, by {keys}",
+        next_step=_advise(found, base),
+    )
+
+
+def _advise(found: FoundSource, base: BaseModel | None) -> str:
+    if found.config_path is not None and base is not None and found.config_path.startswith(base.path):
+        return f"name the base model that was trained with {option('base_model')}, then {AGAIN}"
+    if found.config_path is not None:
+        return f"put the model's own config.json in place of {found.config_path}, then {AGAIN}"
+    if found.place is not None:
+        return f"put the model's own config.json into {found.place}, then {AGAIN}"
+    return "correct the config of the model, or what overrides it"
+
+
+def _find_misfit(config: Mapping[str, Any], shapes: Mapping[str, _Shape]) -> tuple[Section, Claim] | None:
+    for section in split_config(config, group_tensors(shapes)):
+        if any(map(_UNPROVEN.fullmatch, section.model_types)):
+            continue
+        for claim in make_claims(section):
+            others = _OTHER_MEANINGS.get(claim.kind)
+            if not claim.holds and (others is None or not any(re.fullmatch(others, t) for t in section.model_types)):
+                return section, claim
+    return None
