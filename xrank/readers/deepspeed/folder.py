@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
 from xrank.formats.regular_file import Origin, open_regular, quote
+from xrank.readers.advice import ONE_SAVE
 from xrank.readers.deepspeed.unread import EXPERTS, SLICES, STAGES
 from xrank.words import list_text
 
@@ -181,7 +182,7 @@ def list_files(folder: str) -> CheckpointFiles:
                 file=os.path.join(folder, entry),
                 got="two files",
                 want="one",
-                next_step="move the file of another run to another folder",
+                next_step=ONE_SAVE,
             )
         place[key] = os.path.join(folder, entry)
     if sliced:

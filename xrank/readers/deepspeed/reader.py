@@ -13,6 +13,7 @@ from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, UsageError
 from xrank.plan.source import StoredModel, StoredShard
+from xrank.readers.advice import ONE_SAVE
 from xrank.readers.base import Hints
 from xrank.readers.checkpoint_folders import nbytes_below
 from xrank.readers.deepspeed.agreement import Agreement
@@ -95,7 +96,7 @@ def _modules(files: CheckpointFiles, num_ranks: int, is_cut: bool, records: Reco
             file=other,
             got="model states of two kinds",
             want="those of one save",
-            next_step="move the files of another run to another folder",
+            next_step=ONE_SAVE,
         )
     if is_cut:
         if not num_ranks:
@@ -131,7 +132,7 @@ def _universal_modules(files: CheckpointFiles, records: Records, agreement: Agre
             file=next(iter(files.partitions.values())),
             got="zero/ and *_optim_states.pt",
             want="one of both",
-            next_step="move the files of another run to another folder",
+            next_step=ONE_SAVE,
         )
     num_ranks = len(files.rank_models)
     if num_ranks:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from xrank.errors import ContradictionError, IncompleteError
-from xrank.faces import AGAIN
+from xrank.readers.advice import ONE_SAVE
 from xrank.words import ranks_text
 
 __all__ = ["ShardGrid", "is_shard_name", "shard_grid"]
@@ -76,7 +76,7 @@ def shard_grid(folder: str) -> ShardGrid:
                     file=os.path.join(folder, entry),
                     got=f"rank {rank}, file {number} of {count}",
                     want="numbers from 1",
-                    next_step="move the file to another folder if it belongs to another run",
+                    next_step=ONE_SAVE,
                 )
             worlds.setdefault(count, {})[rank, number] = os.path.join(folder, entry)
     if not worlds:
@@ -91,7 +91,7 @@ def shard_grid(folder: str) -> ShardGrid:
             file=file,
             got="; ".join(f"{len(files)} files of -of-{count:05d}" for count, files in sorted(worlds.items())),
             want="files of one save",
-            next_step=f"move the shards of another run to another folder, then {AGAIN}",
+            next_step=ONE_SAVE,
         )
     ((count, files),) = worlds.items()
     return ShardGrid(folder, files, count)

@@ -14,6 +14,7 @@ from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.formats.sharding_info import read_saved_offsets
 from xrank.layout.nest_table import NestTable
 from xrank.plan.source import StoredShard
+from xrank.readers.advice import ONE_SAVE
 from xrank.readers.records import Records
 
 __all__ = ["ShardPieces"]
@@ -44,7 +45,7 @@ class ShardPieces:
                     file=header.path,
                     got=f"{tensor.dtype}, {len(tensor.shape)} dims",
                     want=f"{dtype}, {ndim} dims",
-                    next_step="move the shards of another run to another folder, or save again",
+                    next_step=ONE_SAVE,
                 )
             row = self.rows.setdefault(tensor.name, array("q"))
             row.extend((rank, record_of(tensor)))

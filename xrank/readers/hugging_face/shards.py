@@ -17,6 +17,7 @@ from xrank.errors import ContradictionError, IncompleteError, LayoutError
 from xrank.faces import AGAIN, option
 from xrank.formats.safetensors_header import read_header
 from xrank.plan.source import StoredModel
+from xrank.readers.advice import ONE_SAVE
 from xrank.readers.base import Hints
 from xrank.readers.hugging_face.shard_grid import ShardGrid, is_shard_name, shard_grid
 from xrank.readers.hugging_face.shard_pieces import ShardPieces
@@ -122,7 +123,7 @@ def _overlap(name: str, pieces: ShardPieces, boxes: Sequence[Box]) -> Contradict
         got=f"{box_text(boxes[sorted(found)[0]])} of rank {rank} (from 1), {box_text(boxes[sorted(found)[1]])} of rank "
         f"{other_rank}",
         want="every element once",
-        next_step=f"move the shards of a run of another world size to another folder, then {AGAIN}",
+        next_step=ONE_SAVE,
     )
 
 
@@ -211,5 +212,5 @@ def _shape_error(
         file=pieces.records.path(int(pieces.table(name)[0, 1])),
         got=str(list(shape)),
         want=f"{list(want)}, as in the base model",
-        next_step="give the base model that was trained, or move the shards of another run to another folder",
+        next_step=f"give the base model that was trained; if shards of two saves lie here, {ONE_SAVE}",
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
 from xrank.faces import AGAIN
 from xrank.formats.regular_file import open_regular
+from xrank.readers.advice import ONE_SAVE
 from xrank.readers.fsdp.file_names import RankFiles
 from xrank.readers.torch_checkpointing.metadata import METADATA, ItemMetadata, SavedMetadata, read_metadata
 from xrank.words import list_text, ranks_text
@@ -129,7 +130,7 @@ def _list_items(folder: str) -> dict[str, dict[int, str]]:
                 rank=int(match[2]),
                 got=f"{other} and {name}",
                 want="one of them",
-                next_step=f"copy the checkpoint of one save into a folder of its own, then {AGAIN}",
+                next_step=ONE_SAVE,
             )
     return items
 
@@ -178,5 +179,5 @@ def _check_others(listed: RankFiles, named: Mapping[int, str]) -> None:
             file=os.path.join(listed.folder, named[beyond[0]]),
             got=ranks_text([*named]),
             want=f"ranks 0 to {(listed.world_size or 1) - 1}",
-            next_step=f"copy the checkpoint of one save into a folder of its own, then {AGAIN}",
+            next_step=ONE_SAVE,
         )
