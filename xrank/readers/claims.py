@@ -227,6 +227,7 @@ def list_counted_names(claim: Claim) -> Iterator[str]:
     """Yield all names, over all ranks, that a claim's name with dims stands for; nothing for a name without dims."""
     if claim.pattern is None:
         return
+    # Every table has the global sizes, so the first does; a rank without a part has none.
     for rank in claim.mesh.ranks:
         table = _table(claim.pattern, claim.layout, claim.mesh, rank, claim.sizes)
         if table is not None:
@@ -242,6 +243,7 @@ def find_local_name(claim: Claim, name: str, rank: int) -> str | None:
     return None if table is None else table.local_name(name)
 
 
+# One per rank and pattern; each of the rank's tensors asks for it.
 @lru_cache(maxsize=65536)
 def _table(
     pattern: TensorName, layout: TensorLayout, mesh: DeviceMesh, rank: int, sizes: tuple[tuple[str, int], ...]

@@ -29,7 +29,6 @@ class CopiedValues:
         Raises:
             ContradictionError: another rank holds the same.
         """
-        # Very small tensors may be equal by chance, and padding often is.
         # A few elements may be equal by chance, and padding often is.
         if not archive.has_checksums or num_elements < _TELLING_ELEMENTS:
             return
@@ -66,6 +65,7 @@ def compute_repeated_crc32(pattern: bytes, count: int) -> int:
     """Return the CRC-32 of a pattern repeated `count` times, in O(log count) steps."""
     total, total_nbytes = 0, 0
     power, power_nbytes = isal_zlib.crc32(pattern), len(pattern)
+    # Square and multiply: `power` is the CRC of 1, 2, 4, ... repetitions, and the bits of the count choose among them.
     while count:
         if count & 1:
             total = isal_zlib.crc32_combine(total, power, power_nbytes) if total_nbytes else power

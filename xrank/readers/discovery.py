@@ -159,6 +159,7 @@ def _folders_below(path: str, levels: int) -> Iterator[str]:
         return
     for entry in entries:
         # DirEntry.is_dir raises on a cycle of links.
+        # Only root may read the lost+found of a disk, so it would end the search of the folders beside it.
         if os.path.isdir(entry.path) and not entry.name.startswith(".") and entry.name != "lost+found":
             try:
                 _check_readable(entry.path)
@@ -174,6 +175,7 @@ def _check_readable(path: str) -> None:
         return
     try:  # os.access checks the real user, and on a network file system only the server knows
         with os.scandir(path):
+            # To list a folder takes the right to read it, to open its files that to enter it: this needs the second.
             os.stat(os.path.join(path, os.curdir))
     except PermissionError:
         raise UsageError(

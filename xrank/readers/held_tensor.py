@@ -117,6 +117,7 @@ def _from_storage(name: str, held: HeldTensor, local: Nest) -> list[Nest]:
             want="strides of at least 1",
             next_step="write the tensor with .contiguous()",
         )
+    # From the storage to the local row-major addresses, at which `local` begins: to intersect them is to compose them.
     storage = Nest(
         held.storage_offset,
         0,

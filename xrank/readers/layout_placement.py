@@ -202,6 +202,7 @@ def place_members(name: str, claimed: Sequence[Claimed], hints: Hints) -> list[S
 
 def _infer_shape(name: str, claimed: Sequence[Claimed]) -> tuple[int, ...]:
     first, claim = claimed[0]
+    # One mesh suffices: the others hold replicas, and `_check_part` compares their shapes with this one.
     holders = {h.rank: h for h, c in claimed if c.mesh == claim.mesh}
     try:
         return infer_shape(

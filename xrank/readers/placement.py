@@ -87,6 +87,7 @@ def place_all(held: Mapping[str, Sequence[HeldTensor]], hints: Hints, *, world_s
         raise _join_errors(failures)
     shards = tuple(shard for name in parts for shard in placed.get(name, ()))
     _check_once(shards)
+    # Each claim once: its ranks share it, and it counts the names of the whole model.
     counting = dict.fromkeys(claim for own in parts.values() for _, claim in own if claim and claim.pattern)
     absent = dict.fromkeys(name for claim in counting for name in list_counted_names(claim) if name not in parts)
     absent.update(dict.fromkeys(left_out))
@@ -181,6 +182,7 @@ def _place(
     held = [h for h, _ in parts]
     _check_equal(name, "dtype", {h.rank: h.dtype for h in held}, held)
     claimed = [(h, claim) for h, claim in parts if claim is not None]
+    # Ranks that differ in what they record come from two programs or runs, so no rule of a file may fill the gap.
     if claimed and (len(claimed) < len(held) or len({claim.is_recorded for _, claim in claimed}) > 1):
         recording = [(h, claim) for h, claim in claimed if claim.is_recorded]
         without = [h for h in held if h.layout is None]
@@ -280,6 +282,7 @@ def _place_by_base_shape(
         return pieces_of(name, held, shape, [whole(shape) for _ in held]), assumption
     if all(len(h.shape) == len(shape) for h in held):
         dims = [d for d in range(len(shape)) if any(h.shape[d] != shape[d] for h in held)]
+        # Two cut dims would be a grid of ranks, in an order that shapes do not tell.
         if len(dims) == 1 and sum(h.shape[dims[0]] for h in held) == shape[dims[0]]:
             dim, start, nests = dims[0], 0, []
             for h in held:

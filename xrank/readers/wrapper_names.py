@@ -41,6 +41,7 @@ def plain_names(names: Sequence[str], known: Container[str] = ()) -> dict[str, s
         UsageError: two tensors would get the same name.
     """
     plain = {name: _strip_anywhere(name) for name in names}
+    # A model may have a child called `module` itself, but a wrapper's prefix is in front of every name.
     while plain and all(name.startswith(f"{_OUTER}.") for name in plain.values()):
         plain = {name: bare.removeprefix(f"{_OUTER}.") for name, bare in plain.items()}
     changed = [name for name, bare in plain.items() if name != bare]

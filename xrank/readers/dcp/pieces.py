@@ -94,6 +94,7 @@ def locate(folder: str, metadata: DcpMetadata, chosen: Mapping[str, DcpTensor]) 
         _check_kinds(name, tensor, dtype, rows[first:end, 0], kinds, metadata)
         nests = _nests(tensor, rows[first:end, 0], kinds)
         shards.append(StoredShard(name, dtype, tensor.shape, ranks[tensor.file], np.arange(first, end), nests))
+    # From the metadata's numbers of files to those of the files with pieces of the model.
     place = np.zeros(len(metadata.files), dtype=np.int64)
     place[used] = np.arange(len(used))
     records = RecordTable(place[file], *(np.ascontiguousarray(rows[:, k]) for k in (1, 2, 3)))
@@ -282,6 +283,7 @@ def _check_kinds(
 def _nests(tensor: DcpTensor, rows: IntArray, kinds: Sequence[ItemKind]) -> NestTable:
     """Return a nest for each piece, from its record to the row-major tensor."""
     steps = [prod(tensor.shape[k + 1 :]) for k in range(len(tensor.shape))]
+    # Once per kind of item: a million pieces have a few kinds.
     loops = {}
     for number in set(rows.tolist()):
         kind = kinds[number]

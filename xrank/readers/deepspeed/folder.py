@@ -24,6 +24,7 @@ _LAYER = re.compile(r"layer_[0-9]+-.*model_.*states\.pt")
 
 _MARKERS = ("latest", "latest_universal")
 _SCRIPT = "zero_to_fp32.py"
+# The longest name of a file on Linux.
 _MAX_TAG_NBYTES = 255
 
 
@@ -168,6 +169,7 @@ def list_files(folder: str) -> CheckpointFiles:
         if owner is None:
             continue
         kind, rank, slice_ = owner
+        # Universal weights are whole; there the slices' model states only tell which parameters exist.
         if slice_ and not (is_universal and rank is None):
             sliced.append(entry)
             continue

@@ -87,6 +87,7 @@ def _ties(state: ModelState, *, is_cut: bool) -> dict[str, str]:
     found = dict(state.shared)
     for names in names_of.values():
         owners = [name for name in names if name in held]
+        # With several owners of one memory it is open which of them the other names are tied to.
         if len(owners) == 1 or (not owners and not is_cut):
             owner = (owners or names)[0]
             found |= {name: owner for name in names if name != owner}
@@ -147,6 +148,7 @@ def read_rank_modules(paths: Sequence[str], records: Records, agreement: Agreeme
         state = read_model_state(path, rank)
         agreement.add(state.facts, state.origin)
         index = records.add_archive(state.archive)
+        # The first rank tells which frozen parameters are cut; `_check_alike` holds the other ranks to it.
         if first is None:
             first = state
             names = [name for name in state.frozen if not _is_whole(state, name, len(paths))]
@@ -160,6 +162,7 @@ def read_rank_modules(paths: Sequence[str], records: Records, agreement: Agreeme
             if name in state.frozen and name not in known:
                 wholes.setdefault(name, []).append(_part_of(fragment, state.origin, index, rank))
         pieces = [_piece(state, name, len(paths)) for name in names]
+        # The last ranks' pieces of a small tensor are padding alone, equal on these ranks without being copies.
         real = [piece for name, piece in zip(names, pieces, strict=True) if _numel_of(state, name, rank, len(paths))]
         count = sum(_numel_of(state, name, rank, len(paths)) for name in names)
         copies.add(state.archive, real, count, state.origin)

@@ -36,6 +36,7 @@ def check_moment(
         return ()
     notes = []
     named = _TAG.match(tag)
+    # The user chooses the tag, so it proves nothing.
     if named is not None and int(named[1]) != step:
         notes.append(("another-step", f"the folder is named {tag}, and the model states in it are of step {step:,}"))
     skipped = modules.get("skipped_steps")
@@ -43,6 +44,7 @@ def check_moment(
     wanted = {step, step - skipped} if type(skipped) is int else {step}
     recorded = [value for path, value in (partition or {}).items() if _STEP.fullmatch(path)]
     counts = [int(value) for value in recorded if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    # An optimizer that is behind may have been begun anew; one that is ahead cannot be of this save.
     if counts and max(counts) > step:
         raise ContradictionError(
             origin.locate("belongs to an earlier step than the optimizer states"),

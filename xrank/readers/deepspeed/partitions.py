@@ -107,6 +107,7 @@ def locate_successive(
     end = first + prod(shape)
     if first == end:
         return _shard(name, flats.dtypes[column], shape, [])
+    # Only the partitions that the range touches: thousands of ranks times thousands of tensors would be too many.
     ranks = np.arange(first // size, (end - 1) // size + 1, dtype=np.int64)
     low = np.maximum(ranks * size, first)
     count = np.minimum((ranks + 1) * size, end) - low
@@ -119,9 +120,11 @@ def _shard(name: str, dtype: str, shape: tuple[int, ...], parts: Sequence[tuple[
     rank, record, x, y, count = (
         np.concatenate([part[column] for part in parts]) if parts else empty for column in range(5)
     )
+    # A rank that has only padding of the tensor counts zero or less.
     real = count > 0
     count = count[real]
     loops = np.stack((count, np.ones_like(count), np.ones_like(count)), axis=1)
+    # A single element has no loop, and this row is `NestTable`'s filler for one.
     loops[count == 1] = (1, 0, 0)
     nests = NestTable(x[real], y[real], loops[:, None, :])
     return StoredShard(name, dtype, shape, rank[real], record[real], nests)

@@ -66,6 +66,7 @@ def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bo
     tensor = entry.get("param")
     if isinstance(tensor, InertRecord) or isinstance(value, InertRecord):
         raise origin.unsafe("holds an object that only running code can make", got=repr(tensor))
+    # torch calls an archive by its file's name, or "archive" if it was saved into a stream.
     if archive.name not in ("fp32", "archive"):
         raise ContradictionError(
             origin.locate("is another file, renamed or copied"),
@@ -77,6 +78,7 @@ def _shard(folder: str, name: str, shape: Shape, records: Records, is_sliced: bo
         )
     if not isinstance(tensor, ArchivedTensor):
         raise origin.corrupt("contains no tensor", got=type(tensor).__name__, want="a tensor, or a dict with param")
+    # ds_to_universal.py cuts the padding off a `vocab_tensor`, so its rows may be fewer than the model states'.
     is_row = tensor.shape == (prod(shape),) and (tensor.strides == (1,) or prod(shape) <= 1)
     if is_row:
         # Stage 3's elements lost their shape; the model states have it.

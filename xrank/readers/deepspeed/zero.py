@@ -61,6 +61,7 @@ def read_partitions(files: CheckpointFiles, records: Records, agreement: Agreeme
     start = min(files.partitions)
     first = read_partition(files.partitions[start], start)
     num_ranks = max(first.counts)
+    # Before the others are read: the names of the files already show a missing rank.
     check_ranks(files.folder, files.partitions, num_ranks, "optim_states")
     if any(count != num_ranks for count in first.counts):
         raise EXPERTS.make_error(
@@ -158,6 +159,7 @@ def _locate_interleaved_shards(partitions: Partitions, groups: Sequence[Shapes])
             raise _size_error(
                 partition, f"{int(flats.length[rank].sum()):,} elements", f"{wanted:,}, by the shapes of all parameters"
             )
+        # `locate_interleaved` finds every rank's piece at the borders of rank 0's sub-groups.
         if (flats.length[rank] != flats.length[0]).any():
             group = int(np.flatnonzero(flats.length[rank] != flats.length[0])[0])
             raise _size_error(
@@ -177,6 +179,7 @@ def _locate_interleaved_shards(partitions: Partitions, groups: Sequence[Shapes])
         # The sub-groups that contain the piece: one in today's DeepSpeed, or several.
         low = max(int(np.searchsorted(ends, position, side="right")) - 1, 0)
         high = int(np.searchsorted(ends, position + size, side="left"))
+        # A tensor without elements at the stream's end lies behind the last sub-group: it gets that one.
         columns = list(range(min(low, len(ends) - 2), max(high, low + 1))) or [0]
         found[name] = locate_interleaved(name, shape, flats, columns, position - int(ends[columns[0]]))
         position += size
@@ -185,6 +188,7 @@ def _locate_interleaved_shards(partitions: Partitions, groups: Sequence[Shapes])
 
 def _group_shards(partitions: Partitions, number: int, shapes: Shapes) -> dict[str, StoredShard]:
     first = partitions.all[0]
+    # A record of too few groups gets an empty list here, which the check below refuses.
     paddings = None if first.alignments is None else (*first.alignments, *[()] * len(first.flats))[number]
     if paddings is not None and len(paddings) != len(shapes):
         raise _size_error(first, f"{len(paddings)} paddings in group {number}", f"{len(shapes)}, one per parameter")
@@ -276,6 +280,7 @@ def _expect_slices(
     starts = np.array([end for _, end in places], dtype=np.int64)
     names = list(shapes)
     found: dict[str, tuple[int, int]] = {}
+    # Start at the first parameter that ends behind `low`: for each rank to pass all parameters would be quadratic.
     for at in range(int(np.searchsorted(starts, low, side="right")), len(places)):
         first, end = places[at]
         if first >= high:

@@ -122,6 +122,7 @@ class DTensors:
         local = read_local_tensor(state.get("_local_tensor"), quote(name), wrapper.dtype, self._origin)
         placements = tuple(self._placement(name, value) for value in _members(fields.get("placements")))
         order = tuple(self._order_entry(name, value) for value in _members(fields.get("shard_order")))
+        # A model has thousands of DTensors, but a handful of ways to cut them.
         key = (mesh, placements, order, len(wrapper.shape))
         if key not in self._layouts:
             try:

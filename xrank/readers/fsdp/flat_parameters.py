@@ -118,6 +118,7 @@ def _check_gaps(buffer: str, files: Sequence[FsdpRankFile], pieces: Iterable[_Pi
     size = parts[0].shape[0]
     padding = _ALIGNMENT_NBYTES // dtype(parts[0].dtype).nbytes
     stand = 0
+    # The buffer's end is the last entry, so that the gap before it is checked, too.
     for start, stop in [*sorted({(piece.start, piece.stop) for piece in pieces}), (size, size)]:
         # The end is also padded to a multiple of the number of ranks.
         room = padding if start < size else padding + len(parts)
@@ -162,6 +163,7 @@ def flat_shards(pieces: FlatPieces, shapes: Mapping[str, tuple[int, ...]]) -> li
 
 def _extent(name: str, pieces: Sequence[_Piece]) -> tuple[int, int]:
     """Return a parameter's range of its buffer, after checking that its pieces leave no hole."""
+    # A set, because replicas repeat a range.
     ranges = sorted({(piece.start, piece.stop) for piece in pieces})
     if len({piece.buffer for piece in pieces}) > 1 or len({piece.held.dtype for piece in pieces}) > 1:
         first, other = pieces[0], next(p for p in pieces if (p.buffer, p.held.dtype) != _kind(pieces[0]))

@@ -154,6 +154,7 @@ class Meshes:
             record = self._archive.records[key]
             with open_regular(self._archive.path, self._rank) as file:
                 data = file.read(record.offset, record.nbytes)
+            # These values decide where all elements go, so they are proven now, and not when tensors are copied.
             if self._archive.has_checksums and isal_zlib.crc32(data) != record.crc32:
                 raise self._origin.corrupt(
                     "a device mesh's ranks fail their checksum",

@@ -73,6 +73,7 @@ class ShardPieces:
             name,
             self.names[name],
             shape,
+            # File names count ranks from 1.
             table[kept, 0] - 1,
             table[kept, 1].copy(),
             NestTable.from_nests([nests[i][0] for i in kept]),

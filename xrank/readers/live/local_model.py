@@ -90,6 +90,7 @@ def local_model(
     view_of: dict[str, int] = {}
     known: dict[Hashable, int] = {}
     for name, tensor in located.local.items():
+        # Tied names share one view, which is how other ranks learn of the tie.
         key = view_key(tensor)
         if key not in known:
             known[key] = len(views)

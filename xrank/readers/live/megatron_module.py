@@ -76,6 +76,7 @@ def megatron_tensors(
         UsageError: a tensor without bytes to read.
     """
     chunks = [_unwrap(chunk) for chunk in (model if isinstance(model, list | tuple) else [model])]
+    # A mesh from Megatron's own process groups needs no check.
     if mesh.is_given:
         _check_sizes(chunks, mesh, rank)
     parts: dict[str, _Part] = {}
@@ -196,6 +197,7 @@ def _split_experts(name: str, value: torch.Tensor, owner: torch.nn.Module, rank:
 
 def _gating(chunks: Sequence[torch.nn.Module], parts: Mapping[str, _Part], rank: int) -> bool:
     """Return whether linear_fc1 is gate and up; config, attributes and shapes must agree."""
+    # Each source gives an answer, and all must be the same: halves that are taken for one matrix would be cut wrongly.
     answers = {config.gated_linear_unit for config in configs_of(chunks) if hasattr(config, "gated_linear_unit")}
     interleaved = next((n for c in configs_of(chunks) if (n := getattr(c, "moe_mlp_glu_interleave_size", None))), None)
     if interleaved:

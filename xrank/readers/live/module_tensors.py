@@ -81,6 +81,7 @@ def count_changes(module: FilledModule, views: Sequence[torch.Tensor]) -> None:
     import torch
 
     changed = [*(tensor for _, tensor in _tensors(module)), *views]
+    # Inference tensors have no version to count.
     torch.autograd.graph.increment_version([tensor for tensor in changed if not tensor.is_inference()])
 
 

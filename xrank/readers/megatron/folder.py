@@ -81,6 +81,7 @@ def _read_marker(path: str) -> str:
             return text
         if not re.fullmatch("[0-9]{1,18}", text, re.ASCII):
             raise file.origin.corrupt("is not a marker", got=quote(text), want="a number, or release")
+        # Made of the number alone, so no marker can lead out of the folder.
         return f"iter_{int(text):07d}"
 
 

@@ -86,6 +86,7 @@ def _list_writers(sizes: ParallelSizes, stage_size: int) -> Iterable[tuple[int, 
     Dense layers and experts divide the ranks of a stage in two ways (parallel_state.py: RankGenerator); tensor
     parallelism varies fastest in both.
     """
+    # The world size comes from a file, which may be damaged: the loop must end.
     for rank in range(min(stage_size, _MAX_RANKS)):
         is_first = rank < sizes.tensor * sizes.context or rank < sizes.expert_tensor * sizes.expert
         if is_first:

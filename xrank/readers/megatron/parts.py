@@ -162,6 +162,7 @@ def find_gating(tensors: Mapping[str, TensorParts], first: MegatronRankFile) -> 
     recorded = [first.args[key] for key in _GATED if isinstance(first.args.get(key), bool)]
     is_gated = any(recorded)
     for name, rows, columns in projections({name: parts.held[0].shape for name, parts in tensors.items()}):
+        # Without an argument the first projection decides, and all others must agree with it.
         if not recorded and rows == 2 * columns:
             is_gated, recorded = True, [True]
         if rows != columns * (2 if is_gated else 1):
@@ -259,6 +260,7 @@ def place_parts(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, 
             )
     # Experts are cut by `etp`, whose ranks repeat along tp; other tensors by `tp`.
     lengths = {"tp": sizes.tensor, "ep": sizes.expert, "etp": sizes.expert_tensor}
+    # A tensor that no axis cuts still needs a mesh: it is whole on each rank of tp.
     axes = tuple(axis for axis in lengths if any(axis in used for used in layout.axes)) or ("tp",)
     mesh = _mesh(axes, tuple(lengths[axis] for axis in axes))
     try:

@@ -75,6 +75,7 @@ def first_layers(
     if type(num_layers) is int and sum(counts.values()) != num_layers:
         total = sum(counts.values())
         raise _contradiction("all stages together do not contain", total, num_layers, "args.num_layers", file)
+    # The files' own counts decide; the arguments can only contradict them, because they leave uneven splits open.
     expected = _expect_counts(sizes, args)
     first, total = {}, 0
     for chunk in sorted(counts):
