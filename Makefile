@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One worker per core; each has up to 8 ranks of its own. Where -m is given twice, the last counts.
 PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-all soak oracle lint bench clean
+.PHONY: help demo test test-all soak oracle corpus lint bench clean
 
 help:
 	@echo 'make demo    4 ranks train and leave shards in demo/workspace; gathers, verifies and compares them'
@@ -22,6 +22,8 @@ help:
 	@echo '             all tests'
 	@echo 'make soak    200,000 gathers of ranks that raise and die, and every seeded kill, where make test takes a part'
 	@echo 'make oracle  compares with what other programs do, in $(ORACLE_VENV)'
+	@echo 'make corpus  trainers make 400 folders in corpus/, and xrank gathers each; an hour, in $(ORACLE_VENV)'
+	@echo '             make corpus ARGS="zero3 lora" takes the folders whose names contain one of the texts'
 	@echo 'make lint    format, style, layers and types'
 	@echo 'make bench   times a gather'
 	@echo 'make clean   removes what the demo made'
@@ -66,6 +68,11 @@ $(ORACLE_VENV)/.ready: pyproject.toml .ci/oracle-constraints.txt
 # Other programs' warnings are not ours to fix.
 oracle: $(ORACLE_VENV)/.ready
 	$(ORACLE_VENV)/bin/python -m pytest -W ignore tests/oracle $(ARGS)
+
+# A cell's folder is made once; remove corpus/ to have them made anew.
+corpus: $(ORACLE_VENV)/.ready
+	$(ORACLE_VENV)/bin/python -m tests.oracle.trainers.make corpus $(ARGS)
+	$(ORACLE_VENV)/bin/python -m tests.oracle.trainers.check corpus $(ARGS) $(if $(ARGS),,--table tests/oracle/trainers/RESULTS.md)
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .

@@ -1,0 +1,124 @@
+"""The list of cells: one cell is one folder that one trainer left of one model, trained in one way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.oracle.trainers.families import FAMILIES
+
+__all__ = ["CELLS", "CHOSEN", "ENGINES", "Cell", "choose_cells"]
+
+ENGINES: dict[str, dict[str, Any]] = {
+    # accelerate finds no device that it could synchronise module states with, where there is a CPU alone.
+    "fsdp1-sharded": {"fsdp": {"version": 1, "state_dict_type": "SHARDED_STATE_DICT", "sync_module_states": False}},
+    "fsdp1-full": {"fsdp": {"version": 1, "state_dict_type": "FULL_STATE_DICT", "sync_module_states": False}},
+    "fsdp2-sharded": {"fsdp": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}},
+    "fsdp2-full": {"fsdp": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}},
+    "zero1": {"deepspeed": {"stage": 1}},
+    "zero2": {"deepspeed": {"stage": 2}},
+    "zero3": {"deepspeed": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}},
+    "zero3-shards": {"deepspeed": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}},
+}
+"""How transformers' Trainer shards and saves -> the options of it."""
+
+KINDS = {
+    "full": "all parameters in fp32",
+    "bf16": "a bf16 model, trained with bf16=True",
+    "frozen": "the embedding and the first layer do not require gradients",
+    "tied": "the embedding and the head are one tensor, where the family's own default is two",
+    "untied": "two tensors, where the family's own default is one",
+    "lora": "PEFT's LoRA",
+    "experts": "PEFT's LoRA on fused experts (target_parameters)",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One folder.
+
+    Attributes:
+        engine: one of `ENGINES`.
+        kind: one of `KINDS`.
+        family: one of `FAMILIES`.
+    """
+
+    engine: str
+    kind: str
+    family: str
+
+    @property
+    def name(self) -> str:
+        """Return the name of its folder."""
+        return f"{self.engine}-{self.kind}-{self.family}"
+
+    @property
+    def is_tied(self) -> bool | None:
+        """Return whether embedding and head are one tensor; None: as the family has it."""
+        return {"tied": True, "untied": False}.get(self.kind)
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype of the model that the user loads."""
+        return "bfloat16" if self.kind == "bf16" else "float32"
+
+    @property
+    def base_model(self) -> str:
+        """Return the name of the folder that the user trains from."""
+        return f"{self.family}-{self.kind if self.kind in ('tied', 'untied', 'bf16') else 'full'}"
+
+
+def _can_train(cell: Cell) -> bool:
+    """Return whether the trainer itself can make a cell.
+
+    FSDP parts the embedding that T5's two stacks share, and FSDP2 refuses BERT's tied bias. PEFT's target_parameters
+    need parameters that FSDP1 has not flattened.
+    """
+    engine = cell.engine.partition("-")[0]
+    if engine == "fsdp1":
+        return cell.family != "t5" and cell.kind != "experts"
+    return engine != "fsdp2" or cell.family not in ("t5", "bert")
+
+
+def _list_cells() -> dict[str, Cell]:
+    """Return every engine x family with all parameters, and the other kinds on every family with some engines.
+
+    The engines of the other kinds move on with each family, so that each pair of engine and kind occurs.
+    """
+    cells = [Cell(engine, "full", family) for family in FAMILIES for engine in ENGINES]
+    engines = list(ENGINES)
+    for number, (name, family) in enumerate(FAMILIES.items()):
+        kinds = ["bf16", "frozen", "lora"]
+        kinds += [] if not family.can_tie else ["untied" if family.is_tied else "tied"]
+        kinds += ["experts"] if family.lora_parameters else []
+        for step, kind in enumerate(kinds):
+            places = (number + step, number + step + 3)
+            cells += [Cell(engines[place % len(engines)], kind, name) for place in places]
+    return {cell.name: cell for cell in cells if _can_train(cell)}
+
+
+CELLS = _list_cells()
+"""Name -> cell."""
+
+CHOSEN = (
+    "fsdp1-sharded-full-llama",
+    "fsdp1-sharded-frozen-gpt2",
+    "fsdp1-full-tied-qwen3",
+    "fsdp2-sharded-untied-gemma2",
+    "fsdp2-sharded-lora-olmo2",
+    "fsdp2-full-tied-olmo2",
+    "zero1-bf16-falcon",
+    "zero1-lora-qwen2",
+    "zero2-full-mixtral",
+    "zero2-lora-gemma3_text",
+    "zero3-full-deepseek_v3",
+    "zero3-lora-phi3",
+    "zero3-shards-full-qwen2",
+    "zero3-shards-bf16-phi3",
+)
+"""Cells of `make oracle`: each engine and each kind, and the families that are hardest."""
+
+
+def choose_cells(names: list[str]) -> list[Cell]:
+    """Return the cells whose names contain one of the texts; without texts all."""
+    return [cell for name, cell in CELLS.items() if not names or any(text in name for text in names)]
