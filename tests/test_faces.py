@@ -110,3 +110,12 @@ def test_one_error_in_all_three_faces(tmp_path: Path) -> None:
     with pytest.raises(XrankError) as raised:
         xrank.export_model({"w": torch.ones(2), "z": torch.ones(1)}, tmp_path / "out", base_model=base)
     assert raised.value.next_step == "name the right base model, or leave the tensor out of what is given"
+
+
+def test_advice_with_an_option_is_the_whole_command_where_it_is_known() -> None:
+    text = f"add it, then {AGAIN} with {option('overwrite', True)}"
+    assert PYTHON.render(text) == "add it, then make the same call with overwrite=True"
+    assert COMMAND.render(text) == "add it, then run the same command with --overwrite"
+    for typed in ("xrank gather 'a b' --out c", "xrank gather 'a b' --out c --overwrite"):
+        assert Face(True, typed=typed).render(text) == "add it, then run: xrank gather 'a b' --out c --overwrite"
+    assert Face(True, typed="xrank gather a").render(f"wait, then {AGAIN}") == "wait, then run the same command"

@@ -20,12 +20,13 @@ __all__ = ["AGAIN", "COMMAND", "PYTHON", "Face", "Text", "either", "marked", "ne
 
 _OPTION, _VALUE, _OPTION_END, _CHOICE, _OR, _CHOICE_END, _AGAIN = map(chr, range(0xFDD0, 0xFDD7))
 _MARKED_OPTION = re.compile(f"{_OPTION}([a-z][a-z0-9_]*)(?:{_VALUE}([^{_OPTION}-{_AGAIN}]*))?{_OPTION_END}")
+_MARKED_AGAIN = re.compile(f"{_AGAIN} with ({_MARKED_OPTION.pattern})")
 _MARKED_CHOICE = re.compile(f"{_CHOICE}([^{_CHOICE}{_CHOICE_END}]*){_CHOICE_END}")
 _UNNAMED = "!"
 _MARK = re.compile(f"[{_OPTION}-{_AGAIN}]")
 
 AGAIN = _AGAIN
-"""``run the same command``, or ``make the same call``."""
+"""``run the same command``, or ``make the same call``; followed by " with " and one option, the whole command."""
 
 _OF_COMMAND = {"layouts": "layout", "timeout_seconds": "timeout", "num_ranks": "ranks"}
 """Parameters whose option has another name."""
@@ -64,6 +65,8 @@ class Face:
     is_command: bool
     options: frozenset[str] | None = None
     """Names of the parameters that the command or function has; None: it is not known which."""
+    typed: str | None = None
+    """The command as the user typed it, for the shell; None: it is not known, or this is not a command's face."""
 
     @classmethod
     def of_function(cls, function: Callable[..., Any]) -> Face:
@@ -73,17 +76,18 @@ class Face:
         return cls(is_command=False, options=None if takes_others else frozenset(parameters))
 
     @classmethod
-    def of_command(cls, options: Iterable[str]) -> Face:
-        """Return the face of a command with these options, such as ``--max-memory``."""
+    def of_command(cls, options: Iterable[str], typed: str | None = None) -> Face:
+        """Return the face of a command with these options, such as ``--max-memory``, that the user typed so."""
         parameters = {other: name for name, other in _OF_COMMAND.items()}
         names = (one.lstrip("-").replace("-", "_") for one in options)
-        return cls(is_command=True, options=frozenset(parameters.get(name, name) for name in names))
+        return cls(is_command=True, options=frozenset(parameters.get(name, name) for name in names), typed=typed)
 
     def render(self, text: str) -> str:
         """Return a text as this face shows it."""
         text = marked(text)
         if _MARK.search(text):
             text = _MARKED_CHOICE.sub(self._choose, text)
+            text = _MARKED_AGAIN.sub(self._repeat, text)
             text = text.replace(AGAIN, "run the same command" if self.is_command else "make the same call")
             text = _MARKED_OPTION.sub(self._spell, text)
         return text
@@ -91,6 +95,13 @@ class Face:
     def _choose(self, match: re.Match[str]) -> str:
         remedies = match[1].split(_OR)
         return ", or ".join([one for one in remedies if self._has_options_of(one)] or remedies)
+
+    def _repeat(self, match: re.Match[str]) -> str:
+        """Return the whole command with one more option, where it is known."""
+        if self.typed is None:
+            return match[0]
+        more = _MARKED_OPTION.sub(self._spell, match[1])
+        return f"run: {self.typed}" if f" {more}" in self.typed else f"run: {self.typed} {more}"
 
     def _has_options_of(self, remedy: str) -> bool:
         return self.options is None or self.options.issuperset(name for name, _ in _MARKED_OPTION.findall(remedy))

@@ -95,7 +95,7 @@ def test_a_config_that_json_does_not_hold(bench: Bench, value: object) -> None:
 def test_no_config_is_told(bench: Bench) -> None:
     report = bench.succeeds(leave(bench.workspace, config={}))
     assert note_codes(report) == ["no-config"]
-    assert "gather again" in report["notes"][0]["message"]
+    assert report["notes"][0]["message"].endswith(f"--out {bench.out} --json --overwrite")
     assert not (bench.out / "config.json").exists()
 
 

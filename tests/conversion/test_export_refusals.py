@@ -177,7 +177,7 @@ def test_what_is_said_is_said_in_pythons_words(tmp_path: Path) -> None:
     for number, dtype in enumerate(["bfloat16", "torch.bfloat16", torch.bfloat16, "bf16"]):
         report = xrank.export_model(state, tmp_path / str(number), dtype=dtype)
         assert report.output["cast"] == {"w": "F32 -> BF16"}
-        assert dict(report.notes)["no-config"].endswith("or gather again with its base model")
+        assert dict(report.notes)["no-config"].endswith("give base_model=, and make the same call with overwrite=True")
     with pytest.raises(UsageError, match="exists already") as raised:
         xrank.export_model(state, tmp_path / "0")
     assert raised.value.next_step == "choose another out=, or add overwrite=True to replace it"

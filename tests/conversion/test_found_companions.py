@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,31 @@ def test_where_to_put_one_is_said(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "run")
     (folder / "config.json").unlink()
     told = notes(gather_checkpoint(tmp_path, tmp_path / "out", format="dcp"))["no-config"]
-    assert f"into {folder / PART}, or give its base model" in told
+    assert told.endswith(f"into {folder / PART}, then make the same call with overwrite=True")
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_advice_about_a_missing_config_works_as_typed(tmp_path: Path, is_json: bool) -> None:
+    folder = checkpoint(tmp_path / "my run")
+    config = (folder / "config.json").rename(tmp_path / "config.json")
+    arguments = ["gather", folder, "--out", tmp_path / "out", *["--json"][: int(is_json)]]
+    ended = run(*arguments)
+    assert ended.exit_code == 0
+    if is_json:
+        (told,) = [note["message"] for note in json.loads(ended.stdout)["notes"] if note["code"] == "no-config"]
+    else:
+        (wrote,) = [line for line in ended.stdout.splitlines() if line.startswith("wrote")]
+        assert wrote.endswith("; no config.json: see the note")
+        (told,) = [line for line in ended.stdout.splitlines() if "no config.json was found" in line]
+    place = told.partition("put the model's into ")[2].partition(", then run: ")[0]
+    shutil.copy(config, place)
+    command = shlex.split(told.partition(", then run: ")[2])
+    assert command == ["xrank", *map(str, arguments), "--overwrite"]
+    assert run(*command[1:]).exit_code == 0
+    assert (tmp_path / "out" / "config.json").read_bytes() == config.read_bytes()
+    (Path(place) / "config.json").unlink()
+    ended = run(*command[1:])  # whose note repeats it
+    assert ended.exit_code == 0 and ended.stdout.count("--overwrite") == 1
 
 
 def test_a_size_that_nothing_says_names_the_folder(tmp_path: Path) -> None:

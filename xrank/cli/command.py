@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -110,9 +111,15 @@ def command_name(context: click.Context | None) -> str:
     return "" if context is None else context.command_path.partition(" ")[2]
 
 
-def face_of(command: click.Command) -> Face:
-    """Return the face whose options are those of a command."""
-    return Face.of_command(text for parameter in command.params for text in parameter.opts)
+def face_of(command: click.Command, typed: str | None = None) -> Face:
+    """Return the face whose options are those of a command, which the user typed so."""
+    return Face.of_command((text for parameter in command.params for text in parameter.opts), typed)
+
+
+def _typed_command() -> str:
+    """Return the command that the user typed, for the shell."""
+    program = "python -m xrank" if os.path.basename(sys.argv[0]) == "__main__.py" else "xrank"
+    return f"{program} {shlex.join(sys.argv[1:])}"
 
 
 def say(text: str | bytes, *, err: bool = False) -> None:
@@ -183,7 +190,7 @@ def reporting(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(as_json: bool, quiet: bool, verbose: int, **arguments: Any) -> None:
         context = click.get_current_context()
-        face = face_of(context.command)
+        face = face_of(context.command, _typed_command())
         output = Output(command_name(context), as_json=as_json, quiet=quiet, verbose=verbose, face=face)
         _configure_logging(output)
         with _stopping_once() as leave:

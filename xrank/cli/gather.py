@@ -174,6 +174,7 @@ def _rows(report: Report) -> list[tuple[str, str]]:
     speed = size_text(report.nbytes / max(report.seconds, 1e-9))
     resumed = f", {size_text(made.resumed_nbytes)} of it by an earlier run" if made.resumed_nbytes else ""
     companions = f"; with {', '.join(made.companions)}" if made.companions else ""
+    companions += "; no config.json: see the note" if "no-config" in dict(report.notes) else ""
     memory = size_text(report.peak_rss_nbytes)
     rows.append(
         (

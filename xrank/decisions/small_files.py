@@ -10,6 +10,7 @@ from typing import Any
 
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import override_config
+from xrank.faces import AGAIN, Text, option
 from xrank.writers.companions import CompanionFile, check_companions
 
 __all__ = ["SmallFiles", "config_text_of", "small_files_of"]
@@ -68,13 +69,12 @@ def config_text_of(
 ) -> tuple[str | None, list[tuple[str, str]]]:
     """Return the config.json that replaces the one at `path` (None: copy that one, if any), and notes about it."""
     if found is None:
+        replaced = f"{AGAIN} with {option('overwrite', True)}"
         if place is None:
-            return None, [
-                ("no-config", "no config.json was found; add the model's, or gather again with its base model")
-            ]
+            return None, [("no-config", Text(f"no config.json was found; give {option('base_model')}, and {replaced}"))]
         folder = place if os.path.isdir(place) else os.path.dirname(place) or os.curdir
-        told = f"no config.json was found; put the model's into {folder}, or give its base model, and gather again"
-        return None, [("no-config", told)]
+        told = f"no config.json was found, which from_pretrained needs; put the model's into {folder}, then {replaced}"
+        return None, [("no-config", Text(told))]
     cast = _CAST_NAMES.get(options.dtype)
     if path is not None and cast is None:
         return None, []
