@@ -298,12 +298,12 @@ def test_what_accelerate_leaves_beside_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "state",
-    [{"model": {"w": torch.rand(2)}}, [torch.rand(2)], {1: torch.rand(2)}, torch.rand(2)],
-    ids=["dict in a dict", "list", "number as name", "tensor"],
+    [{"model": {2: torch.rand(2)}}, [torch.rand(2)], {1: torch.rand(2)}, torch.rand(2)],
+    ids=["number in a dict", "list", "number as name", "tensor"],
 )
 def test_what_is_no_state_dict(tmp_path: Path, state: object) -> None:
     torch.save(state, tmp_path / "pytorch_model.bin")
-    with pytest.raises((UsageError, CorruptError), match=r"is not a model's state dict|is not a state dict"):
+    with pytest.raises(CorruptError, match="is not a state dict"):
         gathered(tmp_path)
 
 

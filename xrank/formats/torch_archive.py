@@ -22,10 +22,11 @@ from xrank.formats.plain_values import PLAIN_BUILDERS
 from xrank.formats.regular_file import RegularFile, open_regular, quote
 from xrank.formats.zip_index import ItemBytes, ZipMember, open_item, read_members
 
-__all__ = ["ArchiveRecord", "ArchivedTensor", "TorchArchive", "read_archive", "read_archive_in"]
+__all__ = ["ArchiveRecord", "ArchivedTensor", "TorchArchive", "is_archive", "read_archive", "read_archive_in"]
 __all__ += ["refuse_inert"]
 
 # torch/serialization.py: MAGIC_NUMBER, pickled: the first bytes of files before torch 1.6, which introduced zips.
+_ZIP = b"PK\x03\x04"
 _BEFORE_ZIPS = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
@@ -66,6 +67,12 @@ def read_archive(path: str, *, rank: int | None = None) -> TorchArchive:
     """
     with open_regular(path, rank) as file:
         return read_archive_in(file)
+
+
+def is_archive(file: RegularFile) -> bool:
+    """Return whether an open file begins as ``torch.save`` lets it begin, in its old format, too."""
+    start = file.read(0, min(len(_BEFORE_ZIPS), file.nbytes))
+    return start.startswith(_ZIP) or start == _BEFORE_ZIPS
 
 
 def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = None) -> TorchArchive:

@@ -11,7 +11,7 @@ from xrank.faces import option
 from xrank.public_calls import check_no_url
 from xrank.readers.base import Reader
 from xrank.readers.foreign_kinds import find_foreign_kind
-from xrank.readers.own_readers import OWN_READERS
+from xrank.readers.own_readers import OWN_READERS, TORCH_SAVE, ListedReader
 from xrank.readers.plugins import plugin_readers
 from xrank.readers.step_marker import find_marked_step
 from xrank.words import list_text
@@ -57,11 +57,14 @@ def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
     _check_readable(path)
     listed = [own for own in OWN_READERS if format_name in (None, own.name)]
     more: list[Reader] = []
-    found = _search(path, lambda place: [own.load() for own in listed if own.is_hinted_at(place)])
+    found = _search(path, lambda place: [own.load() for own in listed if _may_read(own, place, listed)])
     if found is None:
         # Plugins come second, because finding them reads the metadata of every installed package.
         more = [reader for reader in plugin_readers() if format_name in (None, reader.name)]
         found = _search(path, lambda place: more) if more else None
+    if found is None and TORCH_SAVE in listed:
+        # Any folder may contain a file of torch.save, also one that is not a model.
+        found = _search(path, lambda place: [TORCH_SAVE.load()] if TORCH_SAVE.is_hinted_at(place) else [])
     if found is not None:
         return found
     readers: list[Reader] = [*(own.load() for own in listed), *more]
@@ -128,12 +131,23 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
     return _choose_reader(*found[0]) if found else None
 
 
+def _may_read(own: ListedReader, place: str, listed: Sequence[ListedReader]) -> bool:
+    if own is not TORCH_SAVE:
+        return own.is_hinted_at(place)
+    # torch.save writes files under any name, those of ranks among them; a rank's file stands for its folder.
+    folder = os.path.dirname(os.path.abspath(place))
+    others = (other for other in listed if other is not TORCH_SAVE and other.is_hinted_at(place))
+    return os.path.isfile(place) and not any(other.load().recognise(folder) is None for other in others)
+
+
 def _is_made_here(place: str) -> bool:
     """Return whether a folder is the output of a gather or reshard; such a folder often lies beside the checkpoints."""
     return os.path.isfile(os.path.join(place, _MANIFEST))
 
 
 def _choose_reader(place: str, fitting: Sequence[Reader]) -> SourcePlace:
+    if len(fitting) > 1:  # a file of a format by its name
+        fitting = [one for one in fitting if one.name != TORCH_SAVE.name]
     whole = sorted((one for one in fitting if one.name in _WHOLE), key=lambda one: _WHOLE.index(one.name))
     if len(fitting) > 1 and not whole:
         raise UsageError(

@@ -17,7 +17,7 @@ from xrank.formats.regular_file import quote
 from xrank.readers.wrapper_names import strip_wrappers
 from xrank.words import list_text, plural, size_text
 
-__all__ = ["ModelPart", "SavedTree", "TopPart", "part_details", "part_notes", "select_model"]
+__all__ = ["ModelPart", "SavedTree", "TopPart", "leads_to_model", "part_details", "part_notes", "select_model"]
 
 _Path: TypeAlias = tuple[str | int, ...]
 
@@ -181,6 +181,11 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ModelPart:
     return ModelPart(MappingProxyType(tensors), here.keys, (model, *parts), MappingProxyType(values))
 
 
+def leads_to_model(keys: Sequence[str | int]) -> bool:
+    """Return whether a model lies under these keys by their names alone."""
+    return bool(keys) and keys[-1] in _MODELS and all(key in _WRAPPERS for key in keys[:-1])
+
+
 def part_details(part: ModelPart) -> dict[str, Any]:
     """Return the parts as facts for `inspect`."""
     return {"parts": {each.key or "(all)": _describe(each) for each in part.parts}, "prefix": ".".join(part.prefix)}
@@ -301,7 +306,8 @@ def _choose_branch(
     copies = _list_copies([*others, *([loose] if others and _has_matrix(tree, loose.tensors) else [])])
     if copies:
         raise _several_models_error(tree, copies)
-    if len(kept) != 1 or not nested:
+    # A scalar beside a state dict is a loss, a seed or a counter.
+    if len(nested) != 1 or any(tree.shapes[name] for name in loose.tensors):
         return None
     return nested[0] if _is_wrapper(nested[0]) or _leads_to_one(tree, nested[0], of_optimizers) else None
 

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from xrank.readers.base import Reader
 
-__all__ = ["OWN_READERS", "WORKSPACE", "ListedReader"]
+__all__ = ["OWN_READERS", "TORCH_SAVE", "WORKSPACE", "ListedReader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,9 @@ class ListedReader:
 
 
 WORKSPACE = ListedReader("workspace", r"rank_.*_state\.pth", "xrank.readers.workspace", "WorkspaceReader")
+TORCH_SAVE = ListedReader(
+    "torch-save", r".*\.(pt|pth|ckpt|th|bin)", "xrank.readers.torch_save.reader", "TorchSaveReader"
+)
 OWN_READERS = (
     WORKSPACE,
     ListedReader("safetensors", r".*\.safetensors", "xrank.readers.hugging_face.folder", "HfFolderReader"),
@@ -65,5 +68,6 @@ OWN_READERS = (
         "TorchCheckpointingReader",
     ),
     ListedReader("accelerate-ranks", r"pytorch_model_fsdp.*rank.*\.bin", "xrank.readers.fsdp", "AccelerateRanksReader"),
+    TORCH_SAVE,
 )
 """In the order in which they are tried, before the readers of other packages."""

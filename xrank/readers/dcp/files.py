@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from xrank.errors import XrankError
 from xrank.formats.dcp_metadata import DcpMetadata
 from xrank.formats.regular_file import open_regular
+from xrank.formats.torch_archive import read_archive
+from xrank.readers.wrapper_names import is_of_lightning
 from xrank.words import list_text
 
-__all__ = ["file_notes", "find_other_files", "read_backend"]
+__all__ = ["file_notes", "find_other_files", "has_lightning_module", "read_backend"]
 
 _SUFFIX = ".distcp"
 _MAX_CONFIG_NBYTES = 1 << 16
@@ -26,6 +28,17 @@ def read_backend(folder: str) -> str | None:
         return None
     backend = content.get("sharded_backend") if isinstance(content, dict) else None
     return backend if isinstance(backend, str) else None
+
+
+def has_lightning_module(folder: str) -> bool:
+    """Return whether the model is an attribute of a LightningModule, by the rest of its checkpoint beside the shards.
+
+    Source: lightning/pytorch/strategies/fsdp.py: FSDPStrategy.save_checkpoint.
+    """
+    try:
+        return is_of_lightning(read_archive(os.path.join(folder, "meta.pt")).value)
+    except XrankError:
+        return False
 
 
 def find_other_files(folder: str, metadata: DcpMetadata) -> tuple[list[str], list[str]]:

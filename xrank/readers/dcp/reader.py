@@ -17,7 +17,7 @@ from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.regular_file import quote
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.dcp.files import file_notes, find_other_files, read_backend
+from xrank.readers.dcp.files import file_notes, find_other_files, has_lightning_module, read_backend
 from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
 from xrank.readers.dcp.values import check_values
 from xrank.readers.model_parts import ModelPart, SavedTree, part_details, part_notes, select_model
@@ -56,7 +56,7 @@ class DcpReader:
         _check_presence(path)
         metadata = read_metadata(os.path.join(path, _METADATA))
         part = select_model(_describe_tree(metadata), hints.part)
-        plain = plain_names(list(part.tensors), known=hints.shapes)
+        plain = plain_names(list(part.tensors), known=hints.shapes, in_attribute=has_lightning_module(path))
         tensors = {plain.get(name, name): metadata.tensors[flat] for name, flat in part.tensors.items()}
         _check_flat(metadata, tensors)
         pieces = locate(path, metadata, tensors)

@@ -26,6 +26,7 @@ from xrank.readers.deepspeed.universal import locate_universal
 from xrank.readers.deepspeed.unread import SLICES
 from xrank.readers.deepspeed.zero import Partitions, check_ranks, locate_trained, read_partitions
 from xrank.readers.records import Records
+from xrank.readers.wrapper_names import LIGHTNING_VERSION, remove_wrapper_names
 
 __all__ = ["DeepSpeedReader"]
 
@@ -67,7 +68,8 @@ class DeepSpeedReader:
         _check_world(files, modules, partitions)
         shards, aliases, absent = assemble(modules, trained)
         model = _make_stored_model(path, files, records, modules, partitions, shards, aliases)
-        return replace(model, absent=absent)
+        is_attribute = LIGHTNING_VERSION in modules.state.facts
+        return remove_wrapper_names(replace(model, absent=absent), hints.shapes, in_attribute=is_attribute)
 
 
 def _check_world(files: CheckpointFiles, modules: Modules, partitions: Partitions | None) -> None:

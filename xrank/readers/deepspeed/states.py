@@ -19,6 +19,7 @@ from xrank.readers.deepspeed.agreement import flatten_facts
 from xrank.readers.deepspeed.folder import parse_owner
 from xrank.readers.deepspeed.partitions import DEALS
 from xrank.readers.deepspeed.unread import EXPERTS, STAGES
+from xrank.readers.wrapper_names import LIGHTNING_VERSION
 from xrank.words import list_text
 
 __all__ = ["ModelState", "Partition", "Shape", "Shapes", "read_model_state", "read_partition"]
@@ -27,7 +28,10 @@ Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
 
 _MAX_NUMEL = (1 << 62) - 1
-_SHARED_FACTS = ("ds_version", "global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size")
+_SHARED_FACTS = (
+    *("ds_version", "global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size"),
+    LIGHTNING_VERSION,
+)
 _CONFIG_FACTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "fp16", "optimizer", "scheduler")
 _ALIGNMENTS, _SLICES = "param_alignment_paddings", "param_slice_mappings"
 _OPTIMIZER_FACTS = (

@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Sequence
+from dataclasses import replace
 
-from xrank.dtypes import dtype
 from xrank.errors import UsageError
-from xrank.formats.inert_record import refuse_inert
-from xrank.formats.regular_file import Origin, quote
-from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
+from xrank.formats.torch_archive import read_archive
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
 from xrank.readers.hugging_face.weight_files import (
     check_index,
-    check_placeholders,
     is_one_of_several,
     list_files,
     read_index,
     stale_index_notes,
 )
-from xrank.readers.records import Records
-from xrank.readers.wrapper_names import remove_wrapper_names
+from xrank.readers.torch_save.states import describe_states, select_state, stored_nbytes
 from xrank.words import list_text, plural
 
 __all__ = ["BinFolderReader"]
@@ -62,46 +56,17 @@ class BinFolderReader:
         names = list_files(folder, _is_model_file, index) if is_folder else [os.path.basename(path)]
         if index is None:
             _check_one(folder, names)
-        records = Records()
-        held: dict[str, HeldTensor] = {}
-        others: list[str] = []
-        tensors: list[tuple[str, str]] = []
-        for file in names:
-            archive = read_archive(os.path.join(folder, file))
-            number = records.add_archive(archive)
-            for name, tensor in _tensors(archive, others).items():
-                held[name] = HeldTensor.from_archive(tensor, rank=0, file=archive.path, record=number(tensor.key))
-                tensors.append((name, file))
-        check_index(folder, tensors, index)
-        check_placeholders(
-            {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()},
-            {name: tensor.file for name, tensor in held.items()},
-            hints.shapes,
+        states = [select_state(read_archive(os.path.join(folder, file)), hints.part) for file in names]
+        check_index(
+            folder, ((name, file) for state, file in zip(states, names, strict=True) for name in state.tensors), index
         )
-        shards = tuple(pieces_of(name, [tensor], tensor.shape, [whole(tensor.shape)]) for name, tensor in held.items())
-        aliases = _aliases(held)
         notes = stale_index_notes(folder, _INDEX_NAME, index) if is_folder else []
-        notes += [] if index is None else [*index.notes(sum(_nbytes(t) for n, t in held.items() if n not in aliases))]
-        if others:
-            names_left = list_text(others, 8)
-            notes.append(("left-out", f"{len(others)} values that are not tensors were left out: {names_left}"))
         beside = sorted(filter(_BESIDE.fullmatch, set(os.listdir(folder)) - set(names))) if is_folder else []
         if beside:
             text = f"{plural(len(beside), 'file')} beside the model's own left out, such as {beside[0]}"
             notes.append(("left-out", text))
-        if records.bare:
-            notes.append(("no-checksums", f"{len(records.bare)} files hold no checksums, {records.bare[0]} first"))
-        found = StoredModel(
-            format=self.name,
-            path=path,
-            files=tuple(records.files),
-            records=records.table(),
-            shards=shards,
-            aliases=aliases,
-            nbytes=records.nbytes,
-            notes=tuple(notes),
-        )
-        return remove_wrapper_names(found, hints.shapes)
+        model = describe_states(self.name, path, states, hints, notes)
+        return model if index is None else replace(model, notes=(*model.notes, *index.notes(stored_nbytes(model))))
 
 
 def _is_model_file(name: str) -> bool:
@@ -119,44 +84,3 @@ def _check_one(folder: str, names: Sequence[str]) -> None:
             want="one",
             next_step=f"give the path of one of them, such as {os.path.join(folder, models[0])}",
         )
-
-
-def _tensors(archive: TorchArchive, others: list[str]) -> Mapping[str, ArchivedTensor]:
-    state = archive.value
-    refuse_inert(state, archive.path)
-    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise Origin(archive.path).corrupt(
-            "is not a state dict", got=type(state).__name__, want="a dict of tensors by name"
-        )
-    found = {}
-    for name, value in state.items():
-        if isinstance(value, ArchivedTensor):
-            found[name] = value
-        elif isinstance(value, (dict, list, tuple)):
-            raise Origin(archive.path).usage(
-                f"is not a model's state dict: {quote(name)} is a {type(value).__name__}",
-                want="tensors by name",
-                next_step="save the model's state_dict() alone",
-            )
-        else:
-            others.append(quote(name)[1:-1])
-    return found
-
-
-def _nbytes(tensor: HeldTensor) -> int:
-    return prod(tensor.shape) * dtype(tensor.dtype).nbytes
-
-
-def _aliases(held: Mapping[str, HeldTensor]) -> dict[str, str]:
-    """Return tied name -> the first name of the same view of the same record."""
-    first: dict[object, str] = {}
-    found = {}
-    for name, tensor in held.items():
-        # Empty tensors share a storage of no bytes and are not tied by that.
-        if 0 in tensor.shape:
-            continue
-        key = (tensor.record, tensor.dtype, tensor.shape, tensor.strides, tensor.storage_offset)
-        owner = first.setdefault(key, name)
-        if owner != name:
-            found[name] = owner
-    return found

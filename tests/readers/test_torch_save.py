@@ -1,0 +1,220 @@
+"""Whole models of one torch.save, under any name and among other values."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.readers.test_model_parts import EMA, MODEL, same
+from xrank.conversion.gather import gather_checkpoint
+from xrank.conversion.inspect import inspect_source
+from xrank.errors import CorruptError, UnknownFormatError, UnsafeError, UsageError, XrankError
+from xrank.faces import COMMAND
+from xrank.plan.report import Report
+from xrank.readers.discovery import find_source
+from xrank.readers.torch_save.reader import TorchSaveReader
+from xrank.testing.reader_contract import ReaderContract, SampleSource, whole
+
+pytestmark = pytest.mark.quick
+
+Saved = dict[str, Any]
+
+
+def gathered(path: Path, **options: Any) -> tuple[dict[str, torch.Tensor], Report]:
+    out = path.parent / f"{path.name}.out"
+    report = gather_checkpoint(path, out, **options)
+    return load_file(out / "model.safetensors"), report
+
+
+def save(path: Path, saved: object, **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(saved, path, **options)
+    return path
+
+
+def module() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+
+class TestTorchSave(ReaderContract):
+    reader = TorchSaveReader()
+    exit_codes: ClassVar[Mapping[str, frozenset[int]]] = {"a file missing": frozenset({2})}  # nothing is left
+
+    def make(self, folder: Path) -> SampleSource:
+        saved = {"model": MODEL, "optimizer": {"state": {0: {"exp_avg": torch.rand(2, 2)}}}, "epoch": 3}
+        path = save(folder / "model" / "model.pt", saved).parent
+        return SampleSource(path, {name: whole(tensor) for name, tensor in MODEL.items()})
+
+
+NAMES = ["model.pt", "last.ckpt", "weights.pth", "consolidated.00.pth", "net.th", "step=3", "model.bin", "opt-125m.pt"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name(tmp_path: Path, name: str) -> None:
+    assert same(gathered(save(tmp_path / name, MODEL))[0], MODEL)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "." in name])
+def test_a_folder_with_one_model(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path / "run" / name, MODEL).parent
+    for other in ("optimizer.pt", "scheduler.bin", "rng_state.pth", "training_args.bin", "data.pt", "hparams.pt"):
+        save(folder / other, {"x": torch.rand(2, 2)})
+    (folder / "config.json").write_text("{}")
+    assert same(gathered(folder)[0], MODEL)
+    assert find_source(str(tmp_path)).path == str(folder)
+
+
+def test_a_folder_with_two_models(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run" / "model.pt", MODEL).parent
+    save(folder / "best.pt", EMA)
+    with pytest.raises(UsageError, match="more than one model") as caught:
+        gathered(folder)
+    assert str(folder / "best.pt") in str(caught.value.next_step)
+    assert same(gathered(folder / "best.pt")[0], EMA)
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"model": MODEL, "optimizer": {"state": {0: {"exp_avg": EMA["up.weight"], "step": torch.tensor(3)}}}},
+        {"state_dict": OrderedDict(MODEL), "optimizer_states": [{"state": {0: {"exp_avg": EMA["up.weight"]}}}]},
+        {"epoch": 3, "net": MODEL, "loss": torch.tensor(0.3), "scheduler": {"base_lrs": [0.1]}},
+        {"run": {"model_state_dict": MODEL, "step": 3}, "args": argparse.Namespace(lr=0.1)},
+        {"model": {f"module._orig_mod.{name}": tensor for name, tensor in MODEL.items()}},
+        {"model": MODEL, "ema": {"decay": 0.9, "shadow_params": list(EMA.values())}},
+        {"hyper_parameters": {"model": torch.nn.Linear(2, 2)}, "state_dict": MODEL},
+        {"model": torch.nn.Linear(2, 2), "state_dict": MODEL},
+        {"model": "resnet", "weights": MODEL},
+    ],
+)
+@pytest.mark.parametrize("name", ["any.pt", "pytorch_model.bin"])
+def test_nested_dicts_as_users_write_them(tmp_path: Path, saved: Saved, name: str) -> None:
+    assert same(gathered(save(tmp_path / name, saved))[0], MODEL)
+
+
+def test_numbered_files_may_be_those_of_ranks(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save(tmp_path / "run" / f"model_{number}.pt", MODEL)
+    with pytest.raises(UnknownFormatError) as caught:
+        gathered(tmp_path / "run")
+    assert "several with numbers" in str(caught.value.got)
+    (tmp_path / "run" / "model_1.pt").unlink()
+    assert same(gathered(tmp_path / "run")[0], MODEL)
+
+
+def test_several_models_in_one_file(tmp_path: Path) -> None:
+    file = save(tmp_path / "x.pt", {"model": MODEL, "ema": EMA, "step": 7})
+    with pytest.raises(UsageError, match="more than one part") as caught:
+        gathered(file)
+    assert caught.value.got == "model (2 tensors), ema (2 tensors)"
+    assert "--part model or --part ema" in COMMAND.render(caught.value.next_step)
+    found, report = gathered(file, part="ema")
+    assert same(found, EMA) and report.source["step"] == 7
+    parts = inspect_source(file, part="ema").details["format"]["parts"]
+    assert list(parts) == ["ema", "model"] and parts["model"].startswith("left out: 2 tensors")
+    with pytest.raises(UsageError, match="has no part"):
+        gather_checkpoint(save(tmp_path / "flat.pt", MODEL), tmp_path / "flat", part="up")
+
+
+def test_shared_storage_is_a_tie(tmp_path: Path) -> None:
+    embedding = torch.rand(8, 4)
+    state = {"embed.weight": embedding, "head.weight": embedding, "norm.weight": torch.rand(4)}
+    found, report = gathered(save(tmp_path / "x.ckpt", {"state_dict": state}))
+    assert same(found, state) or found.keys() == {"embed.weight", "norm.weight"}
+    assert report.source["nbytes"] == embedding.nbytes + 16
+
+
+LIGHTNING: Saved = {"pytorch-lightning_version": "2.6.6", "global_step": 2, "callbacks": {}, "loops": {}}
+
+
+@pytest.mark.parametrize(
+    ("names", "want"),
+    [
+        (["model.embed.weight", "model.layers.0.weight"], ["embed.weight", "layers.0.weight"]),
+        (["net.cls_token", "net.head.weight"], ["cls_token", "head.weight"]),
+        # Not a module that contains the model: a list of layers, a layer, or one of two modules.
+        (["layers.0.weight", "layers.1.weight"], None),
+        (["linear.weight", "linear.bias"], None),
+        (["model.embed.weight", "loss.scale.weight"], None),
+    ],
+)
+def test_the_attribute_of_a_lightning_module(tmp_path: Path, names: list[str], want: list[str] | None) -> None:
+    state = {name: torch.rand(2, 2) for name in names}
+    found, report = gathered(save(tmp_path / "x.ckpt", {**LIGHTNING, "state_dict": state}))
+    assert same(found, dict(zip(want or names, state.values(), strict=True)))
+    assert report.source["step"] == 2
+    # Without Lightning's version, the names are those of the model.
+    assert same(gathered(save(tmp_path / "y.pt", {"state_dict": state}))[0], state)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "any.", ""])
+def test_a_base_model_shows_the_attribute(tmp_path: Path, prefix: str) -> None:
+    (tmp_path / "base").mkdir()
+    save_file(EMA, tmp_path / "base" / "model.safetensors")
+    file = save(tmp_path / "x.pt", {f"{prefix}{name}": tensor for name, tensor in MODEL.items()})
+    assert same(gathered(file, base_model=tmp_path / "base")[0], MODEL)
+
+
+@pytest.mark.parametrize(
+    ("saved", "error", "match"),
+    [
+        (module(), UnsafeError, "Sequential"),
+        ({"model": module(), "epoch": 3}, UnsafeError, "Sequential"),
+        ({"model": module(), "ema": EMA}, UnsafeError, "Sequential"),
+        ({"model": {**MODEL, "extra": argparse.Namespace(a=1)}}, UnsafeError, "Namespace"),
+        ([torch.rand(2, 2)], CorruptError, "not a state dict"),
+        ({0: torch.rand(2, 2)}, CorruptError, "not a state dict"),
+        ({"model": {0: torch.rand(2, 2)}}, CorruptError, "not a state dict"),
+        ({"model.w": torch.rand(2, 2), "model": {"w": torch.rand(2, 2)}}, UsageError, "have one name"),
+        ({"state": {0: {"exp_avg": torch.rand(2)}}, "param_groups": []}, UsageError, "no model"),
+        ({"epoch": 3}, UsageError, "no tensor"),
+    ],
+    ids=itertools.count(),
+)
+def test_what_is_no_model(tmp_path: Path, saved: object, error: type[XrankError], match: str) -> None:
+    with pytest.raises(error, match=match):
+        gathered(save(tmp_path / "x.pt", saved))
+    assert not (tmp_path / "x.pt.out").exists()
+
+
+def test_the_format_before_zips(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="old format"):
+        gathered(save(tmp_path / "x.pt", MODEL, _use_new_zipfile_serialization=False))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model_rank_0.pt", "model-00001-of-00002.pt", "tp0.pt", "common.pt", "x.shard3.pth"],
+)
+def test_one_of_several_files_is_no_model(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnknownFormatError, match="no known format"):
+        gathered(save(tmp_path / name, MODEL))
+
+
+@pytest.mark.parametrize("names", [["consolidated.00.pth", "consolidated.01.pth"], ["consolidated.01.pth"]])
+def test_slices_of_a_model_are_refused(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        save(tmp_path / "original" / name, MODEL)
+    for path in (tmp_path / "original", tmp_path / "original" / names[0]):
+        with pytest.raises(UsageError, match="one of several slices"):
+            gathered(path)
+
+
+def test_a_source_below_comes_before_a_file_beside_it(tmp_path: Path) -> None:
+    """verl leaves data.pt beside the actor's folder; other trainers leave files with other names."""
+    save(tmp_path / "run" / "state.pt", {"seen": torch.rand(2, 2)})
+    (tmp_path / "run" / "actor").mkdir()
+    save_file(MODEL, tmp_path / "run" / "actor" / "model.safetensors")
+    assert same(gathered(tmp_path / "run")[0], MODEL)
+    # The user's own file comes before the folder around it.
+    file = save(tmp_path / "run" / "actor" / "mine.pt", EMA)
+    assert same(gathered(file)[0], EMA)

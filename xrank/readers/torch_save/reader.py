@@ -1,0 +1,118 @@
+"""Reads a file of ``torch.save`` with a whole model, or a folder with one such file.
+
+Such files are ``model.pt`` of a training loop, ``epoch=0-step=2.ckpt`` of Lightning, or ``consolidated.00.pth``.
+In a folder, names alone separate them from what trainers save beside models.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+
+from xrank.errors import UsageError, XrankError
+from xrank.formats.regular_file import open_regular
+from xrank.formats.torch_archive import is_archive, read_archive
+from xrank.plan.source import StoredModel
+from xrank.readers.base import Hints
+from xrank.readers.torch_save.states import describe_states, select_state
+from xrank.words import list_text
+
+__all__ = ["TorchSaveReader"]
+
+_SUFFIXES = (".pt", ".pth", ".ckpt")
+_SHARED_SUFFIXES = (".bin", ".th")
+"""Suffixes of other formats, too."""
+_ONE_OF_SEVERAL = re.compile(
+    # A rank, a slice or a shard with a number; pieces of larger checkpoints of DeepSpeed, Megatron and torch DCP.
+    r"(.*[^a-z])?(rank|shard|slice|part|tp|pp|ep|mp)[-_.]?\d+([^a-z0-9].*)?|.*\d+[-_]of[-_]\d+.*"
+    r"|.*_states\.pt|model_optim_rng\.pt|model_rng\.pt|distrib_optim\.pt|common\.pt|meta\.pt|.*\.distcp",
+    re.IGNORECASE,
+)
+_BESIDE = re.compile(
+    # Files that trainers save beside a model: transformers, accelerate, Lightning, torchtune, verl.
+    r"\..*|(optim|optimizer|scheduler|lr_scheduler|rng|rng_state|random_states|scaler|sampler|data|dataloader"
+    r"|training_args|train_state|trainer_state|trainer|args|extra_state|custom_checkpoint|hparams|config|recipe_state)"
+    r"s?([-_.\d].*)?",
+    re.IGNORECASE,
+)
+_SLICE = re.compile(r"consolidated\.(\d\d)\.pth")
+"""Meta's Llama: one file for each tensor-parallel rank (llama/generation.py: build)."""
+
+
+class TorchSaveReader:
+    """The reader of whole models that one ``torch.save`` wrote (`xrank.readers.base.Reader`)."""
+
+    name = "torch-save"
+
+    def recognise(self, path: str) -> str | None:
+        """Return None for a file of ``torch.save``, or a folder with one whose name may be a model's."""
+        if os.path.isfile(path):
+            if _ONE_OF_SEVERAL.fullmatch(os.path.basename(path)):
+                return "by its name, one of several files"
+            return None if _is_saved(path) else "not a file of torch.save"
+        if os.path.isdir(path) and _list_models(path):
+            return None
+        return "no model.pt, .pth or .ckpt in it, or several with numbers, which may be those of ranks"
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return where every tensor lies; errors as in `Reader.read`."""
+        folder, names = (path, _list_models(path)) if os.path.isdir(path) else os.path.split(path)
+        if isinstance(names, str):
+            names = [names]
+        _check_slices(folder or os.curdir, names)
+        if len(names) > 1:
+            raise UsageError(
+                f"{folder} holds more than one model",
+                file=folder,
+                got=list_text(names, 10),
+                want="one",
+                next_step=f"give the path of one of them, such as {os.path.join(folder, names[0])}",
+            )
+        state = select_state(read_archive(os.path.join(folder, names[0])), hints.part)
+        return describe_states(self.name, path, [state], hints)
+
+
+def _is_saved(path: str) -> bool:
+    try:
+        with open_regular(path) as file:
+            return is_archive(file)
+    except (XrankError, OSError):
+        return False
+
+
+def _list_models(folder: str) -> list[str]:
+    """Return the files in a folder that contain a model by their names; numbered ones may be those of ranks."""
+    entries = sorted(os.listdir(folder))
+    series = Counter(map(_remove_number, entries))
+    return [
+        name
+        for name in entries
+        if (name.endswith(_SUFFIXES) or (name.endswith(_SHARED_SUFFIXES) and _is_saved(os.path.join(folder, name))))
+        and not _ONE_OF_SEVERAL.fullmatch(name)
+        and not _BESIDE.fullmatch(name)
+        and (series[_remove_number(name)] == 1 or _SLICE.fullmatch(name))
+    ]
+
+
+def _remove_number(name: str) -> str:
+    return re.sub(r"[-_.]\d+(\.\w+)$", r"\1", name)
+
+
+def _check_slices(folder: str, names: list[str]) -> None:
+    """Refuse a slice of a model that Meta cut for several tensor-parallel ranks.
+
+    Raises:
+        UsageError: a file is one of several slices.
+    """
+    given = [name for name in names if _SLICE.fullmatch(name)]
+    slices = sorted(name for name in os.listdir(folder) if _SLICE.fullmatch(name))
+    if given and slices != ["consolidated.00.pth"]:
+        raise UsageError(
+            f"{os.path.join(folder, given[0])} is one of several slices of a model",
+            file=os.path.join(folder, given[0]),
+            got=list_text(slices, 10),
+            want="consolidated.00.pth alone: a model that is not sliced",
+            next_step="gather the model in Hugging Face's form, or convert these files with transformers' "
+            "convert_llama_weights_to_hf.py",
+        )
