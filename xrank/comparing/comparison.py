@@ -127,7 +127,8 @@ def _pair_plain(ours: ComparedSide, theirs: ComparedSide) -> _Pair:
 def _name_model(source: FoundSource, other: FoundSource) -> StoredModel:
     """Return a side's model under Hugging Face's names; the other side's config serves where it has none."""
     known = source if source.config else replace(source, config=other.config)
-    return decide(known, Request(Purpose.PROOF)).source
+    names = [shard.name for shard in other.model.shards]
+    return decide(known, Request(Purpose.PROOF, file_names=names)).source
 
 
 def _make_compared(side: ComparedSide, model: StoredModel) -> Compared:

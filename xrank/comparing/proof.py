@@ -25,7 +25,7 @@ def plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None, par
     """Return the check that proves a checkpoint as a gather would, and discards the bytes."""
     found = read_source(path, base=base, layouts=layouts, part=part)
     try:
-        model = decide(found, Request(Purpose.PROOF)).source
+        model = decide(found, Request(Purpose.PROOF), base).source
     except UsageError:  # a user who gathers it has to choose first; the proof does not need Hugging Face names
         model = found.model
     if model.format == "safetensors":

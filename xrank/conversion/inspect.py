@@ -79,7 +79,7 @@ def inspect_source(
         notes += adapter_beside(text) if adapted is None else adapted.notes
         if adapted is not None and (matched := choose_recipe(adapted.base, found.config, None)) is not None:
             raise renames_adapted(adapted.source, matched)
-        renamed = model if adapted is not None else decide(found, Request(Purpose.PROOF)).source
+        renamed = model if adapted is not None else decide(found, Request(Purpose.PROOF), base).source
         recipe = renamed.recipe
         if base is not None and check_source(base, renamed, found.config) is None:
             notes.append(describe_skipped_check(base, text))

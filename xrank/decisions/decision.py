@@ -17,15 +17,16 @@ from xrank.decisions.adapter_names import find_adapter
 from xrank.decisions.adapters import Adapted, adapt, complete_adapter
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.found_source import FoundSource
-from xrank.decisions.fused_experts import match_apart, match_fused
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.recipe_choice import apply_recipe, choose_recipe, find_padded_names, match_asked_recipe
+from xrank.decisions.saved_form import TABLE, convert_to_files, convert_to_module, keep_routers
 from xrank.decisions.selection import Selection, keep_all, select
 from xrank.decisions.small_files import SmallFiles, small_files_of
 from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.plan.source import StoredModel
+from xrank.recipes.conversions import Converted
 from xrank.recipes.matching import Match
 
 __all__ = ["Decision", "Purpose", "Request", "decide", "renames_adapted"]
@@ -47,13 +48,15 @@ class Request:
     purpose: Purpose
     options: GatherOptions = field(default_factory=GatherOptions)
     recipe: str | os.PathLike[str] | None = None
-    """Name of a shipped recipe, a recipe file, or ``"none"``."""
+    """Name of a shipped recipe, a recipe file, ``"transformers"``, or ``"none"``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied name -> name of the tensor that is written for it, from a layout file."""
     config_overrides: Mapping[str, Any] | None = None
     """Additional content of config.json."""
     module_names: Collection[str] = ()
     """Names of the live module to fill."""
+    file_names: Collection[str] = ()
+    """Names of the same model in other files; a base model's count first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +110,9 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     if matched is not None and adapted is not None:
         raise renames_adapted(stored, matched)
     stored, options = apply_recipe(stored, matched, found.config, request.options)
+    converted = _convert(found, stored, request, base) if matched is None and adapted is None else None
+    if converted is not None:
+        stored, options = converted.model, keep_routers(converted.model, options)
     if adapted is not None and adapted.is_alone:
         base = None
     if not is_selected:
@@ -120,7 +126,7 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
         options,
         base,
         found.config,
-        _rename_aliases(request.aliases, found, adapted),
+        _rename_aliases(request.aliases, found, adapted, converted),
         adapted.own if adapted is not None else (),
     )
     small = small_files_of(
@@ -137,26 +143,37 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
 
 def _match(found: FoundSource, stored: StoredModel, request: Request) -> Match | None:
     """Match a recipe with the source; return None where the names stay."""
-    if request.purpose is Purpose.STATES:
+    if request.recipe == TABLE:
+        return None
+    if request.purpose in (Purpose.STATES, Purpose.MODULE):
         return match_asked_recipe(stored, request.recipe)
-    if request.purpose is Purpose.MODULE:
-        if request.recipe is None:
-            return match_apart(stored, found.config, request.module_names)
-        return match_asked_recipe(stored, request.recipe)
-    if request.recipe is None and found.own is not None:
-        fused = match_fused(stored, found.own.config)
-        if fused is not None:
-            return fused
     return choose_recipe(stored, found.config, request.recipe)
 
 
-def _rename_aliases(aliases: Mapping[str, str], found: FoundSource, adapted: Adapted | None) -> dict[str, str]:
+def _convert(found: FoundSource, stored: StoredModel, request: Request, base: BaseModel | None) -> Converted | None:
+    """Return the source in the form that the purpose needs; None where it has it, or another recipe was asked for.
+
+    Raises:
+        LayoutError: the conversion was asked for, and does not fit.
+    """
+    if request.recipe not in (None, TABLE) or (request.purpose is Purpose.STATES and request.recipe is None):
+        return None
+    if request.purpose is Purpose.MODULE:
+        return convert_to_module(stored, found.config, request.module_names)
+    names = base.tensors if base is not None and base.tensors else request.file_names
+    return convert_to_files(stored, found.config, base_names=names, own=found.own, is_asked=request.recipe == TABLE)
+
+
+def _rename_aliases(
+    aliases: Mapping[str, str], found: FoundSource, adapted: Adapted | None, converted: Converted | None
+) -> dict[str, str]:
     """Return aliases under the present names of the tensors."""
-    plain = found.plain_names
-    renamed = {plain.get(name, name): plain.get(target, target) for name, target in aliases.items()}
-    if adapted is None:
-        return renamed
-    return {adapted.new_name(name): adapted.new_name(target) for name, target in renamed.items()}
+    names = {**found.plain_names}
+    if adapted is not None:
+        names |= {name: adapted.new_name(names.get(name, name)) for name in (*aliases, *aliases.values())}
+    if converted is not None:
+        names |= {name: converted.renamed.get(names.get(name, name), name) for name in (*aliases, *aliases.values())}
+    return {names.get(name, name): names.get(target, target) for name, target in aliases.items()}
 
 
 def renames_adapted(source: StoredModel, matched: Match) -> UsageError:

@@ -37,8 +37,8 @@ __all__ = ["FolderPlan", "layout_notes", "plan_export", "plan_gather", "read_lay
 
 _GENERATION_NAME = "generation_config.json"
 _AS_IN_MEMORY = (
-    "no recipe fits, so tensors have their names and shapes in memory; save_pretrained would change some of this "
-    "model's, and from_pretrained may not know these"
+    "tensors have their names and shapes in memory; save_pretrained would change some of this model's, and other "
+    "programs may not know these"
 )
 
 
@@ -204,7 +204,7 @@ def _live_notes(decision: Decision) -> Iterator[tuple[str, str]]:
     found, adapted = decision.found, decision.adapted
     assert found.own is not None
     yield from adapted.notes if adapted is not None else ()
-    if found.own.is_renamed and decision.matched is None:
+    if found.own.conversions and decision.source.recipe is None:
         yield "names-as-in-memory", _AS_IN_MEMORY
     if found.unsaved:
         yield "not-saved", f"save_pretrained leaves out: {list_text(found.unsaved, 4)}"

@@ -33,8 +33,11 @@ class OwnConfig:
     """Text of PEFT's adapter_config.json for the active adapter."""
     unsaved: tuple[str, ...] = ()
     """Names of tensors that `save_pretrained` leaves out."""
-    is_renamed: bool = False
-    """Whether `save_pretrained` gives tensors other names, or other shapes, than they have in memory."""
+    conversions: tuple[str, ...] | None = None
+    """The conversions that `save_pretrained` would undo: patterns, one per line; None if the module does not show them.
+    """
+    is_loaded: bool = False
+    """Whether `from_pretrained` used those conversions; otherwise they are all that transformers has for the class."""
 
 
 def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any]) -> OwnConfig:
@@ -67,20 +70,25 @@ def read_own_config(model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping
         else None,
         adapter_text,
         tuple(sorted(map(str, unsaved))),
-        _is_renamed(module),
+        *_find_conversions(module),
     )
 
 
-def _is_renamed(module: Any) -> bool:
-    """Return whether transformers converts the module's tensors when it saves them."""
+def _find_conversions(module: Any) -> tuple[tuple[str, ...] | None, bool]:
+    """Return the fields `conversions` and `is_loaded` for a module."""
     found = getattr(module, "_weight_conversions", None)  # set by `from_pretrained`; None for a newly made model
-    if found is None:
+    is_loaded = found is not None
+    if not is_loaded:
         mappings = sys.modules.get("transformers.conversion_mapping")  # transformers >= 5.0; its modules import it
         find = getattr(mappings, "get_model_conversion_mapping", None)
-        # A private interface: where its signature differs, the renaming stays undetected.
+        # A private interface: where its signature differs, xrank's own table decides.
         with suppress(AttributeError, TypeError, KeyError, ValueError):
             found = None if find is None else find(module, add_legacy=False)
-    return bool(found)
+    if found is None:
+        return None, is_loaded
+    # A model made from scratch is saved without the prefixes that only loading could have removed.
+    used = [each for each in found if is_loaded or type(each).__name__ != "PrefixChange"]
+    return tuple("\n".join(each.source_patterns) for each in used), is_loaded
 
 
 def _adapter_text(module: Any) -> str:

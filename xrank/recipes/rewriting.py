@@ -19,7 +19,7 @@ from xrank.recipes.matching import Match, active_rules, source_sides, target_sid
 from xrank.recipes.pairing import Pairing, pair, reverse_pairing, single_tensors
 from xrank.recipes.recipe import Rule
 
-__all__ = ["rewrite_model"]
+__all__ = ["join_shards", "move_shard", "rewrite_model"]
 
 
 def rewrite_model(
@@ -49,7 +49,7 @@ def rewrite_model(
             rows = _count_padding(pairing, shards[names[0]].shape)
             for old, new, nest in single_tensors(pairing):
                 if old in wanted:
-                    made.setdefault(new, []).append(_move(shards[old], new, pairing.target_shape[own:], nest))
+                    made.setdefault(new, []).append(move_shard(shards[old], new, pairing.target_shape[own:], nest))
                     dropped.update({new: rows} if rows else {})
             if rows:
                 notes.append(("padding-cut", f"{names[0]}: {rows:,} rows of padding"))
@@ -59,7 +59,7 @@ def rewrite_model(
         notes.append(("ignored", f"{len(matched.ignored)} tensors that are not part of the model are left out"))
     return replace(
         source,
-        shards=tuple(_join(name, made[name]) for name in sorted(made, key=lambda name: order[name].at)),
+        shards=tuple(join_shards(name, made[name]) for name in sorted(made, key=lambda name: order[name].at)),
         aliases=_new_aliases(source, matched, sizes),
         absent=(),
         recipe=matched.recipe.name,
@@ -112,17 +112,19 @@ def _count_padding(pairing: Pairing, shape: Sequence[int]) -> int:
     return shape[0] - pairing.source_shape[own] if shape else 0
 
 
-def _move(shard: StoredShard, name: str, shape: tuple[int, ...], nest: Nest) -> StoredShard:
-    """Return the pieces of a target that one source holds; `nest` maps source addresses to target addresses."""
+def move_shard(shard: StoredShard, name: str, shape: tuple[int, ...], *parts: Nest) -> StoredShard:
+    """Return the pieces of a target that one source holds; `parts` map source addresses to target addresses."""
+    nest = parts[0]
     # Most tensors are only renamed: composing the nests of all their pieces would give the same nests again.
-    if nest.x == 0 == nest.y and nest.loops == ((prod(shard.shape), 1, 1),):
+    if len(parts) == 1 and nest.x == 0 == nest.y and nest.loops == ((prod(shard.shape), 1, 1),):
         return replace(shard, name=name, shape=shape)
-    # Only what the nest covers remains: rows of padding and of the source's other parts drop out here.
-    rows, nests = compose(shard.nests, (swap(nest),))
+    # Only what the parts cover remains: rows of padding and of the source's other parts drop out here.
+    rows, nests = compose(shard.nests, tuple(map(swap, parts)))
     return StoredShard(name, shard.dtype, shape, shard.rank[rows], shard.record[rows], nests)
 
 
-def _join(name: str, parts: Sequence[StoredShard]) -> StoredShard:
+def join_shards(name: str, parts: Sequence[StoredShard]) -> StoredShard:
+    """Return one shard with the pieces of all parts."""
     first = parts[0]
     if len(parts) == 1:
         return first

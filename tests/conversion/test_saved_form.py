@@ -1,0 +1,165 @@
+"""Models of transformers between memory and files: gathers write what `save_pretrained` writes, loads read it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed import checkpoint
+
+import xrank
+from tests.conversion.exported import tensors_of
+from xrank.conversion.gather import gather_checkpoint
+from xrank.conversion.verify import verify_model
+from xrank.errors import UsageError
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+_TEXT = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+_EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
+_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+_CLIP = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 4, "model_type": "clip_vision_model",
+}  # fmt: skip
+_QWEN_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 16, "patch_size": 4,
+}  # fmt: skip
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral": {**_TEXT, "num_local_experts": 3},
+    "qwen3_moe": {**_TEXT, **_EXPERTS, "num_experts": 3, "head_dim": 8, "mlp_only_layers": [1]},
+    "deepseek_v3": {
+        **_TEXT,
+        **_EXPERTS,
+        **_LATENT,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "llava": {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _CLIP, "image_token_index": 63},
+    "qwen2_5_vl": {"text_config": _TEXT, "vision_config": _QWEN_VISION},
+}
+
+
+def make_model(family: str) -> Any:
+    import transformers
+
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model(family, **_CONFIGS[family])
+    is_seen = family in ("llava", "qwen2_5_vl")
+    auto = transformers.AutoModelForImageTextToText if is_seen else transformers.AutoModelForCausalLM
+    return auto.from_config(config).eval()
+
+
+def save_shards(model: Any, folder: Path, *, with_config: bool = True) -> Path:
+    """Save a model as trainers do with torch's distributed checkpoints, under its names in memory."""
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
+    if with_config:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+    return folder
+
+
+def assert_same(folder: Path, want: dict[str, torch.Tensor]) -> None:
+    found = tensors_of(folder)
+    assert sorted(found) == sorted(want)
+    assert [name for name in want if not torch.equal(found[name], want[name])] == []
+
+
+@pytest.mark.parametrize("family", _CONFIGS)
+def test_a_gather_writes_what_save_pretrained_writes(tmp_path: Path, family: str) -> None:
+    model = make_model(family)
+    model.save_pretrained(tmp_path / "saved")
+    want = tensors_of(tmp_path / "saved")
+    assert sorted(want) != sorted(model.state_dict())
+    shards = save_shards(model, tmp_path / "shards")
+    report = gather_checkpoint(shards, tmp_path / "out")
+    assert_same(tmp_path / "out", want)
+    assert report.source["recipe"] == f"transformers-{family}"
+    gather_checkpoint(shards, tmp_path / "named", base_model=tmp_path / "saved")
+    assert_same(tmp_path / "named", want)
+    gather_checkpoint(shards, tmp_path / "plain", recipe="none")
+    assert sorted(tensors_of(tmp_path / "plain")) == sorted(model.state_dict())
+
+
+@pytest.mark.parametrize("family", _CONFIGS)
+def test_a_load_reads_what_save_pretrained_wrote(tmp_path: Path, family: str) -> None:
+    model, module = make_model(family), make_model(family)
+    model.save_pretrained(tmp_path / "saved")
+    for tensor in module.state_dict().values():
+        tensor.zero_()
+    xrank.load_model(module, tmp_path / "saved")
+    state = module.state_dict()
+    assert [name for name, tensor in model.state_dict().items() if not torch.equal(state[name], tensor)] == []
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llava"])
+def test_files_in_their_own_form_keep_it(tmp_path: Path, family: str) -> None:
+    """A checkpoint that was saved under the names of files is not converted a second time."""
+    model = make_model(family)
+    model.save_pretrained(tmp_path / "saved")
+    want = tensors_of(tmp_path / "saved")
+    checkpoint.save({"model": want}, checkpoint_id=tmp_path / "shards", no_dist=True)
+    shutil.copy(tmp_path / "saved" / "config.json", tmp_path / "shards")
+    report = gather_checkpoint(tmp_path / "shards", tmp_path / "out")
+    assert_same(tmp_path / "out", want)
+    assert report.source["recipe"] is None
+
+
+def test_a_base_model_in_the_form_of_memory_is_followed(tmp_path: Path) -> None:
+    """from_pretrained converts nothing there, so save_pretrained undoes nothing."""
+    model = make_model("mixtral")
+    (tmp_path / "base").mkdir()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(state, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    shards = save_shards(model, tmp_path / "shards")
+    shutil.copy(shards / "config.json", tmp_path / "base")
+    gather_checkpoint(shards, tmp_path / "out", base_model=tmp_path / "base")
+    assert_same(tmp_path / "out", state)
+
+
+def test_a_folder_of_safetensors_is_converted_on_request(tmp_path: Path) -> None:
+    model = make_model("mixtral")
+    model.save_pretrained(tmp_path / "saved")
+    (tmp_path / "fused").mkdir()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(state, tmp_path / "fused" / "model.safetensors", {"format": "pt"})
+    shutil.copy(tmp_path / "saved" / "config.json", tmp_path / "fused")
+    gather_checkpoint(tmp_path / "fused", tmp_path / "kept")
+    assert_same(tmp_path / "kept", state)
+    gather_checkpoint(tmp_path / "fused", tmp_path / "out", recipe="transformers")
+    assert_same(tmp_path / "out", tensors_of(tmp_path / "saved"))
+
+
+def test_experts_with_scales_stay_as_they_are(tmp_path: Path) -> None:
+    """Their scales would have to be taken apart, too."""
+    model = make_model("mixtral")
+    state = {**model.state_dict(), "model.layers.0.mlp.experts.gate_up_proj_scale": torch.ones(3)}
+    checkpoint.save({"model": state}, checkpoint_id=tmp_path / "shards", no_dist=True)
+    model.config.save_pretrained(tmp_path / "shards")
+    gather_checkpoint(tmp_path / "shards", tmp_path / "out")
+    assert sorted(tensors_of(tmp_path / "out")) == sorted(state)
+
+
+def test_verify_compares_shards_with_files(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe")
+    model.save_pretrained(tmp_path / "saved")
+    shards = save_shards(model, tmp_path / "shards")
+    assert verify_model(tmp_path / "saved", against=shards).ok
+
+
+def test_a_conversion_that_nothing_calls_for(tmp_path: Path) -> None:
+    shards = save_shards(make_model("mixtral"), tmp_path / "shards", with_config=False)
+    with pytest.raises(UsageError, match=r"config\.json"):
+        gather_checkpoint(shards, tmp_path / "out", recipe="transformers")

@@ -1,0 +1,198 @@
+"""Write xrank/recipes/transformers.json: how the installed transformers renames and rearranges tensors.
+
+Run it from the repository root with the environment of ``make oracle``, whenever that environment gets another
+transformers; review the difference as you would review code:
+
+    PYTHONPATH=. .venv-oracle/bin/python tests/oracle/make_conversion_table.py
+
+Everything comes from transformers itself: its table of conversions (transformers/conversion_mapping.py), the reverse
+of each as ``reverse_transform`` gives it (transformers/core_model_loading.py), and the nesting of models, which decides
+whose conversions apply under which prefix (``get_model_conversion_mapping``), from a model of every class on the meta
+device. `xrank.recipes.conversion_table` reads the file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers import conversion_mapping as mappings
+from transformers import core_model_loading as loading
+from transformers.models.auto import configuration_auto, modeling_auto
+
+_OUT = Path(__file__).parents[2] / "xrank" / "recipes" / "transformers.json"
+_KINDS = {
+    loading.GroupWeightRename: "group",
+    loading.Inkling2IndexOffsetWeightRename: "offset",
+    loading.PrefixChange: "prefix",
+    loading.WeightRenaming: "rename",
+    loading.WeightConverter: "convert",
+}
+_AUTO = {"base": modeling_auto.MODEL_MAPPING_NAMES, "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+
+
+def describe_operation(operation: loading.ConversionOps) -> dict[str, Any]:
+    """Return an operation as JSON: its class, and the arguments that differ from the defaults."""
+    parameters = inspect.signature(type(operation).__init__).parameters
+    given = {
+        name: getattr(operation, name)
+        for name, parameter in parameters.items()
+        if name != "self" and getattr(operation, name) != parameter.default
+    }
+    return {"op": type(operation).__name__, **given}
+
+
+def describe_side(transform: loading.WeightTransform) -> dict[str, Any]:
+    """Return one direction of a transform as JSON."""
+    side: dict[str, Any] = {"from": transform.source_patterns, "to": transform.target_patterns}
+    if hasattr(transform, "operations"):
+        side["operations"] = [describe_operation(operation) for operation in transform.operations]
+    if hasattr(transform, "offset"):
+        side["offset"] = transform.offset
+    return side
+
+
+def describe_transform(transform: loading.WeightTransform) -> dict[str, Any]:
+    """Return a transform as JSON."""
+    return {
+        "kind": _KINDS[type(transform)],
+        "load": describe_side(transform),
+        "save": describe_side(transform.reverse_transform()),
+    }
+
+
+def find_classes() -> Iterator[type[PreTrainedModel]]:
+    """Yield the model classes of all auto classes."""
+    found: dict[str, None] = {}
+    for name, table in vars(modeling_auto).items():
+        if name.startswith("MODEL_") and name.endswith("_NAMES"):
+            for classes in table.values():
+                found.update(dict.fromkeys([classes] if isinstance(classes, str) else classes))
+    for name in sorted(found):
+        cls = getattr(transformers, name, None)
+        if inspect.isclass(cls) and issubclass(cls, PreTrainedModel) and cls.config_class is not None:
+            yield cls
+
+
+def make_meta_model(cls: type[PreTrainedModel]) -> PreTrainedModel:
+    """Return a model with the default config and without values."""
+    with torch.device("meta"):
+        return cls(cls.config_class())
+
+
+def find_parts(model: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel]]:
+    """Yield (path, module) of the models directly inside a model, not those inside them."""
+    inside: list[str] = []
+    for path, module in model.named_modules():
+        if path and isinstance(module, PreTrainedModel) and not any(path.startswith(p + ".") for p in inside):
+            inside.append(path)
+            yield path, module
+
+
+def describe_model(model: PreTrainedModel, models: dict[str, Any]) -> None:
+    """Add a model's class, and those of the models in it, to `models`."""
+    parts = []
+    for path, part in find_parts(model):
+        cls, kind = type(part).__name__, part.config.model_type
+        # "" stands for the outer model's config, which may have been copied.
+        key = "" if kind == model.config.model_type else None
+        key = next((k for k, v in vars(model.config).items() if v is part.config), key)
+        auto = [name for name, table in _AUTO.items() if cls in _names(table.get(kind, ()))]
+        parts.append([path, cls, key, auto[0] if auto and key else None])
+        describe_model(part, models)
+    name = type(model).__name__
+    if name not in models or len(parts) > len(models[name][2]):
+        models[name] = [model.base_model_prefix, model.config.model_type, parts]
+
+
+def _names(classes: str | Iterable[str]) -> tuple[str, ...]:
+    return (classes,) if isinstance(classes, str) else tuple(classes)
+
+
+def describe_heads(model_types: Iterable[str]) -> dict[str, list[Any]]:
+    """Return where a config keeps its number of attention heads, and the default, by model type."""
+    found = {}
+    for model_type in model_types:
+        config_class = configuration_auto.CONFIG_MAPPING[model_type]
+        key = config_class.attribute_map.get("num_attention_heads", "num_attention_heads")
+        found[model_type] = [key, getattr(config_class(), "num_attention_heads", 1)]
+    return found
+
+
+def make_table() -> dict[str, Any]:
+    """Return the whole table; print the classes that cannot be made on this machine."""
+    numbers: dict[str, int] = {}
+    mappings.get_checkpoint_conversion_mapping("llama")  # fills the cache
+    keys = {
+        key: [numbers.setdefault(json.dumps(describe_transform(t)), len(numbers)) for t in transforms]
+        for key, transforms in sorted(mappings._checkpoint_conversion_mapping_cache.items())
+        if key != "legacy"
+    }
+    models: dict[str, Any] = {}
+    permuted: set[str] = set()
+    failed: list[str] = []
+    for cls in find_classes():
+        try:
+            model = make_meta_model(cls)
+        except Exception as error:  # whatever its constructor lacks here
+            failed.append(f"{cls.__name__}: {type(error).__name__}: {str(error)[:80]!r}")
+            continue
+        describe_model(model, models)
+        for transform in mappings.get_model_conversion_mapping(model, add_legacy=False):
+            for operation in getattr(transform, "operations", ()):
+                if isinstance(operation, loading.PermuteForRope):
+                    config = getattr(model.config, operation.subconfig_key or "", model.config)
+                    permuted.add(config.model_type)
+    print(f"{len(failed)} classes cannot be made:", *failed, sep="\n  ", file=sys.stderr)
+    known = find_needed(models, keys)
+    return {
+        "transformers": transformers.__version__,
+        "transforms": [json.loads(text) for text in numbers],
+        "mappings": keys,
+        "models": {name: models[name] for name in sorted(known)},
+        "auto": {
+            kind: {m: _names(c)[0] for m, c in sorted(table.items()) if _names(c)[0] in known or m in keys}
+            for kind, table in _AUTO.items()
+        },
+        "heads": describe_heads(sorted(permuted)),
+        "failed": sorted(text.split(":")[0] for text in failed),
+    }
+
+
+def find_needed(models: dict[str, Any], keys: dict[str, Any]) -> set[str]:
+    """Return the classes with conversions of their own, or in models inside them."""
+    known = {name for name, (_, kind, _) in models.items() if name in keys or kind in keys}
+    while True:
+        more = {
+            name
+            for name, (_, _, parts) in models.items()
+            if name not in known and any(part[1] in known or part[3] for part in parts)
+        }
+        if not more:
+            return known
+        known |= more
+
+
+def write_table(table: dict[str, Any]) -> str:
+    """Return the table as JSON with one entry a line."""
+    lines = []
+    for key, value in table.items():
+        if isinstance(value, list):
+            lines.append(f'"{key}": [\n' + ",\n".join(json.dumps(each) for each in value) + "\n]")
+        elif isinstance(value, dict):
+            entries = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            lines.append(f'"{key}": {{\n{entries}\n}}')
+        else:
+            lines.append(f'"{key}": {json.dumps(value)}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    _OUT.write_text(write_table(make_table()))
