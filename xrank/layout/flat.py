@@ -89,6 +89,7 @@ def flat_mesh_parts(
         nests = whole.nests.take(rows)
         nests = NestTable(nests.x, nests.y - low, nests.loops)
         local_sizes = num_pads.copy() if name == last else np.zeros_like(num_pads)
+        # Not `+=`, which would count only one of several nests of the same part.
         np.add.at(local_sizes, whole.owner[rows], nests.sizes)
         member = MeshParts(whole.ranks, whole.part, local_sizes, whole.owner[rows], nests)
         found[name] = member.select(local_sizes[whole.part] > 0)

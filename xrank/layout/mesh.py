@@ -24,6 +24,7 @@ NAME_RULE = 'a letter or "_", then letters, digits, "_" and "."'
 """The rule for names of axes and sizes, for errors."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+# Nine digits are more than MAX_RANKS needs, and no text can stand for a huge number.
 _GRID_AXIS = re.compile(r"(?P<name>[^\s=]+)=(?P<length>[0-9]{1,9})")
 _DEVICE = re.compile(r"(?P<kind>[A-Za-z]+)(:(?P<rank>[0-9]{1,9}))?")
 
@@ -60,6 +61,7 @@ class DeviceMesh:
     _positions: Mapping[int, int] = field(repr=False, compare=False)
 
     def __init__(self, shape: Sequence[int], axis_names: Sequence[str], devices: Any = None) -> None:
+        # Before any list of ranks: a mistyped shape would fill the memory.
         lengths, names = _check_axes(shape, axis_names)
         size = prod(lengths)
         flat = tuple(range(size)) if devices is None else tuple(_flatten(devices))
@@ -71,6 +73,7 @@ class DeviceMesh:
                 got=f"{len(ranks)} devices",
                 want=f"{size} devices, the product of {lengths}",
             )
+        # A dict, because to search `ranks` for every rank of a large mesh would be quadratic.
         positions = {rank: position for position, rank in enumerate(ranks)}
         if len(positions) != size:
             twice = next(rank for position, rank in enumerate(ranks) if positions[rank] != position)
@@ -85,6 +88,7 @@ class DeviceMesh:
         return rank in self._positions
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # The constructor makes `_positions` again, so it does not travel along.
         return (DeviceMesh, (self.shape, self.axis_names, self._devices_of()))
 
     def __repr__(self) -> str:
@@ -253,6 +257,7 @@ def _check_axes(shape: Sequence[int], axis_names: Sequence[str]) -> tuple[tuple[
 def _flatten(devices: Any) -> Iterator[int | str]:
     """Yield devices row-major from nested sequences, arrays or tensors."""
     if hasattr(devices, "tolist"):
+        # At once: the elements of a tensor, taken one by one, would be tensors.
         devices = devices.tolist()
     if isinstance(devices, str):
         yield devices
@@ -288,6 +293,7 @@ def _ranks_and_kind(devices: tuple[int | str, ...]) -> tuple[tuple[int, ...], st
 def _as_int(value: Any, label: str) -> int:
     """Return a value of any integer type as an int."""
     try:
+        # operator.index takes True for 1.
         if not isinstance(value, bool):
             return operator.index(value)
     except TypeError:

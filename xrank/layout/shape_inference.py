@@ -189,6 +189,7 @@ class _Inference:
                 _loose_size(dim, sizes, self._lengths, dict(zip(axes, place, strict=True))) for place in observed
             )
 
+        # Each position of the dim is on some rank, so no size exceeds the sum of the local sizes.
         least = find_least(total, target, target)
         if least is None or total(least) != target:
             raise LayoutError(

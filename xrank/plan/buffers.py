@@ -118,6 +118,7 @@ class FileSource:
             if fd is None:
                 fd = _open_checked(self._files[file])
                 self._open[file] = fd
+                # The new file is the last in the order, so it is not evicted before it has a user.
                 self._evict()
             else:
                 self._open.move_to_end(file)

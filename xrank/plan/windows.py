@@ -55,6 +55,7 @@ class PreparedCopies:
         """Yield (row, record, nest) of all copies of elements [low, high); x = source, y = target - low."""
         for row in np.flatnonzero((self._starts < high) & (self._ends > low)).tolist():
             nest = self._nests[row]
+            # Two threads may both make it; the results are equal, so no lock is needed.
             if nest is None:
                 nest = self._nests[row] = swap(self.copies.nests[row])
             for part in restrict(nest, low, high):
@@ -125,6 +126,7 @@ class FileWindows:
         """Add the tensor's finished bytes from `start` on to its digest, and to its CRC if the file needs it."""
         self.digests[tensor].add(start, data)
         if self._crcs:
+            # Outside the lock: the bytes take the time, joining does not.
             crc = isal_zlib.crc32(data)
             with self._lock:
                 self._crcs[tensor].add(start, start + len(data), crc)

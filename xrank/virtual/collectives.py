@@ -124,6 +124,7 @@ def course(collective: str, algorithm: str, size: int, member: int, root: int = 
             return Course("whole", steps, "all")
         case "all_reduce":
             if ring:
+                # The first half leaves each member with its own piece reduced; the second passes these around.
                 steps = (*_reduce_around(size, member), *_pass_around(size, member, member))
                 return Course("flat", steps, "flat")
             return Course("whole", _exchange_directly(others, lambda _: member), "reduce")
@@ -233,6 +234,7 @@ def _pass_around(size: int, member: int, first: int) -> tuple[Step, ...]:
     after, before = (member + 1) % size, (member - 1) % size
     steps: list[Step] = []
     for turn in range(size - 1):
+        # Each turn sends on the slot that the last turn brought.
         steps += (SendSlot(after, (first - turn) % size), ReceiveSlot(before, (first - turn - 1) % size))
     return tuple(steps)
 

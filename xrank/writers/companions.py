@@ -125,6 +125,7 @@ def find_hub_snapshot(identifier: str, cache: str) -> str:
         UsageError: this is not an identifier, or the cache does not contain the model.
         UnsafeError: the cache names a folder outside itself.
     """
+    # The cache writes / as --, so a name with -- would stand for two models.
     if not _IDENTIFIER.fullmatch(identifier) or ".." in identifier or "--" in identifier:
         raise UsageError(
             f"{identifier!r}: is neither a folder nor a model's name",
@@ -137,6 +138,7 @@ def find_hub_snapshot(identifier: str, cache: str) -> str:
     reference = os.path.join(place, "refs", "main")
     try:
         with open(reference, "rb") as file:
+            # A name of 255 bytes, a newline, and one more byte by which a longer text is seen to be too long.
             revision = file.read(257).decode("ascii", "replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         raise _make_cache_error(identifier, place) from None

@@ -164,6 +164,7 @@ def _make_space_error(number: int, path: str, needed: int | None) -> NoSpaceErro
     what = "the quota is used up" if number == errno.EDQUOT else "no space left"
     with suppress(OSError):
         status = os.statvfs(_find_existing(path))
+        # ENOSPC stands for used-up inodes, too; file systems without a fixed number of them count 0 in all.
         if status.f_files and not status.f_favail:
             what = "no inode left (too many files)"
     need = "" if needed is None else f", {needed} bytes needed"

@@ -71,6 +71,7 @@ def parse_journal(content: bytes) -> Journal | None:
     finished: dict[str, JournalLine] = {}
     for record in rest:
         match record:
+            # Whoever wrote the line, no file outside the stage counts as finished.
             case {"file": str(file), "nbytes": int(nbytes), "digest": str(digest)} if os.path.basename(file) == file:
                 finished[file] = JournalLine(
                     file, nbytes, digest

@@ -176,6 +176,7 @@ def _table(values: Mapping[str, Any]) -> str:
 
 def _read(path: str) -> bytes:
     try:
+        # O_NONBLOCK: a FIFO of this name would wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         raise IncompleteError(

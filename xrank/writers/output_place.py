@@ -80,6 +80,7 @@ class OutputPlace:
             if name == f"{prefix}{identifier}{suffix}" and _ID.fullmatch(identifier):
                 with suppress(OSError):
                     status = os.lstat(os.path.join(self.parent, name))
+                    # Another user's folder of such a name is neither resumed from nor removed.
                     if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
                         found.append(identifier)
         return sorted(found)
@@ -177,6 +178,7 @@ def _check_folders(path: str, names: Sequence[str]) -> None:
     folders = []
     for name in sorted(names):
         inner = os.path.join(path, name)
+        # Folders without any file have nothing to lose; what a link leads to is not looked at.
         if os.path.isdir(inner) and (os.path.islink(inner) or any(files for _, _, files in os.walk(inner))):
             folders.append(name)
     if not folders:

@@ -33,6 +33,7 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[tuple[int, ...], str] | None:
     is_bad = ~tensor.isfinite().flatten()
     if not bool(is_bad.any()):
         return None
+    # torch has no argmax of bools.
     flat = int(is_bad.to(torch.uint8).argmax())
     place, rest = [], flat
     for length in reversed(tensor.shape):

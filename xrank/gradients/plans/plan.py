@@ -149,6 +149,7 @@ class GradientPlan:
         buffer, bucket = self.buffers[parameter.buffer], self.buckets[parameter.bucket]
         if not self.config.use_distributed_optimizer or not parameter.numel:
             return buffer.shard_ranks
+        # `lay_out` padded the bucket to equal shards.
         size = bucket.numel // len(buffer.shard_ranks)
         first = parameter.offset - bucket.start
         return buffer.shard_ranks[first // size : (first + parameter.numel - 1) // size + 1]

@@ -146,6 +146,7 @@ def load_optimizer_shards(
         prefix = f"state.{name}."
         states = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         for key, value in states.items():
+            # A clone, because optimizers step their states in place, and the tensors are the caller's.
             states[key] = (_check_shape(prefix + key, value, one) if value.ndim else value).clone()
         loaded[parameter] = states
     # Every tensor was checked above: from here on, changes happen.

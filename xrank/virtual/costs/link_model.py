@@ -130,6 +130,7 @@ class LinkModel:
         if not samples or not all(sample.seconds > 0 for sample in samples):
             raise UsageError("a link model needs measured times", want="samples of more than 0 seconds")
         seconds = np.array([sample.seconds for sample in samples])
+        # Divided by the time, so that relative errors count; otherwise the longest samples would decide alone.
         columns = np.array([(s.messages, s.nbytes, s.flops) for s in samples], np.float64) / seconds[:, None]
         latency, *others = map(float, unit_seconds(columns))
         bandwidth, flops = (1 / rate if rate else inf for rate in others)
@@ -294,6 +295,7 @@ class _Play:
     def _find_call(self, device: int, instruction: Communicate) -> _GroupCall:
         """Return the call that is the device's next one with this group."""
         clock, group = self.clocks[device], instruction.group
+        # The members come here one after another; the number of a member's earlier calls tells which call it enters.
         number = clock.num_calls.get(group, 0)
         clock.num_calls[group] = number + 1
         calls = self.calls.setdefault(group, [])
