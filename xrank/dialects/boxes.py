@@ -124,4 +124,5 @@ def _axes_of_dim(ranges: Mapping[int, tuple[int, int]], size: int, mesh: DeviceM
             if seen.setdefault(others, found) != found:
                 matter.append(axis)
                 break
+    # Two or three axes cut a dim at most, so all orders can be tried.
     return next((axes for axes in permutations(matter) if is_met(axes)), None)

@@ -107,6 +107,7 @@ def from_placements(
                 want="Shard, Replicate, _StridedShard or Partial",
             )
     for entry in shard_order or ():
+        # The factors of a strided dim's placements have shown its order already.
         if entry.tensor_dim not in strided:
             cuts[entry.tensor_dim] = [mesh.axis_names[mesh_dim] for mesh_dim in entry.mesh_dims]
     for axis in {axis for axes in cuts for axis in axes}:
@@ -115,6 +116,7 @@ def from_placements(
     dims: list[Node] = []
     for dim, (name, axes) in enumerate(zip(names, cuts, strict=True)):
         cutting = sum(mesh.axis_length(axis) > 1 for axis in axes)
+        # Uneven chunks over several cuts hold other elements by the code that cut them, so "/" refuses them.
         node = chain_cuts(name, axes, "/" if dim in strided and cutting > 2 else "/~")
         packed = pieces.get(dim, 1)
         dims.append(node if packed == 1 else Product((Size(packed), node)))

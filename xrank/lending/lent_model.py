@@ -160,6 +160,7 @@ def _collect_parts(check: Callable[[], None], _: object, texts: Sequence[str]) -
 def _make_plan(request: ModelRequest, ranks: Sequence[int], parts: _Parts) -> tuple[FolderPlan, LiveModel]:
     """Return the plan of the whole model, and the tensors of all ranks."""
     live = _read_parts([part["model"] for part in parts], ranks)
+    # As it would arrive from a rank: JSON turns tuples into lists.
     nothing = json.loads(json.dumps(asdict(OwnConfig())))
     # Ranks of a pipeline may lack the config; the first rank with one decides.
     own = next((part["own"] for part in parts if part["own"] != nothing), nothing)

@@ -40,6 +40,7 @@ class MemoryOffer:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "space": process_space(),
+            # A reader looks for the nonce at its address: if this process has ended, its number may be another one's.
             "nonce": self._sign.content.hex(),
             "nonce_address": self._sign.address,
             **self._service.describe(),
@@ -135,6 +136,7 @@ class PeerOffer:
             return
         self.life = Peer(self.rank, self.host, self.pid, self.space).open_life()
         if direct:
+            # If the kernel refuses, the peer's service sends the bytes.
             with suppress(LendingEndedError, UnreadableMemoryError):
                 self.memory = PeerMemory(self.pid, self.nonce_address, self.nonce)
 

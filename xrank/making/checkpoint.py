@@ -62,8 +62,10 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
         plan = self._plans[name]
         output = plan.output
+        # As bytes, because torch gives no numpy view of bfloat16.
         memory = torch.empty(output.nbytes, dtype=torch.uint8)
         if output.nbytes:
+            # One at a time, because the checksum of a record that tensors share is put together over their look-ups.
             with self._lock, errors_of(type(self).__getitem__):
                 self._read(plan, memory.numpy().data)
         element = getattr(torch, dtype_of(output.dtype).torch_name)
@@ -135,6 +137,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
     def _read(self, plan: TensorPlan, into: memoryview) -> None:
         options = self._gather.options
+        # For each look-up anew: opening a file checks that it is still the one that was planned.
         source = FileSource(self._gather.source)
         try:
             execute(

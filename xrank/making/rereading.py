@@ -54,6 +54,7 @@ def read_through(plan: Plan, budget: Budget, progress: Callable[[int, int], None
     source = FileSource(plan.source)
     try:
         outcome = execute(plan, source, NullTarget(), budget=budget, progress=count)
+        # After the last byte, so that a change in the course of the reading is seen.
         source.check_unchanged()
     finally:
         source.close()

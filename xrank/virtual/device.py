@@ -225,6 +225,7 @@ class VirtualDevice:
     ) -> Array | list[Array] | None:
         members = group_of(self.mesh, self.index, axes, group)
         algorithm = self.algorithm if algorithm is None else check_algorithm(algorithm)
+        # The heading has the algorithm, and members with different defaults do the same here.
         if collective in ALWAYS_PUSH:
             algorithm = "push"
         if collective in ROOTED and root not in members:

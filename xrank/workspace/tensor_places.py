@@ -68,6 +68,7 @@ def locate_tensors(weights: object, layouts: LayoutMap | None, rank: int) -> Loc
                 want="texts for names",
                 next_step="make every name a text",
             )
+        # A plain text: a subclass would be pickled as a class; and not by str(), which gives an enum's label.
         part = places.locate(str.__str__(name), tensor)
         if part is not None:
             local[str.__str__(name)] = part

@@ -147,6 +147,7 @@ def count_experts(names: Iterable[str]) -> int:
         found = expert_in(name)
         if found is not None:
             numbers.setdefault(f"{found[0]}#{found[2]}", set()).add(found[1])
+    # The largest number and the count agree only without gaps.
     counts = {max(each) + 1 for each in numbers.values()} | {len(each) for each in numbers.values()}
     if len(counts) > 1:
         raise ValueError(f"{sorted(counts)} experts")

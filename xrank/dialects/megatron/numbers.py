@@ -84,6 +84,7 @@ def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, 
     }
     # Transformer layers are counted from 1 over all stages (megatron/core/transformer/transformer_layer.py).
     firsts = {layer - 1 - number if type(layer) is int else None for number, layer in layer_numbers.items()}
+    # Layers that disagree about the first one give -1, which is refused below.
     first = firsts.pop() if len(firsts) == 1 else (0 if not firsts else -1)
     if first is None and is_whole:
         return 0

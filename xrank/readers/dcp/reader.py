@@ -63,6 +63,7 @@ class DcpReader:
         left_out = check_values(path, metadata, part.values, hints.is_left_out or (lambda name: False))
         kept_nbytes = sum(int(tensor.nbytes.sum()) for tensor in tensors.values())
         unused, idle = find_other_files(path, metadata)
+        # Idle ranks belong to the world, too, though the metadata name none of their files.
         ranks = sorted({rank for name in (*metadata.files, *idle) if (rank := rank_of_file(name)) is not None})
         return StoredModel(
             format=self.name,
@@ -142,6 +143,7 @@ def _step(path: str) -> int | None:
     """Return the step in the folder's name or its parent's."""
     folder = os.path.abspath(path)
     for name in (os.path.basename(folder), os.path.basename(os.path.dirname(folder))):
+        # accelerate's folder has the number of the model, and the step is in its parent's name.
         if re.fullmatch(r"pytorch_model_fsdp(_\d+)?", name):
             continue
         found = _STEP.fullmatch(name)

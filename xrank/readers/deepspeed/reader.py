@@ -52,6 +52,7 @@ class DeepSpeedReader:
                 files.folder, _shapes_of(files, modules), records, is_sliced=len(files.models) > 1
             )
         elif files.partitions:
+            # First, because they tell how many model states there should be, and whether these are cut.
             partitions = read_partitions(files, records, agreement)
             modules = _modules(files, len(partitions.all), partitions.is_interleaved, records, agreement)
             if modules.state.groups is None:
@@ -138,6 +139,7 @@ def _universal_modules(files: CheckpointFiles, records: Records, agreement: Agre
         )
     num_ranks = len(files.rank_models)
     if num_ranks:
+        # The last ranks' files may be lost, so the size that any file records goes before the highest name.
         recorded = read_model_state(files.rank_models[min(files.rank_models)]).facts.get("dp_world_size")
         num_ranks = recorded if type(recorded) is int and recorded > 0 else max(files.rank_models) + 1
     return _modules(files, num_ranks, bool(num_ranks), records, agreement)
@@ -176,6 +178,7 @@ def _shapes_of(files: CheckpointFiles, modules: Modules) -> Shapes:
             want="one, or trained parameters alone",
             next_step="save from a run without tensor parallelism",
         )
+    # For the names: the shapes are those of slices, and `is_sliced` keeps them from being compared.
     for rank in sorted(files.models)[1:]:
         for group in read_model_state(files.models[rank], rank).groups or ():
             shapes.update(group)

@@ -60,6 +60,7 @@ class Shard(_Placement):
         return True
 
 
+# `from_placements` knows this class and Partial by their names, as it knows torch's.
 @dataclass(frozen=True, slots=True)
 class _StridedShard(_Placement):
     dim: int

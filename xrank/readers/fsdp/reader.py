@@ -97,6 +97,7 @@ def describe_rank_files(
     for shard in (*placement.shards, *flat_shards(pieces, hints.shapes), *locate_boxed_shards(files, indexes)):
         shards[shard.name] = shard
     ordered = [tensor for file in files for tensor in (*file.dtensors, *file.sharded, *file.plain) if tensor in shards]
+    # Last what no file names: the members of flat buffers that only a layout file knows.
     ordered += list(shards)
     found = StoredModel(
         format=format_name,

@@ -84,6 +84,7 @@ def _box(name: str, value: Any, shape: tuple[int, ...], origin: Origin) -> Box:
         raise origin.corrupt(f"{quote(name)}: a shard has no metadata", got=type(value).__name__)
     fields = attributes(value)
     offsets, sizes = (sizes_of(fields.get(key), origin) for key in ("shard_offsets", "shard_sizes"))
+    # Unequal numbers of dims are refused below, by an error that names the file.
     box = tuple(zip(offsets, (a + n for a, n in zip(offsets, sizes, strict=False)), strict=False))
     if not len(offsets) == len(sizes) == len(shape) or any(high > n for (_, high), n in zip(box, shape, strict=True)):
         raise origin.corrupt(

@@ -172,6 +172,7 @@ def check_index(folder: str, tensors: Iterable[tuple[str, str]], index: WeightIn
         seen[name] = file
     if index is None or seen == index.weight_map:
         return seen
+    # The first by name, so that the error is the same in every run.
     name = sorted(set(seen.items()) ^ set(index.weight_map.items()))[0][0]
     kind = IncompleteError if name not in seen else ContradictionError
     raise kind(

@@ -103,6 +103,7 @@ def megatron_tensors(
             layout = resolve_layout(
                 name, part.value, part.owner, part.local.ndim, part.is_expert, mesh, rank, is_gated=is_gated
             )
+            # One rank's part does not tell the shape of a whole that is cut.
             given = TensorRecord(str(layout), shape=None if any(layout.axes) else tuple(part.local.shape))
             own = _mesh_of(layout, part, mesh)
         elif given.view is not None or given.name is not None:
@@ -151,6 +152,7 @@ def _parts_of(chunk: torch.nn.Module, mesh: MegatronMesh, *, is_only: bool, rank
     for local_name, value in values.items():
         owner = chunk.get_submodule(local_name.rpartition(".")[0])
         name, is_expert = whole_name(local_name, first, num_own * mesh.expert_rank)
+        # The head of the last stage is a copy of the first stage's embedding: under its name it becomes a replica.
         if name == _HEAD and getattr(value, "shared_embedding", False):
             name = _EMBEDDING
         distributed = sys.modules.get("torch.distributed.tensor")

@@ -146,6 +146,7 @@ def _check_layers(tensors: Mapping[str, DcpTensor], args: Mapping[str, Any] | No
     count = (args or {}).get("num_layers")
     if type(count) is not int or count < 1:
         return
+    # A stage that wrote nothing leaves metadata that are complete in themselves, without its layers.
     numbered = {int(found[2]) for name in tensors if (found := _LAYER.fullmatch(name)) and found[1] == "decoder.layers"}
     if numbered:
         missing = next((layer for layer in range(count) if layer not in numbered), None)

@@ -94,6 +94,7 @@ def _apply_cuts(file: FsdpRankFile, cuts: dict[str, SavedCut]) -> FsdpRankFile:
         cut = cuts[name]
         _check_kind(name, file, (tensor.dtype, cut.shape), cut)
         dtensors[name] = DTensorPart(tensor, cut.layout, cut.mesh, cut.shape)
+    # No plain tensor is left, which beside DTensors would count as a replica.
     return replace(file, dtensors=dtensors, plain={})
 
 

@@ -129,6 +129,7 @@ class VirtualChannel(ABC):
         """Send an array without waiting for the receiver; the caller may change the array afterwards."""
         nbytes = nbytes_of(array)
         self.put(array, heading)
+        # After the put, which may end with an exception: only sent messages count.
         self.sent += ChannelStatistics(1, nbytes)
 
     def receive(self, heading: Heading = PLAIN) -> Array:

@@ -270,6 +270,7 @@ def _stage_meshes(mesh: DeviceMesh, pp: str, dp: str, tp: str) -> tuple[DeviceMe
                 want=f"the axes {pp}, {dp} and {tp}, or others of length 1",
                 next_step="name the axes: Pipeline(..., pp=, dp=, tp=)",
             )
+    # Axes without a role have the one place 0; of the three, those that the mesh lacks are left out below.
     at = dict.fromkeys(mesh.axis_names, 0)
     return tuple(
         DeviceMesh(

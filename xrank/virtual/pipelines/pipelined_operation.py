@@ -146,6 +146,7 @@ class _Mail:
             self._send(stage, target % len(self._builders), (work.direction, work.run, target), value)
 
     def _send(self, stage: int, target: int, message: _Message, value: Value) -> None:
+        # In a pipeline of one stage the next chunk finds the value in its register.
         if stage == target:
             self._arrived[message] = value
             return

@@ -94,6 +94,7 @@ class Schedule:
         wanted = 2 * self.num_runs * self.num_chunks * self.num_stages
         if len(done) != wanted:
             self._refuse(f"{len(done)} works", f"{wanted}: a forward and a backward for each run, stage and chunk")
+        # Every work is done once, by the count above, so each needed one has a cycle.
         for (direction, run, part), cycle in done.items():
             for needed in _needs(direction, run, part, self.num_parts):
                 if done[needed] >= cycle:

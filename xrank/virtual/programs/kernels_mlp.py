@@ -102,6 +102,7 @@ def adam(
     """Return a parameter after a step of Adam; the means include this step's gradient (as in torch.optim.Adam)."""
     number = int(steps)
     root = np.sqrt(square) if isinstance(square, np.ndarray) else square.sqrt()
+    # The means began at 0; dividing by the share of gradients in them takes that out.
     divisor = root / sqrt(1 - second**number) + epsilon
     return _as(parameter, widen(parameter) - mean / divisor * (learning_rate / (1 - first**number)))
 

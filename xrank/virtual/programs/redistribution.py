@@ -55,6 +55,7 @@ def common_axes(builder: ProgramBuilder, value: Value, dim: int, wanted: DimShar
     """Return the number of leading axes by which a value's dim and the wanted sharding are cut alike."""
     own, size = value.sharding[dim], value.shape[dim]
     count = min(len(own.axes), len(wanted.axes))
+    # It ends at 0 at the latest: a cut by no axes is equal to any other.
     while canonical(own.upto(count), size, builder.mesh) != canonical(wanted.upto(count), size, builder.mesh):
         count -= 1
     return count
