@@ -20,6 +20,7 @@ from xrank.readers.checkpoint_folders import find_checkpoint_folders
 from xrank.readers.discovery import SourcePlace, find_source
 from xrank.readers.own_readers import WORKSPACE
 from xrank.readers.wrapper_names import plain_names, rename_tensors
+from xrank.readers.zero_tails import note_zero_tails
 from xrank.recipes.shape_proof import prove_shapes
 from xrank.writers.companions import CompanionFile, find_companions
 
@@ -95,7 +96,7 @@ def read_found(
     )
     model = read_best(where, hints)
     known = config if config_path is not None else model.config
-    return FoundSource(model, known, config_path, companions, notes, where.path)
+    return FoundSource(model, known, config_path, companions, (*notes, *note_zero_tails(model)), where.path)
 
 
 def companions_of(asked: str, where: SourcePlace) -> tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]]:
