@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.readers.made_megatron import Run, whole_model, write_config, write_dist
 from xrank.conversion.gather import gather_checkpoint
@@ -49,6 +50,48 @@ def _stack(tensors: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor:
         return tensors[()]
     firsts = sorted({key[0] for key in tensors})
     return torch.stack([_stack({key[1:]: t for key, t in tensors.items() if key[0] == first}) for first in firsts])
+
+
+def nest(place: Path, into: Path, common: dict[str, Any]) -> Path:
+    """Move a checkpoint to where another trainer has it, with that trainer's own ``common.pt``."""
+    into.parent.mkdir(parents=True)
+    torch.save(common, place / "common.pt")
+    return Path(shutil.move(place, into))
+
+
+def test_nemos_folders(tmp_path: Path) -> None:
+    """NeMo 2: ``weights`` beside ``context``, names with a prefix, and no args."""
+    model = whole_model(RUN)
+    common = {"epoch": 0, "global_step": 10, "pytorch-lightning_version": "2.5", "callbacks": {}}
+    run = tmp_path / "run"
+    weights = nest(
+        write_dist(tmp_path / "made", RUN, model, prefix="module."), run / "step=10-last" / "weights", common
+    )
+    (weights.parent / "context").mkdir()
+    (weights.parent / "context" / "model.yaml").write_text("_target_: nemo.collections.llm.LlamaModel\n")
+    for number, place in enumerate((run, weights.parent, weights)):
+        gathered(place, tmp_path / f"out-{number}")
+        assert read_model(tmp_path / f"out-{number}") == {name: whole(tensor) for name, tensor in model.items()}
+    with pytest.raises(UsageError, match="needs the size 'v'") as caught:
+        gather_checkpoint(run, tmp_path / "out")
+    assert "config.json" in str(caught.value.next_step)
+
+
+def test_verls_megatron_backend(tmp_path: Path) -> None:
+    """verl: ``dist_ckpt`` beside ``huggingface``, whose config.json is the model's; its weights are a second source."""
+    model = whole_model(RUN)
+    actor = tmp_path / "global_step_5" / "actor"
+    place = nest(write_dist(tmp_path / "made", RUN, model), actor / "dist_ckpt", {"rng_state": [{"random": 3}]})
+    (actor / "huggingface").mkdir()
+    write_config(actor / "huggingface", RUN)
+    for number, source in enumerate((tmp_path / "global_step_5", actor, place)):
+        report = gather_checkpoint(source, tmp_path / f"out-{number}")
+        assert (report.source["format"], report.source["recipe"]) == ("megatron-dist", "megatron-llama")
+        assert (tmp_path / f"out-{number}" / "config.json").is_file()
+    save_file({"w": torch.ones(2)}, actor / "huggingface" / "model.safetensors")
+    with pytest.raises(UsageError, match="holds several sources") as caught:
+        gather_checkpoint(actor, tmp_path / "out")
+    assert f"{place} (megatron-dist), {actor / 'huggingface'} (safetensors)" == caught.value.got
 
 
 FORMS: dict[str, tuple[Run, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]]] = {

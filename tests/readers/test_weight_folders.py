@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.verify import verify_model
@@ -378,3 +378,55 @@ def test_one_name_in_two_files(tmp_path: Path) -> None:
     save_file({"embed.weight": torch.zeros(2, 2)}, tmp_path / "half" / "model.safetensors")
     found, _ = gathered(folder / "first.safetensors", base_model=tmp_path / "half")
     assert found == {"embed.weight": whole(torch.arange(4.0).reshape(2, 2))}
+
+
+# ---- diffusers: a pipeline of components, each in a folder of its own
+
+
+def component(folder: Path, state: dict[str, torch.Tensor], class_name: str) -> Path:
+    folder.mkdir(parents=True)
+    save_file(state, folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"_class_name": class_name, "_diffusers_version": "0.36.0"}))
+    return folder
+
+
+def test_a_pipeline_is_gathered_component_by_component(tmp_path: Path) -> None:
+    """diffusers finds weights by a name of its own (utils/constants.py: SAFETENSORS_WEIGHTS_NAME)."""
+    folder = tmp_path / "pipeline"
+    transformer = component(folder / "transformer", {"w": torch.rand(4, 8)}, "FluxTransformer2DModel")
+    component(folder / "vae", {"v": torch.rand(2)}, "AutoencoderKL")
+    (folder / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    with pytest.raises(UsageError, match="holds several sources") as caught:
+        gathered(folder)
+    assert str(transformer) in str(caught.value.got)
+    save_file({"w": torch.rand(4, 8).half()}, transformer / "diffusion_pytorch_model.fp16.safetensors")
+    found, report = gathered(transformer)
+    assert found == {"w": whole(load_file(transformer / "diffusion_pytorch_model.safetensors")["w"])}
+    assert any(code == "left-out" and "fp16" in text for code, text in report.notes)
+    out = folder / "transformer.out"
+    assert {file.name for file in out.iterdir()} == {
+        "config.json",
+        "diffusion_pytorch_model.safetensors",
+        "xrank_manifest.json",
+    }
+    assert verify_model(out).ok and verify_model(transformer, against=out).ok
+
+
+def test_a_component_of_several_files(tmp_path: Path) -> None:
+    state = {f"{number}.w": torch.rand(64, 8) for number in range(3)}
+    folder = component(tmp_path / "transformer", state, "SD3Transformer2DModel")
+    found, _ = gathered(folder, max_shard_size="2KB")
+    out = tmp_path / "transformer.out"
+    index = json.loads((out / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    assert index["weight_map"]["1.w"] == "diffusion_pytorch_model-00002-of-00003.safetensors"
+    assert found == {name: whole(tensor) for name, tensor in state.items()}
+    assert gathered(out)[0] == found
+    index["weight_map"]["3.w"] = index["weight_map"]["2.w"]
+    (out / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(IncompleteError, match=r"3\.w: the index and the files"):
+        gathered(out, overwrite=True)
+
+
+def test_a_component_of_a_bin_file(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "diffusion_pytorch_model.bin")
+    assert gathered(tmp_path)[0] == {"w": whole(torch.ones(2))}

@@ -28,6 +28,7 @@ from xrank.faces import option
 from xrank.plan.source import StoredModel
 from xrank.recipes.conversions import Converted
 from xrank.recipes.matching import Match
+from xrank.writers.hf_folder import find_weights_stem
 
 __all__ = ["Decision", "Purpose", "Request", "decide", "renames_adapted"]
 
@@ -83,6 +84,11 @@ class Decision:
     def is_model(self) -> bool:
         """Whether the result is a model, and not an adapter alone."""
         return self.adapted is None or not self.adapted.is_alone
+
+    @property
+    def weights_stem(self) -> str:
+        """How the names of the model's weight files begin."""
+        return find_weights_stem(self.found.config)
 
     @property
     def padded_names(self) -> frozenset[str]:

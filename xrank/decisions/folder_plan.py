@@ -153,11 +153,14 @@ def _plan_output(
                 next_step="merge the adapter first, or leave one of the two out",
             )
         outputs = tuple(output for output in outputs if output.name not in adapted.own)
-        plan = _plan_with_adapter(adapted, selection, outputs, options)
+        plan = _plan_with_adapter(adapted, selection, outputs, options, decision.weights_stem)
     elif transform is None:
-        plan = make_plan(source, lay_out(list(outputs), options.max_shard_nbytes), tied=selection.tied)
+        files = lay_out(list(outputs), options.max_shard_nbytes, stem=decision.weights_stem)
+        plan = make_plan(source, files, tied=selection.tied)
     else:
-        plan, selection, transforms = plan_transformed(source, selection, transform, options.max_shard_nbytes)
+        plan, selection, transforms = plan_transformed(
+            source, selection, transform, options.max_shard_nbytes, decision.weights_stem
+        )
     checked, base = None, decision.base
     if base is not None:
         tied = {name for names in decision.selection.tied.values() for name in names}
@@ -211,7 +214,7 @@ def _live_notes(decision: Decision) -> Iterator[tuple[str, str]]:
 
 
 def _plan_with_adapter(
-    adapted: Adapted, selection: Selection, outputs: Sequence[OutputTensor], options: GatherOptions
+    adapted: Adapted, selection: Selection, outputs: Sequence[OutputTensor], options: GatherOptions, stem: str
 ) -> Plan:
     """Return the plan of the model's files with the adapter merged into them, or with the adapter's own file.
 
@@ -220,7 +223,7 @@ def _plan_with_adapter(
     """
     check_ties(adapted, selection.tied)
     own = [output for output in selection.outputs if output.name in adapted.own]
-    files = [] if adapted.is_alone else list(lay_out(outputs, options.max_shard_nbytes))
+    files = [] if adapted.is_alone else list(lay_out(outputs, options.max_shard_nbytes, stem=stem))
     if own:
         files.append(lay_out_file(adapted.weights_file, own))
     whole = replace(adapted.source, shards=(*adapted.source.shards, *adapted.factors))

@@ -74,7 +74,7 @@ class Transforms:
 
 
 def plan_transformed(
-    stored: StoredModel, selection: Selection, function: Transform, max_shard_nbytes: int
+    stored: StoredModel, selection: Selection, function: Transform, max_shard_nbytes: int, stem: str
 ) -> tuple[Plan, Selection, Transforms]:
     """Return the plan of all files, the selection after the transform, and the transforms.
 
@@ -83,6 +83,7 @@ def plan_transformed(
         selection: the selection without the transform.
         function: the caller's transform.
         max_shard_nbytes: as in `lay_out`.
+        stem: as in `lay_out`.
 
     Raises:
         UsageError: from `probe_outputs`; or two tensors would have one name, or no tensor is left.
@@ -98,7 +99,7 @@ def plan_transformed(
     _check_names(selection, told)
     copied = [output for output in selection.outputs if output.name not in told]
     apart = {name: made for name, made in told.items() if made}
-    files = lay_out(copied, max_shard_nbytes, list(apart.values()))
+    files = lay_out(copied, max_shard_nbytes, list(apart.values()), stem=stem)
     names = {output.name for output in copied}
     num_plain = sum(file.tensors[0].name in names for file in files)
     plan = make_plan(stored, files[:num_plain], tied=selection.tied)

@@ -20,7 +20,7 @@ from xrank.plan.digests import digest_text
 from xrank.plan.planner import Plan, TensorPlan
 from xrank.plan.report import FileFacts, OutputFacts, ProofFacts
 from xrank.teams.team import Team
-from xrank.writers.hf_folder import INDEX_NAME, index_text
+from xrank.writers.hf_folder import index_name, index_text
 from xrank.writers.journal import JournalLine
 from xrank.writers.manifest import (
     MANIFEST_NAME,
@@ -130,7 +130,7 @@ def _write_small_files(
     model = [file.output for file in plan.files if file.output.name != own]
     index = index_text(model) if model else None
     if index is not None:
-        line = stage.write_file(INDEX_NAME, index.encode())
+        line = stage.write_file(index_name(model), index.encode())
         files.append(_small_file(line))
     lines = [stage.copy_file(companion.name, companion.path) for companion in gather.decision.small.companions]
     if gather.decision.small.config_text is not None:

@@ -45,7 +45,9 @@ OWN_READERS = (
     WORKSPACE,
     ListedReader("safetensors", r".*\.safetensors", "xrank.readers.hugging_face.folder", "HfFolderReader"),
     ListedReader("hf-shards", r"shard-.*\.safetensors|sharded", "xrank.readers.hugging_face.shards", "HfShardsReader"),
-    ListedReader("bin", r"pytorch_model.*\.bin", "xrank.readers.hugging_face.bin_folder", "BinFolderReader"),
+    ListedReader(
+        "bin", r"(diffusion_)?pytorch_model.*\.bin", "xrank.readers.hugging_face.bin_folder", "BinFolderReader"
+    ),
     ListedReader("dcp", r"\.metadata|.*\.distcp", "xrank.readers.dcp.reader", "DcpReader"),
     ListedReader(
         "megatron-dist",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from xrank import dtypes
 from xrank.errors import UsageError
@@ -13,9 +15,12 @@ from xrank.faces import either, option
 from xrank.formats.safetensors_header import HeaderTensor, build_header
 from xrank.plan.output import OutputFile, OutputTensor
 
-__all__ = ["INDEX_NAME", "index_text", "lay_out", "lay_out_file"]
+__all__ = ["find_weights_stem", "index_name", "index_text", "lay_out", "lay_out_file"]
 
-INDEX_NAME = "model.safetensors.index.json"
+_STEM = "model"
+_DIFFUSERS_STEM = "diffusion_pytorch_model"  # diffusers/utils/constants.py: SAFETENSORS_WEIGHTS_NAME
+
+_NUMBERS = re.compile(r"-\d{5,}-of-\d{5,}")
 
 _ALIGNMENT = 4096
 """Data starts at a multiple of this: whole windows are written aligned, and pieces can be shared by reflink."""
@@ -25,8 +30,17 @@ _HEADER_FRAME_NBYTES = 2 * _ALIGNMENT  # metadata, braces, padding
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
+def find_weights_stem(config: Mapping[str, Any] | None) -> str:
+    """Return how the names of weight files begin, by a model's config.json: from_pretrained looks for them by name."""
+    return _DIFFUSERS_STEM if config is not None and "_diffusers_version" in config else _STEM
+
+
 def lay_out(
-    tensors: Sequence[OutputTensor], max_shard_nbytes: int, apart: Sequence[Sequence[OutputTensor]] = ()
+    tensors: Sequence[OutputTensor],
+    max_shard_nbytes: int,
+    apart: Sequence[Sequence[OutputTensor]] = (),
+    *,
+    stem: str = _STEM,
 ) -> tuple[OutputFile, ...]:
     """Split tensors over files in the given order and give each its place.
 
@@ -37,6 +51,7 @@ def lay_out(
         tensors: with names and global shapes; their offsets do not matter.
         max_shard_nbytes: most bytes of tensor data in a file; a larger tensor gets a file of its own.
         apart: groups of further tensors, which come last and in files of their own; a group is in one file.
+        stem: how the names of the files begin.
 
     Raises:
         UsageError: there is no tensor, two have one name, or the limit is below 1.
@@ -68,7 +83,7 @@ def lay_out(
         seen.add(tensor.name)
     groups = _split([[tensor] for tensor in tensors], max_shard_nbytes) + _split(apart, max_shard_nbytes)
     count = len(groups)
-    return tuple(_place(_file_name(i, count), group) for i, group in enumerate(groups, start=1))
+    return tuple(_place(_file_name(i, count, stem), group) for i, group in enumerate(groups, start=1))
 
 
 def lay_out_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
@@ -76,8 +91,13 @@ def lay_out_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
     return _place(name, tensors)
 
 
+def index_name(files: Sequence[OutputFile]) -> str:
+    """Return the name of the index of a model's files."""
+    return f"{_NUMBERS.sub('', files[0].name)}.index.json"
+
+
 def index_text(files: Iterable[OutputFile]) -> str | None:
-    """Return ``model.safetensors.index.json`` as the Hub and transformers write it; None for a single file."""
+    """Return the text of the index as the Hub and transformers write it; None for a single file."""
     files = tuple(files)
     if len(files) == 1:
         return None
@@ -113,8 +133,8 @@ def _entry_nbytes(tensor: OutputTensor) -> int:
     return len(json.dumps(tensor.name)) + len(tensor.dtype) + digits + frame
 
 
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+def _file_name(number: int, count: int, stem: str) -> str:
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _place(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:

@@ -27,9 +27,9 @@ from xrank.words import list_text, plural
 
 __all__ = ["BinFolderReader"]
 
-_NAME = re.compile(r"pytorch_model(-\d{5}-of-\d{5}|_fsdp(_\d{1,5})?)?\.bin")
+_NAME = re.compile(r"(diffusion_)?pytorch_model(-\d{5}-of-\d{5}|_fsdp(_\d{1,5})?)?\.bin")
 # accelerate/accelerator.py: save_state numbers the second model from 1: pytorch_model_1.bin, pytorch_model_fsdp_1.bin.
-_BESIDE = re.compile(r"pytorch_model.*\.bin")
+_BESIDE = re.compile(r"(diffusion_)?pytorch_model.*\.bin")
 _WHOLE = "pytorch_model.bin"
 _INDEX_NAME = "pytorch_model.bin.index.json"
 

@@ -32,8 +32,7 @@ from xrank.words import plural
 
 __all__ = ["HfFolderReader", "describe_files", "output_file_of", "read_headers"]
 
-_INDEX_NAME = "model.safetensors.index.json"
-_WHOLE = "model.safetensors"
+_STEMS = ("model", "diffusion_pytorch_model")  # of transformers and diffusers
 _ADAPTER = "adapter_model.safetensors"
 
 
@@ -62,8 +61,9 @@ class HfFolderReader:
         check_placeholders(kinds, files, hints.shapes)
         if not os.path.isdir(path):
             return remove_wrapper_names(model, hints.shapes)
-        index = read_index(path, _INDEX_NAME, _WHOLE)
-        notes = [*model.notes, *stale_index_notes(path, _INDEX_NAME, index)]
+        whole, index_name = _name_files(path)
+        index = read_index(path, index_name, whole)
+        notes = [*model.notes, *stale_index_notes(path, index_name, index)]
         if index is not None:
             notes += index.notes(model.nbytes - _nbytes_of_adapter(headers))
         left = sorted(filter(_is_weight_file, set(os.listdir(path)) - {os.path.basename(h.path) for h in headers}))
@@ -85,7 +85,14 @@ def _list_model_files(folder: str) -> list[str]:
     return [name for name in names if _is_weight_file(name) and not is_rank_part(name, names)]
 
 
-def _choose_filter(names: Sequence[str]) -> Callable[[str], bool]:
+def _name_files(folder: str) -> tuple[str, str]:
+    """Return the names that a whole model's file and an index have in a folder."""
+    names = os.listdir(folder)
+    pairs = [(f"{stem}.safetensors", f"{stem}.safetensors.index.json") for stem in _STEMS]
+    return next((pair for pair in pairs if not set(pair).isdisjoint(names)), pairs[0])
+
+
+def _choose_filter(names: Sequence[str], whole: str) -> Callable[[str], bool]:
     """Return a function that recognises the model's files in a folder without an index.
 
     A file with the name of a whole model is the model, as for transformers. Other formats' files may lie beside it,
@@ -93,10 +100,11 @@ def _choose_filter(names: Sequence[str]) -> Callable[[str], bool]:
 
     Args:
         names: the files of whole tensors.
+        whole: the name of a whole model's file.
     """
-    if _WHOLE not in names:
+    if whole not in names:
         return lambda name: name in names
-    return lambda name: name in (_WHOLE, _ADAPTER) or (name in names and is_one_of_several(name))
+    return lambda name: name in (whole, _ADAPTER) or (name in names and is_one_of_several(name))
 
 
 def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
@@ -110,8 +118,9 @@ def read_headers(path: str) -> tuple[SafetensorsHeader, ...]:
     """
     if not os.path.isdir(path):
         return (read_header(path),)
-    index = read_index(path, _INDEX_NAME, _WHOLE)
-    is_own = _is_weight_file if index is not None else _choose_filter(_list_model_files(path))
+    whole, index_name = _name_files(path)
+    index = read_index(path, index_name, whole)
+    is_own = _is_weight_file if index is not None else _choose_filter(_list_model_files(path), whole)
     headers = [read_header(os.path.join(path, name)) for name in list_files(path, is_own, index)]
     check_index(path, ((tensor.name, os.path.basename(h.path)) for h in headers for tensor in h.tensors), index)
     if index is not None and _ADAPTER not in index.weight_map.values() and _ADAPTER in os.listdir(path):
