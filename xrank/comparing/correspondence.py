@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from xrank.decisions.selection import find_config_ties
+from xrank.decisions.ties import find_config_ties
 from xrank.errors import ContradictionError
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import list_text
@@ -132,9 +132,7 @@ def _ties(sides: Sequence[Compared]) -> dict[str, list[str]]:
     """Return name -> the other names of the same tensor, as either side records them."""
     pairs = [pair for side in sides for pair in side.model.aliases.items()]
     for side in sides:
-        heads, embeddings = find_config_ties({name: None for each in sides for name in each.shards}, side.config)
-        if len(heads) == 1 and len(embeddings) == 1:
-            pairs.append((heads[0], embeddings[0]))
+        pairs += find_config_ties({name: None for each in sides for name in each.shards}, side.config).items()
     groups: dict[str, list[str]] = {}
     for name, target in pairs:
         joined = list(dict.fromkeys([*groups.get(target, [target]), *groups.get(name, [name])]))

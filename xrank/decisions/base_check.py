@@ -7,7 +7,7 @@ from typing import Any
 
 from xrank.decisions.adapter_names import find_adapter
 from xrank.decisions.base_model import BaseModel, check_against
-from xrank.decisions.selection import embedding_of
+from xrank.decisions.ties import embedding_of
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -23,6 +23,7 @@ from xrank.decisions.recipe_choice import apply_recipe, choose_recipe, find_padd
 from xrank.decisions.saved_form import TABLE, convert_to_files, convert_to_module, keep_routers
 from xrank.decisions.selection import Selection, keep_all, select
 from xrank.decisions.small_files import SmallFiles, small_files_of
+from xrank.decisions.ties import declare_ties
 from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.plan.source import StoredModel
@@ -111,7 +112,12 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     """
     is_selected = request.purpose in (Purpose.MODEL, Purpose.STATES)
     adapted = _adapt(found, request.options, base) if request.purpose is Purpose.MODEL else None
-    stored = found.model if adapted is None else adapted.source
+    if adapted is not None:
+        adapted = replace(adapted, source=declare_ties(adapted.source, found.config, adapted.updates or ()))
+        stored = adapted.source
+    else:
+        is_named = request.purpose in (Purpose.MODEL, Purpose.PROOF)
+        stored = declare_ties(found.model, found.config) if is_named else found.model
     matched = _match(found, stored if adapted is None else adapted.base, request)
     if matched is not None and adapted is not None:
         raise renames_adapted(stored, matched)

@@ -11,7 +11,7 @@ from xrank import dtypes
 from xrank.decisions.alternatives import read_best
 from xrank.decisions.base_model import BaseModel, read_config
 from xrank.decisions.own_config import OwnConfig
-from xrank.decisions.selection import embedding_of
+from xrank.decisions.ties import embedding_of
 from xrank.errors import UsageError
 from xrank.layout import LayoutMap
 from xrank.plan.source import StoredModel

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from xrank import dtypes
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.options import GatherOptions, matches
-from xrank.errors import IncompleteError, LayoutError, UnsafeError, UsageError
+from xrank.decisions.ties import find_ties, select_recorded_ties
+from xrank.errors import IncompleteError, UnsafeError, UsageError
 from xrank.faces import either, needs, option
 from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import list_text
 
-__all__ = ["Selection", "embedding_of", "find_config_ties", "keep_all", "select"]
+__all__ = ["Selection", "keep_all", "select"]
 
 _TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-_HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
-# The names that tie_word_embeddings concerns: heads and embeddings of all families, and the heads' second biases.
-_OF_WORDS = re.compile(
-    r"(?:.*\.)?(?:(?:lm_head|embed_out|proj_out|vocab_projector|embed_tokens|wte|word_embeddings|embed_in|shared"
-    r"|tok_embeddings|(?:lm_head|predictions)\.decoder)\.weight|(?:lm_head|predictions)\.decoder\.bias)"
-)
-# Model types whose head is untied unless config.json ties it (transformers/models/*/configuration_*.py).
-_UNTIED = re.compile(
-    r"codegen|dbrx|deepseek_v[23]|glm4?|glm4_moe|gpt_neox|gpt_oss|gptj|granite(moe)?|llama|llama4(_text)?|mistral|mixtral"
-    r"|nemotron|olmo[23]?|olmoe|phi3?|phimoe|qwen[23](_moe|_vl)?|qwen2_5_vl|qwen3_next|seed_oss|stablelm"
-)
-_EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +61,8 @@ def select(
     for shard in source.shards:
         _check_name(shard.name, source.path)
     kept, excluded = _filter(source, options, base)
-    recorded, tie_notes = _select_recorded_ties(kept, config, base, source.aliases)
-    tied, more_notes = _ties([s for s in kept if s.name not in apart], config, aliases, recorded)
+    recorded, tie_notes = select_recorded_ties(kept, config, base, source.aliases)
+    tied, more_notes = find_ties([s for s in kept if s.name not in apart], config, aliases, recorded)
     tie_notes += more_notes
     dropped = {name for names in tied.values() for name in names}
     outputs, cast, untouched, uncast = [], {}, [], []
@@ -207,105 +196,6 @@ def _filter(source: StoredModel, options: GatherOptions, base: BaseModel | None)
         )
     kept = [shard for shard in source.shards if shard.name not in left_out]
     return kept, [name for name in names if name in left_out]
-
-
-def _select_recorded_ties(
-    shards: Sequence[StoredShard],
-    config: Mapping[str, Any] | None,
-    base: BaseModel | None,
-    recorded: Mapping[str, str],
-) -> tuple[Mapping[str, str], list[tuple[str, str]]]:
-    """Return the ties of the source, without those of heads and embeddings that config.json does not tie.
-
-    Loading initialises untied tensors at random if they are missing. A tie stays if the base model lacks the tensor.
-    """
-    if not _says_untied(config):
-        return recorded, []
-    names = {shard.name for shard in shards}
-    of_words = {pair[1] for pair in recorded.items() if any(map(_OF_WORDS.fullmatch, pair))}
-    untied = {
-        name: target
-        for name, target in recorded.items()
-        if target in of_words and {name, target} <= names and (base is None or not base.tensors or name in base.tensors)
-    }
-    if not untied:
-        return recorded, []
-    name, target = next(iter(untied.items()))
-    more = f", and {len(untied) - 1} more such" if len(untied) > 1 else ""
-    text = f"{name} is one with {target} in the source{more}, and config.json does not tie them: all are written"
-    return {name: other for name, other in recorded.items() if name not in untied}, [("untied", text)]
-
-
-def _ties(
-    shards: Sequence[StoredShard],
-    config: Mapping[str, Any] | None,
-    aliases: Mapping[str, str],
-    recorded: Mapping[str, str],
-) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, str]]]:
-    """Return the tied names: those of the layout file and the source, and the head that config.json declares tied."""
-    names = {shard.name for shard in shards}
-    tied: dict[str, list[str]] = {}
-    for name, target in aliases.items():
-        if name in names and target not in names:
-            raise LayoutError(
-                f"the layout file ties {name} to {target}, which no rank holds",
-                tensor=name,
-                got=f"[alias] {name} = {target}",
-                next_step="correct the [alias] table of the layout file",
-            )
-        if name in names:
-            tied.setdefault(target, []).append(name)
-    for name, target in recorded.items():
-        if name in names and target in names and name not in aliases and target not in aliases:
-            tied.setdefault(target, []).append(name)
-    notes: list[tuple[str, str]] = []
-    done = {*aliases, *recorded, *recorded.values()}
-    heads, embeddings = find_config_ties(names, config)
-    heads = [name for name in heads if name not in done]
-    embeddings = [name for name in embeddings if name not in {*aliases, *recorded}]
-    if heads:
-        if len(heads) == 1 and len(embeddings) == 1:
-            tied.setdefault(embeddings[0], []).append(heads[0])
-        else:
-            notes.append(
-                (
-                    "tie-unclear",
-                    f"config.json ties the head, but {len(embeddings)} tensors could be its embedding; all are written",
-                )
-            )
-    return {target: tuple(others) for target, others in tied.items()}, notes
-
-
-def find_config_ties(names: Iterable[str], config: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
-    """Return the names of heads and of embeddings if config.json ties the two; else two empty lists."""
-    if not _says_tied(config):
-        return [], []
-    found = list(names)
-    return [n for n in found if _HEAD.fullmatch(n)], [n for n in found if _EMBEDDING.fullmatch(n)]
-
-
-def embedding_of(name: str, names: Iterable[str], config: Mapping[str, Any] | None) -> str | None:
-    """Return the embedding among these names that config.json ties a head to; None for other names."""
-    heads, embeddings = find_config_ties([name, *names], config)
-    return embeddings[0] if name in heads and len(embeddings) == 1 else None
-
-
-def _says_tied(config: Mapping[str, Any] | None) -> bool:
-    if config is None:
-        return False
-    text = config.get("text_config")
-    return config.get("tie_word_embeddings") is True or (
-        isinstance(text, Mapping) and text.get("tie_word_embeddings") is True
-    )
-
-
-def _says_untied(config: Mapping[str, Any] | None) -> bool:
-    if config is None or _says_tied(config):
-        return False
-    text = config.get("text_config")
-    inner = text if isinstance(text, Mapping) else {}
-    is_said = "tie_word_embeddings" in config or "tie_word_embeddings" in inner
-    return is_said or _UNTIED.fullmatch(str(config.get("model_type"))) is not None
 
 
 def _target_dtype(shard: StoredShard, options: GatherOptions, base: BaseModel | None) -> str:
