@@ -109,6 +109,7 @@ def plan_load(local: LocalModel, source: StoredModel, layouts: LayoutMap | None,
         for other, its in zip(there[1:], parts[1:], strict=True):
             if its != part:
                 found.refuse(_cut_error(first, other))
+        # After a refusal no plan is made; the loop goes on for the other tensors' refusals.
         if not found.errors and 0 not in first.shape:
             output = OutputTensor(first.name, first.dtype, first.shape, part=part)
             files.append(OutputFile.bare(output))

@@ -150,8 +150,10 @@ def _find_targets(stored: StoredModel, selection: Selection, claims: Claims) -> 
     first: dict[tuple[Any, ...], str] = {}
     found = {}
     for shard in stored.shards:
+        # Names with the same pieces of the same records are one tensor in the source.
         target = shard.name if not len(shard.record) else first.setdefault(_content(shard), shard.name)
         found[shard.name] = asked.get(shard.name) or asked.get(target, target)
+    # A target may share another one's bytes itself.
     standing = {name: found.get(target, target) for name, target in found.items()}
     # Two names cannot share bytes if the new layout cuts them in two ways, or puts them on different ranks.
     return {name: target if _cut_alike(name, target, claims) else name for name, target in standing.items()}

@@ -101,6 +101,7 @@ def plan_transformed(
     apart = {name: made for name, made in told.items() if made}
     files = lay_out(copied, max_shard_nbytes, list(apart.values()), stem=stem)
     names = {output.name for output in copied}
+    # `lay_out` puts the files of the groups behind those of the copied tensors.
     num_plain = sum(file.tensors[0].name in names for file in files)
     plan = make_plan(stored, files[:num_plain], tied=selection.tied)
     wholes = [OutputTensor(name, shards[name].dtype, shards[name].shape) for name in apart]

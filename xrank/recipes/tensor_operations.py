@@ -120,6 +120,7 @@ def _concatenate(values: Sequence[Placed], dim: int) -> Placed:
     if any((*v.shape[:dim], *v.shape[dim + 1 :]) != (*first[:dim], *first[dim + 1 :]) for v in values):
         raise _misfit(f"tensors of shapes {[list(v.shape) for v in values][:4]} cannot be joined along dim {dim}")
     length = sum(value.shape[dim] for value in values)
+    # The dims before `dim` are one loop, and those behind it one run: two loops are enough for any number of dims.
     outer, inner = prod(first[:dim]), prod(first[dim + 1 :])
     shape = (*first[:dim], length, *first[dim + 1 :])
     parts: list[tuple[str, Nest]] = []
@@ -230,6 +231,7 @@ def _permute_heads(chain: _Chain, tensors: _Tensors) -> _Tensors:
     found: _Tensors = {}
     for pattern, values in tensors.items():
         value = values[0]
+        # A head's two halves lie apart in one form and alternate in the other, so a swap of two dims leads over.
         if names is None or any(name in pattern for name in names):
             half = value.shape[0] // heads // 2
             pair = (2, half) if chain.arguments.get("inverse", False) else (half, 2)

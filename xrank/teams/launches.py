@@ -15,6 +15,7 @@ from xrank.writers.output_place import OutputPlace
 
 __all__ = ["find_group_team", "find_launch", "find_launched_team", "find_world"]
 
+# Only launchers set these: beside them wrong variables are a fault, and without them what a shell has left over.
 _MARKS = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 

@@ -75,6 +75,7 @@ class SharedTeam(Team):
                 self._group.store.remove(name)
         except XrankError as error:
             failures = getattr(error, "failures", ()) or (error,)
+            # Rank 0 need not wait for their reports at the end.
             known_dead = {failure.rank for failure in failures if failure.rank is not None}
             if not self._is_committed:
                 raise
@@ -101,6 +102,7 @@ class SharedTeam(Team):
             message["description"] = describe(made[0])
         except XrankError as error:
             failure = error
+            # A failed rank still sends its part: the others learn the reason now, instead of its absence later.
             message["failure"] = FailureRecord.from_error(error, self.rank, what).to_bytes().decode()
 
         def decide_for_all(parts: Sequence[dict[str, Any]]) -> Decision:

@@ -38,6 +38,7 @@ def compare_replicas(
     # All ranks use one order: a rank is in several sets, and each set waits for all of its ranks.
     for (ranks, kind, axes), names in sorted(sets.items()):
         own = [digests.get(name, "missing") for name in names]
+        # One digest for all gradients of the set; each one's own travels only after a difference.
         digest_by_rank = wire.exchange(xxh128_hexdigest("\n".join(own).encode()), ranks)
         if len(set(digest_by_rank.values())) == 1:
             continue
