@@ -25,7 +25,7 @@ LAYOUTS = {
     "norm.weight": "[h]",  # whole on every rank
     "steps": "[n]",
 }
-CONFIG = {"model_type": "toy", "hidden_size": 4, "rope": {"theta": 10000.0, "type": "none"}}
+CONFIG = {"model_type": "toy", "inner_width": 4, "rope": {"theta": 10000.0, "type": "none"}}
 RUN, STEP = "run-7f3a", 2000
 
 

@@ -54,15 +54,15 @@ DISAGREEMENTS = {
         ["at rope.theta", "got   1.0 on rank 2", "want  10000.0"],
     ),
     "a key too few": (
-        lambda c: c.pop("hidden_size"),
-        ["at hidden_size", "got   nothing on rank 2", "want  4, as on rank 0"],
+        lambda c: c.pop("inner_width"),
+        ["at inner_width", "got   nothing on rank 2", "want  4, as on rank 0"],
     ),
     "a key too many": (
         lambda c: c["rope"].update(extra=None),
         ["at rope.extra", "got   None on rank 2", "want  nothing"],
     ),
-    "a type": (lambda c: c.update(hidden_size=8.0), ["at hidden_size", "got   8.0 on rank 2", "want  4, as on rank 0"]),
-    "everything": (lambda c: c.clear(), ["at hidden_size", "got   nothing on rank 2"]),
+    "a type": (lambda c: c.update(inner_width=8.0), ["at inner_width", "got   8.0 on rank 2", "want  4, as on rank 0"]),
+    "everything": (lambda c: c.clear(), ["at inner_width", "got   nothing on rank 2"]),
 }
 
 

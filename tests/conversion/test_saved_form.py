@@ -163,3 +163,23 @@ def test_a_conversion_that_nothing_calls_for(tmp_path: Path) -> None:
     shards = save_shards(make_model("mixtral"), tmp_path / "shards", with_config=False)
     with pytest.raises(UsageError, match=r"config\.json"):
         gather_checkpoint(shards, tmp_path / "out", recipe="transformers")
+
+
+def test_a_merged_adapter_leaves_a_model_in_the_form_of_files(tmp_path: Path) -> None:
+    """An adapter of the attention beside a base model with fused experts, as FSDP saves both in one checkpoint."""
+    model = make_model("qwen3_moe")
+    state = {f"base_model.model.{name}": tensor for name, tensor in model.state_dict().items()}
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    state[f"{module}.base_layer.weight"] = state.pop(f"{module}.weight")
+    a, b = torch.randn(2, 16), torch.randn(16, 2)
+    state |= {f"{module}.lora_A.default.weight": a, f"{module}.lora_B.default.weight": b}
+    checkpoint.save({"model": state}, checkpoint_id=tmp_path / "shards", no_dist=True)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path / "shards")
+    (tmp_path / "shards" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+    gather_checkpoint(tmp_path / "shards", tmp_path / "out", adapter="merge")
+    model.model.layers[0].self_attn.q_proj.weight.data += 2.0 * (b @ a)
+    model.save_pretrained(tmp_path / "saved")
+    found, want = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "saved")
+    assert sorted(found) == sorted(want)
+    assert [name for name in want if not torch.allclose(found[name], want[name], atol=1e-6)] == []

@@ -20,7 +20,7 @@ from xrank.decisions.found_source import FoundSource
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.recipe_choice import apply_recipe, choose_recipe, find_padded_names, match_asked_recipe
-from xrank.decisions.saved_form import TABLE, convert_to_files, convert_to_module, keep_routers
+from xrank.decisions.saved_form import TABLE, convert_adapted, convert_to_files, convert_to_module, keep_routers
 from xrank.decisions.selection import Selection, keep_all, select
 from xrank.decisions.small_files import SmallFiles, small_files_of
 from xrank.decisions.ties import declare_ties
@@ -122,9 +122,15 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     if matched is not None and adapted is not None:
         raise renames_adapted(stored, matched)
     stored, options = apply_recipe(stored, matched, found.config, request.options)
-    converted = _convert(found, stored, request, base) if matched is None and adapted is None else None
+    converted = None
+    if matched is None and (adapted is None or not adapted.is_alone):
+        converted = _convert(found, stored if adapted is None else adapted.base, request, base)
+    if converted is not None and adapted is not None:
+        other = convert_adapted(adapted, converted)
+        adapted, converted = (adapted, None) if other is None else (other, converted)
     if converted is not None:
-        stored, options = converted.model, keep_routers(converted.model, options)
+        stored = converted.model if adapted is None else adapted.source
+        options = keep_routers(stored, options)
     if adapted is not None and adapted.is_alone:
         base = None
     if not is_selected:
@@ -183,7 +189,7 @@ def _rename_aliases(
     names = {**found.plain_names}
     if adapted is not None:
         names |= {name: adapted.new_name(names.get(name, name)) for name in (*aliases, *aliases.values())}
-    if converted is not None:
+    elif converted is not None:
         names |= {name: converted.renamed.get(names.get(name, name), name) for name in (*aliases, *aliases.values())}
     return {names.get(name, name): names.get(target, target) for name, target in aliases.items()}
 

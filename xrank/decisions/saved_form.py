@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from xrank.decisions.adapters import Adapted
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
 from xrank.errors import LayoutError, UsageError
@@ -21,7 +22,7 @@ from xrank.plan.source import StoredModel
 from xrank.recipes.conversion_table import Transform, find_transforms
 from xrank.recipes.conversions import Converted, convert_model, find_used, is_loaded_as
 
-__all__ = ["TABLE", "convert_to_files", "convert_to_module", "keep_routers"]
+__all__ = ["TABLE", "convert_adapted", "convert_to_files", "convert_to_module", "keep_routers"]
 
 TABLE = "transformers"
 """Name by which `recipe` asks for the conversion."""
@@ -96,6 +97,20 @@ def convert_to_module(
     if len(new & wanted) <= len(names & wanted) or _has_scales(names, converted):
         return None
     return _describe(converted, config)
+
+
+def convert_adapted(adapted: Adapted, converted: Converted) -> Adapted | None:
+    """Return a source with an adapter whose base model is converted; None if an adapted tensor is not only renamed."""
+    updates, renamed = adapted.updates or {}, converted.renamed
+    if not updates.keys() <= renamed.keys():
+        return None
+    own = (shard for shard in adapted.source.shards if shard.name in adapted.own)
+    return replace(
+        adapted,
+        source=replace(converted.model, shards=(*converted.model.shards, *own)),
+        updates=None if adapted.updates is None else {renamed[name]: update for name, update in updates.items()},
+        renamed={old: renamed.get(new, new) for old, new in (adapted.renamed or {}).items()},
+    )
 
 
 def keep_routers(model: StoredModel, options: GatherOptions) -> GatherOptions:
