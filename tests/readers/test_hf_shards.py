@@ -21,13 +21,16 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.cli.bench import run
 from tests.readers.dcp_checkpoints import CUTS, built, expected
 from tests.readers.rank_checkpoints import base_model
+from xrank import NFSWorkspace
 from xrank.conversion.checkpoint import open_checkpoint
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.conversion.verify import verify_model
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, LayoutError, UsageError
+from xrank.layout import DeviceMesh, LayoutMap
 from xrank.readers.base import Hints
 from xrank.readers.discovery import find_source
 from xrank.readers.hugging_face.shards import HfShardsReader
@@ -132,6 +135,65 @@ def test_shapes_that_nothing_proves_are_refused(shards: Path) -> None:
     assert caught.value.exit_code == 2
     assert "base_model=" in str(caught.value.next_step)
     assert "files of ranks 1-4" in str(caught.value.got)
+
+
+def test_number_of_ranks_proves_the_shapes_of_a_whole_grid(shards: Path, tmp_path: Path) -> None:
+    model = gathered(shards, world_size=4)
+    assert model == expected()
+    said = dict(gather_checkpoint(shards, tmp_path / "noted", world_size=4).notes)["inferred-shapes"]
+    assert said.endswith("are those of all files of 4 ranks")
+    assert inspect_source(shards, world_size=4).details["problems"] == []
+    words = [shards, "--world-size", 4]
+    assert run("gather", *words, "--out", tmp_path / "out").exit_code == 0
+    assert run("verify", *words, "--against", tmp_path / "out").exit_code == 0
+    assert run("inspect", *words, "--ranks").exit_code == 0
+    (tmp_path / "new.toml").write_text(
+        '[mesh]\ngrid = "tp=2"\n\n[tensors]\n'
+        + "".join(
+            f'"{name}" = "[{", ".join(f"d{i}" for i in range(len(tensor.shape)))}]"\n' for name, tensor in model.items()
+        )
+    )
+    words += ["--layout", tmp_path / "new.toml", "--out", tmp_path / "states"]
+    assert run("reshard", *words).exit_code == 0
+    # A wrong number makes no model.
+    with pytest.raises(UsageError, match=r"shard-00004-model-00001-of-00003.safetensors is of a later rank than"):
+        gathered(shards, world_size=3)
+    with pytest.raises(IncompleteError, match=r"shard-00005-model-00001-of-00003.safetensors is missing"):
+        gathered(shards, world_size=5)
+
+
+@pytest.mark.parametrize("file", ["shard-00004-model-00001-of-00003", "shard-00004-model-00003-of-00003"])
+def test_number_of_ranks_shows_a_missing_file(shards: Path, base: Path, file: str) -> None:
+    gone = shards / f"{file}.safetensors"
+    gone.unlink()
+    with pytest.raises(IncompleteError) as caught:
+        gathered(shards, world_size=4)
+    assert caught.value.file == str(gone) and caught.value.exit_code == 3
+    for rest in shards.glob("shard-00004-*"):
+        rest.unlink()
+    with pytest.raises(IncompleteError, match=r"shard-00004-model-00001-of-00003\.safetensors is missing"):
+        gathered(shards, world_size=4)
+    # The advice not to guess: without the number, the rest is refused, too.
+    with pytest.raises(LayoutError, match="records no global shapes") as loose:
+        gathered(shards)
+    assert "world_size=" in str(loose.value.next_step)
+
+
+def test_number_of_ranks_is_compared_with_other_sources(tmp_path: Path) -> None:
+    layouts = LayoutMap(DeviceMesh((2,), ("tp",)))
+    layouts["w"] = "[h]"
+    for rank in range(2):
+        workspace = NFSWorkspace(str(tmp_path / "states"), rank=rank, world_size=2, run_id="a")
+        workspace.write_configs_and_weights({}, {"w": torch.ones(2)}, layouts=layouts)
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert gather_checkpoint(tmp_path / "states", tmp_path / "out", world_size=2).ok
+    for source, number, kind in (
+        ("states", 1, UsageError),
+        ("states", 3, IncompleteError),
+        ("model.safetensors", 1, UsageError),
+    ):
+        with pytest.raises(kind, match=f"was not written by as many ranks as world_size={number} states"):
+            gather_checkpoint(tmp_path / source, tmp_path / "no", world_size=number)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])

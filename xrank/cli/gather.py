@@ -42,6 +42,9 @@ __all__ = ["gather", "output_rows", "proof_row", "source_row"]
 @click.option("--format", metavar="NAME", help="Format to read, if several lie there.")
 @click.option("--part", metavar="NAME", help="Part to read, if SRC has several, such as model and ema.")
 @click.option(
+    "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks that wrote SRC, if it records none."
+)
+@click.option(
     "--dtype",
     default="keep",
     metavar="keep|base|bf16|fp16|fp32",

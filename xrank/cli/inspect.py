@@ -30,6 +30,9 @@ __all__ = ["inspect"]
 )
 @click.option("--format", "format_name", metavar="NAME", help="Format to read, if several lie there.")
 @click.option("--part", metavar="NAME", help="Part to read, if PATH has several, such as model and ema.")
+@click.option(
+    "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks that wrote PATH, if it records none."
+)
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="List every rank.")
 @reporting
@@ -40,6 +43,7 @@ def inspect(
     base_model: str | None,
     format_name: str | None,
     part: str | None,
+    world_size: int | None,
     tensors: bool,
     ranks: bool,
 ) -> None:
@@ -50,7 +54,9 @@ def inspect(
     """
     from xrank.conversion.inspect import inspect_source
 
-    report = inspect_source(path, layouts=layout, base_model=base_model, format=format_name, part=part)
+    report = inspect_source(
+        path, layouts=layout, base_model=base_model, format=format_name, part=part, world_size=world_size
+    )
     output.face = face_of(gather)  # the problems are those of a gather
     output.report(report, _rows(report, output.face, tensors=tensors, ranks=ranks))
 

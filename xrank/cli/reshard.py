@@ -33,6 +33,9 @@ __all__ = ["reshard"]
 )
 @click.option("--part", metavar="NAME", help="Part to read, if SRC has several, such as model and ema.")
 @click.option(
+    "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks that wrote SRC, if it records none."
+)
+@click.option(
     "--dtype",
     default="keep",
     metavar="keep|bf16|fp16|fp32",

@@ -29,6 +29,9 @@ __all__ = ["verify_command"]
 )
 @click.option("--part", metavar="NAME", help="Part to read, if PATH has several, such as model and ema.")
 @click.option(
+    "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks that wrote PATH, if it records none."
+)
+@click.option(
     "--adapter-config",
     type=PATH,
     metavar="FILE",

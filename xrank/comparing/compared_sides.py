@@ -96,6 +96,7 @@ def read_sides(
     base: BaseModel | None = None,
     layouts: LayoutMap | None = None,
     part: str | None = None,
+    world_size: int | None = None,
 ) -> tuple[ComparedSide, ComparedSide]:
     """Read both sides. An adapter in a folder within counts where a manifest lists it or the other side has one, too.
 
@@ -105,6 +106,7 @@ def read_sides(
         base: supplies metadata that either side does not record, as for `read_found`.
         layouts: supplies layouts that either side does not record.
         part: keys of the part of the first side to read.
+        world_size: number of ranks that wrote the first side, where it records none.
 
     Raises:
         IncompleteError, ContradictionError, UsageError: as readers and `find_adapter`; or an adapter that a manifest
@@ -117,10 +119,20 @@ def read_sides(
         _FoundSide(
             each,
             where.path,
-            read_found(each, where, base=base, layouts=layouts, part=chosen, is_left_out=_make_exclusion(other)),
+            read_found(
+                each,
+                where,
+                base=base,
+                layouts=layouts,
+                part=chosen,
+                world_size=ranks,
+                is_left_out=_make_exclusion(other),
+            ),
             own,
         )
-        for (each, where), own, other, chosen in zip(places, manifests, reversed(manifests), (part, None), strict=True)
+        for (each, where), own, other, chosen, ranks in zip(
+            places, manifests, reversed(manifests), (part, None), (world_size, None), strict=True
+        )
     ]
     shared = frozenset(found[0].tensor_names).intersection(found[1].tensor_names)
     has_one = [

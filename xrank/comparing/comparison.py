@@ -59,6 +59,7 @@ def plan_comparison(
     base: BaseModel | None = None,
     layouts: LayoutMap | None = None,
     part: str | None = None,
+    world_size: int | None = None,
 ) -> Check:
     """Return the check that compares the tensors of two models or checkpoints value by value.
 
@@ -74,13 +75,14 @@ def plan_comparison(
         base: supplies metadata that either side does not record: whole shapes, the config.
         layouts: supplies the layouts that either side does not record.
         part: keys of the part of `path` to read.
+        world_size: number of ranks that wrote `path`, where it records none.
 
     Raises:
         ContradictionError: their metadata shows that they differ.
         UsageError: the merge of the adapter cannot be computed.
         XrankError: one of them cannot be read.
     """
-    sides = read_sides(path, other_path, base=base, layouts=layouts, part=part)
+    sides = read_sides(path, other_path, base=base, layouts=layouts, part=part, world_size=world_size)
     adapted = [side for side in sides if side.names is not None]
     if adapter_config is not None and not adapted:
         raise UsageError(

@@ -21,9 +21,11 @@ from xrank.writers.manifest import MANIFEST_NAME
 __all__ = ["plan_proof"]
 
 
-def plan_proof(path: str, base: BaseModel | None, layouts: LayoutMap | None, part: str | None = None) -> Check:
+def plan_proof(
+    path: str, base: BaseModel | None, layouts: LayoutMap | None, part: str | None = None, world_size: int | None = None
+) -> Check:
     """Return the check that proves a checkpoint as a gather would, and discards the bytes."""
-    found = read_source(path, base=base, layouts=layouts, part=part)
+    found = read_source(path, base=base, layouts=layouts, part=part, world_size=world_size)
     try:
         model = decide(found, Request(Purpose.PROOF), base).source
     except UsageError:  # a user who gathers it has to choose first; the proof does not need Hugging Face names

@@ -39,6 +39,7 @@ def gather_checkpoint(
     recipe: str | os.PathLike[str] | None = None,
     format: str | None = None,  # noqa: A002  the option's name
     part: str | None = None,
+    world_size: int | None = None,
     dtype: str | torch.dtype | None = None,
     keep_fp32: str | Sequence[str] = (),
     include: str | Sequence[str] = (),
@@ -73,6 +74,8 @@ def gather_checkpoint(
         format: name of the source's format, if two readers accept it.
         part: keys of the part to read where the source has several, joined by dots, such as ``"ema"``; None: the only
             one that may be the model.
+        world_size: number of ranks that wrote the source, where it records none, as torch's Hugging Face shards; it
+            must be right: fewer ranks than wrote them give a smaller model.
         dtype: ``"keep"``, ``"base"`` (the base model's types), ``"bf16"``, ``"fp16"``, ``"fp32"``, or torch's, for
             floating-point tensors; None keeps, too.
         keep_fp32: regular expressions of names that are not cast below fp32.
@@ -132,6 +135,7 @@ def gather_checkpoint(
         layouts=layouts,
         format_name=format,
         part=part,
+        world_size=world_size,
         workspace=workspace,
         recipe=recipe,
     )

@@ -36,6 +36,7 @@ def inspect_source(
     base_model: str | os.PathLike[str] | None = None,
     format: str | None = None,  # noqa: A002  the option's name
     part: str | None = None,
+    world_size: int | None = None,
 ) -> Report:
     """Describe a source: format, run, ranks, tensors, and the problems that a gather would meet.
 
@@ -47,6 +48,7 @@ def inspect_source(
         base_model: a model with the names and shapes that the source must have; fills in unrecorded shapes.
         format: name of the source's format, if several lie there; None: the best of them. A note names the others.
         part: keys of the part to describe where the source has several; None: the only one that may be the model.
+        world_size: number of ranks that wrote the source, as for `gather_checkpoint`.
 
     Raises:
         UsageError: the base model does not exist.
@@ -70,7 +72,9 @@ def inspect_source(
     try:
         beside = companions_of(os.fspath(path), where)
         companions += [companion.name for companion in beside[0]]  # listed even if the reader fails
-        found = read_found(os.fspath(path), where, base=base, layouts=given, part=part, beside=beside)
+        found = read_found(
+            os.fspath(path), where, base=base, layouts=given, part=part, world_size=world_size, beside=beside
+        )
         model = found.model
         notes += found.notes
         config_path = found.config_path

@@ -37,6 +37,7 @@ def reshard_checkpoint(
     recipe: str | os.PathLike[str] | None = None,
     base_model: str | os.PathLike[str] | None = None,
     part: str | None = None,
+    world_size: int | None = None,
     dtype: str | torch.dtype | None = None,
     max_memory: str | int = "64MB",
     workers: int | None = None,
@@ -62,7 +63,8 @@ def reshard_checkpoint(
             source; the layout's rules are for the new names. None, and ``"none"``, keep the names.
         base_model: a model folder, or the ID of one in the local Hugging Face cache: its companions, and its
             config.json if the source has none.
-        part: as `xrank.gather_checkpoint`.
+        part: as `xrank.gather_checkpoint`; so is `world_size`.
+        world_size: number of ranks that wrote the source.
         dtype: ``keep``, ``bf16``, ``fp16`` or ``fp32``, for floating-point tensors; None keeps, too.
         max_memory: as `xrank.gather_checkpoint`; so are `workers`, `dry_run`, `progress` and `timeout_seconds`.
         workers: number of threads.
@@ -99,6 +101,7 @@ def reshard_checkpoint(
             recipe=recipe,
             base_model=base_model,
             part=part,
+            world_size=world_size,
             host=host,
         )
         return plan_apart(

@@ -36,6 +36,7 @@ def verify_model(
     layouts: str | os.PathLike[str] | LayoutMap | None = None,
     base_model: str | os.PathLike[str] | None = None,
     part: str | None = None,
+    world_size: int | None = None,
     adapter_config: str | os.PathLike[str] | None = None,
     max_memory: str | int = "64MB",
     workers: int | None = None,
@@ -55,7 +56,8 @@ def verify_model(
         layouts: a layout file, or its content, for a checkpoint without recorded layouts, either of the two.
         base_model: a model with the names and shapes that `path` must have; fills in unrecorded shapes. With `against`
             it only does the latter.
-        part: keys of the part of `path` to read, as `xrank.gather_checkpoint`.
+        part: keys of the part of `path` to read, as `xrank.gather_checkpoint`; so is `world_size`.
+        world_size: number of ranks that wrote `path`.
         adapter_config: configuration of an adapter among a checkpoint's tensors, as in the gather.
         max_memory: as `xrank.gather_checkpoint`; so are `workers`, `distributed` and `timeout_seconds`.
         workers: number of threads.
@@ -94,11 +96,14 @@ def verify_model(
             from xrank.comparing.comparison import plan_comparison  # not needed for a single path
 
             other = os.fspath(against)
-            return plan_comparison(text, other, budget, adapter_config, base=base, layouts=given, part=part)
+            return plan_comparison(
+                text, other, budget, adapter_config, base=base, layouts=given, part=part, world_size=world_size
+            )
         if os.path.exists(os.path.join(text, MANIFEST_NAME)) and WorkspaceReader().recognise(text) is not None:
             # A workspace of `xrank reshard` has a manifest too, but ranks may have changed it since: prove it.
-            if given is not None or part is not None:
-                surplus = "layouts" if given is not None else "part"
+            choices = {"layouts": given, "part": part, "world_size": world_size}
+            surplus = next((name for name, value in choices.items() if value is not None), None)
+            if surplus is not None:
                 raise UsageError(
                     f"{option(surplus)} was given, but {text} is a model with a manifest, whose tensors are whole",
                     got=option(surplus),
@@ -106,7 +111,7 @@ def verify_model(
                     next_step=f"leave {option(surplus)} out",
                 )
             return plan_manifest_check(text, base)
-        return plan_proof(text, base, given, part)
+        return plan_proof(text, base, given, part, world_size)
 
     verdict: Verdict | None = None
     fault: XrankError | None = None

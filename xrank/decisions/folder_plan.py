@@ -93,6 +93,7 @@ def plan_gather(
     layouts: str | os.PathLike[str] | LayoutMap | None = None,
     format_name: str | None = None,
     part: str | None = None,
+    world_size: int | None = None,
     workspace: bool = False,
     recipe: str | os.PathLike[str] | None = None,
 ) -> FolderPlan:
@@ -101,7 +102,9 @@ def plan_gather(
     given = layouts if isinstance(layouts, LayoutMap) or layouts is None else read_layouts(layouts)
     check_no_url(source)
     where = SourcePlace(source, WORKSPACE.load()) if workspace else find_source(source, format_name=format_name)
-    found = read_found(source, where, base=base, layouts=given, part=part, is_left_out=options.leaves_out)
+    found = read_found(
+        source, where, base=base, layouts=given, part=part, world_size=world_size, is_left_out=options.leaves_out
+    )
     request = Request(Purpose.MODEL, options, recipe, {} if given is None else given.aliases)
     decision = decide(found, request, base)
     return _plan_output(decision, _source_notes(decision, given, where.path))

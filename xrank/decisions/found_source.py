@@ -12,7 +12,8 @@ from xrank.decisions.alternatives import read_best
 from xrank.decisions.base_model import BaseModel, read_config
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.ties import embedding_of
-from xrank.errors import UsageError
+from xrank.errors import IncompleteError, UsageError
+from xrank.faces import AGAIN, option
 from xrank.layout import LayoutMap
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
@@ -22,6 +23,7 @@ from xrank.readers.own_readers import WORKSPACE
 from xrank.readers.wrapper_names import plain_names, rename_tensors
 from xrank.readers.zero_tails import note_zero_tails
 from xrank.recipes.shape_proof import prove_shapes
+from xrank.words import plural
 from xrank.writers.companions import CompanionFile, find_companions
 
 __all__ = ["FoundSource", "companions_of", "find_live_source", "read_found", "read_source"]
@@ -51,10 +53,15 @@ class FoundSource:
 
 
 def read_source(
-    path: str, *, base: BaseModel | None = None, layouts: LayoutMap | None = None, part: str | None = None
+    path: str,
+    *,
+    base: BaseModel | None = None,
+    layouts: LayoutMap | None = None,
+    part: str | None = None,
+    world_size: int | None = None,
 ) -> FoundSource:
     """Read the source at a path, only its metadata. Errors are those of `find_source` and of readers."""
-    return read_found(path, find_source(path), base=base, layouts=layouts, part=part)
+    return read_found(path, find_source(path), base=base, layouts=layouts, part=part, world_size=world_size)
 
 
 def read_found(
@@ -64,6 +71,7 @@ def read_found(
     base: BaseModel | None = None,
     layouts: LayoutMap | None = None,
     part: str | None = None,
+    world_size: int | None = None,
     is_left_out: Callable[[str], bool] | None = None,
     for_layouts: bool = False,
     beside: tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]] | None = None,
@@ -76,6 +84,7 @@ def read_found(
         base: gives whole shapes, and the config if there is none beside the source.
         layouts: layouts for tensors without a recorded layout.
         part: keys of the part to read, joined by dots; None: the only one that may be the model.
+        world_size: number of ranks that wrote the source, as the caller states it; None: not stated.
         is_left_out: returns whether the caller will leave a tensor out, so that it needs no layout.
         for_layouts: whether the caller wants the layouts that ranks recorded, and not their config.
         beside: the result of `companions_of`, where the caller has it; None: this function calls it.
@@ -92,11 +101,34 @@ def read_found(
         needs_config=config_path is None and not for_layouts,
         needs_layouts=for_layouts,
         part=part,
+        world_size=world_size,
         prove_shapes=lambda shapes: prove_shapes(shapes, config),
     )
     model = read_best(where, hints)
+    if world_size is not None:
+        _check_world_size(model, world_size)
     known = config if config_path is not None else model.config
     return FoundSource(model, known, config_path, companions, (*notes, *note_zero_tails(model)), where.path)
+
+
+def _check_world_size(model: StoredModel, stated: int) -> None:
+    """Check the number of ranks that the caller states.
+
+    Raises:
+        IncompleteError: the source is of fewer ranks; UsageError: of more, or not of ranks.
+    """
+    if model.world_size == stated:
+        return
+    kind = UsageError if model.world_size is None or model.world_size > stated else IncompleteError
+    raise kind(
+        f"{model.path} was not written by as many ranks as {option('world_size', stated)} states",
+        file=model.path,
+        got="a source that records no ranks" if model.world_size is None else plural(model.world_size, "rank"),
+        want=plural(stated, "rank"),
+        next_step=f"correct {option('world_size')} or leave it out"
+        if kind is UsageError
+        else f"copy the files of the missing ranks into the folder, or correct {option('world_size')}, then {AGAIN}",
+    )
 
 
 def companions_of(asked: str, where: SourcePlace) -> tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]]:

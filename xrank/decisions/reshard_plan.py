@@ -75,6 +75,7 @@ def plan_reshard(
     recipe: str | os.PathLike[str] | None = None,
     base_model: str | os.PathLike[str] | None = None,
     part: str | None = None,
+    world_size: int | None = None,
     host: str | None = None,
 ) -> Reshard:
     """Return the proven plan of a reshard; reads metadata alone. Arguments and errors as in `reshard_checkpoint`.
@@ -84,7 +85,7 @@ def plan_reshard(
     base = open_base_model(base_model) if base_model is not None else None
     new = layouts if isinstance(layouts, LayoutMap) else read_layouts(layouts)
     try:
-        found = read_source(source, base=base, part=part)
+        found = read_source(source, base=base, part=part, world_size=world_size)
     except LayoutError as error:
         # The layouts of a reshard are the new ones.
         error.advise("gather it with its layouts or a base model, then reshard the model that this makes")

@@ -31,6 +31,8 @@ class Hints:
     part: str | None = None
     """Keys, joined by dots, of the part that the caller chose among those in the source; the reader records it in
     `StoredModel.part`. None: the only part that may be the model."""
+    world_size: int | None = None
+    """Number of ranks that wrote the source, as the caller states it; None: not stated."""
     prove_shapes: Callable[[Mapping[str, tuple[int, ...]]], str | None] | None = None
     """Proves inferred global shapes. Returns the recipe that they fit, or None if no recipe knows the names. Raises if
     they contradict each other or the config (`xrank.recipes.shape_proof.prove_shapes`)."""

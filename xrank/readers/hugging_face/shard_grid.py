@@ -31,6 +31,8 @@ class ShardGrid:
     files: Mapping[tuple[int, int], str]
     """(rank, file), both from 1 -> path."""
     num_files: int
+    num_ranks: int | None = None
+    """Number of ranks that saved, as the user states it; None: it is not known."""
 
     @property
     def ranks(self) -> list[int]:
@@ -42,7 +44,7 @@ class ShardGrid:
         # A name may claim any rank and number of files, so the list ends at what can be shown.
         absent = (
             self._name(rank, number)
-            for rank in range(1, max(self.ranks) + 1)
+            for rank in range(1, (self.num_ranks or max(self.ranks)) + 1)
             for number in range(1, self.num_files + 1)
             if (rank, number) not in self.files
         )

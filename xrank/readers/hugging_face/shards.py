@@ -2,18 +2,19 @@
 
 A file is ``shard-<rank, from 1>-model-<file>-of-<files>.safetensors``. Its header records the offsets of each piece in
 the whole tensor (torch/distributed/checkpoint/hf_storage.py, filesystem.py), but no file records the whole's shape. The
-reader infers the shape from the pieces, and accepts it only with a proof: a base model's shapes, or a recipe with the
-sizes of config.json.
+reader infers the shape from the pieces, and accepts it only with a proof: a base model's shapes, a recipe with the
+sizes of config.json, or the number of ranks if each of them has all files.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from xrank.dialects.boxes import Box, box_text, boxes_overlap, volume
-from xrank.errors import ContradictionError, IncompleteError, LayoutError
+from xrank.errors import ContradictionError, IncompleteError, LayoutError, UsageError
 from xrank.faces import AGAIN, option
 from xrank.formats.safetensors_header import read_header
 from xrank.plan.source import StoredModel
@@ -45,6 +46,8 @@ class HfShardsReader:
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every piece lies; errors as in `Reader.read`."""
         grid = shard_grid(_folder(path) or path)
+        if hints.world_size is not None:
+            grid = _state_ranks(grid, hints.world_size)
         pieces = ShardPieces()
         for (rank, _), file in sorted(grid.files.items()):
             pieces.add(rank, read_header(file))
@@ -60,7 +63,7 @@ class HfShardsReader:
             files=tuple(pieces.records.files),
             records=pieces.records.table(),
             shards=tuple(pieces.shard(name, shape) for name, shape in shapes.items()),
-            world_size=max(grid.ranks),
+            world_size=grid.num_ranks or max(grid.ranks),
             nbytes=pieces.records.nbytes,
             notes=tuple(notes),
             details={
@@ -77,6 +80,25 @@ def _folder(path: str) -> str | None:
         if os.path.isdir(folder) and any(map(is_shard_name, os.listdir(folder))):
             return folder
     return None
+
+
+def _state_ranks(grid: ShardGrid, num_ranks: int) -> ShardGrid:
+    """Return the grid with the stated number of ranks.
+
+    Raises:
+        UsageError: a file is of a later rank.
+    """
+    if max(grid.ranks) > num_ranks:
+        file = next(file for (rank, _), file in sorted(grid.files.items()) if rank > num_ranks)
+        raise UsageError(
+            f"{os.path.basename(file)} is of a later rank than {option('world_size', num_ranks)} states",
+            rank=num_ranks,
+            file=file,
+            got=grid.text(),
+            want=f"files of ranks 1 to {num_ranks}",
+            next_step=f"correct {option('world_size')}; or {ONE_SAVE}",
+        )
+    return replace(grid, num_ranks=num_ranks)
 
 
 def _check_pieces(name: str, pieces: ShardPieces, shape: tuple[int, ...], grid: ShardGrid) -> None:
@@ -153,6 +175,9 @@ def _prove(path: str, shapes: Mapping[str, tuple[int, ...]], pieces: ShardPieces
         recipe, loose = None, error
     if recipe is not None:
         return f"global shapes, which the format does not record, are by config.json's sizes those of {recipe}"
+    if grid.num_ranks is not None and not grid.holes():
+        # All pieces that were saved are here, and together they are the tensors.
+        return f"global shapes, which the format does not record, are those of all files of {grid.num_ranks} ranks"
     raise _proof_error(path, shapes, unproven, grid, loose)
 
 
@@ -180,6 +205,7 @@ def _proof_error(
             want="; or ".join(["all files of every rank", *wants]),
             next_step=f"copy the missing file into the folder; if the rank had no piece for it, {remedy}",
         )
+    remedy += f", or state the number of ranks that saved with {option('world_size', metavar='N')}"
     return LayoutError(
         loose.message
         if loose is not None
