@@ -602,7 +602,7 @@ class TestRefusals:
         gather_checkpoint(bench.workspace, bench.out, **SEPARATE)
         assert_holds(bench.out / "adapter", saved_names(lora))
 
-    @pytest.mark.parametrize("key", ["use_qalora", "lora_bias", "layer_replication", "target_parameters"])
+    @pytest.mark.parametrize("key", ["use_qalora", "lora_bias", "layer_replication"])
     def test_more_than_a_product(self, bench: Bench, key: str) -> None:
         leave_adapted(bench.workspace)
         value = True if key.startswith(("use", "lora")) else [[0, 1]]
@@ -721,6 +721,7 @@ class TestConfigurations:
             ({"r": 4, "lora_alpha": 8, "rank_pattern": [4]}, CorruptError, "rank_pattern is not"),
             ({"r": 4, "lora_alpha": 8, "rank_pattern": {"(": 4}}, CorruptError, "rank_pattern is not"),
             ({"r": 4, "lora_alpha": 8, "use_rslora": "no"}, CorruptError, "use_rslora is not"),
+            ({"r": 4, "lora_alpha": 8, "target_parameters": [[0, 1]]}, CorruptError, "target_parameters is not"),
             ({"r": 5, "lora_alpha": 8}, ContradictionError, "has another rank than c.json says"),
             ({"r": 4, "lora_alpha": 8, "use_dora": True}, ContradictionError, "disagree about DoRA"),
         ],

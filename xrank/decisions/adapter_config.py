@@ -63,6 +63,14 @@ class AdapterConfig:
         rank, alpha = self.rank_of(module), self._look_up(module, "alpha_pattern", "lora_alpha")
         return alpha / math.sqrt(rank) if self.values.get("use_rslora") else alpha / rank
 
+    def parameters_of(self, module: str) -> list[str]:
+        """Return the names that `target_parameters` adapts in a module, which may have other parameters beside them.
+
+        PEFT compares the ends of names (peft/tuners/tuners_utils.py: _inject_parameters).
+        """
+        targets = [target.rpartition(".") for target in self.values.get("target_parameters") or ()]
+        return sorted({f"{module}.{name}" for of, _, name in targets if not of or f".{module}".endswith(f".{of}")})
+
     def _look_up(self, module: str, patterns: str, key: str) -> float:
         # peft/utils/other.py: get_pattern_key
         for pattern, value in (self.values.get(patterns) or {}).items():
@@ -208,6 +216,9 @@ def _check(values: Mapping[str, Any], path: str) -> None:
     for key in ("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias"):
         if values.get(key) not in (None, True, False):
             raise _wrong(path, key, values[key], "true or false")
+    targets = values.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise _wrong(path, "target_parameters", targets, "a list of names")
 
 
 def _values_of(patterns: Any, key: str, path: str) -> list[Any]:
@@ -238,7 +249,9 @@ def check_ranks(config: AdapterConfig, pairs: Sequence[Pair], shapes: Mapping[st
     for pair in pairs:
         a, b = shapes[pair.a], shapes[pair.b]
         rank = config.rank_of(pair.module)
-        if len(a) < 2 or len(b) < 2 or (a[0], b[1]) != (rank, rank):
+        # A parameter of experts has the rows of all of them.
+        is_stack = any(a[0] % config.rank_of(name) == 0 for name in config.parameters_of(pair.module)) if a else False
+        if len(a) < 2 or len(b) < 2 or a[0] != b[1] or not (a[0] == rank or is_stack):
             raise ContradictionError(
                 f"{pair.module}: its adapter has another rank than {os.path.basename(config.path)} says",
                 tensor=pair.a,

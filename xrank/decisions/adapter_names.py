@@ -4,6 +4,9 @@ base_model.model.<module>.base_layer.weight             the base's (peft/tuners/
 base_model.model.<module>.lora_A.<adapter>.weight       [r, in]; lora_B [out, r] (peft/tuners/lora/layer.py: Linear)
 base_model.model.<module>.lora_embedding_A.<adapter>    [r, rows]; lora_embedding_B [columns, r]: Embedding
 base_model.model.<module>.lora_magnitude_vector.<adapter>.weight    DoRA's
+base_model.model.<module>.lora_A.<adapter>.weight       [experts * r, in]; lora_B [out, r * experts]: a parameter of the
+                                                        module; each further parameter has one base_layer more
+                                                        (peft/tuners/lora/layer.py: ParamWrapper)
 base_model.model.<module>.modules_to_save.<adapter>.weight          trained whole, in place of
 base_model.model.<module>.original_module.weight                    (peft/utils/other.py: ModulesToSaveWrapper)
 
@@ -26,7 +29,9 @@ _LORA = re.compile(r"(.+)\.lora_(embedding_A|embedding_B|magnitude_vector|A|B)(?
 _TRAINED = re.compile(r"(.+)\.modules_to_save\.([^.]+)\.(.+)")
 _ORIGINAL = re.compile(r"(.+)\.original_module\.(.+)")
 _MARKS = (".lora_", ".modules_to_save.")
-_BASE = ".base_layer."
+_WRAPPER = ".base_layer"
+_WRAPPERS = re.compile(r"(\.base_layer)+$")
+_BASE = f"{_WRAPPER}."
 # Every tuner gives the first (peft/tuners), prompt learning the rest (peft/peft_model.py, peft/utils/save_and_load.py).
 _PEFTS = re.compile(rf"{re.escape(PREFIX)}|prompt_encoder\.|prompt_embeddings$")
 
@@ -44,6 +49,8 @@ class Pair:
     """Name of DoRA's magnitude vector."""
     biases: tuple[str, ...] = ()
     """Names of the biases of lora_A and lora_B."""
+    depth: int = 0
+    """Number of wrappers around this one, where several parameters of the module are adapted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +185,9 @@ class _Sorting:
         for a, b in (("A", "B"), ("embedding_A", "embedding_B")):
             if a in kinds and b in kinds:
                 biases = tuple(self._biases.get(module, ()))
-                return Pair(module, kinds[a], kinds[b], a != "A", kinds.get("magnitude_vector"), biases)
+                bare = _WRAPPERS.sub("", module)
+                depth = (len(module) - len(bare)) // len(_WRAPPER)
+                return Pair(bare, kinds[a], kinds[b], a != "A", kinds.get("magnitude_vector"), biases, depth)
         found = next(iter(kinds.values()))
         raise ContradictionError(
             f"{found}: the other half of its pair is missing",
@@ -197,6 +206,7 @@ class _Sorting:
             bare = _bare(name)
             if _BASE in name:
                 module, _, rest = bare.partition(_BASE)
+                rest = rest.removeprefix(_BASE[1:] * rest.count(_BASE[1:]))
                 if module not in modules:
                     raise ContradictionError(
                         f"{name}: its module has an adapter, and nothing of that is here",

@@ -135,10 +135,10 @@ def adapt(
             )
         return None
     shapes = {shard.name: shard.shape for shard in source.shards}
-    if not names.is_alone:
-        _check_bases(source, names)
     if options.adapter == "merge":
         return _merge(source, names, config or find_config(options.adapter_config, place, names, shapes))
+    if not names.is_alone:
+        _check_bases(source, names)
     adapted = _separate(source, names, config or search_config(options.adapter_config, place, names, shapes))
     return adapted if options.adapter is not None else replace(adapted, notes=(*adapted.notes, _describe_choice(names)))
 
@@ -274,6 +274,7 @@ def _merge(source: StoredModel, names: AdapterNames, config: AdapterConfig) -> A
             want="plain LoRA",
             next_step=f"use {option('adapter', 'separate')}, and merge it with peft",
         )
+    _check_bases(source, names)
     shards = {shard.name: shard for shard in source.shards}
     left_out = [name for name, new in names.base.items() if new in names.trained]
     renamed = {name: new for name, new in names.base.items() if new not in names.trained}
