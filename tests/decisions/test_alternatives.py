@@ -127,3 +127,18 @@ def test_an_adapter_is_compared_although_its_name_is_left_out(tmp_path: Path) ->
     (folder / "adapter_config.json").write_text(json.dumps(config))
     report = xrank.gather_checkpoint(folder, tmp_path / "model", adapter="separate")
     assert "4 compared tensors agree" in notes(report)[0]
+
+
+@pytest.mark.parametrize("is_other_empty", [False, True])
+def test_files_without_a_tensor_give_way_to_others(tmp_path: Path, is_other_empty: bool) -> None:
+    """FSDP1 with PEFT leaves two empty files: the trainer could not save the adapter."""
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    save_file({}, folder / "model.safetensors")
+    torch.save({} if is_other_empty else {"up.weight": torch.ones(3)}, folder / "pytorch_model.bin")
+    if is_other_empty:
+        with pytest.raises(UsageError, match="its safetensors files hold no tensor"):
+            xrank.gather_checkpoint(folder, tmp_path / "model")
+        return
+    xrank.gather_checkpoint(folder, tmp_path / "model")
+    assert load_file(tmp_path / "model" / "model.safetensors").keys() == {"up.weight"}

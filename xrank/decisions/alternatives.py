@@ -45,12 +45,14 @@ def read_best(where: SourcePlace, hints: Hints) -> StoredModel:
     chosen, others = where.reader, where.others
     try:
         model = _read(chosen, where.path, hints)
+        if others and not model.shards:
+            raise _emptiness(where.path, chosen)
     except UsageError:
         found = None
         if others:
             with suppress(XrankError):
                 found = _read(others[0], where.path, hints)
-        if found is None:
+        if found is None or not found.shards:
             raise
         model, chosen, others = found, others[0], (chosen, *others[1:])
     # A part that the caller chose by name need not equal another model beside it.
@@ -76,6 +78,17 @@ def _read(reader: Reader, place: str, hints: Hints) -> StoredModel:
     return model
 
 
+def _emptiness(place: str, reader: Reader) -> UsageError:
+    return UsageError(
+        f"{place}: its {reader.name} files hold no tensor",
+        file=place,
+        got="0 tensors",
+        want="a model or an adapter",
+        next_step="name the checkpoint of another step; if all are empty, the trainer could not save the model, as "
+        "FSDP1 an adapter: train with FSDP2, or save with xrank.export_model",
+    )
+
+
 def _compare(
     place: str, model: StoredModel, chosen: Reader, others: Sequence[Reader], hints: Hints
 ) -> Iterator[tuple[str, str]]:
@@ -91,6 +104,8 @@ def _compare(
         begin = f"{reader.name} files lie beside the {chosen.name} files that are read"
         try:
             other = reader.read(place, hints)
+            if not other.shards:
+                raise _emptiness(place, reader)
             sampled = _sample(model, other)
             digests = [_digests(each, outputs) for each, outputs in zip((model, other), sampled, strict=True)]
         except XrankError as error:

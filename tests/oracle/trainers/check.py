@@ -47,7 +47,7 @@ class Result:
 
 def check_cell(cell: Cell, root: Path) -> Result:
     """Gather a cell's folder and compare the model with its reference."""
-    out = root / "gathered" / cell.name
+    out = root / "gathered2" / cell.name
     shutil.rmtree(out, ignore_errors=True)
     checkpoint, base = root / cell.name / "run" / "checkpoint-2", root / "base" / cell.base_model
     command = [sys.executable, "-m", "xrank", "gather", str(checkpoint), "--out", str(out)]
