@@ -16,6 +16,7 @@ from xrank.readers.discovery import find_source
 pytestmark = pytest.mark.quick
 
 HDF = b"\x89HDF\r\n\x1a\n"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 KINDS = {
     "gguf": ({"model-Q4_K_M.gguf": b"GGUF\3\0\0\0"}, "a GGUF file of llama.cpp"),
     "gguf without its name": ({"blobs/sha256-1f": b"GGUF\3\0\0\0"}, "a GGUF file of llama.cpp"),
@@ -33,6 +34,7 @@ KINDS = {
         "a file of TensorFlow or Keras",
     ),
     "keras": ({"model.keras": b"PK\3\4"}, "a file of TensorFlow or Keras"),
+    "git-lfs": ({"weights.dat": POINTER, "data": b""}, "a pointer of git-lfs in the place of a file"),
     "onnx": ({"onnx/model.onnx": b"\x08\x08", "onnx/model.onnx_data": b""}, "a graph of ONNX"),
     "orbax": (
         {"default/manifest.ocdbt": b"", "default/ocdbt.process_0/d/1f": b"", "default/_METADATA": b"{}"},
@@ -78,6 +80,16 @@ def test_a_kind_is_named(tmp_path: Path, files: dict[str, bytes], noun: str) -> 
     assert any(line.startswith("  try   ") for line in refusal)
     above = gather(fill(tmp_path / "above", {f"run/{name}": content for name, content in files.items()}))
     assert above[0].endswith(f" is {noun}, which xrank does not read")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model_world_size_1_rank_0.pt", "model.pt"])
+def test_pointers_of_git_lfs_under_names_of_models(tmp_path: Path, name: str) -> None:
+    """The file itself may still come, with exit status 3."""
+    fill(tmp_path / "source", {name: POINTER})
+    done = CliRunner().invoke(cli, ["gather", str(tmp_path / "source"), "--out", str(tmp_path / "out")])
+    first, *_, last = done.stderr.splitlines()
+    assert done.exit_code == 3 and first.endswith(f"{name}: is a pointer of git-lfs, not the file itself")
+    assert last == "  try   fetch the file (git lfs pull), then run the same command (exit 3)"
 
 
 def test_the_whole_text_for_a_file(tmp_path: Path) -> None:

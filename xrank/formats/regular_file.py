@@ -9,8 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError
+from xrank.faces import AGAIN
 
-__all__ = ["Origin", "RegularFile", "open_regular", "quote"]
+__all__ = ["LFS_MAGIC", "Origin", "RegularFile", "open_regular", "quote", "refuse_pointer"]
+
+LFS_MAGIC = b"version https://git-lfs.github.com/spec/"
+"""First bytes of a pointer of git-lfs (github.com/git-lfs/git-lfs: docs/spec.md), which a clone leaves for a file."""
 
 
 def quote(value: str | bytes | int | tuple[int, ...]) -> str:
@@ -133,3 +137,20 @@ def open_regular(path: str, rank: int | None = None) -> Iterator[RegularFile]:
         yield RegularFile(descriptor, status, origin)
     finally:
         os.close(descriptor)
+
+
+def refuse_pointer(file: RegularFile) -> None:
+    """Refuse a pointer of git-lfs in the place of a file.
+
+    Raises:
+        IncompleteError: it is one.
+    """
+    if file.nbytes >= len(LFS_MAGIC) and file.read(0, len(LFS_MAGIC)) == LFS_MAGIC:
+        raise IncompleteError(
+            file.origin.locate("is a pointer of git-lfs, not the file itself"),
+            file=file.origin.path,
+            rank=file.origin.rank,
+            got=f"{file.nbytes} bytes that name the file",
+            want="the file",
+            next_step=f"fetch the file (git lfs pull), then {AGAIN}",
+        )

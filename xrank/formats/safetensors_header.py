@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from xrank.dtypes import DTYPES, dtype, unsupported
 from xrank.errors import UsageError
-from xrank.formats.regular_file import Origin, open_regular, quote
+from xrank.formats.regular_file import Origin, open_regular, quote, refuse_pointer
 
 __all__ = ["MAX_HEADER_NBYTES", "HeaderTensor", "SafetensorsHeader", "build_header", "read_header"]
 
@@ -69,10 +69,11 @@ def read_header(path: str, *, start: int = 0) -> SafetensorsHeader:
     Raises:
         CorruptError: the file breaks a rule of the format, or its length contradicts its header.
         UsageError: a tensor has an element type that xrank does not copy.
-        IncompleteError: there is no such file.
+        IncompleteError: there is no such file, or a pointer of git-lfs in its place.
     """
     with open_regular(path) as file:
         origin = file.origin
+        refuse_pointer(file)
         if file.nbytes < start + _LENGTH_NBYTES:
             raise origin.corrupt(
                 "is too short for a safetensors file",

@@ -19,7 +19,7 @@ from xrank.formats.archived_tensor import ArchivedTensor, ArchiveRecord, TensorR
 from xrank.formats.inert_record import refuse_inert
 from xrank.formats.pickle_reader import MAX_PICKLE_NBYTES, read_pickle
 from xrank.formats.plain_values import PLAIN_BUILDERS
-from xrank.formats.regular_file import RegularFile, open_regular, quote
+from xrank.formats.regular_file import RegularFile, open_regular, quote, refuse_pointer
 from xrank.formats.zip_index import ItemBytes, ZipMember, open_item, read_members
 
 __all__ = ["ArchiveRecord", "ArchivedTensor", "TorchArchive", "is_archive", "read_archive", "read_archive_in"]
@@ -63,9 +63,10 @@ def read_archive(path: str, *, rank: int | None = None) -> TorchArchive:
         CorruptError: the file is not such an archive, is cut short or damaged, or its parts disagree.
         UnsafeError: its pickle needs code to run.
         UsageError: it is undamaged, but safetensors cannot hold its tensors.
-        IncompleteError: there is no such file.
+        IncompleteError: there is no such file, or a pointer of git-lfs in its place.
     """
     with open_regular(path, rank) as file:
+        refuse_pointer(file)
         return read_archive_in(file)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xrank.errors import UnknownFormatError, XrankError
-from xrank.formats.regular_file import open_regular
+from xrank.formats.regular_file import LFS_MAGIC, open_regular
 from xrank.readers.hugging_face.rank_parts import ENGINE_PART
 from xrank.words import list_text
 
@@ -21,7 +21,7 @@ __all__ = ["find_foreign_kind"]
 
 _CONVERTED = "give the checkpoint or the Hugging Face folder that was converted into it"
 _MAX_OPENED_FILES = 64
-_MAX_MAGIC_NBYTES = 16
+_MAX_MAGIC_NBYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ _KINDS = (
         "gather the checkpoint that was trained, or give the Hugging Face folder that the engine loaded",
         ENGINE_PART,
     ),
+    _ForeignKind("a pointer of git-lfs in the place of a file", "fetch the files (git lfs pull)", magic=LFS_MAGIC),
     _ForeignKind("a graph of ONNX", _CONVERTED, re.compile(r".*\.onnx(_data|\.data)?")),
     _ForeignKind(
         "a msgpack file of Flax",
