@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.oracle.trainers.families import FAMILIES
 
-__all__ = ["CELLS", "CHOSEN", "ENGINES", "Cell", "choose_cells"]
+__all__ = ["CELLS", "CHOSEN", "ENGINES", "FRAMEWORKS", "Cell", "choose_cells"]
 
 ENGINES: dict[str, dict[str, Any]] = {
     # accelerate finds no device that it could synchronise module states with, where there is a CPU alone.
@@ -21,6 +21,23 @@ ENGINES: dict[str, dict[str, Any]] = {
     "zero3-shards": {"deepspeed": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}},
 }
 """How transformers' Trainer shards and saves -> the options of it."""
+
+FRAMEWORKS: dict[str, dict[str, Any]] = {
+    "accelerate-fsdp1": {"fsdp": {"fsdp_version": 1, "use_orig_params": True, "state_dict_type": "SHARDED_STATE_DICT"}},
+    "accelerate-fsdp2": {"fsdp": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"}},
+    "accelerate-zero2": {"deepspeed": {"stage": 2}},
+    "accelerate-zero3": {"deepspeed": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}},
+    "trl-fsdp2": {"fsdp": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}},
+    "trl-zero2": {"deepspeed": {"stage": 2}},
+    "trl-zero3": {"deepspeed": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}},
+    "lightning-fsdp-sharded": {"fsdp": {"state_dict_type": "sharded"}},
+    "lightning-fsdp-full": {"fsdp": {"state_dict_type": "full"}},
+    "lightning-zero2": {"deepspeed": {"stage": 2}},
+    "lightning-zero3": {"deepspeed": {"stage": 3}},
+    "verl-fsdp1": {"fsdp": {"fsdp_version": 1}},
+    "verl-fsdp2": {"fsdp": {"fsdp_version": 2}},
+}
+"""How other frameworks shard and save -> the options of each."""
 
 KINDS = {
     "full": "all parameters in fp32",
@@ -38,7 +55,7 @@ class Cell:
     """One folder.
 
     Attributes:
-        engine: one of `ENGINES`.
+        engine: one of `ENGINES` or `FRAMEWORKS`.
         kind: one of `KINDS`.
         family: one of `FAMILIES`.
     """
@@ -51,6 +68,21 @@ class Cell:
     def name(self) -> str:
         """Return the name of its folder."""
         return f"{self.engine}-{self.kind}-{self.family}"
+
+    @property
+    def framework(self) -> str:
+        """Return the first word of a framework's engine; empty for transformers' Trainer."""
+        return self.engine.partition("-")[0] if self.engine in FRAMEWORKS else ""
+
+    @property
+    def checkpoint(self) -> str:
+        """Return the checkpoint's path in the cell's folder."""
+        return "run/checkpoint-2" if self.framework in ("", "trl") else "run"
+
+    @property
+    def is_adapter(self) -> bool:
+        """Return whether adapters alone are trained."""
+        return self.kind in ("lora", "experts")
 
     @property
     def is_tied(self) -> bool | None:
@@ -72,18 +104,19 @@ def _can_train(cell: Cell) -> bool:
     """Return whether the trainer itself can make a cell.
 
     FSDP parts the embedding that T5's two stacks share, and FSDP2 refuses BERT's tied bias. PEFT's target_parameters
-    need parameters that FSDP1 has not flattened.
+    need parameters that FSDP1 has not flattened. transformers cannot load Whisper under zero.Init.
     """
     engine = cell.engine.partition("-")[0]
     if engine == "fsdp1":
         return cell.family != "t5" and cell.kind != "experts"
-    return engine != "fsdp2" or cell.family not in ("t5", "bert")
+    return (engine, cell.family) not in {("fsdp2", "t5"), ("fsdp2", "bert"), ("zero3", "whisper")}
 
 
 def _list_cells() -> dict[str, Cell]:
     """Return every engine x family with all parameters, and the other kinds on every family with some engines.
 
-    The engines of the other kinds move on with each family, so that each pair of engine and kind occurs.
+    The engines of the other kinds move on with each family, so that each pair of engine and kind occurs. Each other
+    framework trains a dense model, one with experts and a tied one.
     """
     cells = [Cell(engine, "full", family) for family in FAMILIES for engine in ENGINES]
     engines = list(ENGINES)
@@ -94,6 +127,10 @@ def _list_cells() -> dict[str, Cell]:
         for step, kind in enumerate(kinds):
             places = (number + step, number + step + 3)
             cells += [Cell(engines[place % len(engines)], kind, name) for place in places]
+    for engine in FRAMEWORKS:
+        cells += [Cell(engine, "full", family) for family in ("llama", "qwen3_moe", "gemma2")]
+        if engine.startswith(("accelerate", "trl")):
+            cells.append(Cell(engine, "lora", "qwen3"))
     return {cell.name: cell for cell in cells if _can_train(cell)}
 
 

@@ -49,14 +49,14 @@ def check_cell(cell: Cell, root: Path) -> Result:
     """Gather a cell's folder and compare the model with its reference."""
     out = root / "gathered2" / cell.name
     shutil.rmtree(out, ignore_errors=True)
-    checkpoint, base = root / cell.name / "run" / "checkpoint-2", root / "base" / cell.base_model
+    checkpoint, base = root / cell.name / cell.checkpoint, root / "base" / cell.base_model
     command = [sys.executable, "-m", "xrank", "gather", str(checkpoint), "--out", str(out)]
-    command += [] if (checkpoint / "config.json").exists() else ["--base-model", str(base)]
+    command += [] if any(checkpoint.rglob("config.json")) else ["--base-model", str(base)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
     if ended.returncode:
         first = ended.stderr.partition("xrank: ")[2].partition("\n")[0] or ended.stderr[-300:]
         return Result(cell.name, ended.returncode, first.replace(f"{root}/", ""))
-    compare = _compare_adapters if cell.kind in ("lora", "experts") else _compare_models
+    compare = _compare_adapters if cell.is_adapter else _compare_models
     try:
         fault = next(compare(FAMILIES[cell.family], out, root / cell.name / "reference", base), "")
     except Exception as error:  # transformers raises errors of every kind, and each is a fault of this one model

@@ -77,7 +77,7 @@ FAMILIES: dict[str, Family] = {
         _decoder("gemma2", head_dim=32, is_tied=True),
         _decoder("gemma3_text", head_dim=32, is_tied=True),
         _decoder("qwen3_moe", head_dim=32, **_EXPERTS, lora_targets=_ATTENTION, lora_parameters=_FUSED),
-        _decoder("olmoe", **_EXPERTS, lora_targets=_ATTENTION, lora_parameters=_FUSED),
+        _decoder("olmoe", num_experts=4, num_experts_per_tok=2, lora_targets=_ATTENTION, lora_parameters=_FUSED),
         _decoder(
             "mixtral", num_local_experts=4, num_experts_per_tok=2, lora_targets=_ATTENTION, lora_parameters=_FUSED
         ),
@@ -118,8 +118,19 @@ FAMILIES: dict[str, Family] = {
             is_tied=True,
             lora_targets=("c_attn", "c_proj"),
         ),
-        _decoder("gpt_neox", lora_targets=("query_key_value", "dense")),
-        _decoder("falcon", is_tied=True, lora_targets=("query_key_value", "dense")),
+        Family(
+            "gpt_neox",
+            {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+            | {"num_attention_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2},
+            lora_targets=("query_key_value", "dense"),
+        ),
+        Family(
+            "falcon",
+            {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+            | {"max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2},
+            is_tied=True,
+            lora_targets=("query_key_value", "dense"),
+        ),
         Family(
             "opt",
             {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2}

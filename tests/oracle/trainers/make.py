@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
@@ -25,6 +26,10 @@ def make_cells(root: Path, cells: list[Cell]) -> dict[str, str]:
     """
     root = root.resolve()
     missing = [cell for cell in cells if not (root / cell.name / "reference").exists()]
+    absent = {cell.framework for cell in missing if cell.framework and find_spec(cell.framework) is None}
+    if absent:
+        print(f"left out, because they are not installed: {', '.join(sorted(absent))}")
+    missing = [cell for cell in missing if cell.framework not in absent]
     for cell in missing:
         base = root / "base" / cell.base_model
         if not base.exists():

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
 
-from tests.oracle.trainers.cells import CELLS, ENGINES, KINDS
+from tests.oracle.trainers.cells import CELLS, ENGINES, FRAMEWORKS, KINDS
 from tests.oracle.trainers.families import FAMILIES
 
 __all__ = ["write_table"]
@@ -38,6 +38,12 @@ def write_table(results: Iterable[_Result]) -> str:
         if any(rows):
             lines += ["", f"## {kind}: {meaning}", "", f"| family | {' | '.join(ENGINES)} |"]
             lines += ["| --- |" + " --- |" * len(ENGINES), *filter(None, rows)]
+    lines += ["", "## Other frameworks", "", "| engine | kind | family | |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| {cell.engine} | {cell.kind} | {cell.family} | {_mark(found[name])} |"
+        for name, cell in CELLS.items()
+        if cell.engine in FRAMEWORKS and name in found
+    ]
     return "\n".join([*lines, *_write_faults(found.values())]) + "\n"
 
 

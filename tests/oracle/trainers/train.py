@@ -9,6 +9,7 @@ writes of the model that the ranks hold.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import os
 import sys
@@ -26,15 +27,18 @@ import transformers
 from accelerate.state import AcceleratorState, DistributedType
 from deepspeed.utils import safe_get_full_fp32_param
 from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-from tests.oracle.trainers.cells import CELLS, ENGINES, Cell
-from tests.oracle.trainers.families import FAMILIES, Family, load_model, make_batch
+from tests.oracle.trainers.cells import CELLS, ENGINES, FRAMEWORKS, Cell
+from tests.oracle.trainers.families import FAMILIES, VOCAB_SIZE, Family, load_model, make_batch
+from tests.oracle.trainers.frameworks import LOOPS, Trained
 
-__all__ = ["write_reference"]
+__all__ = ["gather_masters", "write_reference"]
 
 LIMIT_SECONDS = 90
 
@@ -50,10 +54,18 @@ class _Examples(Dataset[dict[str, torch.Tensor]]):
         return make_batch(self._family, index)
 
 
+def _arguments_class(cell: Cell) -> type[TrainingArguments]:
+    if cell.framework == "trl":
+        from trl import SFTConfig
+
+        return SFTConfig
+    return TrainingArguments
+
+
 def _arguments(cell: Cell, folder: Path) -> TrainingArguments:
     """Return the arguments of the Trainer, as a user's script has them."""
     options: dict[str, Any] = {}
-    engine = ENGINES[cell.engine]
+    engine = (ENGINES | FRAMEWORKS)[cell.engine]
     if "fsdp" in engine:
         options["fsdp"] = True
         options["fsdp_config"] = dict(engine["fsdp"])
@@ -67,7 +79,7 @@ def _arguments(cell: Cell, folder: Path) -> TrainingArguments:
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
         }
-    return TrainingArguments(
+    return _arguments_class(cell)(
         output_dir=str(folder),
         use_cpu=True,
         max_steps=2,
@@ -112,7 +124,7 @@ def _prepare(cell: Cell, model: PreTrainedModel) -> nn.Module:
         layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
         for part in (model.get_input_embeddings(), layers[0]):
             part.requires_grad_(False)
-    if cell.kind in ("lora", "experts"):
+    if cell.is_adapter:
         parameters = list(family.lora_parameters) if cell.kind == "experts" else None
         config = LoraConfig(
             r=4,
@@ -124,7 +136,7 @@ def _prepare(cell: Cell, model: PreTrainedModel) -> nn.Module:
     return model
 
 
-def _gather_masters(model: nn.Module) -> dict[str, torch.Tensor]:
+def gather_masters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the fp32 masters of a model that ZeRO-3 has partitioned, and what is not trained as it is."""
     state = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -164,20 +176,49 @@ def train(cell: Cell, root: Path) -> None:
     """Train one cell and write its reference."""
     folder = root / cell.name
     torch.manual_seed(0)
-    arguments = _arguments(cell, folder / "run")  # before the model: ZeRO-3 partitions while it is loaded
-    loaded = load_model(FAMILIES[cell.family], root / "base" / cell.base_model, dtype=getattr(torch, cell.dtype))
-    model = _prepare(cell, loaded)
-    trainer = Trainer(model=model, args=arguments, train_dataset=_Examples(FAMILIES[cell.family]))
-    trainer.train()
-    plain = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    if cell.engine == "zero3-shards":
-        state = _gather_masters(plain)
+    if cell.framework in LOOPS:
+        batches = [make_batch(FAMILIES[cell.family], number) for number in range(8)]
+        load = functools.partial(_load, cell, root)
+        plain, state = LOOPS[cell.framework](FRAMEWORKS[cell.engine], folder / "run", load, batches)
     else:
-        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        plain, state = _run_trainer(cell, root)
     if dist.get_rank() == 0:
         write_reference(plain, state, folder / "writing")
         os.rename(folder / "writing", folder / "reference")
     dist.barrier()
+
+
+def _load(cell: Cell, root: Path) -> nn.Module:
+    """Return the model to train."""
+    options = {"dtype": getattr(torch, cell.dtype)}
+    return _prepare(cell, load_model(FAMILIES[cell.family], root / "base" / cell.base_model, **options))
+
+
+def _run_trainer(cell: Cell, root: Path) -> Trained:
+    """Train with transformers' Trainer, or with TRL's."""
+    arguments = _arguments(cell, root / cell.name / "run")  # before the model: ZeRO-3 partitions while it is loaded
+    model = _load(cell, root)
+    if cell.framework == "trl":
+        from datasets import Dataset as Rows
+        from trl import SFTTrainer
+
+        rows = [make_batch(FAMILIES[cell.family], number) for number in range(8)]
+        examples = Rows.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows])
+        trainer = SFTTrainer(model=model, args=arguments, train_dataset=examples, processing_class=_make_tokenizer())
+    else:
+        trainer = Trainer(model=model, args=arguments, train_dataset=_Examples(FAMILIES[cell.family]))
+    trainer.train()
+    plain = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    if cell.engine == "zero3-shards":
+        return plain, gather_masters(plain)
+    return plain, trainer.accelerator.get_state_dict(trainer.model_wrapped)
+
+
+def _make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of numbers, which TRL asks for also where rows are tokens already."""
+    words = {str(number): number for number in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="3"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="1", eos_token="2", pad_token="0")
 
 
 def main(root: str, *names: str) -> None:
