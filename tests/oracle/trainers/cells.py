@@ -103,12 +103,12 @@ class Cell:
 def _can_train(cell: Cell) -> bool:
     """Return whether the trainer itself can make a cell.
 
-    FSDP parts the embedding that T5's two stacks share, and FSDP2 refuses BERT's tied bias. PEFT's target_parameters
-    need parameters that FSDP1 has not flattened. transformers cannot load Whisper under zero.Init.
+    FSDP parts the embedding that T5's two stacks share, and FSDP2 refuses BERT's tied bias. transformers cannot load
+    Whisper under zero.Init. PEFT 0.21 finds none of its adapters in FSDP1's state: the Trainer saves empty files.
     """
-    engine = cell.engine.partition("-")[0]
+    engine = cell.engine.removeprefix("accelerate-").partition("-")[0]
     if engine == "fsdp1":
-        return cell.family != "t5" and cell.kind != "experts"
+        return cell.family != "t5" and not cell.is_adapter
     return (engine, cell.family) not in {("fsdp2", "t5"), ("fsdp2", "bert"), ("zero3", "whisper")}
 
 

@@ -69,9 +69,17 @@ def run_lightning(options: dict[str, Any], folder: Path, load: Callable[[], nn.M
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    class Device(CPUAccelerator, CUDAAccelerator):  # both strategies ask for a GPU by its class alone
-        pass
+    class Device(CPUAccelerator, CUDAAccelerator):  # both strategies ask for a GPU by its class and index
+        @staticmethod
+        def get_parallel_devices(devices: int) -> list[torch.device]:
+            return [torch.device("cpu", index) for index in range(devices)]
 
+    begin = FullyShardedDataParallel.__init__
+
+    def begin_on_cpu(self: Any, *args: Any, **settings: Any) -> None:
+        begin(self, *args, **(settings | {"device_id": torch.device("cpu")}))
+
+    FullyShardedDataParallel.__init__ = begin_on_cpu  # type: ignore[method-assign]
     strategy: Any
     if "fsdp" in options:
         policy = ModuleWrapPolicy(_layer_classes(load()))

@@ -46,7 +46,7 @@ def _train(names: list[str], root: Path, failed: dict[str, str]) -> None:
     while names:
         command = [*launch, "-m", "tests.oracle.trainers.train", str(root), *names]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
-        with open(root / "errors.txt", "w+") as errors:
+        with open(root / "errors.txt", "w+", errors="replace") as errors:
             subprocess.run(command, stderr=errors, env=environment, cwd=REPOSITORY)
             errors.seek(0)
             text = errors.read()
