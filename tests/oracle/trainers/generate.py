@@ -55,8 +55,8 @@ def main() -> int:
     lines = ["# Tokens that vLLM generates from gathered models", ""]
     lines += ["Greedy, in fp32, beside those of the folder that the framework saved with `save_pretrained`.", ""]
     lines += ["| model | tokens | |", "| --- | --- | --- |"]
-    num_wrong = num_done = 0
-    for name in arguments.names:
+    num_wrong = 0
+    for num_done, name in enumerate(arguments.names, 1):
         got, want = (
             generate(path) for path in (arguments.root / "gathered" / name, arguments.root / name / "reference")
         )
@@ -64,7 +64,6 @@ def main() -> int:
         num_wrong += not is_same
         count = sum(map(len, got)) if isinstance(got, list) else 0
         lines.append(f"| {name} | {count} | {'same' if is_same else f'{got} instead of {want}'} |")
-        num_done += 1
         print(lines[-1], flush=True)
         end = ["", f"**{num_done - num_wrong} of {num_done} models generate the same tokens.**", ""]
         if arguments.table:
