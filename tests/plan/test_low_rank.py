@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from xrank.plan.casts import CastOverflowError
-from xrank.plan.low_rank import _BLOCK, Factors, _blocks, add_low_rank, read_factors
+from xrank.plan.low_rank import _BLOCK, Factors, LowRank, _blocks, add_low_rank, read_factors
 
 NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -18,9 +18,19 @@ def data(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def factors(a: torch.Tensor, b: torch.Tensor, scale: float, *, turned: bool = False, kind: str = "F32") -> Factors:
+def factors(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+    *,
+    turned: bool = False,
+    kind: str = "F32",
+    blocks: int = 1,
+    start: int = 0,
+) -> Factors:
     name = {value: key for key, value in NAMES.items()}[a.dtype]
-    return read_factors(data(a), name, data(b), name, len(a), scale, is_transposed=turned, kind=kind)
+    update = LowRank("a", "b", scale, turned, blocks, start)
+    return read_factors(data(a), name, data(b), name, len(a), update, kind=kind)
 
 
 def test_blocks_follow_one_another_and_cover_each_element_once() -> None:
@@ -28,13 +38,15 @@ def test_blocks_follow_one_another_and_cover_each_element_once() -> None:
     for _ in range(300):
         columns = choose.choice([1, 2, 7, 100, _BLOCK - 1, _BLOCK, _BLOCK + 1, 3 * _BLOCK])
         rows = choose.randint(1, max(1, 3 * _BLOCK // columns + 3))
+        height = choose.randint(1, rows)
         low = choose.randrange(rows * columns)
         count = choose.randint(0, rows * columns - low)
         at = 0
-        for start, row, num_rows, column, num_columns in _blocks(low, count, columns):
+        for start, row, num_rows, column, num_columns in _blocks(low, count, height, columns):
             assert start == at and 0 < num_rows * num_columns <= _BLOCK
             assert row * columns + column == low + start and column + num_columns <= columns
             assert num_rows == 1 or (column, num_columns) == (0, columns)
+            assert row // height == (row + num_rows - 1) // height
             at += num_rows * num_columns
         assert at == count
 
@@ -56,6 +68,24 @@ def test_any_stretch_has_the_same_bits_as_the_whole(stored: str, target: str, tu
         found = torch.empty(high - low, dtype=NAMES[target])
         add_low_rank(data(weight.reshape(-1)[low:high]), stored, both, low, data(found), target)
         assert torch.equal(found, expected.reshape(-1)[low:high]), (low, high)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_experts_and_parts_of_them(turned: bool) -> None:
+    """As PEFT's ParamWrapper multiplies: A has the rows of one expert after the other, B a column of each expert."""
+    made = torch.Generator().manual_seed(13)
+    experts, rows, columns, rank = 3, 40, 900, 4
+    a = torch.randint(-8, 9, (experts * rank, rows if turned else columns), generator=made) / 8
+    b = torch.randint(-8, 9, (columns if turned else rows, rank * experts), generator=made) / 8
+    weight = torch.randn(experts, rows, columns, generator=made)
+    apart = b.reshape(len(b), rank, experts), a.reshape(experts, rank, a.shape[1])
+    delta = torch.einsum("ore,eri->eio" if turned else "ore,eri->eoi", *apart)
+    expected = (weight + 0.5 * delta).reshape(-1)
+    for start, stop in [(0, weight.numel()), (rows * columns, 2 * rows * columns), (12_345, 80_001)]:
+        both = factors(a, b, 0.5, turned=turned, blocks=experts, start=start)
+        found = torch.empty(stop - start)
+        add_low_rank(data(weight.reshape(-1)[start:stop]), "F32", both, 0, data(found), "F32")
+        assert torch.equal(found, expected[start:stop]), (start, stop)
 
 
 def test_sums_that_are_exact_are_those_of_a_matrix_product() -> None:

@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xrank import dtypes
+from xrank.decisions.adapted_parameters import find_parameter_updates, is_parameter_pair
 from xrank.decisions.adapter_config import CONFIG_NAME, AdapterConfig, find_config, is_turned, search_config
 from xrank.decisions.adapter_names import PREFIX, AdapterNames, Pair, find_adapter, refuse_other_kinds
-from xrank.decisions.base_model import BaseModel
 from xrank.decisions.options import GatherOptions
 from xrank.errors import ContradictionError, UsageError
 from xrank.faces import Text, either, needs, option
 from xrank.plan.low_rank import LowRank
 from xrank.plan.planner import Plan
-from xrank.plan.source import StoredModel, StoredShard, merge_models
-from xrank.readers.base import Hints
-from xrank.readers.hugging_face.folder import HfFolderReader
+from xrank.plan.source import StoredModel, StoredShard
 from xrank.words import list_text
 
 __all__ = [
@@ -28,7 +26,6 @@ __all__ = [
     "adapt",
     "adapter_beside",
     "check_ties",
-    "complete_adapter",
     "describe_merges",
 ]
 
@@ -39,8 +36,8 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 # With these options the result is not W + scale * (B @ A) (peft/tuners/lora/variants.py, layer.py, model.py).
 _NOT_PLAIN = (
     *("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "layer_replication"),
-    *("target_parameters", "trainable_token_indices", "arrow_config", "kasa_config", "monteclora_config"),
-    *("velora_config", "megatron_config"),
+    *("trainable_token_indices", "arrow_config", "kasa_config", "monteclora_config", "velora_config"),
+    "megatron_config",
 )
 # A trainer that shards its state may leave no configuration (transformers' Trainer with FSDP).
 _NO_CONFIG = (
@@ -143,26 +140,6 @@ def adapt(
     return adapted if options.adapter is not None else replace(adapted, notes=(*adapted.notes, _describe_choice(names)))
 
 
-def complete_adapter(source: StoredModel, base: BaseModel) -> StoredModel:
-    """Return a source that holds an adapter alone with the base model's tensors beside it; return others unchanged.
-
-    Tensors that the adapter's folder holds whole, as PEFT saves `modules_to_save`, stand in place of the base model's.
-
-    Raises:
-        UsageError, ContradictionError: as for `find_adapter` and the reader of the base model.
-    """
-    names = find_adapter([shard.name for shard in source.shards], source.path, base.tensors)
-    if names is None or not names.is_alone or not base.tensors:
-        return source
-    own = set(names.base.values())
-    stored = HfFolderReader().read(base.path, Hints())
-    kept = replace(stored, shards=tuple(shard for shard in stored.shards if shard.name not in own))
-    whole = merge_models(replace(source, absent=()), kept, PREFIX)
-    replaced = sorted(own.intersection(base.tensors))
-    notes = [("adapter-trained", f"{list_text(replaced)}: taken from {source.path}, not from the base model")]
-    return replace(whole, nbytes=source.nbytes + stored.nbytes, notes=(*source.notes, *(notes if replaced else ())))
-
-
 def adapter_beside(place: str, read: Collection[str] = ()) -> list[tuple[str, str]]:
     """Return the report's notes on an adapter's files that lie in a source and are not among those `read`."""
     if not os.path.isdir(place):
@@ -201,8 +178,10 @@ def describe_merges(plan: Plan) -> dict[str, str]:
     for tensor in plan.tensors:
         if tensor.update is not None:
             a, b = tensor.update.a.output.name, tensor.update.b.output.name
-            turned = ", transposed" if tensor.update.is_transposed else ""
-            found[tensor.output.name] = f"W + {tensor.update.scale!r} * ({b} @ {a}{turned})"
+            rule = tensor.update.rule
+            turned = ", transposed" if rule.is_transposed else ""
+            part = f", {rule.num_blocks} experts, from element {rule.start}" if rule.num_blocks > 1 else ""
+            found[tensor.output.name] = f"W + {rule.scale!r} * ({b} @ {a}{turned}{part})"
     return found
 
 
@@ -312,7 +291,9 @@ def _updates(
 ) -> dict[str, LowRank]:
     """Return the update of each adapted weight."""
     fits = {}
-    for pair in names.pairs:
+    stacked = [pair for pair in names.pairs if is_parameter_pair(pair, config, base)]
+    plain = [pair for pair in names.pairs if pair not in stacked]
+    for pair in plain:
         weight = _weight_of(pair, base, shards)
         a, b = shards[pair.a].shape, shards[pair.b].shape
         straight, turned = (b[0], a[1]), (a[1], b[0])
@@ -326,13 +307,14 @@ def _updates(
                 want=f"a weight {list(turned if pair.is_embedding else straight)}",
                 next_step="check that adapter and base model belong together",
             )
-    kinds = {fits[pair.module] for pair in names.pairs if not pair.is_embedding} - {(True, True)}
-    return {
+    kinds = {fits[pair.module] for pair in plain if not pair.is_embedding} - {(True, True)}
+    found = {
         f"{pair.module}.weight": LowRank(
             pair.a, pair.b, config.scale_of(pair.module), is_turned(pair.module, fits[pair.module], kinds, config)
         )
-        for pair in names.pairs
+        for pair in plain
     }
+    return found | find_parameter_updates(stacked, config, base, shards)
 
 
 def _weight_of(pair: Pair, base: Mapping[str, StoredShard], shards: Mapping[str, StoredShard]) -> StoredShard:

@@ -14,9 +14,10 @@ from typing import Any
 
 from xrank.decisions.adapter_config import parse_adapter_config
 from xrank.decisions.adapter_names import find_adapter
-from xrank.decisions.adapters import Adapted, adapt, complete_adapter
+from xrank.decisions.adapters import Adapted, adapt
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.found_source import FoundSource
+from xrank.decisions.lone_adapter import complete_adapter
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.recipe_choice import apply_recipe, choose_recipe, find_padded_names, match_asked_recipe
@@ -126,7 +127,7 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     if matched is None and (adapted is None or not adapted.is_alone):
         converted = _convert(found, stored if adapted is None else adapted.base, request, base)
     if converted is not None and adapted is not None:
-        other = convert_adapted(adapted, converted)
+        other = convert_adapted(adapted, converted, lambda model: _convert(found, model, request, base))
         adapted, converted = (adapted, None) if other is None else (other, converted)
     if converted is not None:
         stored = converted.model if adapted is None else adapted.source
@@ -210,7 +211,9 @@ def _adapt(found: FoundSource, options: GatherOptions, base: BaseModel | None) -
     if found.own is not None:
         return _adapt_live(found.model, options, found.own, base)
     assert found.place is not None
-    model = found.model if options.adapter != "merge" or base is None else complete_adapter(found.model, base)
+    model = found.model
+    if options.adapter == "merge" and base is not None:
+        model = complete_adapter(model, base, options.adapter_config, found.place)
     return adapt(model, options, found.place, base.tensors if base is not None else {})
 
 

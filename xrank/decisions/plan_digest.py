@@ -24,8 +24,9 @@ def digest_of_plan(plan: Plan, *options: str) -> str:
     for tensor in plan.tensors:
         state.update(repr((tensor.output, tensor.source_dtype)).encode())
         if tensor.update is not None:
-            a, b = tensor.update.a, tensor.update.b
-            what = (a.output, b.output, tensor.update.scale, tensor.update.is_transposed)
+            a, b, rule = tensor.update.a, tensor.update.b, tensor.update.rule
+            place = (rule.num_blocks, rule.start) if rule.num_blocks > 1 or rule.start else ()
+            what = (a.output, b.output, rule.scale, rule.is_transposed, *place)
             state.update(repr(what).encode())
         for copies in tensor.read:
             for array in (copies.rank, copies.record, copies.nests.x, copies.nests.y, copies.nests.loops):

@@ -9,7 +9,7 @@ transformers has for its class, without those that add or remove a prefix
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,9 @@ from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
 from xrank.errors import LayoutError, UsageError
 from xrank.faces import option
+from xrank.layout.nest_table import NestTable, int_array
 from xrank.plan.source import StoredModel
+from xrank.readers.held_tensor import whole
 from xrank.recipes.conversion_table import Transform, find_transforms
 from xrank.recipes.conversions import Converted, convert_model, find_used, is_loaded_as
 
@@ -99,18 +101,57 @@ def convert_to_module(
     return _describe(converted, config)
 
 
-def convert_adapted(adapted: Adapted, converted: Converted) -> Adapted | None:
-    """Return a source with an adapter whose base model is converted; None if an adapted tensor is not only renamed."""
+def convert_adapted(
+    adapted: Adapted, converted: Converted, convert: Callable[[StoredModel], Converted | None]
+) -> Adapted | None:
+    """Return a source with an adapter whose base model is converted.
+
+    Args:
+        adapted: the source.
+        converted: its base model, converted.
+        convert: converts a model as that one was.
+
+    Returns:
+        None if an adapted tensor becomes tensors that are not runs of its elements.
+    """
     updates, renamed = adapted.updates or {}, converted.renamed
-    if not updates.keys() <= renamed.keys():
-        return None
+    moved = {renamed[name]: update for name, update in updates.items() if name in renamed}
+    for new, olds, start in _trace(adapted.base, convert) if len(moved) < len(updates) else ():
+        if not updates.keys().isdisjoint(olds):
+            if start is None:
+                return None
+            moved[new] = replace(updates[olds[0]], start=updates[olds[0]].start + start)
     own = (shard for shard in adapted.source.shards if shard.name in adapted.own)
     return replace(
         adapted,
         source=replace(converted.model, shards=(*converted.model.shards, *own)),
-        updates=None if adapted.updates is None else {renamed[name]: update for name, update in updates.items()},
+        updates=None if adapted.updates is None else moved,
         renamed={old: renamed.get(new, new) for old, new in (adapted.renamed or {}).items()},
     )
+
+
+def _trace(
+    model: StoredModel, convert: Callable[[StoredModel], Converted | None]
+) -> Iterator[tuple[str, list[str], int | None]]:
+    """Yield (name, names before, address) of each converted tensor.
+
+    The address is that of its first element in the only tensor before; None where it is not a run of that one.
+    """
+    # Each tensor gets a record of its own, with its elements in their order.
+    tables = {shard.shape: NestTable.from_nests(whole(shard.shape)) for shard in model.shards}
+    traced = [
+        replace(shard, rank=int_array([0]), record=int_array([number]), nests=tables[shard.shape])
+        for number, shard in enumerate(model.shards)
+        if 0 not in shard.shape
+    ]
+    converted = convert(replace(model, shards=tuple(traced)))
+    for shard in converted.model.shards if converted is not None else ():
+        olds = [model.shards[number].name for number in dict.fromkeys(shard.record.tolist())]
+        loops, shifts = shard.nests.loops, shard.nests.x - shard.nests.y
+        is_run = bool(
+            ((loops[:, :, 1] == loops[:, :, 2]) | (loops[:, :, 0] == 1)).all() and (shifts == shifts[0]).all()
+        )
+        yield shard.name, olds, int(shifts[0]) if is_run and len(olds) == 1 else None
 
 
 def keep_routers(model: StoredModel, options: GatherOptions) -> GatherOptions:

@@ -36,26 +36,35 @@ class LowRank:
     scale: float
     is_transposed: bool = False
     """Whether the transpose of B @ A is added: to an embedding, or a weight stored [in, out]."""
+    num_blocks: int = 1
+    """Number of matrices in the updated tensor, such as experts: A [blocks * r, n] has the rows of one after the other,
+    B [m, r * blocks] the columns of all for each of the r."""
+    start: int = 0
+    """Row-major address of the output's first element in the updated tensor; an output may be a part of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """A and B as they are multiplied: `left` [rows, r] @ `right` [r, columns]."""
+    """A and B as they are multiplied, block by block: `left` [blocks, rows, r] @ `right` [blocks, r, columns]."""
 
     left: _Array
     right: _Array
     scale: float
+    start: int = 0
+    """Address of the output's first element in the tensor of all blocks."""
 
 
 def read_factors(
-    a: memoryview, a_dtype: str, b: memoryview, b_dtype: str, rank: int, scale: float, *, is_transposed: bool, kind: str
+    a: memoryview, a_dtype: str, b: memoryview, b_dtype: str, num_rows: int, update: LowRank, *, kind: str
 ) -> Factors:
-    """Return the factors in these bytes, converted to the element type `kind`."""
+    """Return the factors in these bytes, converted to the element type `kind`; `num_rows` is A's."""
     wide = dtypes.numpy_dtype(kind)
-    found_a = np.frombuffer(a, dtypes.numpy_dtype(a_dtype)).reshape(rank, -1).astype(wide)
-    found_b = np.frombuffer(b, dtypes.numpy_dtype(b_dtype)).reshape(-1, rank).astype(wide)
-    left, right = (found_a.T, found_b.T) if is_transposed else (found_b, found_a)
-    return Factors(np.ascontiguousarray(left), np.ascontiguousarray(right), scale)
+    count = update.num_blocks
+    rank = num_rows // count
+    found_a = np.frombuffer(a, dtypes.numpy_dtype(a_dtype)).reshape(count, rank, -1).astype(wide)
+    found_b = np.frombuffer(b, dtypes.numpy_dtype(b_dtype)).reshape(-1, rank, count).transpose(2, 0, 1).astype(wide)
+    left, right = (found_b, found_a) if not update.is_transposed else (found_a.swapaxes(1, 2), found_b.swapaxes(1, 2))
+    return Factors(np.ascontiguousarray(left), np.ascontiguousarray(right), update.scale, update.start)
 
 
 def add_low_rank(
@@ -78,11 +87,13 @@ def add_low_rank(
     values = np.frombuffer(stored, dtypes.numpy_dtype(dtype))
     width = dtypes.dtype(target_dtype).nbytes
     sums, products = np.empty((2, _BLOCK), kind)
-    for start, row, num_rows, column, num_columns in _blocks(low, len(values), factors.right.shape[1]):
+    rows, columns = factors.left.shape[1], factors.right.shape[2]
+    for start, whole_row, num_rows, column, num_columns in _blocks(low + factors.start, len(values), rows, columns):
         count = num_rows * num_columns
         total, product = (room[:count].reshape(num_rows, num_columns) for room in (sums, products))
-        left = factors.left[row : row + num_rows]
-        right = factors.right[:, column : column + num_columns]
+        block, row = divmod(whole_row, rows)
+        left = factors.left[block, row : row + num_rows]
+        right = factors.right[block, :, column : column + num_columns]
         with np.errstate(over="ignore", invalid="ignore"):
             np.multiply(left[:, :1], right[0], out=total)
             for k in range(1, len(right)):
@@ -101,16 +112,15 @@ def add_low_rank(
         )
 
 
-def _blocks(low: int, num_elements: int, num_columns: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield (first element here, row, rows, column, columns) of consecutive rectangles of a matrix."""
+def _blocks(low: int, num_elements: int, num_rows: int, num_columns: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield (first element here, row, rows, column, columns) of consecutive rectangles of matrices on one another."""
     start = 0
     while start < num_elements:
         row, column = divmod(low + start, num_columns)
         left = num_elements - start
-        # The rest of a row, or a part of one; from the start of a row as many whole rows as fit.
         if column or left < num_columns or num_columns >= _BLOCK:
             rows, columns = 1, min(num_columns - column, left, _BLOCK)
         else:
-            rows, columns = min(left // num_columns, _BLOCK // num_columns), num_columns
+            rows, columns = min(left // num_columns, _BLOCK // num_columns, num_rows - row % num_rows), num_columns
         yield start, row, rows, column, columns
         start += rows * columns

@@ -37,8 +37,7 @@ class MergedTensor:
                     read(PreparedTensor(b)),
                     b.source_dtype,
                     a.output.shape[0],
-                    self.update.scale,
-                    is_transposed=self.update.is_transposed,
+                    self.update.rule,
                     kind=_kind(self.plan),
                 )
             return self._factors

@@ -88,8 +88,7 @@ class UpdatePlan:
 
     a: TensorPlan
     b: TensorPlan
-    scale: float
-    is_transposed: bool
+    rule: LowRank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +159,7 @@ def make_plan(
         a, b = (
             plan_tensor(OutputTensor(name, shards[name].dtype, shards[name].shape)) for name in (update.a, update.b)
         )
-        return UpdatePlan(a, b, update.scale, update.is_transposed)
+        return UpdatePlan(a, b, update)
 
     return Plan(source, tuple(FilePlan(file, tuple(map(plan_tensor, file.tensors))) for file in files))
 
