@@ -280,7 +280,7 @@ LATENT: tuple[dict[str, Any], dict[str, tuple[int, ...]]] = (
     },
 )
 FUSED: tuple[dict[str, Any], dict[str, tuple[int, ...]]] = (
-    {"model_type": "phi3", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    {"model_type": "my_own", "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
     | {"num_local_experts": 3, "moe_intermediate_size": 10, "intermediate_size": 22},
     {
         "model.layers.0.self_attn.qkv_proj.weight": (32, 16),
@@ -320,6 +320,19 @@ def test_other_families(tmp_path: Path, family: tuple[dict[str, Any], dict[str, 
     # A model with code of its own may mean other sizes by these keys.
     (tmp_path / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "modeling.Model"}}))
     assert gather_checkpoint(tmp_path, tmp_path / "own-code").ok
+
+
+def test_key_that_no_model_of_this_type_reads_is_no_size(tmp_path: Path) -> None:
+    """Files on the Hub have such keys; transformers keeps them, and reads others."""
+    save_file(
+        {"gpt_neox.layers.0.attention.query_key_value.weight": torch.rand(48, 16)}, tmp_path / "model.safetensors"
+    )
+    config = {"model_type": "gpt_neox", "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert gather_checkpoint(tmp_path, tmp_path / "out").ok
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "my_own"}))
+    with pytest.raises(ContradictionError, match="is not that of the tensors"):
+        gather_checkpoint(tmp_path, tmp_path / "refused")
 
 
 def test_packed_payloads_show_no_sizes(tmp_path: Path) -> None:

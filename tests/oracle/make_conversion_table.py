@@ -27,6 +27,8 @@ from transformers import conversion_mapping as mappings
 from transformers import core_model_loading as loading
 from transformers.models.auto import configuration_auto, modeling_auto
 
+from xrank.decisions.config_sections import SIZE_KEYS
+
 _OUT = Path(__file__).parents[2] / "xrank" / "recipes" / "transformers.json"
 _KINDS = {
     loading.GroupWeightRename: "group",
@@ -126,6 +128,19 @@ def describe_heads(model_types: Iterable[str]) -> dict[str, list[Any]]:
     return found
 
 
+def describe_sizes() -> dict[str, list[str]]:
+    """Return, by model type, the keys of config.json that its config class knows, of those that xrank proves."""
+    found = {}
+    for model_type in sorted(configuration_auto.CONFIG_MAPPING):
+        config_class = configuration_auto.CONFIG_MAPPING[model_type]
+        try:
+            known = {*vars(config_class()), *config_class.attribute_map}
+        except Exception:  # a config without defaults: all keys count
+            continue
+        found[model_type] = sorted(known.intersection(SIZE_KEYS))
+    return found
+
+
 def make_table() -> dict[str, Any]:
     """Return the whole table; print the classes that cannot be made on this machine."""
     numbers: dict[str, int] = {}
@@ -162,6 +177,7 @@ def make_table() -> dict[str, Any]:
             for kind, table in _AUTO.items()
         },
         "heads": describe_heads(sorted(permuted)),
+        "sizes": describe_sizes(),
         "failed": sorted(text.split(":")[0] for text in failed),
     }
 

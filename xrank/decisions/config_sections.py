@@ -7,7 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Section", "TensorKind", "group_tensors", "split_config"]
+from xrank.recipes.conversion_table import is_known_size
+
+__all__ = ["SIZE_KEYS", "Section", "TensorKind", "group_tensors", "split_config"]
+
+SIZE_KEYS = (
+    *("vocab_size", "hidden_size", "d_model", "n_embd", "embed_dim", "encoder_ffn_dim", "decoder_ffn_dim"),
+    *("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size", "expert_dim"),
+    *("moe_shared_expert_intermediate_size", "type_vocab_size", "kv_lora_rank", "q_lora_rank", "intermediate_size"),
+    *("ffn_dim", "n_inner", "d_ff", "encoder_layers", "num_encoder_layers", "decoder_layers", "num_decoder_layers"),
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "num_attention_heads", "n_head", "n_heads"),
+    *("num_heads", "head_dim", "d_kv", "kv_channels", "attention_head_dim", "num_key_value_heads", "num_experts"),
+    *("num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts", "num_shared_experts"),
+    *("moe_num_shared_experts", "max_position_embeddings", "n_positions", "max_source_positions"),
+    *("max_target_positions", "patch_size", "num_channels", "in_channels", "image_size", "shared_intermediate_size"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+"""Keys of sizes that the proof reads; a config class may not know a key that its config.json has."""
 
 _Shape = tuple[int, ...]
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
@@ -40,7 +56,8 @@ class Section:
 
     def find_size(self, *keys: str) -> tuple[str, int] | None:
         """Return the first of these keys that has a positive integer, and the integer."""
-        found = ((key, self.values.get(key)) for key in keys)
+        own_type = self.values.get("model_type")
+        found = ((key, self.values.get(key)) for key in keys if key not in SIZE_KEYS or is_known_size(own_type, key))
         return next(((key, value) for key, value in found if type(value) is int and value > 0), None)
 
     def size(self, *keys: str) -> int | None:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Operation", "Side", "Transform", "find_num_heads", "find_transforms"]
+__all__ = ["Operation", "Side", "Transform", "find_num_heads", "find_transforms", "is_known_size"]
 
 _PATH = Path(__file__).parent / "transformers.json"
 
@@ -100,6 +100,15 @@ def find_num_heads(config: Mapping[str, Any], key: str | None) -> int:
     config = inner if isinstance(inner, Mapping) else config
     name, default = _read_table()["heads"].get(config.get("model_type"), ("num_attention_heads", 1))
     return int(config.get(name, config.get("num_attention_heads", default)))
+
+
+def is_known_size(model_type: object, key: str) -> bool:
+    """Return whether a model type's config has a size under that key; for unknown types each key counts.
+
+    Config files also contain keys that no model reads, such as ``num_key_value_heads`` for GPT-NeoX.
+    """
+    known = _read_table()["sizes"].get(model_type) if isinstance(model_type, str) else None
+    return known is None or key in known
 
 
 def _is_inside(path: str, outer: list[str]) -> bool:
