@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,15 +48,25 @@ class Result:
 
 def check_cell(cell: Cell, root: Path) -> Result:
     """Gather a cell's folder and compare the model with its reference."""
-    out = root / "gathered2" / cell.name
+    return _compare(cell, root, _gather(cell, root))
+
+
+def _gather(cell: Cell, root: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command that a user types."""
+    out = root / "gathered" / cell.name
     shutil.rmtree(out, ignore_errors=True)
     checkpoint, base = root / cell.name / cell.checkpoint, root / "base" / cell.base_model
     command = [sys.executable, "-m", "xrank", "gather", str(checkpoint), "--out", str(out)]
     command += [] if any(checkpoint.rglob("config.json")) else ["--base-model", str(base)]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+
+
+def _compare(cell: Cell, root: Path, ended: subprocess.CompletedProcess[str]) -> Result:
+    """Return the first difference between what was gathered and the reference."""
+    out, base = root / "gathered" / cell.name, root / "base" / cell.base_model
     if ended.returncode:
         first = ended.stderr.partition("xrank: ")[2].partition("\n")[0] or ended.stderr[-300:]
-        return Result(cell.name, ended.returncode, first.replace(f"{root}/", ""))
+        return Result(cell.name, ended.returncode, " ".join(first.replace(f"{root}/", "").split())[:400])
     compare = _compare_adapters if cell.is_adapter else _compare_models
     try:
         fault = next(compare(FAMILIES[cell.family], out, root / cell.name / "reference", base), "")
@@ -128,9 +139,11 @@ def main() -> int:
     arguments = parser.parse_args()
     _silence()
     results: list[Result] = []
-    for cell in choose_cells(arguments.texts):
-        if (arguments.root / cell.name / "reference").exists():
-            results.append(result := check_cell(cell, arguments.root.resolve()))
+    root = arguments.root.resolve()
+    cells = [cell for cell in choose_cells(arguments.texts) if (root / cell.name / "reference").exists()]
+    with ThreadPoolExecutor(2) as pool:  # gathers run ahead; transformers itself is not safe in threads
+        for cell, ended in zip(cells, pool.map(_gather, cells, [root] * len(cells)), strict=True):
+            results.append(result := _compare(cell, root, ended))
             print(f"{result.name}  {f'exit {result.exit_code}  ' if result.fault else 'ok'}{result.fault}", flush=True)
     (arguments.root / "results.json").write_text(json.dumps([vars(result) for result in results], indent=1))
     if arguments.table:

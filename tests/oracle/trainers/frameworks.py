@@ -104,10 +104,6 @@ def run_lightning(options: dict[str, Any], folder: Path, load: Callable[[], nn.M
         with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
             state = {name: tensor.detach().clone() for name, tensor in module.model.state_dict().items()}
         state = {name.replace("_fsdp_wrapped_module.", ""): tensor for name, tensor in state.items()}
-    elif options["deepspeed"]["stage"] == 3:
-        from tests.oracle.trainers.train import gather_masters
-
-        state = gather_masters(module.model)
     else:
         state = {name: tensor.detach().clone() for name, tensor in module.model.state_dict().items()}
     return module.model, state
