@@ -141,6 +141,8 @@ def _claim_layers(section: Section) -> Iterator[Claim]:
     for part, keys in parts.items():
         own = dict(each for path, each in found.items() if part in path.split("."))
         yield from _claim(section, keys, own)
+    if section.find_size("encoder_layers") is not None:
+        return  # BART's and Whisper's num_hidden_layers repeats it, and an edited config may have forgotten to
     if section.find_size(*parts["decoder"]) is not None:
         found = {path: each for path, each in found.items() if "decoder" not in path.split(".")}
     of_all = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
@@ -233,9 +235,10 @@ def _claim_outputs(section: Section) -> Iterator[Claim]:
     name = section.architecture
     if name.endswith(_CLASSIFIERS):
         labels = section.values.get("id2label")
-        number = len(labels) if isinstance(labels, Mapping) else _DEFAULT_NUM_LABELS
+        stated = section.size("num_labels", "_num_labels")
+        number = len(labels) if isinstance(labels, Mapping) else stated or _DEFAULT_NUM_LABELS
         rows = _lengths(section, (r"(?:score|classifier|classifier\.out_proj)\.weight", (0,)))
-        yield Claim("num_labels", ("id2label",), (number,), rows)
+        yield Claim("num_labels", ("id2label",), (number, stated or number), rows)
     words = section.size("vocab_size")
     is_generating = name.endswith(("ForCausalLM", "ForConditionalGeneration"))
     if is_generating and section.values.get("tie_word_embeddings") is False:

@@ -15,7 +15,7 @@ from xrank.errors import ContradictionError
 from xrank.faces import AGAIN, option
 from xrank.plan.source import StoredModel
 
-__all__ = ["prove_config"]
+__all__ = ["find_misfit", "prove_config"]
 
 _Shape = tuple[int, ...]
 
@@ -85,8 +85,8 @@ def prove_config(
         # Payloads that pack several values into an integer have other shapes; an adapter may lie in a few layers.
         if dtypes.dtype(shard.dtype).is_float and shard.name not in apart and not _OF_ADAPTER.search(shard.name)
     }
-    misfit = _find_misfit(config, {name: shape for name, shape in shapes.items() if name not in left_out})
-    if misfit is None or (left_out and _find_misfit(config, shapes) is None):
+    misfit = find_misfit(config, {name: shape for name, shape in shapes.items() if name not in left_out})
+    if misfit is None or (left_out and find_misfit(config, shapes) is None):
         return
     section, claim = misfit
     file = found.config_path or ("the model's config" if found.place is None else f"the config in {found.place}")
@@ -114,7 +114,8 @@ def _advise(found: FoundSource, base: BaseModel | None) -> str:
     return "correct the config of the model, or what overrides it"
 
 
-def _find_misfit(config: Mapping[str, Any], shapes: Mapping[str, _Shape]) -> tuple[Section, Claim] | None:
+def find_misfit(config: Mapping[str, Any], shapes: Mapping[str, _Shape]) -> tuple[Section, Claim] | None:
+    """Return the first claim of a config.json that the tensors contradict, with the object in it; None: all hold."""
     for section in split_config(config, group_tensors(shapes)):
         if any(map(_UNPROVEN.fullmatch, section.model_types)):
             continue
