@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import xrank
 from tests.conversion.exported import llama
+from tests.oracle.test_peft import moe
 
 # PEFT asks transformers under a name that this is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -35,3 +36,23 @@ def test_a_live_adapter(tmp_path: Path, kind: str) -> None:
         assert torch.equal(logits(loaded), logits(model))
     else:
         torch.testing.assert_close(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("kind", ["separate", "merge"])
+def test_a_live_adapter_of_fused_experts(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    model = get_peft_model(
+        moe("qwen3"),
+        LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules=["q_proj"],
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+            init_lora_weights=False,
+        ),
+    )
+    assert xrank.export_model(model, tmp_path / "out", adapter=kind).ok
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    if kind == "separate":
+        loaded = PeftModel.from_pretrained(loaded, tmp_path / "out" / "adapter")
+    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-4, rtol=1e-4)

@@ -11,7 +11,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tests.conversion.made_workspaces import leave
 from xrank.conversion.gather import gather_checkpoint
@@ -205,3 +217,70 @@ def test_a_folder_that_peft_saved(tmp_path: Path, kind: str) -> None:
     again = PeftModel.from_pretrained(llama(), str(tmp_path / "out")).eval()
     assert torch.equal(logits(again), logits(model))
     assert verify_model(tmp_path / "out", against=tmp_path / "saved").ok
+
+
+def moe(kind: str) -> Any:
+    """Return a small model with fused experts: taken apart in files (Qwen3, Mixtral), or fused there too (GPT-OSS)."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 48,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts_per_tok": 2,
+    }
+    if kind == "qwen3":
+        config = Qwen3MoeConfig(**sizes, moe_intermediate_size=20, num_experts=4, tie_word_embeddings=False)
+        return Qwen3MoeForCausalLM(config).eval()
+    if kind == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4)).eval()
+    return GptOssForCausalLM(GptOssConfig(**sizes, num_local_experts=4)).eval()
+
+
+EXPERTS: dict[str, Any] = {
+    "r": 4,
+    "lora_alpha": 10,
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("parameters", [["experts.gate_up_proj", "experts.down_proj"], ["experts.down_proj"]], ids=len)
+def test_experts_of_an_adapter_alone(tmp_path: Path, kind: str, parameters: list[str]) -> None:
+    """The names of the adapter are those in memory; the base model lies in files, as the Hub has it."""
+    base = moe(kind)
+    base.save_pretrained(tmp_path / "base")
+    model = adapted(base, **{**EXPERTS, "target_parameters": parameters})
+    model.save_pretrained(tmp_path / "adapter")
+    gather_checkpoint(tmp_path / "adapter", tmp_path / "model", base_model=tmp_path / "base", adapter="merge")
+    gather_checkpoint(tmp_path / "adapter", tmp_path / "apart", base_model=tmp_path / "base")
+    before = logits(model)
+    theirs, ours = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("adapter", "apart"))
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    found, expected = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "merged"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(logits(loaded(tmp_path / "model")), before, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, "tied"])
+def test_an_adapter_alone_and_its_base_model(tmp_path: Path, kind: str) -> None:
+    base = llama()
+    if kind == "tied":
+        base.config.tie_word_embeddings = True
+        base.tie_weights()
+    base.save_pretrained(tmp_path / "base")
+    model = adapted(base, **PLAIN.get(kind, PLAIN["linear"]))
+    model.save_pretrained(tmp_path / "adapter")
+    gather_checkpoint(tmp_path / "adapter", tmp_path / "model", base_model=tmp_path / "base", adapter="merge")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    found, expected = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "merged"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6)
