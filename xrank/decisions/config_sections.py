@@ -17,13 +17,17 @@ SIZE_KEYS = (
     *("moe_shared_expert_intermediate_size", "type_vocab_size", "kv_lora_rank", "q_lora_rank", "intermediate_size"),
     *("ffn_dim", "n_inner", "d_ff", "encoder_layers", "num_encoder_layers", "decoder_layers", "num_decoder_layers"),
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "num_attention_heads", "n_head", "n_heads"),
-    *("num_heads", "head_dim", "d_kv", "kv_channels", "attention_head_dim", "num_key_value_heads", "num_experts"),
+    *("num_heads", "d_kv", "kv_channels", "attention_head_dim", "num_key_value_heads", "num_experts"),
     *("num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts", "num_shared_experts"),
     *("moe_num_shared_experts", "max_position_embeddings", "n_positions", "max_source_positions"),
     *("max_target_positions", "patch_size", "num_channels", "in_channels", "image_size", "shared_intermediate_size"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
-"""Keys of sizes that the proof reads; a config class may not know a key that its config.json has."""
+"""Keys of sizes that count only if the model's config class knows them.
+
+``head_dim`` counts always: many models read it although their config class does not name it. So do layers of
+multi-token prediction, which transformers does not load.
+"""
 
 _Shape = tuple[int, ...]
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
