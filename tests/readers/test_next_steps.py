@@ -212,6 +212,12 @@ def make_weights(room: Path, name: str) -> Case:
             return weights(room, dict(zip(names, halves(1), strict=True)), [])
         case "tensorrt-llm":
             return weights(room, dict(zip(["rank0.safetensors", "rank1.safetensors"], halves(1), strict=True)), [])
+        case "meta's slices":
+            whole_one = {"norm.weight": torch.rand(4), "layers.0.attention.wq.weight": torch.rand(4, 4)}
+            slices = [
+                {name: t if t.dim() == 1 else t[rows] for name, t in whole_one.items()} for rows in ([0, 1], [2, 3])
+            ]
+            return weights(room, dict(zip(["consolidated.00.pth", "consolidated.01.pth"], slices, strict=True)), [])
         case "torch_checkpointing without metadata":
             case = weights(room, dict(zip(["model_0.safetensors", "model_1.safetensors"], halves(1), strict=True)), [])
             return replace(case, unseen=["model_1.safetensors"])  # numbered as steps are, or accelerate's models
@@ -225,6 +231,7 @@ WEIGHTS = (
     "bin: two models",
     "vllm",
     "tensorrt-llm",
+    "meta's slices",
     "torch_checkpointing without metadata",
 )
 CASES: dict[str, Callable[[RankPool, Path], Case]] = {
@@ -353,6 +360,10 @@ def several_tags(pool: RankPool, room: Path) -> Case:
     return Case(room, [wholes(model.expected) for model in models])
 
 
+def several_saves(pool: RankPool, room: Path) -> Case:
+    return weights(room, {"first.pt": model_of(1), "second.pth": model_of(2)}, [model_of(1), model_of(2)])
+
+
 def several_formats(pool: RankPool, room: Path) -> Case:
     for seed, name in ((1, "verl"), (2, "accelerate-ranks")):
         pool.run(2, save_ranks, str(room), NAMES[name], seed)
@@ -373,6 +384,7 @@ PATHS: dict[str, tuple[Callable[[RankPool, Path], Case], int]] = {
     "several models": (several_models, 1),
     "several items": (several_items, 1),
     "several tags": (several_tags, 2),
+    "several saves": (several_saves, 1),
     "half models": (half_models, 0),
 }
 """A maker, and how many of the paths that its refusal names give a model."""

@@ -209,6 +209,20 @@ def test_slices_of_a_model_are_refused(tmp_path: Path, names: list[str]) -> None
             gathered(path)
 
 
+@pytest.mark.parametrize(("rows", "is_slice"), [(8, False), (4, True), (2, True), (6, False)])
+def test_the_first_slice_alone_is_no_model(tmp_path: Path, rows: int, is_slice: bool) -> None:
+    """Its heads are a half, or a fourth, of the model's width; Mistral's may be of another width."""
+    state = {"norm.weight": torch.rand(8), "layers.0.attention.wq.weight": torch.rand(rows, 8)}
+    file = save(tmp_path / "original" / "consolidated.00.pth", state)
+    if not is_slice:
+        assert same(gathered(file, recipe="none")[0], state)
+        return
+    for path in (file, file.parent):
+        with pytest.raises(UsageError, match="one of several slices") as caught:
+            gathered(path)
+        assert caught.value.got == f"{rows} rows of queries in a model of width 8"
+
+
 def test_a_source_below_comes_before_a_file_beside_it(tmp_path: Path) -> None:
     """verl leaves data.pt beside the actor's folder; other trainers leave files with other names."""
     save(tmp_path / "run" / "state.pt", {"seen": torch.rand(2, 2)})

@@ -15,7 +15,7 @@ from xrank.formats.regular_file import open_regular
 from xrank.formats.torch_archive import is_archive, read_archive
 from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
-from xrank.readers.torch_save.states import describe_states, select_state
+from xrank.readers.torch_save.states import WholeState, describe_states, select_state
 from xrank.words import list_text
 
 __all__ = ["TorchSaveReader"]
@@ -70,6 +70,8 @@ class TorchSaveReader:
                 next_step=f"give the path of one of them, such as {os.path.join(folder, names[0])}",
             )
         state = select_state(read_archive(os.path.join(folder, names[0])), hints.part)
+        if _SLICE.fullmatch(names[0]):
+            _check_width(state)
         return describe_states(self.name, path, [state], hints)
 
 
@@ -108,11 +110,29 @@ def _check_slices(folder: str, names: list[str]) -> None:
     given = [name for name in names if _SLICE.fullmatch(name)]
     slices = sorted(name for name in os.listdir(folder) if _SLICE.fullmatch(name))
     if given and slices != ["consolidated.00.pth"]:
-        raise UsageError(
-            f"{os.path.join(folder, given[0])} is one of several slices of a model",
-            file=os.path.join(folder, given[0]),
-            got=list_text(slices, 10),
-            want="consolidated.00.pth alone: a model that is not sliced",
-            next_step="gather the model in Hugging Face's form, or convert these files with transformers' "
-            "convert_llama_weights_to_hf.py",
-        )
+        raise _make_slice_error(os.path.join(folder, given[0]), list_text(slices, 10))
+
+
+def _check_width(state: WholeState) -> None:
+    """Refuse the first slice of a model whose other slices are not there: its heads do not fill the model's width.
+
+    Raises:
+        UsageError: the rows of the queries are a fraction of the width, which norms have (llama/model.py: Attention).
+    """
+    found = [state.tensors.get(name) for name in ("norm.weight", "layers.0.attention.wq.weight")]
+    width, rows = (tensor.shape[0] if tensor is not None and tensor.shape else 0 for tensor in found)
+    # Mistral's heads may be of another width, such as 32 of 128 in a model of 5,120: no fraction.
+    if 0 < rows < width and width % rows == 0:
+        got = f"{rows} rows of queries in a model of width {width}"
+        raise _make_slice_error(state.archive.path, got)
+
+
+def _make_slice_error(path: str, got: str) -> UsageError:
+    return UsageError(
+        f"{path} is one of several slices of a model",
+        file=path,
+        got=got,
+        want="consolidated.00.pth alone: a model that is not sliced",
+        next_step="gather the model in Hugging Face's form, or convert these files with transformers' "
+        "convert_llama_weights_to_hf.py",
+    )
