@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.cli.bench import run
+from tests.conversion.made_workspaces import leave_plain
 from tests.readers.dcp_checkpoints import CUTS, built, expected
 from tests.readers.rank_checkpoints import base_model
 from xrank import NFSWorkspace
@@ -185,8 +186,13 @@ def test_number_of_ranks_is_compared_with_other_sources(tmp_path: Path) -> None:
     for rank in range(2):
         workspace = NFSWorkspace(str(tmp_path / "states"), rank=rank, world_size=2, run_id="a")
         workspace.write_configs_and_weights({}, {"w": torch.ones(2)}, layouts=layouts)
+    for rank in range(2):  # as ModelOpt leaves them: nothing in them shows the world's size
+        leave_plain(tmp_path / "plain", rank, {"w": torch.ones(2)}, {})
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     assert gather_checkpoint(tmp_path / "states", tmp_path / "out", world_size=2).ok
+    assert gather_checkpoint(tmp_path / "plain", tmp_path / "plain-out", world_size=2, layouts=layouts).ok
+    with pytest.raises(IncompleteError, match="was not written by as many ranks as world_size=3 states"):
+        gather_checkpoint(tmp_path / "plain", tmp_path / "no", world_size=3, layouts=layouts)
     for source, number, kind in (
         ("states", 1, UsageError),
         ("states", 3, IncompleteError),
