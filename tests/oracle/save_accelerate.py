@@ -1,4 +1,4 @@
-"""Lets the real accelerate save a model on every rank that torchrun starts, in each way that leaves a file a rank."""
+"""Lets the real accelerate save a model on every rank that torchrun starts: a file for each rank, or one file."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ CASES = {
     "dtensor": (1, "SHARDED_STATE_DICT"),
     "fsdp2": (2, "SHARDED_STATE_DICT"),
     "local": (1, "LOCAL_STATE_DICT"),
+    "full": (2, "FULL_STATE_DICT"),
 }
 """How it is saved -> FSDP's version, and what accelerate calls it."""
 
