@@ -132,6 +132,10 @@ def test_merged_into_a_base_model_in_either_form(tmp_path: Path, form: str) -> N
     report = gather_checkpoint(source, tmp_path / "out", base_model=base, adapter="merge")
     assert_close(tmp_path / "out", expected)
     assert report.output is not None and len(report.output["merged"]) == len(expected) - 1
+    assert verify_model(tmp_path / "out", against=source, base_model=base).ok
+    with pytest.raises(UsageError, match="holds an adapter alone") as caught:
+        verify_model(source, against=tmp_path / "out")
+    assert "as base_model=" in (caught.value.next_step or "")
     manifest = json.loads((tmp_path / "out/xrank_manifest.json").read_text())
     assert all(f", {NUM_EXPERTS} experts, from element " in text for text in manifest["merged"].values())
 

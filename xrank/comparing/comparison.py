@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from xrank.comparing.compared_sides import ComparedSide, read_sides
 from xrank.comparing.correspondence import NOT_COPIES, Compared, Correspondence, TiedName, correspond
 from xrank.comparing.made_differences import find_differences
 from xrank.decisions.adapter_config import find_config
-from xrank.decisions.adapters import adapt, describe_merges
+from xrank.decisions.adapters import Adapted, adapt, describe_merges
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.decision import Purpose, Request, decide
 from xrank.decisions.found_source import FoundSource
+from xrank.decisions.lone_adapter import complete_adapter
 from xrank.decisions.options import GatherOptions
+from xrank.decisions.saved_form import convert_adapted, convert_to_files
 from xrank.errors import ContradictionError, UsageError, XrankError
 from xrank.faces import option
 from xrank.layout import LayoutMap
@@ -93,7 +96,7 @@ def plan_comparison(
     if len(adapted) == 2:
         pair = _pair_adapters(*sides, adapter_config)
     elif adapted:
-        pair = _pair_merged(adapted[0], next(side for side in sides if side.names is None), adapter_config)
+        pair = _pair_merged(adapted[0], next(side for side in sides if side.names is None), adapter_config, base)
     else:
         pair = _pair_plain(*sides)
     found = correspond((pair.ours, pair.theirs), pair.updates)
@@ -193,15 +196,33 @@ def _check_scales(
     return []
 
 
-def _pair_merged(side: ComparedSide, other: ComparedSide, given: str | os.PathLike[str] | None) -> _Pair:
+def _merge(side: ComparedSide, other: ComparedSide, options: GatherOptions, base: BaseModel | None) -> Adapted | None:
+    """Return a side with its adapter merged, an adapter alone into the base model, in the form of the other side."""
+    model, names = side.source.model, side.names
+    if base is not None and names is not None and names.is_alone:
+        model, names = complete_adapter(model, base, options.adapter_config, side.adapter_place), None
+    adapted = adapt(model, options, side.adapter_place, {}, names=names)
+    config = next((one for one in (side.source.config, other.source.config) if one), None)
+    files = [shard.name for shard in other.source.model.shards]
+    if adapted is None or {shard.name for shard in adapted.source.shards} == set(files):
+        return adapted
+    convert = partial(convert_to_files, config=config, base_names=files)
+    converted = convert(adapted.source)
+    return adapted if converted is None else convert_adapted(adapted, converted, convert) or adapted
+
+
+def _pair_merged(
+    side: ComparedSide, other: ComparedSide, given: str | os.PathLike[str] | None, base: BaseModel | None
+) -> _Pair:
     """Return the first side as a merge would write it, and the other as it is."""
     options = GatherOptions(adapter="merge", adapter_config=given)
     try:
-        adapted = adapt(side.source.model, options, side.adapter_place, {}, names=side.names)
+        adapted = _merge(side, other, options, base)
     except UsageError as error:
         error.about(f"what merging the adapter in {side.path} gives cannot be computed")
         error.advise(
-            f"give the adapter's own configuration as {option('adapter_config')} if that is wrong or missing; else "
+            f"give the adapter's own configuration as {option('adapter_config')} if that is wrong or missing, or the "
+            f"model that it was trained on as {option('base_model')} if it lies alone; else "
             f"compare {other.path} with a model into which the adapter was merged the same way"
         )
         raise
