@@ -228,7 +228,9 @@ def test_a_source_below_comes_before_a_file_beside_it(tmp_path: Path) -> None:
     save(tmp_path / "run" / "state.pt", {"seen": torch.rand(2, 2)})
     (tmp_path / "run" / "actor").mkdir()
     save_file(MODEL, tmp_path / "run" / "actor" / "model.safetensors")
-    assert same(gathered(tmp_path / "run")[0], MODEL)
+    found, report = gathered(tmp_path / "run")
+    assert same(found, MODEL)
+    assert any(code == "also-here" and "may be a model" in text for code, text in report.notes)
     # The user's own file comes before the folder around it.
     file = save(tmp_path / "run" / "actor" / "mine.pt", EMA)
     assert same(gathered(file)[0], EMA)

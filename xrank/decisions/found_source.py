@@ -19,7 +19,7 @@ from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.checkpoint_folders import find_checkpoint_folders
 from xrank.readers.discovery import SourcePlace, find_source
-from xrank.readers.own_readers import WORKSPACE
+from xrank.readers.own_readers import TORCH_SAVE, WORKSPACE
 from xrank.readers.wrapper_names import plain_names, rename_tensors
 from xrank.readers.zero_tails import note_zero_tails
 from xrank.recipes.shape_proof import prove_shapes
@@ -107,6 +107,7 @@ def read_found(
     model = read_best(where, hints)
     if world_size is not None:
         _check_world_size(model, world_size)
+    notes += _note_state_file(asked, where.path)
     known = config if config_path is not None else model.config
     return FoundSource(model, known, config_path, companions, (*notes, *note_zero_tails(model)), where.path)
 
@@ -129,6 +130,15 @@ def _check_world_size(model: StoredModel, stated: int) -> None:
         if kind is UsageError
         else f"copy the files of the missing ranks into the folder, or correct {option('world_size')}, then {AGAIN}",
     )
+
+
+def _note_state_file(asked: str, place: str) -> tuple[tuple[str, str], ...]:
+    """Return a note about a file of ``torch.save`` in the user's folder, where a source below it is read instead."""
+    if place == asked or not os.path.isdir(asked) or not TORCH_SAVE.is_hinted_at(asked):
+        return ()
+    if place.startswith(os.path.join(asked, "")) and TORCH_SAVE.load().recognise(asked) is None:
+        return (("also-here", f"{place} is read; {asked} also holds a file that may be a model: to read it, name it"),)
+    return ()
 
 
 def companions_of(asked: str, where: SourcePlace) -> tuple[tuple[CompanionFile, ...], tuple[tuple[str, str], ...]]:
