@@ -520,6 +520,18 @@ class TestAlone:
         assert_holds(bench.out, {**merged(base, pairs), "model.norm.weight": norm})
         assert "model.norm.weight: taken from" in notes_of(report)["adapter-trained"]
 
+    @pytest.mark.parametrize("saved", [None, ["lm_head"]])
+    def test_a_head_that_is_tied_to_what_the_trainer_left_out(self, bench: Bench, saved: list[str] | None) -> None:
+        """As accelerate leaves beside an adapter: the embedding is frozen, and its other name is not."""
+        source, model = self.save(bench, {**saved_names(adapter()), P + "lm_head.weight": torch.rand(16, 8)}, {})
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "modules_to_save": saved}
+        write_json(source / "adapter_config.json", config)
+        write_json(model / "config.json", {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True})
+        report = gather_checkpoint(source, bench.out, base_model=model)
+        found = load_file(bench.out / "adapter_model.safetensors").keys()
+        assert (P + "lm_head.weight" in found) == (saved is not None)
+        assert ("adapter-tied" in notes_of(report)) == (saved is None)
+
     def test_another_models_adapter(self, bench: Bench) -> None:
         base = {name.replace("q_proj", "query"): tensor for name, tensor in base_model().items()}
         source, model = self.save(bench, saved_names(adapter()), base)

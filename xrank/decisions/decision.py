@@ -17,7 +17,7 @@ from xrank.decisions.adapter_names import find_adapter
 from xrank.decisions.adapters import Adapted, adapt
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.found_source import FoundSource
-from xrank.decisions.lone_adapter import complete_adapter
+from xrank.decisions.lone_adapter import complete_adapter, drop_tied
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.recipe_choice import apply_recipe, choose_recipe, find_padded_names, match_asked_recipe
@@ -114,6 +114,7 @@ def decide(found: FoundSource, request: Request, base: BaseModel | None = None) 
     is_selected = request.purpose in (Purpose.MODEL, Purpose.STATES)
     adapted = _adapt(found, request.options, base) if request.purpose is Purpose.MODEL else None
     if adapted is not None:
+        adapted = drop_tied(adapted, found.config)
         adapted = replace(adapted, source=declare_ties(adapted.source, found.config, adapted.updates or ()))
         stored = adapted.source
     else:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from xrank.decisions.adapter_config import find_config
 from xrank.decisions.adapter_names import PREFIX, find_adapter
+from xrank.decisions.adapters import Adapted
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.saved_form import convert_to_module
 from xrank.plan.source import StoredModel, merge_models
 from xrank.readers.base import Hints
 from xrank.readers.hugging_face.folder import HfFolderReader
+from xrank.recipes.tied_weights import find_class_ties
 from xrank.words import list_text
 
-__all__ = ["complete_adapter"]
+__all__ = ["complete_adapter", "drop_tied"]
 
 
 def complete_adapter(
@@ -53,3 +58,30 @@ def complete_adapter(
     replaced = sorted(own.intersection(shard.name for shard in inner.shards))
     notes = [("adapter-trained", f"{list_text(replaced)}: taken from {source.path}, not from the base model")]
     return replace(whole, nbytes=source.nbytes + stored.nbytes, notes=(*source.notes, *(notes if replaced else ())))
+
+
+def drop_tied(adapted: Adapted, config: Mapping[str, Any] | None) -> Adapted:
+    """Return an adapter alone without tensors of the base model that are tied to one that it lacks; others unchanged.
+
+    A trainer that leaves frozen parameters out may leave the other name of one of them in the state. PEFT saves an
+    embedding and its head together, or what `modules_to_save` names.
+
+    Args:
+        adapted: the source with its adapter.
+        config: the model's config.json.
+    """
+    if not adapted.is_alone or adapted.config_text is None:
+        return adapted
+    kept = json.loads(adapted.config_text).get("modules_to_save") or []
+    names = {shard.name.removeprefix(PREFIX) for shard in adapted.source.shards}
+    dropped = [
+        PREFIX + tied
+        for tied, target in find_class_ties(names, config).items()
+        if tied in names and target not in names and not any(f".{tied}".endswith(f".{one}.weight") for one in kept)
+    ]
+    if not dropped:
+        return adapted
+    shards = tuple(shard for shard in adapted.source.shards if shard.name not in dropped)
+    note = ("adapter-tied", f"left out, because they are tied to tensors that are not here: {list_text(dropped)}")
+    source = replace(adapted.source, shards=shards)
+    return replace(adapted, source=source, own=adapted.own.difference(dropped), notes=(*adapted.notes, note))
