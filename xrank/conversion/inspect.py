@@ -9,11 +9,11 @@ from typing import Any
 from xrank.conversion.report import count_rank_tensors, model_facts, peak_rss_nbytes
 from xrank.decisions.adapters import adapt, adapter_beside
 from xrank.decisions.base_check import check_source, describe_skipped_check
-from xrank.decisions.base_model import open_base_model
+from xrank.decisions.base_model import BaseModel, open_base_model
 from xrank.decisions.config_proof import prove_config
 from xrank.decisions.decision import Purpose, Request, decide, renames_adapted
 from xrank.decisions.folder_plan import read_layouts
-from xrank.decisions.found_source import companions_of, read_found
+from xrank.decisions.found_source import FoundSource, companions_of, read_found
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.recipe_choice import choose_recipe
 from xrank.errors import XrankError
@@ -79,15 +79,7 @@ def inspect_source(
         notes += found.notes
         config_path = found.config_path
         tensors = [_tensor_row(model, index, problems) for index in range(len(model.shards))]
-        adapted = adapt(model, GatherOptions(), text, base.tensors if base is not None else {})
-        notes += adapter_beside(text) if adapted is None else adapted.notes
-        if adapted is not None and (matched := choose_recipe(adapted.base, found.config, None)) is not None:
-            raise renames_adapted(adapted.source, matched)
-        renamed = model if adapted is not None else decide(found, Request(Purpose.PROOF), base).source
-        recipe = renamed.recipe
-        if base is not None and check_source(base, renamed, found.config) is None:
-            notes.append(describe_skipped_check(base, text))
-        prove_config(found, renamed, base=base)
+        recipe = _prove(found, base, text, notes).recipe
         check_companions({c.name: c for c in (*(base.companions if base else ()), *found.companions)}.values())
     except XrankError as error:
         problems.append(error)
@@ -110,6 +102,23 @@ def inspect_source(
         notes=() if model is None else (*model.notes, *notes),
         details=details,
     )
+
+
+def _prove(found: FoundSource, base: BaseModel | None, place: str, notes: list[tuple[str, str]]) -> StoredModel:
+    """Return the model under the names of a gather's output, held against base model and config; add to the notes.
+
+    Raises:
+        XrankError: a gather would end with it.
+    """
+    adapted = adapt(found.model, GatherOptions(), place, base.tensors if base is not None else {})
+    notes += adapter_beside(place) if adapted is None else adapted.notes
+    if adapted is not None and (matched := choose_recipe(adapted.base, found.config, None)) is not None:
+        raise renames_adapted(adapted.source, matched)
+    renamed = found.model if adapted is not None else decide(found, Request(Purpose.PROOF), base).source
+    if base is not None and check_source(base, renamed, found.config) is None:
+        notes.append(describe_skipped_check(base, place))
+    prove_config(found, renamed, base=base)
+    return renamed
 
 
 def _tensor_row(model: StoredModel, index: int, problems: list[XrankError]) -> dict[str, Any]:

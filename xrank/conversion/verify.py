@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from xrank.comparing.manifest_check import plan_manifest_check
 from xrank.comparing.proof import plan_proof
 from xrank.conversion.report import count_outputs, peak_rss_nbytes
-from xrank.decisions.base_model import open_base_model
+from xrank.decisions.base_model import BaseModel, open_base_model
 from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.options import default_workers, parse_size
 from xrank.decisions.plan_digest import digest_of_plan
@@ -91,27 +92,14 @@ def verify_model(
     base = open_base_model(base_model) if base_model is not None else None
     text = os.fspath(path)
 
-    def plan() -> Check:
-        if against is not None:
-            from xrank.comparing.comparison import plan_comparison  # not needed for a single path
+    choices: dict[str, Any] = {"layouts": given, "part": part, "world_size": world_size}
 
-            other = os.fspath(against)
-            return plan_comparison(
-                text, other, budget, adapter_config, base=base, layouts=given, part=part, world_size=world_size
-            )
-        if os.path.exists(os.path.join(text, MANIFEST_NAME)) and WorkspaceReader().recognise(text) is not None:
-            # A workspace of `xrank reshard` has a manifest too, but ranks may have changed it since: prove it.
-            choices = {"layouts": given, "part": part, "world_size": world_size}
-            surplus = next((name for name, value in choices.items() if value is not None), None)
-            if surplus is not None:
-                raise UsageError(
-                    f"{option(surplus)} was given, but {text} is a model with a manifest, whose tensors are whole",
-                    got=option(surplus),
-                    want=f"a checkpoint that needs it, or {option('against')} one",
-                    next_step=f"leave {option(surplus)} out",
-                )
-            return plan_manifest_check(text, base)
-        return plan_proof(text, base, given, part, world_size)
+    def plan() -> Check:
+        if against is None:
+            return _plan_alone(text, base, choices)
+        from xrank.comparing.comparison import plan_comparison  # not needed for a single path
+
+        return plan_comparison(text, os.fspath(against), budget, adapter_config, base=base, **choices)
 
     verdict: Verdict | None = None
     fault: XrankError | None = None
@@ -129,6 +117,22 @@ def verify_model(
         found.face = Face.of_function(verify_model)
         fault = found
     return _report(text, time.monotonic() - started, verdict, fault)
+
+
+def _plan_alone(path: str, base: BaseModel | None, choices: Mapping[str, Any]) -> Check:
+    """Return the check of a model by its manifest, or of a checkpoint by itself."""
+    # A workspace of `xrank reshard` has a manifest too, but ranks may have changed it since: prove it.
+    if not os.path.exists(os.path.join(path, MANIFEST_NAME)) or WorkspaceReader().recognise(path) is None:
+        return plan_proof(path, base, **choices)
+    surplus = next((name for name, value in choices.items() if value is not None), None)
+    if surplus is not None:
+        raise UsageError(
+            f"{option(surplus)} was given, but {path} is a model with a manifest, whose tensors are whole",
+            got=option(surplus),
+            want=f"a checkpoint that needs it, or {option('against')} one",
+            next_step=f"leave {option(surplus)} out",
+        )
+    return plan_manifest_check(path, base)
 
 
 def _report(path: str, seconds: float, verdict: Verdict | None, fault: XrankError | None) -> Report:
