@@ -7,39 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, combinations
+from itertools import combinations
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from xrank.errors import UsageError
 from xrank.faces import either, option
 from xrank.formats.regular_file import quote
+from xrank.readers.saved_keys import (
+    MODELS,
+    MOMENTS,
+    OPTIMIZER_KEYS,
+    OPTIMIZERS,
+    WRAPPERS,
+    is_left_out,
+    names_of_optimizers,
+)
 from xrank.readers.wrapper_names import strip_wrappers
 from xrank.words import list_text, plural, size_text
 
-__all__ = ["ModelPart", "SavedTree", "TopPart", "leads_to_model", "part_details", "part_notes", "select_model"]
+__all__ = ["ModelPart", "SavedTree", "TopPart", "part_details", "part_notes", "select_model"]
 
 _Path: TypeAlias = tuple[str | int, ...]
 
-_MODELS = frozenset({"model", "module", "state_dict", "model_state_dict", "model_state"})
-_WRAPPERS = frozenset({"app", "app_state", "state"})
-"""From torch's own tutorials: a Stateful that holds model and optimizer."""
-_OPTIMIZERS = frozenset(
-    {"optim", "optimizer", "optimizers", "optimizer_state", "optimizer_states", "optimizer_state_dict"}
-    | {"optim_state", "optim_states", "optim_state_dict", "optimizer_0", "opt_state"}
-)
-_TRAINERS = frozenset(
-    {"lr_scheduler", "lr_schedulers", "scheduler", "schedulers", "dataloader", "train_state", "trainer", "extra_state"}
-    | {"rng", "rng_state", "rng_states", "cuda_rng_state", "random_states", "epoch", "step", "global_step", "iteration"}
-    | {"scaler", "grad_scaler", "loss_scaler", "callbacks", "sampler", "loops", "hyper_parameters"}
-)
-_MOMENTS = frozenset(
-    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "exp_avg_diff"}
-    | {"momentum_buffer", "square_avg", "grad_avg", "acc_delta", "master_param"}
-)
-"""State that torch's optimizers, and similar ones, keep for a parameter."""
-_OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
-"""torch/optim/optimizer.py: state_dict."""
 _AVERAGED = "n_averaged"
 """torch/optim/swa_utils.py: AveragedModel counts in this buffer, beside the averages in ``module``."""
 _MAX_SHOWN = 12
@@ -147,7 +137,7 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ModelPart:
         UsageError: no part, or more than one part, may be the model; or there is no such part.
     """
     paths = {name: tree.paths.get(name, (name,)) for name in (*tree.shapes, *tree.values)}
-    of_optimizers = _names_of_optimizers(paths)
+    of_optimizers = names_of_optimizers(paths)
     top = here = _Branch((), list(tree.shapes), list(tree.values), paths)
     parts: list[TopPart] = []
     if wanted is not None:
@@ -156,12 +146,12 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ModelPart:
     is_model = wanted is not None and here.is_state_dict()
     while not is_model:
         inner = here.split()
-        rest = [branch for branch in inner if not _is_left_out(branch.key)]
+        rest = [branch for branch in inner if not is_left_out(branch.key)]
         kept = _candidates(tree, rest, of_optimizers)
         followed = _choose_branch(tree, here, kept, of_optimizers)
         chosen = frozenset(kept if followed is None else [followed])
         parts += [_summarise(tree, each.keys, each.tensors) for each in inner if each.tensors and each not in chosen]
-        is_model = followed is None or followed.key in _MODELS or followed.is_state_dict()
+        is_model = followed is None or followed.key in MODELS or followed.is_state_dict()
         here = followed or _Branch(
             here.keys,
             [name for branch in kept for name in branch.tensors],
@@ -179,11 +169,6 @@ def select_model(tree: SavedTree, wanted: str | None = None) -> ModelPart:
     values = here.strip_keys(name for name in here.values if name not in of_optimizers)
     model = _summarise(tree, here.keys, list(tensors.values()), is_model=True)
     return ModelPart(MappingProxyType(tensors), here.keys, (model, *parts), MappingProxyType(values))
-
-
-def leads_to_model(keys: Sequence[str | int]) -> bool:
-    """Return whether a model lies under these keys by their names alone."""
-    return bool(keys) and keys[-1] in _MODELS and all(key in _WRAPPERS for key in keys[:-1])
 
 
 def part_details(part: ModelPart) -> dict[str, Any]:
@@ -245,43 +230,19 @@ def _candidates(tree: SavedTree, branches: Iterable[_Branch], of_optimizers: Col
 
 
 def _is_list(branch: _Branch) -> bool:
-    return branch.key not in _MODELS and all(type(branch.paths[name][-1]) is int for name in branch.tensors)
-
-
-def _names_of_optimizers(names: Collection[str]) -> frozenset[str]:
-    """Return the flat names that belong to an optimizer, under whatever keys it was saved.
-
-    torch names its state ``state.<parameter>.exp_avg``, behind the keys that lead to it, and the learning rates beside
-    it ``param_groups.…lr``. If a state has groups beside it, all of it belongs to an optimizer; otherwise only the
-    names beside a moment do.
-    """
-    whole: set[str] = set()
-    owners: set[str] = set()
-    for name in names:
-        keys = name.split(".")
-        if "param_groups" in keys:
-            above = keys[: keys.index("param_groups")]
-            whole.update(".".join([*above, key]) for key in _OPTIMIZER_KEYS)
-        if keys[-1] in _MOMENTS and "state" in keys[:-1]:
-            owners.add(".".join(keys[:-1]))
-    return frozenset(
-        name
-        for name in names
-        if name.rpartition(".")[0] in owners
-        or (whole and not whole.isdisjoint(accumulate(name.split("."), "{}.{}".format)))
-    )
+    return branch.key not in MODELS and all(type(branch.paths[name][-1]) is int for name in branch.tensors)
 
 
 def _is_optimizer(branch: _Branch, of_optimizers: Collection[str]) -> bool:
     """Return whether all tensors under a key belong to an optimizer, whatever the key."""
     if not branch.is_nested():
         return False
-    state = tuple(".".join((*branch.keys, key, "")) for key in _OPTIMIZER_KEYS)
-    has_moment = any(name.rpartition(".")[2] in _MOMENTS for name in branch.tensors)
+    state = tuple(".".join((*branch.keys, key, "")) for key in OPTIMIZER_KEYS)
+    has_moment = any(name.rpartition(".")[2] in MOMENTS for name in branch.tensors)
     if has_moment and all(name.startswith(state) for name in branch.tensors):
         return True
     # A model's key is not skipped for its neighbours: the search follows it and reports that it contains no model.
-    return branch.key not in _MODELS and all(name in of_optimizers for name in branch.tensors)
+    return branch.key not in MODELS and all(name in of_optimizers for name in branch.tensors)
 
 
 def _choose_branch(
@@ -293,7 +254,7 @@ def _choose_branch(
         UsageError: more than one may be the model.
     """
     nested = [branch for branch in kept if branch.is_nested()]
-    models = [branch for branch in nested if branch.key in _MODELS]
+    models = [branch for branch in nested if branch.key in MODELS]
     # Single tensors beside a model, and parts without a matrix, are counters, seeds and positions.
     others = [branch for branch in nested if branch not in models and _has_matrix(tree, branch.tensors)]
     if models:
@@ -316,7 +277,7 @@ def _leads_to_one(tree: SavedTree, branch: _Branch, of_optimizers: Collection[st
     """Return whether a branch is one state dict, or contains one and nothing more of a model."""
     if branch.is_state_dict():
         return True
-    inner = [each for each in branch.split() if not _is_left_out(each.key)]
+    inner = [each for each in branch.split() if not is_left_out(each.key)]
     kept = _candidates(tree, inner, of_optimizers)
     return len(kept) == 1 and kept[0].is_nested() and _leads_to_one(tree, kept[0], of_optimizers)
 
@@ -341,11 +302,11 @@ def _list_copies(branches: Sequence[_Branch]) -> list[_Branch]:
 def _is_wrapper(branch: _Branch) -> bool:
     """Return whether a key leads to a model and more: by its name, or because both a model and an optimizer follow."""
     inner = {each.key for each in branch.split() if each.is_nested()}
-    return branch.key in _WRAPPERS or (not inner.isdisjoint(_MODELS) and not inner.isdisjoint(_OPTIMIZERS))
+    return branch.key in WRAPPERS or (not inner.isdisjoint(MODELS) and not inner.isdisjoint(OPTIMIZERS))
 
 
 def _missing_model_error(tree: SavedTree, children: Iterable[str]) -> UsageError:
-    pickled = [f"{name}, pickled whole" for name in tree.pickled if name in _MODELS]
+    pickled = [f"{name}, pickled whole" for name in tree.pickled if name in MODELS]
     return UsageError(
         f"{tree.path}: this checkpoint contains no model",
         file=tree.path,
@@ -373,11 +334,6 @@ def _several_models_error(tree: SavedTree, parts: Sequence[_Branch]) -> UsageErr
 
 def _quote_name(part: _Branch) -> str:
     return quote(part.name)[1:-1] or "tensors beside them"
-
-
-def _is_left_out(key: str) -> bool:
-    # Some planners flatten names themselves: optimizer.state.exp_avg.…
-    return key in _OPTIMIZERS or key in _TRAINERS or key.partition(".")[0] in _OPTIMIZERS
 
 
 def _summarise(tree: SavedTree, keys: tuple[str, ...], names: Sequence[str], *, is_model: bool = False) -> TopPart:

@@ -17,8 +17,9 @@ from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
 from xrank.readers.hugging_face.weight_files import check_placeholders
-from xrank.readers.model_parts import ModelPart, SavedTree, leads_to_model, part_details, part_notes, select_model
+from xrank.readers.model_parts import ModelPart, SavedTree, part_details, part_notes, select_model
 from xrank.readers.records import Records
+from xrank.readers.saved_keys import leads_to_model
 from xrank.readers.wrapper_names import is_of_lightning, remove_wrapper_names
 from xrank.words import list_text, plural
 
