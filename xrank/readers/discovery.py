@@ -82,17 +82,22 @@ def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
             file=path,
             next_step=f"check the path, or leave {option('format')} out: formats are recognised",
         )
+    raise _unknown_format_error(path, listed, readers)
+
+
+def _unknown_format_error(path: str, listed: Sequence[ListedReader], readers: Sequence[Reader]) -> UnknownFormatError:
+    """Return the error for a path that no reader recognises, with the reasons of likely ones."""
     unseen = [own.name for own in listed if not own.is_hinted_at(path)]
     reasons = [f"{reader.name}: {reader.recognise(path)}" for reader in readers if reader.name not in unseen]
     below = list(_folders_below(path, _SEARCHED_LEVELS))
     foreign = find_foreign_kind(path, below)
     if foreign is not None:
         foreign.about(got="; ".join(reasons))
-        raise foreign
+        return foreign
     if unseen:
         reasons.append(f"no sign of: {', '.join(unseen)}")
     made = [place for place in below if _is_made_here(place)]
-    raise UnknownFormatError(
+    return UnknownFormatError(
         f"{path} has no known format",
         file=path,
         got="; ".join([*reasons, *(f"{place}, which xrank made" for place in made[:1])]),
