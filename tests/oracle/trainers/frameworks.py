@@ -113,6 +113,8 @@ def run_verl(options: dict[str, Any], folder: Path, load: Callable[[], nn.Module
     """Train with torch's FSDP alone, and save with verl's own manager."""
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     model = _shard(load(), options["fsdp"]["fsdp_version"])
     optimizer = _step(model, batches)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)

@@ -1,4 +1,8 @@
-"""Makes the folders of cells: python -m tests.oracle.trainers.make FOLDER [TEXT...] (cells that contain a text)."""
+"""Makes the folders of cells: python -m tests.oracle.trainers.make FOLDER [TEXT...] (cells that contain a text).
+
+Cells of a framework that is not installed are left out. Lightning and TRL: ``pip install lightning trl datasets``. verl
+asks for older versions: ``pip install --no-deps verl``, then ``ray tensordict codetiming orjson pillow``.
+"""
 
 from __future__ import annotations
 
