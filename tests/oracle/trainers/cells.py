@@ -139,8 +139,9 @@ CELLS = _list_cells()
 """Name -> cell."""
 
 CHOSEN = (
-    "fsdp1-sharded-full-llama",
+    "fsdp1-sharded-full-qwen3_moe",
     "fsdp1-sharded-frozen-gpt2",
+    "fsdp2-sharded-full-whisper",
     "fsdp1-full-tied-qwen3",
     "fsdp2-sharded-untied-gemma2",
     "fsdp2-sharded-lora-olmo2",

@@ -23,7 +23,7 @@ import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from tests.oracle.trainers.cells import Cell, choose_cells
+from tests.oracle.trainers.cells import CELLS, Cell, choose_cells
 from tests.oracle.trainers.families import FAMILIES, Family, load_model, make_batch
 from tests.oracle.trainers.make import REPOSITORY
 from tests.oracle.trainers.results import write_table
@@ -135,7 +135,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
     parser.add_argument("texts", nargs="*")
-    parser.add_argument("--table", type=Path, help="Markdown file that receives the results")
+    parser.add_argument("--table", type=Path, help="Markdown file that receives these results and earlier ones")
     arguments = parser.parse_args()
     _silence()
     results: list[Result] = []
@@ -145,9 +145,12 @@ def main() -> int:
         for cell, ended in zip(cells, pool.map(_gather, cells, [root] * len(cells)), strict=True):
             results.append(result := _compare(cell, root, ended))
             print(f"{result.name}  {f'exit {result.exit_code}  ' if result.fault else 'ok'}{result.fault}", flush=True)
-    (arguments.root / "results.json").write_text(json.dumps([vars(result) for result in results], indent=1))
+    record = root / "results.json"
+    earlier = json.loads(record.read_text()) if record.exists() else []
+    found = {fields["name"]: Result(**fields) for fields in earlier} | {result.name: result for result in results}
+    record.write_text(json.dumps([vars(result) for result in found.values()], indent=1))
     if arguments.table:
-        arguments.table.write_text(write_table(results))
+        arguments.table.write_text(write_table(found[name] for name in CELLS if name in found))
     print(f"{sum(not result.fault for result in results)} of {len(results)} cells are right")
     return any(result.fault for result in results)
 

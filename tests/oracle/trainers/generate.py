@@ -63,7 +63,8 @@ def main() -> int:
         is_same = got == want and isinstance(got, list)
         num_wrong += not is_same
         count = sum(map(len, got)) if isinstance(got, list) else 0
-        lines.append(f"| {name} | {count} | {'same' if is_same else f'{got} instead of {want}'} |")
+        text = f"vLLM loads neither: {got}" if got == want else f"{got} instead of {want}"
+        lines.append(f"| {name} | {count} | {'same' if is_same else text} |")
         print(lines[-1], flush=True)
         end = ["", f"**{num_done - num_wrong} of {num_done} models generate the same tokens.**", ""]
         if arguments.table:
