@@ -22,7 +22,7 @@ help:
 	@echo '             all tests'
 	@echo 'make soak    200,000 gathers of ranks that raise and die, and every seeded kill, where make test takes a part'
 	@echo 'make oracle  compares with what other programs do, in $(ORACLE_VENV)'
-	@echo 'make corpus  trainers make 400 folders in corpus/, and xrank gathers each; an hour, in $(ORACLE_VENV)'
+	@echo 'make corpus  trainers make 400 folders in corpus/, and xrank gathers each; half an hour, in $(ORACLE_VENV)'
 	@echo '             make corpus ARGS="zero3 lora" takes the folders whose names contain one of the texts'
 	@echo 'make lint    format, style, layers and types'
 	@echo 'make bench   times a gather'
