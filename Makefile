@@ -21,7 +21,7 @@ help:
 	@echo 'make test-all'
 	@echo '             all tests'
 	@echo 'make soak    200,000 gathers of ranks that raise and die, and every seeded kill, where make test takes a part'
-	@echo 'make oracle  compares with what other programs do, in $(ORACLE_VENV)'
+	@echo 'make oracle  compares with what other programs do, in $(ORACLE_VENV); make oracle ARGS="-m slow" does the rest'
 	@echo 'make corpus  trainers make 400 folders in corpus/, and xrank gathers each; half an hour, in $(ORACLE_VENV)'
 	@echo '             make corpus ARGS="zero3 lora" takes the folders whose names contain one of the texts'
 	@echo 'make lint    format, style, layers and types'
@@ -67,7 +67,7 @@ $(ORACLE_VENV)/.ready: pyproject.toml .ci/oracle-constraints.txt
 
 # Other programs' warnings are not ours to fix.
 oracle: $(ORACLE_VENV)/.ready
-	$(ORACLE_VENV)/bin/python -m pytest -W ignore tests/oracle $(ARGS)
+	$(ORACLE_VENV)/bin/python -m pytest -W ignore -n 2 --dist loadfile -m 'not slow' tests/oracle $(ARGS)
 
 # A cell's folder is made once; remove corpus/ to have them made anew.
 corpus: $(ORACLE_VENV)/.ready

@@ -14,8 +14,10 @@ from torch.distributed import checkpoint
 import xrank
 from tests.conversion.exported import tensors_of
 from xrank.conversion.gather import gather_checkpoint
+from xrank.conversion.reshard import reshard_checkpoint
 from xrank.conversion.verify import verify_model
 from xrank.errors import UsageError
+from xrank.layout import DeviceMesh, LayoutMap
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -183,3 +185,18 @@ def test_a_merged_adapter_leaves_a_model_in_the_form_of_files(tmp_path: Path) ->
     found, want = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "saved")
     assert sorted(found) == sorted(want)
     assert [name for name in want if not torch.allclose(found[name], want[name], atol=1e-6)] == []
+
+
+def test_a_reshard_goes_from_files_to_memory_and_back(tmp_path: Path) -> None:
+    """Ranks of expert parallelism get the fused experts that their modules have."""
+    model = make_model("mixtral")
+    model.save_pretrained(tmp_path / "saved")
+    layouts = LayoutMap(DeviceMesh((3,), ("ep",)))
+    for name, tensor in model.state_dict().items():
+        layouts[name] = ("ep", None, None) if ".experts." in name else (None,) * tensor.ndim
+    reshard_checkpoint(tmp_path / "saved", layouts, tmp_path / "ranks", recipe="transformers")
+    experts = model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"]
+    ranks = xrank.open_checkpoint(tmp_path / "ranks", recipe="none")
+    assert torch.equal(ranks["model.layers.0.mlp.experts.gate_up_proj"], experts)
+    gather_checkpoint(tmp_path / "ranks", tmp_path / "out", base_model=tmp_path / "saved")
+    assert_same(tmp_path / "out", tensors_of(tmp_path / "saved"))

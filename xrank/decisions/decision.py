@@ -21,7 +21,14 @@ from xrank.decisions.lone_adapter import complete_adapter, drop_tied
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.recipe_choice import apply_recipe, choose_recipe, find_padded_names, match_asked_recipe
-from xrank.decisions.saved_form import TABLE, convert_adapted, convert_to_files, convert_to_module, keep_routers
+from xrank.decisions.saved_form import (
+    TABLE,
+    convert_adapted,
+    convert_states,
+    convert_to_files,
+    convert_to_module,
+    keep_routers,
+)
 from xrank.decisions.selection import Selection, keep_all, select
 from xrank.decisions.small_files import SmallFiles, small_files_of
 from xrank.decisions.ties import declare_ties
@@ -178,6 +185,8 @@ def _convert(found: FoundSource, stored: StoredModel, request: Request, base: Ba
     """
     if request.recipe not in (None, TABLE) or (request.purpose is Purpose.STATES and request.recipe is None):
         return None
+    if request.purpose is Purpose.STATES:
+        return convert_states(stored, found.config)
     if request.purpose is Purpose.MODULE:
         return convert_to_module(stored, found.config, request.module_names)
     names = base.tensors if base is not None and base.tensors else request.file_names

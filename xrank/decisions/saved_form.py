@@ -24,7 +24,7 @@ from xrank.readers.held_tensor import whole
 from xrank.recipes.conversion_table import Transform, find_transforms
 from xrank.recipes.conversions import Converted, convert_model, find_used, is_loaded_as
 
-__all__ = ["TABLE", "convert_adapted", "convert_to_files", "convert_to_module", "keep_routers"]
+__all__ = ["TABLE", "convert_adapted", "convert_states", "convert_to_files", "convert_to_module", "keep_routers"]
 
 TABLE = "transformers"
 """Name by which `recipe` asks for the conversion."""
@@ -99,6 +99,23 @@ def convert_to_module(
     if len(new & wanted) <= len(names & wanted) or _has_scales(names, converted):
         return None
     return _describe(converted, config)
+
+
+def convert_states(source: StoredModel, config: Mapping[str, Any] | None) -> Converted | None:
+    """Return the model in its other form: from memory to files, or from files to memory; None if both are one.
+
+    Raises:
+        LayoutError: the tensors do not fit.
+        UsageError: no config.json is known.
+    """
+    if config is None:
+        raise _config_error(source)
+    transforms = [each for each in find_transforms(config) if each.kind != "prefix"]
+    if not _is_in_files_form(source, transforms, config):
+        return convert_to_files(source, config, is_asked=True)
+    converted = convert_model(source, transforms, config, is_save=False)
+    names = {shard.name for shard in source.shards}
+    return None if _has_scales(names, converted) else _describe(converted, config)
 
 
 def convert_adapted(
