@@ -200,3 +200,30 @@ def test_a_reshard_goes_from_files_to_memory_and_back(tmp_path: Path) -> None:
     assert torch.equal(ranks["model.layers.0.mlp.experts.gate_up_proj"], experts)
     gather_checkpoint(tmp_path / "ranks", tmp_path / "out", base_model=tmp_path / "saved")
     assert_same(tmp_path / "out", tensors_of(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize("family", _CONFIGS)
+def test_an_export_writes_what_save_pretrained_writes(tmp_path: Path, family: str, is_loaded: bool) -> None:
+    model = make_model(family)
+    if is_loaded:
+        model.save_pretrained(tmp_path / "hub")
+        model = type(model).from_pretrained(tmp_path / "hub")
+    model.save_pretrained(tmp_path / "saved")
+    report = xrank.export_model(model, tmp_path / "out")
+    assert_same(tmp_path / "out", tensors_of(tmp_path / "saved"))
+    assert "names-as-in-memory" not in dict(report.notes)
+
+
+def test_an_export_of_a_model_loaded_in_the_form_of_memory_keeps_it(tmp_path: Path) -> None:
+    """from_pretrained found nothing to convert, and save_pretrained undoes nothing."""
+    made = make_model("qwen2_5_vl")
+    (tmp_path / "base").mkdir()
+    save_file(
+        {n: t.clone() for n, t in made.state_dict().items()}, tmp_path / "base" / "model.safetensors", {"format": "pt"}
+    )
+    made.config.save_pretrained(tmp_path / "base")
+    model = type(made).from_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "saved")
+    xrank.export_model(model, tmp_path / "out")
+    assert_same(tmp_path / "out", tensors_of(tmp_path / "saved"))
