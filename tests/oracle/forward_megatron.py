@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.recipes.megatron_weights import GPT2_SIZES, SIZES, TOKENS, weights
+from tests.recipes.megatron_weights import GPT2_SIZES, QWEN2_MOE_SIZES, SIZES, TOKENS, weights
 
 _LLAMA = {
     "ffn_hidden_size": SIZES["intermediate_size"], "num_query_groups": SIZES["num_key_value_heads"],
@@ -25,11 +26,21 @@ _LLAMA = {
     "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
 }  # fmt: skip
 _GPT2 = {"ffn_hidden_size": GPT2_SIZES["n_inner"], "activation_func": torch.nn.functional.gelu}
+_EXPERTS = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "allgather",
+    "moe_router_load_balancing_type": "none", "moe_layer_freq": [0, 1], "moe_router_pre_softmax": True,
+}  # fmt: skip
+_QWEN2_MOE = {
+    **_LLAMA, **_EXPERTS, "kv_channels": 4, "add_qkv_bias": True, "moe_shared_expert_gate": True,
+    "moe_ffn_hidden_size": QWEN2_MOE_SIZES["moe_intermediate_size"],
+    "moe_shared_expert_intermediate_size": QWEN2_MOE_SIZES["shared_expert_intermediate_size"],
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "qwen2": {**_LLAMA, "kv_channels": 4, "add_qkv_bias": True},
     "qwen3": {**_LLAMA, "qk_layernorm": True},
     "gpt2": _GPT2,
+    "qwen2_moe": _QWEN2_MOE,
 }
 
 
@@ -39,6 +50,7 @@ def main(out: str) -> None:
     # Megatron asks CUDA for the device of its buffers and for a random state, which no dropout of 0 needs.
     torch.cuda.current_device = lambda: torch.device("cpu")
     CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+    moe_utils.te_general_gemm = None  # which it reads, but defines only beside Transformer Engine
     parallel_state.initialize_model_parallel()
     Path(out).write_text(json.dumps({name: _run(name, options) for name, options in _FAMILIES.items()}))
     # The process group's threads need no end of their own.
@@ -53,9 +65,7 @@ def _run(name: str, options: dict[str, Any]) -> dict[str, Any]:
         use_cpu_initialization=True, perform_initialization=False, masked_softmax_fusion=False,
         bias_dropout_fusion=False, bias_activation_fusion=False, apply_rope_fusion=False, **options,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(
-        normalization=options.get("normalization"), qk_layernorm=options.get("qk_layernorm", False)
-    )
+    spec = get_gpt_decoder_block_spec(config, False, normalization=options.get("normalization"))
     model = GPTModel(
         config,
         spec,

@@ -38,6 +38,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "mlp_only_layers": [1],
     },
+    "qwen2_moe": {
+        **{key: size for key, size in _SIZES.items() if key != "head_dim"},
+        "num_experts": 4,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+    },
     "mixtral": {**_SIZES, "num_local_experts": 4},
     "gpt2": _GPT2,
 }
@@ -137,6 +145,11 @@ def _experts(state: dict[str, torch.Tensor], ours: str, its: str, experts: str) 
         both = [state[f"{block}.experts.{e}.{n}.weight"] for n in (gate, up)]
         made[f"{its}.mlp.experts." + experts.format(e, 1)] = torch.cat(both)
         made[f"{its}.mlp.experts." + experts.format(e, 2)] = state[f"{block}.experts.{e}.{down}.weight"]
+    if f"{block}.shared_expert.{gate}.weight" in state:
+        both = [state[f"{block}.shared_expert.{n}.weight"] for n in (gate, up)]
+        made[f"{its}.mlp.shared_experts.linear_fc1.weight"] = torch.cat(both)
+        made[f"{its}.mlp.shared_experts.linear_fc2.weight"] = state[f"{block}.shared_expert.{down}.weight"]
+        made[f"{its}.mlp.shared_experts.gate_weight"] = state[f"{block}.shared_expert_gate.weight"]
     return made
 
 

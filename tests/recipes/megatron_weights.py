@@ -16,6 +16,11 @@ SIZES = {
     "num_hidden_layers": 2, "vocab_size": 48, "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN2_MOE_SIZES = {
+    **{key: size for key, size in SIZES.items() if key != "head_dim"},
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 16,
+    "mlp_only_layers": [0],
+}  # fmt: skip
 GPT2_SIZES = {
     "n_layer": 2, "vocab_size": 48, "n_embd": 24, "n_head": 6, "n_inner": 92, "n_positions": 19,
     "activation_function": "gelu",

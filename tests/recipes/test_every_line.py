@@ -53,7 +53,7 @@ def forms(name: str) -> Iterator[tuple[torch.nn.Module, Tensors]]:
     if family in ("llama", "qwen3", "qwen3_moe"):
         biased = tiny(family, **(_BIASES if family == "llama" else {"attention_bias": True}))
         yield biased, as_megatron(biased)
-    if family in ("mixtral", "qwen3_moe"):
+    if family in ("mixtral", "qwen3_moe", "qwen2_moe"):
         for form, tensors in expert_forms(model).items():
             yield model, as_local_dist(tensors) if form == "named" else tensors
 

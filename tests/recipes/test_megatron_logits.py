@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.recipes.made_checkpoints import leave
-from tests.recipes.megatron_weights import GPT2_SIZES, SIZES, TOKENS, recorded, weights
+from tests.recipes.megatron_weights import GPT2_SIZES, QWEN2_MOE_SIZES, SIZES, TOKENS, recorded, weights
 from xrank import gather_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
@@ -21,12 +21,12 @@ def test_logits_are_megatrons(tmp_path: Path, family: str) -> None:
 
     said = recorded()[family]
     tensors = {name: torch.from_numpy(array) for name, array in weights(said["shapes"]).items()}
-    sizes = GPT2_SIZES if family == "gpt2" else SIZES
+    sizes = {"gpt2": GPT2_SIZES, "qwen2_moe": QWEN2_MOE_SIZES}.get(family, SIZES)
     if family == "qwen2":
         sizes = {key: size for key, size in sizes.items() if key != "head_dim"}
     config = transformers.AutoConfig.for_model(family, bos_token_id=1, eos_token_id=2, **sizes)
     source = leave(tmp_path / "ws", tensors, json.loads(config.to_json_string(use_diff=False)))
-    assert gather_checkpoint(source, tmp_path / "out").source["recipe"] == f"megatron-{family}"
+    assert gather_checkpoint(source, tmp_path / "out").source["recipe"] == f"megatron-{family.replace('_', '-')}"
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         logits = model(torch.tensor([TOKENS])).logits[0, -1]

@@ -80,14 +80,14 @@ def test_a_folder_that_transformers_loads(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformer_engines_names_and_layers_in_one_tensor(tmp_path: Path, family: str) -> None:
-    if family == "qwen3_moe":  # of layers that differ there is no one tensor
+    if family.endswith("_moe"):  # of layers that differ there is no one tensor
         tensors = megatron(family, te=True)
     else:
         tensors = stacked(megatron(family, te=True), "decoder.layers.")
     assert_equal(gathered(tmp_path, tensors, config_of(family)), saved_of(family))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe"])
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 def test_the_forms_of_experts(tmp_path: Path, family: str, form: str) -> None:
     tensors = expert_forms(model_of(family))[form]
@@ -115,6 +115,7 @@ def test_experts_in_every_layer(tmp_path: Path) -> None:
         ("llama", {"num_key_value_heads": 6}),
         ("llama", {"num_key_value_heads": 1}),
         ("qwen3", {"attention_bias": True}),
+        ("qwen2_moe", {"qkv_bias": False}),
         ("qwen2", {"tie_word_embeddings": True}),
         ("gpt2", {"n_inner": 44}),
         ("gpt2", {"tie_word_embeddings": False}),
@@ -202,6 +203,19 @@ _TWO_DENSE = {"mlp_only_layers": (0, 1)}
             "layer 0 has tensors of dense and experts blocks",
         ),
         (
+            lambda: without(megatron("qwen2_moe"), "2.mlp.shared_experts.gate_weight"),
+            lambda: config_of("qwen2_moe"),
+            ContradictionError,
+            "model.layers.2.mlp.shared_expert_gate.weight: nothing",
+        ),
+        (
+            lambda: megatron("qwen2_moe"),
+            lambda: config_of("qwen2_moe", qkv_bias=False),
+            ContradictionError,
+            "bias belongs to models with qkv_bias",
+        ),
+        (lambda: megatron("qwen2_moe"), lambda: config_of("qwen3_moe"), UsageError, "not clear"),
+        (
             lambda: {**megatron("mixtral"), "decoder.layers.0.mlp.router.expert_bias": torch.ones(4)},
             lambda: config_of("mixtral"),
             UsageError,
@@ -239,6 +253,9 @@ _TWO_DENSE = {"mlp_only_layers": (0, 1)}
         "an-expert-missing",
         "dense-block-cut",
         "two-kinds-of-blocks",
+        "one-shared-gate-missing",
+        "biases-that-qwen2-moe-denies",
+        "qwen2-moe-as-qwen3-moe",
         "router-bias",
         "no-positions",
         "one-gpt2-bias-missing",
