@@ -26,6 +26,15 @@ _GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_ROUTED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 12,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": {**_SIZES, "head_dim": 4},  # as hidden_size / num_attention_heads
@@ -46,9 +55,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "mlp_only_layers": [1],
     },
+    "glm4_moe": {**_SIZES, **_ROUTED, "use_qk_norm": True},
+    "deepseek_v3": {
+        **{key: size for key, size in _SIZES.items() if key != "head_dim"},
+        **_ROUTED,
+        "num_key_value_heads": 6,
+        "q_lora_rank": 18,
+        "kv_lora_rank": 14,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+    },
     "mixtral": {**_SIZES, "num_local_experts": 4},
     "gpt2": _GPT2,
 }
+
+MIXED = ("qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3")
+"""Families whose layers differ: some have experts."""
 
 EXPERT_FORMS = ("te-grouped", "named", "stacked", "singletons", "grouped")
 """What Megatron-core writes experts as: grouped layers' own tensors, and torch_dist's."""
@@ -66,6 +89,9 @@ def tiny(family: str, **changes: Any) -> torch.nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape))  # norms are ones otherwise, and equal to each other
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape))
     return model.eval()
 
 
@@ -114,7 +140,9 @@ def as_megatron(
         ours, its = f"model.layers.{i}", f"decoder.layers.{i}"
         attention, theirs = f"{ours}.self_attn", f"{its}.self_attention"
         for kind in ("weight", "bias"):
-            if f"{attention}.q_proj.{kind}" in state:
+            if f"{attention}.kv_b_proj.{kind}" in state:
+                made |= _latent_attention(state, attention, theirs, te)
+            elif f"{attention}.q_proj.{kind}" in state:
                 heads = [state[f"{attention}.{n}_proj.{kind}"].unflatten(0, (groups, -1, size)) for n in "qkv"]
                 made[f"{theirs}.linear_qkv.{kind}"] = torch.cat(heads, dim=1).flatten(0, 2)
             if f"{attention}.o_proj.{kind}" in state:
@@ -127,13 +155,30 @@ def as_megatron(
             if f"{attention}.{n}_norm.weight" in state:
                 made[f"{theirs}.{n}_layernorm.weight"] = state[f"{attention}.{n}_norm.weight"]
         is_dense = f"{ours}.mlp.gate_proj.weight" in state
-        first = "self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"
+        is_latent = f"{attention}.kv_b_proj.weight" in state
+        first = "self_attention.linear_qkv.layer_norm_weight" if te and not is_latent else "input_layernorm.weight"
         second = "mlp.linear_fc1.layer_norm_weight" if te and is_dense else "pre_mlp_layernorm.weight"
         made[f"{its}.{first}"] = state[f"{ours}.input_layernorm.weight"]
         made[f"{its}.{second}"] = state[f"{ours}.post_attention_layernorm.weight"]
         if not is_dense:
             made |= _experts(state, ours, its, experts)
     return made
+
+
+def _latent_attention(state: dict[str, torch.Tensor], attention: str, theirs: str, te: bool) -> dict[str, torch.Tensor]:
+    """Return the projections and norms of latents; all keep their rows."""
+    names = {
+        "q_proj": "linear_q_proj", "q_a_proj": "linear_q_down_proj", "q_b_proj": "linear_q_up_proj",
+        "kv_a_proj_with_mqa": "linear_kv_down_proj", "kv_b_proj": "linear_kv_up_proj",
+    }  # fmt: skip
+    for n in ("q", "kv"):
+        names[f"{n}_a_layernorm"] = f"linear_{n}_up_proj.layer_norm" if te else f"{n}_layernorm"
+    found = {its: state.get(f"{attention}.{ours}.weight") for ours, its in names.items()}
+    return {
+        f"{theirs}.{its}_weight" if its.endswith("layer_norm") else f"{theirs}.{its}.weight": tensor
+        for its, tensor in found.items()
+        if tensor is not None
+    }
 
 
 def _experts(state: dict[str, torch.Tensor], ours: str, its: str, experts: str) -> dict[str, torch.Tensor]:
@@ -145,11 +190,17 @@ def _experts(state: dict[str, torch.Tensor], ours: str, its: str, experts: str) 
         both = [state[f"{block}.experts.{e}.{n}.weight"] for n in (gate, up)]
         made[f"{its}.mlp.experts." + experts.format(e, 1)] = torch.cat(both)
         made[f"{its}.mlp.experts." + experts.format(e, 2)] = state[f"{block}.experts.{e}.{down}.weight"]
-    if f"{block}.shared_expert.{gate}.weight" in state:
-        both = [state[f"{block}.shared_expert.{n}.weight"] for n in (gate, up)]
-        made[f"{its}.mlp.shared_experts.linear_fc1.weight"] = torch.cat(both)
-        made[f"{its}.mlp.shared_experts.linear_fc2.weight"] = state[f"{block}.shared_expert.{down}.weight"]
-        made[f"{its}.mlp.shared_experts.gate_weight"] = state[f"{block}.shared_expert_gate.weight"]
+    for shared in ("shared_expert", "shared_experts"):
+        if f"{block}.{shared}.{gate}.weight" in state:
+            both = [state[f"{block}.{shared}.{n}.weight"] for n in (gate, up)]
+            made[f"{its}.mlp.shared_experts.linear_fc1.weight"] = torch.cat(both)
+            made[f"{its}.mlp.shared_experts.linear_fc2.weight"] = state[f"{block}.{shared}.{down}.weight"]
+    for ours, theirs in (
+        ("shared_expert_gate.weight", "shared_experts.gate_weight"),
+        ("gate.e_score_correction_bias", "router.expert_bias"),
+    ):
+        if f"{block}.{ours}" in state:
+            made[f"{its}.mlp.{theirs}"] = state[f"{block}.{ours}"]
     return made
 
 

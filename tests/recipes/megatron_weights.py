@@ -21,6 +21,16 @@ QWEN2_MOE_SIZES = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 16,
     "mlp_only_layers": [0],
 }  # fmt: skip
+DEEPSEEK_SIZES = {
+    **{key: size for key, size in SIZES.items() if key != "head_dim"}, "num_key_value_heads": 6,
+    "q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 2, "topk_group": 2, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+GLM_SIZES = {
+    **SIZES, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True,
+}  # fmt: skip
 GPT2_SIZES = {
     "n_layer": 2, "vocab_size": 48, "n_embd": 24, "n_head": 6, "n_inner": 92, "n_positions": 19,
     "activation_function": "gelu",

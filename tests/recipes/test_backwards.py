@@ -128,6 +128,8 @@ def test_virtual_stages(tmp_path: Path) -> None:
         ("qwen2", "megatron-qwen2", as_megatron, {"tie_word_embeddings": True}),
         ("qwen3_moe", "megatron-qwen3-moe", as_megatron, {}),
         ("qwen2_moe", "megatron-qwen2-moe", as_megatron, {}),
+        ("glm4_moe", "megatron-glm4-moe", as_megatron, {}),
+        ("deepseek_v3", "megatron-deepseek-v3", as_megatron, {}),
         ("mistral", "megatron-mistral", as_megatron, {}),
         ("llama", "megatron-llama", as_megatron, {"attention_bias": True, "mlp_bias": True}),
         ("gpt2", "megatron-gpt2", as_megatron, {}),

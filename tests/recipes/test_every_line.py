@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.recipes.made_checkpoints import (
+    MIXED,
     as_megatron,
     as_singletons,
     as_torchtitan,
@@ -50,12 +51,14 @@ def forms(name: str) -> Iterator[tuple[torch.nn.Module, Tensors]]:
     yield model, as_megatron(model, vocab=48)
     yield model, as_megatron(model, te=True)
     yield model, as_singletons(as_megatron(model))
-    if family in ("llama", "qwen3", "qwen3_moe"):
+    if family in ("llama", "qwen3", "qwen3_moe", "glm4_moe"):
         biased = tiny(family, **(_BIASES if family == "llama" else {"attention_bias": True}))
         yield biased, as_megatron(biased)
-    if family in ("mixtral", "qwen3_moe", "qwen2_moe"):
+    if family in ("mixtral", *MIXED):
         for form, tensors in expert_forms(model).items():
-            yield model, as_local_dist(tensors) if form == "named" else tensors
+            # The specification of latent attention keeps the norms' names.
+            is_renamed = form == "named" and family != "deepseek_v3"
+            yield model, as_local_dist(tensors) if is_renamed else tensors
 
 
 def as_local_dist(tensors: Tensors) -> Tensors:

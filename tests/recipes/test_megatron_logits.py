@@ -9,10 +9,21 @@ import pytest
 import torch
 
 from tests.recipes.made_checkpoints import leave
-from tests.recipes.megatron_weights import GPT2_SIZES, QWEN2_MOE_SIZES, SIZES, TOKENS, recorded, weights
+from tests.recipes.megatron_weights import (
+    DEEPSEEK_SIZES,
+    GLM_SIZES,
+    GPT2_SIZES,
+    QWEN2_MOE_SIZES,
+    SIZES,
+    TOKENS,
+    recorded,
+    weights,
+)
 from xrank import gather_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
+
+_SIZES = {"gpt2": GPT2_SIZES, "qwen2_moe": QWEN2_MOE_SIZES, "deepseek_v3": DEEPSEEK_SIZES, "glm4_moe": GLM_SIZES}
 
 
 @pytest.mark.parametrize("family", recorded())
@@ -21,7 +32,7 @@ def test_logits_are_megatrons(tmp_path: Path, family: str) -> None:
 
     said = recorded()[family]
     tensors = {name: torch.from_numpy(array) for name, array in weights(said["shapes"]).items()}
-    sizes = {"gpt2": GPT2_SIZES, "qwen2_moe": QWEN2_MOE_SIZES}.get(family, SIZES)
+    sizes = _SIZES.get(family, SIZES)
     if family == "qwen2":
         sizes = {key: size for key, size in sizes.items() if key != "head_dim"}
     config = transformers.AutoConfig.for_model(family, bos_token_id=1, eos_token_id=2, **sizes)

@@ -14,6 +14,7 @@ import torch
 from tests.recipes.made_checkpoints import (
     EXPERT_FORMS,
     FAMILIES,
+    MIXED,
     as_megatron,
     expert_forms,
     leave,
@@ -80,14 +81,13 @@ def test_a_folder_that_transformers_loads(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformer_engines_names_and_layers_in_one_tensor(tmp_path: Path, family: str) -> None:
-    if family.endswith("_moe"):  # of layers that differ there is no one tensor
-        tensors = megatron(family, te=True)
-    else:
-        tensors = stacked(megatron(family, te=True), "decoder.layers.")
+    tensors = megatron(family, te=True)
+    if family not in MIXED:  # of layers that differ there is no one tensor
+        tensors = stacked(tensors, "decoder.layers.")
     assert_equal(gathered(tmp_path, tensors, config_of(family)), saved_of(family))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["mixtral", *MIXED])
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 def test_the_forms_of_experts(tmp_path: Path, family: str, form: str) -> None:
     tensors = expert_forms(model_of(family))[form]
@@ -116,6 +116,9 @@ def test_experts_in_every_layer(tmp_path: Path) -> None:
         ("llama", {"num_key_value_heads": 1}),
         ("qwen3", {"attention_bias": True}),
         ("qwen2_moe", {"qkv_bias": False}),
+        ("glm4_moe", {"attention_bias": True}),
+        ("glm4_moe", {"use_qk_norm": False}),
+        ("glm4_moe", {"first_k_dense_replace": 0}),
         ("qwen2", {"tie_word_embeddings": True}),
         ("gpt2", {"n_inner": 44}),
         ("gpt2", {"tie_word_embeddings": False}),
@@ -215,6 +218,37 @@ _TWO_DENSE = {"mlp_only_layers": (0, 1)}
             "bias belongs to models with qkv_bias",
         ),
         (lambda: megatron("qwen2_moe"), lambda: config_of("qwen3_moe"), UsageError, "not clear"),
+        (lambda: megatron("deepseek_v3"), lambda: config_of("glm4_moe"), UsageError, "not clear"),
+        (
+            lambda: without(megatron("deepseek_v3"), "2.mlp.router.expert_bias"),
+            lambda: config_of("deepseek_v3"),
+            ContradictionError,
+            "model.layers.2.mlp.gate.e_score_correction_bias: nothing",
+        ),
+        (
+            lambda: without(megatron("deepseek_v3"), "1.self_attention.kv_layernorm"),
+            lambda: config_of("deepseek_v3"),
+            ContradictionError,
+            "model.layers.1.self_attn.kv_a_layernorm.weight: nothing",
+        ),
+        (
+            lambda: megatron("deepseek_v3"),
+            lambda: {**config_of("deepseek_v3"), "num_attention_heads": 5},
+            ContradictionError,
+            "does not fit",
+        ),
+        (
+            lambda: megatron("deepseek_v3"),
+            lambda: {**config_of("deepseek_v3"), "qk_rope_head_dim": 6, "qk_nope_head_dim": 4},
+            ContradictionError,
+            "does not fit",
+        ),
+        (
+            lambda: megatron("glm4_moe"),
+            lambda: config_of("glm4_moe", use_qk_norm=False),
+            ContradictionError,
+            "layernorm.weight belongs to models with qk_norm",
+        ),
         (
             lambda: {**megatron("mixtral"), "decoder.layers.0.mlp.router.expert_bias": torch.ones(4)},
             lambda: config_of("mixtral"),
@@ -256,6 +290,12 @@ _TWO_DENSE = {"mlp_only_layers": (0, 1)}
         "one-shared-gate-missing",
         "biases-that-qwen2-moe-denies",
         "qwen2-moe-as-qwen3-moe",
+        "deepseek-as-glm",
+        "one-router-bias-missing",
+        "one-norm-of-latents-missing",
+        "latent-heads-of-another-model",
+        "another-part-of-heads-is-turned",
+        "norms-that-glm-denies",
         "router-bias",
         "no-positions",
         "one-gpt2-bias-missing",

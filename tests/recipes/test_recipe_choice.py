@@ -133,6 +133,9 @@ def test_other_models_of_the_same_names_are_refused(tmp_path: Path, args: dict[s
         ("mixtral", {"moe_router_score_function": "sigmoid"}),
         ("qwen3_moe", {"moe_router_score_function": "sigmoid"}),
         ("qwen2_moe", {"moe_router_score_function": "sigmoid"}),
+        ("glm4_moe", {"moe_router_score_function": "softmax"}),
+        ("glm4_moe", {"rotary_percent": 1.0}),
+        ("deepseek_v3", {"multi_latent_attention": False}),
         ("qwen3_moe", {"moe_router_topk_scaling_factor": 2.5}),
         ("gpt2", {"squared_relu": True}),
     ],
@@ -141,6 +144,11 @@ def test_experts_and_activations_of_other_models_are_refused(family: str, args: 
     (recipe,) = [recipe for recipe in load_shipped_recipes() if family in recipe.model_types]
     with pytest.raises(UsageError, match=f"is not for a model of {next(iter(args))}"):
         check_arguments(recipe, args)
+
+
+def test_a_requirement_of_the_extended_recipe_is_removed() -> None:
+    (recipe,) = [recipe for recipe in load_shipped_recipes() if "deepseek_v3" in recipe.model_types]
+    check_arguments(recipe, {"moe_router_topk_scaling_factor": 2.5})
 
 
 def test_options_that_were_not_given(tmp_path: Path) -> None:
@@ -169,8 +177,8 @@ def test_args_and_config_must_agree(tmp_path: Path, key: str, number: int, says:
 def test_families_of_the_same_outcome_are_one(tmp_path: Path) -> None:
     model = stored(tmp_path, theirs("llama"), ARGS)
     fitting = [recipe.name for recipe in load_shipped_recipes() if match(recipe, theirs("llama")).fits]
-    # Qwen 2 MoE's layers may all be dense, and without biases.
-    assert fitting == ["megatron-llama", "megatron-mistral", "megatron-qwen2-moe"]
+    # The layers of those with experts may all be dense; GLM's arguments differ from Llama's.
+    assert fitting == ["megatron-glm4-moe", "megatron-llama", "megatron-mistral", "megatron-qwen2-moe"]
     assert choose_recipe(model, None, None).recipe.name == "megatron-llama"
     assert choose_recipe(model, {"model_type": "mistral"}, None).recipe.name == "megatron-mistral"
 

@@ -56,8 +56,9 @@ def choose_recipe(
     fitting = [found for found in matches if found.fits]
     model_type = _model_type(config)
     chosen = [found for found in fitting if model_type is None or model_type in found.recipe.model_types]
-    # Recipes that treat these names alike, such as Llama's and Mistral's, count as one.
-    different = list({_outcome(found): found for found in reversed(chosen)}.values())
+    # Recipes that treat these names alike, such as Llama's and Mistral's, count as one: that without absent blocks.
+    ordered = sorted(chosen, key=_count_absent_groups)
+    different = list({_outcome(found): found for found in reversed(ordered)}.values())
     if len(different) == 1:
         return different[0]
     if fitting:
@@ -129,6 +130,11 @@ def find_padded_names(found: Match, model: StoredModel) -> frozenset[str]:
     padded = {*found.recipe.padded}
     patterns = {side.name.expression for side in sides if side.dims and padded.intersection(names_of_dim(side.dims[0]))}
     return frozenset(s.name for s in model.shards if any(re.fullmatch(pattern, s.name) for pattern in patterns))
+
+
+def _count_absent_groups(found: Match) -> int:
+    groups = {rule.group for rule in found.recipe.rules}
+    return len(groups - {found.recipe.rules[number].group for number, _ in found.used})
 
 
 def _outcome(found: Match) -> frozenset[object]:

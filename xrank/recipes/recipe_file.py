@@ -20,6 +20,7 @@ tied = "not untie_embeddings_and_output_weights"
 rotary_interleaved = false
 normalization = ["RMSNorm", "TENorm"]   any of these
 no_rope_freq = []                       absent or None
+rotary_percent = "any"                  removes the extended recipe's requirement
 
 [sizes]                                 sizes that are constant
 two = 2
@@ -144,6 +145,7 @@ def _extend(base: dict[str, Any], own: dict[str, Any], file: str) -> dict[str, A
     for key in _TABLES:
         # A replaced rule keeps its place in the base: rules are numbered by it, which orders the output's tensors.
         found[key] = {**base.get(key, {}), **own.get(key, {})}
+    found["must"] = {key: value for key, value in found["must"].items() if value != "any"}
     for source, value in own.get("tensors", {}).items():
         if value is False:
             if source not in base.get("tensors", {}):
