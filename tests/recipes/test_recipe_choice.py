@@ -201,7 +201,7 @@ def test_two_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ('extends = "nothing"\n', "wrong at extends"),
         ('extends = "megatron-llama"\n[tensors]\n"no.such [h]" = false\n', "wrong at tensors"),
-        ('[tensors]\n"a [h]" = { to = "b [h]", ifso = "c" }\n', "wrong at key"),
+        ('[tensors]\n"a [h]" = { to = "b [h]", ifso = "c" }\n', r"line 2 is wrong at tensors\..*ifso"),
         ('[tensors]\n"a [h]" = { to = "b [h]", when = 3 }\n', "when"),
         ('[tensors]\n"a [h" = "b [h]"\n', "a \\[h"),
         ('must = 3\n[tensors]\n"a [h]" = "b [h]"\n', "wrong at must"),

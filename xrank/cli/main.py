@@ -16,6 +16,7 @@ from xrank.cli.command import Output, command_name, say
 from xrank.cli.gather import gather
 from xrank.cli.inspect import inspect
 from xrank.cli.layout import layout
+from xrank.cli.recipe import recipe
 from xrank.cli.reshard import reshard
 from xrank.cli.simulate import simulate_command
 from xrank.cli.verify import verify_command
@@ -30,7 +31,7 @@ def cli() -> None:
     """Gather models that distributed training left on many ranks into one Hugging Face folder, proven exact."""
 
 
-for _command in (gather, inspect, verify_command, reshard, layout, simulate_command, clean_command):
+for _command in (gather, inspect, verify_command, reshard, layout, recipe, simulate_command, clean_command):
     cli.add_command(_command)
 
 

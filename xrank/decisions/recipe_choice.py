@@ -25,7 +25,7 @@ from xrank.recipes.rewriting import rewrite_model
 from xrank.recipes.sizes import check_arguments, collect_flags, collect_sizes, solve_sizes
 from xrank.words import list_text
 
-__all__ = ["apply_recipe", "choose_recipe", "find_padded_names", "follow_recipe", "match_asked_recipe"]
+__all__ = ["apply_recipe", "choose_recipe", "find_padded_names", "follow_recipe", "load_recipe", "match_asked_recipe"]
 
 
 def choose_recipe(
@@ -46,7 +46,7 @@ def choose_recipe(
     if asked == "none" or not names:
         return None
     if asked is not None:
-        found = match(_load_recipe(os.fspath(asked)), names)
+        found = match(load_recipe(os.fspath(asked)), names)
         if not found.fits:
             raise _misfit(source, found, "the recipe does not fit")
         return found
@@ -91,7 +91,7 @@ def match_asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None
     """
     if asked is None or asked == "none":
         return None
-    recipe, names = _load_recipe(os.fspath(asked)), [shard.name for shard in source.shards]
+    recipe, names = load_recipe(os.fspath(asked)), [shard.name for shard in source.shards]
     matches = [match(recipe, names, is_reversed=is_reversed) for is_reversed in (False, True)]
     found = next((found for found in matches if found.fits), None)
     if found is None:
@@ -141,7 +141,12 @@ def _outcome(found: Match) -> frozenset[object]:
     return frozenset((form, found.recipe.rules[number].outcome) for number, form in found.used)
 
 
-def _load_recipe(asked: str) -> Recipe:
+def load_recipe(asked: str) -> Recipe:
+    """Return the shipped recipe of that name, or the one in a file.
+
+    Raises:
+        UsageError: there is neither; LayoutError: the file is not a recipe.
+    """
     if asked in list_shipped_recipes():
         return load_shipped_recipe(asked)
     if os.path.isfile(asked):
@@ -150,7 +155,7 @@ def _load_recipe(asked: str) -> Recipe:
         f"no recipe is called {asked}, and it is no file",
         got=asked,
         want=f"{', '.join(list_shipped_recipes())}, or a recipe's file",
-        next_step=f"correct {option('recipe')}, or leave it out",
+        next_step="give one of these names, or the path of a recipe's file",
     )
 
 
@@ -160,6 +165,9 @@ def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
         wrong.append(f"{list_text(found.unknown)} unknown to {found.recipe.name}")
     if found.missing:
         wrong.append(f"nothing for {list_text(found.missing)} of {found.recipe.name}")
+    name = found.recipe.name
+    own = f"correct {name}; to see all of its misfits, run: xrank recipe check {name} {source.path}"
+    other = f"give a recipe of your own with {option('recipe', metavar='FILE')}"
     known = list_text(
         [str(side) for rule in found.recipe.rules for side in source_sides(rule, found.is_reversed)[:1]], 3
     )
@@ -169,7 +177,7 @@ def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
         file=source.path,
         got="; ".join(wrong),
         want=f"names like {known}",
-        next_step=f"give a recipe of your own with {option('recipe', metavar='FILE')}, or keep the names with "
+        next_step=f"{other if name in list_shipped_recipes() else own}, or keep the names with "
         f"{option('recipe', 'none')}",
     )
 

@@ -20,6 +20,7 @@ __all__ = [
     "LayoutDetails",
     "OutputFacts",
     "ProofFacts",
+    "RecipeDetails",
     "Report",
     "SimulationDetails",
     "SourceFacts",
@@ -198,6 +199,25 @@ class LayoutDetails(Facts):
     toml: str | None = None
     equal: bool = False
     differences: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecipeDetails(Facts):
+    """What only ``xrank recipe`` shows."""
+
+    recipes: Sequence[Mapping[str, Any]] = ()
+    toml: str | None = None
+    is_reversed: bool = False
+    """Whether the source's names are Hugging Face's."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    tensors: Sequence[Mapping[str, Any]] = ()
+    """Tensors that a rule matches."""
+    wrong_rules: Sequence[Mapping[str, Any]] = ()
+    unknown: Sequence[Mapping[str, Any]] = ()
+    """Names that no rule matches, equal but for their numbers, with the nearest rule."""
+    missing: Sequence[str] = ()
+    """Required targets that nothing becomes."""
+    ignored: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

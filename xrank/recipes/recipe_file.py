@@ -50,7 +50,15 @@ from xrank.layout.tensor_name import TensorName
 from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import Side, parse_side
 
-__all__ = ["list_shipped_recipes", "load_recipes_for", "load_shipped_recipe", "load_shipped_recipes", "read_recipe"]
+__all__ = [
+    "find_place",
+    "list_shipped_recipes",
+    "load_recipes_for",
+    "load_shipped_recipe",
+    "load_shipped_recipes",
+    "read_recipe",
+    "read_shipped_text",
+]
 
 _TABLES = ("config", "args", "must", "sizes", "tensors")
 _LISTS = ("model_types", "padded", "ignored", "keep_fp32")
@@ -82,6 +90,11 @@ _CORRECT = "correct the recipe; those that come with xrank show how it is writte
 def list_shipped_recipes() -> tuple[str, ...]:
     """Return the sorted names of the recipes that come with xrank, without parsing them."""
     return tuple(_read_shipped())
+
+
+def read_shipped_text(name: str) -> str:
+    """Return the text of the shipped recipe of that name."""
+    return _read_shipped()[name]
 
 
 def load_shipped_recipes() -> tuple[Recipe, ...]:
@@ -130,13 +143,13 @@ def _read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, A
     _refuse_unknown(tables, (*_TABLES, *_LISTS, *_TEXTS), file)
     for key in _TABLES:
         if not isinstance(tables.get(key, {}), dict):
-            raise _wrong(file, key, tables[key], f"a table [{key}]")
+            raise _wrong(file, (key,), tables[key], f"a table [{key}]")
     base = tables.pop("extends", None)
     if base is None:
         return tables
     # A recipe that extends itself, even by way of others, would be read forever.
     if base not in _read_shipped() or base in via:
-        raise _wrong(file, "extends", base, f"one of {', '.join(_read_shipped())}")
+        raise _wrong(file, ("extends",), base, f"one of {', '.join(_read_shipped())}")
     return _extend(_read_tables(_read_shipped()[base], f"{base}.toml", (*via, base)), tables, file)
 
 
@@ -149,26 +162,27 @@ def _extend(base: dict[str, Any], own: dict[str, Any], file: str) -> dict[str, A
     for source, value in own.get("tensors", {}).items():
         if value is False:
             if source not in base.get("tensors", {}):
-                raise _wrong(file, f"tensors.{source!r}", False, "a rule, or a source of the extended recipe")
+                raise _wrong(file, ("tensors", source), False, "a rule, or a source of the extended recipe")
             del found["tensors"][source]
     return found
 
 
 def _parse(name: str, tables: Mapping[str, Any], file: str) -> Recipe:
-    lists = {key: _check_texts(tables.get(key, []), key, file) for key in _LISTS}
-    for pattern in (*lists["ignored"], *lists["keep_fp32"]):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise _wrong(file, "pattern", pattern, f"a regular expression ({error})") from error
+    lists = {key: _check_texts(tables.get(key, []), (key,), file) for key in _LISTS}
+    for key in ("ignored", "keep_fp32"):
+        for pattern in lists[key]:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise _wrong(file, (key,), pattern, f"a regular expression ({error})") from error
     sizes = tables.get("sizes", {})
     for size, number in sizes.items():
         # isinstance would take TOML's `true` for 1.
         if type(number) is not int or number < 1:
-            raise _wrong(file, f"sizes.{size}", number, "a number of 1 or more")
+            raise _wrong(file, ("sizes", size), number, "a number of 1 or more")
     rules = tuple(_parse_rule(source, value, file) for source, value in tables.get("tensors", {}).items())
     if not rules:
-        raise _wrong(file, "tensors", "no rule", "a table [tensors]")
+        raise _wrong(file, ("tensors",), "no rule", "a table [tensors]")
     return Recipe(
         name,
         str(tables.get("framework", "")),
@@ -177,8 +191,8 @@ def _parse(name: str, tables: Mapping[str, Any], file: str) -> Recipe:
         lists["padded"],
         lists["ignored"],
         lists["keep_fp32"],
-        config={key: _check_texts(terms, key, file) for key, terms in tables.get("config", {}).items()},
-        args={key: _check_texts(terms, key, file) for key, terms in tables.get("args", {}).items()},
+        config={key: _check_texts(terms, ("config", key), file) for key, terms in tables.get("config", {}).items()},
+        args={key: _check_texts(terms, ("args", key), file) for key, terms in tables.get("args", {}).items()},
         sizes=sizes,
         must={key: tuple(v) if isinstance(v, list) else (v,) for key, v in tables.get("must", {}).items()},
     )
@@ -190,25 +204,25 @@ _side = lru_cache(maxsize=1024)(parse_side)
 
 
 def _parse_rule(source: str, value: Any, file: str) -> Rule:
-    where = f"tensors.{source!r}"
+    keys = ("tensors", source)
     if not isinstance(value, dict):
         value = {"to": value}
-    _refuse_unknown(value, ("to", "unless", "when", "group", "optional"), file)
+    _refuse_unknown(value, ("to", "unless", "when", "group", "optional"), file, keys)
     to, optional = value.get("to"), value.get("optional", False)
     targets = to if isinstance(to, dict) else {"": to}
     if not targets or not all(isinstance(text, str) for text in targets.values()):
-        raise _wrong(file, where, to, "a target's text, or one for each part")
+        raise _wrong(file, (*keys, "to"), to, "a target's text, or one for each part")
     names = {key: value.get(key) for key in ("unless", "when", "group")}
     for key, name in names.items():
         if name is not None and not isinstance(name, str):
-            raise _wrong(file, f"{where}.{key}", name, "a name")
+            raise _wrong(file, (*keys, key), name, "a name")
     if not isinstance(optional, bool):
-        raise _wrong(file, f"{where}.optional", optional, "true or false")
+        raise _wrong(file, (*keys, "optional"), optional, "true or false")
     try:
         side = _side(source)
         sides = {part: _side(text) for part, text in targets.items()}
     except LayoutError as error:
-        error.about(f"{file}: {where}", file=file, next_step=_CORRECT)
+        error.about(f"{find_place(file, *keys)}: tensors.{source!r}", file=file, next_step=_CORRECT)
         raise
     return Rule((side, *_stack_dims(side)), sides, **names, optional=optional)
 
@@ -235,24 +249,45 @@ def _stack_dims(side: Side) -> list[Side]:
     return found
 
 
-def _check_texts(value: Any, where: str, file: str) -> tuple[str, ...]:
+def _check_texts(value: Any, keys: tuple[str, ...], file: str) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise _wrong(file, where, value, "a text, or a list of texts")
+        raise _wrong(file, keys, value, "a text, or a list of texts")
     return tuple(texts)
 
 
-def _refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], file: str) -> None:
+def _refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], file: str, keys: tuple[str, ...] = ()) -> None:
     for key in table:
         if key not in known:
-            raise _wrong(file, "key", key, f"one of {sorted(known)}")
+            raise _wrong(file, (*keys, key), key, f"one of {sorted(known)}")
 
 
-def _wrong(file: str, where: str, got: object, want: str) -> LayoutError:
+def _wrong(file: str, keys: tuple[str, ...], got: object, want: str) -> LayoutError:
+    where = ".".join(key if key.isidentifier() else repr(key) for key in keys)
     return LayoutError(
-        f"the recipe {file} is wrong at {where}",
+        f"the recipe {find_place(file, *keys)} is wrong at {where}",
         file=file,
         got=repr(got)[:200],
         want=want,
         next_step=_CORRECT,
     )
+
+
+def find_place(file: str, *keys: str) -> str:
+    """Return ``FILE, line N`` for the value of nested keys of a recipe's file; without the line if it is not found.
+
+    tomllib does not keep lines, so each key is searched in the text, after the one before it. Spaces do not count.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except OSError:
+        text = _read_shipped().get(file.removesuffix(".toml"), "")
+    text, at, last = text.replace(" ", ""), 0, None
+    for key in keys:
+        pattern = rf"""(?:^|[\[.{{,])["']?{re.escape(key.replace(" ", ""))}["']?(?=[\].=])"""
+        found = re.compile(pattern, re.MULTILINE).search(text, at)
+        if found is not None:
+            at = last = found.end()
+        elif key not in _TABLES:  # `config.h = ...` has no header, and a table may be inherited
+            return file
+    return file if last is None else f"{file}, line {text.count(chr(10), 0, last) + 1}"

@@ -1,0 +1,92 @@
+"""``xrank recipe``: lists, prints and checks recipes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from xrank.cli.command import Output, reporting
+from xrank.cli.paths import PATH
+from xrank.words import list_text, plural
+
+if TYPE_CHECKING:
+    from xrank.plan.report import Report
+
+__all__ = ["recipe"]
+
+
+@click.group(short_help="List, print and check recipes.")
+def recipe() -> None:
+    """List, print and check recipes, which rename and split tensors for Hugging Face."""
+
+
+@recipe.command("list", short_help="List the recipes that come with xrank.")
+@reporting
+def list_(output: Output) -> None:
+    """List the recipes that come with xrank."""
+    from xrank.conversion.recipe import list_recipes
+
+    report = list_recipes()
+    rows = [
+        (row["name"], f"{row['framework']}, {', '.join(row['model_types'])}, {plural(row['num_rules'], 'rule')}")
+        for row in report.details["recipes"]
+    ]
+    output.report(report, rows)
+
+
+@recipe.command(short_help="Print a recipe that comes with xrank.")
+@click.argument("name", metavar="NAME")
+@reporting
+def show(output: Output, name: str) -> None:
+    """Print the recipe NAME, to start your own from. `xrank recipe list` shows the names."""
+    from xrank.conversion.recipe import show_recipe
+
+    report = show_recipe(name)
+    output.picture(report, report.details["toml"])
+
+
+@recipe.command(short_help="Check a recipe against a checkpoint.")
+@click.argument("file", metavar="FILE|NAME")
+@click.argument("path", metavar="SRC", type=PATH)
+@click.option("--base-model", metavar="DIR|ID", help="Model folder or cached ID with the names that FILE must make.")
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@reporting
+def check(output: Output, file: str, path: str, base_model: str | None, tensors: bool) -> None:
+    """Check the recipe FILE, or the shipped one called NAME, against the tensors of SRC, from metadata alone.
+
+    Lists rules that do not fit, names that no rule has, with the nearest rule, and targets that nothing becomes. The
+    exit status is 2 if there are any.
+    """
+    from xrank.conversion.recipe import check_recipe
+
+    report = check_recipe(file, path, base_model=base_model)
+    if report.fault is None or not output.as_json:
+        output.report(report, _check_rows(report, tensors=tensors))
+    if report.fault is not None:
+        output.fail(report.fault, report)
+
+
+def _check_rows(report: Report, *, tensors: bool) -> list[tuple[str, str]]:
+    details = report.details
+    num_fitting = sum(row["fits"] for row in details["tensors"])
+    names = "Hugging Face's" if details["is_reversed"] else "training"
+    rows = [
+        ("source", f"{report.source['path']}: {report.source['format']}, {names} names"),
+        ("fits", f"{num_fitting:,} of {plural(report.source['num_tensors'], 'tensor')}"),
+        ("sizes", ", ".join(f"{name} = {number}" for name, number in details["sizes"].items()) or "none"),
+    ]
+    if details["ignored"]:
+        rows.append(("ignored", list_text(details["ignored"])))
+    if tensors:
+        for row in details["tensors"]:
+            targets = ", ".join(row["targets"]) if row["fits"] else "does not fit"
+            rows.append(("tensor", f"{row['name']} {row['shape']}  {row['rule']} -> {targets}"))
+    for row in details["wrong_rules"]:
+        rows.append(("wrong", f"{row['place']}: {row['message']}"))
+        rows += [("", f"{part:<4} {row[part]}") for part in ("got", "want") if row[part]]
+    for row in details["unknown"]:
+        more = f" and {row['count'] - 1:,} more alike" if row["count"] > 1 else ""
+        near = f"; the nearest rule is {row['nearest']}" if row["nearest"] else ""
+        rows.append(("unknown", f"{row['name']}{more}{near}"))
+    return [*rows, *(("missing", target) for target in details["missing"])]
