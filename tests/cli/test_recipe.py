@@ -129,7 +129,7 @@ def test_unknown_names_have_the_nearest_rule(bench: Bench) -> None:
     near = "the nearest rule is blocks.{L}.qkvs.weight [<q: d | k: d | v: d>, h]"
     assert f"unknown  blocks.0.qkv.weight and 1 more alike; {near}\n" in ended.stdout
     assert "missing  model.layers.{L}.self_attn.q_proj.weight [d, h]\n" in ended.stdout
-    assert ended.exit_code == 2 and "  got   2 names that no rule has, 3 targets that nothing becomes\n" in ended.stderr
+    assert ended.exit_code == 2 and "  got   2 unknown names, 3 missing targets\n" in ended.stderr
     report = check(file, folder)
     assert (report["unknown"][0]["count"], len(report["missing"])) == (2, 3)
     # A gather with it points to this command.
@@ -156,6 +156,31 @@ def test_errors_in_a_recipe_name_file_and_line(bench: Bench, old: str, new: str,
     file, folder = recipe(bench, OWN.replace(old, new)), source(bench)
     for words in (["recipe", "check", file, folder], ["gather", folder, "--recipe", file, "--out", bench.out]):
         refusal(run(*words, "--json"), "LayoutError", file="own.toml", says=[str(file), says])
+
+
+def test_a_gather_names_the_line_of_a_wrong_rule(bench: Bench) -> None:
+    file, folder = recipe(bench, OWN.replace("k_proj.weight [d, h]", "k_proj.weight [d, k]")), source(bench)
+    ended = run("gather", folder, "--recipe", file, "--out", bench.out, "--json")
+    refusal(ended, "LayoutError", file="own.toml", says=[f"correct the rule in {file}, line 8"])
+
+
+@pytest.mark.parametrize("kind", ["optional = true", 'when = "sparse"'])
+def test_a_size_of_absent_tensors_need_not_be_known(bench: Bench, kind: str) -> None:
+    more = f'"blocks.{{L}}.experts.{{e}}.w [h]" = {{ to = "model.layers.{{L}}.experts.{{e}}.w [h]", {kind} }}\n'
+    assert run("recipe", "check", recipe(bench, OWN + more), source(bench)).exit_code == 0
+    # config.json has the flag, so the tensors are due, although their number is not known.
+    (bench.folder / "src" / "config.json").write_text('{"sparse": true, "hidden_size": 4}')
+    text = OWN.replace("[config]", '[config]\nsparse = "sparse"') + more
+    ended = run("recipe", "check", recipe(bench, text), bench.folder / "src", "--json")
+    if "when" in kind:
+        refusal(ended, "LayoutError", says=["model.layers.0.experts.0.w: nothing in the source becomes it"])
+    else:
+        assert ended.exit_code == 0
+
+
+def test_a_misfit_of_a_shipped_recipe(bench: Bench) -> None:
+    report = check("megatron-llama", source(bench))
+    assert 'write one that begins with extends = "megatron-llama"' in report["error"]["try"]
 
 
 def test_neither_a_name_nor_a_file(bench: Bench) -> None:

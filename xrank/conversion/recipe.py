@@ -126,9 +126,9 @@ def _fault(fit: RecipeFit, model: StoredModel) -> LayoutError | None:
         return _misfit(fit, model, fit.whole)
     name = fit.found.recipe.name
     counts = [
-        f"{plural(len(fit.wrong), 'rule')} that do not fit" if fit.wrong else "",
-        f"{plural(len(fit.found.unknown), 'name')} that no rule has" if fit.unknown else "",
-        f"{plural(len(fit.found.missing), 'target')} that nothing becomes" if fit.found.missing else "",
+        plural(len(fit.wrong), "wrong rule") if fit.wrong else "",
+        plural(len(fit.found.unknown), "unknown name") if fit.unknown else "",
+        plural(len(fit.found.missing), "missing target") if fit.found.missing else "",
     ]
     if fit.wrong:
         at, error = next(iter(fit.wrong.items()))
@@ -144,6 +144,8 @@ def _fault(fit: RecipeFit, model: StoredModel) -> LayoutError | None:
         )
     else:
         return None
+    if name in list_shipped_recipes():
+        step = f'choose another recipe of `xrank recipe list`, or write one that begins with extends = "{name}"'
     return LayoutError(
         f"the recipe {name} does not fit {model.path}",
         tensor=tensor,

@@ -14,7 +14,7 @@ from xrank.plan.source import StoredModel
 from xrank.recipes.matching import Match, active_rules, match, source_sides
 from xrank.recipes.pairing import pair
 from xrank.recipes.recipe import Recipe
-from xrank.recipes.recipe_file import find_place
+from xrank.recipes.recipe_file import find_rule
 from xrank.recipes.sizes import collect_sizes, solve_sizes
 
 __all__ = ["RecipeFit", "UnknownName", "fit_recipe"]
@@ -51,11 +51,6 @@ class RecipeFit:
     def places(self) -> dict[_Place, str]:
         """Place of a used rule -> the line of the recipe's file that has it."""
         return {at: find_rule(self.found.recipe, at[0]) for at in self.found.used}
-
-
-def find_rule(recipe: Recipe, number: int) -> str:
-    """Return ``FILE, line N`` of a rule; the file alone for a rule that the recipe inherits."""
-    return find_place(recipe.name, "tensors", str(recipe.rules[number].sources[0]))
 
 
 def fit_recipe(recipe: Recipe, model: StoredModel, config: Mapping[str, Any] | None) -> RecipeFit:

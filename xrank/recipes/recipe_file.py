@@ -51,7 +51,7 @@ from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import Side, parse_side
 
 __all__ = [
-    "find_place",
+    "find_rule",
     "list_shipped_recipes",
     "load_recipes_for",
     "load_shipped_recipe",
@@ -222,7 +222,7 @@ def _parse_rule(source: str, value: Any, file: str) -> Rule:
         side = _side(source)
         sides = {part: _side(text) for part, text in targets.items()}
     except LayoutError as error:
-        error.about(f"{find_place(file, *keys)}: tensors.{source!r}", file=file, next_step=_CORRECT)
+        error.about(f"{_find_place(file, *keys)}: tensors.{source!r}", file=file, next_step=_CORRECT)
         raise
     return Rule((side, *_stack_dims(side)), sides, **names, optional=optional)
 
@@ -265,7 +265,7 @@ def _refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], file: str,
 def _wrong(file: str, keys: tuple[str, ...], got: object, want: str) -> LayoutError:
     where = ".".join(key if key.isidentifier() else repr(key) for key in keys)
     return LayoutError(
-        f"the recipe {find_place(file, *keys)} is wrong at {where}",
+        f"the recipe {_find_place(file, *keys)} is wrong at {where}",
         file=file,
         got=repr(got)[:200],
         want=want,
@@ -273,7 +273,13 @@ def _wrong(file: str, keys: tuple[str, ...], got: object, want: str) -> LayoutEr
     )
 
 
-def find_place(file: str, *keys: str) -> str:
+def find_rule(recipe: Recipe, number: int) -> str:
+    """Return ``FILE, line N`` of a rule of a recipe."""
+    place = _find_place(recipe.name, "tensors", str(recipe.rules[number].sources[0]))
+    return f"{place}, which inherits it" if place == recipe.name else place
+
+
+def _find_place(file: str, *keys: str) -> str:
     """Return ``FILE, line N`` for the value of nested keys of a recipe's file; without the line if it is not found.
 
     tomllib does not keep lines, so each key is searched in the text, after the one before it. Spaces do not count.

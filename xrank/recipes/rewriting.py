@@ -9,8 +9,8 @@ from math import prod
 
 import numpy as np
 
-from xrank.errors import ContradictionError
-from xrank.layout.binding import global_size
+from xrank.errors import ContradictionError, LayoutError
+from xrank.layout.binding import global_size, names_of_dim
 from xrank.layout.nest_rows import join_rows
 from xrank.layout.nests import Nest, swap
 from xrank.plan.composition import compose
@@ -18,6 +18,7 @@ from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.matching import Match, active_rules, source_sides, target_sides
 from xrank.recipes.pairing import Pairing, pair, reverse_pairing, single_tensors
 from xrank.recipes.recipe import Rule
+from xrank.recipes.recipe_file import find_rule
 
 __all__ = ["join_shards", "move_shard", "rewrite_model"]
 
@@ -87,7 +88,9 @@ def _order(matched: Match, sizes: Mapping[str, int]) -> dict[str, _Outcome]:
         rule = matched.recipe.rules[number]
         for side in target_sides(rule, matched.is_reversed):
             has_begun = has_begun or bool(side.name.dims)
-            for at in product(*(range(global_size(dim, sizes)) for dim in side.name.dims)):
+            # A size is unknown if no tensor has it: one name then stands for all that may be required.
+            known = {**dict.fromkeys((size for dim in side.name.dims for size in names_of_dim(dim)), 1), **sizes}
+            for at in product(*(range(global_size(dim, known)) for dim in side.name.dims)):
                 name, layer = side.name.with_indices(*at), at[0] if at else None
                 phase = 1 if at else (2 if has_begun else 0)
                 before = found.get(name)
@@ -99,12 +102,20 @@ def _order(matched: Match, sizes: Mapping[str, int]) -> dict[str, _Outcome]:
 
 
 def _pairings(matched: Match, place: tuple[int, int], sizes: Mapping[str, int]) -> Iterable[Pairing]:
-    """Return the pairings from the names at a place of the recipe to their targets."""
+    """Return the pairings from the names at a place of the recipe to their targets.
+
+    Raises:
+        LayoutError: the two sides of the rule do not fit; the error names the rule's line.
+    """
     rule, form = matched.recipe.rules[place[0]], place[1]
     texts = {part: str(side) for part, side in rule.targets.items()}
-    if not matched.is_reversed:
-        return pair(str(rule.sources[form]), texts, sizes).values()
-    return [reverse_pairing(list(pair(str(rule.sources[0]), texts, sizes).values())[form])]
+    try:
+        found = pair(str(rule.sources[0 if matched.is_reversed else form]), texts, sizes)
+    except LayoutError as error:
+        at = find_rule(matched.recipe, place[0])
+        error.about(at, file=matched.recipe.name, next_step=f"correct the rule in {at}")
+        raise
+    return [reverse_pairing([*found.values()][form])] if matched.is_reversed else found.values()
 
 
 def _count_padding(pairing: Pairing, shape: Sequence[int]) -> int:
