@@ -478,6 +478,13 @@ def test_invalid_descriptions_of_offers_are_refused(change):
 # Many at once
 
 
+@pytest.mark.parametrize("limit, most", [(20, 16), (400, 100), (1 << 20, 1024), (-1, 1024)])
+def test_as_many_readers_as_the_limit_of_descriptors_lets(monkeypatch, limit, most):
+    monkeypatch.setattr(peer_service.resource, "getrlimit", lambda which: (limit, limit))
+    with closing(MemoryOffer(views())) as offer:
+        assert offer._service._max_guests == most
+
+
 def test_a_connection_that_was_closed_for_others_is_made_again(monkeypatch):
     with closing(MemoryOffer(views())) as offer, source(offer.describe(), way="unix") as made:
         offer._service._max_guests = 2

@@ -1,11 +1,13 @@
 """Blocks: never two at one place, used again when they came back, joined with their neighbours."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampled import count_of
 from tests.virtual.shared_ends import memory_of
+from xrank.errors import NoSpaceError
 from xrank.virtual.channels.block_arena import BlockArena, free_block, lend, view
 from xrank.virtual.channels.segment import Segment
 
@@ -75,5 +77,21 @@ def test_a_lease_ends_with_the_last_of_its_views():
             assert segment.data[block.mark] == 1
             views.pop(0)
         assert segment.data[block.mark] == 0
+    finally:
+        segment.close()
+
+
+def test_a_block_that_finds_no_room_loses_nothing():
+    segment = Segment(2)
+    try:
+        arena = BlockArena(segment, 0)
+        low, high = arena.take(64), arena.take(64)
+        free_block(segment, high.mark)
+        for _ in range(3):
+            with pytest.raises(NoSpaceError):
+                arena.take(segment.arena_nbytes)
+        assert arena.num_used == 1
+        assert arena.take(64).offset == high.offset
+        free_block(segment, low.mark)
     finally:
         segment.close()

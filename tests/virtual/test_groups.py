@@ -69,6 +69,12 @@ def test_a_mesh_by_lengths():
     assert pickle.loads(pickle.dumps((mesh, index))) == (mesh, index)
 
 
+@pytest.mark.parametrize("places", [(1, 1, 1, 1, 1), (1, 1, 1), (1, 1, 1, 2)])
+def test_a_place_that_a_mesh_lacks(places):
+    with pytest.raises(LayoutError, match=r"is not a place in|has no place 2 along 'w'"):
+        Mesh(2, 2, 2, 2).flat(MeshIndex(*places))
+
+
 @pytest.mark.parametrize("lengths", [(), (1, 1, 1, 1, 1), (2, 0), (2, 1.5), (True,)])
 def test_invalid_meshes_are_refused(lengths):
     with pytest.raises((UsageError, LayoutError)):

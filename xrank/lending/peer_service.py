@@ -66,7 +66,9 @@ class PeerService:
         """Guests that have not yet proven knowledge of the token."""
         self._stages = [memoryview(mmap.mmap(-1, _STAGED_NBYTES)) for _ in range(_NUM_STAGES)]  # no page until used
         self._waiting: deque[_Guest] = deque()
-        self._max_guests = max(16, min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        # A quarter of the limit: the process needs descriptors of its own. Without a limit the number is -1.
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_guests = max(16, min(1024, limit // 4 if limit > 0 else 1024))
         self._listeners: dict[int, socket.socket] = {}
         self._port: int | None = None
         self._ends = False

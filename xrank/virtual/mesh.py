@@ -9,7 +9,7 @@ from math import prod
 from numbers import Integral
 from typing import TypeAlias
 
-from xrank.errors import UsageError
+from xrank.errors import LayoutError, UsageError
 from xrank.layout.mesh import DeviceMesh
 
 __all__ = ["AXES", "Mesh", "MeshIndex", "MeshLike", "as_device_mesh"]
@@ -87,7 +87,18 @@ class Mesh:
         return (MeshIndex(*places) for places in product(*map(range, self.lengths)))
 
     def flat(self, index: MeshIndex) -> int:
-        """Return the number of the device at a place."""
+        """Return the number of the device at a place.
+
+        Raises:
+            LayoutError: the mesh has no such place.
+        """
+        if len(index.places) != len(self.lengths):
+            raise LayoutError(
+                f"{index!r} is not a place in {self!r}",
+                got=f"{len(index.places)} numbers",
+                want=f"{len(self.lengths)}, one for each axis",
+                next_step="give one number for each axis of the mesh",
+            )
         return self.device_mesh.rank_at(dict(zip(AXES, index.places, strict=False)))
 
     def index(self, device: int) -> MeshIndex:

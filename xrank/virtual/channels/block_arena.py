@@ -61,14 +61,12 @@ class BlockArena:
         """
         self._sweep()
         size = max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
-        slot = self._empty_slots.pop() if self._empty_slots else len(self._used)
-        if slot == MAX_BLOCKS:
-            raise make_no_space_error(nbytes)
         start = self._find_space(size)
-        if slot == len(self._used):
-            self._used.append(None)
-            if slot % 4096 == 0:  # the table's next page
-                self._segment.write_fresh(self._table + slot, memoryview(bytes(4096)))
+        try:
+            slot = self._empty_slots.pop() if self._empty_slots else self._add_slot(nbytes)
+        except BaseException:
+            self._give_back(start, start + size)
+            raise
         self._used[slot] = (start, start + size)
         self._marks[slot] = _TAKEN
         return Block(start, nbytes, self._table + slot)
@@ -98,6 +96,15 @@ class BlockArena:
         """Number of blocks in use, as of the last sweep."""
         return len(self._used) - len(self._empty_slots)
 
+    def _add_slot(self, nbytes: int) -> int:
+        slot = len(self._used)
+        if slot == MAX_BLOCKS:
+            raise make_no_space_error(nbytes)
+        if slot % 4096 == 0:  # the table's next page
+            self._segment.write_fresh(self._table + slot, memoryview(bytes(4096)))
+        self._used.append(None)
+        return slot
+
     def _find_space(self, size: int) -> int:
         # First fit by address keeps the used part of the arena small, so its pages stay warm.
         for i, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
@@ -108,13 +115,12 @@ class BlockArena:
                     self._starts[i] = start + size
                 return start
         # Extend the free range at the top instead of leaving it behind as a gap.
-        if self._ends and self._ends[-1] == self._top:
-            start = self._starts.pop()
-            self._ends.pop()
-        else:
-            start = self._top
+        is_top_free = bool(self._ends) and self._ends[-1] == self._top
+        start = self._starts[-1] if is_top_free else self._top
         if start + size > self._end:
             raise make_no_space_error(size)
+        if is_top_free:
+            del self._starts[-1], self._ends[-1]
         self._top = start + size
         return start
 

@@ -34,7 +34,7 @@ _INLINE_NBYTES = 2 << 10
 """Largest array that is stored in the record itself."""
 _ALIGNMENT = 64
 _NUM_LOOKS = 5
-"""Polls before a receiver sleeps. Few, because the describe_wait sender may need this very core. Yielding between polls
+"""Polls before a receiver sleeps. Few, because the awaited sender may need this very core. Yielding between polls
 (sched_yield) is worse than sleeping: on a busy machine it costs a whole time slice, and slows a ring down 10 times."""
 
 _RECORD = struct.Struct(f"=BBHI{len(Heading())}Iqqq")

@@ -45,9 +45,9 @@ def describe_wait(source: int, running: Collection[int], message: str) -> str:
     """Describe a device's wait.
 
     Args:
-        source: the describe_wait sender: a device, or `HOST`.
+        source: the awaited sender: a device, or `HOST`.
         running: the devices that have not ended.
-        message: the describe_wait message.
+        message: the awaited message.
     """
     sender = "the host" if source == HOST else f"device {source}"
     ended = ", which has ended" if source != HOST and source not in running else ""

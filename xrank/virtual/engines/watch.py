@@ -15,7 +15,7 @@ __all__ = ["describe_waits", "find_deadlock", "find_waits"]
 
 
 def find_waits(links: SharedLinks, devices: Collection[int]) -> dict[int, Wait]:
-    """Return the waits of those devices whose describe_wait message was not sent yet.
+    """Return the waits of those devices whose awaited message was not sent yet.
 
     Args:
         links: the host's links.
@@ -31,7 +31,7 @@ def find_waits(links: SharedLinks, devices: Collection[int]) -> dict[int, Wait]:
 
 
 def find_deadlock(links: SharedLinks, devices: Sequence[int], running: Collection[int]) -> dict[int, str]:
-    """Return the devices whose describe_wait message can never be sent, each with a description of its wait.
+    """Return the devices whose awaited message can never be sent, each with a description of its wait.
 
     Args:
         links: the host's links; the host sends no more messages.
