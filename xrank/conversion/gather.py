@@ -127,19 +127,12 @@ def gather_checkpoint(
         verify=verify,
         dry_run=dry_run,
     )
-    plan = partial(
-        plan_gather,
-        os.fspath(source),
-        options,
-        base_model=base_model,
-        layouts=layouts,
-        format_name=format,
-        part=part,
-        world_size=world_size,
-        workspace=workspace,
-        recipe=recipe,
+    path = os.fspath(source)
+    read = partial(
+        plan_gather, path, options, format_name=format, part=part, world_size=world_size, workspace=workspace
     )
-    plan_checked = partial(plan_apart, os.fspath(source), os.fspath(out), plan, overwrite=overwrite)
+    plan = partial(read, base_model=base_model, layouts=layouts, recipe=recipe)
+    plan_checked = partial(plan_apart, path, os.fspath(out), plan, overwrite=overwrite)
     if dry_run:
         return _plan_only(plan_checked, os.fspath(out))
     team = find_launched_team(os.fspath(out), distributed=distributed, timeout_seconds=timeout_seconds)

@@ -71,6 +71,13 @@ class _Session:
         """Fail the next meeting: the other ranks are at this rank's call there, and would wait for it."""
         self._next_meeting(ranks, rank, group, path, deadline).refuse(error)
 
+    def close(self, path: str | None, exchange: GatherExchange) -> None:
+        """Close an exchange and forget it: the next gather makes a meeting."""
+        exchange.close()
+        # After a failure inside the body, a gather there may have made a new exchange.
+        if self.exchanges.get(path) is exchange:
+            del self.exchanges[path]
+
     def _next_meeting(
         self, ranks: tuple[int, ...], rank: int, group: Any, path: str | None, deadline: Deadline
     ) -> Meeting:
@@ -194,10 +201,7 @@ def gather_values(
             raise
         is_behind = exchange.fail(call, error)
         # The other ranks' state after a failure is unknown: the next gather begins with a new meeting.
-        exchange.close()
-        # After a failure inside the body, a gather there may have made a new exchange.
-        if session.exchanges.get(path) is exchange:
-            del session.exchanges[path]
+        session.close(path, exchange)
         # The others failed in an earlier call, and wait for this rank in the next meeting.
         if is_behind:
             session.refuse(ranks, rank, group, path, deadline, error)

@@ -277,11 +277,11 @@ def _expect_slices(
     shapes: Shapes, places: Sequence[tuple[int, int]], size: int, rank: int
 ) -> dict[str, tuple[int, int]]:
     low, high = rank * size, (rank + 1) * size
-    starts = np.array([end for _, end in places], dtype=np.int64)
+    ends = np.array([end for _, end in places], dtype=np.int64)
     names = list(shapes)
     found: dict[str, tuple[int, int]] = {}
     # Start at the first parameter that ends behind `low`: for each rank to pass all parameters would be quadratic.
-    for at in range(int(np.searchsorted(starts, low, side="right")), len(places)):
+    for at in range(int(np.searchsorted(ends, low, side="right")), len(places)):
         first, end = places[at]
         if first >= high:
             break
