@@ -111,6 +111,7 @@ class TestChoice:
             "base_model.model.x.ia3_l.default",
             "base_model.model.x.base_layer.weight",
             "prompt_encoder.default.embedding.weight",
+            "prompt_encoder.default.trainable_embedding",
             "prompt_embeddings",
         ],
     )
@@ -124,6 +125,14 @@ class TestChoice:
         (bench.folder / "base").mkdir()
         save_file(model, bench.folder / "base/model.safetensors")
         gather_checkpoint(bench.workspace, bench.out, base_model=bench.folder / "base")
+        assert_holds(bench.out, model)
+
+    def test_a_prompt_encoder_that_is_not_pefts(self, bench: Bench) -> None:
+        """As transformers' SamModel and SamHQModel have it (models/sam/modeling_sam.py: SamPromptEncoder)."""
+        names = ("shared_embedding.positional_embedding", "mask_embed.conv1.weight", "no_mask_embed.weight")
+        model = {f"prompt_encoder.{name}": torch.rand(4, 4) for name in (*names, "point_embed.0.weight")}
+        save_file(model, bench.folder / "model.safetensors")
+        gather_checkpoint(bench.folder / "model.safetensors", bench.out)
         assert_holds(bench.out, model)
 
     def test_one_that_lies_beside_the_model_is_told(self, bench: Bench) -> None:

@@ -86,6 +86,13 @@ def test_ties_of_classes(config: dict[str, Any], pairs: dict[str, str]) -> None:
     assert embedding_of(target, names, config) is None
 
 
+def test_a_class_that_ties_nothing_goes_before_its_config() -> None:
+    config = {"architectures": ["BigBirdPegasusForCausalLM"], "model_type": "bigbird_pegasus", **TIED}
+    names = {"lm_head.weight", "model.decoder.embed_tokens.weight"}
+    assert find_config_ties(names, config) == find_class_ties(names, config) == {}
+    assert find_config_ties(names, {**config, "architectures": ["Other"]}) != {}
+
+
 def test_a_model_inside_a_model_goes_by_its_own_config() -> None:
     head, embedding = "language_model.lm_head.weight", "language_model.model.decoder.embed_tokens.weight"
     for text, expected in ((TIED, {head: embedding}), (UNTIED, {})):

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 PATH = Path(__file__).parents[2] / "xrank" / "recipes" / "tied_weights.json"
 KEY, TEXT = "tie_word_embeddings", "text_config"
+HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
 TENSOR = re.compile(r"[A-Za-z0-9_.]+\.(weight|bias)")
 STATES = (None, False, True)
 """States of the key: absent, false, true."""
@@ -73,7 +74,10 @@ def made(config_class: Any, **values: Any) -> Any:
 
 
 def ties(cls: type[PreTrainedModel]) -> dict[str, dict[str, str]]:
-    """Return the ties of a class by the attribute of the config that declares them; "" is the config itself."""
+    """Return the ties of a class by the attribute of the config that declares them; "" is the config itself.
+
+    A class with a head that it ties to nothing, whatever its config declares, has an empty entry.
+    """
     config = made(cls.config_class)
     try:
         with torch.device("meta"):
@@ -90,7 +94,20 @@ def ties(cls: type[PreTrainedModel]) -> dict[str, dict[str, str]]:
         if isinstance(module, PreTrainedModel) and isinstance(own, Mapping) and place is not None:
             # The outer model's own ties come first, and count.
             found[place] = {**named(prefix and f"{prefix}.", own), **found.get(place, {})}
-    return {place: pairs for place, pairs in found.items() if pairs}
+    found = {place: pairs for place, pairs in found.items() if pairs}
+    return found or ({"": {}} if has_untied_head(model) else {})
+
+
+def has_untied_head(model: PreTrainedModel) -> bool:
+    """Return whether a model has a head of its own though its config ties it, and no class in it lists any ties."""
+    model.config.tie_word_embeddings = True
+    try:
+        model.tie_weights()
+    except Exception:  # ties that need more than the default config
+        return False
+    lists = [getattr(module, "_tied_weights_keys", None) for module in model.modules()]
+    # A parameter that two modules share is given once, under the first name.
+    return not any(lists) and any(HEAD.fullmatch(name) for name, _ in model.named_parameters())
 
 
 def named(begin: str, own: Mapping[str, str]) -> dict[str, str]:

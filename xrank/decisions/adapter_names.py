@@ -33,7 +33,10 @@ _WRAPPER = ".base_layer"
 _WRAPPERS = re.compile(r"(\.base_layer)+$")
 _BASE = f"{_WRAPPER}."
 # Every tuner gives the first (peft/tuners), prompt learning the rest (peft/peft_model.py, peft/utils/save_and_load.py).
-_PEFTS = re.compile(rf"{re.escape(PREFIX)}|prompt_encoder\.|prompt_embeddings$")
+# Other models have a prompt_encoder too (SAM), but not with an adapter's name and the table of each kind in PEFT.
+_PEFTS = re.compile(
+    rf"{re.escape(PREFIX)}|prompt_encoder\.[^.]+\.(?:embedding\.weight|trainable_embedding)$|prompt_embeddings$"
+)
 
 
 @dataclass(frozen=True, slots=True)

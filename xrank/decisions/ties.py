@@ -10,7 +10,7 @@ from typing import Any
 from xrank.decisions.base_model import BaseModel
 from xrank.errors import LayoutError
 from xrank.plan.source import StoredModel, StoredShard
-from xrank.recipes.tied_weights import declares_ties, find_class_ties, is_known_class
+from xrank.recipes.tied_weights import declares_ties, find_class_ties, is_known_class, never_ties
 
 __all__ = ["declare_ties", "embedding_of", "find_config_ties", "find_ties", "select_recorded_ties"]
 
@@ -146,7 +146,7 @@ def find_config_ties(names: Iterable[str], config: Mapping[str, Any] | None) -> 
     """
     found = set(names)
     ties = {tied: target for tied, target in find_class_ties(found, config).items() if {tied, target} <= found}
-    if ties or not declares_ties(config):
+    if ties or never_ties(config) or not declares_ties(config):
         return ties
     heads, embeddings = ([n for n in found if kind.fullmatch(n)] for kind in (_HEAD, _EMBEDDING))
     return {heads[0]: embeddings[0]} if len(heads) == 1 and len(embeddings) == 1 else {}

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["declares_ties", "find_class_ties", "is_known_class"]
+__all__ = ["declares_ties", "find_class_ties", "is_known_class", "never_ties"]
 
 _PATH = Path(__file__).with_name("tied_weights.json")
 _KEY, _TEXT = "tie_word_embeddings", "text_config"
@@ -29,6 +29,12 @@ def _read_table() -> tuple[dict[str, dict[str, Any]], dict[str, bool]]:
 def is_known_class(config: Mapping[str, Any] | None) -> bool:
     """Return whether the table has the class in config.json's ``architectures``."""
     return _kind_of(config) is not None
+
+
+def never_ties(config: Mapping[str, Any] | None) -> bool:
+    """Return whether config.json's class ties nothing, whatever the config declares (BigBirdPegasusForCausalLM)."""
+    kind = _kind_of(config)
+    return kind is not None and not any(kind["ties"].values())
 
 
 def _kind_of(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
