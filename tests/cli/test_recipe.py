@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.cli.bench import Bench, refusal, run
 from tests.recipes.made_checkpoints import as_megatron, config_of, leave, saved, tiny
-from xrank.recipes.recipe_file import list_shipped_recipes, read_shipped_text
+from xrank.recipes.recipe_file import list_shipped_recipes, load_shipped_recipe, read_recipe, read_shipped_text
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 
@@ -60,6 +60,16 @@ def test_list_and_show() -> None:
     shown = run("recipe", "show", "megatron-qwen2")
     assert (shown.exit_code, shown.stdout) == (0, read_shipped_text("megatron-qwen2"))
     refusal(run("recipe", "show", "own", "--json"), "UsageError", says=["is called own", "run: xrank recipe list"])
+
+
+@pytest.mark.parametrize("name", list_shipped_recipes())
+def test_a_merged_recipe_is_the_recipe(bench: Bench, name: str) -> None:
+    shown = run("recipe", "show", name, "--merged").stdout
+    assert "extends" not in shown
+    read, shipped = read_recipe(str(recipe(bench, shown))), load_shipped_recipe(name)
+    assert read.rules == shipped.rules
+    for key in ("framework", "model_types", "padded", "ignored", "keep_fp32", "config", "args", "sizes", "must"):
+        assert getattr(read, key) == getattr(shipped, key)
 
 
 def test_a_recipe_that_fits(bench: Bench) -> None:

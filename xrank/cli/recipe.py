@@ -37,12 +37,13 @@ def list_(output: Output) -> None:
 
 @recipe.command(short_help="Print a recipe that comes with xrank.")
 @click.argument("name", metavar="NAME")
+@click.option("--merged", is_flag=True, help="Merge it with the recipes that it extends, without comments.")
 @reporting
-def show(output: Output, name: str) -> None:
+def show(output: Output, name: str, merged: bool) -> None:
     """Print the recipe NAME, to start your own from. `xrank recipe list` shows the names."""
     from xrank.conversion.recipe import show_recipe
 
-    report = show_recipe(name)
+    report = show_recipe(name, is_merged=merged)
     output.picture(report, report.details["toml"])
 
 

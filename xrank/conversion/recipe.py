@@ -36,8 +36,12 @@ def list_recipes() -> Report:
     return Report("recipe list", peak_rss_nbytes=peak_rss_nbytes(), details=RecipeDetails(recipes=rows))
 
 
-def show_recipe(name: str) -> Report:
+def show_recipe(name: str, *, is_merged: bool = False) -> Report:
     """Return the report of a shipped recipe; its text is in the details, under ``toml``.
+
+    Args:
+        name: the recipe's name.
+        is_merged: whether to merge it with the recipes that it extends.
 
     Raises:
         UsageError: no shipped recipe has this name.
@@ -49,7 +53,7 @@ def show_recipe(name: str) -> Report:
             want=f"one of {', '.join(list_shipped_recipes())}",
             next_step="run: xrank recipe list",
         )
-    details = RecipeDetails(toml=read_shipped_text(name))
+    details = RecipeDetails(toml=read_shipped_text(name, is_merged=is_merged))
     return Report("recipe show", path=name, peak_rss_nbytes=peak_rss_nbytes(), details=details)
 
 

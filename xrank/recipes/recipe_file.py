@@ -37,6 +37,7 @@ stacks the layers so (megatron/core/transformer/transformer_block.py: sharded_st
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -92,9 +93,34 @@ def list_shipped_recipes() -> tuple[str, ...]:
     return tuple(_read_shipped())
 
 
-def read_shipped_text(name: str) -> str:
-    """Return the text of the shipped recipe of that name."""
-    return _read_shipped()[name]
+def read_shipped_text(name: str, *, is_merged: bool = False) -> str:
+    """Return the text of the shipped recipe of that name.
+
+    Args:
+        name: the recipe's name.
+        is_merged: whether to merge it with those that it extends, which loses the comments.
+    """
+    text = _read_shipped()[name]
+    if not is_merged:
+        return text
+    tables = _read_tables(text, f"{name}.toml")
+    top = [f"{key} = {_value_text(value)}\n" for key, value in tables.items() if key not in _TABLES]
+    for key in _TABLES:
+        if tables.get(key):
+            rows = (f"{_key_text(own)} = {_value_text(value)}\n" for own, value in tables[key].items())
+            top += [f"\n[{key}]\n", *rows]
+    return "".join(top)
+
+
+def _key_text(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _value_text(key)
+
+
+def _value_text(value: Any) -> str:
+    """Return a text, number, boolean, list or inline table as TOML; all but tables are written as in JSON."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_key_text(key)} = {_value_text(one)}" for key, one in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def load_shipped_recipes() -> tuple[Recipe, ...]:
