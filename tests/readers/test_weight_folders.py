@@ -399,6 +399,8 @@ def test_a_pipeline_is_gathered_component_by_component(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds several sources") as caught:
         gathered(folder)
     assert str(transformer) in str(caught.value.got)
+    paths = f"{transformer} or {folder / 'vae'}"
+    assert caught.value.next_step == f"gather each component by itself: give {paths} as the path"
     save_file({"w": torch.rand(4, 8).half()}, transformer / "diffusion_pytorch_model.fp16.safetensors")
     found, report = gathered(transformer)
     assert found == {"w": whole(load_file(transformer / "diffusion_pytorch_model.safetensors")["w"])}

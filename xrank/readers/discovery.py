@@ -126,12 +126,16 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
             found.append((place, fitting))
             passed = place
     if len(found) > 1:
+        paths = " or ".join(place for place, _ in found[:10])
         raise UsageError(
             f"{path} holds several sources",
             file=path,
             got=list_text((f"{place} ({fitting[0].name})" for place, fitting in found), 10),
             want="one",
-            next_step="give the path of one of them",
+            # diffusers/pipelines/pipeline_utils.py: DiffusionPipeline.config_name.
+            next_step=f"gather each component by itself: give {paths} as the path"
+            if os.path.isfile(os.path.join(path, "model_index.json"))
+            else "give the path of one of them",
         )
     return _choose_reader(*found[0]) if found else None
 
