@@ -22,7 +22,10 @@ from xrank.plan.source import StoredModel
 from xrank.readers.live.local_model import LocalModel, local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
 
-_COLUMN = r".*(?:word_embeddings|output_layer|linear_qkv|linear_fc1|local_experts\.\d+\.linear_fc1)\.(?:weight|bias)\d*"
+_COLUMN = (
+    r".*(?:word_embeddings|output_layer|linear_qkv|linear_(?:q|kv)_(?:up|down)_proj|linear_fc1"
+    r"|local_experts\.\d+\.linear_fc1)\.(?:weight|bias)\d*"
+)
 _ROW = r".*(?:linear_proj|linear_fc2)\.weight\d*"
 
 
@@ -57,6 +60,9 @@ def module_of(state: Mapping[str, Any], run: Run, first_layer: int) -> torch.nn.
             if part not in owner._modules:
                 owner.add_module(part, torch.nn.Module())
             owner = owner.get_submodule(part)
+        if last == "expert_bias":
+            owner.register_buffer(last, value)
+            continue
         parameter = torch.nn.Parameter(value)
         owner.register_parameter(last, parameter)
         _mark(name, parameter, run)

@@ -19,7 +19,7 @@ from tests.gather.made_modules import (
     whole_tensors,
 )
 from tests.readers.made_megatron import HIDDEN, Run, whole_model
-from tests.recipes.made_checkpoints import as_megatron, config_of, saved, tiny
+from tests.recipes.made_checkpoints import MIXED, as_megatron, config_of, saved, tiny
 from xrank.decisions.recipe_choice import choose_recipe, follow_recipe
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap
@@ -57,7 +57,7 @@ def test_chunks_of_all_ranks_are_the_model_they_were_cut_from(run: Run) -> None:
     _assert_same(whole_tensors(live.stored, live, [local.views for local in locals_]), model)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", *MIXED])
 def test_a_recipe_makes_them_hugging_faces(family: str) -> None:
     model = tiny(family, num_hidden_layers=2)
     # Rows of padding, as Megatron pads a vocabulary to a multiple.
@@ -66,7 +66,7 @@ def test_a_recipe_makes_them_hugging_faces(family: str) -> None:
     locals_ = locals_of(run, named)
     live = read_locals(locals_)
     match = choose_recipe(live.stored, config_of(model), None)
-    assert match is not None and match.recipe.name == f"megatron-{family}"
+    assert match is not None and match.recipe.name == f"megatron-{family.replace('_', '-')}"
     stored = follow_recipe(live.stored, match, config_of(model))
     _assert_same(whole_tensors(stored, live, [local.views for local in locals_]), saved(model))
 

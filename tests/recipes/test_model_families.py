@@ -11,6 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.cli.bench import run as run_command
+from tests.readers.made_megatron import Run, write_dist, write_legacy
 from tests.recipes.made_checkpoints import (
     EXPERT_FORMS,
     FAMILIES,
@@ -104,6 +106,37 @@ def test_experts_in_every_layer(tmp_path: Path) -> None:
     whole = {"mlp_only_layers": ()}
     tensors = stacked(megatron("qwen3_moe", changes=whole, te=True), "decoder.layers.")
     assert_equal(gathered(tmp_path, tensors, config_of("qwen3_moe", **whole)), saved_of("qwen3_moe", **whole))
+
+
+_ARGS = {
+    "num_hidden_layers": "num_layers", "hidden_size": "hidden_size", "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads", "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels", "moe_intermediate_size": "moe_ffn_hidden_size", "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank", "qk_nope_head_dim": "qk_head_dim", "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim", "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("write", [write_legacy, write_dist])
+def test_checkpoints_of_many_ranks(tmp_path: Path, family: str, write: Any) -> None:
+    changes = {"num_hidden_layers": 4}
+    config = config_of(family, **changes)
+    args = {its: config[ours] for ours, its in _ARGS.items() if ours in config}
+    args |= {"group_query_attention": True, "padded_vocab_size": 40, "vocab_size": 37}
+    if family == "deepseek_v3":
+        args |= {"kv_channels": 4, "multi_latent_attention": True}
+    if family == "qwen2_moe":
+        args |= {"kv_channels": 4, "add_qkv_bias": True}
+    if family == "glm4_moe":
+        args |= {"qk_layernorm": True, "rotary_percent": 0.5}
+    run = Run(tp=2, pp=2, ep=2, chunks=((1, 1), (1, 1)), has_experts=True, args=args)
+    write(tmp_path / "ckpt", run, megatron(family, changes=changes, vocab=40))
+    (tmp_path / "ckpt" / "config.json").write_text(json.dumps(config))
+    ended = run_command("gather", tmp_path / "ckpt", "--out", tmp_path / "out")
+    assert ended.exit_code == 0, ended.stderr
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert_equal(found, saved_of(family, **changes))
 
 
 @pytest.mark.parametrize(
