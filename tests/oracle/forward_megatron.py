@@ -65,6 +65,10 @@ _DEEPSEEK_V3 = {
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
     "moe_router_num_groups": 2, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5,
 }  # fmt: skip
+_DEEPSEEK_V2 = {
+    **_DEEPSEEK_V3, "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": None, "moe_router_group_topk": None,
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "qwen2": {**_LLAMA, "kv_channels": 4, "add_qkv_bias": True},
@@ -72,6 +76,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
     "qwen2_moe": _QWEN2_MOE,
     "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v2": _DEEPSEEK_V2,
+    "deepseek_v2_lite": {**_DEEPSEEK_V2, "q_lora_rank": None},
     "glm4_moe": _GLM,
 }
 

@@ -35,6 +35,16 @@ _ROUTED = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+_DEEPSEEK = {
+    **{key: size for key, size in _SIZES.items() if key != "head_dim"},
+    **_ROUTED,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 18,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": {**_SIZES, "head_dim": 4},  # as hidden_size / num_attention_heads
@@ -56,21 +66,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "glm4_moe": {**_SIZES, **_ROUTED, "use_qk_norm": True},
-    "deepseek_v3": {
-        **{key: size for key, size in _SIZES.items() if key != "head_dim"},
-        **_ROUTED,
-        "num_key_value_heads": 6,
-        "q_lora_rank": 18,
-        "kv_lora_rank": 14,
-        "qk_nope_head_dim": 6,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 5,
-    },
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v2_lite": {**_DEEPSEEK, "q_lora_rank": None},
     "mixtral": {**_SIZES, "num_local_experts": 4},
     "gpt2": _GPT2,
 }
 
-MIXED = ("qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3")
+MIXED = ("qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3", "deepseek_v2", "deepseek_v2_lite")
 """Families whose layers differ: some have experts."""
 
 EXPERT_FORMS = ("te-grouped", "named", "stacked", "singletons", "grouped")
@@ -84,7 +87,7 @@ def tiny(family: str, **changes: Any) -> torch.nn.Module:
     torch.manual_seed(0)
     options = {**FAMILIES[family], **changes}
     options = {key: [*value] if isinstance(value, tuple) else value for key, value in options.items()}
-    config = transformers.AutoConfig.for_model(family, **options)
+    config = transformers.AutoConfig.for_model(family.removesuffix("_lite"), **options)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():

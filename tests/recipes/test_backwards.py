@@ -130,6 +130,8 @@ def test_virtual_stages(tmp_path: Path) -> None:
         ("qwen2_moe", "megatron-qwen2-moe", as_megatron, {}),
         ("glm4_moe", "megatron-glm4-moe", as_megatron, {}),
         ("deepseek_v3", "megatron-deepseek-v3", as_megatron, {}),
+        ("deepseek_v2", "megatron-deepseek-v2", as_megatron, {}),
+        ("deepseek_v2_lite", "megatron-deepseek-v2-lite", as_megatron, {}),
         ("mistral", "megatron-mistral", as_megatron, {}),
         ("llama", "megatron-llama", as_megatron, {"attention_bias": True, "mlp_bias": True}),
         ("gpt2", "megatron-gpt2", as_megatron, {}),

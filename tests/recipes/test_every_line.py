@@ -57,7 +57,7 @@ def forms(name: str) -> Iterator[tuple[torch.nn.Module, Tensors]]:
     if family in ("mixtral", *MIXED):
         for form, tensors in expert_forms(model).items():
             # The specification of latent attention keeps the norms' names.
-            is_renamed = form == "named" and family != "deepseek_v3"
+            is_renamed = form == "named" and not family.startswith("deepseek")
             yield model, as_local_dist(tensors) if is_renamed else tensors
 
 

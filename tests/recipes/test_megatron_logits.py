@@ -23,7 +23,15 @@ from xrank import gather_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
 
-_SIZES = {"gpt2": GPT2_SIZES, "qwen2_moe": QWEN2_MOE_SIZES, "deepseek_v3": DEEPSEEK_SIZES, "glm4_moe": GLM_SIZES}
+_LITE = {**DEEPSEEK_SIZES, "q_lora_rank": None}
+_SIZES = {
+    "gpt2": GPT2_SIZES,
+    "qwen2_moe": QWEN2_MOE_SIZES,
+    "deepseek_v3": DEEPSEEK_SIZES,
+    "deepseek_v2": DEEPSEEK_SIZES,
+    "deepseek_v2_lite": _LITE,
+    "glm4_moe": GLM_SIZES,
+}
 
 
 @pytest.mark.parametrize("family", recorded())
@@ -35,7 +43,7 @@ def test_logits_are_megatrons(tmp_path: Path, family: str) -> None:
     sizes = _SIZES.get(family, SIZES)
     if family == "qwen2":
         sizes = {key: size for key, size in sizes.items() if key != "head_dim"}
-    config = transformers.AutoConfig.for_model(family, bos_token_id=1, eos_token_id=2, **sizes)
+    config = transformers.AutoConfig.for_model(family.removesuffix("_lite"), bos_token_id=1, eos_token_id=2, **sizes)
     source = leave(tmp_path / "ws", tensors, json.loads(config.to_json_string(use_diff=False)))
     assert gather_checkpoint(source, tmp_path / "out").source["recipe"] == f"megatron-{family.replace('_', '-')}"
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()

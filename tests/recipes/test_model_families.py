@@ -124,7 +124,7 @@ def test_checkpoints_of_many_ranks(tmp_path: Path, family: str, write: Any) -> N
     config = config_of(family, **changes)
     args = {its: config[ours] for ours, its in _ARGS.items() if ours in config}
     args |= {"group_query_attention": True, "padded_vocab_size": 40, "vocab_size": 37}
-    if family == "deepseek_v3":
+    if family.startswith("deepseek"):
         args |= {"kv_channels": 4, "multi_latent_attention": True}
     if family == "qwen2_moe":
         args |= {"kv_channels": 4, "add_qkv_bias": True}
@@ -252,6 +252,8 @@ _TWO_DENSE = {"mlp_only_layers": (0, 1)}
         ),
         (lambda: megatron("qwen2_moe"), lambda: config_of("qwen3_moe"), UsageError, "not clear"),
         (lambda: megatron("deepseek_v3"), lambda: config_of("glm4_moe"), UsageError, "not clear"),
+        (lambda: megatron("deepseek_v3"), lambda: config_of("deepseek_v2"), UsageError, "not clear"),
+        (lambda: megatron("deepseek_v2"), lambda: config_of("deepseek_v3"), UsageError, "not clear"),
         (
             lambda: without(megatron("deepseek_v3"), "2.mlp.router.expert_bias"),
             lambda: config_of("deepseek_v3"),
@@ -324,6 +326,8 @@ _TWO_DENSE = {"mlp_only_layers": (0, 1)}
         "biases-that-qwen2-moe-denies",
         "qwen2-moe-as-qwen3-moe",
         "deepseek-as-glm",
+        "deepseek-v3-as-v2",
+        "deepseek-v2-as-v3",
         "one-router-bias-missing",
         "one-norm-of-latents-missing",
         "latent-heads-of-another-model",
