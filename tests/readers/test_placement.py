@@ -9,6 +9,8 @@ from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 from xrank.readers.base import Hints
 from xrank.readers.placement import place_all
 
+ASSUMED = "; where two axes of the mesh cut it, only a layout file gives their order"
+
 pytestmark = pytest.mark.quick
 
 TP2, TP4 = DeviceMesh.parse_grid("tp=2"), DeviceMesh.parse_grid("tp=4")
@@ -260,7 +262,7 @@ def test_a_rule_for_other_tensors_is_no_rule():
         hints,
         shape=(8,),
         world_size=2,
-        assumption="w: cut along dim 0 over ranks 0-1 in rank order",
+        assumption="w: cut along dim 0 over ranks 0-1 in rank order" + ASSUMED,
     )
 
 
@@ -301,7 +303,7 @@ def test_one_cut_dim_in_rank_order(dim, lengths):
         Hints(shapes={"w": tuple(shape)}),
         shape=tuple(shape),
         world_size=9,
-        assumption=f"w: cut along dim {dim} over ranks {ranks} in rank order",
+        assumption=f"w: cut along dim {dim} over ranks {ranks} in rank order" + ASSUMED,
     )
     assert (counts == 1).all()
 

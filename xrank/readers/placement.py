@@ -1,7 +1,8 @@
 """Places the ranks' parts in whole tensors: the second half of every per-rank reader.
 
 A part's place comes from the layout that its rank recorded, else from the caller's layout file, else from the base
-model's shapes if only one cut fits them. A part without a place is an error; the code never guesses.
+model's shapes if only one cut of one dim fits them, in rank order. A note states that assumption: it is wrong where
+FSDP2 has cut the parts of tensor parallelism again along their dim. A part without a place is an error.
 """
 
 from __future__ import annotations
@@ -288,7 +289,9 @@ def _place_by_base_shape(
             for h in held:
                 nests.append(row_slice(shape, dim, start, h.shape[dim]))
                 start += h.shape[dim]
-            return pieces_of(name, held, shape, nests), f"cut along dim {dim} over {ranks} in rank order"
+            # Ranks that FSDP2 and tensor parallelism cut along one dim have the same shapes in another order.
+            how = f"cut along dim {dim} over {ranks} in rank order; where two axes of the mesh cut it, only a layout "
+            return pieces_of(name, held, shape, nests), how + "file gives their order"
     raise LayoutError(
         f"{name}: no layout is recorded, and more than one cut, or none, fits the base model's shape",
         tensor=name,
