@@ -23,7 +23,7 @@ from xrank.readers.live.local_model import LocalModel, local_model
 from xrank.readers.live.ranks import LiveModel, read_ranks
 
 _COLUMN = (
-    r".*(?:word_embeddings|output_layer|linear_qkv|linear_(?:q|kv)_(?:up|down)_proj|linear_fc1"
+    r".*(?:word_embeddings|output_layer|linear_qkv|linear_(?:q|kv)_(?:(?:up|down)_)?proj|linear_fc1"
     r"|local_experts\.\d+\.linear_fc1)\.(?:weight|bias)\d*"
 )
 _ROW = r".*(?:linear_proj|linear_fc2)\.weight\d*"
