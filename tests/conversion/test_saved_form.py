@@ -16,7 +16,7 @@ from tests.conversion.exported import tensors_of
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.reshard import reshard_checkpoint
 from xrank.conversion.verify import verify_model
-from xrank.errors import UsageError
+from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, LayoutMap
 
 pytestmark = [
@@ -227,3 +227,17 @@ def test_an_export_of_a_model_loaded_in_the_form_of_memory_keeps_it(tmp_path: Pa
     model.save_pretrained(tmp_path / "saved")
     xrank.export_model(model, tmp_path / "out")
     assert_same(tmp_path / "out", tensors_of(tmp_path / "saved"))
+
+
+def test_a_missing_expert_is_refused_by_name_and_so_is_the_advice_to_keep_names(tmp_path: Path) -> None:
+    module = make_model("mixtral")
+    module.save_pretrained(tmp_path / "saved")
+    state = tensors_of(tmp_path / "saved")
+    (lost,) = [name for name in state if name.endswith("layers.1.block_sparse_moe.experts.1.w1.weight")]
+    save_file({n: t for n, t in state.items() if n != lost}, tmp_path / "saved" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LayoutError, match="of such tensors some are missing") as raised:
+        xrank.load_model(module, tmp_path / "saved")
+    assert raised.value.tensor == "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    assert raised.value.file == str(tmp_path / "saved")
+    with pytest.raises(UsageError, match="the source has no"):
+        xrank.load_model(module, tmp_path / "saved", recipe="none")

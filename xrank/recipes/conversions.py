@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from xrank.errors import LayoutError
+from xrank.faces import option
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.recipes.conversion_names import Group, NamePass
 from xrank.recipes.conversion_table import Side, Transform
@@ -72,15 +74,20 @@ def convert_model(
     renamed: dict[str, str] = {}
     known: dict[tuple[Any, ...], dict[str, Placed]] = {}
     for group in groups:
-        if group.side is None:
-            old = _single_name(group)
-            renamed[old] = group.name
-            _add(made, replace(shards[old], name=group.name))
-            continue
-        _check_indices(group)
-        labels, placed = _convert_group(group, group.side, shards, config, known, is_save=is_save)
-        for name, value in _name_outputs(group.name, placed).items():
-            _add(made, _make_shard(names.finish_name(name), value, [shards[label] for label in labels]))
+        labels = [name for each in group.inputs.values() for name in each]
+        try:
+            if group.side is None:
+                old = _find_single(group.name, labels)
+                renamed[old] = group.name
+                _add(made, replace(shards[old], name=group.name))
+                continue
+            _check_indices(group)
+            placed = _convert_group(group, group.side, shards, config, known, is_save=is_save)
+            for name, value in _name_outputs(group.name, placed).items():
+                _add(made, _make_shard(names.finish_name(name), value, [shards[label] for label in labels]))
+        except LayoutError as error:
+            error.about(tensor=labels[0], file=source.path)
+            raise
     at = {name: number for number, name in enumerate(shards)}
     order = sorted(made, key=lambda name: at.get(name, len(at)))
     aliases = {renamed[a]: renamed[b] for a, b in source.aliases.items() if a in renamed and b in renamed}
@@ -92,11 +99,10 @@ def _prefix_of(transforms: Sequence[Transform]) -> str:
     return transforms[0].prefix if transforms else ""
 
 
-def _single_name(group: Group) -> str:
-    """Return the only name in a group that is renamed."""
-    names = [name for each in group.inputs.values() for name in each]
+def _find_single(group_name: str, names: Sequence[str]) -> str:
+    """Return the only name of a group that is renamed."""
     if len(names) > 1:
-        raise _collision(group.name, f"{names[0]} and {names[1]}")
+        raise _collision(group_name, f"{names[0]} and {names[1]}")
     return names[0]
 
 
@@ -106,7 +112,7 @@ def _collision(name: str, got: str) -> LayoutError:
         tensor=name,
         got=got,
         want="one tensor of a name",
-        next_step='keep the names as they are with the recipe "none"',
+        next_step=f"keep the names as they are with {option('recipe', 'none')}",
     )
 
 
@@ -142,20 +148,15 @@ def _convert_group(
     known: dict[tuple[Any, ...], dict[str, Placed]],
     *,
     is_save: bool,
-) -> tuple[list[str], dict[str, Placed]]:
-    """Return the inputs' names, and the outputs, whose parts name inputs by number; equal layers are computed once."""
-    labels = [name for names in group.inputs.values() for name in names]
+) -> dict[str, Placed]:
+    """Return the outputs, whose parts name inputs by number; equal layers are computed once."""
     shapes = tuple((pattern, tuple(shards[name].shape for name in names)) for pattern, names in group.inputs.items())
     key = (side, shapes)
     if key not in known:
-        number = iter(range(len(labels)))
+        number = count()
         inputs = {p: [place_input(str(next(number)), shape) for shape in each] for p, each in shapes}
-        try:
-            known[key] = run_operations(side, inputs, config, is_save=is_save)
-        except LayoutError as error:
-            error.about(tensor=labels[0])
-            raise
-    return labels, known[key]
+        known[key] = run_operations(side, inputs, config, is_save=is_save)
+    return known[key]
 
 
 def _name_outputs(group_name: str, placed: Mapping[str, Placed]) -> dict[str, Placed]:

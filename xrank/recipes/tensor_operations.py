@@ -12,6 +12,7 @@ from math import ceil, prod
 from typing import Any
 
 from xrank.errors import LayoutError
+from xrank.faces import option
 from xrank.layout.nests import Nest, canonical, intersect, row_major
 from xrank.recipes.conversion_table import Side, find_num_heads
 
@@ -103,7 +104,8 @@ def _misfit(problem: str) -> LayoutError:
     return LayoutError(
         problem,
         want="tensors that transformers could convert",
-        next_step='keep the names as they are with the recipe "none", or convert the model with transformers itself',
+        next_step=f"keep the names as they are with {option('recipe', 'none')}, or convert the model with transformers "
+        "itself",
     )
 
 
