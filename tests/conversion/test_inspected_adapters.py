@@ -1,4 +1,4 @@
-"""What `xrank inspect` says of LoRA adapters: the choice that a gather has, and what is in its way."""
+"""LoRA adapters in `xrank inspect`: the choice that a gather has, and the problems that it would meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A config.json with a wrong size is refused by name, whatever reader found the tensors."""
+"""A config.json with a wrong size is refused by name, with every reader."""
 
 from __future__ import annotations
 

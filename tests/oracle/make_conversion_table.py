@@ -156,7 +156,7 @@ def make_table() -> dict[str, Any]:
     for cls in find_classes():
         try:
             model = make_meta_model(cls)
-        except Exception as error:  # whatever its constructor lacks here
+        except Exception as error:  # its constructor lacks something here
             failed.append(f"{cls.__name__}: {type(error).__name__}: {str(error)[:80]!r}")
             continue
         describe_model(model, models)

@@ -76,7 +76,7 @@ def made(config_class: Any, **values: Any) -> Any:
 def ties(cls: type[PreTrainedModel]) -> dict[str, dict[str, str]]:
     """Return the ties of a class by the attribute of the config that declares them; "" is the config itself.
 
-    A class with a head that it ties to nothing, whatever its config declares, has an empty entry.
+    A class with a head that it never ties has an empty entry.
     """
     config = made(cls.config_class)
     try:

@@ -82,7 +82,7 @@ def build(model_type: str, name: str, values: dict[str, Any] | None, device: str
             kind = CONFIG_MAPPING[model_type]
             config = kind() if values is None else kind.from_dict(values)
             return getattr(transformers, name)(config)
-    except Exception:  # whatever a class raises that does not take the sizes
+    except Exception:  # a class that does not take the sizes
         return None
 
 

@@ -1,4 +1,4 @@
-"""What Lightning's Trainer leaves, gathered as a user does, is what `save_pretrained` writes of the live model."""
+"""Checkpoints of Lightning's Trainer, gathered as a user does, equal `save_pretrained` of the live model."""
 
 from __future__ import annotations
 

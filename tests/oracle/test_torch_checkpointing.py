@@ -1,4 +1,4 @@
-"""What the real torch_checkpointing saves, gathered by the command where it cannot be imported."""
+"""Checkpoints of the real torch_checkpointing, gathered by a command that cannot import it."""
 
 from __future__ import annotations
 

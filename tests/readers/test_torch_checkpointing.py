@@ -141,7 +141,7 @@ def test_the_file_of_a_single_rank_is_no_proof(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("checkpoint", [PT_META, TENSORS_META], indirect=True)
 def test_files_of_two_saves(checkpoint: Path) -> None:
-    """Of another shape, another type, other names: whatever differs from the metadata."""
+    """A shape, a type or a name that differs from the metadata."""
     (file,) = checkpoint.glob("model_1.*")
     is_pt = file.suffix == ".pt"
     state = torch.load(file, weights_only=False) if is_pt else load_file(file)

@@ -71,7 +71,7 @@ def groups_of(saved: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
 
 
 def describe(tensor: torch.Tensor, world_size: int) -> dict[str, Any]:
-    """Return what is recorded of a tensor; a plain one counts as a replica on all ranks."""
+    """Return the record of a tensor; a plain one counts as a replica on all ranks."""
     mesh_shape, ranks, names = (world_size,), tuple(range(world_size)), None
     placements: list[dict[str, Any]] = [{"type": "Replicate"}]
     if isinstance(tensor, DTensor):

@@ -123,7 +123,7 @@ def find_ties(
     for name, target in recorded.items():
         if name in names and target in names and name not in aliases and target not in aliases:
             tied.setdefault(target, []).append(name)
-    # What the layout file and the source say about a name goes before config.json.
+    # The layout file and the source decide about a name before config.json does.
     done = {*aliases, *recorded, *recorded.values()}
     for name, target in find_config_ties(names, config).items():
         if name in names and target in names and name not in done and target not in {*aliases, *recorded}:

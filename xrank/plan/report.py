@@ -203,7 +203,7 @@ class LayoutDetails(Facts):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecipeDetails(Facts):
-    """What only ``xrank recipe`` shows."""
+    """Facts of ``xrank recipe`` alone."""
 
     recipes: Sequence[Mapping[str, Any]] = ()
     toml: str | None = None

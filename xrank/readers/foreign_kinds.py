@@ -31,7 +31,7 @@ class _ForeignKind:
     name: re.Pattern[str] | None = None
     """Names of such files or folders."""
     magic: bytes = b""
-    """First bytes of such files, whatever their names are."""
+    """First bytes of such files."""
 
 
 _KINDS = (

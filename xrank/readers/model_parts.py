@@ -234,7 +234,7 @@ def _is_list(branch: _Branch) -> bool:
 
 
 def _is_optimizer(branch: _Branch, of_optimizers: Collection[str]) -> bool:
-    """Return whether all tensors under a key belong to an optimizer, whatever the key."""
+    """Return whether all tensors under a key belong to an optimizer."""
     if not branch.is_nested():
         return False
     state = tuple(".".join((*branch.keys, key, "")) for key in OPTIMIZER_KEYS)

@@ -41,7 +41,7 @@ def is_left_out(key: str) -> bool:
 
 
 def names_of_optimizers(names: Collection[str]) -> frozenset[str]:
-    """Return the flat names that belong to an optimizer, under whatever keys it was saved.
+    """Return the flat names that belong to an optimizer, under any keys.
 
     torch names its state ``state.<parameter>.exp_avg``, behind the keys that lead to it, and the learning rates beside
     it ``param_groups.…lr``. If a state has groups beside it, all of it belongs to an optimizer; otherwise only the

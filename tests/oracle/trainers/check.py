@@ -33,7 +33,7 @@ __all__ = ["Result", "check_cell"]
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a cell.
+    """The result of a cell.
 
     Attributes:
         name: of the cell.

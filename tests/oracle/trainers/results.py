@@ -23,7 +23,7 @@ def write_table(results: Iterable[_Result]) -> str:
     found = {result.name: result for result in results}
     right = sum(not result.fault for result in found.values())
     lines = [
-        "# What xrank makes of trainers' folders",
+        "# Trainers' folders, gathered by xrank",
         "",
         "`make corpus` writes this page. Each cell is one folder that transformers' Trainer left after two steps on",
         "two ranks. `xrank gather FOLDER --out MODEL` gathered it, with `--base-model` where it lacks config.json.",

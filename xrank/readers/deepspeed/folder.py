@@ -169,7 +169,7 @@ def list_files(folder: str) -> CheckpointFiles:
         if owner is None:
             continue
         kind, rank, slice_ = owner
-        # Universal weights are whole; there the slices' model states only tell which parameters exist.
+        # Universal weights are whole; there the slices' model states only show which parameters exist.
         if slice_ and not (is_universal and rank is None):
             sliced.append(entry)
             continue

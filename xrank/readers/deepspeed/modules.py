@@ -148,7 +148,7 @@ def read_rank_modules(paths: Sequence[str], records: Records, agreement: Agreeme
         state = read_model_state(path, rank)
         agreement.add(state.facts, state.origin)
         index = records.add_archive(state.archive)
-        # The first rank tells which frozen parameters are cut; `_check_alike` holds the other ranks to it.
+        # The first rank shows which frozen parameters are cut; `_check_alike` holds the other ranks to it.
         if first is None:
             first = state
             names = [name for name in state.frozen if not _is_whole(state, name, len(paths))]

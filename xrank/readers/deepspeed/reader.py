@@ -52,7 +52,7 @@ class DeepSpeedReader:
                 files.folder, _shapes_of(files, modules), records, is_sliced=len(files.models) > 1
             )
         elif files.partitions:
-            # First, because they tell how many model states there should be, and whether these are cut.
+            # First, because they show how many model states there should be, and whether these are cut.
             partitions = read_partitions(files, records, agreement)
             modules = _modules(files, len(partitions.all), partitions.is_interleaved, records, agreement)
             if modules.state.groups is None:

@@ -166,7 +166,7 @@ class Meshes:
 
 
 def make_mesh(shape: tuple[int, ...], names: object, ranks: Sequence[int]) -> DeviceMesh:
-    """Return the mesh that a file describes; names that are none, or not one for each axis, are replaced.
+    """Return the mesh that a file describes; invalid names, and a wrong number of them, are replaced.
 
     Raises:
         LayoutError: it is not a grid of ranks.

@@ -103,7 +103,7 @@ def megatron_tensors(
             layout = resolve_layout(
                 name, part.value, part.owner, part.local.ndim, part.is_expert, mesh, rank, is_gated=is_gated
             )
-            # One rank's part does not tell the shape of a whole that is cut.
+            # One rank's part does not show the shape of a whole that is cut.
             given = TensorRecord(str(layout), shape=None if any(layout.axes) else tuple(part.local.shape))
             own = _mesh_of(layout, part, mesh)
         elif given.view is not None or given.name is not None:
