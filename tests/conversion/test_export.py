@@ -182,27 +182,46 @@ class Adapted(torch.nn.Module):
         return {"peft_type": "LORA", "r": 4, "lora_alpha": 10, "target_modules": {"q_proj", "down_proj"}}
 
 
-def test_adapters_are_merged_or_kept_apart_or_refused(tmp_path):
+@pytest.mark.parametrize("choice", [{}, {"adapter": "separate"}, {"adapter": "merge"}])
+def test_adapters_that_cannot_be_exported_are_refused(tmp_path, choice):
     base, lora = base_model(torch.float32), adapter()
     model = Adapted(wrapped(base, lora))
-    with pytest.raises(UsageError, match="holds an adapter"):
-        xrank.export_model(model, tmp_path / "out")
-    with pytest.raises(UsageError, match="rank and alpha"):
-        xrank.export_model(wrapped(base, lora), tmp_path / "out", adapter="merge")
-    with pytest.raises(UsageError, match="together"):
-        xrank.export_model(model, tmp_path / "out", adapter="merge", transform=lambda name, tensor: {name: tensor})
+    for call in (lambda model, **options: xrank.export_model(model, tmp_path / "out", **options), xrank.iter_model):
+        with pytest.raises(UsageError, match="rank and alpha"):
+            call(wrapped(base, lora), **choice)
+        with pytest.raises(UsageError, match="a transform of a model with an adapter"):
+            call(model, transform=lambda name, tensor: {name: tensor}, **choice)
     assert not list(tmp_path.iterdir())
-    xrank.export_model(model, tmp_path / "merged", adapter="merge")
+
+
+def test_adapters_are_merged_or_kept_apart(tmp_path):
+    base, lora = base_model(torch.float32), adapter()
+    model = Adapted(wrapped(base, lora))
+    report = xrank.export_model(model, tmp_path / "merged", adapter="merge")
+    assert "adapter-choice" not in dict(report.notes)
     for name, made in tensors_of(tmp_path / "merged").items():
         want, module = base[name], name.removesuffix(".weight")
         if (a := lora.get(f"{module}.lora_A.default.weight")) is not None:
             want = want + 2.5 * (lora[f"{module}.lora_B.default.weight"] @ a)
         torch.testing.assert_close(made, want)
-    xrank.export_model(model, tmp_path / "apart", adapter="separate")
+    merged = dict(xrank.iter_model(model, adapter="merge"))
+    assert same_tensors(merged, tensors_of(tmp_path / "merged"))
+    report = xrank.export_model(model, tmp_path / "apart")  # as adapter="separate"
+    note = dict(report.notes)["adapter-choice"]
+    assert note == 'adapter="separate" is the default; adapter="merge" writes one model, with the adapter added'
+    xrank.export_model(model, tmp_path / "asked", adapter="separate")
+    for folder in ("", "adapter"):
+        assert same_tensors(tensors_of(tmp_path / "apart" / folder), tensors_of(tmp_path / "asked" / folder))
     assert all(torch.equal(made, base[name]) for name, made in tensors_of(tmp_path / "apart").items())
     config = json.loads((tmp_path / "apart" / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["target_modules"]) == (4, ["down_proj", "q_proj"])
-    assert len(tensors_of(tmp_path / "apart" / "adapter")) == 4
+    own = tensors_of(tmp_path / "apart" / "adapter")
+    assert len(own) == 4
+    assert same_tensors(dict(xrank.iter_model(model)), {**base, **own})
+
+
+def same_tensors(got, want):
+    return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_one_process_needs_no_group(tmp_path):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import xrank
 from tests.conversion.exported import llama
 from tests.oracle.test_peft import moe
+from xrank.decisions.options import AdapterChoice
 
 # PEFT asks transformers under a name that this is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -24,14 +25,14 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(TOKENS).logits
 
 
-@pytest.mark.parametrize("kind", ["separate", "merge"])
-def test_a_live_adapter(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", [None, "merge"])
+def test_a_live_adapter(tmp_path: Path, kind: AdapterChoice | None) -> None:
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = get_peft_model(llama(), config)
     report = xrank.export_model(model, tmp_path / "out", adapter=kind)
     assert report.ok
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    if kind == "separate":
+    if kind is None:
         loaded = PeftModel.from_pretrained(loaded, tmp_path / "out" / "adapter")
         assert torch.equal(logits(loaded), logits(model))
     else:
@@ -39,7 +40,7 @@ def test_a_live_adapter(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["separate", "merge"])
-def test_a_live_adapter_of_fused_experts(tmp_path: Path, kind: str) -> None:
+def test_a_live_adapter_of_fused_experts(tmp_path: Path, kind: AdapterChoice) -> None:
     torch.manual_seed(0)
     model = get_peft_model(
         moe("qwen3"),

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from xrank.conversion.report import folder_report, read_report, report_text
 from xrank.decisions.given_layouts import live_layouts
@@ -42,7 +42,7 @@ def export_model(
     base_model: str | os.PathLike[str] | None = None,
     max_shard_size: str | int = "5GB",
     transform: Transform | None = None,
-    adapter: str | None = None,
+    adapter: AdapterChoice | None = None,
     config_overrides: Mapping[str, Any] | None = None,
     max_memory: str | int = "64MB",
     overwrite: bool = False,
@@ -78,7 +78,7 @@ def export_model(
             leaves it out. The function must be the same on all ranks. Every rank first calls it with meta tensors to
             learn names, shapes and dtypes; then one rank calls it for each tensor.
         adapter: ``"separate"`` writes LoRA adapters as a PEFT folder beside the model, ``"merge"`` adds them to it;
-            None refuses them. A `PeftModel` brings their configuration.
+            None: ``"separate"``. A `PeftModel` brings their configuration.
         config_overrides: additional or replaced content of config.json.
         max_memory: bytes of each rank's buffers.
         overwrite: whether an existing model may be replaced; unknown folders in it, and states of ranks, are refused.
@@ -114,7 +114,7 @@ def export_model(
                 max_memory=max_memory,
                 # Ranks of one host share its cores.
                 workers=None if team.size == 1 else max(1, default_workers() // team.num_here),
-                adapter=cast(AdapterChoice | None, adapter),
+                adapter=adapter,
                 overwrite=overwrite,
             ),
             live_layouts(layouts, mesh),

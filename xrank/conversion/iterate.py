@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from xrank import environment
 from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_meeting, check_types
-from xrank.decisions.options import GatherOptions, dtype_choice
+from xrank.decisions.options import AdapterChoice, GatherOptions, dtype_choice
 from xrank.decisions.transforms import Transform
 from xrank.errors import UsageError
 from xrank.faces import option
@@ -39,6 +39,7 @@ def iter_model(
     recipe: str | os.PathLike[str] | None = None,
     dtype: str | torch.dtype | None = None,
     transform: Transform | None = None,
+    adapter: AdapterChoice | None = None,
     ranks: Literal["first", "all"] = "first",
     max_memory: str | int = "64MB",
     group: ProcessGroup | None = None,
@@ -64,6 +65,8 @@ def iter_model(
         recipe: from training names to Hugging Face's.
         dtype: element type of floating-point tensors; ``"base"`` is not possible.
         transform: called by the iterating thread, on each rank that takes tensors.
+        adapter: ``"separate"`` yields the base model's tensors, then those of LoRA adapters under the names in PEFT's
+            files, such as ``base_model.model.<module>.lora_A.weight``; ``"merge"`` yields the sums; None: separate.
         ranks: the ranks that take tensors: ``"first"``, the first rank of the group, or ``"all"``.
         max_memory: bytes of a rank's buffers and of tensors made ahead; a single larger tensor may exceed it.
         group: the ranks; None: all of the world.
@@ -83,7 +86,7 @@ def iter_model(
 
     def read_arguments() -> ModelRequest:
         check_types(layouts, mesh)
-        options = GatherOptions(dtype=dtype_choice(dtype), max_memory=max_memory)
+        options = GatherOptions(dtype=dtype_choice(dtype), max_memory=max_memory, adapter=adapter)
         if ranks not in ("first", "all"):
             raise UsageError(
                 f"{option('ranks')} must be 'first' or 'all'; got {ranks!r}",

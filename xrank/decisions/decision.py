@@ -231,31 +231,21 @@ def _adapt_live(stored: StoredModel, options: GatherOptions, own: OwnConfig, bas
     """Return a live model with its adapter kept apart or merged. Errors are those of `adapt`."""
     known = base.tensors if base is not None else {}
     names = find_adapter([shard.name for shard in stored.shards], stored.path, known)
-    if names is not None and options.adapter is None:
-        example = next(iter(names.saved))
-        raise UsageError(
-            "the model holds an adapter, and what is to become of it was not said",
-            tensor=example,
-            got=f"{len(names.saved)} tensors of it, such as {example}",
-            want="a model without one; or, of export_model, adapter=",
-            next_step='give export_model adapter="separate" (a PEFT folder beside the model) or adapter="merge" (one '
-            "model); or give what module.merge_and_unload() returns",
-        )
     if names is None and own.adapter_text is not None:
         kind = json.loads(own.adapter_text).get("peft_type")
         raise UsageError(
             f"the model is a PeftModel whose adapter, {kind}, is no LoRA",
             got=f"peft_type {kind}",
-            want="LoRA, with adapter=, or a model without an adapter",
+            want="LoRA, or a model without an adapter",
             next_step="give what module.merge_and_unload() or module.unload() returns",
         )
     config = None
     if names is not None:
         if own.adapter_text is None:
             raise UsageError(
-                "nothing says the rank and alpha of the model's adapter",
+                "nothing gives the rank and alpha of the model's adapter",
                 tensor=next(iter(names.saved)),
-                got=f"adapter={options.adapter!r}, tensors of an adapter, and no PeftModel",
+                got=f"{len(names.saved)} tensors of an adapter, and no PeftModel",
                 want="the PeftModel, which knows them",
                 next_step="give the PeftModel itself; or what its merge_and_unload() returns, without adapter=",
             )

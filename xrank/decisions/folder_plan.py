@@ -151,9 +151,10 @@ def _plan_output(
     if adapted is not None:
         if transform is not None:
             raise UsageError(
-                "transform= and adapter= were given together",
-                got="a model with an adapter, and a transform",
-                next_step="merge the adapter first, or leave one of the two out",
+                "a transform of a model with an adapter is not possible",
+                got="transform=, and tensors of an adapter",
+                want="a model without an adapter, or no transform",
+                next_step="give what module.merge_and_unload() returns, or leave transform= out",
             )
         outputs = tuple(output for output in outputs if output.name not in adapted.own)
         plan = _plan_with_adapter(adapted, selection, outputs, options, decision.weights_stem)

@@ -77,7 +77,7 @@ class GatherOptions:
     workers: int | None = None
     replicas: ReplicaChoice = "verify"
     adapter: AdapterChoice | None = None
-    """Treatment of LoRA adapters; None: separate, and a live model with adapters is refused."""
+    """Treatment of LoRA adapters; None: separate, and a note names the other."""
     adapter_config: str | os.PathLike[str] | None = None
     """PEFT's ``adapter_config.json``, or a JSON object with r and lora_alpha; None: the one in the source."""
     overwrite: bool = False
