@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.cli.bench import Bench, refusal, run
 from tests.recipes.made_checkpoints import as_megatron, config_of, leave, saved, tiny
@@ -36,7 +36,7 @@ def source(bench: Bench, **changes: tuple[int, ...]) -> Path:
     folder = bench.folder / "src"
     folder.mkdir()
     shapes = {**SHAPES, **{name.replace("__", "."): shape for name, shape in changes.items()}}
-    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    save_file({name: torch.rand(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
     return folder
 
 
@@ -132,6 +132,18 @@ def test_sides_with_other_elements_are_a_wrong_rule(bench: Bench) -> None:
     assert wrong["place"].endswith("own.toml, line 8") and "'k'" in wrong["message"]
 
 
+def test_parts_on_both_sides_are_written_once(bench: Bench) -> None:
+    """A fused tensor in another order: one target that has all parts of the source."""
+    head, _, _ = OWN.partition('"blocks.{L}.qkv')
+    rule = '"blocks.{L}.qkv.weight [<q: d | k: d | v: d>, h]" = "model.layers.{L}.qkv [h, <v: d | q: d | k: d>]"\n'
+    file = recipe(bench, head + rule + '"norm.weight [h]" = "model.norm.weight [h]"\n')
+    folder = source(bench)
+    assert run("gather", folder, "--recipe", file, "--out", bench.out).exit_code == 0
+    made, fused = load_file(bench.out / "model.safetensors"), load_file(folder / "model.safetensors")
+    q, k, v = fused["blocks.1.qkv.weight"].chunk(3)
+    assert torch.equal(made["model.layers.1.qkv"], torch.cat([v, q, k]).T)
+
+
 def test_unknown_names_have_the_nearest_rule(bench: Bench) -> None:
     file = recipe(bench, OWN.replace("blocks.{L}.qkv.weight", "blocks.{L}.qkvs.weight"))
     folder = source(bench)
@@ -159,6 +171,8 @@ def test_unknown_names_have_the_nearest_rule(bench: Bench) -> None:
         ('{ to = "model.norm.weight [h]" }', '{ tu = "n [h]" }', ", line 11 is wrong at tensors."),
         ('"norm.weight [h]"', '"norm.weight [h"', ", line 11: tensors."),
         ('{ to = "model.norm.weight [h]" }', '"n [h/tp]"', ", line 11: tensors."),
+        ('"norm.weight [h]"', '"norm.weight [h + L]"', "a sum stands in parentheses"),
+        ('"norm.weight [h]"', '"norm.weight [<a: h | b: h>]"', ", line 11 is wrong at tensors."),
     ],
 )
 def test_errors_in_a_recipe_name_file_and_line(bench: Bench, old: str, new: str, says: str) -> None:

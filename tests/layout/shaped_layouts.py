@@ -37,7 +37,8 @@ class Shaped(Made):
         elif kind < 8:
             at = self.integer(1, size - 1)
             parts = (self.of_size(at, axes, depth - 1), self.of_size(size - at, axes, depth - 1))
-            node = Parts((Part("a", parts[0]), Part("b", parts[1])))
+            names = ("a", "b") if self.integer(0, 1) else ("", "")  # without names a sum
+            node = Parts((Part(names[0], parts[0]), Part(names[1], parts[1])))
         else:
             node = Pad(self.of_size(size, axes, depth - 1), self.count(self.integer(1, 5)))
         left = [axis for axis in axes if axis not in axes_in(node)]

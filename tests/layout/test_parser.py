@@ -58,6 +58,7 @@ def wider(of):
         splits(of)
         | st.lists(of, min_size=2, max_size=3).map(flattened)
         | parts.map(lambda parts: Parts(tuple(Part(*part) for part in parts)))
+        | st.lists(of, min_size=2, max_size=3).map(lambda addends: Parts(tuple(Part("", one) for one in addends)))
         | st.builds(Pad, of, counts)
     )
 

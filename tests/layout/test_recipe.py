@@ -90,6 +90,30 @@ def test_gate_and_up_in_both_orders():
     assert (copied(turns["up"], source) == source.reshape(3, 2, 2)[:, 1]).all()
 
 
+def test_equal_sizes_pair_in_the_order_of_the_text():
+    """A square weight of a fused tensor needs no second name; a transpose of one does."""
+    sizes = {"h": 3, "d": 2}
+    source = np.arange(2 * 3 * 3).reshape(2, 3, 3)
+    found = pair("[<q: h | k: h>, h]", {"q": "[h, h]", "k": "[h, h]"}, sizes)
+    assert (copied(found["k"], source) == source[1]).all()
+    turned = pair("[d, h, h]", {"": "[h, d, h]"}, sizes)[""]
+    assert (copied(turned, source) == source.transpose(1, 0, 2)).all()
+    numbers = pair("[h 3 2, d]", {"": "[d, 2 h 3]"}, sizes)[""]  # named 3s would be as good
+    source = np.arange(36).reshape(3, 3, 2, 2)
+    assert (copied(numbers, source) == source.transpose(3, 2, 0, 1).reshape(2, 18)).all()
+
+
+def test_a_sum_is_one_size():
+    """Latent attention: the positions of a head, still and turned, stay together."""
+    sizes = {"a": 2, "s": 3, "t": 1, "l": 5}
+    found = pair("[a (s + t), l]", {"": "q_b.weight [l, a (s + t)]"}, sizes)[""]
+    source = np.arange(2 * 4 * 5).reshape(8, 5)
+    assert found.source_shape == (8, 5)
+    assert (copied(found, source) == source.T).all()
+    in_part = pair("[<c: l | p: a (s + 2 t)>]", {"c": "[l]", "p": "[(s + 2 t) a]"}, sizes)["p"]
+    assert (copied(in_part, np.arange(15)) == np.arange(5, 15).reshape(2, 5).T.ravel()).all()
+
+
 def test_layers_and_experts_move_into_names():
     sizes = {"L": 2, "e": 3, "f": 4, "h": 5}
     name = "layers.{{L}}.experts.{{e}}.{}_proj.weight [f, h]"
@@ -131,10 +155,14 @@ def test_equal_sides_are_the_identity_whatever_they_hold():
 @pytest.mark.parametrize(
     ("source", "targets", "message"),
     [
-        ("[h, h]", {"": "[h h]"}, "'h' is twice in the source"),
-        ("[a, h]", {"": "[h]"}, "'a' is on one side only"),
-        ("[h]", {"": "[a, h]"}, "'a' is on one side only"),
-        ("[h, 2]", {"": "[2, h]"}, "the size 2 in the source has no name"),
+        ("[h, h]", {"": "[h]"}, "'h' is twice in the source and once in the target"),
+        ("[a, h]", {"": "[h]"}, "'a' is once in the source and not in the target"),
+        ("[h, h, a]", {"": "[a, h]"}, "'h' is twice in the source and once in the target"),
+        ("[h]", {"": "[a, h]"}, "'a' is not in the source and once in the target"),
+        ("[h, 2]", {"": "[3, h]"}, "'2' is once in the source and not in the target"),
+        ("[(a + h), b]", {"": "[b, (h + a)]"}, r"'a \+ h' is once|'\(a \+ h\)' is once in the source and not"),
+        ("[(a + h)]", {"": "[<q: a | k: h>]"}, "has no part ''"),
+        ("[<q: a | k: h>]", {"q": "[(a + h)]", "k": "[(a + h)]"}, "'a' is once in the source and not in the target"),
         ("[a, b]", {"": "[b, 1 a, x]"}, "size 'x' of .* is not known"),
         ("[a, zero]", {"": "[zero, a]"}, "has no element"),
         ("[<q: a | k: a>]", {"q": "[a]"}, "part 'k' on one side only"),

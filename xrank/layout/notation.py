@@ -68,7 +68,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One dim of `Parts`."""
+    """One dim of `Parts`; its name is empty in a sum."""
 
     name: str
     of: Node
@@ -76,9 +76,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Dims laid end to end, locally and globally."""
+    """Dims laid end to end, locally and globally: ``<q: a | k: b>``, or without names the sum ``(a + b)``."""
 
     parts: tuple[Part, ...]
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the parts have no names, so that they count as one size."""
+        return not self.parts[0].name
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +189,8 @@ def render_dim(node: Node) -> str:
             return str(value)
         case Product(factors):
             return " ".join(_term(factor) for factor in factors)
+        case Parts(parts) if node.is_sum:
+            return "(" + " + ".join(render_dim(part.of) for part in parts) + ")"
         case Parts(parts):
             return "<" + " | ".join(f"{part.name}: {render_dim(part.of)}" for part in parts) + ">"
         case Pad(of, multiple):

@@ -5,7 +5,8 @@ Blanks are allowed between tokens:
     layout  = ( "[" [ dim { "," dim } ] "]" | flat ) { clause }        [] is a 0-d tensor
     dim     = term { term }                                            a product, major first
     term    = atom { split }                                           a split binds tighter than a product
-    atom    = size | "(" dim ")" | "<" part { "|" part } ">" | "pad(" dim "," count ")"
+    atom    = size | "(" dim { "+" dim } ")" | "<" part { "|" part } ">" | "pad(" dim "," count ")"
+                                                                       a sum lies end to end, as parts without names
     part    = name ":" dim                                             parts lie end to end
     split   = ( "/" | "/~" | "/=" ) axis [ "%" count ] [ "{" count { "," count } "}" ]
     size    = integer | name                                           bound by a shape
@@ -104,7 +105,9 @@ class TextParser(Scanner):
         node = terms[0] if len(terms) == 1 else Product(tuple(terms))
         if _depth(node) > MAX_DEPTH:
             raise self.refusal(f"at most {MAX_DEPTH} levels in one dim")
-        if self.next.kind not in (",", "]", ")", "|", ">", "}", "end"):
+        if self.next.kind == "+" and not self._depth:
+            raise self.refusal('a split, a term or a closing mark: a sum stands in parentheses, such as "(a + b)"')
+        if self.next.kind not in (",", "]", ")", "|", ">", "}", "+", "end"):
             raise self.refusal('a split, a term, "," or a closing mark')
         return node
 
@@ -124,10 +127,7 @@ class TextParser(Scanner):
             case "integer":
                 return Size(self.integer(_A_SIZE))
             case "(":
-                self._enter("(")
-                node = self.dim()
-                self._leave(")", 'a split, a term or ")"')
-                return node
+                return self._group()
             case "<":
                 return self._parts()
             case "name" if self.next.text == "pad":
@@ -139,6 +139,14 @@ class TextParser(Scanner):
                 self._leave(")", '"*" or ")"')
                 return Pad(of, multiple)
         return Size(self.take("name", _A_SIZE))
+
+    def _group(self) -> Node:
+        self._enter("(")
+        addends = [self.dim()]
+        while self.accept("+"):
+            addends.append(self.dim())
+        self._leave(")", 'a split, a term, "+" or ")"')
+        return addends[0] if len(addends) == 1 else Parts(tuple(Part("", addend) for addend in addends))
 
     def _parts(self) -> Parts:
         self._enter("<")

@@ -21,7 +21,7 @@ class Token(NamedTuple):
 
 _TOKEN = re.compile(
     r"(?P<name>[A-Za-z_][A-Za-z0-9_.]*)|(?P<integer>[0-9]+)"
-    r"|(?P<mark>/~|/=|\.\.|[\[\],/(){}<>|:*%=\"])|(?P<other>.)",
+    r"|(?P<mark>/~|/=|\.\.|[\[\],/(){}<>|:*%=+\"])|(?P<other>.)",
     re.DOTALL,
 )
 _BLANKS = re.compile(r"[ \t\r\n]*")

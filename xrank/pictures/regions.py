@@ -189,7 +189,8 @@ def _find_touched(node: Node, first: int, last: int, sizes: Mapping[str, int]) -
                 if first < end and last >= start and end > start:
                     low, high = max(first, start) - start, min(last, end - 1) - start
                     within = list(_find_touched(part.of, low, high, sizes))
-                    yield from (f"{part.name}.{name}" for name in within) if within else (part.name,)
+                    own = (part.name,) if part.name else ()
+                    yield from (".".join((*own, name)) for name in within) if within else own
                 start = end
         # Factors are digits of the index, the last one fastest: a range over a digit's end touches all of it.
         case Product(factors):

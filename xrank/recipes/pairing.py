@@ -3,13 +3,14 @@
     linear_qkv "[g <q: r d | k: d | v: d>, h]"  ->  q "[g r d, h]", k "[g d, h]", v "[g d, h]"
 
 Each part of the source becomes one nest to the target of the same name. Loops are paired by the names of their sizes,
-so a recipe can also express a permutation, a transpose or a swizzle: `"[n half two, h]" -> "[n two half, h]"`. Braces
-move a size into the names of tensors: `"[L, e, <gate: f | up: f>, h]" ->
-gate "layers.{L}.experts.{e}.gate_proj.weight [f, h]"`.
+so a recipe can also express a permutation, a transpose or a swizzle: `"[n half 2, h]" -> "[n 2 half, h]"`. A name that
+a side has twice is paired in the order of the text, and a sum is one size: `"[a (s + t), h]"`. Braces move a size into
+the names of tensors: `"[L, e, <gate: f | up: f>, h]" -> gate "layers.{L}.experts.{e}.gate_proj.weight [f, h]"`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -64,8 +65,8 @@ def pair(source: str, targets: Mapping[str, str], sizes: Mapping[str, int]) -> d
         sizes: all sizes of both sides, by name.
 
     Raises:
-        LayoutError: a text is not a side of a recipe; a part has no target, or a target no part; a name is missing on
-            one side or occurs twice on one; a size other than 1 has no name; a size is unknown.
+        LayoutError: a text is not a side of a recipe; a part has no target, or a target no part; one side has a size
+            that the other lacks, or has less often; a size is unknown.
 
     Example:
         >>> found = pair("[<k: d | v: d>, h]", {"k": "[d, h]", "v": "[d, h]"}, {"d": 2, "h": 3})
@@ -170,28 +171,21 @@ def _digits(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
 def _pair_by_name(
     source: tuple[SideLoop, ...], target: tuple[SideLoop, ...], ends: tuple[object, Side]
 ) -> tuple[Loop, ...]:
-    """Pair the loops of both sides by the names of their sizes; errors name `ends`."""
-    for loops, side in ((source, "source"), (target, "target")):
-        names = [loop.name for loop in loops]
-        for name in names:
-            if name.isdigit():
-                raise LayoutError(
-                    f"{ends[0]} -> {ends[1]}: the size {name} in the {side} has no name to pair it by",
-                    got=name,
-                    want="a name, and its size in sizes",
-                )
-            if names.count(name) > 1:
-                raise LayoutError(
-                    f"{ends[0]} -> {ends[1]}: {name!r} is twice in the {side}",
-                    got=repr(name),
-                    want="each name once, or equal sides",
-                )
-    strides = {loop.name: loop.stride for loop in target}
-    for name in {loop.name: None for loop in (*source, *target)}:
-        if name not in strides or all(loop.name != name for loop in source):
+    """Pair the loops of both sides by their sizes' texts, equal texts in order; errors name `ends`."""
+    counts = Counter(loop.name for loop in source), Counter(loop.name for loop in target)
+    for name in {**counts[0], **counts[1]}:
+        if counts[0][name] != counts[1][name]:
             raise LayoutError(
-                f"{ends[0]} -> {ends[1]}: {name!r} is on one side only",
-                got=f"{name!r} in the {'target' if name in strides else 'source'}",
-                want="the same names on both sides",
+                f"{ends[0]} -> {ends[1]}: {name!r} is {_times(counts[0][name])} in the source and "
+                f"{_times(counts[1][name])} in the target",
+                got=repr(name),
+                want="each size as often in the source as in the target",
             )
-    return tuple((loop.count, loop.stride, strides[loop.name]) for loop in source)
+    strides: dict[str, list[int]] = {}
+    for loop in target:
+        strides.setdefault(loop.name, []).append(loop.stride)
+    return tuple((loop.count, loop.stride, strides[loop.name].pop(0)) for loop in source)
+
+
+def _times(count: int) -> str:
+    return ("not", "once", "twice")[count] if count < 3 else f"{count} times"

@@ -23,13 +23,15 @@ no_rope_freq = []                       absent or None
 rotary_percent = "any"                  removes the extended recipe's requirement
 
 [sizes]                                 sizes that are constant
-two = 2
+half = 64
 
 [tensors]                               source = target, or one target per part; false removes an inherited rule
 "decoder.final_layernorm.weight [h]" = "model.norm.weight [h]"
 "output_layer.weight [v, h]" = { to = "lm_head.weight [v, h]", unless = "tied" }
 "decoder.layers.{L}.self_attention.linear_proj.bias [h]" = { to = "...", when = "attention_bias" }
 "decoder.layers.{L}.self_attention.linear_qkv.weight [g <q: r d | k: d | v: d>, h]".to.q = "..."
+"attn.c_attn.weight [g <q: d | k: d>, h]" = "... [h, <q: g d | k: g d>]"    one target with all parts of the source
+"q_up.weight [a (s + t), l]" = "... [a (s + t), l]"                         a sum is one size
 
 A source whose name has dims also matches a tensor with those dims in front of its own: Megatron-core's ``torch_dist``
 stacks the layers so (megatron/core/transformer/transformer_block.py: sharded_state_dict).
@@ -49,7 +51,8 @@ from typing import Any
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.tensor_name import TensorName
 from xrank.recipes.recipe import Recipe, Rule
-from xrank.recipes.side import Side, parse_side
+from xrank.recipes.side import Side, parse_side, part_names
+from xrank.words import list_text
 
 __all__ = [
     "find_rule",
@@ -235,8 +238,8 @@ def _parse_rule(source: str, value: Any, file: str) -> Rule:
         value = {"to": value}
     _refuse_unknown(value, ("to", "unless", "when", "group", "optional"), file, keys)
     to, optional = value.get("to"), value.get("optional", False)
-    targets = to if isinstance(to, dict) else {"": to}
-    if not targets or not all(isinstance(text, str) for text in targets.values()):
+    texts = to if isinstance(to, dict) else {"": to}
+    if not texts or not all(isinstance(text, str) for text in texts.values()):
         raise _wrong(file, (*keys, "to"), to, "a target's text, or one for each part")
     names = {key: value.get(key) for key in ("unless", "when", "group")}
     for key, name in names.items():
@@ -246,11 +249,18 @@ def _parse_rule(source: str, value: Any, file: str) -> Rule:
         raise _wrong(file, (*keys, "optional"), optional, "true or false")
     try:
         side = _side(source)
-        sides = {part: _side(text) for part, text in targets.items()}
+        targets = {part: _side(text) for part, text in texts.items()}
     except LayoutError as error:
         error.about(f"{_find_place(file, *keys)}: tensors.{source!r}", file=file, next_step=_CORRECT)
         raise
-    return Rule((side, *_stack_dims(side)), sides, **names, optional=optional)
+    parts = part_names(side)
+    if isinstance(to, str) and parts:
+        if sorted(part_names(targets[""])) != sorted(parts):
+            raise _wrong(
+                file, keys, to, f"one target for each of the parts {list_text(parts)}, or one with all of them"
+            )
+        targets = dict.fromkeys(parts, targets[""])
+    return Rule((side, *_stack_dims(side)), targets, **names, optional=optional)
 
 
 def _stack_dims(side: Side) -> list[Side]:

@@ -25,7 +25,7 @@ from xrank.layout.notation import (
 from xrank.layout.parser import TextParser
 from xrank.layout.tensor_name import TensorName
 
-__all__ = ["Branch", "Side", "SideLoop", "branches_of", "global_shape", "parse_side"]
+__all__ = ["Branch", "Side", "SideLoop", "branches_of", "global_shape", "parse_side", "part_names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class SideLoop:
-    """A size other than 1: its name, its count, and its stride in elements."""
+    """A size other than 1: its text (a name, a number or a sum), its count, and its stride in elements."""
 
     name: str
     count: int
@@ -125,6 +125,25 @@ def global_shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return shape
 
 
+def part_names(side: Side) -> tuple[str, ...]:
+    """Return the names of the innermost parts of a side, in the order of the text.
+
+    Example:
+        >>> part_names(parse_side("[g <q: r d | kv: <k: d | v: d>>, h]"))
+        ('q', 'k', 'v')
+    """
+    return tuple(name for dim in side.all_dims for name in _part_names(dim))
+
+
+def _part_names(node: Node) -> list[str]:
+    match node:
+        case Product(factors):
+            return [name for factor in factors for name in _part_names(factor)]
+        case Parts(parts) if not node.is_sum:
+            return [name for part in parts for name in _part_names(part.of) or [part.name]]
+    return []
+
+
 def branches_of(side: Side, sizes: Mapping[str, int]) -> list[Branch]:
     """Return the innermost parts of a side; a side without parts is one branch without a key."""
     found = _combine(side.all_dims, sizes)
@@ -167,6 +186,8 @@ def _parts_of(node: Node, sizes: Mapping[str, int]) -> list[Branch]:
             return [Branch("", 0, () if value == 1 else (SideLoop(str(value), global_size(node, sizes), 1),))]
         case Product(factors):
             return _combine(factors, sizes)
+        case Parts() if node.is_sum:
+            return [Branch("", 0, (SideLoop(render_dim(node), global_size(node, sizes), 1),))]
         case Parts(parts):
             found: list[Branch] = []
             start = 0
