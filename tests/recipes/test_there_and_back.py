@@ -84,10 +84,10 @@ def test_there_and_back(name: str, data: st.DataObject) -> None:
     model = model_of(hugging_face_shapes(recipe, sizes, flags, layer_groups))
     backwards = match(recipe, [shard.name for shard in model.shards], is_reversed=True)
     assert backwards.fits
-    theirs = rewrite_model(model, backwards, sizes, flags)
+    theirs = rewrite_model(model, backwards, sizes, flags, {})
     forwards = match(recipe, [shard.name for shard in theirs.shards])
     assert forwards.fits
-    back = rewrite_model(theirs, forwards, sizes, flags)
+    back = rewrite_model(theirs, forwards, sizes, flags, {})
     expected = {shard.name: shard for shard in model.shards}
     assert {shard.name for shard in back.shards} == expected.keys()
     for shard in back.shards:

@@ -22,7 +22,7 @@ from xrank.recipes.recipe_file import (
     read_recipe,
 )
 from xrank.recipes.rewriting import rewrite_model
-from xrank.recipes.sizes import check_arguments, collect_flags, collect_sizes, solve_sizes
+from xrank.recipes.sizes import check_arguments, collect_flags, collect_layers, collect_sizes, solve_sizes
 from xrank.words import list_text
 
 __all__ = ["apply_recipe", "choose_recipe", "find_padded_names", "follow_recipe", "load_recipe", "match_asked_recipe"]
@@ -209,4 +209,5 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path) or os.curdir
     told = collect_sizes(found.recipe, config, source.args, folder)
     sizes = solve_sizes(found.recipe, told, tensors, is_reversed=found.is_reversed, folder=folder)
-    return rewrite_model(source, found, sizes, collect_flags(found.recipe, config, source.args))
+    flags = collect_flags(found.recipe, config, source.args)
+    return rewrite_model(source, found, sizes, flags, collect_layers(found.recipe, config, source.args))

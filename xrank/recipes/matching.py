@@ -126,14 +126,14 @@ def _missing(recipe: Recipe, used: Iterable[_Place], is_reversed: bool) -> list[
         sides = source_sides(recipe.rules[number], True)
         made.update(map(str, sides[form : form + 1] if is_reversed else sides))
     # A dense model lacks the sparse blocks rightly, but one without any block lacks all kinds: its layers are lost.
-    groups = {rule.group for rule in recipe.rules if rule.group is not None}
-    present = {recipe.rules[number].group for number, _ in used}
+    present = {recipe.rules[number].group for number, _ in used} - {None}
+    chosen = {recipe.rules[number].choice for number, _ in used if recipe.rules[number].group is not None}
     # One tensor of a flag shows that the flag is true, so the others of the flag are due, too.
     raised = {recipe.rules[number].when for number, _ in used} - {None}
     wanted: list[str] = []
     for number in active_rules(recipe, is_reversed):
         rule = recipe.rules[number]
         is_due = is_required(rule) or rule.when in raised
-        if is_due and (rule.group is None or rule.group in present or not groups & present):
+        if is_due and (rule.group is None or rule.group in present or rule.choice not in chosen):
             wanted += map(str, rule.targets.values())
     return [text for text in dict.fromkeys(wanted) if text not in made]

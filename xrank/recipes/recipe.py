@@ -19,7 +19,8 @@ class Rule:
         targets: part of the source -> the tensor that it becomes; one entry for a source without parts.
         unless: a flag; if it is true, the source may lack the tensor.
         when: a flag; a model has the tensor exactly if it is true. A model has all tensors of one flag or none.
-        group: the kind of block, such as dense or sparse, that the tensor belongs to; each layer has one kind.
+        group: the kind of block, such as dense or sparse, that the tensor belongs to; each layer has one kind. Where
+            layers have several choices, the text before a dot names the choice: ``mixer.attention``, ``mlp.dense``.
         optional: whether a model may lack the tensor.
     """
 
@@ -29,6 +30,11 @@ class Rule:
     when: str | None = None
     group: str | None = None
     optional: bool = False
+
+    @property
+    def choice(self) -> str:
+        """The choice between kinds of blocks that the group belongs to; empty if there is only one, or no group."""
+        return (self.group or "").rpartition(".")[0]
 
     @property
     def outcome(self) -> tuple[str, tuple[tuple[str, str], ...]]:
@@ -48,7 +54,7 @@ class Recipe:
     ignored: tuple[str, ...] = ()
     keep_fp32: tuple[str, ...] = ()
     config: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Size or flag -> terms over the keys of config.json; the first known term counts."""
+    """Size, flag or group -> terms over the keys of config.json; the first known term counts."""
     args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     must: Mapping[str, tuple[object, ...]] = field(default_factory=dict)

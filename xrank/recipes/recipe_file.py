@@ -7,10 +7,11 @@ padded = ["v"]                          sizes whose rows may be followed by padd
 ignored = ['.*rotary_emb\.inv_freq']    patterns of names that are left out
 keep_fp32 = ['.*\.mlp\.gate\.weight']   patterns of target names that a cast to a smaller type skips
 
-[config]                                sizes and flags from keys of config.json
+[config]                                sizes, flags and groups' layers from keys of config.json
 L = "num_hidden_layers"
 d = ["head_dim", "hidden_size / num_attention_heads"]     the first known term counts
 tied = "tie_word_embeddings"
+experts = "layers from first_k_dense_replace"             the layers of a group (`xrank.recipes.layer_choice`)
 
 [args]                                  the same from the trainer's arguments
 g = ["num_query_groups if group_query_attention", "num_attention_heads unless group_query_attention"]

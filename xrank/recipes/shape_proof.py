@@ -189,16 +189,19 @@ def _check_names(found: Match, sides: list[tuple[Side, str]], solved: SolvedSize
             )
     sizes = {**{size: index + 1 for size, (index, _) in largest.items()}, **solved.sizes}
     covered, groups = _find_covered(found, indices, sizes)
-    blocks = {layer for layers in groups.values() for layer in layers}
-    bare = next((i for i in range(sizes.get("L", 0)) if (i,) not in blocks), None) if groups else None
-    if bare is not None:
-        raise IncompleteError(
-            f"layer {bare}: no file holds any of {' or '.join(sorted(groups))}",
-            got=f"layers with one of them: {len(blocks)} of {sizes['L']}",
-            want=f"all tensors of {found.recipe.name}",
-            next_step=_BRING,
-        )
     rules = found.recipe.rules
+    choices = {rule.group: rule.choice for rule in rules if rule.group is not None}
+    for choice in {choices[group] for group in groups}:
+        rivals = sorted(group for group in groups if choices[group] == choice)
+        blocks = {layer for group in rivals for layer in groups[group]}
+        bare = next((i for i in range(sizes.get("L", 0)) if (i,) not in blocks), None)
+        if bare is not None:
+            raise IncompleteError(
+                f"layer {bare}: no file holds any of {' or '.join(rivals)}",
+                got=f"layers with one of them: {len(blocks)} of {sizes['L']}",
+                want=f"all tensors of {found.recipe.name}",
+                next_step=_BRING,
+            )
     raised = {rules[number].when for number, _ in found.used} - {None}
     for number in active_rules(found.recipe, found.is_reversed):
         rule = rules[number]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from xrank.errors import ContradictionError, LayoutError, UsageError
 from xrank.faces import option
 from xrank.layout.binding import global_size, names_of_dim, solve_dims
 from xrank.layout.notation import LayoutTree, Size
+from xrank.recipes.layer_choice import LayerChoice, is_layer_term, parse_layers
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.side import Side
 
-__all__ = ["check_arguments", "collect_flags", "collect_sizes", "solve_sizes"]
+__all__ = ["check_arguments", "collect_flags", "collect_layers", "collect_sizes", "solve_sizes"]
 
 _Shape = tuple[int, ...]
 
@@ -70,6 +73,23 @@ def collect_flags(recipe: Recipe, config: Mapping[str, Any] | None, args: Mappin
     return found
 
 
+def collect_layers(
+    recipe: Recipe, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None
+) -> dict[str, tuple[LayerChoice, ...]]:
+    """Return group -> the layers that have its blocks: by config.json, and by the trainer's arguments."""
+    found: dict[str, tuple[LayerChoice, ...]] = {}
+    for values, terms, origin in ((config, recipe.config, "config.json"), (args, recipe.args, "the trainer's args")):
+        if values is None:
+            continue
+        for group, choices in terms.items():
+            terms_of_layers = (term for term in choices if is_layer_term(term))
+            known = (parse_layers(term, partial(_lookup, values), origin) for term in terms_of_layers)
+            choice = next((choice for choice in known if choice is not None), None)
+            if choice is not None:
+                found[group] = (*found.get(group, ()), choice)
+    return found
+
+
 def check_arguments(recipe: Recipe, args: Mapping[str, Any] | None) -> None:
     """Refuse another kind of model whose names and shapes happen to be the same.
 
@@ -95,11 +115,15 @@ def _first_known(values: Mapping[str, Any], terms: Iterable[str]) -> object:
 def _term(values: Mapping[str, Any], term: str) -> object:
     """Evaluate a term; return None if a key is unknown or the condition does not hold.
 
-    A term is a key, ``not KEY``, ``A / B`` or ``A * B``, where A may be such a term and B a number. A condition may
+    A term is a key, ``not KEY``, or ``A / B``, ``A * B``, ``A + B`` or ``A - B``, where A may be such a term and B is
+    a key or a number; the sign that is last counts last, but products come before sums. A condition may
     follow: ``if KEY``, ``unless KEY``, ``if KEY = TEXT`` or ``unless KEY = TEXT``, where TEXT may be another key, which
     stands for its value. A condition on an absent key never holds. A number, ``true`` or ``false`` as a term is the
-    default of a key that a complete config.json (one with a model_type) lacks.
+    default of a key that a complete config.json (one with a model_type) lacks. `xrank.recipes.layer_choice` has the
+    terms of a group's layers.
     """
+    if is_layer_term(term):
+        return None
     counts_constants = "model_type" in values
     for word in (" if ", " unless "):
         term, found, condition = term.partition(word)
@@ -117,14 +141,29 @@ def _term(values: Mapping[str, Any], term: str) -> object:
     if term.startswith("not "):
         value = _lookup(values, term.removeprefix("not "))
         return not value if isinstance(value, bool) else None
-    for operator in (" / ", " * "):
-        left, found, right = term.rpartition(operator)
-        if found:
-            a, b = _term(values, left), int(right) if right.isdecimal() else _lookup(values, right)
-            if type(a) is not int or type(b) is not int or b < 1:
-                return None
-            return a * b if operator == " * " else (a // b if a % b == 0 else None)
+    for signs in (" [+-] ", " [*/] "):
+        found_sign = re.fullmatch(f"(.+)({signs})(.+)", term)
+        if found_sign is not None:
+            left, sign, right = found_sign.groups()
+            return _calculate(_operand(values, left), sign.strip(), _operand(values, right))
     return _lookup(values, term)
+
+
+def _operand(values: Mapping[str, Any], text: str) -> object:
+    return int(text) if text.isdecimal() else _term(values, text)
+
+
+def _calculate(a: object, sign: str, b: object) -> int | None:
+    if type(a) is not int or type(b) is not int:
+        return None
+    match sign:
+        case "+":
+            return a + b
+        case "-":
+            return a - b
+        case "*":
+            return a * b
+    return a // b if b > 0 and a % b == 0 else None
 
 
 def _lookup(values: Mapping[str, Any], key: str) -> object:
