@@ -147,7 +147,7 @@ def part_of(name: str, tensor: torch.Tensor, run: Run, tp: int) -> torch.Tensor:
     is_expert = ".experts." in name
     ways = run.tp if run.etp is None or not is_expert else run.etp
     tp %= ways
-    if re.search(r"norm|router|gate_weight|linear_(proj|fc2)\.bias", name):
+    if re.search(r"norm|router|gate_weight|position_embeddings|linear_(proj|fc2)\.bias", name):
         return tensor.clone()
     if re.search(r"linear_(proj|fc2)\.weight", name):
         return tensor.chunk(ways, dim=1)[tp].contiguous()

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.recipes.families import FAMILIES, text
+from tests.recipes.families.forms import other_forms
 from tests.recipes.made_checkpoints import (
     MIXED,
     as_megatron,
@@ -24,7 +26,7 @@ from tests.recipes.made_checkpoints import (
 )
 from tests.recipes.test_there_and_back import RECIPES, elements, model_of
 from xrank.decisions.recipe_choice import follow_recipe
-from xrank.errors import XrankError
+from xrank.errors import UsageError, XrankError
 from xrank.recipes.matching import match
 from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import parse_side
@@ -78,28 +80,42 @@ def as_local_dist(tensors: Tensors) -> Tensors:
 @cache
 def made(name: str) -> list[tuple[dict[str, Any], Tensors, Tensors]]:
     """Return for each form config.json, the tensors that transformers saves, and the trainer's."""
+    family = FAMILIES.get(name.removeprefix("megatron-"))
+    if family in text.FAMILIES:
+        # test_megatron_logits proves what the recipe makes of the names of Megatron's local layers.
+        theirs = {key: torch.from_numpy(array) for key, array in family.weights().items()}
+        config = family.full_config()
+        kept = [(config, form) for form in (theirs, *other_forms(theirs))]
+        if config.get("tie_word_embeddings"):
+            head = {"output_layer.weight": theirs["embedding.word_embeddings.weight"] + 1}
+            kept.append(({**config, "tie_word_embeddings": False}, {**theirs, **head}))
+        return [(its, follow(RECIPES[name], its, theirs if its is config else form), form) for its, form in kept]
     return [(config_of(model), saved(model), theirs) for model, theirs in forms(name)]
 
 
 def is_right(recipe: Recipe, config: dict[str, Any], expected: Tensors, theirs: Tensors) -> bool:
     """Say whether the recipe makes what transformers saves."""
+    try:
+        found = follow(recipe, config, theirs)
+    except XrankError:
+        return False
+    return found.keys() == expected.keys() and all(torch.equal(found[name], t) for name, t in expected.items())
+
+
+def follow(recipe: Recipe, config: dict[str, Any], theirs: Tensors) -> Tensors:
+    """Return what the recipe makes of a trainer's tensors."""
     found = match(recipe, theirs)
     if not found.fits:
-        return False
+        raise UsageError("the recipe does not fit", got=str((found.unknown, found.missing)))
     flat = [tensor.numpy().ravel() for tensor in theirs.values()]
     starts = np.cumsum([0, *map(len, flat)])
     values = np.concatenate(flat)
-    try:
-        model = follow_recipe(model_of({name: tuple(t.shape) for name, t in theirs.items()}), found, config)
-    except XrankError:
-        return False
-    if {shard.name: shard.shape for shard in model.shards} != {n: tuple(t.shape) for n, t in expected.items()}:
-        return False
+    model = follow_recipe(model_of({name: tuple(t.shape) for name, t in theirs.items()}), found, config)
+    tensors = {}
     for shard in model.shards:
         at = elements(shard)
-        if not np.array_equal(values[starts[at >> 32] + (at & 0xFFFFFFFF)], expected[shard.name].numpy().ravel()):
-            return False
-    return True
+        tensors[shard.name] = torch.from_numpy(values[starts[at >> 32] + (at & 0xFFFFFFFF)].reshape(shard.shape))
+    return tensors
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,4 +1,4 @@
-"""A model of Megatron-core's own names and forward pass says the same after a gather, in transformers."""
+"""A model with Megatron-core's own names, cut as a parallel run cuts it, has Megatron's logits in transformers."""
 
 from __future__ import annotations
 
@@ -8,46 +8,37 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.recipes.made_checkpoints import leave
-from tests.recipes.megatron_weights import (
-    DEEPSEEK_SIZES,
-    GLM_SIZES,
-    GPT2_SIZES,
-    QWEN2_MOE_SIZES,
-    SIZES,
-    TOKENS,
-    recorded,
-    weights,
-)
+from tests.recipes.families import FAMILIES, Family
+from tests.recipes.families.checkpoints import write_checkpoint
+from tests.recipes.families.family import TOKENS
 from xrank import gather_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
 
-_LITE = {**DEEPSEEK_SIZES, "q_lora_rank": None}
-_SIZES = {
-    "gpt2": GPT2_SIZES,
-    "qwen2_moe": QWEN2_MOE_SIZES,
-    "deepseek_v3": DEEPSEEK_SIZES,
-    "deepseek_v2": DEEPSEEK_SIZES,
-    "deepseek_v2_lite": _LITE,
-    "glm4_moe": GLM_SIZES,
-}
 
-
-@pytest.mark.parametrize("family", recorded())
-def test_logits_are_megatrons(tmp_path: Path, family: str) -> None:
+def load(family: Family, folder: Path) -> torch.nn.Module:
     import transformers
 
-    said = recorded()[family]
-    tensors = {name: torch.from_numpy(array) for name, array in weights(said["shapes"]).items()}
-    sizes = _SIZES.get(family, SIZES)
-    if family == "qwen2":
-        sizes = {key: size for key, size in sizes.items() if key != "head_dim"}
-    config = transformers.AutoConfig.for_model(family.removesuffix("_lite"), bos_token_id=1, eos_token_id=2, **sizes)
-    source = leave(tmp_path / "ws", tensors, json.loads(config.to_json_string(use_diff=False)))
-    assert gather_checkpoint(source, tmp_path / "out").source["recipe"] == f"megatron-{family.replace('_', '-')}"
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    if family.hugging_face is None:
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not told["missing_keys"] and not told["unexpected_keys"]
+        return model.eval()
+    from safetensors.torch import load_file
+
+    model = family.hugging_face(json.loads((folder / "config.json").read_text()))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kind", ["legacy", "dist"])
+def test_logits_are_megatrons(tmp_path: Path, name: str, kind: str) -> None:
+    family = FAMILIES[name]
+    source = write_checkpoint(tmp_path / "ckpt", family, kind)
+    (tmp_path / "ckpt" / "config.json").write_text(json.dumps(family.full_config()))
+    assert gather_checkpoint(source, tmp_path / "out").source["recipe"] == family.recipe
     with torch.no_grad():
-        logits = model(torch.tensor([TOKENS])).logits[0, -1]
-    assert max(map(abs, said["logits"])) > 0.5
-    assert logits.tolist() == pytest.approx(said["logits"], abs=1e-4)
+        logits = load(family, tmp_path / "out")(torch.tensor([TOKENS])).logits[0, -1]
+    expected = family.recorded["logits"]
+    assert max(map(abs, expected)) > 0.5
+    assert logits.tolist() == pytest.approx(expected, abs=1e-5)

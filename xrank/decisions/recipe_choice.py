@@ -22,7 +22,14 @@ from xrank.recipes.recipe_file import (
     read_recipe,
 )
 from xrank.recipes.rewriting import rewrite_model
-from xrank.recipes.sizes import check_arguments, collect_flags, collect_layers, collect_sizes, solve_sizes
+from xrank.recipes.sizes import (
+    check_arguments,
+    collect_flags,
+    collect_layers,
+    collect_sizes,
+    find_refused,
+    solve_sizes,
+)
 from xrank.words import list_text
 
 __all__ = ["apply_recipe", "choose_recipe", "find_padded_names", "follow_recipe", "load_recipe", "match_asked_recipe"]
@@ -56,8 +63,16 @@ def choose_recipe(
     fitting = [found for found in matches if found.fits]
     model_type = _model_type(config)
     chosen = [found for found in fitting if model_type is None or model_type in found.recipe.model_types]
-    # Recipes that treat these names alike, such as Llama's and Mistral's, count as one: that without absent blocks.
-    ordered = sorted(chosen, key=_count_absent_groups)
+    # Recipes that treat these names alike, such as Llama's and Gemma's, count as one: that without absent blocks, and
+    # then the one for the trainer's arguments.
+    ordered = sorted(
+        chosen,
+        key=lambda found: (
+            _count_absent_groups(found),
+            find_refused(found.recipe, source.args) is not None,
+            found.recipe.depth,
+        ),
+    )
     different = list({_outcome(found): found for found in reversed(ordered)}.values())
     if len(different) == 1:
         return different[0]

@@ -59,3 +59,5 @@ class Recipe:
     sizes: Mapping[str, int] = field(default_factory=dict)
     must: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Key of the trainer's arguments -> the values it may have, if it is present."""
+    depth: int = 0
+    """Number of recipes that it extends, one after the other."""

@@ -86,7 +86,7 @@ def read_recipe(path: str) -> Recipe:
             file=path,
             next_step="name a recipe's file that can be read, or one of the recipes that come with xrank",
         ) from error
-    return _parse(path, _read_tables(text, path), path)
+    return _parse(path, text, path)
 
 
 _CORRECT = "correct the recipe; those that come with xrank show how it is written"
@@ -141,7 +141,7 @@ def load_recipes_for(names: Iterable[str]) -> tuple[Recipe, ...]:
 @lru_cache(maxsize=32)
 def load_shipped_recipe(name: str) -> Recipe:
     """Return the shipped recipe of that name."""
-    return _parse(name, _read_tables(_read_shipped()[name], f"{name}.toml"), f"{name}.toml")
+    return _parse(name, _read_shipped()[name], f"{name}.toml")
 
 
 @lru_cache(maxsize=32)
@@ -183,6 +183,12 @@ def _read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, A
     return _extend(_read_tables(_read_shipped()[base], f"{base}.toml", (*via, base)), tables, file)
 
 
+def _count_extended(text: str) -> int:
+    """Return the number of recipes that a valid recipe extends, one after the other."""
+    base = _loads(text).get("extends")
+    return 0 if base is None else 1 + _count_extended(_read_shipped()[base])
+
+
 def _extend(base: dict[str, Any], own: dict[str, Any], file: str) -> dict[str, Any]:
     found = {**base, **own}
     for key in _TABLES:
@@ -197,7 +203,8 @@ def _extend(base: dict[str, Any], own: dict[str, Any], file: str) -> dict[str, A
     return found
 
 
-def _parse(name: str, tables: Mapping[str, Any], file: str) -> Recipe:
+def _parse(name: str, text: str, file: str) -> Recipe:
+    tables = _read_tables(text, file)
     lists = {key: _check_texts(tables.get(key, []), (key,), file) for key in _LISTS}
     for key in ("ignored", "keep_fp32"):
         for pattern in lists[key]:
@@ -225,6 +232,7 @@ def _parse(name: str, tables: Mapping[str, Any], file: str) -> Recipe:
         args={key: _check_texts(terms, ("args", key), file) for key, terms in tables.get("args", {}).items()},
         sizes=sizes,
         must={key: tuple(v) if isinstance(v, list) else (v,) for key, v in tables.get("must", {}).items()},
+        depth=_count_extended(text),
     )
 
 

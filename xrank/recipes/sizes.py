@@ -16,7 +16,7 @@ from xrank.recipes.layer_choice import LayerChoice, is_layer_term, parse_layers
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.side import Side
 
-__all__ = ["check_arguments", "collect_flags", "collect_layers", "collect_sizes", "solve_sizes"]
+__all__ = ["check_arguments", "collect_flags", "collect_layers", "collect_sizes", "find_refused", "solve_sizes"]
 
 _Shape = tuple[int, ...]
 
@@ -96,16 +96,22 @@ def check_arguments(recipe: Recipe, args: Mapping[str, Any] | None) -> None:
     Raises:
         UsageError: an argument of the trainer has a value that the recipe rules out.
     """
-    for key, allowed in recipe.must.items():
-        # None: a trainer's option that was not given.
-        if args is not None and args.get(key) is not None and args[key] not in allowed:
-            raise UsageError(
-                f"the recipe {recipe.name} is not for a model of {key} {args[key]!r}",
-                got=f"{key} = {args[key]!r} in the trainer's args",
-                want=" or ".join(map(repr, allowed)) or "none",
-                next_step=f"give a recipe of your own with {option('recipe', metavar='FILE')}, or keep the names with "
-                f"{option('recipe', 'none')}",
-            )
+    key = find_refused(recipe, args)
+    if key is not None and args is not None:
+        raise UsageError(
+            f"the recipe {recipe.name} is not for a model of {key} {args[key]!r}",
+            got=f"{key} = {args[key]!r} in the trainer's args",
+            want=" or ".join(map(repr, recipe.must[key])) or "none",
+            next_step=f"give a recipe of your own with {option('recipe', metavar='FILE')}, or keep the names with "
+            f"{option('recipe', 'none')}",
+        )
+
+
+def find_refused(recipe: Recipe, args: Mapping[str, Any] | None) -> str | None:
+    """Return the first of the trainer's arguments whose value the recipe rules out; None if it rules out none."""
+    # None: a trainer's option that was not given.
+    known = {key: args[key] for key in recipe.must if args.get(key) is not None} if args is not None else {}
+    return next((key for key, value in known.items() if value not in recipe.must[key]), None)
 
 
 def _first_known(values: Mapping[str, Any], terms: Iterable[str]) -> object:

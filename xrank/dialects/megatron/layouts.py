@@ -48,6 +48,10 @@ _RULES: Sequence[tuple[str, str]] = (
     (rf"{_LAYER}self_attention\.linear_qkv\.bias", "[rows/tp]"),
     (rf"{_LAYER}self_attention\.linear_proj\.weight", "[h, cols/tp]"),
     (rf"{_LAYER}self_attention\.linear_proj\.bias", "[h]"),
+    (rf"{_LAYER}self_attention\.core_attention\.softmax_offset", "[a/tp]"),
+    # Megatron-Bridge's norms of a layer's outputs (gemma2_provider.py: TERowParallelLinearLayerNorm), and mbridge's.
+    (rf"{_LAYER}(?:self_attention\.linear_proj|mlp\.linear_fc2)\.post_layernorm\.(?:weight|bias)", "[h]"),
+    (rf"{_LAYER}post_(?:attention|feedforward)_layernorm\.(?:weight|bias)", "[h]"),
     # Latent attention (transformer/multi_latent_attention.py); `layout_of_down_projection` has its linear_*_down_proj.
     (rf"{_LAYER}self_attention\.kv_layernorm\.(?:weight|bias)", "[r]"),
     (rf"{_LAYER}self_attention\.linear_(?:q|kv)_up_proj\.layer_norm_(?:weight|bias)", "[r]"),

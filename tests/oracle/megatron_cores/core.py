@@ -1,0 +1,108 @@
+"""A model of Megatron-core on one CPU: its config, its modules, and what a trainer adds to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from tests.recipes.families import Family
+from tests.recipes.families.family import TOKENS, draw_weights
+
+__all__ = ["Core", "run_core"]
+
+_KEYS = {
+    "num_layers": "num_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
+    "ffn_hidden_size": "ffn_hidden_size", "num_query_groups": "num_query_groups", "kv_channels": "kv_channels",
+    "norm_epsilon": "layernorm_epsilon", "normalization": "normalization", "add_bias_linear": "add_bias_linear",
+    "add_qkv_bias": "add_qkv_bias", "qk_layernorm": "qk_layernorm", "num_experts": "num_moe_experts",
+    "moe_ffn_hidden_size": "moe_ffn_hidden_size", "moe_router_topk": "moe_router_topk",
+    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "moe_router_score_function": "moe_router_score_function",
+    "moe_router_enable_expert_bias": "moe_router_enable_expert_bias", "moe_router_pre_softmax":
+    "moe_router_pre_softmax", "multi_latent_attention": "multi_latent_attention", "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank", "qk_head_dim": "qk_head_dim", "qk_pos_emb_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim", "softmax_type": "softmax_type", "glu_linear_offset": "glu_linear_offset",
+    "activation_func_clamp_value": "activation_func_clamp_value", "mtp_num_layers": "mtp_num_layers",
+}  # fmt: skip
+"""Megatron-LM's argument -> the field of Megatron-core's config (megatron/training/arguments.py:
+core_transformer_config_from_args)."""
+_SILU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+_EXPERTS = {"moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none"}
+
+
+@dataclass(frozen=True)
+class Core:
+    """How a family's model is made, beside its arguments.
+
+    Args:
+        options: fields of Megatron-core's config, over those that the family's arguments give.
+        model: options of GPTModel.
+        spec: makes the specification of the layers from the config; by default Megatron's own for mixed layers.
+        make: makes the whole model from (family, config, options of GPTModel), where it is not GPTModel.
+        change: changes the model before it runs, as a trainer's provider does.
+        logits: changes the logits, as a trainer's output layer does.
+        is_zero_centred: whether norms store their weight minus 1, as Transformer Engine's zero-centred norms do.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    spec: Callable[[Any], Any] | None = None
+    config: type[TransformerConfig] | None = None
+    make: Callable[[Family, Any, dict[str, Any]], torch.nn.Module] | None = None
+    change: Callable[[torch.nn.Module], None] | None = None
+    logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+    is_zero_centred: bool = False
+
+
+def run_core(family: Family, core: Core) -> dict[str, Any]:
+    """Return the shapes of a family's tensors, and the last logits after `TOKENS`."""
+    args = family.full_args()
+    options = {key: args[its] for its, key in _KEYS.items() if args.get(its) is not None}
+    options |= _SILU if args["swiglu"] else {}
+    options |= _EXPERTS if "num_experts" in args else {}
+    is_latent = bool(args.get("multi_latent_attention"))
+    if is_latent:
+        options = {key: value for key, value in options.items() if key not in ("kv_channels", "num_query_groups")}
+        options |= {"rope_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0}
+    options |= core.options
+    maker = core.config or (MLATransformerConfig if is_latent else TransformerConfig)
+    config = maker(
+        hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, perform_initialization=False,
+        masked_softmax_fusion=False, bias_dropout_fusion=False, bias_activation_fusion=False, apply_rope_fusion=False,
+        **options,
+    )  # fmt: skip
+    found = core.spec(config) if core.spec else get_gpt_decoder_block_spec(
+        config, False, normalization=config.normalization
+    )  # fmt: skip
+    gpt = {
+        "vocab_size": args["padded_vocab_size"], "max_sequence_length": args.get("max_position_embeddings", 19),
+        "rotary_percent": args["rotary_percent"], "rotary_base": int(args.get("rotary_base", 10000)),
+        "position_embedding_type": args["position_embedding_type"].replace("yarn", "rope"),
+        "share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"], **core.model,
+    }  # fmt: skip
+    model = (
+        core.make(family, config, gpt) if core.make else GPTModel(config=config, transformer_layer_spec=found, **gpt)
+    )
+    model.eval()
+    if core.change is not None:
+        core.change(model)
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    saved = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items() if name in saved}
+    drawn = {name: torch.from_numpy(array) for name, array in draw_weights(shapes).items()}
+    if core.is_zero_centred:
+        drawn = {name: tensor + 1 if "layernorm.weight" in name else tensor for name, tensor in drawn.items()}
+    model.load_state_dict(drawn, strict=False)
+    tokens = torch.tensor([TOKENS])
+    later = torch.triu(torch.ones(1, 1, len(TOKENS), len(TOKENS), dtype=torch.bool), 1)
+    with torch.no_grad():
+        logits = model(tokens, torch.arange(len(TOKENS))[None], later)[0, -1]
+        if core.logits is not None:
+            logits = core.logits(logits)
+    return {"shapes": shapes, "logits": [round(value, 6) for value in logits.tolist()]}
