@@ -39,11 +39,11 @@ main()
 """
 
 
-def trained(folder: Path, num_ranks: int, cases: list[str]) -> Path:
-    script = Path(__file__).with_name("train_deepspeed.py")
+def launched(script: str, folder: Path, num_ranks: int, cases: list[str]) -> Path:
+    """Return the folder into which ranks that run a script of this folder have saved these cases."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     ended = subprocess.run(
-        [*launch, str(script), str(folder), *cases],
+        [*launch, str(Path(__file__).with_name(script)), str(folder), *cases],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -55,12 +55,12 @@ def trained(folder: Path, num_ranks: int, cases: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def of_three(tmp_path_factory) -> Path:
-    return trained(tmp_path_factory.mktemp("of_three"), 3, list(CASES))
+    return launched("train_deepspeed.py", tmp_path_factory.mktemp("of_three"), 3, list(CASES))
 
 
 @pytest.fixture(scope="module")
 def of_four(tmp_path_factory) -> Path:
-    return trained(tmp_path_factory.mktemp("of_four"), 4, ["zero2-bf16", "zero3-bf16"])
+    return launched("train_deepspeed.py", tmp_path_factory.mktemp("of_four"), 4, ["zero2-bf16", "zero3-bf16"])
 
 
 def gathered(source: Path, out: Path, *options: str) -> dict[str, torch.Tensor]:

@@ -143,23 +143,25 @@ def write_zero(folder: Path, model: MadeModel, how: Zero | None = None) -> None:
         groups = _sub_groups(model.groups, how) if how.stage == 3 else [_dealt(group, how) for group in model.groups]
         for rank in range(how.num_ranks if how.stage == 3 else 1):
             name = f"zero_pp_rank_{rank}_mp_rank_00" if how.stage == 3 else "mp_rank_00"
-            state = _changed(_model_state(model, groups, how, rank), how.changed_state)
+            state = changed_entries(model_state(model, groups, how, rank), how.changed_state)
             torch.save(state, place / f"{name}_model_states.pt")
         for rank in range(how.num_ranks if how.stage else 0):
             whole = groups if how.stage == 3 else model.groups
-            optimizer = _changed(_optimizer_state(whole, how, rank), how.changed_optimizer)
-            config = _config(how)
+            optimizer = changed_entries(optimizer_state(whole, how, rank), how.changed_optimizer)
+            config = config_of(how)
             torch.save(
                 {"optimizer_state_dict": optimizer, "ds_config": config, "ds_version": "0.19.8"},
                 place / f"{how.prefix}zero_pp_rank_{rank}_mp_rank_00{how.suffix}",
             )
 
 
-def _changed(state: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def changed_entries(state: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with other entries in place of its own; None takes one out."""
     return {key: value for key, value in {**state, **changes}.items() if key not in changes or value is not None}
 
 
-def _config(how: Zero) -> dict[str, Any]:
+def config_of(how: Zero) -> dict[str, Any]:
+    """Return the configuration in both kinds of files."""
     zero = {"stage": how.stage, "round_robin_gradients": how.is_dealt}
     return {"train_batch_size": 8, "zero_optimization": zero, "bf16": {"enabled": True}}
 
@@ -184,7 +186,8 @@ def _piece(tensor: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:
     return flat[rank * size : (rank + 1) * size].clone()
 
 
-def _model_state(model: MadeModel, groups: Sequence[Tensors], how: Zero, rank: int) -> dict[str, Any]:
+def model_state(model: MadeModel, groups: Sequence[Tensors], how: Zero, rank: int) -> dict[str, Any]:
+    """Return a rank's model states."""
     in_module = {**model.trained, **model.frozen}
     if how.stage == 3:
         module = {name: torch.empty(0, dtype=torch.bfloat16) for name in in_module}
@@ -208,12 +211,13 @@ def _model_state(model: MadeModel, groups: Sequence[Tensors], how: Zero, rank: i
         "global_samples": 8 * how.step,
         "dp_world_size": how.num_ranks,
         "mp_world_size": 1,
-        "ds_config": _config(how),
+        "ds_config": config_of(how),
         "ds_version": "0.19.8",
     }
 
 
-def _optimizer_state(groups: Sequence[Tensors], how: Zero, rank: int) -> dict[str, Any]:
+def optimizer_state(groups: Sequence[Tensors], how: Zero, rank: int) -> dict[str, Any]:
+    """Return a rank's state of the optimizer."""
     if how.stage == 3:
         flats = [torch.cat([_piece(t, how.num_ranks, rank) for t in group.values()]) for group in groups]
         if how.ends is not None:
@@ -314,7 +318,7 @@ def write_universal(folder: Path, model: MadeModel, how: Zero) -> None:
     groups = _sub_groups(model.groups, how) if how.stage == 3 else [_dealt(group, how) for group in model.groups]
     for rank in range(how.num_ranks if how.stage == 3 else 1):
         name = f"zero_pp_rank_{rank}_mp_rank_00" if how.stage == 3 else "mp_rank_00"
-        torch.save(_model_state(model, groups, how, rank), place / f"{name}_model_states.pt")
+        torch.save(model_state(model, groups, how, rank), place / f"{name}_model_states.pt")
     entries = model.trained
     if how.stage < 3:
         # The script also rounds to fp32 what no optimizer has.

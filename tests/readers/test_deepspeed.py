@@ -557,9 +557,9 @@ def test_pieces_that_do_not_fit(tmp_path):
     (2, {"mp_world_size": 2}, UsageError, ("2 slices", "ds_to_universal")),
     (3, {"dp_world_size": 8}, ContradictionError, ("dp_world_size 8", "MiCS")),
     (2, {"module": None, "x": 1}, CorruptError, ("no module",)),
-    (2, {"num_experts": [8]}, UsageError, ("experts that are spread over ranks are", "export_model")),
-    (2, {"ds_autoep_layers": [{"a": 1}]}, UsageError, ("experts that are spread over ranks are", "export_model")),
-    (2, {"param_shapes": None}, UsageError, ("the shapes",)),
+    (2, {"num_experts": [8]}, IncompleteError, ("layer_0_expert_0_mp_rank_00_model_states.pt",)),
+    (2, {"num_experts": ["8"]}, CorruptError, ("num_experts",)),
+    (2, {"ds_autoep_layers": [{"a": 1}]}, UsageError, ("experts of AutoEP are", "export_model")),
     (2, {"param_shapes": [{"a": "b"}]}, CorruptError, ("invalid shape",)),
     (2, {"param_shapes": [{"a": torch.Size([2])}, {"a": torch.Size([2])}]}, CorruptError, ("two groups",)),
     (2, {"param_shapes": 3}, CorruptError, ("param_shapes",)),
@@ -579,7 +579,7 @@ def test_model_states_that_do_not_fit(tmp_path, stage, changes, kind, words):
 
 
 @pytest.mark.parametrize(("stage", "changes", "kind", "words"), [
-    (2, {"partition_count": [3, 1]}, UsageError, ("experts that are spread over ranks are not read", "(3, 1)")),
+    (2, {"partition_count": [3, 1]}, CorruptError, ("different numbers of partitions", "(3, 1)")),
     (2, {"partition_count": "three"}, CorruptError, ("partition_count",)),
     (2, {"partition_count": [0]}, CorruptError, ("partition_count",)),
     (2, {"single_partition_of_fp32_groups": None}, UsageError, ("no fp32 weights",)),
@@ -642,10 +642,9 @@ def test_buffers_that_differ_can_be_picked(tmp_path):
 @pytest.mark.parametrize(("name", "words"), [
     ("mp_rank_01_model_states.pt", ("tensor-parallel", "ds_to_universal")),
     ("zero_pp_rank_0_mp_rank_01_optim_states.pt", ("tensor-parallel", "ds_to_universal")),
-    ("layer_3_expert_2_mp_rank_00_model_states.pt", ("experts that are spread over ranks are", "export_model")),
-    ("expp_rank_0_mp_rank_00_optim_states.pt", ("experts that are spread over ranks are", "export_model")),
-    ("layer_00-model_00-model_states.pt", ("a pipeline's layers are not read", "export_model")),
-    ("layer_02-model_states.pt", ("a pipeline's layers are not read", "export_model")),
+    ("layer_00-model_01-model_states.pt", ("tensor-parallel", "ds_to_universal")),
+    ("layer_00-rows_00-model_states.pt", ("tensor-parallel", "ds_to_universal")),
+    ("layer_0_expert_0_mp_rank_01_model_states.pt", ("tensor-parallel", "ds_to_universal")),
 ])  # fmt: skip
 def test_other_kinds_of_parallelism_are_refused_by_name(tmp_path, name, words):
     write_zero(tmp_path / "run", made_model(), Zero(stage=2))

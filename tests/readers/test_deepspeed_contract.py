@@ -1,4 +1,4 @@
-"""DeepSpeed's reader under the contract of all readers: ZeRO 2 and 3, and a universal checkpoint."""
+"""DeepSpeed's reader under the contract of all readers: ZeRO 2 and 3, universal, pipelines, and experts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.readers.made_zero import MadeModel, Zero, write_universal, write_zero
+from tests.readers.made_zero_parts import made_experts, made_pipeline, write_experts, write_pipeline
 from xrank.readers.deepspeed import DeepSpeedReader
 from xrank.testing.reader_contract import ReaderContract, SampleSource, whole
 
@@ -52,4 +53,25 @@ class TestUniversal(_Contract):
     def make(self, folder: Path) -> SampleSource:
         model = small_model()
         write_universal(folder / "checkpoint", model, self.how)
+        return SampleSource(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.expected.items()})
+
+
+class TestPipeline(_Contract):
+    how = Zero(stage=1, num_ranks=2)
+    unseen: ClassVar = {
+        "a file missing": "nothing records a layer without trained parameters and buffers; a note lists such numbers"
+    }
+
+    def make(self, folder: Path) -> SampleSource:
+        model = made_pipeline()
+        write_pipeline(folder / "checkpoint", model, self.how)
+        return SampleSource(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.expected.items()})
+
+
+class TestExperts(_Contract):
+    how = Zero(stage=2, num_ranks=4)
+
+    def make(self, folder: Path) -> SampleSource:
+        model = made_experts()
+        write_experts(folder / "checkpoint", model, self.how)
         return SampleSource(folder / "checkpoint", {name: whole(tensor) for name, tensor in model.expected.items()})

@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 
 from xrank import dtypes
+from xrank.decisions.roundings import check_roundings, compute_digests
 from xrank.errors import UsageError, XrankError
 from xrank.faces import option
-from xrank.plan.buffers import FileSource, NullTarget
-from xrank.plan.executor import Budget, execute
-from xrank.plan.output import OutputFile, OutputTensor
-from xrank.plan.planner import make_plan
+from xrank.plan.output import OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.base import Hints, Reader
 from xrank.readers.discovery import SourcePlace
@@ -27,7 +25,6 @@ _NUM_SAMPLED = 4
 """Tensors that are compared, of each kind: matrices, and vectors or scalars."""
 _MAX_SAMPLED_NBYTES = 64 << 20
 _ADAPTER_NAME = re.compile(r"\.(lora_[AB])\.\w+\.weight$")
-_BUDGET = Budget.from_memory(4 << 20, 1)
 
 
 def read_best(where: SourcePlace, hints: Hints) -> StoredModel:
@@ -66,7 +63,7 @@ def _read(reader: Reader, place: str, hints: Hints) -> StoredModel:
     Raises:
         UsageError: the caller chose a part, and the reader knows none.
     """
-    model = reader.read(place, hints)
+    model = check_roundings(reader.read(place, hints))
     if hints.part != model.part:
         raise UsageError(
             f"{option('part')} was given, but {place} contains one model that is not in parts",
@@ -103,11 +100,11 @@ def _compare(
     for reader in others:
         begin = f"{reader.name} files lie beside the {chosen.name} files that are read"
         try:
-            other = reader.read(place, hints)
+            other = check_roundings(reader.read(place, hints))
             if not other.shards:
                 raise _emptiness(place, reader)
             sampled = _sample(model, other)
-            digests = [_digests(each, outputs) for each, outputs in zip((model, other), sampled, strict=True)]
+            digests = [compute_digests(each, outputs) for each, outputs in zip((model, other), sampled, strict=True)]
         except XrankError as error:
             yield "also-here", f"{begin}, and cannot be read: {error.message}"
             continue
@@ -178,11 +175,3 @@ def _can_compare(a: StoredShard, b: StoredShard) -> bool:
     """Return whether one dtype is the other, or one that the other is rounded to."""
     one, two = dtypes.dtype(a.dtype), dtypes.dtype(b.dtype)
     return one == two or (one.is_float and two.is_float and one.nbytes != two.nbytes)
-
-
-def _digests(model: StoredModel, outputs: Sequence[OutputTensor]) -> list[bytes]:
-    """Return the digests of whole tensors in the outputs' dtypes."""
-    plan = make_plan(model, [OutputFile.bare(output) for output in outputs])
-    with closing(FileSource(model)) as files:
-        made = execute(plan, files, NullTarget(), budget=_BUDGET)
-    return [made.files[number].digest for number in range(len(outputs))]

@@ -116,6 +116,8 @@ class StoredModel:
     """Name -> number of padding rows that a recipe removed from its end."""
     notes: tuple[tuple[str, str], ...] = ()
     """(code, message) pairs for the report."""
+    roundings: tuple[StoredShard, ...] = ()
+    """Tensors that the source also holds in a type to which they are rounded, in files that record no step."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Further facts for `inspect`, by name."""
     layouts: Mapping[str, Sequence[StatedLayout]] = field(default_factory=dict)

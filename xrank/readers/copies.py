@@ -11,7 +11,7 @@ from xrank.errors import ContradictionError
 from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive
 
-__all__ = ["CopiedValues", "compute_repeated_crc32"]
+__all__ = ["CopiedValues", "compute_repeated_crc32", "is_telling"]
 
 _TELLING_ELEMENTS = 8
 _ONES = {"F32": b"\0\0\x80\x3f", "BF16": b"\x80\x3f", "F16": b"\0\x3c"}
@@ -33,9 +33,7 @@ class CopiedValues:
         if not archive.has_checksums or num_elements < _TELLING_ELEMENTS:
             return
         found = tuple(
-            (archive.records[t.key].nbytes, archive.records[t.key].crc32)
-            for t in tensors
-            if _differs_by_rank(archive, t)
+            (archive.records[t.key].nbytes, archive.records[t.key].crc32) for t in tensors if is_telling(archive, t)
         )
         if not found:
             return
@@ -51,8 +49,8 @@ class CopiedValues:
             )
 
 
-def _differs_by_rank(archive: TorchArchive, tensor: ArchivedTensor) -> bool:
-    """Return whether ranks' tensors should differ; zeros or ones (norms, new adapters, padding) do not."""
+def is_telling(archive: TorchArchive, tensor: ArchivedTensor) -> bool:
+    """Return whether a tensor's values tell it from others; zeros or ones (norms, new adapters, padding) do not."""
     record, width = archive.records[tensor.key], dtype(tensor.dtype).nbytes
     if tensor.shape in ((), (0,)) or record.nbytes < width:
         return False

@@ -104,6 +104,7 @@ def rename_tensors(stored: StoredModel, plain: Mapping[str, str]) -> StoredModel
         stored,
         shards=tuple(replace(shard, name=plain[shard.name]) for shard in stored.shards),
         absent=tuple(plain[name] for name in stored.absent),
+        roundings=tuple(replace(shard, name=plain[shard.name]) for shard in stored.roundings),
         aliases={plain[name]: plain[target] for name, target in stored.aliases.items()},
         layouts={plain.get(name, name): stated for name, stated in stored.layouts.items()},
         notes=(*stored.notes, *name_notes(plain)),

@@ -26,6 +26,11 @@ class FlatTensors:
     """Number of elements."""
     dtypes: tuple[str, ...]
 
+    def of(self, ranks: Sequence[int]) -> FlatTensors:
+        """Return the rows of some of the ranks."""
+        rows = list(ranks)
+        return FlatTensors(self.record[rows], self.start[rows], self.length[rows], self.dtypes)
+
 
 class FlatRows:
     """Collects one-dimensional tensors, rank by rank, into their table.

@@ -6,21 +6,25 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, UnsafeError, UsageError
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.readers.advice import ONE_SAVE
-from xrank.readers.deepspeed.unread import EXPERTS, SLICES, STAGES
+from xrank.readers.deepspeed.unread import SLICES
 from xrank.words import list_text
 
-__all__ = ["CheckpointFiles", "explain_mismatch", "list_files", "parse_owner", "resolve_folder"]
+__all__ = ["CheckpointFiles", "Owner", "explain_mismatch", "list_files", "parse_owner", "resolve_folder"]
 
 # deepspeed/runtime/engine.py: _get_ckpt_name, _get_rank_zero_ckpt_name; older versions lack the "_" before "optim".
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,7})_)?mp_rank_([0-9]{2,7})_model_states\.pt")
 _PARTITION = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_([0-9]{1,7})_mp_rank_([0-9]{2,7})_?optim_states\.pt")
-# engine.py: _get_expert_ckpt_name, _get_optimizer_ckpt_name; runtime/pipe/module.py: ckpt_layer_path.
-_EXPERT = re.compile(r"(?:layer_.*)?expert_.*_model_states\.pt|expp_rank_.*_optim_states\.pt")
-_LAYER = re.compile(r"layer_[0-9]+-.*model_.*states\.pt")
+# engine.py: _get_expert_ckpt_name, whose older form has no layer, and _get_optimizer_ckpt_name.
+_EXPERT = re.compile(r"(?:layer_([0-9]{1,7})_)?expert_([0-9]{1,7})_mp_rank_([0-9]{2,7})_model_states\.pt")
+_MOMENTS = re.compile(r"expp_rank_([0-9]{1,7})_mp_rank_([0-9]{2,7})_optim_states\.pt")
+# runtime/pipe/module.py: ckpt_layer_path. Topologies with a model axis have its coordinate in the name.
+_LAYER = re.compile(r"layer_([0-9]{2,7})(?:-model_([0-9]{2,7}))?-model_states\.pt")
+_OTHER_LAYER = re.compile(r"layer_[0-9]{2,7}-.*-model_states\.pt")
 
 _MARKERS = ("latest", "latest_universal")
 _SCRIPT = "zero_to_fp32.py"
@@ -34,25 +38,52 @@ class CheckpointFiles:
 
     folder: str
     models: Mapping[int, str]
-    """Model states by model-parallel rank, of stages 0 to 2; each contains whole modules."""
+    """Model states by model-parallel rank, of stages 0 to 2; each contains whole modules, or belongs to a stage."""
     rank_models: Mapping[int, str]
     """Model states by rank, of stage 3."""
-    partitions: Mapping[int, str]
-    """Optimizer states by rank, with the fp32 weights."""
+    stage_partitions: Mapping[int, Mapping[int, str]]
+    """Optimizer states with the fp32 weights, by model-parallel rank and then by rank in its data-parallel group."""
+    layers: Mapping[int, str]
+    """A pipeline's layers."""
+    experts: Mapping[tuple[int, int], str]
+    """Experts by layer of experts and number; the layer is -1 in older checkpoints, whose files have all layers."""
     is_universal: bool
+    sliced: str | None = None
+    """A file of a further model-parallel rank, which is a pipeline's stage or a slice of every module."""
 
     @property
     def tag(self) -> str:
         """Return the checkpoint's name."""
         return os.path.basename(os.path.abspath(self.folder))
 
+    @property
+    def partitions(self) -> Mapping[int, str]:
+        """Optimizer states of the first model-parallel rank."""
+        return self.stage_partitions.get(0, {})
 
-def parse_owner(name: str) -> tuple[str, int | None, int] | None:
-    """Return (kind, rank, slice) from a file's name, or None for another name. Rank None: all ranks share the file."""
+
+class Owner(NamedTuple):
+    """Kind of a file and its place in the run, from its name."""
+
+    kind: str
+    rank: int | None
+    """Rank in the data-parallel group; None: all ranks share the file."""
+    slice: int
+    """Model-parallel rank."""
+    layer: int = -1
+    expert: int = -1
+
+
+def parse_owner(name: str) -> Owner | None:
+    """Return the owner of a file from its name, or None for another name."""
     if model := _MODEL.fullmatch(name):
-        return "model states", None if model[1] is None else int(model[1]), int(model[2])
+        return Owner("model states", None if model[1] is None else int(model[1]), int(model[2]))
     if partition := _PARTITION.fullmatch(name):
-        return "optimizer states", int(partition[1]), int(partition[2])
+        return Owner("optimizer states", int(partition[1]), int(partition[2]))
+    if layer := _LAYER.fullmatch(name):
+        return Owner("layer", None, int(layer[2] or 0), int(layer[1]))
+    if expert := _EXPERT.fullmatch(name):
+        return Owner("expert", None, int(expert[3]), -1 if expert[1] is None else int(expert[1]), int(expert[2]))
     return None
 
 
@@ -72,7 +103,7 @@ def explain_mismatch(path: str) -> str | None:
 
 
 def _is_state(name: str) -> bool:
-    return any(pattern.fullmatch(name) for pattern in (_MODEL, _PARTITION, _EXPERT, _LAYER))
+    return any(pattern.fullmatch(name) for pattern in (_MODEL, _PARTITION, _EXPERT, _MOMENTS, _OTHER_LAYER, _LAYER))
 
 
 def _holds_states(path: str) -> bool:
@@ -151,42 +182,52 @@ def list_files(folder: str) -> CheckpointFiles:
     """Return the files of a checkpoint's folder by kind and rank.
 
     Raises:
-        UsageError: a file's kind is not read: experts, pipeline stages, tensor-parallel ranks.
+        UsageError: a layer or an expert is cut into slices.
         ContradictionError: two files belong to one rank.
     """
     models: dict[int, str] = {}
     rank_models: dict[int, str] = {}
-    partitions: dict[int, str] = {}
+    partitions: dict[int, dict[int, str]] = {}
+    layers: dict[int, str] = {}
+    experts: dict[tuple[int, int], str] = {}
     sliced: list[str] = []
     entries = sorted(os.listdir(folder))
     is_universal = "zero" in entries and os.path.isdir(os.path.join(folder, "zero"))
     for entry in entries:
-        if _EXPERT.fullmatch(entry):
-            raise EXPERTS.make_error(Origin(os.path.join(folder, entry)))
-        if _LAYER.fullmatch(entry):
-            raise STAGES.make_error(Origin(os.path.join(folder, entry)))
-        owner = parse_owner(entry)
+        owner, path = parse_owner(entry), os.path.join(folder, entry)
         if owner is None:
+            if _OTHER_LAYER.fullmatch(entry):
+                raise SLICES.make_error(Origin(path))
             continue
-        kind, rank, slice_ = owner
+        if owner.slice and owner.kind in ("layer", "expert"):
+            raise SLICES.make_error(Origin(path))
         # Universal weights are whole; there the slices' model states only show which parameters exist.
-        if slice_ and not (is_universal and rank is None):
-            sliced.append(entry)
-            continue
-        if rank is None:
-            place, key = models, slice_
-        else:
-            place, key = partitions if kind == "optimizer states" else rank_models, rank
-        if key in place:
-            raise ContradictionError(
-                f"{os.path.join(folder, entry)} and {os.path.basename(place[key])} both belong to rank {key}",
-                rank=key,
-                file=os.path.join(folder, entry),
-                got="two files",
-                want="one",
-                next_step=ONE_SAVE,
-            )
-        place[key] = os.path.join(folder, entry)
-    if sliced:
-        raise SLICES.make_error(Origin(os.path.join(folder, sliced[0])))
-    return CheckpointFiles(folder, models, rank_models, partitions, is_universal)
+        if owner.slice and not (is_universal and owner.rank is None):
+            sliced.append(path)
+        if owner.kind == "layer":
+            _set(layers, owner.layer, path, f"layer {owner.layer}")
+        elif owner.kind == "expert":
+            _set(experts, (owner.layer, owner.expert), path, f"expert {owner.expert} of layer {owner.layer}")
+        elif owner.rank is None:
+            _set(models, owner.slice, path, f"model-parallel rank {owner.slice}")
+        elif owner.kind == "optimizer states":
+            _set(partitions.setdefault(owner.slice, {}), owner.rank, path, f"rank {owner.rank}")
+        elif not owner.slice:
+            _set(rank_models, owner.rank, path, f"rank {owner.rank}")
+    first = sliced[0] if sliced else None
+    return CheckpointFiles(folder, models, rank_models, partitions, layers, experts, is_universal, first)
+
+
+_Key = TypeVar("_Key")
+
+
+def _set(place: dict[_Key, str], key: _Key, path: str, whose: str) -> None:
+    other = place.setdefault(key, path)
+    if other != path:
+        raise ContradictionError(
+            f"{path} and {os.path.basename(other)} both belong to {whose}",
+            file=path,
+            got="two files",
+            want="one",
+            next_step=ONE_SAVE,
+        )

@@ -19,7 +19,7 @@ from xrank.readers.deepspeed.states import ModelState, Shape, Shapes, read_model
 from xrank.readers.held_tensor import HeldTensor, pieces_of, whole
 from xrank.readers.records import Records
 
-__all__ = ["Modules", "assemble", "read_rank_modules", "read_whole_modules"]
+__all__ = ["Modules", "assemble", "locate_whole", "read_rank_modules", "read_whole_modules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class Modules:
     shared: Mapping[str, str]
     """Alias -> the name that holds the data."""
     notes: tuple[tuple[str, str], ...]
+    names: tuple[str, ...]
+    """Names of all tensors of the state dict, in its order."""
 
     @property
     def trained(self) -> Shapes:
@@ -66,7 +68,7 @@ def read_whole_modules(path: str, records: Records, agreement: Agreement) -> Mod
     notes = []
     if untrained and trained:
         notes.append(("not-trained", f"{untrained} parameters have no fp32 weights; they are taken as they are stored"))
-    return Modules(state, shards, shared, (*notes, *_notes(state)))
+    return Modules(state, shards, shared, (*notes, *_notes(state)), tuple(state.module))
 
 
 def _ties(state: ModelState, *, is_cut: bool) -> dict[str, str]:
@@ -172,7 +174,7 @@ def read_rank_modules(paths: Sequence[str], records: Records, agreement: Agreeme
     flats = rows.table()
     for column, name in enumerate(names):
         shards[name] = locate_interleaved(name, first.frozen[name], flats, [column])
-    return Modules(first, shards, _ties(first, is_cut=True), tuple(_notes(first)))
+    return Modules(first, shards, _ties(first, is_cut=True), tuple(_notes(first)), tuple(first.module))
 
 
 def _numel_of(state: ModelState, name: str, rank: int, num_ranks: int) -> int:
@@ -245,6 +247,18 @@ def _part_of(tensor: ArchivedTensor, origin: Origin, index: Callable[[str], int]
     return HeldTensor.from_archive(tensor, rank=rank, file=origin.path, record=index(tensor.key))
 
 
+def locate_whole(name: str, tensor: ArchivedTensor, origin: Origin, index: Callable[[str], int]) -> StoredShard:
+    """Return a tensor that one file holds whole.
+
+    Args:
+        name: the tensor's name.
+        tensor: the tensor.
+        origin: its file.
+        index: returns the file's record with a key (`Records.add_archive`).
+    """
+    return _shard_of(name, [_part_of(tensor, origin, index, 0)])
+
+
 def _shard_of(name: str, held: Sequence[HeldTensor]) -> StoredShard:
     first = held[0]
     for other in held:
@@ -293,5 +307,5 @@ def assemble(
                 "parameter frozen or given to the optimizer: stage 3 saves no others",
             )
     # The state dict determines the order; tensors that it lacks follow.
-    order = dict.fromkeys((*state.module, *found))
+    order = dict.fromkeys((*modules.names, *found))
     return tuple(found[name] for name in order if name in found), aliases, absent

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xrank.errors import ContradictionError, IncompleteError, UsageError
+from xrank.formats.regular_file import Origin
 from xrank.plan.source import StoredModel, StoredShard
 from xrank.readers.advice import ONE_SAVE
 from xrank.readers.base import Hints
 from xrank.readers.checkpoint_folders import nbytes_below
 from xrank.readers.deepspeed.agreement import Agreement
+from xrank.readers.deepspeed.experts import locate_experts, locate_trained_experts, read_experts
 from xrank.readers.deepspeed.folder import CheckpointFiles, explain_mismatch, list_files, resolve_folder
 from xrank.readers.deepspeed.modules import Modules, assemble, read_rank_modules, read_whole_modules
 from xrank.readers.deepspeed.moment import check_moment
 from xrank.readers.deepspeed.partitions import DEALS, undo_dealing
-from xrank.readers.deepspeed.states import Shapes, read_model_state
+from xrank.readers.deepspeed.pipeline import read_pipeline
+from xrank.readers.deepspeed.slices import shapes_of_slices
+from xrank.readers.deepspeed.states import ModelState, Shapes, read_model_state
 from xrank.readers.deepspeed.universal import locate_universal
-from xrank.readers.deepspeed.unread import SLICES
+from xrank.readers.deepspeed.unread import SLICES, UNIVERSAL_STAGES
 from xrank.readers.deepspeed.zero import Partitions, check_ranks, locate_trained, read_partitions
 from xrank.readers.records import Records
 from xrank.readers.wrapper_names import LIGHTNING_VERSION, remove_wrapper_names
@@ -43,34 +47,94 @@ class DeepSpeedReader:
     def read(self, path: str, hints: Hints) -> StoredModel:
         """Return where every tensor of a checkpoint lies; errors as in `Reader.read`."""
         files = list_files(resolve_folder(path))
-        records, agreement = Records(), Agreement()
-        partitions: Partitions | None = None
-        if files.is_universal:
-            modules = _universal_modules(files, records, agreement)
-            _check_dealing(files, modules)
-            trained = locate_universal(
-                files.folder, _shapes_of(files, modules), records, is_sliced=len(files.models) > 1
-            )
-        elif files.partitions:
-            # First, because they show how many model states there should be, and whether these are cut.
-            partitions = read_partitions(files, records, agreement)
-            modules = _modules(files, len(partitions.all), partitions.is_interleaved, records, agreement)
-            if modules.state.groups is None:
-                raise modules.state.origin.usage(
-                    "does not record the shapes of the fp32 weights",
-                    got="no param_shapes",
-                    next_step="save again with a newer DeepSpeed, or with a stage of ZeRO",
-                )
-            trained = locate_trained(partitions, modules.state.groups)
-        else:
-            modules, trained = _modules(files, 0, bool(files.rank_models), records, agreement), {}
-            if modules.state.groups is not None:
-                raise _partition_error(files, "model states alone")
-        _check_world(files, modules, partitions)
-        shards, aliases, absent = assemble(modules, trained)
-        model = _make_stored_model(path, files, records, modules, partitions, shards, aliases)
-        is_attribute = LIGHTNING_VERSION in modules.state.facts
+        records = Records()
+        content = _read_content(files, records)
+        shards, aliases, absent = assemble(content.modules, content.trained)
+        model = _make_stored_model(path, files, records, content, shards, aliases)
+        is_attribute = LIGHTNING_VERSION in content.modules.state.facts
         return remove_wrapper_names(replace(model, absent=absent), hints.shapes, in_attribute=is_attribute)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """The tensors of a checkpoint."""
+
+    modules: Modules
+    trained: Mapping[str, StoredShard]
+    """The fp32 weights."""
+    partitions: Partitions | None
+    """Partitions of all ranks; a pipeline's are its first stage's."""
+    num_stages: int = 1
+    num_experts: int = 0
+    """Number of files of experts."""
+    roundings: tuple[StoredShard, ...] = ()
+
+
+def _read_content(files: CheckpointFiles, records: Records) -> _Content:
+    agreement = Agreement()
+    if files.is_universal:
+        modules = _universal_modules(files, records, agreement)
+        _check_dealing(files, modules)
+        trained = locate_universal(files.folder, _shapes_of(files, modules), records, is_sliced=len(files.models) > 1)
+        _check_world(files, modules, None)
+        return _Content(modules, trained, None)
+    # Also where the files of a pipeline's layers, or those of experts, are missing.
+    peeked = read_model_state(files.models[min(files.models)]) if files.models else None
+    if files.layers or (peeked is not None and peeked.is_stage):
+        pipeline = read_pipeline(files, records, agreement)
+        _check_dp_size(pipeline.modules.state, pipeline.partitions)
+        return _Content(
+            pipeline.modules,
+            pipeline.trained,
+            pipeline.partitions,
+            num_stages=pipeline.num_stages,
+            roundings=pipeline.roundings,
+        )
+    if files.sliced is not None:
+        raise SLICES.make_error(Origin(files.sliced))
+    if files.experts or (peeked is not None and max(peeked.num_experts, default=1) > 1):
+        return _read_with_experts(files, records, agreement)
+    if files.partitions:
+        # First, because they show how many model states there should be, and whether these are cut.
+        partitions = read_partitions(files.folder, files.partitions, records, agreement)
+        modules = _modules(files, len(partitions.all), partitions.is_interleaved, records, agreement)
+        _check_world(files, modules, partitions)
+        return _Content(modules, locate_trained(partitions, _groups_of(partitions, modules.state)), partitions)
+    modules = _modules(files, 0, bool(files.rank_models), records, agreement)
+    if modules.state.groups is not None:
+        raise _partition_error(files, "model states alone")
+    _check_world(files, modules, None)
+    return _Content(modules, {}, None)
+
+
+def _read_with_experts(files: CheckpointFiles, records: Records, agreement: Agreement) -> _Content:
+    modules = _modules(files, 0, bool(files.rank_models), records, agreement)
+    experts = read_experts(files, modules.state)
+    num_ranks, partitions = modules.state.facts.get("dp_world_size"), None
+    trained: dict[str, StoredShard] = {}
+    if files.partitions:
+        # Groups of experts have fewer partitions than there are ranks, so that only the model states know these.
+        if type(num_ranks) is not int or num_ranks < 1:
+            raise modules.state.origin.corrupt("does not record the number of ranks", got=ascii(num_ranks)[:200])
+        partitions = read_partitions(files.folder, files.partitions, records, agreement, num_ranks=num_ranks)
+        dense = {name: tensor.shape for name, tensor in modules.state.module.items()}
+        trained = locate_trained_experts(partitions, modules.state, experts, dense)
+    elif modules.state.groups is not None:
+        raise _partition_error(files, "model states alone")
+    _check_world(files, modules, partitions)
+    shards, roundings = locate_experts(experts, trained, records)
+    modules = replace(modules, shards={**modules.shards, **shards})
+    return _Content(modules, trained, partitions, num_experts=len(files.experts), roundings=roundings)
+
+
+def _groups_of(partitions: Partitions, state: ModelState) -> tuple[Shapes, ...]:
+    """Return the shapes of the fp32 weights by group, from the partitions if the model states do not record them."""
+    if state.groups is not None:
+        return state.groups
+    # BF16_Optimizer without ZeRO: engine.py: _common_checkpoint_state.
+    shapes = {name: tensor.shape for name, tensor in state.module.items()}
+    numbers = range(len(partitions.all[0].flats))
+    return tuple(shapes_of_slices(partitions.all, number, shapes) for number in numbers)
 
 
 def _check_world(files: CheckpointFiles, modules: Modules, partitions: Partitions | None) -> None:
@@ -78,7 +142,11 @@ def _check_world(files: CheckpointFiles, modules: Modules, partitions: Partition
     origin, num_slices = modules.state.origin, modules.state.facts.get("mp_world_size")
     if not files.is_universal and type(num_slices) is int and num_slices > 1:
         raise SLICES.make_error(origin, f"one of {num_slices} slices (mp_world_size)")
-    num_ranks = modules.state.facts.get("dp_world_size")
+    _check_dp_size(modules.state, partitions)
+
+
+def _check_dp_size(state: ModelState, partitions: Partitions | None) -> None:
+    num_ranks, origin = state.facts.get("dp_world_size"), state.origin
     if partitions is not None and type(num_ranks) is int and num_ranks != len(partitions.all):
         raise ContradictionError(
             origin.locate("belongs to a run of another size than the partitions"),
@@ -113,7 +181,10 @@ def _modules(files: CheckpointFiles, num_ranks: int, is_cut: bool, records: Reco
             want="the model states, which name the weights",
             next_step="copy the file from rank 0's node",
         )
-    return read_whole_modules(files.models[0], records, agreement)
+    modules = read_whole_modules(files.models[0], records, agreement)
+    if modules.state.is_stage:
+        raise UNIVERSAL_STAGES.make_error(modules.state.origin)
+    return modules
 
 
 def _partition_error(files: CheckpointFiles, got: str) -> IncompleteError:
@@ -214,15 +285,16 @@ def _make_stored_model(
     path: str,
     files: CheckpointFiles,
     records: Records,
-    modules: Modules,
-    partitions: Partitions | None,
+    content: _Content,
     shards: tuple[StoredShard, ...],
     aliases: Mapping[str, str],
 ) -> StoredModel:
+    modules, partitions = content.modules, content.partitions
     step, world_size = (modules.state.facts.get(key) for key in ("global_steps", "dp_world_size"))
     num_ranks = len(partitions.all) if partitions is not None else world_size if type(world_size) is int else None
     first = partitions.all[0].facts if partitions is not None else None
-    notes = [*modules.notes, *check_moment(files.tag, modules.state.facts, modules.state.origin, first)]
+    moment = check_moment(files.tag, modules.state.facts, modules.state.origin, first)
+    notes = list(dict.fromkeys((*modules.notes, *moment)))
     if records.bare:
         notes.append(("no-checksums", f"{len(records.bare)} files were written without checksums"))
     return StoredModel(
@@ -232,29 +304,31 @@ def _make_stored_model(
         records=records.table(),
         shards=shards,
         aliases=aliases,
-        world_size=num_ranks,
+        world_size=None if num_ranks is None else num_ranks * content.num_stages,
         step=step if type(step) is int else None,
         nbytes=records.nbytes,
         skipped_nbytes=nbytes_below(files.folder) - records.nbytes,
         notes=tuple(notes),
-        details=_details(files, modules, partitions, aliases),
+        details=_details(files, content, aliases),
+        roundings=content.roundings,
     )
 
 
-def _details(
-    files: CheckpointFiles, modules: Modules, partitions: Partitions | None, aliases: Mapping[str, str]
-) -> dict[str, Any]:
-    stage = modules.state.config_stage
+def _details(files: CheckpointFiles, content: _Content, aliases: Mapping[str, str]) -> dict[str, Any]:
+    state, partitions = content.modules.state, content.partitions
+    stage = state.config_stage
     if partitions is not None and partitions.stage is not None:
         stage = partitions.stage
-    state = modules.state
+    more = {"pipeline stages": content.num_stages, "layers": len(files.layers)} if content.num_stages > 1 else {}
     return {
         "tag": files.tag,
         "stage": "universal" if files.is_universal else f"ZeRO {stage}" if stage else "no ZeRO",
         "DeepSpeed": state.facts.get("ds_version"),
-        "partitions": 0 if partitions is None else len(partitions.all),
+        "partitions": 0 if partitions is None else len(partitions.all) * content.num_stages,
         "groups": len(state.groups or ()),
         "frozen": len(state.frozen),
-        "buffers": sum(name in modules.shards for name in state.buffer_names),
+        "buffers": sum(name in content.modules.shards for name in state.buffer_names),
         "shared": dict(aliases),
+        **more,
+        **({"expert files": content.num_experts} if content.num_experts else {}),
     }

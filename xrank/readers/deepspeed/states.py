@@ -6,10 +6,11 @@ The keys are those of ``deepspeed/checkpoint/constants.py``.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from xrank.errors import ContradictionError, UnsafeError
 from xrank.formats.inert_record import InertRecord
@@ -18,21 +19,31 @@ from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archi
 from xrank.readers.deepspeed.agreement import flatten_facts
 from xrank.readers.deepspeed.folder import parse_owner
 from xrank.readers.deepspeed.partitions import DEALS
-from xrank.readers.deepspeed.unread import EXPERTS, STAGES
+from xrank.readers.deepspeed.unread import AUTO_EXPERTS
 from xrank.readers.wrapper_names import LIGHTNING_VERSION
 from xrank.words import list_text
 
-__all__ = ["ModelState", "Partition", "Shape", "Shapes", "read_model_state", "read_partition"]
+__all__ = ["EXPERTS_LAST", "EXPERT_NAME", "ModelState", "Partition", "Shape", "Shapes", "check_name", "check_table"]
+__all__ += ["check_tensors", "read_model_state", "read_partition"]
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
 
+EXPERT_NAME = re.compile(r"(?<=\.deepspeed_moe\.experts\.deepspeed_experts\.)[0-9]{1,9}(?=\.)")
+"""An expert's number in a tensor's name (deepspeed/moe/experts.py)."""
 _MAX_NUMEL = (1 << 62) - 1
+_MAX_EXPERTS = 1 << 20
 _SHARED_FACTS = (
     *("ds_version", "global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size"),
+    "checkpoint_parallel_dimensions",
     LIGHTNING_VERSION,
 )
-_CONFIG_FACTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "fp16", "optimizer", "scheduler")
+EXPERTS_LAST = "use_data_before_expert_parallelism"
+"""The option by which ranks with the same experts follow each other."""
+_CONFIG_FACTS = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "fp16", "optimizer", "scheduler"),
+    EXPERTS_LAST,
+)
 _ALIGNMENTS, _SLICES = "param_alignment_paddings", "param_slice_mappings"
 _OPTIMIZER_FACTS = (
     *("zero_stage", "partition_count", "ds_version", "clip_grad", "dynamic_loss_scale", "overflow", "loss_scaler"),
@@ -63,6 +74,10 @@ class ModelState:
     """Values that are equal in all files of one save."""
     config_stage: int | None
     """The ZeRO stage in the configuration."""
+    is_stage: bool
+    """Whether it is a pipeline's stage: its layers' tensors lie in files of their own."""
+    num_experts: tuple[int, ...]
+    """Number of experts of each layer with experts; their tensors lie in files of their own, and are not named here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +109,30 @@ def read_model_state(path: str, rank: int | None = None) -> ModelState:
 
     Raises:
         IncompleteError: the file is missing.
-        UsageError: it belongs to a pipeline or has experts, which are not read.
+        UsageError: its experts are not read.
         CorruptError, UnsafeError: it is damaged, or contains code where data are needed.
     """
     archive, origin = read_archive(path, rank=rank), Origin(path, rank)
-    state = _table(archive.value, "the state", origin)
-    _check_name(archive, origin)
+    state = check_table(archive.value, "the state", origin)
+    check_name(archive, origin)
     archive = replace(archive, value=None)  # a thousand ranks' trees would fill memory
-    _check_kind(state, origin)
-    module = _table(state["module"], "module", origin)
-    tensors = _module_tensors(module, origin)
+    if "module" not in state:
+        raise origin.corrupt("is not a model state", got="no module", want="a dict with module")
+    if state.get("ds_autoep_layers") or state.get("autoep_layers"):
+        raise AUTO_EXPERTS.make_error(origin)
+    # runtime/pipe/engine.py: module_state_dict returns None.
+    is_stage = state["module"] is None
+    module = {} if is_stage else check_table(state["module"], "module", origin)
+    tensors = check_tensors(module, origin)
+    num_experts = _num_experts(state.get("num_experts"), origin)
+    own = {name for name in tensors if num_experts and EXPERT_NAME.search(name)}
+    if own:
+        raise origin.corrupt("contains experts, which lie in files of their own", got=quote(min(own)))
     buffers = state.get("buffer_names") or ()
-    if not isinstance(buffers, (list, tuple, set)) or not all(isinstance(name, str) for name in buffers):
+    buffers = sorted(buffers) if isinstance(buffers, set) else buffers
+    if not isinstance(buffers, (list, tuple)) or not all(isinstance(name, str) for name in buffers):
         raise origin.corrupt("buffer_names is not a list of names", got=type(buffers).__name__)
-    shared = _table(state.get("shared_params") or {}, "shared_params", origin)
+    shared = check_table(state.get("shared_params") or {}, "shared_params", origin)
     if not all(isinstance(name, str) for name in shared.values()):
         raise origin.corrupt("shared_params does not tie names to names")
     facts = flatten_facts({key: state[key] for key in _SHARED_FACTS if key in state}, archive)
@@ -116,26 +141,24 @@ def read_model_state(path: str, rank: int | None = None) -> ModelState:
         archive=archive,
         module=tensors,
         num_others=len(module) - len(tensors),
-        buffer_names=tuple(sorted(buffers) if isinstance(buffers, set) else buffers),
+        buffer_names=tuple(name for name in buffers if not EXPERT_NAME.search(name)),
         groups=_groups(state.get("param_shapes"), origin),
-        frozen=_shapes(state.get("frozen_param_shapes") or {}, "frozen_param_shapes", origin),
-        fragments=_fragments(state.get("frozen_param_fragments") or {}, origin),
+        frozen=_without_experts(_shapes(state.get("frozen_param_shapes") or {}, "frozen_param_shapes", origin)),
+        fragments=_without_experts(_fragments(state.get("frozen_param_fragments") or {}, origin)),
         shared={name: str(owner) for name, owner in shared.items()},
         facts={**dict(facts), **dict(_config_facts(state, archive))},
         config_stage=_config_stage(state),
+        is_stage=is_stage,
+        num_experts=num_experts,
     )
 
 
-def _check_kind(state: Mapping[str, object], origin: Origin) -> None:
-    if "module" not in state:
-        raise origin.corrupt("is not a model state", got="no module", want="a dict with module")
-    if state["module"] is None:
-        raise STAGES.make_error(origin, "no module: its layers lie in files of their own")
-    if state.get("ds_autoep_layers") or state.get("autoep_layers") or _is_positive(state.get("num_experts")):
-        raise EXPERTS.make_error(origin)
+def check_tensors(module: Mapping[str, object], origin: Origin) -> dict[str, ArchivedTensor]:
+    """Return the tensors of a state dict.
 
-
-def _module_tensors(module: Mapping[str, object], origin: Origin) -> dict[str, ArchivedTensor]:
+    Raises:
+        UnsafeError: an entry can only be made by running code.
+    """
     for name, value in module.items():
         # A parameter of its own class (quantised, sparse) is pickled as code; without it the model would have a gap.
         if isinstance(value, InertRecord) and not name.endswith("_extra_state"):
@@ -143,9 +166,24 @@ def _module_tensors(module: Mapping[str, object], origin: Origin) -> dict[str, A
     return {name: value for name, value in module.items() if isinstance(value, ArchivedTensor)}
 
 
+_Value = TypeVar("_Value")
+
+
+def _without_experts(named: Mapping[str, _Value]) -> dict[str, _Value]:
+    return {name: value for name, value in named.items() if not EXPERT_NAME.search(name)}
+
+
+def _num_experts(value: object, origin: Origin) -> tuple[int, ...]:
+    # engine.py: a list with a number for each layer of experts; older versions write [0] without any.
+    values = value if isinstance(value, (list, tuple)) else ()
+    if not all(type(each) is int and 0 <= each <= _MAX_EXPERTS for each in values):
+        raise origin.corrupt("num_experts is not a list of counts", got=ascii(value)[:200])
+    return tuple(each for each in values if isinstance(each, int) and each)
+
+
 def _fragments(value: object, origin: Origin) -> dict[str, ArchivedTensor]:
     found: dict[str, ArchivedTensor] = {}
-    for name, fragment in _table(value, "frozen_param_fragments", origin).items():
+    for name, fragment in check_table(value, "frozen_param_fragments", origin).items():
         if not isinstance(fragment, ArchivedTensor):
             kind = type(fragment).__name__
             raise origin.corrupt(f"{quote(name)} among frozen_param_fragments is not a tensor", got=kind)
@@ -171,7 +209,7 @@ def _config_stage(state: Mapping[str, object]) -> int | None:
     return stage if type(stage) is int else None
 
 
-def _check_name(archive: TorchArchive, origin: Origin) -> None:
+def check_name(archive: TorchArchive, origin: Origin) -> None:
     """Check that a file is not another rank's: torch writes the file's original name into the archive."""
     own, saved = parse_owner(os.path.basename(origin.path)), parse_owner(f"{archive.name}.pt")
     if own is not None and saved is not None and own != saved:
@@ -191,13 +229,13 @@ def _code_error(name: str, value: InertRecord, origin: Origin) -> UnsafeError:
     return error
 
 
-def _is_positive(value: object) -> bool:
-    # engine.py: num_experts is a list; [0] or [1] means no experts.
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return any(type(each) is int and each > 1 for each in values)
+def check_table(value: object, what: str, origin: Origin) -> dict[str, object]:
+    """Return a value that must be a dict of names.
 
-
-def _table(value: object, what: str, origin: Origin) -> dict[str, object]:
+    Raises:
+        UnsafeError: it is an object that only running code can make.
+        CorruptError: it is something else.
+    """
     if isinstance(value, InertRecord):
         raise origin.unsafe(f"{what} is an object that only running code can make", got=repr(value))
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
@@ -206,7 +244,7 @@ def _table(value: object, what: str, origin: Origin) -> dict[str, object]:
 
 
 def _shapes(value: object, what: str, origin: Origin) -> Shapes:
-    table = _table(value, what, origin)
+    table = check_table(value, what, origin)
     found: dict[str, Shape] = {}
     for name, shape in table.items():
         # A torch.Size is a tuple here (`read_archive`); some callers save lists.
@@ -226,10 +264,10 @@ def read_partition(path: str, rank: int) -> Partition:
         CorruptError, UnsafeError: it is damaged, or contains code where data are needed.
     """
     archive, origin = read_archive(path, rank=rank), Origin(path, rank)
-    state = _table(archive.value, "the state", origin)
-    _check_name(archive, origin)
+    state = check_table(archive.value, "the state", origin)
+    check_name(archive, origin)
     archive = replace(archive, value=None)  # a thousand ranks' trees would fill memory
-    optimizer = _table(state.get("optimizer_state_dict"), "optimizer_state_dict", origin)
+    optimizer = check_table(state.get("optimizer_state_dict"), "optimizer_state_dict", origin)
     is_interleaved = "fp32_flat_groups" in optimizer
     flats = optimizer.get("fp32_flat_groups" if is_interleaved else "single_partition_of_fp32_groups")
     if flats is None:
@@ -291,7 +329,7 @@ def _stage_of(value: object, origin: Origin) -> int | None:
 
 def _slices(value: object, origin: Origin) -> Mapping[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
-    for name, address in _table(value, _SLICES, origin).items():
+    for name, address in check_table(value, _SLICES, origin).items():
         # deepspeed/utils/tensor_fragment.py: fragment_address(numel, start).
         match address:
             case InertRecord(name="fragment_address", state={"numel": int(numel), "start": int(start)}):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xrank.errors import UsageError
 from xrank.formats.regular_file import Origin
 
-__all__ = ["EXPERTS", "SLICES", "STAGES", "Unread"]
+__all__ = ["AUTO_EXPERTS", "SLICES", "UNIVERSAL_STAGES", "Unread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +25,23 @@ class Unread:
         return origin.usage(
             f"{self.what} are not read",
             got=got or self.what,
-            want=f"one slice of every module, mp_rank_00; this would need {self.needed}",
+            want=f"whole modules; this would need {self.needed}",
             next_step=self.next_step,
         )
 
 
-# For experts and pipelines DeepSpeed's own script fails, or loses frozen parameters.
 SLICES = Unread(
     "slices of tensor-parallel ranks",
     "a map of how each tensor was sliced",
     "convert the checkpoint with DeepSpeed's ds_to_universal.py, then gather what that wrote",
 )
-STAGES = Unread(
-    "a pipeline's layers",
-    "the names that its stages give to layers",
-    "load it in a job of as many ranks, and call xrank.export_model(engine.module, OUT) on each of them",
+UNIVERSAL_STAGES = Unread(
+    "the universal checkpoints of pipelines",
+    "the layers' buffers and frozen parameters, which ds_to_universal.py leaves out",
+    "gather the checkpoint from which the universal one was made",
 )
-EXPERTS = Unread(
-    "experts that are spread over ranks",
+AUTO_EXPERTS = Unread(
+    "the experts of AutoEP",
     "each expert's shards put together",
     "load it in a job of as many ranks, and call xrank.export_model on each of them, with a state dict that has its "
     "experts under their numbers in the whole model",

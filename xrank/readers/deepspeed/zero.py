@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,21 +15,19 @@ from xrank.plan.source import StoredShard
 from xrank.readers.copies import CopiedValues
 from xrank.readers.deepspeed.agreement import Agreement
 from xrank.readers.deepspeed.flat_rows import FlatRows, FlatTensors
-from xrank.readers.deepspeed.folder import CheckpointFiles
 from xrank.readers.deepspeed.partitions import (
     locate_interleaved,
     locate_successive,
     partition_numel,
     piece_numel,
     stretches,
-    undo_dealing,
 )
+from xrank.readers.deepspeed.slices import check_slices
 from xrank.readers.deepspeed.states import Partition, Shapes, read_partition
-from xrank.readers.deepspeed.unread import EXPERTS
 from xrank.readers.records import Records
 from xrank.words import ranks_text
 
-__all__ = ["Partitions", "check_ranks", "locate_trained", "read_partitions"]
+__all__ = ["Partitions", "check_copies", "check_ranks", "locate_group", "locate_trained", "read_partitions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,22 @@ class Partitions:
         """The stage that they record, if any."""
         return self.all[0].stage
 
+    def of(self, ranks: Sequence[int]) -> Partitions:
+        """Return the partitions of some of the ranks, as those of a group of their own."""
+        return Partitions(tuple(self.all[rank] for rank in ranks), self.flats.of(ranks))
 
-def read_partitions(files: CheckpointFiles, records: Records, agreement: Agreement) -> Partitions:
-    """Return the partitions of all ranks.
+
+def read_partitions(
+    folder: str, paths: Mapping[int, str], records: Records, agreement: Agreement, *, num_ranks: int | None = None
+) -> Partitions:
+    """Return the partitions of all ranks of one data-parallel group.
+
+    Args:
+        folder: the checkpoint's folder.
+        paths: their files, by rank.
+        records: collects the files.
+        agreement: collects their facts.
+        num_ranks: number of ranks if the model has experts, whose groups have fewer partitions.
 
     Raises:
         IncompleteError: a rank's file is missing.
@@ -58,19 +70,19 @@ def read_partitions(files: CheckpointFiles, records: Records, agreement: Agreeme
         CorruptError, UnsafeError, UsageError: as `read_partition`.
     """
     # Every partition records the number of ranks, so a missing rank 0 can still be reported.
-    start = min(files.partitions)
-    first = read_partition(files.partitions[start], start)
-    num_ranks = max(first.counts)
+    start = min(paths)
+    first = read_partition(paths[start], start)
+    has_experts, num_ranks = num_ranks is not None, num_ranks or max(first.counts)
     # Before the others are read: the names of the files already show a missing rank.
-    check_ranks(files.folder, files.partitions, num_ranks, "optim_states")
-    if any(count != num_ranks for count in first.counts):
-        raise EXPERTS.make_error(
-            first.origin, f"groups of different numbers of partitions, {ascii(first.counts)[:200]}"
+    check_ranks(folder, paths, num_ranks, "optim_states")
+    if any(num_ranks % count if has_experts else count != num_ranks for count in first.counts):
+        raise first.origin.corrupt(
+            "its groups have different numbers of partitions", got=ascii(first.counts)[:200], want=str(num_ranks)
         )
     partitions = []
     rows = FlatRows([f"fp32 group {number}" for number in range(len(first.flats))], num_ranks)
     for rank in range(num_ranks):
-        partition = first if rank == start else read_partition(files.partitions[rank], rank)
+        partition = first if rank == start else read_partition(paths[rank], rank)
         if (partition.is_interleaved, len(partition.flats)) != (first.is_interleaved, len(first.flats)):
             raise ContradictionError(
                 partition.origin.locate("has other groups than rank 0"),
@@ -119,8 +131,9 @@ def check_ranks(folder: str, found: Mapping[int, str], num_ranks: int, kind: str
 
 
 def _file_name(others: Sequence[str], rank: int, kind: str) -> str:
-    prefix = os.path.basename(others[0]).partition("zero_pp_rank_")[0] if others else ""
-    return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"
+    """Return the name of a rank's file from those of other ranks, which differ in precision and model-parallel rank."""
+    name = os.path.basename(others[0]) if others else f"zero_pp_rank_0_mp_rank_00_{kind}.pt"
+    return re.sub(r"(?<=zero_pp_rank_)\d+", str(rank), name)
 
 
 def locate_trained(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
@@ -141,11 +154,20 @@ def locate_trained(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str
         )
     found: dict[str, StoredShard] = {}
     for number, shapes in enumerate(groups):
-        found.update(_group_shards(partitions, number, shapes))
+        found.update(locate_group(partitions, number, shapes))
+    check_copies(partitions)
+    return found
+
+
+def check_copies(partitions: Partitions) -> None:
+    """Check that no partition of stages 1 and 2 is a copy of another rank's.
+
+    Raises:
+        ContradictionError: one is.
+    """
     copies = CopiedValues()
     for rank, partition in enumerate(partitions.all):
         copies.add(partition.archive, partition.flats, int(partitions.flats.length[rank].sum()), partition.origin)
-    return found
 
 
 def _locate_interleaved_shards(partitions: Partitions, groups: Sequence[Shapes]) -> dict[str, StoredShard]:
@@ -186,7 +208,8 @@ def _locate_interleaved_shards(partitions: Partitions, groups: Sequence[Shapes])
     return found
 
 
-def _group_shards(partitions: Partitions, number: int, shapes: Shapes) -> dict[str, StoredShard]:
+def locate_group(partitions: Partitions, number: int, shapes: Shapes) -> dict[str, StoredShard]:
+    """Return every tensor of a group in stages 1 and 2; arguments and errors as `locate_trained`."""
     first = partitions.all[0]
     # A record of too few groups gets an empty list here, which the check below refuses.
     paddings = None if first.alignments is None else (*first.alignments, *[()] * len(first.flats))[number]
@@ -200,7 +223,7 @@ def _group_shards(partitions: Partitions, number: int, shapes: Shapes) -> dict[s
         raise _length_error(partitions, number, total, lengths)
     for rank, partition in enumerate(partitions.all):
         _check_paddings(partition, number, lengths[rank], size)
-    _check_slices(partitions, number, shapes, places, size)
+    check_slices(partitions.all, number, shapes, places, size)
     return {
         name: locate_successive(name, shape, partitions.flats, number, size, first_element)
         for (name, shape), (first_element, _) in zip(shapes.items(), places, strict=True)
@@ -238,53 +261,3 @@ def _check_paddings(partition: Partition, number: int, length: int, size: int) -
     padding = partition.paddings[number] if number < len(partition.paddings) else 0
     if length + padding != size:
         raise _size_error(partition, f"{length:,} and {padding:,} of padding in group {number}", f"{size:,} together")
-
-
-def _check_slices(
-    partitions: Partitions, number: int, shapes: Shapes, places: Sequence[tuple[int, int]], size: int
-) -> None:
-    """Check each partition's record of its parameters; it identifies the rank, unless one tensor fills several."""
-    recorded = [
-        dict(partition.slices[number]) if partition.slices is not None and number < len(partition.slices) else None
-        for partition in partitions.all
-    ]
-    ranks = range(len(recorded))
-    expected = [_expect_slices(shapes, places, size, rank) for rank in ranks]
-    if all(found in (None, want) for found, want in zip(recorded, expected, strict=True)):
-        return
-    # With round_robin_gradients DeepSpeed records the places of the undealt parameters (stage_1_and_2.py:
-    # _link_all_hp_params).
-    before = undo_dealing(shapes, len(recorded))
-    ends = stretches(list(before.values()), None)
-    if all(found in (None, _expect_slices(before, ends, size, rank)) for rank, found in enumerate(recorded)):
-        return
-    for rank, found in enumerate(recorded):
-        if found in (None, expected[rank]):
-            continue
-        owner = next((other for other in ranks if expected[other] == found), None)
-        whose = f"rank {owner}'s partition" if owner is not None else "parameters of no rank's partition"
-        raise ContradictionError(
-            partitions.all[rank].origin.locate(f"holds {whose} of group {number}"),
-            rank=rank,
-            file=partitions.all[rank].origin.path,
-            got=ascii(found)[:200],
-            want=ascii(expected[rank])[:200],
-            next_step=f"copy rank {rank}'s file again from where it was saved",
-        )
-
-
-def _expect_slices(
-    shapes: Shapes, places: Sequence[tuple[int, int]], size: int, rank: int
-) -> dict[str, tuple[int, int]]:
-    low, high = rank * size, (rank + 1) * size
-    ends = np.array([end for _, end in places], dtype=np.int64)
-    names = list(shapes)
-    found: dict[str, tuple[int, int]] = {}
-    # Start at the first parameter that ends behind `low`: for each rank to pass all parameters would be quadratic.
-    for at in range(int(np.searchsorted(ends, low, side="right")), len(places)):
-        first, end = places[at]
-        if first >= high:
-            break
-        if max(first, low) < min(end, high):
-            found[names[at]] = (max(first, low) - low, min(end, high) - max(first, low))
-    return found
