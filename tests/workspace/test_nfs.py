@@ -140,9 +140,7 @@ def test_a_state_of_a_larger_world_is_an_earlier_runs(tmp_path, environ):
     for rank in range(4):
         NFSWorkspace(tmp_path, rank=rank, world_size=4).write_configs_and_weights({}, {})
     smaller = NFSWorkspace(tmp_path, rank=0, world_size=2)
-    assert smaller.read_configs_and_weights_from_rank(1) == (None, None)
-    with pytest.raises(UsageError, match="rank 3 is not in a world of 2"):
-        smaller.read_configs_and_weights_from_rank(3)
+    assert [smaller.read_configs_and_weights_from_rank(rank) for rank in (1, 3)] == [(None, None)] * 2
 
 
 # ---- the file
@@ -356,8 +354,31 @@ def test_modelopts_states_are_read_where_no_run_is_known(tmp_path, environ):
     config, weights = NFSWorkspace(tmp_path, rank=0, world_size=2).read_configs_and_weights_from_rank(1)
     assert config == {"layers": [1]} and weights["a"] is weights["b"] and not weights["a"].requires_grad
     assert torch.equal(weights["a"], tied.detach()) and weights["c"].tolist() == [0]
-    known = NFSWorkspace(tmp_path, rank=0, world_size=2, run_id="r")
-    assert known.read_configs_and_weights_from_rank(1) == (None, None)
+
+
+def test_modelopts_states_are_refused_by_name_where_a_run_is_known(tmp_path, environ):
+    environ |= {"XRANK_RUN_ID": "job7"}
+    torch.save({"config": {"layers": [1]}, "weight": {"a": torch.ones(2)}}, tmp_path / "rank_1_state.pth")
+    known = NFSWorkspace(tmp_path, rank=0, world_size=2)
+    with pytest.raises(ContradictionError, match=r"the state of rank 1 in .* records no run") as raised:
+        known.read_configs_and_weights_from_rank(1)
+    assert raised.value.rank == 1 and raised.value.file == str(tmp_path / "rank_1_state.pth")
+    assert "job7" in raised.value.want and 'run_id=""' in raised.value.next_step
+    # What the error advises: the caller vouches for the directory.
+    without = NFSWorkspace(tmp_path, rank=0, world_size=2, run_id="")
+    assert without.run_id is None
+    assert without.read_configs_and_weights_from_rank(1)[0] == {"layers": [1]}
+
+
+def test_the_paths_are_modelopts(tmp_path, environ):
+    workspace = NFSWorkspace(str(tmp_path), rank=1, world_size=2)
+    assert workspace.path == tmp_path and workspace.state_path == tmp_path / "rank_1_state.pth"
+    assert not workspace.state_path.exists()
+    workspace.write_configs_and_weights({}, {})
+    assert workspace.state_path.is_file()
+    assert NFSWorkspace().path is None
+    with pytest.raises(UsageError, match="not initialised"):
+        _ = NFSWorkspace().state_path
 
 
 class Hostile:

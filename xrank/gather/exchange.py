@@ -13,13 +13,14 @@ import ctypes
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
+from xrank.gather.class_instances import is_data_class
 from xrank.gather.tree import check_sendable, is_plain, make_tensors, pack, unpack
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
@@ -157,7 +158,8 @@ class GatherExchange:
 
     def _check_classes(self, call: Call, parts: Sequence[Any]) -> None:
         """Check that configs without a key are of one class: with several classes, a rank may be a layer behind."""
-        classes = {type(part): rank for rank, part in zip(self.circle.ranks, parts, strict=True) if is_dataclass(part)}
+        ranks = zip(self.circle.ranks, parts, strict=True)
+        classes = {type(part): rank for rank, part in ranks if is_data_class(type(part))}
         if len(classes) > 1:
             (one, rank), (other, other_rank) = list(classes.items())[:2]
             raise ContradictionError(

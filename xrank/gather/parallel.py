@@ -82,10 +82,12 @@ def get_configs_parallel(
     early_exit: bool = False,
     key: str | None = None,
 ) -> AbstractContextManager[list[Any]]:
-    """Gather configs: None, dicts, lists, tuples, dataclasses, enums, paths, dtypes, with tensors anywhere.
+    """Gather configs: None, containers, dataclasses, pydantic's models, enums, paths, dtypes, with tensors anywhere.
 
-    Arguments and errors are those of `get_tensors_parallel`. Views of one tensor stay one tensor. Dataclasses are found
-    by name among the modules that the first rank has imported: nothing is imported or unpickled.
+    Arguments and errors are those of `get_tensors_parallel`. Every value comes back with its own class and all of its
+    attributes, also those that are not fields, or a UsageError names the part that cannot be sent. Views of one tensor
+    stay one tensor. Classes are found by name among the modules that the first rank has imported. Nothing is imported
+    or unpickled, and no method of a sent class is called.
 
     Example:
         >>> import xrank

@@ -1,23 +1,30 @@
 """Values as JSON and tensors, the content of a message between ranks. Nothing is pickled, nothing is imported.
 
 A value becomes a tree of tagged JSON lists, with each tensor replaced by its number. Tensors that are the same view
-share a number, so ties survive. Classes (dataclasses, enums) are sent by name, and found again only among the modules
-that the receiving process has already imported.
+share a number, so ties survive. Every part comes back with its own class and all of its attributes, or is refused by
+name. Classes are found as `xrank.gather.class_instances` describes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import inspect
 import sys
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import prod
-from pathlib import Path, PurePath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from xrank.errors import UnsafeError, UsageError
+from xrank.errors import UnsafeError, UsageError, XrankError
+from xrank.gather.class_instances import (
+    SAME_VERSION,
+    find_enum,
+    is_data_class,
+    make_instance,
+    name_of,
+    read_attributes,
+)
 from xrank.gather.garbage import pause_collection
 from xrank.workspace.plain_memory import has_memory, kind_without_elements
 
@@ -34,7 +41,18 @@ _NUMPY_SCALARS = frozenset(
     ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 )
 """Scalar types whose values a Python number holds exactly."""
-_SAME_VERSION = "let all ranks use the same version of xrank, and of the classes that they send"
+_SEQUENCES: dict[str, type] = {"l": list, "u": tuple, "x": set, "z": frozenset}
+"""Classes of several items, by their tag."""
+_MAPPINGS: dict[str, type] = {"OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": defaultdict}
+"""Classes of dicts beside dict itself, by their name in a tree."""
+_FACTORIES: dict[str, type] = {
+    kind.__name__: kind for kind in (bool, dict, float, frozenset, int, list, set, str, tuple)
+}
+"""What a defaultdict may call for a missing key."""
+_PURE_PATHS: dict[str, type[PurePosixPath | PureWindowsPath]] = {
+    "PurePosixPath": PurePosixPath,
+    "PureWindowsPath": PureWindowsPath,
+}
 
 
 def is_plain(value: object) -> TypeGuard[torch.Tensor]:
@@ -78,13 +96,19 @@ def pack(value: object, where: str = "the value") -> tuple[Any, list[torch.Tenso
     Raises:
         UsageError: a part is of a kind that cannot be sent; the error names its place.
     """
-    if type(value) is dict and (packed := _pack_tensors(value)) is not None:
-        return packed
     packer = _Packer(where)
+    if type(value) in (dict, OrderedDict) and (packed := _pack_tensors(value)) is not None:
+        if type(value) is dict:
+            return packed
+        tree, tensors = packed
+        wrapped = packer.pack_mapping(value, tree, where)
+        if not packer.tensors:  # a module's state dict: an OrderedDict with the attribute _metadata
+            return wrapped, tensors
+        packer = _Packer(where)
     return packer.pack(value, where), packer.tensors
 
 
-def _pack_tensors(value: dict[Any, Any]) -> tuple[Any, list[torch.Tensor]] | None:
+def _pack_tensors(value: Any) -> tuple[Any, list[torch.Tensor]] | None:
     """Return the result of `pack` for a dict that contains only tensors with different memory; None for any other.
 
     A state of many small tensors is packed in a tenth of the time.
@@ -115,9 +139,11 @@ def unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """
     try:
         return _unpack(tree, tensors)
-    except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
+    except XrankError:
+        raise
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise UnsafeError(
-            "a message is not a tree of xrank", got=f"{type(error).__name__}: {error}"[:200], next_step=_SAME_VERSION
+            "a message is not a tree of xrank", got=f"{type(error).__name__}: {error}"[:200], next_step=SAME_VERSION
         ) from None
 
 
@@ -130,10 +156,8 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
             return tensors[tree[1]]
         case "m":
             return dict(zip(tree[1], tensors, strict=True))
-        case "l":
-            return [_unpack(item, tensors) for item in tree[1]]
-        case "u":
-            return tuple(_unpack(item, tensors) for item in tree[1])
+        case "l" | "u" | "x" | "z":
+            return _SEQUENCES[kind]([_unpack(item, tensors) for item in tree[1]])
         case "d":
             return {_unpack(key, tensors): _unpack(item, tensors) for key, item in tree[1]}
         case "y":
@@ -141,15 +165,24 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
             if isinstance(dtype := vars(torch).get(tree[1]), torch.dtype):
                 return dtype
+        case "h":
+            import torch
+
+            return torch.Size(tree[1])
+        case "o":
+            return _make_mapping(tree, tensors)
         case "p":
             return Path(tree[1])
+        case "q":
+            return _PURE_PATHS[tree[1]](tree[2])
         case "s":
             return _numpy_scalar(tree[1], tree[2])
         case "e":
-            return _find_class(tree[1], enum.Enum).__members__[tree[2]]
+            return find_enum(tree[1]).__members__[tree[2]]
         case "c":
-            return _make_dataclass(tree, tensors)
-    raise UnsafeError(f"a message has a part of an unknown kind: {kind!r}", next_step=_SAME_VERSION)
+            attributes = {name: _unpack(item, tensors) for name, item in tree[2]}
+            return make_instance(tree[1], attributes, tree[3])
+    raise UnsafeError(f"a message has a part of an unknown kind: {kind!r}", next_step=SAME_VERSION)
 
 
 def _numpy_scalar(dtype: str, item: Any) -> Any:
@@ -157,64 +190,18 @@ def _numpy_scalar(dtype: str, item: Any) -> Any:
 
     if dtype in _NUMPY_SCALARS and isinstance(item, bool | int | float):
         return np.dtype(dtype).type(item)
-    raise UnsafeError("a message has an invalid number", got=f"{dtype} {item!r}"[:100], next_step=_SAME_VERSION)
+    raise UnsafeError("a message has an invalid number", got=f"{dtype} {item!r}"[:100], next_step=SAME_VERSION)
 
 
-def _make_dataclass(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    kind = _find_class(tree[1], None)
-    fields = {field.name for field in dataclasses.fields(kind)}
-    items = {name: _unpack(item, tensors) for name, item in tree[2]}
-    if strange := items.keys() - fields:
-        got = ", ".join(sorted(map(str, strange)))
-        raise UnsafeError(
-            f"{tree[1]} has no field {got}", got=got[:100], want=", ".join(sorted(fields)), next_step=_SAME_VERSION
-        )
-    # Set the fields without calling the class: they were sent as they are, and __post_init__ must not run twice.
-    # All checks come first: a half-made object may have a __del__.
-    made = object.__new__(kind)
-    for name, item in items.items():
-        object.__setattr__(made, name, item)
+def _make_mapping(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    _, name, items, attributes, factory = tree
+    made: Any = _MAPPINGS[name]()
+    made.update(_unpack(items, tensors))
+    if isinstance(made, defaultdict) and factory is not None:
+        made.default_factory = _FACTORIES[factory]
+    for attribute, item in attributes:
+        made.__dict__[attribute] = _unpack(item, tensors)
     return made
-
-
-def _find_class(name: str, base: type | None) -> Any:
-    module, _, qualified = name.partition(":")
-    found = _look_up(module, qualified)
-    if found is None:
-        raise UsageError(
-            f"{qualified} of module {module} was sent, and this process does not have it",
-            got=name,
-            want="classes of modules that the first rank has imported",
-            next_step=f"import {module} on the first rank before the gather",
-        )
-    is_right = isinstance(found, type) and (
-        dataclasses.is_dataclass(found) if base is None else issubclass(found, base)
-    )
-    if not is_right:
-        raise UnsafeError(
-            f"{name} was sent as a class of data, and is not one", got=repr(found)[:100], next_step=_SAME_VERSION
-        )
-    return found
-
-
-def _look_up(module: str, qualified: str) -> Any:
-    """Return the object of this name in an imported module; None if it has none."""
-    found: Any = sys.modules.get(module)
-    for part in qualified.split(".") if found is not None else ():
-        # Not getattr: modules that import their parts on access would do so.
-        found = inspect.getattr_static(found, part, None)
-    return found
-
-
-def _name_of(kind: type, where: str) -> str:
-    if _look_up(kind.__module__, kind.__qualname__) is not kind:
-        raise UsageError(
-            f"{where} is of a class that its module does not contain, so no other process can find it",
-            got=kind.__qualname__,
-            want="a class of a module",
-            next_step="move the class to the module's top level",
-        )
-    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 class _Packer:
@@ -240,38 +227,59 @@ class _Packer:
     def _pack(self, value: Any, where: str) -> Any:
         if value is None or (isinstance(value, bool | int | float | str) and type(value) in (bool, int, float, str)):
             return value
+        kind = type(value)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
             return ["t", self._number(value, where)]
+        if kind is dict:
+            return self._pack_dict(value, where)
+        if kind is list or kind is tuple:
+            return ["l" if kind is list else "u", self._pack_items(value, where)]
+        if is_data_class(kind):
+            attributes, undeclared = read_attributes(value, where)
+            return ["c", name_of(kind, where), self._pack_attributes(attributes, where), undeclared]
+        if isinstance(value, enum.Enum) and value.name in kind.__members__:  # not a combination of flags
+            return ["e", name_of(kind, where), value.name]
         if torch is not None and isinstance(value, torch.dtype):
             return ["y", str(value).removeprefix("torch.")]
-        if isinstance(value, enum.Enum) and value.name in type(value).__members__:  # not a combination of flags
-            return ["e", _name_of(type(value), where), value.name]
-        if dataclasses.is_dataclass(value) and type(value).__new__ is object.__new__:  # not a class, not a dict
-            fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-            return [
-                "c",
-                _name_of(type(value), where),
-                [[n, self.pack(getattr(value, n), f"{where}.{n}")] for n in fields],
-            ]
-        if isinstance(value, PurePath):
+        if torch is not None and kind is torch.Size:
+            return ["h", list(value)]
+        if kind is set or kind is frozenset:
+            tag = "x" if kind is set else "z"
+            return [tag, [self.pack(item, f"an item of {where}") for item in value]]
+        if kind in _MAPPINGS.values():
+            return self.pack_mapping(value, self._pack_dict(value, where), where)
+        if kind is type(Path()):
             return ["p", str(value)]
+        if kind in _PURE_PATHS.values():
+            return ["q", kind.__name__, str(value)]
         # numpy 1 calls its bool "bool_".
-        if (dtype := type(value).__name__.rstrip("_")) in _NUMPY_SCALARS and type(value).__module__ == "numpy":
+        if (dtype := kind.__name__.rstrip("_")) in _NUMPY_SCALARS and kind.__module__ == "numpy":
             return ["s", dtype, value.item()]
-        if isinstance(value, dict) and not dataclasses.is_dataclass(value):
-            items = [[self.pack(k, f"a key of {where}"), self.pack(v, f"{where}[{k!r}]")] for k, v in value.items()]
-            return ["d", items]
-        if isinstance(value, tuple) and not hasattr(value, "_fields"):
-            return ["u", [self.pack(v, f"{where}[{i}]") for i, v in enumerate(value)]]
-        if isinstance(value, list):
-            return ["l", [self.pack(v, f"{where}[{i}]") for i, v in enumerate(value)]]
-        raise UsageError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent",
-            got=type(value).__qualname__,
-            want="None, bool, int, float, str, list, tuple, dict, dataclass, Enum, Path, torch.dtype or tensors",
-            next_step="omit it, or convert it to one of these",
-        )
+        raise _refusal(kind, where)
+
+    def pack_mapping(self, value: Any, items: Any, where: str) -> Any:
+        """Return the tree of an OrderedDict, Counter or defaultdict, given the tree of its items."""
+        factory = getattr(value, "default_factory", None)
+        if factory is not None and factory not in _FACTORIES.values():
+            raise UsageError(
+                f"{where} is a defaultdict whose default_factory cannot be sent",
+                got=repr(factory)[:100],
+                want=", ".join(_FACTORIES),
+                next_step="convert it by dict(...), or give it one of these factories",
+            )
+        # A module's state dict has an attribute of its own, _metadata.
+        attributes = self._pack_attributes(getattr(value, "__dict__", {}), where)
+        return ["o", type(value).__name__, items, attributes, None if factory is None else factory.__name__]
+
+    def _pack_dict(self, value: dict[Any, Any], where: str) -> Any:
+        return ["d", [[self.pack(k, f"a key of {where}"), self.pack(v, f"{where}[{k!r}]")] for k, v in value.items()]]
+
+    def _pack_items(self, value: Sequence[Any], where: str) -> list[Any]:
+        return [self.pack(item, f"{where}[{i}]") for i, item in enumerate(value)]
+
+    def _pack_attributes(self, attributes: Mapping[str, Any], where: str) -> list[Any]:
+        return [[name, self.pack(item, f"{where}.{name}")] for name, item in attributes.items()]
 
     def _number(self, tensor: torch.Tensor, where: str) -> int:
         check_sendable(tensor, where)
@@ -282,6 +290,18 @@ class _Packer:
         if number == len(self.tensors):
             self.tensors.append(tensor.detach())
         return number
+
+
+def _refusal(kind: type, where: str) -> UsageError:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    has_dict = callable(getattr(kind, "to_dict", None))
+    return UsageError(
+        f"{where} is a {name}, which cannot be sent",
+        got=name,
+        want="None, bool, int, float, str, list, tuple, set, dict, OrderedDict, defaultdict, Counter, dataclass, "
+        "pydantic model, Enum, Path, torch.dtype, torch.Size or tensors, and no subclass of a container",
+        next_step="send its to_dict()" if has_dict else "omit it, or convert it to one of these",
+    )
 
 
 def make_tensors(rows: Sequence[Any], buffers: Sequence[memoryview]) -> list[torch.Tensor]:

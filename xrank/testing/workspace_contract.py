@@ -120,9 +120,15 @@ class WorkspaceContract:
         assert make_workspace(0, 2).read_configs_and_weights_from_rank(1) == (None, None)
 
     @pytest.mark.parametrize("target", [-1, 2, 10**12])
-    def test_ranks_outside_the_world_are_refused(self, make_workspace: MakeWorkspace, target: int) -> None:
-        with pytest.raises(ValueError, match=str(target)):
-            make_workspace(0, 2).read_configs_and_weights_from_rank(target)
+    def test_a_rank_outside_the_world_wrote_nothing(self, make_workspace: MakeWorkspace, target: int) -> None:
+        make_workspace(3, 4).write_configs_and_weights({"size": 4}, {})
+        make_workspace(2, 4).write_configs_and_weights({"size": 4}, {})
+        assert make_workspace(0, 2).read_configs_and_weights_from_rank(target) == (None, None)
+
+    def test_a_target_that_is_not_a_rank_is_refused(self, make_workspace: MakeWorkspace) -> None:
+        for target in ("0", 0.0, None):
+            with pytest.raises(ValueError, match="not a whole number"):
+                make_workspace(0, 2).read_configs_and_weights_from_rank(target)  # type: ignore[arg-type]
 
     def test_every_tensor_comes_back_bit_for_bit(self, make_workspace: MakeWorkspace) -> None:
         import torch

@@ -57,12 +57,12 @@ class Workspace(Protocol):
     def read_configs_and_weights_from_rank(
         self, target_rank: int
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | tuple[None, None]:
-        """Return what that rank wrote last in this run, or ``(None, None)`` if it wrote nothing.
+        """Return what that rank wrote last in this run; ``(None, None)`` if it wrote nothing, or there is no such rank.
 
         The tensors are plain, detached, on the CPU, and owned by the caller. Tied names still share one tensor.
 
         Raises:
-            UsageError: the workspace is uninitialised, or the world has no such rank.
+            UsageError: the workspace is uninitialised, or `target_rank` is not a whole number.
             CorruptError: the bytes differ from those that the rank wrote.
             ContradictionError: the state belongs to another rank.
             UnsafeError: the state asks to run code.

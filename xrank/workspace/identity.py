@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 import sys
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from xrank import environment
 from xrank.errors import UsageError
 
-__all__ = ["IdentifiedWorkspace", "WorkspaceIdentity", "find_identity", "group_place"]
+__all__ = ["IdentifiedWorkspace", "WorkspaceIdentity", "check_rank", "find_identity", "group_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +32,6 @@ class WorkspaceIdentity:
                 rank=self.rank,
                 got=f"rank {self.rank} of {self.world_size}",
                 next_step="give both rank and world_size, or neither",
-            )
-
-    def check_target(self, target_rank: object) -> None:
-        """Check that the world has such a rank.
-
-        Raises:
-            UsageError: it has not.
-        """
-        if isinstance(target_rank, bool) or not isinstance(target_rank, int) or not 0 <= target_rank < self.world_size:
-            raise UsageError(
-                f"target_rank {target_rank!r} is not in a world of {self.world_size}",
-                rank=target_rank if type(target_rank) is int else None,
-                got=repr(target_rank),
-                want=f"a rank from 0 to {self.world_size - 1}",
-                next_step=f"pass a target_rank from 0 to {self.world_size - 1}",
             )
 
 
@@ -77,9 +63,31 @@ def find_identity(rank: int | None, world_size: int | None, run_id: str | None) 
     return WorkspaceIdentity(
         rank=found_rank if rank is None else rank,
         world_size=found_world_size if world_size is None else world_size,
-        run_id=run_id or environment.read_run_id(environment.environ()) or _group_run_id(),
+        # An empty text is the caller's choice of no id.
+        run_id=(run_id or None) if run_id is not None else _find_run_id(),
         attempt=None if launch is None else launch.attempt,
     )
+
+
+def check_rank(target_rank: object) -> int:
+    """Return a rank as an int; the world need not have it.
+
+    Raises:
+        UsageError: it is not a whole number.
+    """
+    try:
+        return index(target_rank)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(
+            f"target_rank {target_rank!r} is not a whole number",
+            got=repr(target_rank),
+            want="a rank",
+            next_step="pass a target_rank such as 0",
+        ) from None
+
+
+def _find_run_id() -> str | None:
+    return environment.read_run_id(environment.environ()) or _group_run_id()
 
 
 def group_place() -> tuple[int, int] | None:

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
@@ -20,7 +21,7 @@ from xrank.formats.rank_state import state_file_name
 from xrank.public_calls import check_no_url
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.workspace.free_space import explain_no_space
-from xrank.workspace.identity import IdentifiedWorkspace, find_identity
+from xrank.workspace.identity import IdentifiedWorkspace, check_rank, find_identity
 from xrank.workspace.shared_directory import list_names, make_directory
 from xrank.workspace.state_archive import StateArchive, make_state_archive
 from xrank.workspace.state_file import read_run_id, read_state
@@ -46,7 +47,8 @@ class NFSWorkspace(IdentifiedWorkspace):
         world_size: number of ranks, found in the same way.
         run_id: distinguishes the states of this run from those of earlier runs. By default ``XRANK_RUN_ID``, else the
             launcher's id, else one kept in the store of an initialised torch.distributed. Without an id, only the
-            world size, and each rank's own construction, distinguish runs.
+            world size, and each rank's own construction, distinguish runs. An empty text asks for no id: then states
+            of ModelOpt's class, which record none, are read in a launcher's job, too.
 
     Raises:
         UsageError: the rank is outside the world, or the path is not a directory.
@@ -83,9 +85,18 @@ class NFSWorkspace(IdentifiedWorkspace):
         return self._path is not None
 
     @property
-    def path(self) -> str | None:
-        """The directory."""
-        return self._path
+    def path(self) -> Path | None:
+        """The directory; None if the workspace is uninitialised."""
+        return None if self._path is None else Path(self._path)
+
+    @property
+    def state_path(self) -> Path:
+        """The file of this rank's state, whether or not it was written.
+
+        Raises:
+            UsageError: the workspace is uninitialised.
+        """
+        return Path(self._place(), state_file_name(self.rank))
 
     def write_configs_and_weights(
         self,
@@ -108,13 +119,14 @@ class NFSWorkspace(IdentifiedWorkspace):
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | tuple[None, None]:
         """Return what that rank wrote last in this run, or ``(None, None)``; see `Workspace`.
 
-        A state with another run id or world size belongs to an earlier run: the result is ``(None, None)``. ModelOpt's
-        states record no run id; they match a run without an id.
+        A state with another run id or world size belongs to an earlier run: the result is ``(None, None)``.
+
+        Raises:
+            ContradictionError: besides `Workspace`'s case, ModelOpt's class wrote the state, which records no run, and
+                this run has an id. Pass ``run_id=""`` at construction to read it.
         """
-        path = self._place()
-        self._identity.check_target(target_rank)
-        file = os.path.join(path, state_file_name(target_rank))
-        state = read_state(file, target_rank, self.world_size, self.run_id)
+        path, rank = self._place(), check_rank(target_rank)
+        state = read_state(os.path.join(path, state_file_name(rank)), rank, self.world_size, self.run_id)
         return (None, None) if state is None else state
 
     @property

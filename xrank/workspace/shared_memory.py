@@ -16,7 +16,7 @@ from xrank import environment
 from xrank.errors import IncompleteError, UsageError, XrankError
 from xrank.ranks.store import LocalStore, Store, find_store
 from xrank.workspace.free_space import NO_MEMORY, make_no_memory_error
-from xrank.workspace.identity import IdentifiedWorkspace, find_identity, group_place
+from xrank.workspace.identity import IdentifiedWorkspace, check_rank, find_identity, group_place
 from xrank.workspace.memory_file import MemoryFile, MemoryPlace, open_place
 from xrank.workspace.memory_messages import MemoryMessages
 from xrank.workspace.state_archive import make_state_archive
@@ -136,14 +136,13 @@ class SharedMemoryWorkspace(IdentifiedWorkspace):
         Raises:
             UsageError: besides `Workspace`'s cases, that rank is on another host.
         """
-        store = self._place()
-        self._identity.check_target(target_rank)
-        with _open_state(store, target_rank) as opened:
+        store, rank = self._place(), check_rank(target_rank)
+        with _open_state(store, rank) as opened:
             if opened is None:
                 return None, None
             place, path = opened
             try:
-                state = read_state(path, target_rank, self.world_size, self.run_id)
+                state = read_state(path, rank, self.world_size, self.run_id)
             except XrankError as error:
                 # The reader's own descriptor means nothing outside this process.
                 error.rename(path, place.path)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from isal import isal_zlib
 
 from xrank.dtypes import DTYPES
-from xrank.errors import CorruptError, IncompleteError, XrankError
+from xrank.errors import ContradictionError, CorruptError, IncompleteError, XrankError
 from xrank.formats.saved_state import read_saved_state, record_of, state_error
 from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
 
@@ -51,7 +51,7 @@ def read_state(
         run_id: of this run; None matches states that record no run id.
 
     Raises:
-        ContradictionError: another rank wrote it.
+        ContradictionError: another rank wrote it; or it records no run, as ModelOpt's states, and this run has an id.
         CorruptError: its bytes differ from those that were written.
         UnsafeError: it asks to run code.
         UsageError: it holds a tensor that safetensors cannot, or a newer xrank wrote it.
@@ -62,15 +62,27 @@ def read_state(
         if state.config is None or _holds_tensor(state.config):
             got = "no config" if state.config is None else "a tensor inside the config"
             raise state_error(file, rank, got, "a config of plain values")
-        if (None if state.record is None else state.record.run_id) != run_id:
-            return None
-        if state.record is not None and state.record.world_size != world_size:
+        if state.record is None:
+            if run_id is not None:
+                raise _unknown_run(file, rank, run_id)
+        elif (state.record.run_id, state.record.world_size) != (run_id, world_size):
             return None
         # Only now: states of other runs are ignored, whichever rank wrote them.
         state.check_rank()
         return state.config, _tensors(state.archive, state.weights, rank)
 
     return _retry_while_replaced(file, read)
+
+
+def _unknown_run(file: str, rank: int, run_id: str) -> ContradictionError:
+    return ContradictionError(
+        f"the state of rank {rank} in {file} records no run, so it may be an earlier run's",
+        rank=rank,
+        file=file,
+        got="a state without a run id, as ModelOpt's NFSWorkspace writes",
+        want=f"a state of run {run_id}",
+        next_step='let the rank write with xrank; or, if this run wrote it, construct NFSWorkspace(path, run_id="")',
+    )
 
 
 def read_run_id(file: str) -> str | None:
