@@ -143,12 +143,10 @@ def test_inputs_and_outputs_of_modules():
 def test_outputs_are_laid_out_by_their_path():
     rules = {**PERCEPTRON_RULES, "dense.0/output": ("batch",), "output": ("batch", "model")}
     model = model_parallel((1, 2), rules).distribute_module(Perceptron())
-    seen = []
-    model.dense[0].register_forward_hook(lambda module, args, output: seen.append(output.placements))
     data = distribute_tensor(torch.ones(4, 8), TensorLayout(("batch", None), model_parallel((1, 2), {}).device_mesh))
     assert model(data).placements == (Shard(0), Shard(1))
-    assert seen == [(Shard(0), Replicate())]
-    # Outputs that are parts of the batch are whole in the other dims.
+    assert model.dense[0](data).placements == (Shard(0), Replicate())
+    # Plain outputs are this rank's part of the batch, and whole in the other dims.
     assert model(torch.ones(4, 8)).shape == (4, 4)
 
 
@@ -200,24 +198,6 @@ def test_replicas_drop_alike(rank):
     torch.testing.assert_close(gradients[0], gradients[1])  # recomputed activations dropped the same elements
     model.eval()
     assert model(torch.ones(4, 8)).equal(model(torch.ones(4, 8)))
-
-
-@pytest.mark.ranks(4)
-def test_parts_of_one_tensor_drop_other_elements(rank):
-    """On CPUs too, where DTensor draws for each rank's part with the rank's own generator; uneven parts among them."""
-    distribution = model_parallel((2, 2), {"0.weight": "[f/~model, h]", "0.bias": "[f/~model]"})
-    model = distribution.distribute_module(nn.Sequential(nn.Linear(8, 101), nn.Dropout()))
-    masks = {}
-    model[1].register_forward_hook(lambda module, args, output: masks.update(found=output))
-    model(torch.ones(16, 8))
-    placements = masks["found"].placements
-    assert placements == (Shard(0), Shard(1))
-    whole = masks["found"].full_tensor() != 0
-    parts = [columns for rows in whole.chunk(2) for columns in (rows[:, :50], rows[:, 51:])]
-    for i, part in enumerate(parts):
-        assert 0.4 < part.float().mean() < 0.6
-        for other in parts[:i]:
-            assert 0.35 < (part == other).float().mean() < 0.65
 
 
 @pytest.mark.ranks(2)
@@ -358,7 +338,6 @@ LOSSES = {
     "nll": lambda x, y, classes: functional.nll_loss(x.log_softmax(1), classes),
     "soft classes": lambda x, y, classes: functional.cross_entropy(x, y.softmax(1)),
     "kl": lambda x, y, classes: functional.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
-    "sum": lambda x, y, classes: functional.mse_loss(x, y, reduction="sum"),
 }
 
 

@@ -152,7 +152,7 @@ def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] |
     resolve_mesh(layout, mesh)
     every = cuts_of(layout, "placements", packed=True, sums=True)
     if shape is not None:
-        local_part(layout.with_mesh(mesh), mesh, mesh.coordinate(mesh.ranks[0]), shape)
+        _check_parts(layout.with_mesh(mesh), mesh, {axis for cuts in every for axis in cuts.axes}, shape)
     placements: dict[str, Any] = {axis: Partial() for axis in layout.tree.sums}
     for dim, cuts in enumerate(every):
         is_reordered = False
@@ -168,6 +168,17 @@ def to_placements(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] |
         if is_reordered:
             _check_cut(cuts, dim, layout, mesh, shape)
     return tuple(placements.get(axis, Replicate()) for axis in mesh.axis_names)
+
+
+def _check_parts(layout: TensorLayout, mesh: DeviceMesh, axes: set[str], shape: Sequence[int]) -> None:
+    """Refuse a shape that the layout does not fit on some rank; ranks of equal places hold equal parts."""
+    seen = set()
+    for rank in mesh.ranks:
+        coordinate = mesh.coordinate(rank)
+        place = tuple(coordinate[axis] for axis in mesh.axis_names if axis in axes)
+        if place not in seen:
+            seen.add(place)
+            local_part(layout, mesh, coordinate, shape)
 
 
 def _check_cut(cuts: Cuts, dim: int, layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int] | None) -> None:

@@ -10,16 +10,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor
 
 from xrank.dialects.placements import describe_mesh, from_placements
 from xrank.distribution.datasets import shard_dataset
 from xrank.distribution.devices import list_devices, live_mesh
 from xrank.distribution.entrance import Entrance
-from xrank.distribution.module_plan import average_gradient, lay_out_parameters, plan_parameters, replicate
+from xrank.distribution.gradient_average import average_gradients
+from xrank.distribution.module_plan import lay_out_parameters, plan_parameters, replicate
 from xrank.distribution.outputs import OutputLayout, output_rules
 from xrank.distribution.placed import fit_layout
 from xrank.distribution.scopes import scope_of
+from xrank.distribution.states import convert_states
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 
@@ -137,6 +140,17 @@ class Distribution:
     def check_used(self, rules: set[str]) -> None:
         """Check that all rules were used."""
 
+    def _surround(self, root: nn.Module, parameters: list[nn.Parameter], torch_mesh: TorchMesh) -> None:
+        """Replicate buffers, average gradients along the batch axis, and surround all calls and states."""
+        axis = self.device_mesh.axis_names.index(self.batch_dim_name)
+        for buffer in root.buffers():
+            replicate(buffer, torch_mesh)
+        average_gradients(parameters, torch_mesh, axis)
+        entrance = Entrance(torch_mesh, self.batch_dim_name)
+        for module in root.modules():
+            entrance.stand_before(module)
+            convert_states(module, torch_mesh)
+
 
 class DataParallel(Distribution):
     """Every rank holds the whole model and gets its own part of the data; gradients are averaged over the ranks.
@@ -184,14 +198,11 @@ class DataParallel(Distribution):
         """Copy the first rank's values to every rank, and average gradients along the batch axis."""
         torch_mesh = live_mesh(self.device_mesh)
         if torch_mesh is not None:
-            group = torch_mesh.get_group(self.batch_dim_name)
             for root in roots:
                 plans = plan_parameters(root, self.device_mesh, self.get_tensor_layout)
                 for plan in plans:
                     replicate(plan.parameter, torch_mesh)
-                    average_gradient(plan.parameter, group)
-                for buffer in root.buffers():
-                    replicate(buffer, torch_mesh)
+                self._surround(root, [plan.parameter for plan in plans], torch_mesh)
         return set()
 
 
@@ -263,14 +274,11 @@ class ModelParallel(Distribution):
         rules = {self.layout_map.rule_for(name) for planned in plans for plan in planned for name in plan.names}
         outputs = output_rules(self.layout_map, roots)
         if torch_mesh is not None:
-            entrance = Entrance(torch_mesh, self.batch_dim_name)
             for root, planned in zip(roots, plans, strict=True):
                 lay_out_parameters(root, planned, torch_mesh)
-                for buffer in root.buffers():
-                    replicate(buffer, torch_mesh)
+                self._surround(root, list(root.parameters()), torch_mesh)
                 for module in root.modules():
                     self._lay_out_output(module, outputs.get(module))
-                    entrance.stand_before(module)
         return {rule for rule in (*rules, *outputs.values()) if rule is not None}
 
     def _lay_out_output(self, module: nn.Module, rule: str | None) -> None:

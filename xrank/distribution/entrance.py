@@ -1,18 +1,18 @@
-"""Entrances: the way of plain tensors into a module whose parameters are DTensors, and out of it.
+"""Entrances: what surrounds a call of a laid out module from outside.
 
-In a call from outside with plain tensors, each tensor is this rank's part of the batch, along dim 0. They become
-DTensors, cut along the mesh's batch axis. The output is this rank's part again, or whole if the batch does not cut it.
-Gradients outside are those of this rank's loss; gradients inside are those of the mean loss over all parts. So a mean
-over the local part trains as a mean over the whole batch would. A call with DTensors returns DTensors, unscaled.
+The tensors of a call are plain: this rank's part of the batch, along dim 0. So are all activations inside, and the
+output. Every operation is torch's own, except those that use a laid out parameter, and those that depend on the whole
+batch: losses and batch normalisation. `_Interception` finds them.
 
-Inside, plain tensors (masks, positions, buffers) are equal on all ranks, and become replicas when they meet DTensors. A
-parameter that the batch axis cuts is gathered along it at its use, as in FSDP: DTensor would gather the batch instead.
+Parameters get the gradients of the mean of all ranks' losses, so a mean over this rank's part trains as a mean over the
+whole batch would. A call with DTensors gets this rank's parts of them, and returns DTensors.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,13 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from xrank.distribution.losses import compute_whole_mean
-from xrank.distribution.randomness import Stream, draw_seed, dropout, let_parts_differ
+from xrank.distribution.losses import compute_loss, is_loss
+from xrank.distribution.parallel_operations import batch_norm, embedding, linear
+from xrank.distribution.parameter_use import is_laid_out, release_saved, take_whole
+from xrank.distribution.randomness import Stream, draw_seed
 from xrank.errors import ContradictionError
 
 __all__ = ["Entrance", "entrance_of"]
@@ -36,9 +38,9 @@ __all__ = ["Entrance", "entrance_of"]
 class _Call(NamedTuple):
     frame: FrameType
     """Frame of the call: after Ctrl-C, no hook ends the call here."""
-    mode: TorchFunctionMode
-    stream: Stream | None
-    is_plain: bool
+    contexts: tuple[AbstractContextManager[Any], ...]
+    """Contexts of the call, in the order of their starts."""
+    has_dtensors: bool
 
 
 class _Calls(threading.local):
@@ -56,15 +58,16 @@ def entrance_of(module: nn.Module) -> Entrance | None:
 
 
 class Entrance:
-    """Converts the tensors of calls to any module of a model; only the outermost call is converted."""
+    """Surrounds the calls to any module of a model; of nested calls only the outermost.
+
+    Args:
+        mesh: the mesh.
+        batch_axis: name of the axis along which ranks get different parts of the batch.
+    """
 
     def __init__(self, mesh: TorchMesh, batch_axis: str) -> None:
         self._mesh = mesh
         self._axis = (mesh.mesh_dim_names or ()).index(batch_axis)
-        self._num_parts = mesh.size(self._axis)
-        let_parts_differ(mesh.device_type)
-        self._whole = (Replicate(),) * mesh.ndim
-        self._cut = tuple(Shard(0) if axis == self._axis else Replicate() for axis in range(mesh.ndim))
 
     def __deepcopy__(self, memo: Any) -> Entrance:
         return self  # a copied module has the same mesh
@@ -77,7 +80,7 @@ class Entrance:
             _ENTRANCES[module] = self
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Convert a call's plain tensors, which are parts of the batch, to DTensors."""
+        """Start a call from outside: check that all ranks' parts fit together, and agree on random numbers."""
         frame = _call_frame(sys._getframe(1))
         # Calls that ended by an exception have left no hook: close those that are not around this frame.
         while _CALLS.open and not _is_inside(frame, _CALLS.open[-1].frame):
@@ -85,46 +88,51 @@ class Entrance:
         if _CALLS.open:
             return None
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors)
-        # A call inside a backward recomputes an earlier call, with the same randomness.
-        is_again = torch._C._current_graph_task_id() != -1
-        seed = None if is_again else self._agree([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
+        has_dtensors = any(isinstance(tensor, DTensor) for tensor in tensors)
+        contexts: list[AbstractContextManager[Any]] = [_Interception(self._mesh, self._axis)]
+        # A call inside a backward recomputes an earlier call, with the same randomness, and torch.utils.checkpoint
+        # collects what it saves.
+        if torch._C._current_graph_task_id() == -1:
+            contexts.append(release_saved())
+            seed = self._agree([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
+            part = self._mesh.get_local_rank(self._axis)
+            contexts.append(Stream(seed, part, self._mesh.device_type))
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._convert_input, (args, kwargs))
-        stream = None if seed is None else Stream(seed, self._mesh.device_type)
-        call = _Call(frame, _MixedTensorMode(self._mesh, self._axis), stream, is_plain)
-        call.mode.__enter__()  # type: ignore[no-untyped-call]
-        _CALLS.open.append(call)
+        for context in contexts:
+            context.__enter__()
+        _CALLS.open.append(_Call(frame, tuple(contexts), has_dtensors))
         return args, kwargs
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return parts of the batch if the call got plain tensors."""
+        """End a call."""
         if not _CALLS.open or _CALLS.open[-1].frame is not _call_frame(sys._getframe(1)):
             return None
         call = _CALLS.open.pop()
         _end(call)
-        return pytree.tree_map_only(DTensor, self._convert_output, output) if call.is_plain else None
+        return pytree.tree_map_only(torch.Tensor, self._wrap_output, output) if call.has_dtensors else None
 
     def _convert_input(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
-            return tensor
-        placements = self._cut if tensor.ndim else self._whole
-        scaled = _scale_gradient(tensor, self._num_parts) if tensor.requires_grad else tensor
+            placements: list[Any] = [Replicate()] * self._mesh.ndim
+            if tensor.placements[self._axis] == Shard(0):
+                placements[self._axis] = Shard(0)
+            # A rank's gradient is that of its own loss, of which the whole loss is the mean.
+            return tensor.redistribute(placements=placements).to_local(grad_placements=placements)
         # Moved to the mesh's device, as distribute_tensor moves parameters: a loader's tensors are on the CPU.
-        return DTensor.from_local(scaled.to(self._mesh.device_type), self._mesh, placements, run_check=False)
+        return tensor.to(self._mesh.device_type)
 
-    def _convert_output(self, tensor: DTensor) -> torch.Tensor:
-        is_cut = tensor.ndim > 0 and tensor.placements[self._axis] == Shard(0)
-        placed = tensor.redistribute(placements=self._cut if is_cut else self._whole)
-        if not tensor.requires_grad:
-            return placed.to_local()
-        # Without a cut, each rank has a different gradient: they are summed.
-        local = placed if is_cut else _with_summed_gradient(placed, self._mesh, self._axis)
-        return _scale_gradient(local.to_local(), 1 / self._num_parts)
+    def _wrap_output(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Make a DTensor of this rank's part; a loss without dims is a mean over the ranks."""
+        if isinstance(tensor, DTensor):
+            return tensor
+        placements: list[Any] = [Replicate()] * self._mesh.ndim
+        placements[self._axis] = Shard(0) if tensor.ndim else Partial("avg")
+        return DTensor.from_local(tensor, self._mesh, placements, run_check=False)
 
     def _agree(self, tensors: list[torch.Tensor]) -> int:
         """Return the seed of this call for all ranks.
 
-        Parts must have equal shapes on all ranks: DTensors of unequal parts would have a wrong global shape.
+        Parts must have equal shapes on all ranks: else the mean of their means would not be that of the whole batch.
         """
         sizes = [size for tensor in tensors for size in tensor.shape]
         bounds = torch.tensor([draw_seed(), *sizes, *(-size for size in sizes)], device=self._mesh.device_type)
@@ -144,9 +152,8 @@ class Entrance:
 
 
 def _end(call: _Call) -> None:
-    call.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    if call.stream is not None:
-        call.stream.close()
+    for context in reversed(call.contexts):
+        context.__exit__(None, None, None)
 
 
 def _call_frame(frame: FrameType) -> FrameType:
@@ -165,96 +172,54 @@ def _is_inside(frame: FrameType | None, outer: FrameType) -> bool:
     return False
 
 
-class _MixedTensorMode(TorchFunctionMode):
-    """Lets plain tensors meet the batch's DTensors. It runs before autograd, so that gradients flow back."""
+class _Interception(TorchFunctionMode):
+    """Gives plain tensors to all operations of a call. It runs before autograd, so that gradients flow back."""
 
     def __init__(self, mesh: TorchMesh, batch_axis: int) -> None:
         super().__init__()
         self._mesh = mesh
         self._axis = batch_axis
-        self._whole = (Replicate(),) * mesh.ndim
+        self._batch_group = mesh.get_group(batch_axis) if mesh.size(batch_axis) > 1 else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        num_dtensors = sum(isinstance(leaf, DTensor) for leaf in leaves)
-        if 0 < num_dtensors < len(leaves):
-            args, kwargs = pytree.tree_map_only(torch.Tensor, self._replica, (args, kwargs))
-        if any(map(self._is_cut_parameter, leaves)) and not _is_about_itself(func):
-            args, kwargs = pytree.tree_map_only(DTensor, self._gather_parameter, (args, kwargs))
-        if func is functional.dropout and isinstance(args[0], DTensor):
-            return dropout(*args, **kwargs)
-        mean = compute_whole_mean(func, args, kwargs) if num_dtensors else None
-        result = func(*args, **kwargs) if mean is None else mean
-        return _reduce_embedding(result) if func is functional.embedding and isinstance(result, DTensor) else result
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, DTensor) for leaf in leaves) and not _is_about_itself(func):
+            operation = _PARALLEL.get(func)
+            if operation is not None and len(args) > 1 and is_laid_out(args[1]):
+                return operation(self._axis, *self._take_all(args[:1]), *args[1:], **kwargs)
+            args, kwargs = self._take_all((args, kwargs))
+        if self._batch_group is not None:
+            if func is functional.batch_norm and _takes_batch_statistics(*args, **kwargs):
+                return batch_norm(self._batch_group, *args, **kwargs)
+            if is_loss(func):
+                return compute_loss(func, args, kwargs, self._batch_group)
+        return func(*args, **kwargs)
 
-    def _replica(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor):
-            return tensor
-        return DTensor.from_local(tensor, self._mesh, self._whole, run_check=False)
+    def _take_all(self, values: Any) -> Any:
+        return pytree.tree_map_only(DTensor, self._take, values)
 
-    def _is_cut_parameter(self, tensor: torch.Tensor) -> bool:
-        if not isinstance(tensor, DTensor) or not isinstance(tensor, nn.Parameter):
-            return False
-        return tensor.device_mesh == self._mesh and hasattr(tensor.placements[self._axis], "dim")
+    def _take(self, tensor: DTensor) -> torch.Tensor:
+        return take_whole(tensor, self._axis) if tensor.device_mesh == self._mesh else tensor
 
-    def _gather_parameter(self, tensor: DTensor) -> DTensor:
-        if not self._is_cut_parameter(tensor):
-            return tensor
-        others: list[Any] = list(tensor.placements)
-        dim = others[self._axis].dim
-        # Strided shards depend on the parts of the batch axis. Without that axis, they are plain cuts.
-        others = [Shard(dim) if hasattr(at, "split_factor") and at.dim == dim else at for at in others]
-        others[self._axis] = Replicate()
-        return tensor.redistribute(placements=others)
+
+_PARALLEL = {functional.linear: linear, functional.embedding: embedding}
+
+_ABOUT_ITSELF = frozenset(
+    ("__delete__", "__format__", "__len__", "__repr__", "__set__", "backward", "detach", "dim", "element_size",
+     "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_same_size", "ndimension", "numel",
+     "register_hook", "retain_grad", "size", "storage_offset", "stride")
+)  # fmt: skip
+_TRANSPOSED = frozenset(("H", "T", "mH", "mT"))
 
 
 def _is_about_itself(func: Any) -> bool:
-    """Return whether a function reads or sets a tensor's attribute, or changes it in place."""
+    """Return whether a function reads or sets a tensor's attribute, or changes the tensor in place."""
     name = getattr(func, "__name__", "")
-    return name in ("__get__", "__set__", "__delete__") or name.endswith("_")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in _TRANSPOSED
+    return name in _ABOUT_ITSELF or (name.endswith("_") and not name.endswith("__"))
 
 
-def _reduce_embedding(embedded: DTensor) -> DTensor:
-    """Sum the result of a table that is cut by rows now: later, torch does so only in some cases."""
-    summed = [Replicate() if type(at).__name__ == "_MaskPartial" else at for at in embedded.placements]
-    return embedded.redistribute(placements=summed)
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """The identity, with a gradient multiplied by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.factor, None
-
-
-class _SummedGradient(torch.autograd.Function):
-    """The identity on a replicated DTensor, with a gradient summed over the ranks along the batch axis."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor, mesh: TorchMesh, axis: int) -> DTensor:
-        ctx.group, ctx.mesh, ctx.placements = mesh.get_group(axis), mesh, tensor.placements
-        same: DTensor = tensor.view_as(tensor)  # type: ignore[assignment]
-        return same
-
-    @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:
-        summed = gradient.redistribute(placements=ctx.placements).to_local().clone()
-        dist.all_reduce(summed, group=ctx.group)
-        return DTensor.from_local(summed, ctx.mesh, ctx.placements, run_check=False), None, None
-
-
-def _scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    scaled: torch.Tensor = _ScaledGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
-    return scaled
-
-
-def _with_summed_gradient(tensor: DTensor, mesh: TorchMesh, axis: int) -> DTensor:
-    summed: DTensor = _SummedGradient.apply(tensor, mesh, axis)  # type: ignore[no-untyped-call]
-    return summed
+def _takes_batch_statistics(*args: Any, training: bool = False, **_: Any) -> bool:
+    return bool(args[5]) if len(args) > 5 else training

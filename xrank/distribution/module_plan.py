@@ -7,23 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from xrank.distribution.parameter_use import NAMES
 from xrank.distribution.placed import placements_for
 from xrank.errors import LayoutError, UsageError
 from xrank.layout import DeviceMesh, TensorLayout
 
-__all__ = ["ParameterPlan", "average_gradient", "lay_out_parameters", "plan_parameters", "replicate"]
+__all__ = ["ParameterPlan", "lay_out_parameters", "plan_parameters", "replicate"]
 
 _PLACED = "_xrank_placed"
 """Attribute of a parameter that was replaced in its module: the new parameter."""
-
-
-_AVERAGED = "_xrank_averaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +116,10 @@ def lay_out_parameters(root: nn.Module, plans: Sequence[ParameterPlan], torch_me
         )
         for name in plan.names:
             above, _, last = name.rpartition(".")
-            root.get_submodule(above).register_parameter(last, placed)
+            setattr(root.get_submodule(above), last, placed)  # recurrent modules then renew their lists of weights
         for key, value in vars(plan.parameter).items():
             setattr(placed, key, value)
+        setattr(placed, NAMES, plan.names)
         _replace_in_optimizers(plan.parameter, placed)
 
 
@@ -130,24 +128,6 @@ def replicate(tensor: torch.Tensor, torch_mesh: TorchMesh) -> None:
     if not tensor.is_meta and not isinstance(tensor, DTensor):
         with torch.no_grad():
             tensor.copy_(distribute_tensor(tensor.detach(), torch_mesh).to_local())
-
-
-def average_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Average a parameter's gradient over a group whenever backward has added to it.
-
-    An earlier gradient is equal on all ranks, so the average of the sum is right too.
-    """
-    if not parameter.requires_grad or hasattr(parameter, _AVERAGED):
-        return
-    size = dist.get_world_size(group)
-
-    def average(ready: torch.Tensor) -> None:
-        assert ready.grad is not None
-        dist.all_reduce(ready.grad, group=group)
-        ready.grad.div_(size)
-
-    parameter.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]
-    setattr(parameter, _AVERAGED, True)
 
 
 def _replace_in_optimizers(parameter: nn.Parameter, placed: nn.Parameter) -> None:

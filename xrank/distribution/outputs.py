@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from xrank.distribution.devices import live_mesh
-from xrank.distribution.placed import placements_for
+from xrank.distribution.placed import fit_layout, placements_for
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 
 __all__ = ["OutputLayout", "output_rules"]
@@ -19,16 +20,22 @@ __all__ = ["OutputLayout", "output_rules"]
 
 @dataclass(frozen=True, slots=True)
 class OutputLayout:
-    """A hook that redistributes the DTensors that a module returns."""
+    """A hook that redistributes the DTensors that a module returns to a caller that gave it DTensors.
+
+    Inside a model activations are plain tensors, for which the layout changes no value: it is only checked.
+    """
 
     layout: TensorLayout
     mesh: DeviceMesh
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output in its layout."""
-        return pytree.tree_map_only(DTensor, self._redistribute, output)
+        return pytree.tree_map_only(torch.Tensor, self._redistribute, output)
 
-    def _redistribute(self, tensor: DTensor) -> DTensor:
+    def _redistribute(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            fit_layout(self.layout, tensor.ndim)
+            return tensor
         return tensor.redistribute(live_mesh(self.mesh), placements_for(self.layout, self.mesh, tensor.shape))
 
 

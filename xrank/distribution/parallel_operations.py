@@ -1,0 +1,151 @@
+"""Operations that ranks compute together, each its part: linear maps and look-ups whose weights are cut.
+
+Inputs and outputs are plain and whole: outputs of a cut are gathered, inputs of a cut are taken in parts, and addends
+are summed. All else that uses a cut parameter gets the whole parameter (`xrank.distribution.parameter_use`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional
+
+from xrank.distribution.axis_exchange import (
+    cut_last_dim,
+    enter_parallel,
+    gather_last_dim,
+    sum_parts,
+    sum_statistics,
+)
+from xrank.distribution.parameter_use import NAMES, is_laid_out, model_placements, take, take_whole
+from xrank.errors import UsageError
+
+__all__ = ["batch_norm", "embedding", "linear"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A plain cut of one dim of a parameter along one axis."""
+
+    axis: int
+    """Index of the axis in the mesh."""
+    dim: int
+    """Dim that the axis cuts."""
+    sizes: list[int]
+    """Sizes of the ranks' parts of the dim, in the order of the ranks."""
+    group: dist.ProcessGroup
+    """The ranks along the axis."""
+    placements: tuple[Any, ...]
+    """Placements of the parameter, gathered along the batch axis."""
+
+
+def _find_cut(weight: DTensor, batch_axis: int) -> _Cut | None:
+    """Return the only cut of a parameter beside the batch axis; None for another number or kind of cuts."""
+    placements = model_placements(weight, batch_axis)
+    cut = [axis for axis, at in enumerate(placements) if not at.is_replicate()]
+    if len(cut) != 1 or type(placements[cut[0]]) is not Shard:
+        return None
+    (axis,) = cut
+    dim = placements[axis].dim
+    size, count = weight.shape[dim], weight.device_mesh.size(axis)
+    chunk = -(-size // count)  # as torch.chunk: the last ranks hold less, or nothing
+    sizes = [max(0, min(chunk, size - place * chunk)) for place in range(count)]
+    return _Cut(axis, dim, sizes, weight.device_mesh.get_group(axis), placements)
+
+
+def linear(
+    batch_axis: int, tensor: torch.Tensor, weight: Any, bias: Any = None
+) -> torch.Tensor:
+    """Compute ``functional.linear`` of a whole input with a laid out weight."""
+    cut = _find_cut(weight, batch_axis)
+    if cut is None:
+        return functional.linear(tensor, take_whole(weight, batch_axis), _take_if_laid_out(bias, batch_axis))
+    local = take(weight, cut.placements, batch_axis)
+    if cut.dim == 0:
+        part = functional.linear(enter_parallel(tensor, cut.group), local)
+        output = gather_last_dim(part, cut.sizes, cut.group)
+    else:
+        output = sum_parts(functional.linear(cut_last_dim(tensor, cut.sizes, cut.group), local), cut.group)
+    return output if bias is None else output + _take_if_laid_out(bias, batch_axis).to(output.dtype)
+
+
+def embedding(
+    batch_axis: int, indices: torch.Tensor, weight: Any, padding_idx: int | None = None, **options: Any
+) -> torch.Tensor:
+    """Look up rows of a laid out table.
+
+    Raises:
+        UsageError: an option that needs the counts of the whole batch, or changes the table.
+    """
+    given = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if options.get(name)]
+    if given:
+        name = getattr(weight, NAMES, ("a table",))[0]
+        raise UsageError(
+            f"{name} cannot be laid out with {given[0]}: the result would not be that of one process",
+            tensor=name,
+            next_step=f"make the embedding without {given[0]}",
+        )
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    cut = _find_cut(weight, batch_axis)
+    if cut is None:
+        return functional.embedding(indices, take_whole(weight, batch_axis), padding_idx)
+    local = take(weight, cut.placements, batch_axis)
+    if cut.dim == 1:
+        return gather_last_dim(functional.embedding(indices, local, padding_idx), cut.sizes, cut.group)
+    place = dist.get_rank(cut.group)
+    first, size = sum(cut.sizes[:place]), cut.sizes[place]
+    is_here = (indices >= first) & (indices < first + size)
+    if size == 0:
+        rows = local.new_zeros(*indices.shape, local.shape[1]) + local.sum()  # keeps the gradient's path
+    else:
+        padding = None if padding_idx is None or not first <= padding_idx < first + size else padding_idx - first
+        rows = functional.embedding(torch.where(is_here, indices - first, 0), local, padding)
+        rows = rows * is_here.unsqueeze(-1)
+    return sum_parts(rows, cut.group)
+
+
+def _take_if_laid_out(tensor: Any, batch_axis: int) -> Any:
+    return take_whole(tensor, batch_axis) if is_laid_out(tensor) else tensor
+
+
+def batch_norm(
+    group: dist.ProcessGroup,
+    tensor: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Normalise by the statistics of all ranks' parts of the batch, and update the running ones alike on all ranks.
+
+    Sums are in fp32 at least. The variance is computed from the differences to the mean, as torch does.
+    """
+    dims = [dim for dim in range(tensor.ndim) if dim != 1]
+    shape = [-1 if dim == 1 else 1 for dim in range(tensor.ndim)]
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    count = wide.numel() // wide.shape[1] * dist.get_world_size(group)
+    if count <= 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {tensor.size()}")
+    mean = sum_statistics(wide.sum(dims), group) / count
+    centred = wide - mean.view(shape)
+    variance = sum_statistics(centred.square().sum(dims), group) / count
+    normalised = centred * (variance + eps).rsqrt().view(shape)
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
+        if running_var is not None:
+            unbiased = variance.detach() * (count / (count - 1))
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    if weight is not None:
+        normalised = normalised * weight.view(shape)
+    if bias is not None:
+        normalised = normalised + bias.view(shape)
+    return normalised.to(tensor.dtype)
