@@ -90,18 +90,23 @@ WITH_PARAMETERS: dict[str, Example] = {
     ),
 }
 
-_ELEMENTWISE = (
-    "CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh Identity LeakyReLU LogSigmoid Mish ReLU ReLU6 SELU SiLU "
-    "Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink"
-).split()
+_ELEMENTWISE = [
+    "CELU", "ELU", "GELU", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh", "Identity", "LeakyReLU",
+    "LogSigmoid", "Mish", "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softplus", "Softshrink", "Softsign", "Tanh",
+    "Tanhshrink",
+]  # fmt: skip
 
 WITHOUT_PARAMETERS: dict[str, Example] = {
     **{name: (lambda name=name: Cut(getattr(nn, name)(), 6), lambda: (draw(6),)) for name in _ELEMENTWISE},
     **{
         name: (lambda name=name, p=p, shape=shape: Cut(getattr(nn, name)(p), 12, shape=shape), lambda: (draw(12),))
         for name, p, shape in (
-            ("AlphaDropout", 0.0, ()), ("Dropout", 0.0, ()), ("Dropout1d", 0.0, (3, 4)), ("Dropout2d", 0.0, (3, 2, 2)),
-            ("Dropout3d", 0.0, (3, 2, 2, 1)), ("FeatureAlphaDropout", 0.0, (3, 2, 2)),
+            ("AlphaDropout", 0.0, ()),
+            ("Dropout", 0.0, ()),
+            ("Dropout1d", 0.0, (3, 4)),
+            ("Dropout2d", 0.0, (3, 2, 2)),
+            ("Dropout3d", 0.0, (3, 2, 2, 1)),
+            ("FeatureAlphaDropout", 0.0, (3, 2, 2)),
         )
     },
     "GLU": (lambda: Cut(nn.GLU(), 6), lambda: (draw(6),)),
@@ -130,9 +135,9 @@ for _ndim in (1, 2, 3):
         WITHOUT_PARAMETERS[f"{_kind}{_ndim}d"] = _on_grid(f"{_kind}{_ndim}d", *_args, ndim=_ndim)
 
 for _kind, _args, _ndim in (
-    ("ChannelShuffle", (3,), 2), ("CrossMapLRN2d", (3,), 2), ("LocalResponseNorm", (2,), 2), ("PixelUnshuffle", (2,), 2),
-    ("Upsample", (None, 2), 2), ("UpsamplingNearest2d", (None, 2), 2), ("UpsamplingBilinear2d", (None, 2), 2),
-    ("Unfold", (2,), 2), ("Flatten", (), 2), ("Unflatten", (1, (3, 1)), 2),
+    ("ChannelShuffle", (3,), 2), ("CrossMapLRN2d", (3,), 2), ("LocalResponseNorm", (2,), 2),
+    ("PixelUnshuffle", (2,), 2), ("Upsample", (None, 2), 2), ("UpsamplingNearest2d", (None, 2), 2),
+    ("UpsamplingBilinear2d", (None, 2), 2), ("Unfold", (2,), 2), ("Flatten", (), 2), ("Unflatten", (1, (3, 1)), 2),
 ):  # fmt: skip
     WITHOUT_PARAMETERS[_kind] = _on_grid(_kind, *_args, ndim=_ndim)
 
@@ -186,7 +191,7 @@ _TARGETS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "GaussianNLLLoss": lambda: (draw(6), torch.rand(BATCH, 6) + 0.5),
     "HingeEmbeddingLoss": lambda: (draw(6).sign(),),
     "HuberLoss": lambda: (draw(6),),
-        "L1Loss": lambda: (draw(6),),
+    "L1Loss": lambda: (draw(6),),
     "MSELoss": lambda: (draw(6),),
     "MarginRankingLoss": lambda: (draw(6), draw(6).sign()),
     "MultiLabelMarginLoss": lambda: (torch.tensor([[0, 3, -1, 0, 0, 0]] * BATCH),),
@@ -204,7 +209,10 @@ for _kind, _make in _TARGETS.items():
         lambda make=_make: (draw(6), *make()),
     )
 
-WITHOUT_PARAMETERS["KLDivLoss"] = (lambda: Cut(nn.KLDivLoss(reduction="batchmean"), 6), lambda: (torch.rand(BATCH, 6),) * 2)
+WITHOUT_PARAMETERS["KLDivLoss"] = (
+    lambda: Cut(nn.KLDivLoss(reduction="batchmean"), 6),
+    lambda: (torch.rand(BATCH, 6),) * 2,
+)
 if hasattr(nn, "LinearCrossEntropyLoss"):  # since torch 2.13
     WITH_PARAMETERS["LinearCrossEntropyLoss"] = (
         lambda: nn.LinearCrossEntropyLoss(6, 5, bias=True, ignore_index=-100),

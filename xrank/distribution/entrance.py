@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -203,7 +204,7 @@ class _Interception(TorchFunctionMode):
         return take_whole(tensor, self._axis) if tensor.device_mesh == self._mesh else tensor
 
 
-_PARALLEL = {functional.linear: linear, functional.embedding: embedding}
+_PARALLEL: dict[Any, Callable[..., torch.Tensor]] = {functional.linear: linear, functional.embedding: embedding}
 
 _ABOUT_ITSELF = frozenset(
     ("__delete__", "__format__", "__len__", "__repr__", "__set__", "backward", "detach", "dim", "element_size",

@@ -37,9 +37,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], mesh: TorchMesh, axis:
         axis: index of the batch axis.
     """
     found = [
-        parameter
-        for parameter in parameters
-        if not hasattr(parameter, _AVERAGED) and not _is_cut(parameter, axis)
+        parameter for parameter in parameters if not hasattr(parameter, _AVERAGED) and not _is_cut(parameter, axis)
     ]
     if found and mesh.size(axis) > 1:
         _Average(found, mesh.get_group(axis), axis)
@@ -60,9 +58,12 @@ class _Average:
         self._tasks: set[int] = set()
         for index, parameter in enumerate(self._parameters):
             setattr(parameter, _AVERAGED, True)
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_()  # torch takes hooks only then; a frozen parameter may be trained later
             if isinstance(parameter, DTensor):
-                parameter.register_hook(partial(self._prepare, parameter))
+                parameter.register_hook(partial(self._prepare, parameter))  # type: ignore[no-untyped-call]
             parameter.register_post_accumulate_grad_hook(partial(self._note, index))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(is_trained)
 
     def _prepare(self, parameter: DTensor, gradient: torch.Tensor) -> None:
         """Before a partial average is added: let an earlier gradient count as one, else torch averages the new one."""
@@ -137,5 +138,6 @@ def _average_bucket(bucket: list[torch.Tensor], group: dist.ProcessGroup) -> Non
     flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
     dist.all_reduce(flat, group=group)
     flat.div_(dist.get_world_size(group))
-    for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+    parts = torch.split(flat, [gradient.numel() for gradient in bucket])
+    for gradient, part in zip(bucket, parts, strict=True):
         gradient.copy_(part.view(gradient.shape))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from xrank.distribution.axis_exchange import (
@@ -57,9 +57,7 @@ def _find_cut(weight: DTensor, batch_axis: int) -> _Cut | None:
     return _Cut(axis, dim, sizes, weight.device_mesh.get_group(axis), placements)
 
 
-def linear(
-    batch_axis: int, tensor: torch.Tensor, weight: Any, bias: Any = None
-) -> torch.Tensor:
+def linear(batch_axis: int, tensor: torch.Tensor, weight: Any, bias: Any = None) -> torch.Tensor:
     """Compute ``functional.linear`` of a whole input with a laid out weight."""
     cut = _find_cut(weight, batch_axis)
     if cut is None:

@@ -57,7 +57,7 @@ def take(tensor: DTensor, placements: Placements, batch_axis: int) -> torch.Tens
     """
     local: torch.Tensor = _Take.apply(tensor, placements, batch_axis)  # type: ignore[no-untyped-call]
     if placements != tensor.placements:
-        note = _Gathered(tensor, placements, tensor._local_tensor._version)
+        note = _Gathered(tensor, placements, tensor._version)
         local.untyped_storage()._xrank_gathered = note  # type: ignore[attr-defined]
     return local
 
@@ -72,7 +72,7 @@ class _Take(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         tensor, axis = ctx.tensor, ctx.batch_axis
         given, wanted = list(ctx.placements), list(tensor.placements)
@@ -81,14 +81,20 @@ class _Take(torch.autograd.Function):
             if wanted[axis].is_replicate():
                 wanted[axis] = Partial("avg")
         found = DTensor.from_local(
-            gradient.contiguous(), tensor.device_mesh, given, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            gradient.contiguous(),
+            tensor.device_mesh,
+            given,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
         )
         return found.redistribute(placements=wanted), None, None
 
 
 def _redistribute(tensor: DTensor, placements: Placements) -> torch.Tensor:
     with torch.no_grad():
-        return tensor.detach().redistribute(placements=placements).to_local()
+        placed: DTensor = tensor.detach()  # type: ignore[assignment]
+        return placed.redistribute(placements=placements).to_local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +127,14 @@ def _pack(tensor: torch.Tensor) -> torch.Tensor | _Note:
     if tensor.layout != torch.strided or isinstance(tensor, DTensor):
         return tensor
     origin = getattr(tensor.untyped_storage(), "_xrank_gathered", None)
-    return tensor if origin is None else _Note(origin, tensor.size(), tensor.stride(), tensor.storage_offset())
+    return tensor if origin is None else _Note(origin, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _unpack(saved: torch.Tensor | _Note) -> torch.Tensor:
     if not isinstance(saved, _Note):
         return saved
     origin = saved.origin
-    if origin.tensor._local_tensor._version != origin.version:
+    if origin.tensor._version != origin.version:
         name = getattr(origin.tensor, NAMES, ("a parameter",))[0]
         raise UsageError(
             f"{name} was changed in place between forward and backward",

@@ -93,8 +93,8 @@ def placements_for(layout: TensorLayout, mesh: DeviceMesh, shape: Sequence[int])
         factor = getattr(placement, "split_factor", 1) * mesh.axis_length(axis)
         if hasattr(placement, "split_factor") and shape[placement.dim] % factor:
             raise LayoutError(
-                f"torch 2.13 neither scatters nor gathers dim {placement.dim} in the layout {layout}: it is uneven, and "
-                f"cut along {axis!r} after a later axis of the mesh",
+                f"torch neither scatters nor gathers dim {placement.dim} in the layout {layout}: it is uneven, and cut "
+                f"along {axis!r} after a later axis of the mesh",
                 got=f"{shape[placement.dim]} positions",
                 want=f"a multiple of {factor}, or cuts in the order of the mesh {mesh.grid!r}",
             )

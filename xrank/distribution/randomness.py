@@ -8,7 +8,7 @@ generator states as before.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -35,7 +35,7 @@ class Stream:
         self._device: Any = None if device_type == "cpu" else torch.get_device_module(device_type)
         self._before: tuple[Any, Any] = (None, None)
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Self:
         self._before = torch.get_rng_state(), None if self._device is None else self._device.get_rng_state()
         torch.manual_seed(self._seed)
         return self

@@ -22,7 +22,7 @@ def convert_states(module: nn.Module, mesh: TorchMesh) -> None:
     """Convert the module's own tensors whenever its state dict is made or loaded; not those of its parts."""
     if not any(isinstance(hook, _ToDTensors) for hook in module._state_dict_hooks.values()):
         module._register_state_dict_hook(_ToDTensors(mesh))  # type: ignore[no-untyped-call]
-        module._register_load_state_dict_pre_hook(_FromState(mesh), with_module=True)
+        module._register_load_state_dict_pre_hook(_FromState(mesh), with_module=True)  # type: ignore[no-untyped-call]
 
 
 class _Converter:
@@ -47,9 +47,7 @@ class _ToDTensors(_Converter):
 class _FromState(_Converter):
     """The hook that makes of loaded tensors what the module's own parameters and buffers are."""
 
-    def __call__(
-        self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, *arguments: Any
-    ) -> None:
+    def __call__(self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, *arguments: Any) -> None:
         for name, own in (*module._parameters.items(), *module._buffers.items()):
             value = state.get(prefix + name)
             if own is None or not isinstance(value, torch.Tensor) or value.shape != own.shape:
