@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 __all__ = ["Run", "chunk_state", "whole_model", "write_config", "write_dist", "write_legacy"]
 
+TOWER = re.compile(r"visual\.|vision_|multi_modal_projector\.")
 HIDDEN, FFN, HEADS, GROUPS, HEAD, VOCAB, EXPERTS = 8, 12, 4, 2, 2, 16, 4
 
 
@@ -52,6 +53,8 @@ class Run:
     iteration: int = 10
     dp: int = 1
     args: dict[str, Any] = field(default_factory=dict)
+    plain: tuple[str, ...] = ("vision_projection.", "vision_model.projection.")
+    """Prefixes of blocks with one projection in linear_fc1, whatever `gated` is."""
 
     @property
     def num_layers(self) -> int:
@@ -144,14 +147,16 @@ def whole_model(run: Run) -> dict[str, torch.Tensor]:
 
 def part_of(name: str, tensor: torch.Tensor, run: Run, tp: int) -> torch.Tensor:
     """Return a tensor-parallel rank's part."""
+    if TOWER.match(name) and ".decoder." not in name and "projection.encoder." not in name:
+        return tensor.clone()  # Hugging Face's own module, which each rank has
     is_expert = ".experts." in name
     ways = run.tp if run.etp is None or not is_expert else run.etp
     tp %= ways
-    if re.search(r"norm|router|gate_weight|position_embeddings|linear_(proj|fc2)\.bias", name):
+    if re.search(r"norm|router|gate_weight|position_embeddings|linear_(proj|fc2)\.bias|\.ls[12]$", name):
         return tensor.clone()
     if re.search(r"linear_(proj|fc2)\.weight", name):
         return tensor.chunk(ways, dim=1)[tp].contiguous()
-    if "linear_fc1" in name and run.gated:
+    if "linear_fc1" in name and run.gated and not name.startswith(run.plain):
         gate, up = tensor.chunk(2)
         return torch.cat([gate.chunk(ways)[tp], up.chunk(ways)[tp]])
     return tensor.chunk(ways)[tp].contiguous()
@@ -176,16 +181,17 @@ def chunk_state(run: Run, model: dict[str, torch.Tensor], tp: int, stage: int, e
     count = run.chunks[chunk][stage]
     state: dict[str, Any] = OrderedDict()
     for name, tensor in model.items():
-        found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
+        found = re.fullmatch(r"((?:language_model\.)?decoder\.layers\.)(\d+)\.(.*)", name)
         if found is None:
-            at = order[0] if name.startswith("embedding") else order[-1]
+            is_first = "embedding" in name or TOWER.match(name) is not None
+            at = order[0] if is_first else order[-1]
             if at == (chunk, stage):
                 state[name] = part_of(name, tensor, run, tp)
             continue
-        layer = int(found[1]) - first
+        layer = int(found[2]) - first
         if not 0 <= layer < count:
             continue
-        local = f"decoder.layers.{layer}.{found[2]}"
+        local = f"{found[1]}{layer}.{found[3]}"
         if "experts.weight" in name:
             state[local] = _grouped_part(name, tensor.chunk(run.ep)[ep], run, tp)
             continue

@@ -82,13 +82,20 @@ EXPERT_FORMS = ("te-grouped", "named", "stacked", "singletons", "grouped")
 
 def tiny(family: str, **changes: Any) -> torch.nn.Module:
     """Return a model small enough for a test, of a seed of its own; heads, groups and widths all differ."""
+    options = {**FAMILIES[family], **changes}
+    options = {key: [*value] if isinstance(value, tuple) else value for key, value in options.items()}
+    return tiny_of(family.removesuffix("_lite"), options)
+
+
+def tiny_of(model_type: str, options: dict[str, Any]) -> torch.nn.Module:
+    """Return a model of that type and config; all of its values differ."""
     import transformers
 
     torch.manual_seed(0)
-    options = {**FAMILIES[family], **changes}
-    options = {key: [*value] if isinstance(value, tuple) else value for key, value in options.items()}
-    config = transformers.AutoConfig.for_model(family.removesuffix("_lite"), **options)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    config = transformers.AutoConfig.for_model(model_type, **options)
+    has_vision = "vision_config" in options
+    kind = transformers.AutoModelForImageTextToText if has_vision else transformers.AutoModelForCausalLM
+    model = kind.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape))  # norms are ones otherwise, and equal to each other
@@ -132,7 +139,18 @@ def as_megatron(
     """
     if model.config.model_type == "gpt2":
         return _as_megatron_gpt2(model, vocab, te)
-    config, state = model.config, saved(model)
+    return megatron_state(model.config, saved(model), vocab=vocab, te=te, experts=experts)
+
+
+def megatron_state(
+    config: Any,
+    state: dict[str, torch.Tensor],
+    *,
+    vocab: int | None = None,
+    te: bool = False,
+    experts: str = "local_experts.{}.linear_fc{}.weight",
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a text model's files as Megatron-core's GPTModel has them; arguments as `as_megatron`."""
     groups = config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     made = {"embedding.word_embeddings.weight": _padded(state["model.embed_tokens.weight"], vocab)}

@@ -24,6 +24,7 @@ from tests.recipes.made_checkpoints import (
     saved,
     tiny,
 )
+from tests.recipes.made_vision import VISION_RECIPES, vision_forms
 from tests.recipes.test_there_and_back import RECIPES, elements, model_of
 from xrank.decisions.recipe_choice import follow_recipe
 from xrank.errors import UsageError, XrankError
@@ -80,7 +81,10 @@ def as_local_dist(tensors: Tensors) -> Tensors:
 @cache
 def made(name: str) -> list[tuple[dict[str, Any], Tensors, Tensors]]:
     """Return for each form config.json, the tensors that transformers saves, and the trainer's."""
-    family = FAMILIES.get(name.removeprefix("megatron-"))
+    own = name.removeprefix("megatron-")
+    if own in VISION_RECIPES:
+        return list(vision_forms(own))
+    family = FAMILIES.get(own)
     if family in text.FAMILIES:
         # test_megatron_logits proves what the recipe makes of the names of Megatron's local layers.
         theirs = {key: torch.from_numpy(array) for key, array in family.weights().items()}

@@ -108,7 +108,7 @@ def test_experts_in_every_layer(tmp_path: Path) -> None:
     assert_equal(gathered(tmp_path, tensors, config_of("qwen3_moe", **whole)), saved_of("qwen3_moe", **whole))
 
 
-_ARGS = {
+ARGS = {
     "num_hidden_layers": "num_layers", "hidden_size": "hidden_size", "intermediate_size": "ffn_hidden_size",
     "num_attention_heads": "num_attention_heads", "num_key_value_heads": "num_query_groups",
     "head_dim": "kv_channels", "moe_intermediate_size": "moe_ffn_hidden_size", "q_lora_rank": "q_lora_rank",
@@ -122,7 +122,7 @@ _ARGS = {
 def test_checkpoints_of_many_ranks(tmp_path: Path, family: str, write: Any) -> None:
     changes = {"num_hidden_layers": 4}
     config = config_of(family, **changes)
-    args = {its: config[ours] for ours, its in _ARGS.items() if ours in config}
+    args = {its: config[ours] for ours, its in ARGS.items() if ours in config}
     args |= {"group_query_attention": True, "padded_vocab_size": 40, "vocab_size": 37}
     if family.startswith("deepseek"):
         args |= {"kv_channels": 4, "multi_latent_attention": True}

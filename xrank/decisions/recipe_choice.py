@@ -28,6 +28,7 @@ from xrank.recipes.sizes import (
     collect_layers,
     collect_sizes,
     find_refused,
+    list_model_types,
     solve_sizes,
 )
 from xrank.words import list_text
@@ -61,8 +62,8 @@ def choose_recipe(
     # A recipe that knows no name neither fits nor is near; only an error about Megatron's names compares all recipes.
     matches = [match(recipe, names) for recipe in (load_shipped_recipes() if is_megatron else load_recipes_for(names))]
     fitting = [found for found in matches if found.fits]
-    model_type = _model_type(config)
-    chosen = [found for found in fitting if model_type is None or model_type in found.recipe.model_types]
+    types = list_model_types(config)
+    chosen = [found for found in fitting if not types or not types.isdisjoint(found.recipe.model_types)]
     # Recipes that treat these names alike, such as Llama's and Gemma's, count as one: that without absent blocks, and
     # then the one for the trainer's arguments.
     ordered = sorted(
@@ -77,7 +78,7 @@ def choose_recipe(
     if len(different) == 1:
         return different[0]
     if fitting:
-        says = f", and config.json says model_type {model_type!r}" if model_type is not None else ""
+        says = f", and config.json says model_type {' and '.join(map(repr, sorted(types)))}" if types else ""
         raise UsageError(
             f"{source.path}: which recipe its names are of is not clear",
             file=source.path,
@@ -195,15 +196,6 @@ def _misfit(source: StoredModel, found: Match, problem: str) -> UsageError:
         next_step=f"{other if name in list_shipped_recipes() else own}, or keep the names with "
         f"{option('recipe', 'none')}",
     )
-
-
-def _model_type(config: Mapping[str, Any] | None) -> str | None:
-    if config is None:
-        return None
-    text = config.get("text_config")
-    inner = text.get("model_type") if isinstance(text, Mapping) else None
-    value = inner or config.get("model_type")
-    return value if isinstance(value, str) else None
 
 
 def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] | None) -> StoredModel:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from xrank.recipes.recipe import Recipe, Rule
-from xrank.recipes.side import Side
+from xrank.recipes.side import Side, part_names
 
 __all__ = ["Match", "active_rules", "is_required", "match", "source_sides", "target_sides"]
 
@@ -68,13 +68,24 @@ def active_rules(recipe: Recipe, is_reversed: bool) -> tuple[int, ...]:
     if not is_reversed:
         return tuple(range(len(recipe.rules)))
     found: list[int] = []
-    taken: set[str] = set()
+    taken: set[tuple[str, str]] = set()
     for number, rule in enumerate(recipe.rules):
-        texts = {str(side) for side in rule.targets.values()}
-        if not texts <= taken:
+        made = _made_parts(rule)
+        if any(part not in taken and (part[0], "") not in taken for part in made):
             found.append(number)
-            taken |= texts
+            taken |= made
     return tuple(found)
+
+
+def _made_parts(rule: Rule) -> set[tuple[str, str]]:
+    """Return (name, part) of the targets that a rule makes; "" stands for a whole tensor, or all of its parts."""
+    found: set[tuple[str, str]] = set()
+    for part, side in rule.targets.items():
+        parts = set(part_names(side))
+        found.add((str(side.name), part if parts and part in parts else ""))
+        if parts and parts <= {key for key, other in rule.targets.items() if other == side}:
+            found.add((str(side.name), ""))
+    return found
 
 
 def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) -> Match:
@@ -124,16 +135,16 @@ def _missing(recipe: Recipe, used: Iterable[_Place], is_reversed: bool) -> list[
     made: set[str] = set()
     for number, form in used:
         sides = source_sides(recipe.rules[number], True)
-        made.update(map(str, sides[form : form + 1] if is_reversed else sides))
+        made.update(str(side.name) for side in (sides[form : form + 1] if is_reversed else sides))
     # A dense model lacks the sparse blocks rightly, but one without any block lacks all kinds: its layers are lost.
     present = {recipe.rules[number].group for number, _ in used} - {None}
     chosen = {recipe.rules[number].choice for number, _ in used if recipe.rules[number].group is not None}
     # One tensor of a flag shows that the flag is true, so the others of the flag are due, too.
     raised = {recipe.rules[number].when for number, _ in used} - {None}
-    wanted: list[str] = []
+    wanted: list[Side] = []
     for number in active_rules(recipe, is_reversed):
         rule = recipe.rules[number]
         is_due = is_required(rule) or rule.when in raised
         if is_due and (rule.group is None or rule.group in present or rule.choice not in chosen):
-            wanted += map(str, rule.targets.values())
-    return [text for text in dict.fromkeys(wanted) if text not in made]
+            wanted += rule.targets.values()
+    return [str(side) for side in dict.fromkeys(wanted) if str(side.name) not in made]

@@ -7,10 +7,16 @@ padded = ["v"]                          sizes whose rows may be followed by padd
 ignored = ['.*rotary_emb\.inv_freq']    patterns of names that are left out
 keep_fp32 = ['.*\.mlp\.gate\.weight']   patterns of target names that a cast to a smaller type skips
 
+[rename.sources]                        prefixes of the extended recipe's names, and those that replace them
+"" = "language_model."
+[rename.targets]
+"model." = "model.language_model."
+
 [config]                                sizes, flags and groups' layers from keys of config.json
 L = "num_hidden_layers"
 d = ["head_dim", "hidden_size / num_attention_heads"]     the first known term counts
 tied = "tie_word_embeddings"
+B = "vision_config.depth"               a key of a section
 experts = "layers from first_k_dense_replace"             the layers of a group (`xrank.recipes.layer_choice`)
 
 [args]                                  the same from the trainer's arguments
@@ -34,6 +40,11 @@ half = 64
 "attn.c_attn.weight [g <q: d | k: d>, h]" = "... [h, <q: g d | k: g d>]"    one target with all parts of the source
 "q_up.weight [a (s + t), l]" = "... [a (s + t), l]"                         a sum is one size
 
+[kept."model.visual."]                  tensors of the target that the source holds alike, under other prefixes
+from = ["vision_model.", "visual."]
+tensors = ["blocks.{B}.norm1.weight [c]"]
+when = "vision"                         as in [tensors]; also unless, group and optional
+
 A source whose name has dims also matches a tensor with those dims in front of its own: Megatron-core's ``torch_dist``
 stacks the layers so (megatron/core/transformer/transformer_block.py: sharded_state_dict).
 """
@@ -42,16 +53,27 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 from xrank.errors import LayoutError, UsageError
 from xrank.layout.tensor_name import TensorName
 from xrank.recipes.recipe import Recipe, Rule
+from xrank.recipes.recipe_tables import (
+    CONDITIONS,
+    CORRECT,
+    LISTS,
+    TABLES,
+    check_texts,
+    count_extended,
+    find_place,
+    misplaced,
+    read_shipped,
+    read_tables,
+    refuse_unknown,
+)
 from xrank.recipes.side import Side, parse_side, part_names
 from xrank.words import list_text
 
@@ -64,10 +86,6 @@ __all__ = [
     "read_recipe",
     "read_shipped_text",
 ]
-
-_TABLES = ("config", "args", "must", "sizes", "tensors")
-_LISTS = ("model_types", "padded", "ignored", "keep_fp32")
-_TEXTS = ("framework", "extends")
 
 
 def read_recipe(path: str) -> Recipe:
@@ -89,12 +107,9 @@ def read_recipe(path: str) -> Recipe:
     return _parse(path, text, path)
 
 
-_CORRECT = "correct the recipe; those that come with xrank show how it is written"
-
-
 def list_shipped_recipes() -> tuple[str, ...]:
     """Return the sorted names of the recipes that come with xrank, without parsing them."""
-    return tuple(_read_shipped())
+    return tuple(read_shipped())
 
 
 def read_shipped_text(name: str, *, is_merged: bool = False) -> str:
@@ -104,12 +119,12 @@ def read_shipped_text(name: str, *, is_merged: bool = False) -> str:
         name: the recipe's name.
         is_merged: whether to merge it with those that it extends, which loses the comments.
     """
-    text = _read_shipped()[name]
+    text = read_shipped()[name]
     if not is_merged:
         return text
-    tables = _read_tables(text, f"{name}.toml")
-    top = [f"{key} = {_value_text(value)}\n" for key, value in tables.items() if key not in _TABLES]
-    for key in _TABLES:
+    tables = read_tables(text, f"{name}.toml")
+    top = [f"{key} = {_value_text(value)}\n" for key, value in tables.items() if key not in TABLES]
+    for key in TABLES:
         if tables.get(key):
             rows = (f"{_key_text(own)} = {_value_text(value)}\n" for own, value in tables[key].items())
             top += [f"\n[{key}]\n", *rows]
@@ -129,19 +144,19 @@ def _value_text(value: Any) -> str:
 
 def load_shipped_recipes() -> tuple[Recipe, ...]:
     """Return all recipes that come with xrank, sorted by name."""
-    return tuple(map(load_shipped_recipe, _read_shipped()))
+    return tuple(map(load_shipped_recipe, read_shipped()))
 
 
 def load_recipes_for(names: Iterable[str]) -> tuple[Recipe, ...]:
     """Return the shipped recipes that may know any of these training names; the other files are not parsed."""
     words = {name.partition(".")[0] for name in names}
-    return tuple(load_shipped_recipe(name) for name in _read_shipped() if not words.isdisjoint(_first_words(name)))
+    return tuple(load_shipped_recipe(name) for name in read_shipped() if not words.isdisjoint(_first_words(name)))
 
 
 @lru_cache(maxsize=32)
 def load_shipped_recipe(name: str) -> Recipe:
     """Return the shipped recipe of that name."""
-    return _parse(name, _read_shipped()[name], f"{name}.toml")
+    return _parse(name, read_shipped()[name], f"{name}.toml")
 
 
 @lru_cache(maxsize=32)
@@ -151,75 +166,41 @@ def _first_words(name: str) -> frozenset[str]:
     They are searched in the text, because parsing all recipes takes longer than the rest of a small dry run: each
     source is the first quoted text of its line.
     """
-    text = _read_shipped()[name]
-    words = frozenset(re.findall(r"""^\s*(?:\[tensors\.)?["']([^"'.{\[ ]+)""", text, re.MULTILINE))
-    return words.union(*map(_first_words, re.findall(r'^extends = "(.+)"$', text, re.MULTILINE)))
+    words, inherited, section = set[str](), frozenset[str](), ""
+    for line in read_shipped()[name].splitlines():
+        if line.startswith("["):
+            section = line
+        if line.startswith("extends = "):
+            inherited = _first_words(line.split('"')[1])
+        elif section == "[rename.sources]" and line.startswith('"" = "'):
+            inherited = frozenset([line.split('"')[3].partition(".")[0]])
+        elif section.startswith("[kept.") and line.startswith("from = "):
+            words.update(text.partition(".")[0] for text in line.split('"')[1::2])
+        elif found := _SOURCE.match(line) if section.startswith("[tensors") else None:
+            words.add(found[1])
+    return inherited.union(words)
 
 
-@lru_cache(maxsize=1)
-def _read_shipped() -> dict[str, str]:
-    texts = {file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*.toml")}
-    return dict(sorted(texts.items()))
-
-
-def _read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the content of a file, merged into the recipe that it extends."""
-    try:
-        tables = dict(_loads(text))
-    except (ValueError, RecursionError) as error:
-        raise LayoutError(
-            f"the recipe {file} is not TOML: {error}", file=file, want="TOML", next_step=_CORRECT
-        ) from error
-    _refuse_unknown(tables, (*_TABLES, *_LISTS, *_TEXTS), file)
-    for key in _TABLES:
-        if not isinstance(tables.get(key, {}), dict):
-            raise _wrong(file, (key,), tables[key], f"a table [{key}]")
-    base = tables.pop("extends", None)
-    if base is None:
-        return tables
-    # A recipe that extends itself, even by way of others, would be read forever.
-    if base not in _read_shipped() or base in via:
-        raise _wrong(file, ("extends",), base, f"one of {', '.join(_read_shipped())}")
-    return _extend(_read_tables(_read_shipped()[base], f"{base}.toml", (*via, base)), tables, file)
-
-
-def _count_extended(text: str) -> int:
-    """Return the number of recipes that a valid recipe extends, one after the other."""
-    base = _loads(text).get("extends")
-    return 0 if base is None else 1 + _count_extended(_read_shipped()[base])
-
-
-def _extend(base: dict[str, Any], own: dict[str, Any], file: str) -> dict[str, Any]:
-    found = {**base, **own}
-    for key in _TABLES:
-        # A replaced rule keeps its place in the base: rules are numbered by it, which orders the output's tensors.
-        found[key] = {**base.get(key, {}), **own.get(key, {})}
-    found["must"] = {key: value for key, value in found["must"].items() if value != "any"}
-    for source, value in own.get("tensors", {}).items():
-        if value is False:
-            if source not in base.get("tensors", {}):
-                raise _wrong(file, ("tensors", source), False, "a rule, or a source of the extended recipe")
-            del found["tensors"][source]
-    return found
+_SOURCE = re.compile(r"""\s*(?:\[tensors\.)?["']([^"'.{\[ ]+)""")
 
 
 def _parse(name: str, text: str, file: str) -> Recipe:
-    tables = _read_tables(text, file)
-    lists = {key: _check_texts(tables.get(key, []), (key,), file) for key in _LISTS}
+    tables = read_tables(text, file)
+    lists = {key: check_texts(tables.get(key, []), (key,), file) for key in LISTS}
     for key in ("ignored", "keep_fp32"):
         for pattern in lists[key]:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise _wrong(file, (key,), pattern, f"a regular expression ({error})") from error
+                raise misplaced(file, (key,), pattern, f"a regular expression ({error})") from error
     sizes = tables.get("sizes", {})
     for size, number in sizes.items():
         # isinstance would take TOML's `true` for 1.
         if type(number) is not int or number < 1:
-            raise _wrong(file, ("sizes", size), number, "a number of 1 or more")
+            raise misplaced(file, ("sizes", size), number, "a number of 1 or more")
     rules = tuple(_parse_rule(source, value, file) for source, value in tables.get("tensors", {}).items())
     if not rules:
-        raise _wrong(file, ("tensors",), "no rule", "a table [tensors]")
+        raise misplaced(file, ("tensors",), "no rule", "a table [tensors]")
     return Recipe(
         name,
         str(tables.get("framework", "")),
@@ -228,16 +209,15 @@ def _parse(name: str, text: str, file: str) -> Recipe:
         lists["padded"],
         lists["ignored"],
         lists["keep_fp32"],
-        config={key: _check_texts(terms, ("config", key), file) for key, terms in tables.get("config", {}).items()},
-        args={key: _check_texts(terms, ("args", key), file) for key, terms in tables.get("args", {}).items()},
+        config={key: check_texts(terms, ("config", key), file) for key, terms in tables.get("config", {}).items()},
+        args={key: check_texts(terms, ("args", key), file) for key, terms in tables.get("args", {}).items()},
         sizes=sizes,
         must={key: tuple(v) if isinstance(v, list) else (v,) for key, v in tables.get("must", {}).items()},
-        depth=_count_extended(text),
+        depth=count_extended(text),
     )
 
 
-# Recipes extend each other, so several share most files and sides.
-_loads = lru_cache(maxsize=32)(tomllib.loads)
+# Recipes extend each other, so several share most sides.
 _side = lru_cache(maxsize=1024)(parse_side)
 
 
@@ -245,27 +225,27 @@ def _parse_rule(source: str, value: Any, file: str) -> Rule:
     keys = ("tensors", source)
     if not isinstance(value, dict):
         value = {"to": value}
-    _refuse_unknown(value, ("to", "unless", "when", "group", "optional"), file, keys)
+    refuse_unknown(value, ("to", *CONDITIONS), file, keys)
     to, optional = value.get("to"), value.get("optional", False)
     texts = to if isinstance(to, dict) else {"": to}
     if not texts or not all(isinstance(text, str) for text in texts.values()):
-        raise _wrong(file, (*keys, "to"), to, "a target's text, or one for each part")
+        raise misplaced(file, (*keys, "to"), to, "a target's text, or one for each part")
     names = {key: value.get(key) for key in ("unless", "when", "group")}
     for key, name in names.items():
         if name is not None and not isinstance(name, str):
-            raise _wrong(file, (*keys, key), name, "a name")
+            raise misplaced(file, (*keys, key), name, "a name")
     if not isinstance(optional, bool):
-        raise _wrong(file, (*keys, "optional"), optional, "true or false")
+        raise misplaced(file, (*keys, "optional"), optional, "true or false")
     try:
         side = _side(source)
         targets = {part: _side(text) for part, text in texts.items()}
     except LayoutError as error:
-        error.about(f"{_find_place(file, *keys)}: tensors.{source!r}", file=file, next_step=_CORRECT)
+        error.about(f"{find_place(file, *keys)}: tensors.{source!r}", file=file, next_step=CORRECT)
         raise
     parts = part_names(side)
     if isinstance(to, str) and parts:
         if sorted(part_names(targets[""])) != sorted(parts):
-            raise _wrong(
+            raise misplaced(
                 file, keys, to, f"one target for each of the parts {list_text(parts)}, or one with all of them"
             )
         targets = dict.fromkeys(parts, targets[""])
@@ -294,51 +274,7 @@ def _stack_dims(side: Side) -> list[Side]:
     return found
 
 
-def _check_texts(value: Any, keys: tuple[str, ...], file: str) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise _wrong(file, keys, value, "a text, or a list of texts")
-    return tuple(texts)
-
-
-def _refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], file: str, keys: tuple[str, ...] = ()) -> None:
-    for key in table:
-        if key not in known:
-            raise _wrong(file, (*keys, key), key, f"one of {sorted(known)}")
-
-
-def _wrong(file: str, keys: tuple[str, ...], got: object, want: str) -> LayoutError:
-    where = ".".join(key if key.isidentifier() else repr(key) for key in keys)
-    return LayoutError(
-        f"the recipe {_find_place(file, *keys)} is wrong at {where}",
-        file=file,
-        got=repr(got)[:200],
-        want=want,
-        next_step=_CORRECT,
-    )
-
-
 def find_rule(recipe: Recipe, number: int) -> str:
     """Return ``FILE, line N`` of a rule of a recipe."""
-    place = _find_place(recipe.name, "tensors", str(recipe.rules[number].sources[0]))
+    place = find_place(recipe.name, "tensors", str(recipe.rules[number].sources[0]))
     return f"{place}, which inherits it" if place == recipe.name else place
-
-
-def _find_place(file: str, *keys: str) -> str:
-    """Return ``FILE, line N`` for the value of nested keys of a recipe's file; without the line if it is not found.
-
-    tomllib does not keep lines, so each key is searched in the text, after the one before it. Spaces do not count.
-    """
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except OSError:
-        text = _read_shipped().get(file.removesuffix(".toml"), "")
-    text, at, last = text.replace(" ", ""), 0, None
-    for key in keys:
-        pattern = rf"""(?:^|[\[.{{,])["']?{re.escape(key.replace(" ", ""))}["']?(?=[\].=])"""
-        found = re.compile(pattern, re.MULTILINE).search(text, at)
-        if found is not None:
-            at = last = found.end()
-        elif key not in _TABLES:  # `config.h = ...` has no header, and a table may be inherited
-            return file
-    return file if last is None else f"{file}, line {text.count(chr(10), 0, last) + 1}"

@@ -15,7 +15,7 @@ from xrank.recipes.matching import Match, active_rules, is_required, match, sour
 from xrank.recipes.recipe import Rule
 from xrank.recipes.recipe_file import load_shipped_recipes
 from xrank.recipes.side import Side
-from xrank.recipes.sizes import collect_flags, collect_sizes
+from xrank.recipes.sizes import collect_flags, collect_sizes, list_model_types
 from xrank.words import list_text
 
 __all__ = ["prove_shapes"]
@@ -49,8 +49,8 @@ def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None 
     """
     matches = [match(recipe, shapes, is_reversed=back) for recipe in load_shipped_recipes() for back in (True, False)]
     candidates = [found for found in matches if found.fits]
-    model_type = (config or {}).get("model_type")
-    own = [found for found in matches if model_type in found.recipe.model_types]
+    types = list_model_types(config)
+    own = [found for found in matches if not types.isdisjoint(found.recipe.model_types)]
     if not candidates:
         _refuse_missing(own)
     first: XrankError | None = None

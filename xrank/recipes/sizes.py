@@ -16,7 +16,15 @@ from xrank.recipes.layer_choice import LayerChoice, is_layer_term, parse_layers
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.side import Side
 
-__all__ = ["check_arguments", "collect_flags", "collect_layers", "collect_sizes", "find_refused", "solve_sizes"]
+__all__ = [
+    "check_arguments",
+    "collect_flags",
+    "collect_layers",
+    "collect_sizes",
+    "find_refused",
+    "list_model_types",
+    "solve_sizes",
+]
 
 _Shape = tuple[int, ...]
 
@@ -90,6 +98,13 @@ def collect_layers(
     return found
 
 
+def list_model_types(config: Mapping[str, Any] | None) -> frozenset[str]:
+    """Return the model types in config.json: the model's, and that of its language model."""
+    text = (config or {}).get("text_config", (config or {}).get("llm_config"))
+    sections = (config or {}, text if isinstance(text, Mapping) else {})
+    return frozenset(value for section in sections if isinstance(value := section.get("model_type"), str))
+
+
 def check_arguments(recipe: Recipe, args: Mapping[str, Any] | None) -> None:
     """Refuse another kind of model whose names and shapes happen to be the same.
 
@@ -121,8 +136,9 @@ def _first_known(values: Mapping[str, Any], terms: Iterable[str]) -> object:
 def _term(values: Mapping[str, Any], term: str) -> object:
     """Evaluate a term; return None if a key is unknown or the condition does not hold.
 
-    A term is a key, ``not KEY``, or ``A / B``, ``A * B``, ``A + B`` or ``A - B``, where A may be such a term and B is
-    a key or a number; the sign that is last counts last, but products come before sums. A condition may
+    A term is a key, ``not KEY``, ``len KEY`` of a list, or ``A / B``, ``A * B``, ``A + B`` or ``A - B``, where A may be
+    such a term and B is a key or a number; the sign that is last counts last, but products come before sums.
+    ``SECTION.KEY`` is a key of a section, ``KEY.0`` the first number of a list. A condition may
     follow: ``if KEY``, ``unless KEY``, ``if KEY = TEXT`` or ``unless KEY = TEXT``, where TEXT may be another key, which
     stands for its value. A condition on an absent key never holds. A number, ``true`` or ``false`` as a term is the
     default of a key that a complete config.json (one with a model_type) lacks. `xrank.recipes.layer_choice` has the
@@ -147,6 +163,9 @@ def _term(values: Mapping[str, Any], term: str) -> object:
     if term.startswith("not "):
         value = _lookup(values, term.removeprefix("not "))
         return not value if isinstance(value, bool) else None
+    if term.startswith("len "):
+        value = _lookup(values, term.removeprefix("len "))
+        return len(value) if isinstance(value, list) else None
     for signs in (" [+-] ", " [*/] "):
         found_sign = re.fullmatch(f"(.+)({signs})(.+)", term)
         if found_sign is not None:
@@ -175,8 +194,22 @@ def _calculate(a: object, sign: str, b: object) -> int | None:
 def _lookup(values: Mapping[str, Any], key: str) -> object:
     if key in values:
         return values[key]
-    inner = values.get("text_config")
+    if "." in key:
+        return _lookup_path(values, key.split("."))
+    inner = values.get("text_config", values.get("llm_config"))
     return inner.get(key) if isinstance(inner, Mapping) else None
+
+
+def _lookup_path(value: object, path: Sequence[str]) -> object:
+    """Return the value at the end of a path through sections and lists; None where it breaks off."""
+    for key in path:
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        elif isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
 
 
 def solve_sizes(

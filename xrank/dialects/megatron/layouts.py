@@ -4,6 +4,9 @@ The axis ``tp`` is tensor parallelism, ``etp`` that of the experts, ``ep`` exper
 column parallel layers cut rows, row parallel layers cut columns (tensor_parallel/layers.py); a gated linear_fc1 holds
 its own gate and up halves on every rank (transformer/mlp.py: glu); attention's linear_qkv is cut between query groups,
 whose rows are adjacent (transformer/attention.py). Norms, the router and biases added after the sum are replicas.
+
+A vision-language model holds a decoder as ``language_model``, which pipeline stages share, and on the first stage a
+vision tower: another decoder of Megatron's (``vision_model.decoder``), or Hugging Face's module, whole on each rank.
 """
 
 from __future__ import annotations
@@ -15,21 +18,31 @@ from typing import Any
 from xrank.layout import TensorLayout
 
 __all__ = [
+    "DECODER",
     "LAYER",
     "count_experts",
     "expert_in",
+    "in_vision_tower",
+    "is_kept_whole",
     "is_projection",
     "layout_of",
     "layout_of_down_projection",
     "projections",
     "shape_of_grouped",
+    "stack_of",
     "whole_name",
 ]
 
-LAYER = re.compile(r"decoder\.layers\.(0|[1-9]\d{0,8})\.(.*)", re.ASCII)
+_LANGUAGE = r"(?:[A-Za-z]\w*\.)*language_model\."
+_TOWER = rf"(?:{_LANGUAGE}|(?:[A-Za-z]\w*\.)*vision_model\.)?"
+DECODER = re.compile(rf"(?:{_LANGUAGE})?decoder\.layers(?=\.)", re.ASCII)
+"""The stack of layers that pipeline stages share."""
+LAYER = re.compile(rf"{DECODER.pattern}\.(0|[1-9]\d{{0,8}})\.(.*)", re.ASCII)
+"""A layer of it: its number, and the rest of the name."""
 
 _LAYER = r"(?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?"
-_MLP = rf"{_LAYER}mlp\.(?:shared_experts\.)?"
+_PROJECTION = r"(?:vision_)?projection\.encoder\."
+_MLP = rf"(?:{_LAYER}mlp\.(?:shared_experts\.)?|{_PROJECTION})"
 _EXPERT = rf"{_LAYER}mlp\.experts\."
 _LOCAL = rf"{_EXPERT}local_experts\.\d+\."
 
@@ -42,6 +55,7 @@ _RULES: Sequence[tuple[str, str]] = (
     (r"mtp\.layers\.\d+\.(?:enorm|hnorm|final_layernorm)\.(?:weight|bias)", "[h]"),
     (r"mtp\.layers\.\d+\.eh_proj\.weight", "[h/tp, two]"),
     (rf"{_LAYER}(?:input|pre_mlp|post_self_attn|post_mlp)_layernorm\.(?:weight|bias)", "[h]"),
+    (rf"{_LAYER}ls[12]", "[h]"),
     (rf"{_LAYER}self_attention\.(?:q|k)_layernorm\.(?:weight|bias)", "[d]"),
     (rf"{_LAYER}self_attention\.linear_qkv\.layer_norm_(?:weight|bias)", "[h]"),
     (rf"{_LAYER}self_attention\.linear_qkv\.weight", "[rows/tp, h]"),
@@ -80,18 +94,22 @@ _GATED = tuple(
 )
 _LAYOUTS = {
     is_gated: tuple(
-        (re.compile(pattern), TensorLayout.parse(text))
+        (re.compile(rf"{_TOWER}(?:{pattern})", re.ASCII), TensorLayout.parse(text))
         for pattern, text in (*_RULES, *(_GATED if is_gated else _PLAIN))
     )
     for is_gated in (False, True)
 }
 
-_DOWN = re.compile(rf"{_LAYER}self_attention\.linear_(q|kv)_down_proj\.weight")
+_DOWN = re.compile(rf"{_TOWER}{_LAYER}self_attention\.linear_(q|kv)_down_proj\.weight")
 _DOWN_ROWS = {"q": ("q_lora_rank",), "kv": ("kv_lora_rank", "qk_pos_emb_head_dim")}
 _DOWN_WHOLE, _DOWN_CUT = TensorLayout.parse("[r, h]"), TensorLayout.parse("[r/tp, h]")
-_EXPERT_NUMBER = re.compile(rf"({_EXPERT}(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{{1,9}})(\..*)?")
+_EXPERT_NUMBER = re.compile(rf"({_TOWER}{_EXPERT}(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{{1,9}})(\..*)?")
 _ANY_EXPERT = re.compile(r".*\.experts\..*")
-_GROUPED = re.compile(rf"{_EXPERT}weight([12])")
+_GROUPED = re.compile(rf"{_TOWER}{_EXPERT}weight([12])")
+_VISION = re.compile(
+    r"(?:[A-Za-z]\w*\.)*(?:visual|vision_model|vision_tower|vision_projection|multi_modal_projector)\..*", re.ASCII
+)
+_STACK = re.compile(rf"({_TOWER}{_PROJECTION}|{_TOWER})", re.ASCII)
 _FC1 = re.compile(r"(linear_fc1)(?=\.weight\d*$)|(?<=experts\.)(weight1)$")
 
 
@@ -171,16 +189,41 @@ def whole_name(name: str, first_layer: int, first_expert: int) -> tuple[str, boo
     """
     found = LAYER.fullmatch(name)
     if found is not None:
-        name = f"decoder.layers.{first_layer + int(found[1])}.{found[2]}"
+        name = f"{name[: found.start(1)]}{first_layer + int(found[1])}.{found[2]}"
     expert = expert_in(name)
     if expert is None:
         return name, False
     return f"{expert[0]}{first_expert + expert[1]}{expert[2]}", True
 
 
+def is_kept_whole(name: str) -> bool:
+    """Return whether a tensor that the table lacks belongs to Hugging Face's own vision module: whole on each rank.
+
+    Megatron-Bridge and mbridge hold such modules beside their language models (Megatron-Bridge 0.3.1:
+    models/qwen_vl/modeling_qwen25_vl.py; mbridge 0.15.1: models/glm4_vl/model.py).
+    """
+    return in_vision_tower(name) and ".decoder." not in name
+
+
+def in_vision_tower(name: str) -> bool:
+    """Return whether a tensor belongs to a vision tower, which lies whole on the first stage."""
+    return _VISION.fullmatch(name) is not None
+
+
+def stack_of(name: str) -> str:
+    """Return the text before a tensor's name in its stack of layers; a stack's blocks are gated alike.
+
+    >>> stack_of("vision_model.decoder.layers.0.mlp.linear_fc1.weight")
+    'vision_model.'
+    """
+    found = _STACK.match(name)
+    assert found is not None  # it matches "", too
+    return found[1]
+
+
 def is_projection(name: str) -> bool:
     """Return whether it is the weight of a linear_fc1, which may be a gate and an up projection."""
-    return _FC1.search(name) is not None
+    return _FC1.search(name) is not None and layout_of(name, is_gated=True) is not None
 
 
 def projections(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int, int]]:
@@ -194,7 +237,7 @@ def projections(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, in
     for name, one in shapes.items():
         pair = _FC1.sub(lambda found: "linear_fc2" if found[1] else "weight2", name)
         other = shapes.get(pair, ())
-        if pair == name or min(len(one), len(other)) < 2:
+        if not is_projection(name) or min(len(one), len(other)) < 2:
             continue
         # GroupedMLP has the projections as columns, all others as rows.
         yield name, one[0] if len(one) == 2 else one[2], other[1]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xrank.dialects.megatron.cuts import refusal
-from xrank.dialects.megatron.layouts import LAYER, count_experts, expert_in
+from xrank.dialects.megatron.layouts import LAYER, count_experts, expert_in, in_vision_tower
 from xrank.dialects.megatron.mesh import MegatronMesh
 from xrank.errors import LayoutError
 
@@ -68,8 +68,8 @@ def num_experts(chunk: torch.nn.Module, names: Mapping[str, object], mesh: Megat
 
 def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, *, is_whole: bool) -> int:
     """Return the number of the chunk's first layer in the whole model, from the layer_number of its layers."""
-    numbers = sorted({int(found[1]) for name in names if (found := LAYER.fullmatch(name))})
-    other = next((name for name in names if ".layers." in name and not name.startswith(("decoder.", "mtp."))), None)
+    stages = {name: found for name in names if (found := LAYER.fullmatch(name))}
+    other = next((name for name in names if ".layers." in name and name not in stages and not _is_counted(name)), None)
     if other is not None and not is_whole:
         raise refusal(
             other,
@@ -79,8 +79,9 @@ def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, 
             want="decoder.layers",
             next_step="export the part that has a decoder of its own, as model.language_model",
         )
+    modules = {int(found[1]): name[: found.end(1)] for name, found in stages.items()}
     layer_numbers = {
-        number: getattr(chunk.get_submodule(f"decoder.layers.{number}"), "layer_number", None) for number in numbers
+        number: getattr(chunk.get_submodule(modules[number]), "layer_number", None) for number in sorted(modules)
     }
     # Transformer layers are counted from 1 over all stages (megatron/core/transformer/transformer_layer.py).
     firsts = {layer - 1 - number if type(layer) is int else None for number, layer in layer_numbers.items()}
@@ -90,11 +91,16 @@ def first_layer(chunk: torch.nn.Module, names: Mapping[str, object], rank: int, 
         return 0
     if first is None or first < 0:
         raise refusal(
-            f"decoder.layers.{numbers[0]}",
+            modules[min(modules)],
             rank,
             "which layer of the whole model this is, is not known",
-            got=f"layer_number {', '.join(str(layer_numbers[number]) for number in numbers)}",
+            got=f"layer_number {', '.join(map(str, layer_numbers.values()))}",
             want="rising by 1, counted from 1 over all stages",
             next_step="set layer_number on each module of decoder.layers, as Megatron's TransformerLayer does",
         )
     return first
+
+
+def _is_counted(name: str) -> bool:
+    """Return whether every stage numbers a layer as the whole model does: multi-token prediction's, a tower's."""
+    return name.startswith("mtp.") or ".mtp." in name or in_vision_tower(name)

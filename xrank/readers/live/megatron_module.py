@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from xrank.dialects.megatron.cuts import read_partition, refusal, resolve_layout
-from xrank.dialects.megatron.layouts import is_projection, projections, shape_of_grouped, whole_name
+from xrank.dialects.megatron.layouts import is_projection, projections, shape_of_grouped, stack_of, whole_name
 from xrank.dialects.megatron.mesh import MegatronMesh
 from xrank.dialects.megatron.numbers import CONFIG_SIZES, configs_of, first_layer, num_experts
 from xrank.errors import LayoutError
@@ -92,7 +92,7 @@ def megatron_tensors(
                     want="one tensor per name",
                     next_step="give each chunk once, with layer_number as Megatron's layers have it",
                 )
-    is_gated = _gating(chunks, parts, rank)
+    gating = _find_gating(chunks, parts, rank)
     # This checks each tensor, and applies the map's rules.
     found = locate_tensors({name: part.local for name, part in parts.items()}, layouts, rank)
     meshes: dict[MeshRecord, int] = {mesh: number for number, mesh in enumerate(found.meshes)}
@@ -100,6 +100,7 @@ def megatron_tensors(
     for name, part in parts.items():
         given = found.records.get(name)
         if given is None:
+            is_gated = gating.get(stack_of(name), False)
             layout = resolve_layout(
                 name, part.value, part.owner, part.local.ndim, part.is_expert, mesh, rank, is_gated=is_gated
             )
@@ -153,8 +154,8 @@ def _parts_of(chunk: torch.nn.Module, mesh: MegatronMesh, *, is_only: bool, rank
         owner = chunk.get_submodule(local_name.rpartition(".")[0])
         name, is_expert = whole_name(local_name, first, num_own * mesh.expert_rank)
         # The head of the last stage is a copy of the first stage's embedding: under its name it becomes a replica.
-        if name == _HEAD and getattr(value, "shared_embedding", False):
-            name = _EMBEDDING
+        if name.endswith(_HEAD) and getattr(value, "shared_embedding", False):
+            name = name.removesuffix(_HEAD) + _EMBEDDING
         distributed = sys.modules.get("torch.distributed.tensor")
         if distributed is not None and isinstance(value, distributed.DTensor):
             raise refusal(
@@ -197,10 +198,8 @@ def _split_experts(name: str, value: torch.Tensor, owner: torch.nn.Module, rank:
     return value.detach().view(shape)
 
 
-def _gating(chunks: Sequence[torch.nn.Module], parts: Mapping[str, _Part], rank: int) -> bool:
-    """Return whether linear_fc1 is gate and up; config, attributes and shapes must agree."""
-    # Each source gives an answer, and all must be the same: halves that are taken for one matrix would be cut wrongly.
-    answers = {config.gated_linear_unit for config in configs_of(chunks) if hasattr(config, "gated_linear_unit")}
+def _find_gating(chunks: Sequence[torch.nn.Module], parts: Mapping[str, _Part], rank: int) -> dict[str, bool]:
+    """Return stack of layers -> whether linear_fc1 is gate and up; config, attributes and shapes must agree."""
     interleaved = next((n for c in configs_of(chunks) if (n := getattr(c, "moe_mlp_glu_interleave_size", None))), None)
     if interleaved:
         raise LayoutError(
@@ -210,6 +209,18 @@ def _gating(chunks: Sequence[torch.nn.Module], parts: Mapping[str, _Part], rank:
             want="halves",
             next_step="export from a checkpoint of --ckpt-format torch_dist, which records it",
         )
+    stacks: dict[str, dict[str, _Part]] = {}
+    for name, part in parts.items():
+        stacks.setdefault(stack_of(name), {})[name] = part
+    own = {config.gated_linear_unit for config in configs_of(chunks) if hasattr(config, "gated_linear_unit")}
+    # A chunk's config is that of its language model.
+    return {stack: _is_gated(of_stack, set() if "vision" in stack else own, rank) for stack, of_stack in stacks.items()}
+
+
+def _is_gated(parts: Mapping[str, _Part], answers: set[bool], rank: int) -> bool:
+    """Return whether linear_fc1 is gate and up in a stack of layers, for which a config may have answers."""
+    # Each source gives an answer, and all must be the same: halves that are taken for one matrix would be cut wrongly.
+    answers = set(answers)
     weights = {name: part for name, part in parts.items() if is_projection(name)}
     strides = {cut.stride for part in weights.values() if (cut := read_partition(part.value, part.owner)) is not None}
     if 2 in strides:

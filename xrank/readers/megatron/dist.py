@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xrank.dialects.megatron.layouts import DECODER, LAYER
 from xrank.errors import ContradictionError, UsageError
 from xrank.formats.dcp_metadata import DcpMetadata, DcpTensor, read_metadata
 from xrank.formats.regular_file import Origin, open_regular, quote
@@ -147,22 +148,23 @@ def _check_layers(tensors: Mapping[str, DcpTensor], args: Mapping[str, Any] | No
     if type(count) is not int or count < 1:
         return
     # A stage that wrote nothing leaves metadata that are complete in themselves, without its layers.
-    numbered = {int(found[2]) for name in tensors if (found := _LAYER.fullmatch(name)) and found[1] == "decoder.layers"}
+    numbered = {int(found[1]) for name in tensors if (found := LAYER.fullmatch(name))}
+    stack = next((found[0] for name in tensors if (found := DECODER.match(name))), "decoder.layers")
     if numbered:
         missing = next((layer for layer in range(count) if layer not in numbered), None)
         if missing is not None:
             raise ContradictionError(
-                f"{path} lists nothing of decoder.layers.{missing}",
-                tensor=f"decoder.layers.{missing}",
+                f"{path} lists nothing of {stack}.{missing}",
+                tensor=f"{stack}.{missing}",
                 file=path,
                 got=f"{len(numbered)} layers",
                 want=f"{count}, as in args.num_layers",
                 next_step="take a checkpoint whose save finished; in this one a pipeline stage wrote nothing",
             )
         if max(numbered) >= count:
-            raise _layer_error(f"decoder.layers.{max(numbered)}", str(max(numbered) + 1), count, path)
+            raise _layer_error(f"{stack}.{max(numbered)}", str(max(numbered) + 1), count, path)
     for name, tensor in tensors.items():
-        if name.startswith("decoder.layers.") and not _LAYER.fullmatch(name) and tensor.shape[:1] != (count,):
+        if name.startswith(f"{stack}.") and not _LAYER.fullmatch(name) and tensor.shape[:1] != (count,):
             raise _layer_error(name, f"shape {list(tensor.shape)}", count, path)
 
 

@@ -67,7 +67,7 @@ class MegatronLegacyReader:
         _check_alike(files)
         records = Records()
         tensors = collect_parts(files, sizes, starts, records)
-        layouts = layouts_of(tensors, sizes, hints, first.args, is_gated=find_gating(tensors, first))
+        layouts = layouts_of(tensors, sizes, hints, first.args, find_gating(tensors, first))
         # Needs the layouts: tensors that ranks share do not tell their files apart.
         check_identities(files, sizes, find_own_tensors(tensors, layouts))
         shards = tuple(place_parts(tensors[name], layouts[name], sizes, hints) for name in tensors)
@@ -158,8 +158,10 @@ def _check_alike(files: Mapping[Place, MegatronRankFile]) -> None:
 
 def _find_ties(tensors: Mapping[str, TensorParts], args: Mapping[str, Any]) -> dict[str, str]:
     """Return the last stage's copy of the embedding if the two are one tensor (models/gpt/gpt_model.py)."""
-    is_tied = args.get("untie_embeddings_and_output_weights") is False
-    return {_HEAD: _EMBEDDING} if is_tied and _HEAD in tensors and _EMBEDDING in tensors else {}
+    if args.get("untie_embeddings_and_output_weights") is not False:
+        return {}
+    pairs = {name: name.removesuffix(_HEAD) + _EMBEDDING for name in tensors if name.endswith(_HEAD)}
+    return {head: embedding for head, embedding in pairs.items() if embedding in tensors}
 
 
 def _notes(files: Mapping[Place, MegatronRankFile], records: Records) -> tuple[tuple[str, str], ...]:

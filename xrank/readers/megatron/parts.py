@@ -16,10 +16,12 @@ from xrank.dialects.megatron.layouts import (
     LAYER,
     count_experts,
     expert_in,
+    is_kept_whole,
     layout_of,
     layout_of_down_projection,
     projections,
     shape_of_grouped,
+    stack_of,
     whole_name,
 )
 from xrank.errors import ContradictionError, LayoutError, XrankError
@@ -146,8 +148,10 @@ def _part_of(
     return replace(held, shape=shape, strides=strides)
 
 
-def find_gating(tensors: Mapping[str, TensorParts], first: MegatronRankFile) -> bool:
-    """Return whether linear_fc1 is gate and up, by the arguments and the shapes.
+def find_gating(tensors: Mapping[str, TensorParts], first: MegatronRankFile) -> dict[str, bool]:
+    """Return stack of layers -> whether its linear_fc1 is gate and up, by the arguments and the shapes.
+
+    The arguments are those of the language model; shapes alone decide about a vision tower.
 
     Raises:
         ContradictionError: they disagree.
@@ -160,11 +164,11 @@ def find_gating(tensors: Mapping[str, TensorParts], first: MegatronRankFile) -> 
             next_step="save with --ckpt-format torch_dist",
         )
     recorded = [first.args[key] for key in _GATED if isinstance(first.args.get(key), bool)]
-    is_gated = any(recorded)
+    found: dict[str, bool] = {}
     for name, rows, columns in projections({name: parts.held[0].shape for name, parts in tensors.items()}):
-        # Without an argument the first projection decides, and all others must agree with it.
-        if not recorded and rows == 2 * columns:
-            is_gated, recorded = True, [True]
+        # Without an argument the first projection of a stack decides, and all others must agree with it.
+        is_recorded = bool(recorded) and "vision" not in stack_of(name)
+        is_gated = found.setdefault(stack_of(name), any(recorded) if is_recorded else rows == 2 * columns)
         if rows != columns * (2 if is_gated else 1):
             held = tensors[name].held[0]
             raise held.contradiction(
@@ -174,11 +178,15 @@ def find_gating(tensors: Mapping[str, TensorParts], first: MegatronRankFile) -> 
                 want=f"{columns * (2 if is_gated else 1)} rows",
                 next_step="check that args.swiglu is that of the run",
             )
-    return is_gated
+    return {stack_of(name): any(recorded) for name in tensors} | found
 
 
 def layouts_of(
-    tensors: Mapping[str, TensorParts], sizes: ParallelSizes, hints: Hints, args: Mapping[str, Any], *, is_gated: bool
+    tensors: Mapping[str, TensorParts],
+    sizes: ParallelSizes,
+    hints: Hints,
+    args: Mapping[str, Any],
+    gating: Mapping[str, bool],
 ) -> dict[str, TensorLayout]:
     """Return how each tensor is cut: by the caller's layout file, else by Megatron's own table, or the arguments.
 
@@ -187,11 +195,11 @@ def layouts_of(
     """
     found, unknown = {}, []
     for name, parts in tensors.items():
-        layout = _find_given(name, hints) or layout_of(name, is_gated=is_gated)
+        layout = _find_given(name, hints) or layout_of(name, is_gated=gating[stack_of(name)])
         if layout is None and parts.held[0].shape:
             layout = layout_of_down_projection(name, parts.held[0].shape[0], args, sizes.tensor)
-        if layout is None and sizes.tensor == 1 and not parts.has_expert:
-            # The tensor is whole on every rank; its copies on expert ranks are compared.
+        if layout is None and (is_kept_whole(name) or (sizes.tensor == 1 and not parts.has_expert)):
+            # The tensor is whole on every rank, and its copies are compared.
             layout = _whole(len(parts.held[0].shape))
         if layout is None:
             unknown.append(name)

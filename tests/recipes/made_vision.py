@@ -1,0 +1,281 @@
+"""Tiny vision-language models of transformers', under the names of Megatron's models, turned by plain torch code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tests.recipes.made_checkpoints import as_grouped, config_of, megatron_state, saved, stacked, tiny_of
+
+_TEXT = {
+    "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 37, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_HALF_TEXT = {**{key: value for key, value in _TEXT.items() if key != "head_dim"}, "hidden_size": 48}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
+_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 20, "num_experts_per_tok": 2, "mlp_only_layers": [1]}
+_ROUTED = {
+    "n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 12, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+_TOWER = {"depth": 2, "hidden_size": 16, "intermediate_size": 12, "num_heads": 2, "patch_size": 2}
+_QWEN3_TOWER = {**_TOWER, "out_hidden_size": 24, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 9}
+_GLM_TOWER = {**_TOWER, "out_hidden_size": 24, "image_size": 8}
+_LAYERED = {
+    "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 12, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 2,
+}  # fmt: skip
+
+VISION_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"text_config": {**_TEXT, **_SECTIONS}, "vision_config": _QWEN3_TOWER},
+    "qwen3_vl_moe": {"text_config": {**_TEXT, **_SECTIONS, **_EXPERTS}, "vision_config": _QWEN3_TOWER},
+    "qwen2_5_vl": {"text_config": {**_HALF_TEXT, **_SECTIONS}, "vision_config": {**_TOWER, "out_hidden_size": 48}},
+    "glm4v": {
+        "text_config": {**_HALF_TEXT, **_SECTIONS},
+        "vision_config": {**_GLM_TOWER, "out_hidden_size": 48},
+    },
+    "glm4v_moe": {"text_config": {**_TEXT, **_SECTIONS, **_ROUTED, "head_dim": 16}, "vision_config": _GLM_TOWER},
+    "mistral3": {
+        "text_config": {**_TEXT, "model_type": "ministral3"},
+        "vision_config": {**_LAYERED, "model_type": "pixtral"},
+    },
+    "internvl": {
+        "text_config": {**_HALF_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_LAYERED, "attention_bias": True, "image_size": [8, 8], "patch_size": [2, 2]},
+    },
+}  # fmt: skip
+VISION_RECIPES = {
+    *(family.replace("_", "-") for family in VISION_FAMILIES), "internvl-chat", "qwen3-vl-moe-hub"
+}  # fmt: skip
+VISION_EXPERTS = ("qwen3_vl_moe", "glm4v_moe")
+MEGATRON_TOWERS = ("qwen2_5_vl", "internvl")
+"""Families for which mbridge makes a vision tower of Megatron's layers."""
+
+_INNER = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+_KEPT = {
+    "qwen3_vl": {"model.visual.": "vision_model."},
+    "qwen3_vl_moe": {"model.visual.": "vision_model."},
+    "qwen2_5_vl": {"visual.": "visual."},
+    "glm4v": {"model.visual.": "vision_model."},
+    "glm4v_moe": {"model.visual.": "visual."},
+    "mistral3": {"vision_tower.": "vision_tower.", "multi_modal_projector.": "multi_modal_projector."},
+}
+
+
+def tiny_vision(family: str, **changes: Any) -> torch.nn.Module:
+    """Return a tiny vision-language model with values of a seed of its own.
+
+    Args:
+        family: its model type.
+        changes: other values of its text_config.
+    """
+    options = {**VISION_FAMILIES[family], "tie_word_embeddings": False}
+    options["text_config"] = {**options["text_config"], **changes}
+    model = tiny_of(family, options)
+    for name, tensor in model.named_parameters():
+        if name.endswith(("cls_token", "position_embeddings")):
+            tensor.data.normal_()
+    return model
+
+
+def as_megatron_vision(model: torch.nn.Module, *, is_kept: bool = True, **options: Any) -> dict[str, torch.Tensor]:
+    """Return a model's tensors under the names of Megatron-Bridge's or mbridge's model.
+
+    Args:
+        model: of any family.
+        is_kept: whether the tower is Hugging Face's own module, where a family has both.
+        options: as for `as_megatron`.
+    """
+    family, state = model.config.model_type, saved(model)
+    text = _split_fused(_renamed(state, _INNER))
+    language = megatron_state(model.config.text_config, text, **options)
+    for name, tensor in text.items():  # GLM's norms behind attention and block
+        if name.endswith(("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")):
+            language[name.replace("model.", "decoder.", 1)] = tensor
+    made = {f"language_model.{name}": tensor for name, tensor in language.items()}
+    if family == "internvl":
+        return made | _internvl_tower(state, model.config.vision_config)
+    if not is_kept and family == "qwen2_5_vl":
+        return made | _qwen_tower(state, model.config.vision_config)
+    tower = {name: tensor for name, tensor in state.items() if name.startswith(tuple(_KEPT[family]))}
+    return made | _renamed(tower, _KEPT[family])
+
+
+def _renamed(state: dict[str, torch.Tensor], prefixes: dict[str, str]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in state.items():
+        old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        found[prefixes.get(old, "") + name.removeprefix(old)] = tensor
+    return found
+
+
+def _split_fused(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with gate and up projections, and the experts of a layer, as tensors of their own."""
+    made = {}
+    for name, tensor in state.items():
+        if name.endswith("mlp.gate_up_proj.weight"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                made[name.replace("gate_up", part)] = half
+        elif name.endswith("mlp.experts.gate_up_proj"):
+            for expert, matrix in enumerate(tensor):
+                for part, half in zip(("gate", "up"), matrix.chunk(2), strict=True):
+                    made[name.replace("gate_up_proj", f"{expert}.{part}_proj.weight")] = half
+        elif name.endswith("mlp.experts.down_proj"):
+            for expert, matrix in enumerate(tensor):
+                made[name.replace("down_proj", f"{expert}.down_proj.weight")] = matrix
+        else:
+            made[name] = tensor
+    return made
+
+
+def _by_head(parts: list[torch.Tensor], heads: int) -> torch.Tensor:
+    """Return queries, keys and values of a head next to each other, as Megatron has them."""
+    return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+def _qwen_tower(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """Return Qwen 2.5's tower as mbridge's Qwen2_5VisionModel has it."""
+    names = {
+        "visual.patch_embed.": "vision_model.patch_embed.",
+        "visual.merger.ln_q.": "vision_model.decoder.final_layernorm.",
+        "visual.merger.mlp.0.": "vision_model.projection.encoder.linear_fc1.",
+        "visual.merger.mlp.2.": "vision_model.projection.encoder.linear_fc2.",
+    }  # fmt: skip
+    made = _renamed({name: tensor for name, tensor in state.items() if name.startswith(tuple(names))}, names)
+    for i in range(config.depth):
+        ours, its = f"visual.blocks.{i}", f"vision_model.decoder.layers.{i}"
+        made[f"{its}.self_attention.linear_qkv.layer_norm_weight"] = state[f"{ours}.norm1.weight"]
+        made[f"{its}.mlp.linear_fc1.layer_norm_weight"] = state[f"{ours}.norm2.weight"]
+        for kind in ("weight", "bias"):
+            parts = state[f"{ours}.attn.qkv.{kind}"].chunk(3)
+            made[f"{its}.self_attention.linear_qkv.{kind}"] = _by_head([*parts], config.num_heads)
+            made[f"{its}.self_attention.linear_proj.{kind}"] = state[f"{ours}.attn.proj.{kind}"]
+            both = [state[f"{ours}.mlp.{part}_proj.{kind}"] for part in ("gate", "up")]
+            made[f"{its}.mlp.linear_fc1.{kind}"] = torch.cat(both)
+            made[f"{its}.mlp.linear_fc2.{kind}"] = state[f"{ours}.mlp.down_proj.{kind}"]
+    return made
+
+
+def _internvl_tower(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """Return InternVL's tower and projection as mbridge's InternVLModel has them."""
+    names = {
+        "vision_tower.embeddings.cls_token": "vision_model.class_token",
+        "vision_tower.embeddings.position_embeddings": "vision_model.position_embedding",
+        "vision_tower.embeddings.patch_embeddings.projection.": "vision_model.conv1.",
+        "multi_modal_projector.layer_norm.": "vision_projection.encoder.linear_fc1.layer_norm_",
+        "multi_modal_projector.linear_1.": "vision_projection.encoder.linear_fc1.",
+        "multi_modal_projector.linear_2.": "vision_projection.encoder.linear_fc2.",
+    }
+    made = _renamed({name: tensor for name, tensor in state.items() if name.startswith(tuple(names))}, names)
+    for i in range(config.num_hidden_layers):
+        ours, its = f"vision_tower.encoder.layer.{i}", f"vision_model.decoder.layers.{i}"
+        for kind in ("weight", "bias"):
+            made[f"{its}.self_attention.linear_qkv.layer_norm_{kind}"] = state[f"{ours}.layernorm_before.{kind}"]
+            made[f"{its}.mlp.linear_fc1.layer_norm_{kind}"] = state[f"{ours}.layernorm_after.{kind}"]
+            parts = [state[f"{ours}.attention.{part}_proj.{kind}"] for part in "qkv"]
+            made[f"{its}.self_attention.linear_qkv.{kind}"] = _by_head(parts, config.num_attention_heads)
+            made[f"{its}.self_attention.linear_proj.{kind}"] = state[f"{ours}.attention.projection_layer.{kind}"]
+            for number in (1, 2):
+                made[f"{its}.mlp.linear_fc{number}.{kind}"] = state[f"{ours}.mlp.fc{number}.{kind}"]
+        for number in (1, 2):
+            made[f"{its}.ls{number}"] = state[f"{ours}.lambda_{number}"]
+    return made
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def vision_forms(name: str) -> Iterator[tuple[dict[str, Any], Tensors, Tensors]]:
+    """Yield config.json, Hugging Face's tensors and Megatron's for each of the forms that a recipe knows.
+
+    Args:
+        name: the recipe's, without ``megatron-``.
+    """
+    family = {"internvl-chat": "internvl", "qwen3-vl-moe-hub": "qwen3_vl_moe"}.get(name, name.replace("-", "_"))
+    # The language models of these have other biases, too.
+    changes = {"attention_bias": True} if family in ("qwen3_vl", "qwen3_vl_moe", "glm4v_moe") else {}
+    model = tiny_vision(family, **changes)
+    config, expected = config_of(model), saved(model)
+    if family == "mistral3":
+        expected |= {f"multi_modal_projector.linear_{n}.bias": torch.randn(24) for n in (1, 2)}
+        config["multimodal_projector_bias"] = True
+    for theirs in _forms(model):
+        if family == "mistral3":
+            theirs |= {key: tensor for key, tensor in expected.items() if "projector" in key and "bias" in key}
+        if name == "internvl-chat":
+            yield _chat_config(config), _as_chat(expected), theirs
+        elif name == "qwen3-vl-moe-hub":
+            turned = {key: t.transpose(1, 2) if ".experts." in key else t for key, t in expected.items()}
+            yield config, {key: tensor.contiguous() for key, tensor in turned.items()}, theirs
+        else:
+            yield config, expected, theirs
+
+
+def _forms(model: torch.nn.Module) -> Iterator[Tensors]:
+    family = model.config.model_type
+    yield as_megatron_vision(model)
+    yield as_megatron_vision(model, te=True)
+    yield _split_gated(as_megatron_vision(model, is_kept=False))
+    if family == "qwen2_5_vl":
+        yield as_megatron_vision(model, is_kept=False)
+    if family == "glm4v":
+        made = as_megatron_vision(model)
+        yield {re.sub("^vision_model", "visual", name): tensor for name, tensor in made.items()}
+    if family == "glm4v_moe":
+        made = as_megatron_vision(model)
+        yield {re.sub("^visual", "vision_model", name): tensor for name, tensor in made.items()}
+    if family in VISION_EXPERTS:
+        named = as_megatron_vision(model, experts="experts.{}.linear_fc{}.weight")
+        yield as_megatron_vision(model, experts="linear_fc{1}.weight{0}", te=True)
+        yield {name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"): t for name, t in named.items()}
+        yield _split_gated(named)
+        yield as_grouped(stacked(named, "mlp.experts.experts."))
+
+
+def _split_gated(tensors: Tensors) -> Tensors:
+    """Return gated projections, and their biases, as `as_singletons` has them."""
+    made = {}
+    for name, tensor in tensors.items():
+        down = tensors.get(re.sub(r"linear_fc1\.(weight|bias)$", "linear_fc2.weight", name))
+        is_gated = ".decoder." in name and re.search(r"linear_fc1\.(weight|bias)$", name)
+        if is_gated and down is not None and "local_experts" not in name and len(tensor) == 2 * down.shape[1]:
+            made[f"{name}_w"], made[f"{name}_v"] = tensor.chunk(2)
+        else:
+            made[name] = tensor
+    return made
+
+
+def _chat_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of InternVL's own code."""
+    vision = {**config["vision_config"], "image_size": 8, "patch_size": 2, "qkv_bias": True}
+    return {"model_type": "internvl_chat", "llm_config": config["text_config"], "vision_config": vision}
+
+
+def _as_chat(state: Tensors) -> Tensors:
+    """Return InternVL's tensors as in its own code's files."""
+    names = {
+        "vision_tower.embeddings.cls_token": "vision_model.embeddings.class_embedding",
+        "vision_tower.embeddings.position_embeddings": "vision_model.embeddings.position_embedding",
+        "vision_tower.embeddings.patch_embeddings.projection.": "vision_model.embeddings.patch_embedding.",
+        "vision_tower.encoder.layer.": "vision_model.encoder.layers.", "multi_modal_projector.layer_norm.": "mlp1.0.",
+        "multi_modal_projector.linear_1.": "mlp1.1.", "multi_modal_projector.linear_2.": "mlp1.3.",
+    }  # fmt: skip
+    inner = {
+        ".layernorm_before.": ".norm1.", ".layernorm_after.": ".norm2.", ".lambda_": ".ls",
+        ".attention.projection_layer.": ".attn.proj.",
+    }  # fmt: skip
+    made: Tensors = {}
+    for name, tensor in _renamed(state, names).items():
+        for ours, theirs in inner.items():
+            name = name.replace(ours, theirs)
+        if ".attention.q_proj." in name and name.startswith("vision_model."):
+            old = name.replace("vision_model.encoder.layers.", "vision_tower.encoder.layer.")
+            parts = [state[old.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            made[name.replace(".attention.q_proj.", ".attn.qkv.")] = torch.cat(parts)
+        elif not re.match(r"vision_model\..*\.attention\.[kv]_proj\.", name):
+            made[name] = tensor
+    return made

@@ -1,0 +1,183 @@
+"""The tables of a recipe's file, merged into those of the recipe that it extends; and the places of their faults."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from xrank.errors import LayoutError
+
+__all__ = [
+    "CONDITIONS",
+    "CORRECT",
+    "LISTS",
+    "TABLES",
+    "check_texts",
+    "count_extended",
+    "find_place",
+    "misplaced",
+    "read_shipped",
+    "read_tables",
+    "refuse_unknown",
+]
+
+TABLES = ("config", "args", "must", "sizes", "tensors")
+LISTS = ("model_types", "padded", "ignored", "keep_fp32")
+_TEXTS = ("framework", "extends")
+_RENAMES = ("sources", "targets")
+CONDITIONS = ("unless", "when", "group", "optional")
+
+
+CORRECT = "correct the recipe; those that come with xrank show how it is written"
+
+# Recipes extend each other, so several share most files.
+_loads = lru_cache(maxsize=32)(tomllib.loads)
+
+
+@lru_cache(maxsize=1)
+def read_shipped() -> dict[str, str]:
+    """Return name -> text of the recipes that come with xrank, sorted."""
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("*.toml")}
+    return dict(sorted(texts.items()))
+
+
+def read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the content of a file, merged into the recipe that it extends."""
+    try:
+        tables = dict(_loads(text))
+    except (ValueError, RecursionError) as error:
+        raise LayoutError(
+            f"the recipe {file} is not TOML: {error}", file=file, want="TOML", next_step=CORRECT
+        ) from error
+    refuse_unknown(tables, (*TABLES, *LISTS, *_TEXTS, "rename", "kept"), file)
+    for key in (*TABLES, "rename", "kept"):
+        if not isinstance(tables.get(key, {}), dict):
+            raise misplaced(file, (key,), tables[key], f"a table [{key}]")
+    kept = tables.pop("kept", {})
+    if kept:
+        tables["tensors"] = {**_expand_kept(kept, file), **tables.get("tensors", {})}
+    base, renames = tables.pop("extends", None), _check_renames(tables.pop("rename", {}), file)
+    if base is None:
+        if renames:
+            raise misplaced(file, ("rename",), "no recipe to rename", "extends")
+        return tables
+    # A recipe that extends itself, even by way of others, would be read forever.
+    if base not in read_shipped() or base in via:
+        raise misplaced(file, ("extends",), base, f"one of {', '.join(read_shipped())}")
+    return _extend(_rename(read_tables(read_shipped()[base], f"{base}.toml", (*via, base)), renames), tables, file)
+
+
+def count_extended(text: str) -> int:
+    """Return the number of recipes that a valid recipe extends, one after the other."""
+    base = _loads(text).get("extends")
+    return 0 if base is None else 1 + count_extended(read_shipped()[base])
+
+
+def _expand_kept(kept: Mapping[str, Any], file: str) -> dict[str, dict[str, Any]]:
+    """Return the rules of tensors that both sides have alike, except for their prefix."""
+    rules: dict[str, dict[str, Any]] = {}
+    for prefix, block in kept.items():
+        keys = ("kept", prefix)
+        if not isinstance(block, dict):
+            raise misplaced(file, keys, block, "a table of from and tensors")
+        refuse_unknown(block, ("from", "tensors", *CONDITIONS), file, keys)
+        texts = {key: check_texts(block.get(key), (*keys, key), file) for key in ("from", "tensors")}
+        conditions = {key: block[key] for key in CONDITIONS if key in block}
+        for own in texts["from"]:
+            rules.update({own + text: {"to": prefix + text, **conditions} for text in texts["tensors"]})
+    return rules
+
+
+def _check_renames(renames: Mapping[str, Any], file: str) -> Mapping[str, Mapping[str, str]]:
+    refuse_unknown(renames, _RENAMES, file, ("rename",))
+    for side, prefixes in renames.items():
+        if not isinstance(prefixes, dict) or not all(isinstance(new, str) for new in prefixes.values()):
+            raise misplaced(file, ("rename", side), prefixes, "a table of prefixes")
+    return renames
+
+
+def _rename(base: dict[str, Any], renames: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+    """Return the tables of a recipe with other prefixes of its names; the longest prefix that matches counts."""
+    if not renames:
+        return base
+    sources, targets = (
+        sorted(renames.get(side, {}).items(), key=lambda item: len(item[0]), reverse=True) for side in _RENAMES
+    )
+
+    def rename(text: str, prefixes: list[tuple[str, str]]) -> str:
+        return next((new + text[len(old) :] for old, new in prefixes if text.startswith(old)), text)
+
+    def rename_targets(value: Any) -> Any:
+        if isinstance(value, str):
+            return rename(value, targets)
+        if "to" in value:
+            return {**value, "to": rename_targets(value["to"])}
+        return {part: rename(text, targets) for part, text in value.items()}
+
+    rules = {rename(source, sources): rename_targets(value) for source, value in base["tensors"].items()}
+    return {**base, "tensors": rules}
+
+
+def _extend(base: dict[str, Any], own: dict[str, Any], file: str) -> dict[str, Any]:
+    found = {**base, **own}
+    for key in TABLES:
+        # A replaced rule keeps its place in the base: rules are numbered by it, which orders the output's tensors.
+        found[key] = {**base.get(key, {}), **own.get(key, {})}
+    found["must"] = {key: value for key, value in found["must"].items() if value != "any"}
+    for source, value in own.get("tensors", {}).items():
+        if value is False:
+            if source not in base.get("tensors", {}):
+                raise misplaced(file, ("tensors", source), False, "a rule, or a source of the extended recipe")
+            del found["tensors"][source]
+    return found
+
+
+def check_texts(value: Any, keys: tuple[str, ...], file: str) -> tuple[str, ...]:
+    """Return a text, or a list of texts, as a tuple."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise misplaced(file, keys, value, "a text, or a list of texts")
+    return tuple(texts)
+
+
+def refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], file: str, keys: tuple[str, ...] = ()) -> None:
+    """Refuse keys that a table of a recipe does not have."""
+    for key in table:
+        if key not in known:
+            raise misplaced(file, (*keys, key), key, f"one of {sorted(known)}")
+
+
+def misplaced(file: str, keys: tuple[str, ...], got: object, want: str) -> LayoutError:
+    """Return the error that a recipe is wrong at nested keys."""
+    where = ".".join(key if key.isidentifier() else repr(key) for key in keys)
+    return LayoutError(
+        f"the recipe {find_place(file, *keys)} is wrong at {where}",
+        file=file,
+        got=repr(got)[:200],
+        want=want,
+        next_step=CORRECT,
+    )
+
+
+def find_place(file: str, *keys: str) -> str:
+    """Return ``FILE, line N`` for the value of nested keys of a recipe's file; without the line if it is not found.
+
+    tomllib does not keep lines, so each key is searched in the text, after the one before it. Spaces do not count.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except OSError:
+        text = read_shipped().get(file.removesuffix(".toml"), "")
+    text, at, last = text.replace(" ", ""), 0, None
+    for key in keys:
+        pattern = rf"""(?:^|[\[.{{,])["']?{re.escape(key.replace(" ", ""))}["']?(?=[\].=])"""
+        found = re.compile(pattern, re.MULTILINE).search(text, at)
+        if found is not None:
+            at = last = found.end()
+        elif key not in TABLES:  # `config.h = ...` has no header, and a table may be inherited
+            return file
+    return file if last is None else f"{file}, line {text.count(chr(10), 0, last) + 1}"
