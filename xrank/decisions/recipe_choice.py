@@ -21,13 +21,12 @@ from xrank.recipes.recipe_file import (
     load_shipped_recipes,
     read_recipe,
 )
+from xrank.recipes.requirements import check_requirements, is_refused
 from xrank.recipes.rewriting import rewrite_model
 from xrank.recipes.sizes import (
-    check_arguments,
     collect_flags,
     collect_layers,
     collect_sizes,
-    find_refused,
     list_model_types,
     solve_sizes,
 )
@@ -70,7 +69,7 @@ def choose_recipe(
         chosen,
         key=lambda found: (
             _count_absent_groups(found),
-            find_refused(found.recipe, source.args) is not None,
+            is_refused(found.recipe, source.args),
             found.recipe.depth,
         ),
     )
@@ -202,7 +201,7 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
     """Return the source under the names of a recipe; config, arguments and shapes prove every size.
 
     Raises:
-        ContradictionError, IncompleteError, LayoutError, UsageError: from `check_arguments`, `solve_sizes` and
+        ContradictionError, IncompleteError, LayoutError, UsageError: from `check_requirements`, `solve_sizes` and
             `rewrite_model`.
     """
     shapes = {shard.name: shard.shape for shard in source.shards}
@@ -211,9 +210,8 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
         for (number, form), names in found.used.items()
         for name in names
     ]
-    if not found.is_reversed:
-        check_arguments(found.recipe, source.args)
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path) or os.curdir
+    check_requirements(found.recipe, config, None if found.is_reversed else source.args, folder)
     told = collect_sizes(found.recipe, config, source.args, folder)
     sizes = solve_sizes(found.recipe, told, tensors, is_reversed=found.is_reversed, folder=folder)
     flags = collect_flags(found.recipe, config, source.args)

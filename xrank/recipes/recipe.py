@@ -54,10 +54,12 @@ class Recipe:
     ignored: tuple[str, ...] = ()
     keep_fp32: tuple[str, ...] = ()
     config: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Size, flag or group -> terms over the keys of config.json; the first known term counts."""
+    """Size, flag, group or fact -> terms over the keys of config.json; the first known term counts."""
     args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     must: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Key of the trainer's arguments -> the values it may have, if it is present."""
+    must_config: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """The same of the keys of config.json."""
     depth: int = 0
     """Number of recipes that it extends, one after the other."""

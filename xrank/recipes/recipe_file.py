@@ -22,12 +22,16 @@ experts = "layers from first_k_dense_replace"             the layers of a group 
 [args]                                  the same from the trainer's arguments
 g = ["num_query_groups if group_query_attention", "num_attention_heads unless group_query_attention"]
 tied = "not untie_embeddings_and_output_weights"
+theta = "rotary_base"                   what both tables name must be equal, also if no tensor shows it
 
 [must]                                  required values of the trainer's arguments; others mean another model
 rotary_interleaved = false
 normalization = ["RMSNorm", "TENorm"]   any of these
 no_rope_freq = []                       absent or None
 rotary_percent = "any"                  removes the extended recipe's requirement
+
+[must_config]                           the same of config.json's keys
+hidden_act = ["silu", "swish"]
 
 [sizes]                                 sizes that are constant
 half = 64
@@ -53,7 +57,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import combinations
 from typing import Any
@@ -212,7 +216,8 @@ def _parse(name: str, text: str, file: str) -> Recipe:
         config={key: check_texts(terms, ("config", key), file) for key, terms in tables.get("config", {}).items()},
         args={key: check_texts(terms, ("args", key), file) for key, terms in tables.get("args", {}).items()},
         sizes=sizes,
-        must={key: tuple(v) if isinstance(v, list) else (v,) for key, v in tables.get("must", {}).items()},
+        must=_allowed(tables.get("must", {})),
+        must_config=_allowed(tables.get("must_config", {})),
         depth=count_extended(text),
     )
 
@@ -250,6 +255,10 @@ def _parse_rule(source: str, value: Any, file: str) -> Rule:
             )
         targets = dict.fromkeys(parts, targets[""])
     return Rule((side, *_stack_dims(side)), targets, **names, optional=optional)
+
+
+def _allowed(table: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:
+    return {key: tuple(value) if isinstance(value, list) else (value,) for key, value in table.items()}
 
 
 def _stack_dims(side: Side) -> list[Side]:

@@ -25,7 +25,7 @@ __all__ = [
     "refuse_unknown",
 ]
 
-TABLES = ("config", "args", "must", "sizes", "tensors")
+TABLES = ("config", "args", "must", "must_config", "sizes", "tensors")
 LISTS = ("model_types", "padded", "ignored", "keep_fp32")
 _TEXTS = ("framework", "extends")
 _RENAMES = ("sources", "targets")
@@ -127,7 +127,8 @@ def _extend(base: dict[str, Any], own: dict[str, Any], file: str) -> dict[str, A
     for key in TABLES:
         # A replaced rule keeps its place in the base: rules are numbered by it, which orders the output's tensors.
         found[key] = {**base.get(key, {}), **own.get(key, {})}
-    found["must"] = {key: value for key, value in found["must"].items() if value != "any"}
+    for key in ("must", "must_config"):
+        found[key] = {name: value for name, value in found[key].items() if value != "any"}
     for source, value in own.get("tensors", {}).items():
         if value is False:
             if source not in base.get("tensors", {}):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,16 +14,9 @@ from xrank.layout.notation import LayoutTree, Size
 from xrank.recipes.layer_choice import LayerChoice, is_layer_term, parse_layers
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.side import Side
+from xrank.recipes.terms import evaluate, look_up
 
-__all__ = [
-    "check_arguments",
-    "collect_flags",
-    "collect_layers",
-    "collect_sizes",
-    "find_refused",
-    "list_model_types",
-    "solve_sizes",
-]
+__all__ = ["collect_flags", "collect_layers", "collect_sizes", "disagreement", "list_model_types", "solve_sizes"]
 
 _Shape = tuple[int, ...]
 
@@ -51,21 +43,27 @@ def collect_sizes(
         if values is None:
             continue
         for name, choices in terms.items():
-            number = _first_known(values, choices)
+            number = evaluate(values, choices)
             # Flags are in the same tables, and isinstance would take a bool for an int.
             if type(number) is not int or number < 1:
                 continue
             if name in found and name in recipe.padded:
                 continue  # config.json counts the rows to keep, the trainer's arguments the trained rows with padding
             if name in found and found[name][0] != number:
-                raise ContradictionError(
-                    f"{found[name][1]} and {origin} disagree about {choices[0].partition(' ')[0]}",
-                    got=f"{number} in {origin}",
-                    want=f"{found[name][0]}, as in {found[name][1]}",
-                    next_step=f"put the model's own config.json into {folder}, or give {option('base_model')}",
-                )
+                key = choices[0].partition(" ")[0]
+                raise disagreement(key, number, origin, found[name][0], found[name][1], folder)
             found.setdefault(name, (number, origin))
     return found
+
+
+def disagreement(key: str, got: object, origin: str, want: object, other: str, folder: str) -> ContradictionError:
+    """Return the error that two origins give different values for a key."""
+    return ContradictionError(
+        f"{other} and {origin} disagree about {key}",
+        got=f"{got} in {origin}",
+        want=f"{want}, as in {other}",
+        next_step=f"put the model's own config.json into {folder}, or give {option('base_model')}",
+    )
 
 
 def collect_flags(recipe: Recipe, config: Mapping[str, Any] | None, args: Mapping[str, Any] | None) -> dict[str, bool]:
@@ -75,7 +73,7 @@ def collect_flags(recipe: Recipe, config: Mapping[str, Any] | None, args: Mappin
         if values is None:
             continue
         for name, choices in terms.items():
-            value = _first_known(values, choices)
+            value = evaluate(values, choices)
             if isinstance(value, bool):
                 found.setdefault(name, value)
     return found
@@ -91,7 +89,7 @@ def collect_layers(
             continue
         for group, choices in terms.items():
             terms_of_layers = (term for term in choices if is_layer_term(term))
-            known = (parse_layers(term, partial(_lookup, values), origin) for term in terms_of_layers)
+            known = (parse_layers(term, partial(look_up, values), origin) for term in terms_of_layers)
             choice = next((choice for choice in known if choice is not None), None)
             if choice is not None:
                 found[group] = (*found.get(group, ()), choice)
@@ -103,113 +101,6 @@ def list_model_types(config: Mapping[str, Any] | None) -> frozenset[str]:
     text = (config or {}).get("text_config", (config or {}).get("llm_config"))
     sections = (config or {}, text if isinstance(text, Mapping) else {})
     return frozenset(value for section in sections if isinstance(value := section.get("model_type"), str))
-
-
-def check_arguments(recipe: Recipe, args: Mapping[str, Any] | None) -> None:
-    """Refuse another kind of model whose names and shapes happen to be the same.
-
-    Raises:
-        UsageError: an argument of the trainer has a value that the recipe rules out.
-    """
-    key = find_refused(recipe, args)
-    if key is not None and args is not None:
-        raise UsageError(
-            f"the recipe {recipe.name} is not for a model of {key} {args[key]!r}",
-            got=f"{key} = {args[key]!r} in the trainer's args",
-            want=" or ".join(map(repr, recipe.must[key])) or "none",
-            next_step=f"give a recipe of your own with {option('recipe', metavar='FILE')}, or keep the names with "
-            f"{option('recipe', 'none')}",
-        )
-
-
-def find_refused(recipe: Recipe, args: Mapping[str, Any] | None) -> str | None:
-    """Return the first of the trainer's arguments whose value the recipe rules out; None if it rules out none."""
-    # None: a trainer's option that was not given.
-    known = {key: args[key] for key in recipe.must if args.get(key) is not None} if args is not None else {}
-    return next((key for key, value in known.items() if value not in recipe.must[key]), None)
-
-
-def _first_known(values: Mapping[str, Any], terms: Iterable[str]) -> object:
-    return next((value for term in terms if (value := _term(values, term)) is not None), None)
-
-
-def _term(values: Mapping[str, Any], term: str) -> object:
-    """Evaluate a term; return None if a key is unknown or the condition does not hold.
-
-    A term is a key, ``not KEY``, ``len KEY`` of a list, or ``A / B``, ``A * B``, ``A + B`` or ``A - B``, where A may be
-    such a term and B is a key or a number; the sign that is last counts last, but products come before sums.
-    ``SECTION.KEY`` is a key of a section, ``KEY.0`` the first number of a list. A condition may
-    follow: ``if KEY``, ``unless KEY``, ``if KEY = TEXT`` or ``unless KEY = TEXT``, where TEXT may be another key, which
-    stands for its value. A condition on an absent key never holds. A number, ``true`` or ``false`` as a term is the
-    default of a key that a complete config.json (one with a model_type) lacks. `xrank.recipes.layer_choice` has the
-    terms of a group's layers.
-    """
-    if is_layer_term(term):
-        return None
-    counts_constants = "model_type" in values
-    for word in (" if ", " unless "):
-        term, found, condition = term.partition(word)
-        if found:
-            key, has_text, text = condition.partition(" = ")
-            value = _lookup(values, key)
-            holds = value == _lookup(values, text) or str(value) == text if has_text else value is True
-            if value is None or holds != (word == " if "):
-                return None
-            # The condition's key is known, so a constant is no longer the default of an absent key.
-            counts_constants = True
-    if term.isdecimal() or term in ("true", "false"):
-        constant = int(term) if term.isdecimal() else term == "true"
-        return constant if counts_constants else None
-    if term.startswith("not "):
-        value = _lookup(values, term.removeprefix("not "))
-        return not value if isinstance(value, bool) else None
-    if term.startswith("len "):
-        value = _lookup(values, term.removeprefix("len "))
-        return len(value) if isinstance(value, list) else None
-    for signs in (" [+-] ", " [*/] "):
-        found_sign = re.fullmatch(f"(.+)({signs})(.+)", term)
-        if found_sign is not None:
-            left, sign, right = found_sign.groups()
-            return _calculate(_operand(values, left), sign.strip(), _operand(values, right))
-    return _lookup(values, term)
-
-
-def _operand(values: Mapping[str, Any], text: str) -> object:
-    return int(text) if text.isdecimal() else _term(values, text)
-
-
-def _calculate(a: object, sign: str, b: object) -> int | None:
-    if type(a) is not int or type(b) is not int:
-        return None
-    match sign:
-        case "+":
-            return a + b
-        case "-":
-            return a - b
-        case "*":
-            return a * b
-    return a // b if b > 0 and a % b == 0 else None
-
-
-def _lookup(values: Mapping[str, Any], key: str) -> object:
-    if key in values:
-        return values[key]
-    if "." in key:
-        return _lookup_path(values, key.split("."))
-    inner = values.get("text_config", values.get("llm_config"))
-    return inner.get(key) if isinstance(inner, Mapping) else None
-
-
-def _lookup_path(value: object, path: Sequence[str]) -> object:
-    """Return the value at the end of a path through sections and lists; None where it breaks off."""
-    for key in path:
-        if isinstance(value, Mapping):
-            value = value.get(key)
-        elif isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(value):
-            value = value[int(key)]
-        else:
-            return None
-    return value
 
 
 def solve_sizes(

@@ -32,7 +32,8 @@ _ARGUMENTS = {
     "v_head_dim", "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size", "n_layer": "num_layers",
     "n_embd": "hidden_size", "n_inner": "ffn_hidden_size", "n_head": "num_attention_heads", "n_positions":
     "max_position_embeddings", "rms_norm_eps": "norm_epsilon", "norm_eps": "norm_epsilon", "rope_theta": "rotary_base",
-    "num_nextn_predict_layers": "mtp_num_layers",
+    "num_nextn_predict_layers": "mtp_num_layers", "routed_scaling_factor": "moe_router_topk_scaling_factor",
+    "n_group": "moe_router_num_groups", "topk_group": "moe_router_group_topk",
 }  # fmt: skip
 _COMMON = {
     "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "rotary_interleaved": False,
@@ -95,6 +96,8 @@ class Family:
             "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         }  # fmt: skip
         found.setdefault("kv_channels", width // heads)
+        rope = config.get("rope_parameters", {})
+        found.setdefault("rotary_base", rope.get("rope_theta", 10000.0))
         if "n_shared_experts" in config:
             shared = config["n_shared_experts"] * config["moe_intermediate_size"]
             found["moe_shared_expert_intermediate_size"] = shared

@@ -41,6 +41,8 @@ _GPT2 = {
     "n_layer": 2, "vocab_size": 48, "n_embd": 24, "n_head": 6, "n_inner": 92, "n_positions": 19,
     "activation_function": "gelu", "tie_word_embeddings": True,
 }  # fmt: skip
+_QWEN3_MOE_ARGS = {"qk_layernorm": True, "moe_router_pre_softmax": False}
+_QWEN2_MOE_ARGS = {"add_qkv_bias": True, "moe_router_pre_softmax": True}
 _LATENT = {"multi_latent_attention": True, "group_query_attention": False, "qk_layernorm": True}
 _SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
@@ -53,8 +55,8 @@ FAMILIES = (
         "model_type": "mixtral", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }),
-    Family("qwen3-moe", {"model_type": "qwen3_moe", **_QWEN3_MOE}, {"qk_layernorm": True}),
-    Family("qwen2-moe", {"model_type": "qwen2_moe", **_QWEN2_MOE}, {"add_qkv_bias": True}),
+    Family("qwen3-moe", {"model_type": "qwen3_moe", **_QWEN3_MOE}, _QWEN3_MOE_ARGS),
+    Family("qwen2-moe", {"model_type": "qwen2_moe", **_QWEN2_MOE}, _QWEN2_MOE_ARGS),
     Family("deepseek-v3", {"model_type": "deepseek_v3", **DEEPSEEK}, {**_LATENT, **_SIGMOID}),
     Family("deepseek-v2", {"model_type": "deepseek_v2", **DEEPSEEK}, _LATENT),
     Family("deepseek-v2-lite", {"model_type": "deepseek_v2", **DEEPSEEK, "q_lora_rank": None}, _LATENT),

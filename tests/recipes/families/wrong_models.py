@@ -1,0 +1,110 @@
+"""Generated mistakes about a family's tiny model: in config.json, in the trainer's arguments, and in the tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.recipes.families.family import Family
+
+__all__ = ["Case", "list_mistakes"]
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model as a source has it.
+
+    Args:
+        config: the content of config.json.
+        args: Megatron's arguments.
+        shapes: Megatron's name -> shape.
+        mistake: the mistake, such as ``config rope_theta``.
+    """
+
+    config: Mapping[str, Any]
+    args: Mapping[str, Any]
+    shapes: Shapes
+    mistake: str = ""
+
+
+def list_mistakes(family: Family) -> Iterator[Case]:
+    """Yield the family's model with one mistake each."""
+    shapes = {name: tuple(shape) for name, shape in family.recorded["shapes"].items()}
+    right = Case(family.full_config(), family.full_args(), shapes)
+    stated = {key for key in right.config if key in family.config or (key == "rope_parameters" and right.config[key])}
+    for key in sorted(stated):
+        for where, other in _others(right.config.get(key), key):
+            if key != "model_type":
+                yield replace(right, config={**right.config, key: other}, mistake=f"config {where}")
+    for key, value in right.args.items():
+        for where, other in _others(value, key):
+            yield replace(right, args={**right.args, key: other}, mistake=f"args {where}")
+    yield from _heads(right)
+    yield from _tensors(right)
+
+
+def _others(value: object, where: str) -> Iterator[tuple[str, object]]:
+    """Yield other values of the same type, with the key that changes."""
+    if isinstance(value, bool):
+        yield where, not value
+    elif isinstance(value, int):
+        yield from ((where, value + 1), (where, 2 * value))
+        if value > 1:
+            yield where, value - 1
+    elif isinstance(value, float):
+        yield where, 1.5 * value + 0.5
+    elif isinstance(value, str):
+        swapped = {"RMSNorm": "LayerNorm", "LayerNorm": "RMSNorm", "rope": "none", "yarn": "none"}
+        yield where, swapped.get(value, "other")
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from ((at, {**value, key: other}) for at, other in _others(inner, f"{where}.{key}"))
+    elif value is None:
+        yield where, 4
+
+
+def _heads(right: Case) -> Iterator[Case]:
+    """Yield heads twice as many and half as wide: queries, keys and values have the same rows in all."""
+    heads, groups, width = map(right.config.get, ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    if heads and groups and width and width % 2 == 0:
+        wrong = {"num_attention_heads": 2 * heads, "num_key_value_heads": 2 * groups, "head_dim": width // 2}
+        yield replace(right, config={**right.config, **wrong}, mistake="config heads of half the width")
+        theirs = {"num_attention_heads": 2 * heads, "num_query_groups": 2 * groups, "kv_channels": width // 2}
+        yield replace(right, args={**right.args, **theirs}, mistake="args heads of half the width")
+
+
+def _tensors(right: Case) -> Iterator[Case]:
+    """Yield models without a tensor of each kind, with a shorter one, and with one too many."""
+    kinds = {re.sub(r"\d+", "0", name): name for name in right.shapes}
+    for name in kinds.values():
+        left = {other: shape for other, shape in right.shapes.items() if other != name}
+        yield replace(right, shapes=left, mistake=f"without {name}")
+        shape = right.shapes[name]
+        if shape[0] % 2 == 0:
+            yield replace(right, shapes={**right.shapes, name: (shape[0] // 2, *shape[1:])}, mistake=f"half of {name}")
+        if len(shape) > 1 and shape[1] % 2 == 0:
+            half = (shape[0], shape[1] // 2)
+            yield replace(right, shapes={**right.shapes, name: half}, mistake=f"half the columns of {name}")
+    layers = 1 + max(int(found[1]) for name in right.shapes if (found := re.match(r"decoder\.layers\.(\d+)\.", name)))
+    last = f"decoder.layers.{layers - 1}."
+    yield replace(
+        right,
+        shapes={n: s for n, s in right.shapes.items() if not n.startswith(last)},
+        mistake="without the last layer",
+    )
+    more = {n.replace(last, f"decoder.layers.{layers}."): s for n, s in right.shapes.items()}
+    yield replace(right, shapes={**right.shapes, **more}, mistake="a layer too many")
+    yield replace(right, shapes={**right.shapes, f"{last}new.weight": (4,)}, mistake="a tensor too many")
+    fewer = {n: s for n, s in right.shapes.items() if "experts.3." not in n}
+    if len(fewer) < len(right.shapes):
+        yield replace(right, shapes=fewer, mistake="without the last expert")
+    if "output_layer.weight" in right.shapes:
+        left = {n: s for n, s in right.shapes.items() if n != "output_layer.weight"}
+        yield replace(right, shapes=left, mistake="without the head")
+    else:
+        head = right.shapes["embedding.word_embeddings.weight"]
+        yield replace(right, shapes={**right.shapes, "output_layer.weight": head}, mistake="with a head")

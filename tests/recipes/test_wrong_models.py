@@ -1,0 +1,80 @@
+"""No mistake about a model passes in silence: in config.json, in the arguments, in the tensors, for every family."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.recipes.families import FAMILIES
+from tests.recipes.families.wrong_models import Case, list_mistakes
+from tests.recipes.made_checkpoints import leave
+from tests.recipes.test_there_and_back import model_of
+from xrank import gather_checkpoint
+from xrank.decisions.config_proof import find_misfit
+from xrank.decisions.recipe_choice import choose_recipe, follow_recipe
+from xrank.decisions.ties import find_config_ties
+from xrank.errors import ContradictionError, IncompleteError, XrankError
+from xrank.layout.nests import size
+
+pytestmark = pytest.mark.timeout(240)
+
+DOCS = Path(__file__).parents[2] / "docs" / "families.md"
+INVISIBLE = set(re.findall(r"^\| `((?:config|args) [^`]+)` \|", DOCS.read_text(), re.MULTILINE))
+"""The table of docs/families.md: mistakes that no tensor and no argument contradicts."""
+
+
+def is_accepted(case: Case) -> bool:
+    """Return whether the case becomes a model, with a config.json that nothing contradicts."""
+    model = replace(model_of(case.shapes), args=dict(case.args))
+    found = choose_recipe(model, case.config, None)
+    if found is None:
+        return False
+    renamed = follow_recipe(model, found, case.config)
+    shapes = {shard.name: shard.shape for shard in renamed.shards}
+    if find_config_ties(shapes, case.config):
+        return False  # the two tensors' bytes are compared: test_a_head_that_config_ties
+    for shard in renamed.shards:
+        if sum(size(nest) for nest in shard.nests) < prod(shard.shape):
+            return False  # elements are missing: test_an_expert_is_missing
+    return find_misfit(case.config, shapes) is None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mistakes_are_refused(name: str) -> None:
+    family = FAMILIES[name]
+    shapes = {key: tuple(shape) for key, shape in family.recorded["shapes"].items()}
+    assert is_accepted(Case(family.full_config(), family.full_args(), shapes))
+    accepted, num_refused = set(), 0
+    for case in list_mistakes(family):
+        try:
+            if is_accepted(case):
+                accepted.add(case.mistake)
+                continue
+        except XrankError:
+            pass
+        num_refused += 1
+    assert accepted <= INVISIBLE
+    assert num_refused > 50
+
+
+def gather(folder: Path, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    gather_checkpoint(leave(folder / "ws", tensors, FAMILIES[name].full_config()), folder / "out")
+
+
+def test_an_expert_is_missing(tmp_path: Path) -> None:
+    tensors = {key: torch.from_numpy(array) for key, array in FAMILIES["gpt-oss"].weights().items()}
+    left = {key: tensor for key, tensor in tensors.items() if "experts.3." not in key}
+    with pytest.raises(IncompleteError, match="gate_up_proj, rows 3-3: no rank left these elements"):
+        gather(tmp_path, "gpt-oss", left)
+
+
+def test_a_head_that_config_ties(tmp_path: Path) -> None:
+    tensors = {key: torch.from_numpy(array) for key, array in FAMILIES["gemma2"].weights().items()}
+    head = tensors["embedding.word_embeddings.weight"] + 1
+    with pytest.raises(ContradictionError, match=r"lm_head.weight is tied to model.embed_tokens.weight"):
+        gather(tmp_path, "gemma2", {**tensors, "output_layer.weight": head})

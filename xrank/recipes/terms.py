@@ -1,0 +1,96 @@
+"""Terms over the keys of config.json or of the trainer's arguments: ``hidden_size / num_attention_heads``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from xrank.recipes.layer_choice import is_layer_term
+
+__all__ = ["evaluate", "look_up"]
+
+
+def evaluate(values: Mapping[str, Any], terms: Iterable[str]) -> object:
+    """Return the value of the first known term; None if none is known."""
+    return next((value for term in terms if (value := _term(values, term)) is not None), None)
+
+
+def _term(values: Mapping[str, Any], term: str) -> object:
+    """Evaluate a term; return None if a key is unknown or the condition does not hold.
+
+    A term is a key, ``not KEY``, ``len KEY`` of a list, or ``A / B``, ``A * B``, ``A + B`` or ``A - B``, where A may be
+    such a term and B is a key or a number; the sign that is last counts last, but products come before sums.
+    ``SECTION.KEY`` is a key of a section, ``KEY.0`` the first number of a list. A condition may
+    follow: ``if KEY``, ``unless KEY``, ``if KEY = TEXT`` or ``unless KEY = TEXT``, where TEXT may be another key, which
+    stands for its value. A condition on an absent key never holds. A number, ``true`` or ``false`` as a term is the
+    default of a key that a complete config.json (one with a model_type) lacks. `xrank.recipes.layer_choice` has the
+    terms of a group's layers.
+    """
+    if is_layer_term(term):
+        return None
+    counts_constants = "model_type" in values
+    for word in (" if ", " unless "):
+        term, found, condition = term.partition(word)
+        if found:
+            key, has_text, text = condition.partition(" = ")
+            value = look_up(values, key)
+            holds = value == look_up(values, text) or str(value) == text if has_text else value is True
+            if value is None or holds != (word == " if "):
+                return None
+            # The condition's key is known, so a constant is no longer the default of an absent key.
+            counts_constants = True
+    if term.isdecimal() or term in ("true", "false"):
+        constant = int(term) if term.isdecimal() else term == "true"
+        return constant if counts_constants else None
+    if term.startswith("not "):
+        value = look_up(values, term.removeprefix("not "))
+        return not value if isinstance(value, bool) else None
+    if term.startswith("len "):
+        value = look_up(values, term.removeprefix("len "))
+        return len(value) if isinstance(value, list) else None
+    for signs in (" [+-] ", " [*/] "):
+        found_sign = re.fullmatch(f"(.+)({signs})(.+)", term)
+        if found_sign is not None:
+            left, sign, right = found_sign.groups()
+            return _calculate(_operand(values, left), sign.strip(), _operand(values, right))
+    return look_up(values, term)
+
+
+def _operand(values: Mapping[str, Any], text: str) -> object:
+    return int(text) if text.isdecimal() else _term(values, text)
+
+
+def _calculate(a: object, sign: str, b: object) -> int | None:
+    if type(a) is not int or type(b) is not int:
+        return None
+    match sign:
+        case "+":
+            return a + b
+        case "-":
+            return a - b
+        case "*":
+            return a * b
+    return a // b if b > 0 and a % b == 0 else None
+
+
+def look_up(values: Mapping[str, Any], key: str) -> object:
+    """Return the value of a key, of the model or of its language model; None for an absent key."""
+    if key in values:
+        return values[key]
+    if "." in key:
+        return _lookup_path(values, key.split("."))
+    inner = values.get("text_config", values.get("llm_config"))
+    return inner.get(key) if isinstance(inner, Mapping) else None
+
+
+def _lookup_path(value: object, path: Sequence[str]) -> object:
+    """Return the value at the end of a path through sections and lists; None where it breaks off."""
+    for key in path:
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        elif isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
