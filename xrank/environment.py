@@ -23,6 +23,7 @@ __all__ = [
     "read_keras_jobs",
     "read_launch",
     "read_run_id",
+    "scratch_folder",
     "setting",
 ]
 
@@ -72,6 +73,11 @@ class KerasJobs:
 def environ() -> Mapping[str, str]:
     """Return the environment of this process."""
     return os.environ
+
+
+def scratch_folder(environ: Mapping[str, str]) -> str:
+    """Return the folder for large temporary files: TMPDIR, or /var/tmp, as /tmp may be memory (file-hierarchy(7))."""
+    return environ.get("TMPDIR") or "/var/tmp"  # noqa: S108  files in it have no name
 
 
 def forgo_blas_threads() -> None:

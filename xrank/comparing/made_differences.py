@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xrank import dtypes
-from xrank.plan.buffers import FileSource
+from xrank.plan.decoding import open_source
 from xrank.plan.differences import Differences
 from xrank.plan.executor import Budget, execute
 from xrank.plan.planner import Plan, TensorPlan, select_tensors
@@ -33,7 +33,7 @@ def find_differences(plan: Plan, ours: TensorPlan, theirs: TensorPlan, budget: B
     plan = select_tensors(plan, (ours, theirs))
     dtype, nbytes = ours.output.dtype, ours.output.nbytes
     target, found = _Stretch(), Differences(dtype)
-    source = FileSource(plan.source)
+    source = open_source(plan.source)
     try:
         for start in range(0, nbytes, _STRETCH * WINDOW_NBYTES):
             stop = min(start + _STRETCH * WINDOW_NBYTES, nbytes)

@@ -14,7 +14,7 @@ from xrank.decisions.folder_plan import FolderPlan, plan_gather
 from xrank.decisions.options import AdapterChoice, GatherOptions, ReplicaChoice, dtype_choice
 from xrank.layout import LayoutMap
 from xrank.making.folder_filling import make_output
-from xrank.plan.buffers import FileSource
+from xrank.plan.decoding import open_source
 from xrank.plan.report import Report
 from xrank.public_calls import names_own_arguments
 from xrank.teams.agreement import check_plans
@@ -159,6 +159,7 @@ def _gather_together(
             lambda planned: planned.digest,
             check_plans(team.ranks),
         )
-        with closing(FileSource(planned.plan.source)) as files:
+        scratch_folder = os.path.dirname(os.path.abspath(out))
+        with closing(open_source(planned.plan.source, scratch_folder)) as files:
             written = make_output(planned, files, out, progress, team)
     return folder_report("gather", planned, written, out, started)

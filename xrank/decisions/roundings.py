@@ -13,7 +13,8 @@ from math import prod
 
 from xrank.dtypes import dtype
 from xrank.errors import ContradictionError
-from xrank.plan.buffers import FileSource, NullTarget
+from xrank.plan.buffers import NullTarget
+from xrank.plan.decoding import open_source
 from xrank.plan.executor import Budget, execute
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import make_plan
@@ -61,6 +62,6 @@ def check_roundings(model: StoredModel) -> StoredModel:
 def compute_digests(model: StoredModel, outputs: Sequence[OutputTensor]) -> list[bytes]:
     """Return the digests of whole tensors in the outputs' dtypes."""
     plan = make_plan(model, [OutputFile.bare(output) for output in outputs])
-    with closing(FileSource(model)) as files:
+    with closing(open_source(model)) as files:
         made = execute(plan, files, NullTarget(), budget=_BUDGET)
     return [made.files[number].digest for number in range(len(outputs))]

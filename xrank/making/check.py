@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from xrank.errors import XrankError
 from xrank.making.rereading import read_through
-from xrank.plan.buffers import FileSource
+from xrank.plan.decoding import open_source
 from xrank.plan.executor import Budget, Outcome
 from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan
@@ -68,7 +68,7 @@ def _read_together(plan: Plan, budget: Budget, progress: Callable[[int, int], No
     from xrank.making.work import Work
 
     show = progress or (lambda done, total: None)
-    with closing(FileSource(plan.source)) as source:
+    with closing(open_source(plan.source)) as source:
         return make_in_rounds(
             team,
             Work(plan, source, budget),

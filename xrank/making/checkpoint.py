@@ -12,8 +12,9 @@ from xrank.decisions.folder_plan import FolderPlan
 from xrank.decisions.layout_sources import layouts_at
 from xrank.dtypes import dtype as dtype_of
 from xrank.layout import LayoutMap
-from xrank.plan.buffers import FileSource, MemoryTarget
+from xrank.plan.buffers import MemoryTarget
 from xrank.plan.checksums import RecordChecksums
+from xrank.plan.decoding import open_source
 from xrank.plan.executor import execute
 from xrank.plan.faults import checksum_error
 from xrank.plan.planner import TensorPlan, select_tensors
@@ -138,7 +139,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
     def _read(self, plan: TensorPlan, into: memoryview) -> None:
         options = self._gather.options
         # For each look-up anew: opening a file checks that it is still the one that was planned.
-        source = FileSource(self._gather.source)
+        source = open_source(self._gather.source)
         try:
             execute(
                 select_tensors(self._gather.plan, (plan,)),

@@ -14,7 +14,7 @@ from xrank.decisions.load_plan import Load, plan_load
 from xrank.layout import LayoutMap
 from xrank.lending.tensor_target import TensorTarget, check_fillable
 from xrank.making.manifest_digests import ManifestDigests
-from xrank.plan.buffers import FileSource
+from xrank.plan.decoding import open_source
 from xrank.plan.executor import Budget, Outcome, execute
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
@@ -82,7 +82,7 @@ def fill_module(module: FilledModule, prepared: PreparedLoad, budget: Budget, te
     """
     views = [prepared.local.views[view] for view in prepared.load.views]
     plan = prepared.load.plan
-    target, source = TensorTarget(views), FileSource(plan.source)
+    target, source = TensorTarget(views), open_source(plan.source)
     try:
         outcome = execute(
             plan,

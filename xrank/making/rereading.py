@@ -11,7 +11,8 @@ from xrank.formats.regular_file import open_regular
 from xrank.formats.safetensors_header import SafetensorsHeader
 from xrank.layout.nest_table import NestTable, int_array
 from xrank.layout.nests import Nest, canonical
-from xrank.plan.buffers import FileSource, NullTarget
+from xrank.plan.buffers import NullTarget
+from xrank.plan.decoding import open_source
 from xrank.plan.executor import Budget, Outcome, execute
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.planner import Plan, make_plan
@@ -51,7 +52,7 @@ def read_through(plan: Plan, budget: Budget, progress: Callable[[int, int], None
         if progress is not None:
             progress(done, plan.nbytes)
 
-    source = FileSource(plan.source)
+    source = open_source(plan.source)
     try:
         outcome = execute(plan, source, NullTarget(), budget=budget, progress=count)
         # After the last byte, so that a change in the course of the reading is seen.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import closing
 
 from xrank.decisions.reshard_plan import Reshard
 from xrank.making.file_writing import WrittenFiles, write_files
 from xrank.making.work import Work
-from xrank.plan.buffers import FileSource
+from xrank.plan.decoding import open_source
 from xrank.plan.digests import digest_text
 from xrank.teams.team import Team
 from xrank.writers.manifest import MANIFEST_NAME, ManifestFile, ManifestSource, manifest_text
@@ -28,7 +29,8 @@ def make_states(
         NoSpaceError, XrankError: the output could not be written.
         RankFailedError: another rank failed.
     """
-    with closing(FileSource(reshard.plan.source)) as source:
+    scratch_folder = os.path.dirname(os.path.abspath(out))
+    with closing(open_source(reshard.plan.source, scratch_folder)) as source:
         work = Work(reshard.plan, source, reshard.options.budget)
         if not team.is_first:
             from xrank.making.shared_writing import help_to_write_files  # one process does not need this module

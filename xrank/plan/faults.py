@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,9 +16,10 @@ from xrank.plan.casts import copy_same
 from xrank.plan.coverage import range_text
 from xrank.plan.differences import Differences
 from xrank.plan.planner import Copies, Plan, TensorPlan
+from xrank.plan.source import StoredModel
 from xrank.plan.tiles import cut_tiles
 
-__all__ = ["checksum_error", "difference_error", "overflow_error"]
+__all__ = ["Owner", "checksum_error", "difference_error", "find_owner", "overflow_error"]
 
 _CHUNK_NBYTES = 1 << 20
 
@@ -32,29 +34,45 @@ def checksum_error(plan: Plan, record: int, crc: int) -> CorruptError:
     got = f"crc32 {crc:08x} over {int(plan.source.records.nbytes[record]):,} bytes at byte {offset:,}"
     want = f"crc32 {int(plan.source.records.crc32[record]):08x}, as recorded when they were written"
     used = any((c.record == record).any() for tensor in plan.tensors for c in tensor.read)
-    for shard in plan.source.shards if used else ():
-        rows = np.flatnonzero(shard.record == record)
-        if len(rows):
-            row, rank = int(rows[0]), int(shard.rank[rows[0]])
-            nest = swap(shard.nests[row])
-            where = range_text(shard.shape, nest.x, nest.x + span(nest.loops) - 1)
-            return CorruptError(
-                f"{shard.name}, {where}: checksum of rank {rank}'s {path} at byte {offset:,} is wrong",
-                tensor=shard.name,
-                rank=rank,
-                file=path,
-                index_range=where,
-                got=got,
-                want=want,
-                next_step=f"let rank {rank} write again, or copy the file again, then {AGAIN}",
-            )
+    owner = find_owner(plan.source, record) if used else None
+    if owner is None:
+        return CorruptError(
+            f"checksum of {path} at byte {offset:,} is wrong",
+            file=path,
+            got=got,
+            want=want,
+            next_step="copy the file again from where it was written, or take another checkpoint",
+        )
     return CorruptError(
-        f"checksum of {path} at byte {offset:,} is wrong",
+        f"{owner.name}, {owner.where}: checksum of rank {owner.rank}'s {path} at byte {offset:,} is wrong",
+        tensor=owner.name,
+        rank=owner.rank,
         file=path,
+        index_range=owner.where,
         got=got,
         want=want,
-        next_step="copy the file again from where it was written, or take another checkpoint",
+        next_step=f"let rank {owner.rank} write again, or copy the file again, then {AGAIN}",
     )
+
+
+class Owner(NamedTuple):
+    """The tensor with a piece in a record, for errors."""
+
+    name: str
+    where: str
+    """Elements of the piece, in words."""
+    rank: int
+
+
+def find_owner(model: StoredModel, record: int) -> Owner | None:
+    """Return the first tensor with a piece in a record; None if none has one."""
+    for shard in model.shards:
+        rows = np.flatnonzero(shard.record == record)
+        if len(rows):
+            nest = swap(shard.nests[int(rows[0])])
+            where = range_text(shard.shape, nest.x, nest.x + span(nest.loops) - 1)
+            return Owner(shard.name, where, int(shard.rank[rows[0]]))
+    return None
 
 
 def overflow_error(plan: TensorPlan, rank: int, value: float) -> UsageError:

@@ -14,10 +14,22 @@ from xrank.layout.companion import Companion
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.tensor_name import TensorName
 
-__all__ = ["NO_CHECKSUM", "RecordTable", "SourceFile", "StatedLayout", "StoredModel", "StoredShard", "merge_models"]
+__all__ = [
+    "NO_CHECKSUM",
+    "PLAIN",
+    "RecordTable",
+    "SourceFile",
+    "StatedLayout",
+    "StoredModel",
+    "StoredShard",
+    "merge_models",
+]
 
 NO_CHECKSUM = -1
 """In `RecordTable.crc32`: the format records no checksum of these bytes."""
+
+PLAIN = -1
+"""In `RecordTable.encoded_nbytes`: the file contains the record's bytes as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +58,38 @@ class RecordTable:
     nbytes: IntArray
     crc32: IntArray
     """CRC-32 of the bytes as the format recorded it, or `NO_CHECKSUM`."""
+    encoded_nbytes: IntArray | None = field(default=None, kw_only=True)
+    """Bytes of each record in its file where they are a frame of zstd, or `PLAIN`; None: all records are plain."""
+    inline: Mapping[int, bytes] = field(default_factory=dict, kw_only=True)
+    """Record -> its bytes, for records inside of compressed metadata; `offset` is that of the metadata."""
 
     def __len__(self) -> int:
         return len(self.file)
+
+    @property
+    def stored_nbytes(self) -> IntArray:
+        """Bytes of each record in its file; 0 for a record inside of metadata."""
+        found = self.nbytes.copy()
+        if self.encoded_nbytes is not None:
+            is_encoded = self.encoded_nbytes != PLAIN
+            found[is_encoded] = self.encoded_nbytes[is_encoded]
+        found[list(self.inline)] = 0
+        return found
+
+    def join(self, other: RecordTable, num_files: int) -> RecordTable:
+        """Return these records and those of another table, whose files follow these `num_files` files."""
+        own, others = (
+            np.full(len(each), PLAIN) if each.encoded_nbytes is None else each.encoded_nbytes for each in (self, other)
+        )
+        is_plain = self.encoded_nbytes is None and other.encoded_nbytes is None
+        return RecordTable(
+            np.concatenate((self.file, other.file + num_files)),
+            np.concatenate((self.offset, other.offset)),
+            np.concatenate((self.nbytes, other.nbytes)),
+            np.concatenate((self.crc32, other.crc32)),
+            encoded_nbytes=None if is_plain else np.concatenate((own, others)),
+            inline={**self.inline, **{record + len(self): data for record, data in other.inline.items()}},
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,10 +170,5 @@ def merge_models(a: StoredModel, b: StoredModel, prefix: str) -> StoredModel:
     shards = [
         StoredShard(prefix + s.name, s.dtype, s.shape, s.rank, s.record + len(a.records), s.nests) for s in b.shards
     ]
-    records = RecordTable(
-        np.concatenate((a.records.file, b.records.file + len(a.files))),
-        np.concatenate((a.records.offset, b.records.offset)),
-        np.concatenate((a.records.nbytes, b.records.nbytes)),
-        np.concatenate((a.records.crc32, b.records.crc32)),
-    )
+    records = a.records.join(b.records, len(a.files))
     return replace(a, files=(*a.files, *b.files), records=records, shards=(*a.shards, *shards))

@@ -69,6 +69,12 @@ OWN_READERS = (
         "xrank.readers.torch_checkpointing",
         "TorchCheckpointingReader",
     ),
+    ListedReader(
+        "orbax",
+        r"_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+",
+        "xrank.readers.orbax",
+        "OrbaxReader",
+    ),
     ListedReader("accelerate-ranks", r"pytorch_model_fsdp.*rank.*\.bin", "xrank.readers.fsdp", "AccelerateRanksReader"),
     TORCH_SAVE,
 )

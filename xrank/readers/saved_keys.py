@@ -8,7 +8,7 @@ from itertools import accumulate
 __all__ = ["MODELS", "MOMENTS", "OPTIMIZERS", "OPTIMIZER_KEYS", "WRAPPERS"]
 __all__ += ["is_left_out", "leads_to_model", "names_of_optimizers"]
 
-MODELS = frozenset({"model", "module", "state_dict", "model_state_dict", "model_state"})
+MODELS = frozenset({"model", "module", "state_dict", "model_state_dict", "model_state", "params"})
 WRAPPERS = frozenset({"app", "app_state", "state"})
 """From torch's own tutorials: a Stateful that holds model and optimizer."""
 OPTIMIZERS = frozenset(

@@ -34,7 +34,7 @@ def note_zero_tails(model: StoredModel) -> Iterator[tuple[str, str]]:
     records = model.records
     bare = records.crc32 == NO_CHECKSUM
     ends = np.zeros(len(model.files), dtype=np.int64)
-    np.maximum.at(ends, records.file[bare], (records.offset + records.nbytes)[bare])
+    np.maximum.at(ends, records.file[bare], (records.offset + records.stored_nbytes)[bare])
     for number in np.flatnonzero(ends).tolist():
         path, end = model.files[number].path, int(ends[number])
         start = _find_zeros(path, end)

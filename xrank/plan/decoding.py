@@ -1,0 +1,243 @@
+"""Sources whose files contain compressed records: each is decoded once into a scratch file, and read there.
+
+The engine reads strided ranges in the output's order, and a compressed record has none: it begins at its first byte.
+The output of a model with stacked layers touches every record once per layer, so that decoding at each touch would
+take as many times as long. A scratch file keeps memory flat whatever the size of a record: it has no name, lies on
+disk, and goes away with the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from xrank.errors import CorruptError, NoSpaceError, UsageError, XrankError
+from xrank.faces import AGAIN
+from xrank.plan.buffers import FileSource, OpenSource
+from xrank.plan.faults import find_owner
+from xrank.plan.source import PLAIN, StoredModel
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["DecodedSource", "import_zstandard", "open_source"]
+
+_CHUNK_NBYTES = 256 << 10
+_MAX_WINDOW_NBYTES = 8 << 20
+"""Memory that a frame may ask for. zstd's levels 1 to 19 ask for 8 MiB at most; Orbax's 1 and 3 for 2 MiB."""
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+
+
+def open_source(model: StoredModel, scratch_folder: str | None = None) -> OpenSource:
+    """Return a source of a model's records, which the caller closes.
+
+    Args:
+        model: the model in files.
+        scratch_folder: folder on a disk with room for the decoded records; it must exist when the first record is
+            read. None: ``TMPDIR``, or /var/tmp, which is on disk where /tmp may be memory.
+    """
+    records = model.records
+    if records.encoded_nbytes is None and not records.inline:
+        return FileSource(model)
+    return DecodedSource(model, scratch_folder)
+
+
+def import_zstandard() -> ModuleType:
+    """Return the module that decodes frames of zstd.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import zstandard
+    except ImportError:
+        raise UsageError(
+            "the checkpoint is compressed with zstd, and zstandard is not installed",
+            got="no module zstandard",
+            want="the packages of the extra xrank[orbax]",
+            next_step='install them: pip install "xrank[orbax]"',
+        ) from None
+    return zstandard
+
+
+class DecodedSource:
+    """Reads records, and decodes those that are compressed; called by many threads at once.
+
+    Raises (from every method):
+        CorruptError: a record is not what the metadata describes; other errors are those of `FileSource`.
+        NoSpaceError: the scratch folder's disk is full.
+    """
+
+    def __init__(self, model: StoredModel, scratch_folder: str | None = None) -> None:
+        self._model = model
+        self._files = FileSource(model)
+        self._folder = scratch_folder
+        self._inline = model.records.inline
+        self._nbytes = model.records.nbytes
+        encoded = model.records.encoded_nbytes
+        self._encoded = np.full(len(model.records), PLAIN) if encoded is None else encoded
+        room = np.where(self._encoded != PLAIN, self._nbytes, 0)
+        self._place = np.cumsum(room) - room
+        self._neighbours = _last_neighbours(model)
+        self._scratch: int | None = None
+        self._done = bytearray(len(model.records))
+        self._claimed: set[int] = set()
+        self._changed = threading.Condition()
+
+    def read_into(self, record: int, start: int, into: memoryview) -> None:
+        """Fill `into` with the record's bytes from `start` on."""
+        if record in self._inline:
+            into[:] = self._inline[record][start : start + len(into)]
+            return
+        if self._encoded[record] == PLAIN:
+            self._files.read_into(record, start, into)
+            return
+        if not self._done[record]:
+            self._bring(record)
+        assert self._scratch is not None
+        offset = int(self._place[record]) + start
+        while into:
+            count = os.preadv(self._scratch, [into], offset)
+            into, offset = into[count:], offset + count
+
+    def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
+        """Read into the staging buffer and return the part that was filled."""
+        data = staging[:nbytes]
+        self.read_into(record, start, data)
+        return data
+
+    def check_unchanged(self) -> None:
+        """Compare size, inode and time of every file with those at the reading of its metadata."""
+        self._files.check_unchanged()
+
+    def close(self) -> None:
+        """Close all files, the scratch file too; no read may be under way."""
+        self._files.close()
+        if self._scratch is not None:
+            os.close(self._scratch)
+            self._scratch = None
+
+    def _bring(self, record: int) -> None:
+        """Return when a record is decoded, by this thread or another.
+
+        Threads read the same stacked tensor at the same time. While another decodes the record, this one decodes the
+        next of the same tensor.
+        """
+        while True:
+            with self._changed:
+                if self._done[record]:
+                    return
+                last = int(self._neighbours[record])
+                free = (other for other in range(record, last + 1) if self._is_free(other))
+                mine = next(free, None)
+                if mine is None:
+                    self._changed.wait()
+                    continue
+                self._claimed.add(mine)
+                if self._scratch is None:
+                    self._scratch = self._make_scratch()
+            try:
+                self._decode(mine, self._scratch)
+            except BaseException:
+                with self._changed:
+                    self._claimed.discard(mine)  # a thread that waits for the record meets the error itself
+                    self._changed.notify_all()
+                raise
+            with self._changed:
+                self._done[mine] = 1
+                self._changed.notify_all()
+
+    def _is_free(self, record: int) -> bool:
+        return self._encoded[record] != PLAIN and not self._done[record] and record not in self._claimed
+
+    def _make_scratch(self) -> int:
+        folder = self._folder or os.environ.get("TMPDIR") or "/var/tmp"  # noqa: S108  its file has no name
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                return os.dup(file.fileno())
+        except OSError as error:
+            raise self._scratch_error(error, folder) from error
+
+    def _decode(self, record: int, scratch: int) -> None:
+        zstandard = import_zstandard()
+        decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_NBYTES)
+        reader = decoder.stream_reader(
+            _Frame(self._files, record, int(self._encoded[record])), read_size=_CHUNK_NBYTES, read_across_frames=False
+        )
+        buffer = memoryview(mmap.mmap(-1, _CHUNK_NBYTES))
+        wanted, done = int(self._nbytes[record]), 0
+        try:
+            while done <= wanted and (count := reader.readinto(buffer)):
+                self._write(scratch, int(self._place[record]) + done, buffer[: min(count, wanted - done)])
+                done += count
+        except zstandard.ZstdError as error:
+            raise self._corrupt(record, got=str(error)) from error
+        if done != wanted:
+            raise self._corrupt(record, got=f"{'more than ' if done > wanted else ''}{min(done, wanted):,} bytes")
+
+    def _write(self, scratch: int, offset: int, data: memoryview) -> None:
+        try:
+            while data:
+                count = os.pwrite(scratch, data, offset)
+                data, offset = data[count:], offset + count
+        except OSError as error:
+            raise self._scratch_error(error, self._folder or "TMPDIR") from error
+
+    def _scratch_error(self, error: OSError, folder: str) -> XrankError:
+        needed = int(np.where(self._encoded != PLAIN, self._nbytes, 0).sum())
+        what = f"{folder}: {os.strerror(error.errno or 0)}, where compressed tensors are decoded"
+        if error.errno in _NO_SPACE:
+            return NoSpaceError(
+                what,
+                file=folder,
+                needed_nbytes=needed,
+                want=f"{needed:,} bytes beside the output",
+                next_step=f"free space there, then {AGAIN}",
+            )
+        return XrankError(what, file=folder, next_step=f"set TMPDIR to a folder on a disk with room, then {AGAIN}")
+
+    def _corrupt(self, record: int, *, got: str) -> CorruptError:
+        records = self._model.records
+        path, offset = self._model.files[int(records.file[record])].path, int(records.offset[record])
+        owner = find_owner(self._model, record)
+        subject = "" if owner is None else f"{owner.name}, {owner.where}: "
+        return CorruptError(
+            f"{subject}{path} holds no sound chunk at byte {offset:,}",
+            tensor=None if owner is None else owner.name,
+            rank=None if owner is None else owner.rank,
+            file=path,
+            index_range=None if owner is None else owner.where,
+            got=got,
+            want=f"a frame of zstd with {int(self._nbytes[record]):,} bytes",
+            next_step="copy the file again from where it was written, or take another checkpoint",
+        )
+
+
+class _Frame:
+    """The encoded bytes of a record as a stream."""
+
+    def __init__(self, files: FileSource, record: int, nbytes: int) -> None:
+        self._files, self._record, self._nbytes = files, record, nbytes
+        self._position = 0
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes; none at the end."""
+        data = bytearray(min(size, self._nbytes - self._position))
+        self._files.read_into(self._record, self._position, memoryview(data))
+        self._position += len(data)
+        return bytes(data)
+
+
+def _last_neighbours(model: StoredModel) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return for each record the last one that a tensor with a piece in it has."""
+    last = np.arange(len(model.records))
+    for shard in model.shards:
+        if len(shard.record):
+            np.maximum.at(last, shard.record, int(shard.record.max()))
+    return last

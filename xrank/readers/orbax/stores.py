@@ -1,0 +1,121 @@
+"""The stores in which Orbax keeps arrays: one OCDBT store for all of them, or a folder of zarr for each."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Protocol
+
+from xrank.errors import IncompleteError
+from xrank.faces import AGAIN
+from xrank.formats.ocdbt import MANIFEST, StoredValue, read_ocdbt
+from xrank.formats.regular_file import Origin, open_regular
+from xrank.formats.zarr_array import ARRAY_FILES, ZarrArray, parse_array
+
+__all__ = ["ArrayStore", "open_store", "read_array"]
+
+_RANK = re.compile(r"ocdbt\.process_(\d{1,9})/")
+_MAX_METADATA_NBYTES = 1 << 20
+
+
+class ArrayStore(Protocol):
+    """Where the values of arrays lie, by the array's name and the key below it."""
+
+    folder: str
+
+    def find(self, name: str, key: str) -> StoredValue | None:
+        """Return the place of a value; None if there is none."""
+
+    def rank_of(self, value: StoredValue) -> int:
+        """Return the process that wrote a value; 0 if it is not recorded."""
+
+
+class OcdbtStore:
+    """All arrays in one OCDBT store; the processes' own stores were merged into it."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._values = read_ocdbt(folder)
+
+    def find(self, name: str, key: str) -> StoredValue | None:
+        """Return the place of a value; None if there is none."""
+        return self._values.get(f"{name}/{key}")
+
+    def rank_of(self, value: StoredValue) -> int:
+        """Return the process that wrote a value; 0 if it is not recorded."""
+        found = _RANK.match(value.file)
+        return 0 if found is None else int(found[1])
+
+
+class FolderStore:
+    """A folder for each array, and in it a file for each chunk."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        """Path in the folder -> bytes, of all files; links to nothing and pipes have none."""
+        found = {}
+        for place, _, names in os.walk(self.folder, followlinks=True):
+            for name in names:
+                path = os.path.join(place, name)
+                if os.path.exists(path):
+                    found[os.path.relpath(path, self.folder)] = os.path.getsize(path)
+        return found
+
+    def find(self, name: str, key: str) -> StoredValue | None:
+        """Return the place of a value; None if there is none."""
+        file = f"{name}/{key}"
+        nbytes = self._sizes.get(file)
+        return None if nbytes is None else StoredValue(file, 0, nbytes)
+
+    def rank_of(self, value: StoredValue) -> int:
+        """Return 0: files of chunks do not record their process."""
+        return 0
+
+
+def open_store(folder: str) -> ArrayStore:
+    """Return the store in a tree's folder.
+
+    Raises:
+        IncompleteError: processes left stores that were never merged, or a file is missing.
+        CorruptError, UnsafeError, UsageError: as `read_ocdbt`.
+    """
+    names = os.listdir(folder)
+    if MANIFEST in names:
+        return OcdbtStore(folder)
+    parts = sorted(name for name in names if name.startswith("ocdbt.process_"))
+    if parts:
+        raise IncompleteError(
+            f"{os.path.join(folder, MANIFEST)} is missing: the processes' parts were not merged, or not all was copied",
+            file=os.path.join(folder, MANIFEST),
+            got=", ".join(parts[:5]),
+            want=f"{MANIFEST}, which Orbax writes last",
+            next_step=f"copy the checkpoint whole from where it was written, then {AGAIN}; or take another step",
+        )
+    return FolderStore(folder)
+
+
+def read_array(store: ArrayStore, name: str) -> ZarrArray | None:
+    """Return an array as its metadata describes it; None if the store does not contain it.
+
+    Raises:
+        CorruptError, UsageError: as `parse_array`; errors of reading the file.
+    """
+    for is_zarr3, key in ARRAY_FILES.items():
+        value = store.find(name, key)
+        if value is None:
+            continue
+        path = os.path.join(store.folder, value.file)
+        origin = Origin(path)
+        text = value.data
+        if text is None:
+            if value.nbytes > _MAX_METADATA_NBYTES:
+                raise origin.corrupt("is too large", got=f"{value.nbytes:,} bytes")
+            with open_regular(path) as file:
+                text = file.read(value.offset, value.nbytes)
+        return parse_array(name, text, origin, is_zarr3=is_zarr3)
+    return None
