@@ -36,13 +36,13 @@ KINDS = {
     "keras": ({"model.keras": b"PK\3\4"}, "a file of TensorFlow or Keras"),
     "git-lfs": ({"weights.dat": POINTER, "data": b""}, "a pointer of git-lfs in the place of a file"),
     "onnx": ({"onnx/model.onnx": b"\x08\x08", "onnx/model.onnx_data": b""}, "a graph of ONNX"),
-    "orbax": (
-        {"default/manifest.ocdbt": b"", "default/ocdbt.process_0/d/1f": b"", "default/_METADATA": b"{}"},
-        "a part of a checkpoint of JAX (Orbax)",
+    "orbax, not finished": (
+        {"5.orbax-checkpoint-tmp/ocdbt.process_0/d/1f": b"", "5.orbax-checkpoint-tmp/_METADATA": b"{}"},
+        "a part of a checkpoint of Orbax that is not finished, or has no tree of arrays",
     ),
-    "orbax without ocdbt": (
+    "orbax without a tree": (
         {"_CHECKPOINT_METADATA": b"{}", "default/params.w/.zarray": b"{}"},
-        "a part of a checkpoint of JAX (Orbax)",
+        "a part of a checkpoint of Orbax that is not finished, or has no tree of arrays",
     ),
     "vllm's sharded_state": (
         {"config.json": b"{}", "model-rank-0-part-0.safetensors": b"", "model-rank-1-part-0.safetensors": b""},

@@ -14,7 +14,7 @@ from xrank.dtypes import dtype as dtype_of
 from xrank.layout import LayoutMap
 from xrank.plan.buffers import MemoryTarget
 from xrank.plan.checksums import RecordChecksums
-from xrank.plan.decoding import open_source
+from xrank.plan.decoding import DecodedSource, open_source
 from xrank.plan.executor import execute
 from xrank.plan.faults import checksum_error
 from xrank.plan.planner import TensorPlan, select_tensors
@@ -57,6 +57,9 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         self._plans = {tensor.output.name: tensor for tensor in gather.plan.tensors}
         self._lock = threading.Lock()
         self._checksums = self._make_checksums()
+        source = open_source(gather.source)
+        self._decoded = source if isinstance(source, DecodedSource) else None
+        """For compressed records, which many tensors may share: each is decoded once."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         import torch
@@ -139,7 +142,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
     def _read(self, plan: TensorPlan, into: memoryview) -> None:
         options = self._gather.options
         # For each look-up anew: opening a file checks that it is still the one that was planned.
-        source = open_source(self._gather.source)
+        source = self._decoded or open_source(self._gather.source)
         try:
             execute(
                 select_tensors(self._gather.plan, (plan,)),
@@ -152,4 +155,4 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
             self._checksums = self._make_checksums()  # bad or half-read records are read again
             raise
         finally:
-            source.close()
+            source.close() if self._decoded is None else self._decoded.close_files()

@@ -13,6 +13,8 @@ import mmap
 import os
 import tempfile
 import threading
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -86,6 +88,7 @@ class DecodedSource:
         self._place = np.cumsum(room) - room
         self._neighbours = _last_neighbours(model)
         self._scratch: int | None = None
+        self._drop_scratch: Callable[[], object] = lambda: None
         self._done = bytearray(len(model.records))
         self._claimed: set[int] = set()
         self._changed = threading.Condition()
@@ -116,12 +119,14 @@ class DecodedSource:
         """Compare size, inode and time of every file with those at the reading of its metadata."""
         self._files.check_unchanged()
 
+    def close_files(self) -> None:
+        """Close the model's files, which the next read opens again; decoded records stay."""
+        self._files.close()
+
     def close(self) -> None:
         """Close all files, the scratch file too; no read may be under way."""
         self._files.close()
-        if self._scratch is not None:
-            os.close(self._scratch)
-            self._scratch = None
+        self._drop_scratch()
 
     def _bring(self, record: int) -> None:
         """Return when a record is decoded, by this thread or another.
@@ -142,6 +147,7 @@ class DecodedSource:
                 self._claimed.add(mine)
                 if self._scratch is None:
                     self._scratch = self._make_scratch()
+                    self._drop_scratch = weakref.finalize(self, os.close, self._scratch)
             try:
                 self._decode(mine, self._scratch)
             except BaseException:

@@ -58,9 +58,9 @@ _KINDS = (
         b"\x89HDF\r\n\x1a\n",
     ),
     _ForeignKind(
-        "a part of a checkpoint of JAX (Orbax)",
-        "convert it with the program that trained it, and give its Hugging Face folder",
-        re.compile(r"manifest\.ocdbt|ocdbt\.process_\d+|_CHECKPOINT_METADATA"),
+        "a part of a checkpoint of Orbax that is not finished, or has no tree of arrays",
+        "give another step's folder, or the folder of an item with _METADATA in it",
+        re.compile(r"manifest\.ocdbt|ocdbt\.process_\d+|_CHECKPOINT_METADATA|.*\.orbax-checkpoint-tmp.*"),
     ),
 )
 

@@ -71,7 +71,7 @@ OWN_READERS = (
     ),
     ListedReader(
         "orbax",
-        r"_METADATA|_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+",
+        r"_METADATA|_CHECKPOINT_METADATA|_sharding|array_metadatas|manifest\.ocdbt|ocdbt\.process_\d+",
         "xrank.readers.orbax",
         "OrbaxReader",
     ),

@@ -248,7 +248,8 @@ class ReaderContract:
         used = {record for shard in model.shards for record in shard.record.tolist()}
         for record in sorted(used):
             file, offset, nbytes = (
-                int(column[record]) for column in (model.records.file, model.records.offset, model.records.nbytes)
+                int(column[record])
+                for column in (model.records.file, model.records.offset, model.records.stored_nbytes)
             )
             if nbytes:
                 found.setdefault(os.path.realpath(model.files[file].path), []).append((offset, offset + nbytes))

@@ -26,6 +26,8 @@ TREE = "_METADATA"
 _STEP = "_CHECKPOINT_METADATA"
 # orbax/checkpoint/path/step.py: step_prefix, step_format_fixed_length.
 _STEP_NAME = re.compile(r"(?:(?:.*[_-])?(?:step|checkpoint|ckpt|iter)[_-])?(\d{1,18})")
+_TREE_NAMES = frozenset({TREE, MANIFEST, "_sharding", "array_metadatas"})
+"""Names of which a tree has at least one, even if others were not copied."""
 _PROCESS = re.compile(r"(?:ocdbt\.)?process_(\d{1,9})")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """Part of the name that a folder has until the save is complete (orbax/checkpoint/_src/path/atomicity.py)."""
@@ -53,7 +55,9 @@ def explain_mismatch(path: str) -> str | None:
     """Return None if a path is a tree of Orbax or a step with one, otherwise the reason why not."""
     if not os.path.isdir(path):
         return "not a folder"
-    if _UNFINISHED in os.path.basename(os.path.abspath(path)):
+    folder = os.path.abspath(path)
+    # An item of an unfinished step may be finished itself.
+    if any(_UNFINISHED in os.path.basename(each) for each in (folder, os.path.dirname(folder))):
         return "a save that Orbax has not finished"
     if _is_tree(path) or _find_items(path):
         return None
@@ -128,7 +132,7 @@ def _is_tree(path: str) -> bool:
     if not os.path.isdir(path):
         return False
     names = os.listdir(path)
-    return TREE in names or MANIFEST in names or any(name.startswith("ocdbt.process_") for name in names)
+    return not _TREE_NAMES.isdisjoint(names) or any(name.startswith("ocdbt.process_") for name in names)
 
 
 def find_world_size(folder: str) -> int | None:
