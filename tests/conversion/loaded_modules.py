@@ -103,5 +103,5 @@ def watched_reads(watch: Callable[[int], None]) -> Iterator[None]:
             super().read_into(record, start, into)
             watch(len(into))
 
-    with patch.object(module_filling, "FileSource", Watched):
+    with patch.object(module_filling, "open_source", Watched):
         yield
