@@ -159,7 +159,7 @@ def _gather_together(
             lambda planned: planned.digest,
             check_plans(team.ranks),
         )
-        scratch_folder = os.path.dirname(os.path.abspath(out))
-        with closing(open_source(planned.plan.source, scratch_folder)) as files:
+        beside = os.path.dirname(os.path.abspath(out))
+        with closing(open_source(planned.plan.source, beside)) as files:
             written = make_output(planned, files, out, progress, team)
     return folder_report("gather", planned, written, out, started)

@@ -29,8 +29,8 @@ def make_states(
         NoSpaceError, XrankError: the output could not be written.
         RankFailedError: another rank failed.
     """
-    scratch_folder = os.path.dirname(os.path.abspath(out))
-    with closing(open_source(reshard.plan.source, scratch_folder)) as source:
+    beside = os.path.dirname(os.path.abspath(out))
+    with closing(open_source(reshard.plan.source, beside)) as source:
         work = Work(reshard.plan, source, reshard.options.budget)
         if not team.is_first:
             from xrank.making.shared_writing import help_to_write_files  # one process does not need this module

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from xrank.environment import environ, scratch_folder
 from xrank.errors import CorruptError, NoSpaceError, UsageError, XrankError
 from xrank.faces import AGAIN
 from xrank.plan.buffers import FileSource, OpenSource
@@ -36,18 +37,18 @@ _MAX_WINDOW_NBYTES = 8 << 20
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
-def open_source(model: StoredModel, scratch_folder: str | None = None) -> OpenSource:
+def open_source(model: StoredModel, folder: str | None = None) -> OpenSource:
     """Return a source of a model's records, which the caller closes.
 
     Args:
         model: the model in files.
-        scratch_folder: folder on a disk with room for the decoded records; it must exist when the first record is
-            read. None: ``TMPDIR``, or /var/tmp, which is on disk where /tmp may be memory.
+        folder: folder on a disk with room for the decoded records; it must exist when the first record is
+            read. None: that of `scratch_folder`.
     """
     records = model.records
     if records.encoded_nbytes is None and not records.inline:
         return FileSource(model)
-    return DecodedSource(model, scratch_folder)
+    return DecodedSource(model, folder)
 
 
 def import_zstandard() -> ModuleType:
@@ -76,10 +77,10 @@ class DecodedSource:
         NoSpaceError: the scratch folder's disk is full.
     """
 
-    def __init__(self, model: StoredModel, scratch_folder: str | None = None) -> None:
+    def __init__(self, model: StoredModel, folder: str | None = None) -> None:
         self._model = model
         self._files = FileSource(model)
-        self._folder = scratch_folder
+        self._folder = folder
         self._inline = model.records.inline
         self._nbytes = model.records.nbytes
         encoded = model.records.encoded_nbytes
@@ -163,7 +164,7 @@ class DecodedSource:
         return self._encoded[record] != PLAIN and not self._done[record] and record not in self._claimed
 
     def _make_scratch(self) -> int:
-        folder = self._folder or os.environ.get("TMPDIR") or "/var/tmp"  # noqa: S108  its file has no name
+        folder = self._folder or scratch_folder(environ())
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
                 return os.dup(file.fileno())
@@ -193,7 +194,7 @@ class DecodedSource:
                 count = os.pwrite(scratch, data, offset)
                 data, offset = data[count:], offset + count
         except OSError as error:
-            raise self._scratch_error(error, self._folder or "TMPDIR") from error
+            raise self._scratch_error(error, self._folder or scratch_folder(environ())) from error
 
     def _scratch_error(self, error: OSError, folder: str) -> XrankError:
         needed = int(np.where(self._encoded != PLAIN, self._nbytes, 0).sum())
