@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One worker per core; each has up to 8 ranks of its own. Where -m is given twice, the last counts.
 PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-all soak oracle corpus lint bench clean
+.PHONY: help demo test test-all soak oracle corpus lint package matrix bench clean
 
 help:
 	@echo 'make demo    4 ranks train and leave shards in demo/workspace; gathers, verifies and compares them'
@@ -25,6 +25,9 @@ help:
 	@echo 'make corpus  trainers make 400 folders in corpus/, and xrank gathers each; half an hour, in $(ORACLE_VENV)'
 	@echo '             make corpus ARGS="zero3 lora" takes the folders whose names contain one of the texts'
 	@echo 'make lint    format, style, layers and types'
+	@echo 'make package builds wheel and source archive in dist/, checks them, and uses them where nothing else is'
+	@echo 'make matrix  the tests under Python 3.11 to 3.14, with the oldest torch and the newest, and without torch'
+	@echo '             make matrix PYTHONS=3.12 TORCHES=none takes a part; other options go to pytest by ARGS'
 	@echo 'make bench   times a gather'
 	@echo 'make clean   removes what the demo made'
 	@echo 'The first of them makes the virtual environment $(VENV) with $(PYTHON).'
@@ -79,6 +82,18 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/mypy
+
+package: $(VENV)/.ready
+	@rm -rf dist
+	$(call run,uv build --quiet --out-dir dist)
+	$(call run,uv tool run twine check --strict dist/*.whl dist/*.tar.gz)
+	$(call run,uv tool run check-wheel-contents dist/*.whl)
+	$(VENV)/bin/python -m pytest tests/test_wheel.py $(ARGS)
+
+PYTHONS ?= 3.11 3.12 3.13 3.14
+TORCHES ?= none 2.10.* newest
+matrix: $(VENV)/.ready
+	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHONS="$(PYTHONS)" TORCHES="$(TORCHES)" .ci/matrix $(ARGS)
 
 bench: $(VENV)/.ready
 	$(VENV)/bin/python benchmarks/gather.py $(ARGS)

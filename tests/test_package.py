@@ -76,6 +76,18 @@ else:
 """
 
 
+TORCH_IS_MISSING = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+
 def leave_states(workspace: Path) -> dict[str, torch.Tensor]:
     """Leave four ranks' states as a program with torch would, and return the whole tensors."""
     mesh, layouts = DeviceMesh((2, 2), ("dp", "tp")), LayoutMap(DeviceMesh((2, 2), ("dp", "tp")))
@@ -140,16 +152,73 @@ def test_the_commands_need_no_torch(tmp_path):
     assert written(tmp_path / "out") == {name: bytes_of(tensor) for name, tensor in whole.items()}
 
 
+NEED_TORCH = {
+    "export_model": "xrank.export_model({}, 'out')",
+    "iter_model": "list(xrank.iter_model({}))",
+    "load_model": "xrank.load_model(None, 'out')",
+    "get_tensors_parallel": "xrank.get_tensors_parallel(None, [0])",
+    "write_configs_and_weights": "workspace.write_configs_and_weights({}, {})",
+    "read_configs_and_weights_from_rank": "workspace.read_configs_and_weights_from_rank(0)",
+    "a tensor of open_checkpoint": "xrank.open_checkpoint('workspace')['w']",
+    "a test on ranks": "xrank.testing.rank_pool.RankPool().run_by_name(1, 'm', None, 'f', (), {})",
+}
+"""Calls that need torch, by the name in the error."""
+
+
+def test_calls_that_need_torch_name_the_extra_that_installs_it(tmp_path):
+    leave_states(tmp_path / "workspace")
+    code = """
+import json
+import xrank, xrank.testing.rank_pool
+workspace = xrank.NFSWorkspace("own")
+found = {}
+for name, call in json.loads(sys.argv[1]).items():
+    try:
+        eval(call)
+    except xrank.errors.UsageError as error:
+        found[name] = [str(error), error.next_step]
+for package in ("distribution", "gradients"):
+    found[package] = []
+    names = __import__(f"xrank.{package}", fromlist=["__all__"])
+    for name in names.__all__:
+        try:
+            getattr(names, name)
+        except ModuleNotFoundError as error:
+            found[package].append(str(error))
+print(json.dumps(found))
+"""
+    found = json.loads(python(TORCH_IS_MISSING + code, json.dumps(NEED_TORCH), cwd=tmp_path))
+    for package, least in (("distribution", 8), ("gradients", 6)):
+        texts = found.pop(package)
+        assert len(texts) >= least and all("needs torch: run pip install 'xrank[torch]'" in text for text in texts)
+    want = "run pip install 'xrank[torch]'"
+    assert found == {name: [f"{name} needs torch, which is not installed", want] for name in NEED_TORCH}
+    assert sorted(os.listdir(tmp_path)) == ["own", "workspace"] and os.listdir(tmp_path / "own") == []
+
+
+def test_configs_without_tensors_are_gathered_without_torch(tmp_path):
+    code = """
+import xrank
+with xrank.get_configs_parallel({"layers": {1}}, [0], None) as configs:
+    print(configs)
+"""
+    assert python(TORCH_IS_MISSING + code, cwd=tmp_path) == "[{'layers': {1}}]\n"
+
+
 # Names
 
 PACKAGES_THAT_DEFER = [
     "xrank",
     "xrank.conversion",
+    "xrank.distribution",
     "xrank.gradients",
     "xrank.testing",
     "xrank.virtual",
     "xrank.workspace",
 ]
+
+
+DEFINED_AT_ONCE = {"xrank.distribution": {"DeviceMesh", "LayoutMap", "TensorLayout"}}
 
 
 @pytest.mark.parametrize("package", PACKAGES_THAT_DEFER)
@@ -164,7 +233,7 @@ def test_all_is_what_can_be_had(package):
         for alias in node.names
     }
     assert for_type_checkers
-    assert set(found.__all__) - {"__version__"} == {*for_type_checkers}
+    assert set(found.__all__) - DEFINED_AT_ONCE.get(package, set()) == {*for_type_checkers}
     for name, home in for_type_checkers.items():
         assert home.startswith(f"{package}.")
         assert getattr(found, name) is getattr(importlib.import_module(home), name)

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from xrank.conversion.reshard import reshard_checkpoint
     from xrank.conversion.verify import verify_model
     from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
+    from xrank.version import __version__
     from xrank.workspace.nfs import NFSWorkspace
     from xrank.workspace.shared_memory import SharedMemoryWorkspace
-
-__version__ = "0.1.0"
 
 __all__ = [
     "NFSWorkspace",
@@ -39,6 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "__version__": "version",
     "NFSWorkspace": "workspace.nfs",
     "SharedMemoryWorkspace": "workspace.shared_memory",
     "export_model": "conversion.export",

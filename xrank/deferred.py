@@ -21,7 +21,13 @@ def defer_imports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
+        try:
+            return getattr(import_module(f"{package}.{homes[name]}"), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            message = f"{package}.{name} needs torch: run pip install 'xrank[torch]'"
+            raise ModuleNotFoundError(message, name="torch") from error
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})

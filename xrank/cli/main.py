@@ -25,8 +25,16 @@ from xrank.errors import UsageError
 __all__ = ["cli", "main"]
 
 
+def _show_version(context: click.Context, option: click.Parameter, is_asked: bool) -> None:
+    if is_asked and not context.resilient_parsing:
+        click.echo(f"xrank, version {xrank.__version__}")
+        context.exit()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option(xrank.__version__, prog_name="xrank")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Print the version."
+)
 def cli() -> None:
     """Gather models that distributed training left on many ranks into one Hugging Face folder, proven exact."""
 

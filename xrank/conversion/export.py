@@ -13,6 +13,7 @@ from xrank.decisions.given_layouts import live_layouts
 from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.options import AdapterChoice, GatherOptions, default_workers, dtype_choice
 from xrank.decisions.transforms import Transform
+from xrank.extras import require_torch
 from xrank.layout import LayoutMap
 from xrank.lending.lent_model import ModelRequest, lend_model
 from xrank.making.folder_filling import make_output
@@ -100,6 +101,7 @@ def export_model(
         >>> report.num_parameters, [file["name"] for file in report.output["files"]]
         (4, ['model.safetensors'])
     """
+    require_torch("export_model")
     path = os.fspath(out)
     check_meeting(group, timeout_seconds)
     team = find_group_team(group, path, timeout_seconds=timeout_seconds)

@@ -12,6 +12,7 @@ from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.options import AdapterChoice, GatherOptions, dtype_choice
 from xrank.decisions.transforms import Transform
 from xrank.errors import UsageError
+from xrank.extras import require_torch
 from xrank.faces import option
 from xrank.lending.lent_model import ModelRequest
 from xrank.making.model_tensors import ModelTensors, make_tensors
@@ -80,6 +81,7 @@ def iter_model(
         >>> {name: tensor.tolist() for name, tensor in xrank.iter_model({"norm.weight": torch.ones(2)})}
         {'norm.weight': [1.0, 1.0]}
     """
+    require_torch("iter_model")
     place = os.path.join(environment.environ().get("XRANK_WORKSPACE") or os.curdir, "model")
     check_meeting(group, timeout_seconds)
     team = find_group_team(group, place, timeout_seconds=timeout_seconds)

@@ -11,6 +11,7 @@ from xrank.conversion.report import count_outputs, peak_rss_nbytes, source_facts
 from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.load_check import check_loads, describe_load
 from xrank.decisions.options import default_workers, parse_size
+from xrank.extras import require_torch
 from xrank.making.module_filling import fill_module, prepare_load
 from xrank.plan.executor import Budget
 from xrank.plan.report import OutputFacts, ProofFacts, Report
@@ -81,6 +82,7 @@ def load_model(
         >>> xrank.load_model(module, "model").num_tensors, module.bias.tolist()
         (2, [1.0, 1.0])
     """
+    require_torch("load_model")
     started = time.monotonic()
     place = os.fspath(path)
 

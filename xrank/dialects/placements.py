@@ -201,7 +201,7 @@ def _check_cut(cuts: Cuts, dim: int, layout: TensorLayout, mesh: DeviceMesh, sha
 
 
 def _check_sum(placement: Any, axis: str) -> None:
-    """Refuse partial results other than plain sums; embeddings' ``_MaskPartial`` must be masked before the sum."""
+    """Refuse partial results other than plain sums; embeddings' masked ones must be masked before the sum."""
     operation = getattr(placement, "reduce_op", None)
     if type(placement).__name__ != "Partial" or operation != "sum":
         raise LayoutError(

@@ -1,10 +1,20 @@
-"""Keras' distribution API on torch: the same names and rules, parameters as DTensors, devices as ranks."""
+"""Keras' distribution API on torch: the same names and rules, parameters as DTensors, devices as ranks.
 
-from xrank.distribution.devices import get_device_count, initialize, list_devices
-from xrank.distribution.distributions import DataParallel, ModelParallel
-from xrank.distribution.placed import distribute_tensor
-from xrank.distribution.scopes import distribution, set_distribution
+Names are loaded on first use, so that importing this package does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xrank.deferred import defer_imports
 from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
+
+if TYPE_CHECKING:
+    from xrank.distribution.devices import get_device_count, initialize, list_devices
+    from xrank.distribution.distributions import DataParallel, ModelParallel
+    from xrank.distribution.placed import distribute_tensor
+    from xrank.distribution.scopes import distribution, set_distribution
 
 __all__ = [
     "DataParallel",
@@ -19,3 +29,16 @@ __all__ = [
     "list_devices",
     "set_distribution",
 ]
+
+_HOMES = {
+    "DataParallel": "distributions",
+    "ModelParallel": "distributions",
+    "distribute_tensor": "placed",
+    "distribution": "scopes",
+    "get_device_count": "devices",
+    "initialize": "devices",
+    "list_devices": "devices",
+    "set_distribution": "scopes",
+}
+
+__getattr__, __dir__ = defer_imports(__name__, _HOMES)

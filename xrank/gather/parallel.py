@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
+from xrank.extras import require_torch
 from xrank.gather.sessions import gather_values
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def get_tensors_parallel(
         ...     [part.tolist() for part in parts]
         [[1.0, 1.0]]
     """
+    require_torch("get_tensors_parallel")
     return gather_values(
         "get_tensors_parallel",
         tensor,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from xrank.decisions.folder_plan import FolderPlan
 from xrank.decisions.layout_sources import layouts_at
 from xrank.dtypes import dtype as dtype_of
+from xrank.extras import require_torch
 from xrank.layout import LayoutMap
 from xrank.plan.buffers import MemoryTarget
 from xrank.plan.checksums import RecordChecksums
@@ -62,6 +63,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         """For compressed records, which many tensors may share: each is decoded once."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        require_torch("a tensor of open_checkpoint")
         import torch
 
         plan = self._plans[name]

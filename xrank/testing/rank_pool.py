@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
+from xrank.extras import require_torch
 from xrank.testing.rank_starter import RankStarter
 from xrank.testing.rank_worker import Failure, Task
 from xrank.virtual.engines.stacks import StackRequest, collect_stacks
@@ -101,6 +102,7 @@ class RankPool:
                 want="a function of a module's top level",
                 next_step="move it out of the function around it",
             )
+        require_torch("a test on ranks")
         arguments = pickle.dumps((tuple(args), dict(kwargs)))
         with self._lock:
             try:

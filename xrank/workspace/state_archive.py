@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from xrank.errors import UsageError
+from xrank.extras import require_torch
 from xrank.formats.archive_layout import ALIGNMENT
 from xrank.formats.rank_state import CONFIG, RECORD, WEIGHT, RankRecord
 from xrank.workspace.identity import WorkspaceIdentity
@@ -72,6 +73,7 @@ def make_state_archive(
         UsageError: a state cannot hold the config, a tensor or the step.
         LayoutError: the notation cannot express a layout, or a layout does not fit its tensor.
     """
+    require_torch("write_configs_and_weights")
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise UsageError(
             f"step is {step!r}",

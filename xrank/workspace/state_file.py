@@ -16,6 +16,7 @@ from isal import isal_zlib
 
 from xrank.dtypes import DTYPES
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, XrankError
+from xrank.extras import require_torch
 from xrank.formats.saved_state import read_saved_state, record_of, state_error
 from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
 
@@ -54,8 +55,9 @@ def read_state(
         ContradictionError: another rank wrote it; or it records no run, as ModelOpt's states, and this run has an id.
         CorruptError: its bytes differ from those that were written.
         UnsafeError: it asks to run code.
-        UsageError: it holds a tensor that safetensors cannot, or a newer xrank wrote it.
+        UsageError: it holds a tensor that safetensors cannot, a newer xrank wrote it, or torch is not installed.
     """
+    require_torch("read_configs_and_weights_from_rank")
 
     def read() -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
         state = read_saved_state(file, rank)

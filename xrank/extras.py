@@ -1,0 +1,36 @@
+"""What xrank needs of packages that it does not install by itself.
+
+Checkpoints on disk are gathered, checked and cut anew without torch. Calls that take or return torch's tensors check
+first that torch is there, before ranks meet or anything is written.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from xrank.errors import UsageError
+
+__all__ = ["require_torch"]
+
+
+def require_torch(what: str) -> None:
+    """Check that torch is installed, without importing it.
+
+    Args:
+        what: the call that needs torch, for the error.
+
+    Raises:
+        UsageError: it is not; the error names the extra that installs it.
+    """
+    try:
+        is_there = "torch" in sys.modules or find_spec("torch") is not None
+    except (ImportError, ValueError):  # an import hook refuses it, or sys.modules bars it
+        is_there = False
+    if not is_there:
+        raise UsageError(
+            f"{what} needs torch, which is not installed",
+            got="xrank without torch",
+            want="torch 2.10 or newer",
+            next_step="run pip install 'xrank[torch]'",
+        )

@@ -1,0 +1,17 @@
+"""The version of the installed package, which the build takes from the repository's tags."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+__all__ = ["__version__"]
+
+
+def _find_version() -> str:
+    try:
+        return version("xrank")
+    except PackageNotFoundError:
+        return "0+unknown"  # the folder was copied, not installed
+
+
+__version__ = _find_version()
