@@ -93,7 +93,9 @@ def test_every_command(tmp_path, kind):
     for name, tensor in model.expected.items():
         layouts[name] = f"[{', '.join(['n/~tp', *('m' * (tensor.ndim - 1))])}]"
     reshard_checkpoint(run, layouts, tmp_path / "states")
-    assert_same(gathered(tmp_path / "states", tmp_path / "again"), model.expected)
+    again = gathered(tmp_path / "states", tmp_path / "again")
+    again.pop("head.weight", None)  # has no rule, so it comes back beside what it is tied to
+    assert_same(again, model.expected)
 
 
 def test_a_base_model_and_a_recipe_name_a_pipeline(tmp_path):

@@ -17,20 +17,13 @@ from xrank.formats.regular_file import Origin, quote
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
 from xrank.layout.nest_table import int_array
 from xrank.plan.source import StoredShard
+from xrank.readers.advice import ONE_SAVE
 from xrank.readers.copies import is_telling
 from xrank.readers.deepspeed.folder import CheckpointFiles
 from xrank.readers.deepspeed.modules import locate_whole
 from xrank.readers.deepspeed.slices import shapes_of_slices
-from xrank.readers.deepspeed.states import (
-    EXPERT_NAME,
-    EXPERTS_LAST,
-    ModelState,
-    Shape,
-    Shapes,
-    check_name,
-    check_table,
-    check_tensors,
-)
+from xrank.readers.deepspeed.state_dicts import check_name, check_table, check_tensors
+from xrank.readers.deepspeed.states import EXPERT_NAME, EXPERTS_LAST, ModelState, Shape, Shapes
 from xrank.readers.deepspeed.zero import Partitions, check_copies, locate_group
 from xrank.readers.records import Records
 from xrank.words import numbers_text
@@ -127,7 +120,7 @@ def _beyond_error(path: str, want: str) -> ContradictionError:
         file=path,
         got=os.path.basename(path),
         want=want,
-        next_step="move the files of another run to another folder, or copy all files of this run again",
+        next_step=ONE_SAVE,
     )
 
 

@@ -15,7 +15,8 @@ from xrank.dtypes import dtype
 from xrank.errors import ContradictionError, IncompleteError, UsageError
 from xrank.formats.regular_file import Origin
 from xrank.formats.torch_archive import ArchivedTensor, TorchArchive, read_archive
-from xrank.readers.deepspeed.states import Shape, check_name, check_table, check_tensors
+from xrank.readers.deepspeed.state_dicts import check_name, check_table, check_tensors
+from xrank.readers.deepspeed.states import Shape
 from xrank.words import list_text, numbers_text, plural
 
 __all__ = ["Layer", "find_prefixes", "is_tied", "note_absent_layers", "read_layer"]

@@ -106,7 +106,7 @@ def _read_states(files: CheckpointFiles, agreement: Agreement) -> list[ModelStat
             file=files.models[max(states)],
             got=f"files of stages {numbers_text(states)}",
             want=f"stages {numbers_text(range(num_stages))}",
-            next_step="move the files of a run with more stages to another folder",
+            next_step=ONE_SAVE,
         )
     return list(states.values())
 
