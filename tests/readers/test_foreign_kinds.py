@@ -44,10 +44,6 @@ KINDS = {
         {"_CHECKPOINT_METADATA": b"{}", "default/params.w/.zarray": b"{}"},
         "a part of a checkpoint of Orbax that is not finished, or has no tree of arrays",
     ),
-    "vllm's sharded_state": (
-        {"config.json": b"{}", "model-rank-0-part-0.safetensors": b"", "model-rank-1-part-0.safetensors": b""},
-        "a rank's part of a model that an inference engine saved",
-    ),
     "tensorrt-llm": (
         {"config.json": b"{}", "rank0.safetensors": b"", "rank1.safetensors": b""},
         "a rank's part of a model that an inference engine saved",

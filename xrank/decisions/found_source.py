@@ -102,6 +102,7 @@ def read_found(
         needs_layouts=for_layouts,
         part=part,
         world_size=world_size,
+        config=config,
         prove_shapes=lambda shapes: prove_shapes(shapes, config),
     )
     model = read_best(where, hints)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from xrank.layout import LayoutMap
 from xrank.plan.source import StoredModel
@@ -33,6 +33,8 @@ class Hints:
     `StoredModel.part`. None: the only part that may be the model."""
     world_size: int | None = None
     """Number of ranks that wrote the source, as the caller states it; None: not stated."""
+    config: Mapping[str, Any] | None = None
+    """Content of the model's config.json beside the source or in the base model; None if there is none."""
     prove_shapes: Callable[[Mapping[str, tuple[int, ...]]], str | None] | None = None
     """Proves inferred global shapes. Returns the recipe that they fit, or None if no recipe knows the names. Raises if
     they contradict each other or the config (`xrank.recipes.shape_proof.prove_shapes`)."""

@@ -45,6 +45,7 @@ OWN_READERS = (
     WORKSPACE,
     ListedReader("safetensors", r".*\.safetensors", "xrank.readers.hugging_face.folder", "HfFolderReader"),
     ListedReader("hf-shards", r"shard-.*\.safetensors|sharded", "xrank.readers.hugging_face.shards", "HfShardsReader"),
+    ListedReader("vllm", r"model-(rank|pp)-.*\.safetensors", "xrank.readers.vllm", "VllmReader"),
     ListedReader(
         "bin", r"(diffusion_)?pytorch_model.*\.bin", "xrank.readers.hugging_face.bin_folder", "BinFolderReader"
     ),

@@ -11,6 +11,7 @@ import numpy as np
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile
 
 if TYPE_CHECKING:
+    from xrank.formats.regular_file import RegularFile
     from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader
     from xrank.formats.torch_archive import TorchArchive
 
@@ -57,6 +58,10 @@ class Records:
         self._nbytes.append(nbytes)
         self._crc32.append(crc32)
         return len(self._file) - 1
+
+    def read_bytes(self, record: int, file: RegularFile, nbytes: int) -> bytes:
+        """Return the first bytes of a record, at most so many, from its open file."""
+        return bytes(file.read(self._offset[record], min(nbytes, self._nbytes[record])))
 
     def path(self, record: int) -> str:
         """Return the path of the file that contains a record."""

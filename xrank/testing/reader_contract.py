@@ -39,6 +39,7 @@ from xrank.conversion.inspect import inspect_source
 from xrank.errors import CorruptError, UnsafeError, XrankError
 from xrank.readers.base import Hints, Reader
 from xrank.readers.discovery import find_source
+from xrank.recipes.shape_proof import prove_shapes
 from xrank.testing.source_faults import FAULTS, SourceChange, escaping_paths, hostile_changes
 from xrank.writers.companions import list_source_companions
 
@@ -72,9 +73,15 @@ class SampleSource:
 
     @property
     def hints(self) -> Hints:
-        """Hints of a gather about the base model."""
+        """Hints of a gather about the base model, and the config.json beside the source."""
         shapes = {name: tensor.shape for name, tensor in self.expected.items()}
-        return Hints() if self.base_model is None else Hints(shapes=shapes)
+        file = self.path / "config.json"
+        config = json.loads(file.read_text()) if file.is_file() else None
+        return Hints(
+            shapes={} if self.base_model is None else shapes,
+            config=config,
+            prove_shapes=None if config is None else lambda found: prove_shapes(found, config),
+        )
 
 
 def whole(tensor: Any) -> WholeTensor:
