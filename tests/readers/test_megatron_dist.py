@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.readers.made_megatron import Run, whole_model, write_config, write_dist
 from xrank.conversion.gather import gather_checkpoint
@@ -88,10 +88,25 @@ def test_verls_megatron_backend(tmp_path: Path) -> None:
         report = gather_checkpoint(source, tmp_path / f"out-{number}")
         assert (report.source["format"], report.source["recipe"]) == ("megatron-dist", "megatron-llama")
         assert (tmp_path / f"out-{number}" / "config.json").is_file()
-    save_file({"w": torch.ones(2)}, actor / "huggingface" / "model.safetensors")
-    with pytest.raises(UsageError, match="holds several sources") as caught:
+    # The whole model beside the state is taken, and compared with it under Hugging Face's names.
+    exported = actor / "huggingface" / "model.safetensors"
+    shutil.copy(tmp_path / "out-0" / "model.safetensors", exported)
+    for number, source in enumerate((tmp_path / "global_step_5", actor)):
+        report = gather_checkpoint(source, tmp_path / f"whole-{number}")
+        assert (report.source["format"], report.source["recipe"]) == ("safetensors", None)
+        note = next(text for code, text in report.notes if code == "also-here")
+        assert f"megatron-dist files in {place} lie beside the safetensors files" in note and "tensors agree" in note
+        assert read_model(tmp_path / f"whole-{number}") == read_model(tmp_path / "out-0")
+    gather_checkpoint(actor, tmp_path / "again", format="megatron-dist")
+    tensors = load_file(exported)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, exported)
+    with pytest.raises(UsageError, match="hold different models") as caught:
         gather_checkpoint(actor, tmp_path / "out")
-    assert f"{place} (megatron-dist), {actor / 'huggingface'} (safetensors)" == caught.value.got
+    assert "safetensors" in caught.value.next_step and "megatron-dist" in caught.value.next_step
+    # Below several such folders the user must choose.
+    shutil.copytree(actor, tmp_path / "global_step_5" / "critic")
+    with pytest.raises(UsageError, match="holds several sources"):
+        gather_checkpoint(tmp_path / "global_step_5", tmp_path / "out")
 
 
 FORMS: dict[str, tuple[Run, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]]] = {

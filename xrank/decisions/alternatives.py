@@ -1,4 +1,4 @@
-"""Other sources in the folder of the chosen one, such as a trainer's sharded state beside the model it saved whole."""
+"""Other sources beside the chosen one, such as a trainer's sharded state beside the model it saved whole."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from xrank import dtypes
+from xrank.decisions.recipe_choice import choose_recipe, follow_recipe
 from xrank.decisions.roundings import check_roundings, compute_digests
 from xrank.errors import UsageError, XrankError
 from xrank.faces import option
@@ -39,21 +40,21 @@ def read_best(where: SourcePlace, hints: Hints) -> StoredModel:
     Raises:
         UsageError: no reader can use it, or two of them hold different values; other errors are those of `Reader.read`.
     """
-    chosen, others = where.reader, where.others
+    place, chosen, others = where
     try:
-        model = _read(chosen, where.path, hints)
+        model = _read(chosen, place, hints)
         if others and not model.shards:
-            raise _emptiness(where.path, chosen)
+            raise _emptiness(place, chosen)
     except UsageError:
         found = None
         if others:
             with suppress(XrankError):
-                found = _read(others[0], where.path, hints)
+                found = _read(others[0][1], others[0][0], hints)
         if found is None or not found.shards:
             raise
-        model, chosen, others = found, others[0], (chosen, *others[1:])
+        model, chosen, others = found, others[0][1], ((place, chosen), *others[1:])
     # A part that the caller chose by name need not equal another model beside it.
-    compared = _compare(where.path, model, chosen, others, hints) if hints.part is None else ()
+    compared = _compare(model, chosen, others, hints) if hints.part is None else ()
     return replace(model, notes=(*model.notes, *compared))
 
 
@@ -87,9 +88,9 @@ def _emptiness(place: str, reader: Reader) -> UsageError:
 
 
 def _compare(
-    place: str, model: StoredModel, chosen: Reader, others: Sequence[Reader], hints: Hints
+    model: StoredModel, chosen: Reader, others: Sequence[tuple[str, Reader]], hints: Hints
 ) -> Iterator[tuple[str, str]]:
-    """Yield a note for each other source in the model's folder, which names how it differs.
+    """Yield a note for each other source of the model, which names how it differs.
 
     Values of a few tensors are compared, in the narrower of both dtypes: a trainer's model and the fp32 masters that
     it was cast from agree. A model that training started from and the state after training do not.
@@ -97,12 +98,14 @@ def _compare(
     Raises:
         UsageError: values differ, so that the user must choose.
     """
-    for reader in others:
-        begin = f"{reader.name} files lie beside the {chosen.name} files that are read"
+    for place, reader in others:
+        where = "" if place == model.path else f" in {place}"
+        begin = f"{reader.name} files{where} lie beside the {chosen.name} files that are read"
         try:
             other = check_roundings(reader.read(place, hints))
             if not other.shards:
                 raise _emptiness(place, reader)
+            other = _rename(other, hints)
             sampled = _sample(model, other)
             digests = [compute_digests(each, outputs) for each, outputs in zip((model, other), sampled, strict=True)]
         except XrankError as error:
@@ -111,7 +114,9 @@ def _compare(
         unequal = [a for a, one, two in zip(sampled[0], *digests, strict=True) if one != two]
         if unequal or not sampled[0]:
             raise UsageError(
-                f"{place} can be read in several ways, which give different models",
+                f"{place} can be read in several ways, which give different models"
+                if place == model.path
+                else f"{model.path} and {place} hold different models",
                 file=place,
                 tensor=unequal[0].name if unequal else None,
                 got=f"{chosen.name} files and {reader.name} files "
@@ -121,6 +126,14 @@ def _compare(
             )
         agreed = plural(len(sampled[0]), "compared tensor")
         yield "also-here", f"{begin}: {_kinds(other)} there, {_kinds(model)} here; {agreed} agree"
+
+
+def _rename(model: StoredModel, hints: Hints) -> StoredModel:
+    """Return a model under Hugging Face's names where it has Megatron's, to compare it with one that has them."""
+    if not model.format.startswith("megatron"):
+        return model
+    found = choose_recipe(model, hints.config, None)
+    return model if found is None else follow_recipe(model, found, hints.config)
 
 
 def _kinds(model: StoredModel) -> str:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from xrank.errors import XrankError
 from xrank.formats.regular_file import open_regular
 
-__all__ = ["find_checkpoint_folders", "nbytes_below"]
+__all__ = ["EXPORT_FOLDER", "find_checkpoint_folders", "nbytes_below"]
 
 # deepspeed/runtime/engine.py: _save_checkpoint; megatron/training/checkpointing.py: get_checkpoint_tracker_filename;
 # verl/utils/checkpoint/checkpoint_manager.py; skyrl_train/trainer.py.
@@ -24,8 +24,8 @@ _TRAINER_STEP = re.compile(r"checkpoint-[0-9]+")
 # verl/utils/checkpoint/checkpoint_manager.py: get_dist_checkpoint_path, for Megatron's part.
 _PART = re.compile(r"pytorch_model_fsdp(_[0-9]+)?|sharded|dist_ckpt")
 _SHARDED = "sharded"
-_INNER = "huggingface"
-"""Subfolder for the config that verl and SkyRL write beside the ranks' files."""
+EXPORT_FOLDER = "huggingface"
+"""Subfolder for the config, and perhaps the whole model, that verl and SkyRL write beside the ranks' files."""
 
 
 def find_checkpoint_folders(asked: str, place: str) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def find_checkpoint_folders(asked: str, place: str) -> tuple[str, ...]:
     above = _parent(folder)
     if _is_root(above, os.path.basename(os.path.abspath(folder))):
         found.append(above)
-    return tuple(dict.fromkeys(inner for own in found for inner in (own, os.path.join(own, _INNER))))
+    return tuple(dict.fromkeys(inner for own in found for inner in (own, os.path.join(own, EXPORT_FOLDER))))
 
 
 def _find_marked(folder: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from xrank.errors import IncompleteError, UnknownFormatError, UsageError
 from xrank.faces import option
 from xrank.public_calls import check_no_url
 from xrank.readers.base import Reader
+from xrank.readers.checkpoint_folders import EXPORT_FOLDER
 from xrank.readers.foreign_kinds import find_foreign_kind
 from xrank.readers.own_readers import OWN_READERS, TORCH_SAVE, ListedReader
 from xrank.readers.plugins import plugin_readers
@@ -30,8 +31,8 @@ class SourcePlace(NamedTuple):
     path: str
     reader: Reader
     """The best reader."""
-    others: tuple[Reader, ...] = ()
-    """Further readers, best first: the same model may lie there in several forms."""
+    others: tuple[tuple[str, Reader], ...] = ()
+    """Further places with their readers, best first: the same model may lie there in several forms."""
 
 
 def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
@@ -125,6 +126,9 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
         if fitting:
             found.append((place, fitting))
             passed = place
+    exported = _find_exported(found)
+    if exported is not None:
+        return exported
     if len(found) > 1:
         paths = " or ".join(place for place, _ in found[:10])
         raise UsageError(
@@ -166,7 +170,26 @@ def _choose_reader(place: str, fitting: Sequence[Reader]) -> SourcePlace:
             next_step=f"choose one with {option('format')}",
         )
     reader, *others = (*whole, *(one for one in fitting if one not in whole))
-    return SourcePlace(place, reader, tuple(others))
+    return SourcePlace(place, reader, tuple((place, other) for other in others))
+
+
+def _find_exported(found: Sequence[tuple[str, Sequence[Reader]]]) -> SourcePlace | None:
+    """Return a whole model that a trainer left in ``huggingface`` beside its own state; None for other sources.
+
+    verl/utils/checkpoint/megatron_checkpoint_manager.py: save_checkpoint writes both.
+    """
+    exported = [
+        (place, readers)
+        for place, readers in found
+        if os.path.basename(place) == EXPORT_FOLDER and any(reader.name in _WHOLE for reader in readers)
+    ]
+    states = [(place, readers) for place, readers in found if (place, readers) not in exported]
+    parents = {os.path.dirname(place) for place, _ in found}
+    if len(exported) != 1 or len(states) != 1 or len(parents) != 1:
+        return None
+    whole = _choose_reader(*exported[0])
+    place, readers = states[0]
+    return whole._replace(others=(*whole.others, *((place, reader) for reader in readers)))
 
 
 def _folders_below(path: str, levels: int) -> Iterator[str]:
