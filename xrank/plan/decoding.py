@@ -66,7 +66,8 @@ def import_zstandard() -> ModuleType:
             want="the packages of the extra xrank[orbax]",
             next_step='install them: pip install "xrank[orbax]"',
         ) from None
-    return zstandard
+    module: ModuleType = zstandard  # mypy knows no type of it where it is not installed
+    return module
 
 
 class DecodedSource:
