@@ -11,7 +11,8 @@ from xrank.ranks.failure import MAX_NBYTES, FailureRecord
 
 def test_a_record_comes_back_and_makes_the_error_of_all_others():
     record = FailureRecord.from_error(UsageError("no", got="a", want="b"), 3, "call 7")
-    assert record == FailureRecord(3, socket.gethostname(), os.getpid(), "UsageError: no; got a; want b", "call 7")
+    want = FailureRecord(3, socket.gethostname(), os.getpid(), "UsageError: no; got a; want b", "call 7", id=record.id)
+    assert record == want and record.id
     assert FailureRecord.from_bytes(record.to_bytes()) == record
     error = record.to_error()
     assert isinstance(error, RankFailedError) and error.rank == 3 and error.host == record.host

@@ -13,10 +13,10 @@ import ctypes
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
 from xrank.errors import ContradictionError, CorruptError, IncompleteError
@@ -28,6 +28,7 @@ from xrank.ranks.failure import FailureRecord
 from xrank.ranks.wire import Message
 from xrank.workspace.arena import is_as_in_memory
 from xrank.workspace.base import MessageWorkspace
+from xrank.workspace.free_space import explain_size_limit
 
 if TYPE_CHECKING:
     import torch
@@ -48,16 +49,18 @@ class Call:
     """One gather: its number, the user's call, and the deadline for the other ranks."""
 
     number: int
+    """Number among the calls of the circle; 0 before it is counted."""
     function: str
     key: str | None
     place: tuple[str, int]
     """File and line of the user's call, or a name and 0; only for errors."""
-    deadline: Deadline
+    deadline: Deadline = field(default_factory=lambda: Deadline(inf), compare=False)
 
     def __str__(self) -> str:
         key = f" for {self.key!r}" if self.key is not None else ""
+        number = f" number {self.number}" if self.number else ""
         file, line = self.place
-        return f"{self.function} number {self.number}{key}, called at {file}{f':{line}' if line else ''}"
+        return f"{self.function}{number}{key}, called at {file}{f':{line}' if line else ''}"
 
 
 class GatherExchange:
@@ -66,21 +69,36 @@ class GatherExchange:
     Args:
         circle: the ranks.
         messages: workspace of this exchange alone, for values that are too large for the circle's wire.
+        meeting: number of the meeting that made the circle.
     """
 
-    def __init__(self, circle: Circle, messages: MessageWorkspace) -> None:
+    def __init__(self, circle: Circle, messages: MessageWorkspace, meeting: int = 0) -> None:
         self.circle = circle
+        self.meeting = meeting
         self._messages = messages
-        self._calls = 0
+        self.is_leaving = False
+        """Whether this rank's innermost body has ended, and it waits for the others' bodies."""
+        self.num_calls = 0
+        self._calls: dict[int, Call] = {}  # begun and not left
         self._receipts: dict[int, str] = {}  # of unfinished calls
         self._failure: FailureRecord | None = None
         self._early: dict[tuple[int, int], _WriterMessage] = {}  # (rank, call) -> message that came before its turn
 
     def begin(self, function: str, key: str | None, place: tuple[str, int], deadline: Deadline) -> Call:
         """Count a call, and begin it."""
-        self._calls += 1
-        self.circle.begin(self._calls)
-        return Call(self._calls, function, key, place, deadline)
+        self.num_calls += 1
+        call = self._calls[self.num_calls] = Call(self.num_calls, function, key, place, deadline)
+        self.circle.begin(call.number)
+        return call
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank is in a call."""
+        return bool(self._calls)
+
+    def describe(self, number: int) -> str:
+        """Return a call that this rank is in, for people."""
+        return str(self._calls.get(number, f"gather number {number}"))
 
     def check(self, call: Call) -> None:
         """Raise if a rank is known to have failed. This asks no other process; every wait does.
@@ -113,7 +131,7 @@ class GatherExchange:
         nbytes = sum([tensor.nbytes + _ALIGNMENT for tensor in tensors])
         is_inline = len(header) <= _INLINE_NBYTES and nbytes <= self.circle.wire.max_payload_nbytes
         # Published before the message is sent: a receipt promises that the value can be read.
-        receipt = b"" if is_inline else self._messages.publish(header, tensors).encode()
+        receipt = b"" if is_inline else self._publish(header, tensors, nbytes)
         if receipt:
             self._receipts[call.number] = receipt.decode()
         description = _encode_description(call.function, call.key, call.place, header if is_inline else "")
@@ -126,6 +144,10 @@ class GatherExchange:
             message = Message({"told": b"".join(parts).decode("latin-1")})
         self.circle.send(self.circle.first, message, call.number)
         self.circle.arrive(call.number)
+
+    def _publish(self, header: str, tensors: list[torch.Tensor], nbytes: int) -> bytes:
+        with explain_size_limit("the value of this rank", nbytes):
+            return self._messages.publish(header, tensors).encode()
 
     # ---- the first rank's side
 
@@ -215,6 +237,7 @@ class GatherExchange:
         """
         self._raise_failure()
         self.circle.end_body()
+        self.is_leaving = True
         if self.circle.rank == self.circle.first:
             # Bodies get the timeout anew: they may take as long as the ranks' arrival may.
             self.circle.await_bodies(call.number, Deadline(call.deadline.timeout_seconds))
@@ -226,6 +249,8 @@ class GatherExchange:
         # Not earlier: the first rank arrives, and ends its body, only after it has fetched all values.
         if (receipt := self._receipts.pop(call.number, None)) is not None:
             self._messages.retire(receipt)
+        self.is_leaving = False
+        self._calls.pop(call.number, None)
         self.circle.leave(call.number)
 
     def fail(self, call: Call, error: BaseException) -> bool:
@@ -234,10 +259,16 @@ class GatherExchange:
         Return whether the others make this call elsewhere: they failed in an earlier one, which this rank left early.
         """
         is_behind = self._failure is None and self.circle.has_failed_before()
-        if self._failure is None:
-            self._failure = FailureRecord.from_error(error, self.circle.rank, str(call), call.number)
-            self.circle.fail(self._failure)
+        self.is_leaving = False
+        self._calls.pop(call.number, None)
+        self.fail_next(FailureRecord.from_error(error, self.circle.rank, str(call), call.number))
         return is_behind
+
+    def fail_next(self, record: FailureRecord) -> None:
+        """Send the other ranks a failure of this one; the first stays. The calls that this rank is in fail as well."""
+        if self._failure is None:
+            self.circle.fail(record)
+            self._failure = record
 
     def __del__(self) -> None:
         self.close()  # its process group is gone

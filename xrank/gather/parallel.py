@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from xrank.errors import UsageError
 from xrank.extras import require_torch
-from xrank.gather.sessions import gather_values
+from xrank.gather.compiler import keep_uncompiled
+from xrank.gather.gather import Gather
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["get_configs_parallel", "get_tensors_parallel"]
 
 
+@keep_uncompiled
 def get_tensors_parallel(
     tensor: torch.Tensor | Sequence[torch.Tensor | None] | Mapping[str, torch.Tensor | None] | None,
     ranks: Sequence[int],
@@ -61,7 +63,7 @@ def get_tensors_parallel(
         [[1.0, 1.0]]
     """
     require_torch("get_tensors_parallel")
-    return gather_values(
+    return Gather(
         "get_tensors_parallel",
         tensor,
         ranks,
@@ -74,6 +76,7 @@ def get_tensors_parallel(
     )
 
 
+@keep_uncompiled
 def get_configs_parallel(
     config: object,
     ranks: Sequence[int],
@@ -97,7 +100,7 @@ def get_configs_parallel(
         ...     configs
         [{'layers': 2}]
     """
-    return gather_values(
+    return Gather(
         "get_configs_parallel",
         config,
         ranks,

@@ -15,6 +15,7 @@ from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.faces import AGAIN, option
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
+from xrank.ranks.long_wait import START_SECONDS, Awaits, LongWait
 from xrank.ranks.peer import Peer
 from xrank.ranks.wire import Message, Sleep, Status, Wire
 from xrank.words import ranks_text
@@ -63,6 +64,8 @@ class Circle:
         self.others = tuple(r for r in self.ranks if r != rank)
         self.check_around: Callable[[], None] = lambda: None
         """Raises if a gather failed whose body contains those of this circle; every wait calls it."""
+        self.begin_long_wait: Callable[[int, Awaits], LongWait | None] = lambda call, awaits: None
+        """Returns the look-out of a long wait in a call."""
         self._busy_until = 0.0
         self._last = 0
         self._num_ended = 0
@@ -250,7 +253,26 @@ class Circle:
         """Wait; the deadline counts while there are `late` ranks: by default, ranks that have not come to the call."""
         if self._is_soon(is_over):
             return
-        next_tick = first_tick_seconds
+        look_out = _LookOut(self, call, late)
+        try:
+            self._sleep_until(is_over, sources, call, deadline, look_out, first_tick_seconds, sleep)
+        except RankFailedError:
+            # Of ranks that waited for each other, another may have been the first to notice.
+            look_out.raise_if_confirmed()
+            raise
+        finally:
+            look_out.end()
+
+    def _sleep_until(
+        self,
+        is_over: Callable[[], bool],
+        sources: Sequence[int],
+        call: int,
+        deadline: Deadline | None,
+        look_out: _LookOut,
+        next_tick: float,
+        sleep: Sleep,
+    ) -> None:
         while True:
             # Announce the sleep, then look once more: a rank that sets a status after the announcement sends a nudge,
             # and the look finds what was set before it. The other order could miss an update and sleep through it.
@@ -260,10 +282,11 @@ class Circle:
                 if is_over():
                     return
                 self._check_all(sources, call)
+                look_out.look()
                 # Messages and nudges end the sleep; events without either are looked for ever less often.
                 tick, next_tick = next_tick, min(_TICK_SECONDS, 2 * next_tick)
                 if deadline is not None and deadline.remaining_seconds < tick:
-                    tick = self._last_tick(tick, call, deadline, late)
+                    tick = self._last_tick(tick, call, deadline, look_out.late)
                 self.wire.pump(tick)
             except RankFailedError:
                 # The awaited event may have come before the failure, which then belongs to a later call.
@@ -346,3 +369,42 @@ class Circle:
     def close(self) -> None:
         """Release all resources; ranks that still wait see this rank as gone."""
         self.wire.close()
+
+
+class _LookOut:
+    """Looks, in a wait that has become long, for reasons why it will not end.
+
+    Args:
+        late: returns the ranks whose bodies are awaited; None if ranks' arrival is.
+    """
+
+    def __init__(self, circle: Circle, call: int, late: Callable[[], tuple[int, ...]] | None) -> None:
+        self.late = late
+        self._circle, self._call, self._begins_at = circle, call, monotonic() + START_SECONDS
+        self._wait: LongWait | None = None
+
+    def look(self) -> None:
+        if monotonic() < self._begins_at:
+            return
+        circle = self._circle
+        awaited: tuple[int, ...]
+        if circle.rank != circle.first:
+            awaits, awaited = Awaits.FIRST, (circle.first,)
+        elif self.late is not None:
+            awaits, awaited = Awaits.BODY_END, self.late()
+        else:
+            awaits, awaited = Awaits.ARRIVAL, circle.find_absent(self._call)
+        if self._wait is None:
+            self._wait = circle.begin_long_wait(self._call, awaits)
+            self._begins_at = 0.0
+        if self._wait is not None:
+            # The circle watches the processes of its ranks itself.
+            self._wait.look(awaited, ())
+
+    def raise_if_confirmed(self) -> None:
+        if self._wait is not None:
+            self._wait.raise_if_confirmed()
+
+    def end(self) -> None:
+        if self._wait is not None:
+            self._wait.end()

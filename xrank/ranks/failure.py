@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 
 from xrank.errors import RankFailedError, XrankError
 from xrank.faces import marked
 
-__all__ = ["MAX_NBYTES", "FailureRecord"]
+__all__ = ["MAX_NBYTES", "FailureRecord", "failure_of", "mark_failure"]
 
 MAX_NBYTES = 3072
 """Largest size of a record as JSON; a longer cause is cut."""
@@ -29,19 +31,30 @@ class FailureRecord:
     """The call in which it failed, with its place in the user's code."""
     number: int = 0
     """Number of the call in which the writer of this record learnt of the failure; 0 if calls are not counted."""
+    id: str = ""
+    """Id of the failure, which all records of it share: a failure fails one call of a rank, whichever way it comes."""
+    is_at_large: bool = False
+    """Whether the ranks of the failed call are not known: they were the error."""
 
     @classmethod
     def from_error(cls, error: BaseException, rank: int, call: str, number: int = 0) -> FailureRecord:
-        """Return the record of an exception on this rank; of the other rank's failure if the exception names one."""
+        """Return the record of an exception on this rank; of the other rank's failure if the exception names one.
+
+        It is made of any exception, also of one whose own methods raise.
+        """
+        failure_id, is_at_large = failure_of(error)
         if isinstance(error, RankFailedError) and error.rank is not None:
-            return cls(
-                error.rank, error.host or "unknown", error.pid or 0, marked(error.cause or str(error)), call, number
-            )
-        cause = f"{type(error).__name__}: {marked(str(error))}"
+            cause, host, pid = marked(error.cause or str(error)), error.host or "unknown", error.pid or 0
+            return cls(error.rank, host, pid, cause, call, number, failure_id, is_at_large)
+        cause = f"{type(error).__name__}: {_text_of(error)}"
         if isinstance(error, XrankError):
             parts = (("got", error.got), ("want", error.want))
             cause += "".join(f"; {word} {marked(part)}" for word, part in parts if part)
-        return cls(rank, socket.gethostname(), os.getpid(), cause, call, number)
+        return cls(rank, socket.gethostname(), os.getpid(), cause, call, number, failure_id, is_at_large)
+
+    def anew(self) -> FailureRecord:
+        """Return the record as that of another failure, which follows from this one."""
+        return replace(self, id=_new_id(), is_at_large=False)
 
     def to_bytes(self) -> bytes:
         """Return the record as JSON of at most `MAX_NBYTES`."""
@@ -59,7 +72,7 @@ class FailureRecord:
 
     def to_error(self) -> RankFailedError:
         """Return the error that every other rank raises."""
-        return RankFailedError(
+        error = RankFailedError(
             f"rank {self.rank} failed: {self.cause}",
             rank=self.rank,
             host=self.host,
@@ -68,3 +81,33 @@ class FailureRecord:
             got=f"{self.cause}, in {self.call}, on host {self.host}, pid {self.pid}",
             next_step=f"look at rank {self.rank}'s own error first; the others only follow it",
         )
+        mark_failure(error, self.id or _new_id(), is_at_large=self.is_at_large)
+        return error
+
+
+def mark_failure(error: BaseException, failure_id: str, *, is_at_large: bool = False) -> None:
+    """Give an exception the id of its failure, so that all records that follow from it share the id."""
+    with suppress(AttributeError, TypeError):  # a class of the user that keeps no attributes
+        error._xrank_failure = (failure_id, is_at_large)  # type: ignore[attr-defined]
+
+
+def failure_of(error: BaseException) -> tuple[str, bool]:
+    """Return the id of an exception's failure, which it keeps, and whether the failure is at large."""
+    known = getattr(error, "_xrank_failure", None)
+    if known is None:
+        known = (_new_id(), False)
+        mark_failure(error, known[0])
+    failure_id, is_at_large = known
+    return failure_id, is_at_large
+
+
+def _new_id() -> str:
+    return secrets.token_hex(8)
+
+
+def _text_of(error: BaseException) -> str:
+    """Return an exception's text; if its ``__str__`` raises, a text that says so."""
+    try:
+        return marked(str(error))
+    except Exception as failure:  # the user's class: the others must still learn that this rank failed
+        return f"(its text is unknown: str() of it raised {type(failure).__name__})"

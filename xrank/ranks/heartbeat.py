@@ -19,10 +19,10 @@ from weakref import WeakSet
 from xrank.errors import XrankError
 from xrank.ranks.store import Store
 
-__all__ = ["PERIOD_SECONDS", "Heartbeat"]
+__all__ = ["MAX_MISSED", "PERIOD_SECONDS", "Heartbeat"]
 
 PERIOD_SECONDS = 2.0
-_MAX_MISSED = 5
+MAX_MISSED = 5
 
 
 class Heartbeat:
@@ -80,7 +80,7 @@ def _beat(
             elif beat is not None:
                 # Both count: if the store itself is stalled, seconds pass, but this rank makes no reads either.
                 num_missed += 1
-                if num_missed >= _MAX_MISSED and clock() - seen_at >= _MAX_MISSED * period_seconds:
+                if num_missed >= MAX_MISSED and clock() - seen_at >= MAX_MISSED * period_seconds:
                     rank, _ = beat
                     report(store, rank)
                     # From now on this rank watches the next one in the list.

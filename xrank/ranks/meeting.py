@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from time import sleep
+from dataclasses import dataclass, field
+from time import monotonic, sleep
 from typing import Any
 
 from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError
 from xrank.faces import AGAIN, option
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
+from xrank.ranks.long_wait import START_SECONDS, Awaits, LongWait
 from xrank.ranks.peer import Peer
 from xrank.ranks.store import Store
 from xrank.words import ranks_text
@@ -20,6 +21,7 @@ from xrank.words import ranks_text
 __all__ = ["CALL", "Meeting"]
 
 CALL = "the first gather"
+_THREAD_SECONDS = 0.3
 _PAUSE_SECONDS = (0.0005, 0.02)
 """Shortest and longest pause between two looks for the first rank: ranks of one program come almost together."""
 
@@ -35,7 +37,11 @@ class Meeting:
         name: name of this meeting; never used twice.
         deadline: the moment until which all must have come.
         way: the medium of the gathers, which must be the same on all ranks.
-        check: raises if an enclosing gather has failed, so that waiting is of no use.
+        check_around: raises if an enclosing gather has failed, so that waiting is of no use.
+        begin_long_wait: returns the look-out of a wait that has become long.
+        thread: name of this rank's thread.
+        num_at_large: number of this rank's failures in calls whose ranks it could not name.
+        find_at_large: returns such a failure of other ranks that has failed no call of this rank yet.
     """
 
     ranks: Sequence[int]
@@ -44,12 +50,77 @@ class Meeting:
     name: str
     deadline: Deadline
     way: str
-    check: Callable[[], None] = lambda: None
+    check_around: Callable[[], None] = lambda: None
+    begin_long_wait: Callable[[Awaits], LongWait | None] = lambda awaits: None
+    thread: str = ""
+    num_at_large: int = 0
+    find_at_large: Callable[[Sequence[int]], FailureRecord | None] = lambda ranks: None
+    _look_out: _LookOut = field(default_factory=lambda: _LookOut(), init=False, compare=False)
+
+    def check(self, absent: Sequence[int]) -> None:
+        """Raise if it is known that the meeting will not take place.
+
+        Args:
+            absent: the other ranks that are not known to have come.
+
+        Raises:
+            RankFailedError: an enclosing gather failed, or a rank has ended, or could not take part.
+            ContradictionError: this rank and others wait for each other.
+        """
+        self.check_around()
+        is_first = self.rank == self.ranks[0]
+        self._look_out.look(self, tuple(absent) if is_first else self.ranks[:1], absent)
+
+    def raise_if_confirmed(self) -> None:
+        """Raise if this rank and others were found to wait for each other, maybe by another of them.
+
+        Raises:
+            ContradictionError: they were.
+        """
+        self._look_out.raise_if_confirmed()
+
+    def leave(self) -> None:
+        """End this rank's wait for the others."""
+        self._look_out.end()
+
+    def describe(self) -> dict[str, Any]:
+        """Return this rank's process, for the ranks that it meets."""
+        me = Peer.from_this_process(self.rank).to_dict()
+        return {**me, "at_large": self.num_at_large, "thread": self.thread}
+
+    def check_threads(self, threads: Iterable[str]) -> None:
+        """Raise if another thread of this rank gathers as well.
+
+        Ranks whose threads have different names may each be at another thread's gather. A moment shows the second
+        thread, if there is one. Names need not be equal: a rank may have threads that others have not.
+
+        Args:
+            threads: names of the threads with which other ranks came.
+
+        Raises:
+            RankFailedError: one does.
+        """
+        if any(thread != self.thread for thread in threads):
+            end = monotonic() + _THREAD_SECONDS
+            while monotonic() < end:
+                sleep(_PAUSE_SECONDS[1])
+                self.check_around()
+
+    def check_at_large(self, described: dict[str, Any]) -> None:
+        """Raise if a rank that has come failed before in a call that may have been this one.
+
+        Args:
+            described: its process.
+
+        Raises:
+            RankFailedError: it did, and no call of this rank failed for it yet.
+        """
+        if described.get("at_large") and (failure := self.find_at_large((described["rank"],))) is not None:
+            raise failure.to_error()
 
     def announce(self, **more: Any) -> None:
         """On the first rank: announce its process."""
-        me = Peer.from_this_process(self.rank).to_dict()
-        self.store.put(self.name, json.dumps({**me, "way": self.way, **more}))
+        self.store.put(self.name, json.dumps({**self.describe(), "way": self.way, **more}))
 
     def await_first(self) -> dict[str, Any]:
         """Return the first rank's announcement.
@@ -70,7 +141,7 @@ class Meeting:
         while (text := self.store.peek(self.name)) is None:
             if self.deadline.has_passed:
                 raise self.make_timeout_error((first,))
-            self.check()
+            self.check([rank for rank in self.ranks if rank != self.rank])
             sleep(min(pause, self.deadline.remaining_seconds))
             pause = min(2 * pause, _PAUSE_SECONDS[1])
         self.raise_end()
@@ -83,14 +154,18 @@ class Meeting:
                 want=str(announced["way"]),
                 next_step="give workspace_path on all ranks or on none",
             )
+        self.check_at_large(announced)
         return announced
 
     def refuse(self, error: BaseException) -> None:
-        """Send the first rank, which waits for this one, the reason why it can't take part."""
+        """Send the other ranks, which wait for this one, the reason why it can't take part."""
+        if self.rank == self.ranks[0]:
+            self.end(error)
+            return
+        text = FailureRecord.from_error(error, self.rank, CALL).to_bytes().decode()
         with suppress(RankFailedError):  # the store may be what failed
-            self.store.put(
-                f"{self.name}/{self.rank}", FailureRecord.from_error(error, self.rank, CALL).to_bytes().decode()
-            )
+            self.store.put(f"{self.name}/{self.rank}", text)
+            self.store.put(f"{self.name}/refused", text)
 
     def read_refusal(self, rank: int) -> FailureRecord | None:
         """On the first rank: return the reason why another can't take part, if it sent one."""
@@ -106,6 +181,15 @@ class Meeting:
         for rank in ranks:
             if (refusal := self.read_refusal(rank)) is not None:
                 raise refusal.to_error()
+
+    def raise_any_refusal(self) -> None:
+        """Raise if another rank sent a refusal, before the first has come and ended the meeting for it.
+
+        Raises:
+            RankFailedError: a rank sent a refusal.
+        """
+        if (text := self.store.peek(f"{self.name}/refused")) is not None:
+            raise FailureRecord.from_bytes(text.encode()).to_error()
 
     def end(self, error: BaseException) -> None:
         """On the first rank: leave the reason for the end in the store, for ranks that come later."""
@@ -132,3 +216,30 @@ class Meeting:
             want=f"all of {ranks_text(self.ranks)}",
             next_step=f"let all of these ranks {AGAIN}; raise {option('timeout_seconds')} if they are slow",
         )
+
+
+class _LookOut:
+    """Looks, in a wait that has become long, for reasons why it will not end."""
+
+    def __init__(self) -> None:
+        self._next_look = monotonic() + START_SECONDS
+        self._wait: LongWait | None = None
+
+    def look(self, meeting: Meeting, awaited: Sequence[int], absent: Sequence[int]) -> None:
+        if monotonic() < self._next_look:
+            return
+        if self._wait is None:
+            is_first = meeting.rank == meeting.ranks[0]
+            self._wait = meeting.begin_long_wait(Awaits.ARRIVAL if is_first else Awaits.FIRST)
+        self._next_look = monotonic() + START_SECONDS
+        meeting.raise_any_refusal()
+        if self._wait is not None:
+            self._wait.look(awaited, absent)
+
+    def raise_if_confirmed(self) -> None:
+        if self._wait is not None:
+            self._wait.raise_if_confirmed()
+
+    def end(self) -> None:
+        if self._wait is not None:
+            self._wait.end()

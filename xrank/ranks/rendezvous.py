@@ -55,6 +55,7 @@ class _Host:
         self.links: dict[int, Link] = {}
         self.guests: list[Link] = []  # connected, first message not yet received
         self.peers: dict[int, Peer] = {}
+        self.threads: set[str] = set()
         self.next_look = Deadline(_TICK_SECONDS)
 
     def meet(self) -> Circle:
@@ -72,6 +73,7 @@ class _Host:
             undo.push(self._record_end)
             while len(self.links) < len(self.others):
                 self._gather_guests(listener)
+            meeting.check_threads(self.threads)
             board, bells = self._start()
             circle = _circle(meeting, board, bells, self.links, self.peers)
             undo.pop_all()
@@ -85,8 +87,9 @@ class _Host:
         """Accept connections for a moment; raise if a rank has failed or gone."""
         if self.next_look.has_passed:  # not for each guest: the store may be slow
             self.next_look = Deadline(_TICK_SECONDS)
-            self.meeting.check()
-            self.meeting.raise_refusal([rank for rank in self.others if rank not in self.links])
+            absent = [rank for rank in self.others if rank not in self.links]
+            self.meeting.raise_refusal(absent)
+            self.meeting.check(absent)
         poller = select.poll()
         for fd in (listener.fileno(), *(link.fileno() for link in (*self.guests, *self.links.values()))):
             poller.register(fd, select.POLLIN)
@@ -163,6 +166,8 @@ class _Host:
         ):
             link.close()  # a process of another run
             return
+        self.meeting.check_at_large(message.content)
+        self.threads.add(message.content.get("thread", ""))
         self.links[peer.rank] = link
         self.peers[peer.rank] = peer
 
@@ -183,7 +188,7 @@ def _join(meeting: Meeting) -> Circle:
     link = Link(sock)
     try:
         with suppress(BrokenPipeError, ConnectionResetError):  # the first has given up: `_roster` raises
-            link.send(Message({**me.to_dict(), "nonce": announced["nonce"]}))
+            link.send(Message({**meeting.describe(), "nonce": announced["nonce"]}))
         peers, board, bells = _roster(meeting, link, host)
         return _circle(meeting, board, bells, {host.rank: link}, peers)
     except BaseException as error:
@@ -200,7 +205,13 @@ def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], 
     patience = Deadline(meeting.deadline.remaining_seconds + _GRACE_SECONDS)
     while True:
         while not poller.poll(1000 * min(_TICK_SECONDS, patience.remaining_seconds)):
-            meeting.check()
+            try:
+                meeting.check([rank for rank in meeting.ranks if rank != meeting.rank])
+            except RankFailedError:
+                # A rank that met all others may have gone on, and ended, before this one looked.
+                if poller.poll(0):
+                    break
+                raise
             if not patience.has_passed:
                 continue
             raise RankTimeoutError(

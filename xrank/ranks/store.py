@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
+from time import sleep
 from typing import Any, Protocol
 
 from xrank.environment import Launch
@@ -14,6 +15,8 @@ from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 __all__ = ["GroupStore", "LaunchedRanks", "LocalStore", "Store", "connect_launched_ranks", "find_store"]
 
 _PREFIX = "xrank/"
+_PAUSE_SECONDS = 0.001
+_NUM_PAUSES = 1000
 _groups = count(1)
 
 
@@ -32,6 +35,9 @@ class Store(Protocol):
 
     def remove(self, name: str) -> None:
         """Forget a value, if it is there."""
+
+    def claim(self, name: str, value: str) -> str:
+        """Set a value if no rank has claimed the name before, and return the value that counts."""
 
     def clone(self) -> Store:
         """Return the same store for another thread to use."""
@@ -60,6 +66,18 @@ class GroupStore:
         """Forget a value, if it is there."""
         with suppress(RuntimeError, NotImplementedError):  # a store that keeps every value; no name is used twice
             self._store.delete_key(_PREFIX + name)
+
+    def claim(self, name: str, value: str) -> str:
+        """Set a value if no rank has claimed the name before, and return the value that counts."""
+        with _name_store_failure():
+            if self._store.add(f"{_PREFIX}{name}/claims", 1) == 1:
+                self.put(name, value)
+                return value
+        for _ in range(_NUM_PAUSES):
+            if (claimed := self.peek(name)) is not None:
+                return claimed
+            sleep(_PAUSE_SECONDS)  # the first is about to put it, or has ended
+        return ""
 
     def clone(self) -> GroupStore:
         """Return the same store for another thread, over a connection of its own."""
@@ -91,6 +109,10 @@ class LocalStore:
     def remove(self, name: str) -> None:
         """Forget a value, if it is there."""
         self._values.pop(name, None)
+
+    def claim(self, name: str, value: str) -> str:
+        """Set a value if no rank has claimed the name before, and return the value that counts."""
+        return self._values.setdefault(name, value)
 
     def clone(self) -> LocalStore:
         """Return itself: each of its methods is one step of the interpreter."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from xrank.errors import RankTimeoutError
+from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
@@ -38,7 +39,7 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
     try:
         wire.watch(known)
         me = Peer.from_this_process(meeting.rank)
-        meeting.store.put(_name(meeting, me.rank), json.dumps(me.to_dict()))
+        meeting.store.put(_name(meeting, me.rank), json.dumps(meeting.describe()))
         if is_first:
             _collect(meeting, wire, known)
             roster = json.dumps([peer.to_dict() for peer in (me, *known.values())])
@@ -59,16 +60,20 @@ def meet_across_hosts(meeting: Meeting, *, period_seconds: float = PERIOD_SECOND
 
 def _collect(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
     """On the first rank: wait until all have come."""
+    threads: set[str] = set()
     while absent := [rank for rank in meeting.ranks[1:] if rank not in known]:
         for rank in absent:
-            if (peer := _find_peer(meeting, rank)) is not None:
-                known[rank] = peer
+            if (described := _find_description(meeting, rank)) is not None:
+                meeting.check_at_large(described)
+                threads.add(described.get("thread", ""))
+                known[rank] = Peer.from_dict(described)
         wire.watch(known)
-        _check(meeting, wire, known)
         meeting.raise_refusal(absent)
+        _check(meeting, wire, known)
         if meeting.deadline.has_passed and (absent := [rank for rank in absent if rank not in known]):
             raise meeting.make_timeout_error(absent)
         wire.pump(_TICK_SECONDS)
+    meeting.check_threads(threads)
 
 
 def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
@@ -77,7 +82,13 @@ def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> 
     patience = Deadline(meeting.deadline.remaining_seconds + _GRACE_SECONDS)
     while (text := meeting.store.peek(f"{meeting.name}/roster")) is None:
         meeting.raise_end()
-        _check(meeting, wire, known)
+        try:
+            _check(meeting, wire, known)
+        except RankFailedError:
+            # A rank that met all others may have gone on, and ended, before this one looked.
+            if (text := meeting.store.peek(f"{meeting.name}/roster")) is not None:
+                break
+            raise
         if patience.has_passed:
             raise RankTimeoutError(
                 f"rank {first} did not answer at {CALL}",
@@ -91,7 +102,8 @@ def _await_roster(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> 
 
 
 def _check(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
-    meeting.check()
+    absent = [rank for rank in meeting.ranks if rank != meeting.rank and rank not in known]
+    meeting.check(absent)
     if failures := wire.failures():
         raise next(iter(failures.values())).to_error()
     for rank in sorted(wire.ended | wire.silent):
@@ -103,8 +115,13 @@ def _check(meeting: Meeting, wire: StoreWire, known: dict[int, Peer]) -> None:
 
 def _find_peer(meeting: Meeting, rank: int) -> Peer | None:
     """Return a rank's process, if it has come."""
+    described = _find_description(meeting, rank)
+    return None if described is None else Peer.from_dict(described)
+
+
+def _find_description(meeting: Meeting, rank: int) -> dict[str, Any] | None:
     text = meeting.store.peek(_name(meeting, rank))
-    return None if text is None else Peer.from_dict(json.loads(text))
+    return None if text is None else json.loads(text)
 
 
 def _name(meeting: Meeting, rank: int) -> str:

@@ -15,7 +15,8 @@ from time import monotonic, sleep
 from typing import Any, TypeVar
 
 from xrank.errors import RankFailedError, XrankError
-from xrank.gather.sessions import failure_check, forget, gather_values
+from xrank.gather.gather import Gather
+from xrank.gather.groups import failure_check, forget
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.store import LaunchedRanks
 from xrank.teams.team import Team
@@ -151,7 +152,7 @@ class SharedTeam(Team):
         self._is_committed = True
 
     def _gather(self, key: str, value: object, *, early_exit: bool = False) -> AbstractContextManager[list[Any]]:
-        return gather_values(
+        return Gather(
             "the shared conversion",
             value,
             self.ranks,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 from collections.abc import Iterator
 
-from xrank.errors import NoSpaceError
+from xrank.errors import NoSpaceError, UsageError
 
-__all__ = ["NO_MEMORY", "explain_no_space", "make_no_memory_error"]
+__all__ = ["NO_MEMORY", "explain_no_space", "explain_size_limit", "make_no_memory_error"]
 
 NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 """Error numbers of a write to a file in memory when the system lacks memory."""
@@ -46,6 +47,28 @@ def explain_no_space(
             next_step="free space, or use another workspace",
             needed_nbytes=nbytes,
             free_nbytes=free,
+        ) from error
+
+
+@contextlib.contextmanager
+def explain_size_limit(what: str, nbytes: int) -> Iterator[None]:
+    """Turn EFBIG into a UsageError: the process's limit of file sizes, which also counts for files in memory.
+
+    Args:
+        what: noun for the written data, for the message.
+        nbytes: size of the data.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        raise UsageError(
+            f"{what} is larger than a file of this process may be (ulimit -f, RLIMIT_FSIZE)",
+            got=f"{nbytes:,} bytes",
+            want="no limit" if limit < 0 else f"at most {limit:,} bytes",
+            next_step="raise the limit: ulimit -f unlimited",
         ) from error
 
 

@@ -1,0 +1,150 @@
+"""Checks of a gather's arguments, and the place of the user's call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+from xrank.errors import UsageError
+from xrank.public_calls import check_no_url
+from xrank.ranks.deadline import Deadline
+from xrank.ranks.store import LaunchedRanks
+
+__all__ = ["begin_deadline", "check_exist", "check_key", "check_ranks", "find_place", "path_of"]
+
+
+def check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks of a gather.
+
+    Raises:
+        UsageError: they are not different whole numbers.
+    """
+    try:
+        checked = tuple(index(rank) for rank in ranks)
+    except TypeError:
+        raise UsageError(
+            "the ranks of a gather must be whole numbers",
+            got=repr(ranks)[:200],
+            want="a list of global ranks, the gathering one first",
+            next_step="give such a list",
+        ) from None
+    if not checked or len(set(checked)) != len(checked) or min(checked) < 0:
+        raise UsageError(
+            "the ranks of a gather must be different ranks",
+            got=str(list(ranks)),
+            want="each rank once, the gathering one first",
+            next_step="take repeated ranks out of the list",
+        )
+    return checked
+
+
+def check_exist(ranks: tuple[int, ...], world_size: int, group: Any) -> None:
+    """Check that the ranks are in the world and in the group: an absent rank would be noticed only at the deadline.
+
+    Args:
+        ranks: the ranks of a gather.
+        world_size: number of ranks in the world.
+        group: a process group, `LaunchedRanks`, or None for the world.
+
+    Raises:
+        UsageError: a rank is not there, or the group is not a process group.
+    """
+    if max(ranks) >= world_size:
+        raise UsageError(
+            f"there is no rank {max(ranks)} in a world of {world_size}",
+            rank=max(ranks),
+            got=str(list(ranks)),
+            want=f"global ranks from 0 to {world_size - 1}",
+            next_step="take ranks of this world",
+        )
+    if group is None or isinstance(group, LaunchedRanks):
+        return
+    if isinstance(group, int):  # GroupMember.NON_GROUP_MEMBER: result of new_group on a rank outside of the group
+        raise UsageError(
+            "this rank is not in the group of the gather",
+            got=f"group={group}",
+            want=f"a group with all of ranks {list(ranks)}",
+            next_step="omit the group, or make it with these ranks",
+        )
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not isinstance(group, distributed.ProcessGroup):
+        raise UsageError(
+            f"the group of a gather must be a process group, not a {type(group).__name__}",
+            got=f"group={group!r}"[:200],
+            want="a group of torch.distributed.new_group, or None for all ranks",
+            next_step="omit the group, or make one with torch.distributed.new_group",
+        )
+    members = distributed.get_process_group_ranks(group)
+    if foreign := [rank for rank in ranks if rank not in members]:
+        raise UsageError(
+            f"rank {foreign[0]} is not in the group of the gather",
+            rank=foreign[0],
+            got=f"ranks {list(ranks)}, and a group of ranks {list(members)}"[:300],
+            want="a group with all ranks of the gather",
+            next_step="omit the group, or make it with these ranks",
+        )
+
+
+def check_key(key: object) -> None:
+    """Check the name of a gathered value.
+
+    Raises:
+        UsageError: it is not text.
+    """
+    if key is not None and not isinstance(key, str):
+        raise UsageError(
+            f"the key of a gather must be text, not a {type(key).__name__}",
+            got=f"key={key!r}"[:200],
+            want="text that is equal on all ranks, or None",
+            next_step="give such a text, for example '.'.join(map(str, key))",
+        )
+
+
+def begin_deadline(timeout_seconds: Any) -> Deadline:
+    """Return the deadline of a gather that begins now.
+
+    Raises:
+        UsageError: the time limit is not a positive number.
+    """
+    if isinstance(timeout_seconds, str | bytes) or not hasattr(timeout_seconds, "__float__"):
+        raise UsageError(
+            f"timeout_seconds must be a number, not a {type(timeout_seconds).__name__}",
+            got=f"timeout_seconds={timeout_seconds!r}"[:200],
+            want="seconds above 0",
+            next_step="give the seconds as a number",
+        )
+    return Deadline(float(timeout_seconds))
+
+
+def path_of(workspace_path: str | os.PathLike[str] | None) -> str | None:
+    """Return the directory of a gather as an absolute path.
+
+    Raises:
+        UsageError: it is not a path of a directory.
+    """
+    if workspace_path is None:
+        return None
+    if not isinstance(workspace_path, str | os.PathLike):
+        raise UsageError(
+            f"workspace_path must be a path, not a {type(workspace_path).__name__}",
+            got=f"workspace_path={workspace_path!r}"[:200],
+            want="a directory that all ranks mount, or None",
+            next_step="give its path",
+        )
+    check_no_url(workspace_path)
+    return os.path.abspath(os.fspath(workspace_path))
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+
+
+def find_place() -> tuple[str, int]:
+    """Return file and line of the user's call: the first frame outside this package and contextlib."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

@@ -1,0 +1,225 @@
+"""One gather of the user: the context manager behind the two functions, on one rank."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from xrank.errors import RankFailedError, UsageError
+from xrank.gather.arguments import begin_deadline, check_exist, check_key, check_ranks, find_place, path_of
+from xrank.gather.compiler import call_uncompiled, keep_uncompiled
+from xrank.gather.exchange import Call, GatherExchange
+from xrank.gather.groups import GroupGathers, find_group, find_world, open_gathers, report_at_large
+from xrank.gather.sessions import Session
+from xrank.gather.tree import check_sendable, is_plain, pack, unpack
+from xrank.ranks.failure import FailureRecord
+
+__all__ = ["Gather"]
+
+_NUM_REPORTS = 3
+"""Attempts to report a failure: a signal's handler may raise in the midst of one."""
+
+
+class Gather(AbstractContextManager[list[Any]]):
+    """Gathers the values of all ranks, in their order, on the first of them; an empty list elsewhere.
+
+    Arguments and errors are those of `xrank.gather.parallel`.
+
+    Args:
+        function: name of the function that the user called.
+        check: raises for a value that the function does not accept.
+        place: replaces the file and line of the user's call in errors.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        value: object,
+        ranks: Sequence[int],
+        group: Any,
+        *,
+        workspace_path: str | os.PathLike[str] | None,
+        timeout_seconds: float,
+        early_exit: bool,
+        key: str | None,
+        check: Callable[[object], None] = lambda value: None,
+        place: str | None = None,
+    ) -> None:
+        self._function, self._value, self._ranks, self._group = function, value, ranks, group
+        self._workspace_path, self._timeout_seconds, self._early_exit = workspace_path, timeout_seconds, early_exit
+        self._key, self._check, self._place = key, check, place
+        self._open: _Open | None = None
+
+    @keep_uncompiled
+    def __enter__(self) -> list[Any]:
+        return call_uncompiled(self._enter)
+
+    @keep_uncompiled
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        call_uncompiled(self._leave, error)
+
+    # ---- the beginning
+
+    def _enter(self) -> list[Any]:
+        place = (self._place, 0) if self._place else find_place()
+        call = Call(0, self._function, self._key, place)
+        try:
+            ranks = check_ranks(self._ranks)
+            world = find_world(self._group)
+            check_exist(ranks, world.size, self._group)
+        except BaseException as error:
+            _report(partial(report_at_large, self._group, error, str(call)), error)
+            raise
+        if world.rank not in ranks:
+            return []
+        if len(ranks) == 1:
+            self._begin_alone()
+            return [_copy_own(self._value)]
+        group = find_group(world, self._group)
+        group.claim(ranks, str(call))
+        session = group.session(ranks)
+        try:
+            check_key(self._key)
+            path = path_of(self._workspace_path)
+            deadline = begin_deadline(self._timeout_seconds)
+            while True:
+                exchange = session.exchange(path, deadline, str(call))
+                call = exchange.begin(self._function, self._key, place, deadline)
+                self._open = _Open(group, session, path, exchange, call)
+                try:
+                    return self._send_or_collect(exchange, call)
+                except RankFailedError as error:
+                    # The other ranks have found as well that this call is not the one that failed.
+                    if not session.is_settled(error):
+                        raise
+                    self._close(self._open)
+                    session.close(path, exchange)
+        except BaseException as error:
+            if self._open is not None:
+                self._fail(error)
+            else:
+                _report(partial(session.fail, error, str(call)), error)
+                group.membership.note(error)
+            raise
+
+    def _send_or_collect(self, exchange: GatherExchange, call: Call) -> list[Any]:
+        # A rank may have failed in an earlier call after this one had left it.
+        exchange.check(call)
+        self._check(self._value)  # here, so that the other ranks receive its error
+        if exchange.circle.rank == exchange.circle.first:
+            return exchange.collect(call, _copy_own(self._value))
+        exchange.send(call, self._value)
+        return []
+
+    def _begin_alone(self) -> None:
+        check_key(self._key)
+        path_of(self._workspace_path)
+        begin_deadline(self._timeout_seconds)
+        self._check(self._value)
+
+    # ---- the end
+
+    def _leave(self, error: BaseException | None) -> None:
+        opened = self._open
+        if opened is None:
+            return
+        if opened.pid != os.getpid():  # a process forked in the body is not a rank, and must not act for this one
+            self._close(opened)
+            return
+        if error is not None:
+            self._fail(error)
+            return
+        try:
+            opened.check_thread()
+            opened.exchange.finish(opened.call, early_exit=self._early_exit)
+        except BaseException as failure:
+            self._fail(failure)
+            raise
+        self._close(opened)
+
+    def _fail(self, error: BaseException) -> None:
+        """Report the error, and bring this rank to where the others will make their next call."""
+        opened = self._open
+        assert opened is not None
+        if opened.pid == os.getpid():
+            _report(partial(opened.fail, error), error)
+        self._close(opened)
+
+    def _close(self, opened: _Open) -> None:
+        self._open = None
+        if (entry := (opened.exchange, opened.call)) in opened.gathers:
+            opened.gathers.remove(entry)
+
+
+class _Open:
+    """A gather that has begun."""
+
+    def __init__(
+        self, group: GroupGathers, session: Session, path: str | None, exchange: GatherExchange, call: Call
+    ) -> None:
+        self.group, self.session, self.path, self.exchange, self.call = group, session, path, exchange, call
+        self.pid, self.gathers = os.getpid(), open_gathers()
+        self.gathers.append((exchange, call))
+        self.thread = threading.current_thread()
+
+    def check_thread(self) -> None:
+        """Raise if this is another thread than the one that began the gather.
+
+        Raises:
+            UsageError: it is.
+        """
+        if self.gathers is not open_gathers():
+            raise UsageError(
+                f"a gather that thread {self.thread.name!r} began ends in {threading.current_thread().name!r}",
+                got=str(self.call),
+                want="a `with` block in one thread",
+                next_step="leave the gather in the thread that entered it",
+            )
+
+    def fail(self, error: BaseException) -> None:
+        """Fail the call on all ranks."""
+        call, session = self.call, self.session
+        is_behind = self.exchange.fail(call, error)
+        # The other ranks' state after a failure is unknown: the next gather begins with a new meeting.
+        session.close(self.path, self.exchange)
+        if is_behind:
+            # The others failed in an earlier call, and wait for this rank at the next meeting: their call fails, too.
+            session.refuse(FailureRecord.from_error(error, self.exchange.circle.rank, str(call)).anew().to_error())
+        self.group.membership.note(error)
+
+
+def _report(report: Callable[[], None], error: BaseException) -> None:
+    """Report an error to the other ranks, whatever happens meanwhile: the error itself is what the user gets."""
+    for _ in range(_NUM_REPORTS):
+        try:
+            report()
+        except BaseException as failure:  # such as KeyboardInterrupt, from a signal in the midst of the report
+            if not isinstance(failure, Exception) or isinstance(failure, InterruptedError):
+                error.add_note(f"{type(failure).__name__} came while this error was reported to the other ranks")
+            continue
+        return
+
+
+def _copy_own(value: object) -> Any:
+    """Return the first rank's own value as yielded: new containers, the same memory."""
+    if is_plain(value):
+        check_sendable(value)
+        return _plain_values(value.detach().cpu())
+    tree, tensors = pack(value)
+    return unpack(tree, [_plain_values(tensor.cpu()) for tensor in tensors])
+
+
+def _plain_values(tensor: Any) -> Any:
+    """Return a tensor whose elements lie each in a place of its own, as those of the other ranks do."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if 0 in tensor.stride() and tensor.numel() > 1:
+        tensor = tensor.contiguous()
+    return tensor

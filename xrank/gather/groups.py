@@ -1,0 +1,263 @@
+"""The gathers of each process group: sessions by list of ranks, the thread that uses the group, and failures at large.
+
+One thread uses a group: calls of two threads come in another order on each rank, and would mix their values.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+from xrank import environment
+from xrank.errors import UsageError
+from xrank.gather.exchange import Call, GatherExchange
+from xrank.gather.sessions import Session, Surroundings
+from xrank.ranks.failure import FailureRecord
+from xrank.ranks.group_connections import GroupConnections
+from xrank.ranks.launched_siblings import LaunchedSiblings, launch_of
+from xrank.ranks.long_wait import Wait
+from xrank.ranks.membership import Membership
+from xrank.ranks.store import LaunchedRanks, find_store
+
+__all__ = ["GroupGathers", "World", "failure_check", "find_group", "find_world", "forget", "open_gathers"]
+
+
+class _OpenGathers(threading.local):
+    """The gathers whose bodies this thread is in, the outermost first."""
+
+    def __init__(self) -> None:
+        self.gathers: list[tuple[GatherExchange, Call]] = []
+
+
+_open = _OpenGathers()
+
+
+def open_gathers() -> list[tuple[GatherExchange, Call]]:
+    """Return the gathers whose bodies this thread is in, the outermost first; callers may change the list."""
+    return _open.gathers
+
+
+def failure_check() -> Callable[[], None]:
+    """Return a check of the gathers around this thread, for other threads to call, one at a time, while it waits.
+
+    The check raises RankFailedError if one of them has failed: a value that is awaited inside may then never come.
+    """
+    gathers = tuple(_open.gathers)
+
+    def check() -> None:
+        for exchange, call in gathers:
+            exchange.look(call)
+
+    return check
+
+
+class World:
+    """All ranks, of which a group's are a part.
+
+    Args:
+        owner: torch's process group of all ranks, `LaunchedRanks`, or None.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, owner: Any, rank: int, size: int) -> None:
+        self.owner, self.rank, self.size = owner, rank, size
+
+    def find_membership(self) -> Membership:
+        """Return the ranks' processes; the first call publishes this one's."""
+        owner = _NO_GROUP if self.owner is None else self.owner
+        with _making.lock:
+            return self._find_membership(owner)
+
+    def _find_membership(self, owner: Any) -> Membership:
+        known = _memberships.get(owner)
+        if known is None or known[0] != os.getpid():
+            environ = environment.environ()
+            launch = launch_of(environ)
+            siblings = LaunchedSiblings(self.rank, self.size, environ)
+            signs = [siblings.find_end]
+            if not isinstance(self.owner, LaunchedRanks | None):
+                signs += [GroupConnections(self.owner, environ).find_closed]
+            # Only torchrun proves that all ranks are on one host.
+            is_one_host = (
+                launch is not None
+                and launch.launcher == "torchrun"
+                and launch.local_world_size == launch.world_size == self.size
+            )
+            store = find_store(self.owner, environ)
+            membership = Membership(store, self.rank, signs, beats=not is_one_host)
+            _memberships[owner] = known = (os.getpid(), membership)
+            _close_with(owner, membership.close)
+        return known[1]
+
+
+class GroupGathers:
+    """The gathers of one process group; one thread at a time uses it."""
+
+    def __init__(self, world: World, group: Any) -> None:
+        self.pid = os.getpid()
+        self.membership = world.find_membership()
+        self._rank = world.rank
+        self._store = find_store(group, environment.environ())
+        self._sessions: dict[tuple[int, ...], Session] = {}
+        self._thread = threading.current_thread()
+        self._ident = threading.get_ident()
+
+    def session(self, ranks: tuple[int, ...]) -> Session:
+        """Return the session of a list of ranks."""
+        if (session := self._sessions.get(ranks)) is None:
+            around = Surroundings(
+                self._rank,
+                self._store,
+                self.membership,
+                lambda is_begun: self._check_around(self._sessions[ranks], is_begun),
+                self._owes,
+            )
+            session = self._sessions[ranks] = Session(ranks, around)
+        return session
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether this thread uses the group."""
+        return threading.get_ident() == self._ident and self._thread.is_alive()
+
+    def claim(self, ranks: tuple[int, ...], call: str) -> None:
+        """Check that this thread may gather in the group.
+
+        Raises:
+            UsageError: another thread does, and still runs. Its present or next gather fails as well, on all ranks: on
+                another rank, this thread's gather may be the one that came first.
+        """
+        if self.is_of_this_thread:
+            return
+        if not self._thread.is_alive():
+            self._thread, self._ident = threading.current_thread(), threading.get_ident()
+            return
+        error = UsageError(
+            f"two threads gather in one process group: {self._thread.name!r} and {threading.current_thread().name!r}",
+            rank=self._rank,
+            got=call,
+            want="one thread for each process group",
+            next_step="make a group for each thread with torch.distributed.new_group, and give it as group=",
+        )
+        record = FailureRecord.from_error(error, self._rank, call)
+        for session in (self.session(ranks), *list(self._sessions.values())):
+            if session.exchanges or session.ranks == ranks:
+                session.fail_from_thread(record)
+        raise error
+
+    def _check_around(self, session: Session, is_begun: bool) -> None:
+        """Raise if a gather around the present one has failed, or another thread used the group.
+
+        Args:
+            session: that of the present gather.
+            is_begun: whether the present gather is in the list: its own waits check it.
+        """
+        if not is_begun and session.pending is not None:
+            raise session.pending.to_error()
+        for exchange, call in _open.gathers[:-1] if is_begun else _open.gathers:
+            exchange.look(call)
+
+    def _owes(self, wait: Wait) -> bool:
+        session = self._sessions.get(wait.ranks)
+        return session is None or session.owes(wait, _open.gathers)
+
+    def fail_at_large(self, record: FailureRecord) -> None:
+        """Fail the next call of every list of ranks that has met: one of them is the call that failed."""
+        for session in self._sessions.values():
+            session.fail_next(record)
+
+    def close(self) -> None:
+        """Leave all circles. A second call does nothing."""
+        for session in self._sessions.values():
+            for exchange in session.exchanges.values():
+                exchange.close()
+        self._sessions.clear()
+
+
+_groups: WeakKeyDictionary[Any, GroupGathers] = WeakKeyDictionary()
+"""Gathers by process group: they end when the group is destroyed."""
+_memberships: WeakKeyDictionary[Any, tuple[int, Membership]] = WeakKeyDictionary()
+
+
+class _Making:
+    """Held while a thread makes the first gathers of a group."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self.lock = threading.RLock()
+
+
+_making = _Making()
+os.register_at_fork(after_in_child=_making.renew)  # another thread of the parent may have held it
+
+
+class _NoGroup:
+    """Stands for the world if torch.distributed is not initialised."""
+
+
+_NO_GROUP = _NoGroup()
+
+
+def find_world(group: Any) -> World:
+    """Return the world of a group."""
+    distributed = sys.modules.get("torch.distributed")
+    owner = getattr(getattr(distributed, "group", None), "WORLD", None)
+    if owner is not None:
+        return World(owner, owner.rank(), owner.size())
+    launch = environment.read_launch(environment.environ())
+    owner = group if isinstance(group, LaunchedRanks) else None
+    return World(owner, 0, 1) if launch is None else World(owner, launch.rank, launch.world_size)
+
+
+def find_group(world: World, group: Any) -> GroupGathers:
+    """Return the gathers of a process group; of the world if None."""
+    owner = world.owner if group is None else group
+    owner = _NO_GROUP if owner is None else owner
+    found = _groups.get(owner)
+    if found is None or found.pid != os.getpid():
+        with _making.lock:  # two threads may begin together, and one of them is refused
+            found = _groups.get(owner)
+            if found is None or found.pid != os.getpid():
+                # After a fork the links belong to the parent.
+                found = _groups[owner] = GroupGathers(world, group)
+                _close_with(owner, found.close)
+    return found
+
+
+def _close_with(owner: Any, close: Callable[[], None]) -> None:
+    """Release resources as soon as a process group is gone, not when Python next collects garbage."""
+    finalize(owner, close).atexit = False
+
+
+def report_at_large(group: Any, error: BaseException, call: str) -> None:
+    """Publish the failure of a call whose ranks are not known, as they were the error, or its group was.
+
+    Raises:
+        RankFailedError: the store of the world is gone.
+    """
+    world = find_world(group)
+    if world.size == 1:
+        return
+    record = world.find_membership().report_at_large(error, call)
+    owner = world.owner if group is None else group
+    found: list[GroupGathers | None] = []
+    with suppress(TypeError):  # a group that cannot be referenced weakly
+        found = [_groups.get(_NO_GROUP if owner is None else owner)]
+    # The ranks of a wrong group may wait in any other that this thread uses.
+    for gathers in found if any(found) else list(_groups.values()):
+        if gathers is not None and gathers.is_of_this_thread:
+            gathers.fail_at_large(record)
+
+
+def forget(group: Any) -> None:
+    """Leave the circles of a group that will not be used again."""
+    if (found := _groups.pop(group, None)) is not None:
+        found.close()
