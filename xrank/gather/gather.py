@@ -106,7 +106,7 @@ class Gather(AbstractContextManager[list[Any]]):
                 self._fail(error)
             else:
                 _report(partial(session.fail, error, str(call)), error)
-                group.membership.note(error)
+                group.note(error, str(call))
             raise
 
     def _send_or_collect(self, exchange: GatherExchange, call: Call) -> list[Any]:
@@ -192,7 +192,7 @@ class _Open:
         if is_behind:
             # The others failed in an earlier call, and wait for this rank at the next meeting: their call fails, too.
             session.refuse(FailureRecord.from_error(error, self.exchange.circle.rank, str(call)).anew().to_error())
-        self.group.membership.note(error)
+        self.group.note(error, str(call))
 
 
 def _report(report: Callable[[], None], error: BaseException) -> None:

@@ -20,7 +20,7 @@ from xrank.gather.sessions import Session, Surroundings
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.group_connections import GroupConnections
 from xrank.ranks.launched_siblings import LaunchedSiblings, launch_of
-from xrank.ranks.long_wait import Wait
+from xrank.ranks.long_wait import Wait, parties_of
 from xrank.ranks.membership import Membership
 from xrank.ranks.store import LaunchedRanks, find_store
 
@@ -166,6 +166,14 @@ class GroupGathers:
     def _owes(self, wait: Wait) -> bool:
         session = self._sessions.get(wait.ranks)
         return session is None or session.owes(wait, _open.gathers)
+
+    def note(self, error: BaseException, call: str) -> None:
+        """Note that an error has failed a call of this rank; in other circles it then fails none."""
+        self.membership.note(error)
+        for ranks in parties_of(error):
+            if (session := self._sessions.get(ranks)) is not None:
+                # Now, not when the other ranks have closed it: a call might begin there meanwhile.
+                session.fail_next(FailureRecord.from_error(error, self._rank, call))
 
     def fail_at_large(self, record: FailureRecord) -> None:
         """Fail the next call of every list of ranks that has met: one of them is the call that failed."""

@@ -23,7 +23,7 @@ from xrank.ranks.membership import Membership
 from xrank.ranks.store import Store
 from xrank.words import join_words, list_text, ranks_text
 
-__all__ = ["Awaits", "LongWait", "Wait", "name_of_ranks"]
+__all__ = ["Awaits", "LongWait", "Wait", "name_of_ranks", "parties_of"]
 
 START_SECONDS = 0.25
 """Length of a wait that is long, and time between two of its looks: a death is to be named within 2 seconds."""
@@ -78,6 +78,11 @@ class Wait:
         """Return the wait of a `to_text`."""
         content = json.loads(text)
         return cls(**{**content, "ranks": tuple(content["ranks"]), "awaited": tuple(content["awaited"])})
+
+
+def parties_of(error: BaseException) -> tuple[tuple[int, ...], ...]:
+    """Return the lists of ranks whose gathers waited for each other, if that is what an error of `LongWait` reports."""
+    return tuple(getattr(error, "_xrank_parties", ()))
 
 
 def name_of_ranks(ranks: Sequence[int]) -> str:
@@ -251,4 +256,5 @@ def _make_error(circle: Sequence[Wait]) -> ContradictionError:
     )
     # One failure, which all of them notice.
     mark_failure(error, _digest(circle))
+    vars(error)["_xrank_parties"] = tuple(wait.ranks for wait in circle)
     return error
