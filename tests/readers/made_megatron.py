@@ -53,6 +53,8 @@ class Run:
     iteration: int = 10
     dp: int = 1
     args: dict[str, Any] = field(default_factory=dict)
+    packed: dict[str, list[int]] = field(default_factory=dict)
+    """Part of a name -> rows of the projections side by side in such a tensor."""
     plain: tuple[str, ...] = ("vision_projection.", "vision_model.projection.")
     """Prefixes of blocks with one projection in linear_fc1, whatever `gated` is."""
 
@@ -149,12 +151,17 @@ def part_of(name: str, tensor: torch.Tensor, run: Run, tp: int) -> torch.Tensor:
     """Return a tensor-parallel rank's part."""
     if TOWER.match(name) and ".decoder." not in name and "projection.encoder." not in name:
         return tensor.clone()  # Hugging Face's own module, which each rank has
+    packed = next((rows for own, rows in run.packed.items() if own in name and not name.endswith("_weight")), None)
+    if packed is not None:
+        return torch.cat([part.chunk(run.tp)[tp] for part in tensor.split(packed)])
+    if name.endswith("mixer.norm.weight"):
+        return tensor.chunk(run.tp)[tp].clone()
     is_expert = ".experts." in name
     ways = run.tp if run.etp is None or not is_expert else run.etp
     tp %= ways
     if re.search(r"norm|router|gate_weight|position_embeddings|linear_(proj|fc2)\.bias|\.ls[12]$", name):
         return tensor.clone()
-    if re.search(r"linear_(proj|fc2)\.weight", name):
+    if re.search(r"(linear_(proj|fc2)|out_proj)\.weight", name):
         return tensor.chunk(ways, dim=1)[tp].contiguous()
     if "linear_fc1" in name and run.gated and not name.startswith(run.plain):
         gate, up = tensor.chunk(2)

@@ -219,7 +219,7 @@ def _forms(model: torch.nn.Module) -> Iterator[Tensors]:
     family = model.config.model_type
     yield as_megatron_vision(model)
     yield as_megatron_vision(model, te=True)
-    yield _split_gated(as_megatron_vision(model, is_kept=False))
+    yield split_gated(as_megatron_vision(model, is_kept=False))
     if family == "qwen2_5_vl":
         yield as_megatron_vision(model, is_kept=False)
     if family == "glm4v":
@@ -232,16 +232,16 @@ def _forms(model: torch.nn.Module) -> Iterator[Tensors]:
         named = as_megatron_vision(model, experts="experts.{}.linear_fc{}.weight")
         yield as_megatron_vision(model, experts="linear_fc{1}.weight{0}", te=True)
         yield {name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"): t for name, t in named.items()}
-        yield _split_gated(named)
+        yield split_gated(named)
         yield as_grouped(stacked(named, "mlp.experts.experts."))
 
 
-def _split_gated(tensors: Tensors) -> Tensors:
+def split_gated(tensors: Tensors) -> Tensors:
     """Return gated projections, and their biases, as `as_singletons` has them."""
     made = {}
     for name, tensor in tensors.items():
         down = tensors.get(re.sub(r"linear_fc1\.(weight|bias)$", "linear_fc2.weight", name))
-        is_gated = ".decoder." in name and re.search(r"linear_fc1\.(weight|bias)$", name)
+        is_gated = ".decoder." in f".{name}" and re.search(r"linear_fc1\.(weight|bias)$", name)
         if is_gated and down is not None and "local_experts" not in name and len(tensor) == 2 * down.shape[1]:
             made[f"{name}_w"], made[f"{name}_v"] = tensor.chunk(2)
         else:

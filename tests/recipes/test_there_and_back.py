@@ -54,7 +54,7 @@ def elements(shard: StoredShard) -> np.ndarray:
 
 
 def hugging_face_shapes(
-    recipe: Recipe, sizes: dict[str, int], flags: Flags, layer_groups: list[str]
+    recipe: Recipe, sizes: dict[str, int], flags: Flags, layer_groups: list[set[str]]
 ) -> dict[str, tuple[int, ...]]:
     found = {}
     for number in active_rules(recipe, True):
@@ -63,7 +63,7 @@ def hugging_face_shapes(
             continue
         for side in rule.targets.values():
             for at in product(*(range(global_size(dim, sizes)) for dim in side.name.dims)):
-                if rule.group is None or layer_groups[at[0]] == rule.group:
+                if rule.group is None or rule.group in layer_groups[at[0]]:
                     found[side.name.with_indices(*at)] = tuple(global_size(dim, sizes) for dim in side.dims)
     return found
 
@@ -79,8 +79,11 @@ def test_there_and_back(name: str, data: st.DataObject) -> None:
         flag: data.draw(st.booleans(), label=flag)
         for flag in sorted({flag for rule in recipe.rules for flag in (rule.unless, rule.when) if flag})
     }
-    groups = sorted({rule.group for rule in recipe.rules if rule.group})
-    layer_groups = [data.draw(st.sampled_from(groups or [""])) for _ in range(sizes["L"])]
+    choices: dict[str, list[str]] = {}
+    for rule in recipe.rules:
+        if rule.group and rule.group not in choices.setdefault(rule.choice, []):
+            choices[rule.choice].append(rule.group)
+    layer_groups = [{data.draw(st.sampled_from(groups)) for groups in choices.values()} for _ in range(sizes["L"])]
     model = model_of(hugging_face_shapes(recipe, sizes, flags, layer_groups))
     backwards = match(recipe, [shard.name for shard in model.shards], is_reversed=True)
     assert backwards.fits

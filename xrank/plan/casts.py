@@ -103,6 +103,16 @@ def copy_cast(
         raise CastOverflowError(float(lost[0]))
 
 
+def add_number(source: memoryview, dtype: str, number: int) -> tuple[memoryview, str]:
+    """Return floating-point elements with a number added, and the wider type that they then have.
+
+    Rounded to their own type, they are those of torch, which adds in at least 32 bits, too.
+    """
+    wide = "F64" if dtype == "F64" else "F32"
+    values = np.frombuffer(source, dtypes.numpy_dtype(dtype)).astype(dtypes.numpy_dtype(wide)) + number
+    return values.data.cast("B"), wide
+
+
 def _first_rounding(values: Array, target_dtype: str) -> Array:
     """Return doubles as floats if the target has 16 bits: torch rounds twice, too (c10/util/Half.h: Half)."""
     return values.astype(np.float32) if values.dtype == np.float64 and target_dtype in ("F16", "BF16") else values

@@ -66,6 +66,8 @@ class TensorPlan:
     """Record -> name of the tied tensor it belongs to, for replicas of another tensor."""
     update: UpdatePlan | None = None
     """Update that is added to the tensor before it is cast and written."""
+    added: Mapping[int, int] = field(default_factory=dict)
+    """Record -> number that is added to its elements after they are read; others are taken as they are."""
 
     @property
     def read(self) -> Iterable[Copies]:
@@ -151,8 +153,15 @@ def make_plan(
             copies, replicas = _part_of(copies, output.part.nests), _part_of(replicas, output.part.compared)
             _check_part(output, copies)
         update = (updates or {}).get(output.name)
+        parts = [shard, *(shards[name] for name in (tied or {}).get(output.name, ()))]
         return TensorPlan(
-            output, shard.dtype, copies, replicas, others, None if update is None else plan_update(update)
+            output,
+            shard.dtype,
+            copies,
+            replicas,
+            others,
+            None if update is None else plan_update(update),
+            {record: part.added for part in reversed(parts) if part.added for record in part.record.tolist()},
         )
 
     def plan_update(update: LowRank) -> UpdatePlan:

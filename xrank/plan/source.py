@@ -110,6 +110,8 @@ class StoredShard:
     record: IntArray
     """Index into `StoredModel.records`."""
     nests: NestTable
+    added: int = 0
+    """Number that is added to each element after it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +169,6 @@ class StoredModel:
 
 def merge_models(a: StoredModel, b: StoredModel, prefix: str) -> StoredModel:
     """Return one model with the tensors of both, b's under names that begin with `prefix`, to compare them."""
-    shards = [
-        StoredShard(prefix + s.name, s.dtype, s.shape, s.rank, s.record + len(a.records), s.nests) for s in b.shards
-    ]
+    shards = [replace(shard, name=prefix + shard.name, record=shard.record + len(a.records)) for shard in b.shards]
     records = a.records.join(b.records, len(a.files))
     return replace(a, files=(*a.files, *b.files), records=records, shards=(*a.shards, *shards))

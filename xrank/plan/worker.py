@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from xrank import dtypes
 from xrank.layout.nests import Nest
 from xrank.plan.buffers import Source, Target
-from xrank.plan.casts import CastOverflowError, copy_cast, copy_same, count_cast_different, count_different
+from xrank.plan.casts import CastOverflowError, add_number, copy_cast, copy_same, count_cast_different, count_different
 from xrank.plan.checksums import RecordChecksums, read_rest
 from xrank.plan.faults import difference_error, overflow_error
 from xrank.plan.low_rank import add_low_rank
@@ -145,8 +145,8 @@ class Worker:
         runs = []
         plan = tensor.plan
         width = dtypes.dtype(plan.source_dtype).nbytes
-        cast = plan.source_dtype != plan.output.dtype
         for row, record, nest in tensor.copies.cut(low, high):
+            cast = plan.source_dtype != plan.output.dtype or record in plan.added
             if not cast and (not nest.loops or (len(nest.loops) == 1 and nest.loops[0][1:] == (1, 1))):
                 length = nest.loops[0][0] if nest.loops else 1
                 into = part[nest.y * width : (nest.y + length) * width]
@@ -158,8 +158,9 @@ class Worker:
                 if not cast:
                     copy_same(data, part, tile.target, tile.loops, width)
                     continue
+                values, dtype = _values(plan, record, data)
                 try:
-                    copy_cast(data, plan.source_dtype, part, plan.output.dtype, tile.target, tile.loops)
+                    copy_cast(values, dtype, part, plan.output.dtype, tile.target, tile.loops)
                 except CastOverflowError as overflow:
                     raise overflow_error(plan, int(plan.copies.rank[row]), overflow.value) from None
         return runs
@@ -169,7 +170,8 @@ class Worker:
         plan = tensor.plan
         width = dtypes.dtype(plan.source_dtype).nbytes
         for row, record, nest in tensor.replicas.cut(low, high):
-            different = sum(_count(plan, tile, data, part) for tile, data in self._tiles(record, nest, width))
+            tiles = self._tiles(record, nest, width)
+            different = sum(_count(plan, record, tile, data, part) for tile, data in tiles)
             # --replicas pick chooses among ranks, not among tensors: a tied tensor that differs is an error.
             if different and (self._shared.replicas == "verify" or record in plan.tied):
                 raise difference_error(self._shared.plan, plan, row, self._shared.source)
@@ -185,9 +187,17 @@ class Worker:
             yield tile, data
 
 
-def _count(plan: TensorPlan, tile: Tile, data: memoryview, part: memoryview) -> int:
+def _values(plan: TensorPlan, record: int, data: memoryview) -> tuple[memoryview, str]:
+    """Return a record's elements with the number added that its tensor gets, and their type."""
+    if record not in plan.added:
+        return data, plan.source_dtype
+    return add_number(data, plan.source_dtype, plan.added[record])
+
+
+def _count(plan: TensorPlan, record: int, tile: Tile, data: memoryview, part: memoryview) -> int:
     """Return how many elements of a replica's tile differ from those in `part`."""
-    if plan.source_dtype == plan.output.dtype:
+    if plan.source_dtype == plan.output.dtype and record not in plan.added:
         width = dtypes.dtype(plan.source_dtype).nbytes
         return count_different(data, part, tile.target, tile.loops, width)
-    return count_cast_different(data, plan.source_dtype, part, plan.output.dtype, tile.target, tile.loops)
+    values, dtype = _values(plan, record, data)
+    return count_cast_different(values, dtype, part, plan.output.dtype, tile.target, tile.loops)

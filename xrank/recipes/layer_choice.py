@@ -6,7 +6,7 @@ A term is ``layers CONDITION and CONDITION ...``. A value is a key or a number, 
     every N                   each N-th layer: N - 1, 2 N - 1, ...
     every N from K            K, K + N, ...
     in KEY, not in KEY        the layers that a list of numbers has, or lacks
-    KEY = TEXT                the layers whose entry in a list, or whose letter in a text, is this text
+    KEY = TEXT                the layers whose entry in a list, or whose letter in a text, is this text, or TEXT|TEXT
 
 A term with a key that config.json lacks is unknown, as other terms are.
 """
@@ -113,7 +113,7 @@ def _parse_condition(text: str, get: _Get) -> tuple[_Kind, tuple[int, ...]] | No
     entries = get(key)
     if not isinstance(entries, list | str):
         return None
-    return "in", tuple(i for i, value in enumerate(entries) if str(value) == entry)
+    return "in", tuple(i for i, value in enumerate(entries) if str(value) in entry.split("|"))
 
 
 def _number(text: str, get: _Get) -> int | None:

@@ -68,24 +68,16 @@ def active_rules(recipe: Recipe, is_reversed: bool) -> tuple[int, ...]:
     if not is_reversed:
         return tuple(range(len(recipe.rules)))
     found: list[int] = []
-    taken: set[tuple[str, str]] = set()
+    taken: set[tuple[str, str]] = set()  # name, and part of it; "" for all of it
     for number, rule in enumerate(recipe.rules):
-        made = _made_parts(rule)
-        if any(part not in taken and (part[0], "") not in taken for part in made):
+        made = [(str(side.name), part if part in part_names(side) else "", side) for part, side in rule.targets.items()]
+        if rule.beside or any(taken.isdisjoint({(name, part), (name, "")}) for name, part, _ in made):
             found.append(number)
-            taken |= made
+        taken.update((name, part) for name, part, _ in made)
+        taken.update(
+            (name, "") for name, _, side in made if taken.issuperset((name, part) for part in part_names(side))
+        )
     return tuple(found)
-
-
-def _made_parts(rule: Rule) -> set[tuple[str, str]]:
-    """Return (name, part) of the targets that a rule makes; "" stands for a whole tensor, or all of its parts."""
-    found: set[tuple[str, str]] = set()
-    for part, side in rule.targets.items():
-        parts = set(part_names(side))
-        found.add((str(side.name), part if parts and part in parts else ""))
-        if parts and parts <= {key for key, other in rule.targets.items() if other == side}:
-            found.add((str(side.name), ""))
-    return found
 
 
 def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) -> Match:
@@ -101,6 +93,10 @@ def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) ->
             used.setdefault(place, []).append(name)
         if not places:
             (left_out if any(pattern.fullmatch(name) for pattern in ignored) else unknown).append(name)
+    if is_reversed and any(rule.beside for rule in recipe.rules):
+        before = {name for names in used.values() for name in names}
+        used = _keep_beside(recipe, used)
+        unknown += sorted(before.difference(*used.values()))
     return Match(
         recipe,
         is_reversed,
@@ -109,6 +105,28 @@ def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) ->
         tuple(left_out),
         tuple(_missing(recipe, used, is_reversed)),
     )
+
+
+def _keep_beside(recipe: Recipe, used: Mapping[_Place, list[str]]) -> dict[_Place, list[str]]:
+    """Return the names of each place without those in layers that lack the blocks which a rule is beside."""
+
+    def layers_of(place: _Place) -> list[tuple[int, ...]]:
+        side = source_sides(recipe.rules[place[0]], True)[place[1]]
+        return [(side.name.indices(name) or ())[:1] for name in used[place]]
+
+    groups: dict[str, set[tuple[int, ...]]] = {}
+    for place in used:
+        group = recipe.rules[place[0]].group
+        if group is not None:
+            groups.setdefault(group, set()).update(layers_of(place))
+    found: dict[_Place, list[str]] = {}
+    for place, names in used.items():
+        beside = recipe.rules[place[0]].beside
+        own = set[tuple[int, ...]]().union(*(groups.get(group, set()) for group in beside))
+        kept = [name for name, layer in zip(names, layers_of(place), strict=True) if not beside or layer in own]
+        if kept:
+            found[place] = kept
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -145,6 +163,7 @@ def _missing(recipe: Recipe, used: Iterable[_Place], is_reversed: bool) -> list[
     for number in active_rules(recipe, is_reversed):
         rule = recipe.rules[number]
         is_due = is_required(rule) or rule.when in raised
-        if is_due and (rule.group is None or rule.group in present or rule.choice not in chosen):
+        is_needed = rule.group in (None, *present, *recipe.needed) or rule.choice not in chosen
+        if is_due and is_needed:
             wanted += rule.targets.values()
     return [str(side) for side in dict.fromkeys(wanted) if str(side.name) not in made]

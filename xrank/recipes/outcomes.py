@@ -106,6 +106,7 @@ def check_whole(
             continue
         if any(
             _needs(rule, flags, begun)
+            and _is_beside(rule, groups, outcome.layer)
             and (not has_groups or _has_group(rule, matched.recipe, groups, layers, outcome.layer))
             for rule in outcome.rules
         ):
@@ -199,6 +200,10 @@ def _has_group(
     rivals = {other.group for other in recipe.rules if other.group is not None and other.choice == rule.choice}
     due = {group for group in rivals for choice in layers.get(group, ()) if layer is not None and layer in choice}
     return rule.group in (due or rivals - layers.keys())
+
+
+def _is_beside(rule: Rule, groups: Mapping[_Choice, str], layer: int | None) -> bool:
+    return not rule.beside or any(groups.get((layer, group.rpartition(".")[0])) == group for group in rule.beside)
 
 
 def _needs(rule: Rule, flags: Mapping[str, bool], begun: set[int]) -> bool:

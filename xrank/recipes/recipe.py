@@ -22,6 +22,8 @@ class Rule:
         group: the kind of block, such as dense or sparse, that the tensor belongs to; each layer has one kind. Where
             layers have several choices, the text before a dot names the choice: ``mixer.attention``, ``mlp.dense``.
         optional: whether a model may lack the tensor.
+        add: a number that is added to the source's values, and backwards taken from the target's.
+        beside: groups; backwards, where several sources become the target, the rule is for layers with their blocks.
     """
 
     sources: tuple[Side, ...]
@@ -30,6 +32,8 @@ class Rule:
     when: str | None = None
     group: str | None = None
     optional: bool = False
+    beside: tuple[str, ...] = ()
+    add: int = 0
 
     @property
     def choice(self) -> str:
@@ -39,7 +43,8 @@ class Rule:
     @property
     def outcome(self) -> tuple[str, tuple[tuple[str, str], ...]]:
         """The rule as texts, equal for rules of two recipes with the same effect."""
-        return str(self.sources[0]), tuple((part, str(side)) for part, side in sorted(self.targets.items()))
+        targets = tuple((part, str(side)) for part, side in sorted(self.targets.items()))
+        return str(self.sources[0]), targets if not self.add else (*targets, ("add", str(self.add)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +62,8 @@ class Recipe:
     """Size, flag, group or fact -> terms over the keys of config.json; the first known term counts."""
     args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    needed: tuple[str, ...] = ()
+    """Groups that some layers of every model have."""
     must: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Key of the trainer's arguments -> the values it may have, if it is present."""
     must_config: Mapping[str, tuple[object, ...]] = field(default_factory=dict)

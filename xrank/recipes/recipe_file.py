@@ -6,6 +6,7 @@ framework = "Megatron-core"             the source's framework, for display
 padded = ["v"]                          sizes whose rows may be followed by padding in the source; padding is cut
 ignored = ['.*rotary_emb\.inv_freq']    patterns of names that are left out
 keep_fp32 = ['.*\.mlp\.gate\.weight']   patterns of target names that a cast to a smaller type skips
+needed = ["attention.linear"]           groups that some layers of every model have
 
 [rename.sources]                        prefixes of the extended recipe's names, and those that replace them
 "" = "language_model."
@@ -44,10 +45,13 @@ half = 64
 "attn.c_attn.weight [g <q: d | k: d>, h]" = "... [h, <q: g d | k: g d>]"    one target with all parts of the source
 "q_up.weight [a (s + t), l]" = "... [a (s + t), l]"                         a sum is one size
 
+"decoder.layers.{L}.input_layernorm.weight [h]" = { to = "...", beside = "attention" }    backwards, only in such layers
+"decoder.layers.{L}.self_attention.out_norm.weight [w]" = { to = "...", add = 1 }     values that differ by a number
+
 [kept."model.visual."]                  tensors of the target that the source holds alike, under other prefixes
 from = ["vision_model.", "visual."]
 tensors = ["blocks.{B}.norm1.weight [c]"]
-when = "vision"                         as in [tensors]; also unless, group and optional
+when = "vision"                         as in [tensors]; also unless, group, optional and beside
 
 A source whose name has dims also matches a tensor with those dims in front of its own: Megatron-core's ``torch_dist``
 stacks the layers so (megatron/core/transformer/transformer_block.py: sharded_state_dict).
@@ -216,6 +220,7 @@ def _parse(name: str, text: str, file: str) -> Recipe:
         config={key: check_texts(terms, ("config", key), file) for key, terms in tables.get("config", {}).items()},
         args={key: check_texts(terms, ("args", key), file) for key, terms in tables.get("args", {}).items()},
         sizes=sizes,
+        needed=lists["needed"],
         must=_allowed(tables.get("must", {})),
         must_config=_allowed(tables.get("must_config", {})),
         depth=count_extended(text),
@@ -231,7 +236,7 @@ def _parse_rule(source: str, value: Any, file: str) -> Rule:
     if not isinstance(value, dict):
         value = {"to": value}
     refuse_unknown(value, ("to", *CONDITIONS), file, keys)
-    to, optional = value.get("to"), value.get("optional", False)
+    to, optional, add = value.get("to"), value.get("optional", False), value.get("add", 0)
     texts = to if isinstance(to, dict) else {"": to}
     if not texts or not all(isinstance(text, str) for text in texts.values()):
         raise misplaced(file, (*keys, "to"), to, "a target's text, or one for each part")
@@ -241,6 +246,8 @@ def _parse_rule(source: str, value: Any, file: str) -> Rule:
             raise misplaced(file, (*keys, key), name, "a name")
     if not isinstance(optional, bool):
         raise misplaced(file, (*keys, "optional"), optional, "true or false")
+    if type(add) is not int:
+        raise misplaced(file, (*keys, "add"), add, "a whole number")
     try:
         side = _side(source)
         targets = {part: _side(text) for part, text in texts.items()}
@@ -254,7 +261,8 @@ def _parse_rule(source: str, value: Any, file: str) -> Rule:
                 file, keys, to, f"one target for each of the parts {list_text(parts)}, or one with all of them"
             )
         targets = dict.fromkeys(parts, targets[""])
-    return Rule((side, *_stack_dims(side)), targets, **names, optional=optional)
+    beside = check_texts(value.get("beside", []), (*keys, "beside"), file)
+    return Rule((side, *_stack_dims(side)), targets, **names, optional=optional, beside=beside, add=add)
 
 
 def _allowed(table: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:

@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 TABLES = ("config", "args", "must", "must_config", "sizes", "tensors")
-LISTS = ("model_types", "padded", "ignored", "keep_fp32")
+LISTS = ("model_types", "padded", "ignored", "keep_fp32", "needed")
 _TEXTS = ("framework", "extends")
 _RENAMES = ("sources", "targets")
-CONDITIONS = ("unless", "when", "group", "optional")
+CONDITIONS = ("unless", "when", "group", "optional", "beside", "add")
 
 
 CORRECT = "correct the recipe; those that come with xrank show how it is written"

@@ -49,12 +49,14 @@ def rewrite_model(
     notes = [("recipe", f"tensors are named and taken apart by the recipe {matched.recipe.name}")]
     for place, names in matched.used.items():
         wanted = set(names)
+        added = matched.recipe.rules[place[0]].add * (-1 if matched.is_reversed else 1)
         for pairing in _pairings(matched, place, sizes):
             own = len(pairing.target.name.dims)
             rows = _count_padding(pairing, shards[names[0]].shape)
             for old, new, nest in single_tensors(pairing):
                 if old in wanted:
-                    made.setdefault(new, []).append(move_shard(shards[old], new, pairing.target_shape[own:], nest))
+                    shard = move_shard(shards[old], new, pairing.target_shape[own:], nest)
+                    made.setdefault(new, []).append(replace(shard, added=shard.added + added))
                     dropped.update({new: rows} if rows else {})
             if rows:
                 notes.append(("padding-cut", f"{names[0]}: {rows:,} rows of padding"))
@@ -103,7 +105,7 @@ def move_shard(shard: StoredShard, name: str, shape: tuple[int, ...], *parts: Ne
         return replace(shard, name=name, shape=shape)
     # Only what the parts cover remains: rows of padding and of the source's other parts drop out here.
     rows, nests = compose(shard.nests, tuple(map(swap, parts)))
-    return StoredShard(name, shard.dtype, shape, shard.rank[rows], shard.record[rows], nests)
+    return replace(shard, name=name, shape=shape, rank=shard.rank[rows], record=shard.record[rows], nests=nests)
 
 
 def join_shards(name: str, parts: Sequence[StoredShard]) -> StoredShard:
@@ -112,7 +114,7 @@ def join_shards(name: str, parts: Sequence[StoredShard]) -> StoredShard:
     if len(parts) == 1:
         return first
     for other in parts[1:]:
-        if other.dtype != first.dtype:
+        if (other.dtype, other.added) != (first.dtype, first.added):
             raise ContradictionError(
                 f"{name}: the tensors that it is made of differ in type",
                 tensor=name,
@@ -121,7 +123,7 @@ def join_shards(name: str, parts: Sequence[StoredShard]) -> StoredShard:
                 next_step="cast them in the trainer before they are saved",
             )
     rank, record = (np.concatenate([getattr(part, key) for part in parts]) for key in ("rank", "record"))
-    return StoredShard(name, first.dtype, first.shape, rank, record, join_rows([part.nests for part in parts]))
+    return replace(first, name=name, rank=rank, record=record, nests=join_rows([part.nests for part in parts]))
 
 
 def _new_aliases(source: StoredModel, matched: Match, sizes: Mapping[str, int]) -> dict[str, str]:

@@ -19,8 +19,8 @@ def evaluate(values: Mapping[str, Any], terms: Iterable[str]) -> object:
 def _term(values: Mapping[str, Any], term: str) -> object:
     """Evaluate a term; return None if a key is unknown or the condition does not hold.
 
-    A term is a key, ``not KEY``, ``len KEY`` of a list, or ``A / B``, ``A * B``, ``A + B`` or ``A - B``, where A may be
-    such a term and B is a key or a number; the sign that is last counts last, but products come before sums.
+    A term is a key, ``not KEY``, ``len KEY`` of a list or text, or ``A / B``, ``A * B``, ``A + B`` or ``A - B``, where
+    A may be such a term and B is a key or a number; the sign that is last counts last, but products come before sums.
     ``SECTION.KEY`` is a key of a section, ``KEY.0`` the first number of a list. A condition may
     follow: ``if KEY``, ``unless KEY``, ``if KEY = TEXT`` or ``unless KEY = TEXT``, where TEXT may be another key, which
     stands for its value. A condition on an absent key never holds. A number, ``true`` or ``false`` as a term is the
@@ -48,7 +48,7 @@ def _term(values: Mapping[str, Any], term: str) -> object:
         return not value if isinstance(value, bool) else None
     if term.startswith("len "):
         value = look_up(values, term.removeprefix("len "))
-        return len(value) if isinstance(value, list) else None
+        return len(value) if isinstance(value, list | str) else None
     for signs in (" [+-] ", " [*/] "):
         found_sign = re.fullmatch(f"(.+)({signs})(.+)", term)
         if found_sign is not None:

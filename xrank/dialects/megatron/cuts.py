@@ -55,6 +55,8 @@ def read_partition(value: torch.Tensor, owner: torch.nn.Module) -> PartitionAttr
         return None
     dim = getattr(value, "partition_dim", -1)
     is_cut = getattr(value, "tensor_model_parallel", dim >= 0)
+    if getattr(value, "tensor_model_parallel", False) and dim < 0:
+        return None  # a state space mixer marks its own parameters without the dim (ssm/mamba_mixer.py)
     if is_cut and 0 <= dim < value.ndim:
         return PartitionAttributes(dim, getattr(value, "partition_stride", 1))
     if mode or hasattr(owner, "num_local_experts"):
@@ -73,6 +75,7 @@ def resolve_layout(
     rank: int,
     *,
     is_gated: bool,
+    packed: TensorLayout | None = None,
 ) -> TensorLayout:
     """Return the layout of a tensor over tp, etp and ep.
 
@@ -85,20 +88,24 @@ def resolve_layout(
         mesh: the meshes of the rank.
         rank: this rank.
         is_gated: whether linear_fc1 is a gate and an up projection.
+        packed: the layout of a tensor of several projections, from `layout_of_packed`.
 
     Raises:
         LayoutError: name and attributes disagree, or the cut is unknown.
     """
     _check_marks(name, value, mesh, rank, is_expert=is_expert)
     marked = read_partition(value, owner)
-    layout = layout_of(name, is_gated=is_gated)
+    layout = packed or layout_of(name, is_gated=is_gated)
     if layout is None:
-        if is_expert or (marked is not None and marked.dim is not None and _PACKED.fullmatch(name)):
+        has_no_dim = getattr(value, "partition_dim", -1) < 0
+        is_marked = marked is None and has_no_dim and getattr(value, "tensor_model_parallel", False)
+        if is_expert or is_marked or (marked is not None and marked.dim is not None and _PACKED.fullmatch(name)):
             raise refusal(
                 name,
                 rank,
                 "how Megatron cuts a tensor of this name is not known",
-                got=f"a part of shape {list(value.shape)}" + (f", cut along dim {marked.dim}" if marked else ""),
+                got=f"a part of shape {list(value.shape)}"
+                + (f", cut along dim {marked.dim}" if marked else ", tensor_model_parallel" if is_marked else ""),
                 want="a name that xrank's table has, or a rule of layouts=",
                 next_step="give layouts= with this tensor's rule, on the axes tp, etp and ep",
             )

@@ -27,6 +27,7 @@ __all__ = [
     "is_projection",
     "layout_of",
     "layout_of_down_projection",
+    "layout_of_packed",
     "projections",
     "shape_of_grouped",
     "stack_of",
@@ -43,6 +44,7 @@ LAYER = re.compile(rf"{DECODER.pattern}\.(0|[1-9]\d{{0,8}})\.(.*)", re.ASCII)
 _LAYER = r"(?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?"
 _PROJECTION = r"(?:vision_)?projection\.encoder\."
 _MLP = rf"(?:{_LAYER}mlp\.(?:shared_experts\.)?|{_PROJECTION})"
+_MIXER = rf"{_LAYER}(?:mixer|self_attention)\."
 _EXPERT = rf"{_LAYER}mlp\.experts\."
 _LOCAL = rf"{_EXPERT}local_experts\.\d+\."
 
@@ -51,11 +53,18 @@ _RULES: Sequence[tuple[str, str]] = (
     (r"output_layer\.weight", "[v/tp, h]"),
     (r"output_layer\.bias", "[v/tp]"),
     (r"embedding\.(?:position|tokentype)_embeddings\.weight", "[n, h]"),
-    (r"decoder\.final_layernorm\.(?:weight|bias)", "[h]"),
+    (r"decoder\.final_(?:layer)?norm\.(?:weight|bias)", "[h]"),
     (r"mtp\.layers\.\d+\.(?:enorm|hnorm|final_layernorm)\.(?:weight|bias)", "[h]"),
     (r"mtp\.layers\.\d+\.eh_proj\.weight", "[h/tp, two]"),
     (rf"{_LAYER}(?:input|pre_mlp|post_self_attn|post_mlp)_layernorm\.(?:weight|bias)", "[h]"),
     (rf"{_LAYER}ls[12]", "[h]"),
+    # Mamba's mixer, and the gated delta net (ssm/mamba_mixer.py, ssm/gated_delta_net.py); `layout_of_packed` has what
+    # holds several projections side by side.
+    (rf"{_LAYER}norm\.(?:weight|bias)", "[h]"),
+    (rf"{_MIXER}in_proj\.layer_norm_(?:weight|bias)", "[h]"),
+    (rf"{_MIXER}out_proj\.weight", "[h, n/tp]"),
+    (rf"{_MIXER}(?:A_log|D|dt_bias)|{_LAYER}mixer\.norm\.weight", "[n/tp]"),
+    (rf"{_LAYER}self_attention\.out_norm\.weight", "[d]"),
     (rf"{_LAYER}self_attention\.(?:q|k)_layernorm\.(?:weight|bias)", "[d]"),
     (rf"{_LAYER}self_attention\.linear_qkv\.layer_norm_(?:weight|bias)", "[h]"),
     (rf"{_LAYER}self_attention\.linear_qkv\.weight", "[rows/tp, h]"),
@@ -103,6 +112,7 @@ _LAYOUTS = {
 _DOWN = re.compile(rf"{_TOWER}{_LAYER}self_attention\.linear_(q|kv)_down_proj\.weight")
 _DOWN_ROWS = {"q": ("q_lora_rank",), "kv": ("kv_lora_rank", "qk_pos_emb_head_dim")}
 _DOWN_WHOLE, _DOWN_CUT = TensorLayout.parse("[r, h]"), TensorLayout.parse("[r/tp, h]")
+_PACKED = re.compile(rf"({_TOWER}{_MIXER})(in_proj\.weight|conv1d\.(?:weight|bias))", re.ASCII)
 _EXPERT_NUMBER = re.compile(rf"({_TOWER}{_EXPERT}(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{{1,9}})(\..*)?")
 _ANY_EXPERT = re.compile(r".*\.experts\..*")
 _GROUPED = re.compile(rf"{_TOWER}{_EXPERT}weight([12])")
@@ -142,6 +152,48 @@ def layout_of_down_projection(name: str, num_rows: int, args: Mapping[str, Any],
     if not keys or not all(type(n) is int for n in rows) or whole not in (num_rows, num_rows * num_ways):
         return None
     return _DOWN_WHOLE if whole == num_rows else _DOWN_CUT
+
+
+def layout_of_packed(name: str, shapes: Mapping[str, tuple[int, ...]], num_ways: int) -> TensorLayout | None:
+    """Return the layout of several projections side by side, of which each rank has its part; None for another name.
+
+    The shapes of the mixer's other tensors give the sizes: out_proj has the columns of x or of the values, A_log the
+    heads, and conv1d the rows that it mixes.
+
+    Args:
+        name: the tensor's name.
+        shapes: name -> shape of a rank's tensors.
+        num_ways: number of tensor-parallel ranks.
+
+    Example:
+        >>> shapes = {"mixer.in_proj.weight": (19, 3), "mixer.conv1d.bias": (10,), "mixer.out_proj.weight": (3, 6)}
+        >>> shapes = {f"decoder.layers.0.{name}": shape for name, shape in shapes.items()}
+        >>> shapes["decoder.layers.0.mixer.conv1d.weight"] = (10, 1, 4)
+        >>> shapes["decoder.layers.0.mixer.A_log"] = (3,)
+        >>> print(layout_of_packed("decoder.layers.0.mixer.conv1d.bias", shapes, 2))
+        [<x: 12/tp | B: 4/tp | C: 4/tp>]
+    """
+    found = _PACKED.fullmatch(name)
+    if found is None:
+        return None
+    needed = (f"{found[1]}{own}" for own in ("in_proj.weight", "conv1d.weight", "out_proj.weight", "A_log"))
+    projected, mixed, out, heads = (shapes.get(one, ()) for one in needed)
+    if (len(projected), len(mixed), len(out), len(heads)) != (2, 3, 2, 1):
+        return None
+    inner, (state, rest) = out[1], divmod(mixed[0] - out[1], 2)
+    if found[1].endswith("mixer."):
+        parts = {"z": inner, "x": inner, "B": state, "C": state, "dt": heads[0]}
+        in_conv: tuple[str, ...] = ("x", "B", "C")
+    else:
+        parts = {"query": state, "key": state, "value": inner, "z": inner, "beta": heads[0], "alpha": heads[0]}
+        in_conv = ("query", "key", "value")
+    if rest or state < 1 or sum(parts.values()) != projected[0]:
+        return None
+    if found[2].startswith("conv1d"):
+        parts = {part: parts[part] for part in in_conv}
+    rows = " | ".join(f"{part}: {number * num_ways}/tp" for part, number in parts.items())
+    others = {"in_proj.weight": ", h", "conv1d.weight": ", one, k", "conv1d.bias": ""}[found[2]]
+    return TensorLayout.parse(f"[<{rows}>{others}]")
 
 
 def expert_in(name: str) -> tuple[str, int, str] | None:

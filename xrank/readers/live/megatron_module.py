@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from xrank.dialects.megatron.cuts import read_partition, refusal, resolve_layout
-from xrank.dialects.megatron.layouts import is_projection, projections, shape_of_grouped, stack_of, whole_name
+from xrank.dialects.megatron.layouts import (
+    is_projection,
+    layout_of_packed,
+    projections,
+    shape_of_grouped,
+    stack_of,
+    whole_name,
+)
 from xrank.dialects.megatron.mesh import MegatronMesh
 from xrank.dialects.megatron.numbers import CONFIG_SIZES, configs_of, first_layer, num_experts
 from xrank.errors import LayoutError
@@ -95,14 +102,22 @@ def megatron_tensors(
     gating = _find_gating(chunks, parts, rank)
     # This checks each tensor, and applies the map's rules.
     found = locate_tensors({name: part.local for name, part in parts.items()}, layouts, rank)
+    local_shapes = {name: tuple(part.local.shape) for name, part in parts.items()}
     meshes: dict[MeshRecord, int] = {mesh: number for number, mesh in enumerate(found.meshes)}
     records = {}
     for name, part in parts.items():
         given = found.records.get(name)
         if given is None:
-            is_gated = gating.get(stack_of(name), False)
             layout = resolve_layout(
-                name, part.value, part.owner, part.local.ndim, part.is_expert, mesh, rank, is_gated=is_gated
+                name,
+                part.value,
+                part.owner,
+                part.local.ndim,
+                part.is_expert,
+                mesh,
+                rank,
+                is_gated=gating.get(stack_of(name), False),
+                packed=layout_of_packed(name, local_shapes, mesh.lengths["tp"]),
             )
             # One rank's part does not show the shape of a whole that is cut.
             given = TensorRecord(str(layout), shape=None if any(layout.axes) else tuple(part.local.shape))

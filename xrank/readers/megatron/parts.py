@@ -19,6 +19,7 @@ from xrank.dialects.megatron.layouts import (
     is_kept_whole,
     layout_of,
     layout_of_down_projection,
+    layout_of_packed,
     projections,
     shape_of_grouped,
     stack_of,
@@ -194,8 +195,11 @@ def layouts_of(
         LayoutError: none of them knows a name; the error lists all such names.
     """
     found, unknown = {}, []
+    shapes = {name: parts.held[0].shape for name, parts in tensors.items()}
     for name, parts in tensors.items():
         layout = _find_given(name, hints) or layout_of(name, is_gated=gating[stack_of(name)])
+        if layout is None:
+            layout = layout_of_packed(name, shapes, sizes.tensor)
         if layout is None and parts.held[0].shape:
             layout = layout_of_down_projection(name, parts.held[0].shape[0], args, sizes.tensor)
         if layout is None and (is_kept_whole(name) or (sizes.tensor == 1 and not parts.has_expert)):
