@@ -304,8 +304,13 @@ def expert_forms(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     return dict(zip(EXPERT_FORMS, (te_grouped, named, whole, as_singletons(named), as_grouped(whole)), strict=True))
 
 
-def as_torchtitan(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a Llama's tensors under Meta's names, the rows of wq and wk turned for rotary pairs side by side."""
+def as_torchtitan(model: torch.nn.Module, *, is_new: bool = False) -> dict[str, torch.Tensor]:
+    """Return a Llama's tensors under Meta's names, the rows of wq and wk turned for rotary pairs side by side.
+
+    Args:
+        model: a Llama.
+        is_new: whether the names are those of torchtitan 0.3.
+    """
     config, state = model.config, dict(model.state_dict())
     names = {
         "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
@@ -314,6 +319,9 @@ def as_torchtitan(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
         "model.layers": "layers",
     }  # fmt: skip
+    if is_new:
+        names["lm_head"] = "lm_head"
+        names |= {f"self_attn.{each}_proj": f"attention.qkv_linear.w{each}" for each in "qkv"}
     made = {}
     for name, tensor in state.items():
         new = name

@@ -45,6 +45,7 @@ def forms(name: str) -> Iterator[tuple[torch.nn.Module, Tensors]]:
     if name == "torchtitan-llama3":
         model = tiny("llama")
         yield model, as_torchtitan(model)
+        yield model, as_torchtitan(model, is_new=True)
         return
     model = tiny(family, **({"tie_word_embeddings": False} if family == "gpt2" else {}))
     if family == "gpt2":
