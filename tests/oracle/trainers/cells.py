@@ -35,8 +35,23 @@ FRAMEWORKS: dict[str, dict[str, Any]] = {
     "lightning-zero2": {"deepspeed": {"stage": 2}},
     "verl-fsdp1": {"fsdp": {"fsdp_version": 1}},
     "verl-fsdp2": {"fsdp": {"fsdp_version": 2}},
+    "torch_checkpointing-pt": {"files": False},
+    "torch_checkpointing-safetensors": {"files": True},
+    "torchtitan-fsdp2": {"pp": 1},
+    "torchtitan-pp2": {"pp": 2},
+    "megatron-tp2pp2": {"tp": 2, "pp": 2, "ep": 1, "num_ranks": 4},
+    "megatron-pp2ep2": {"tp": 1, "pp": 2, "ep": 2, "num_ranks": 4},
 }
 """How other frameworks shard and save -> the options of each."""
+
+_FEWER_FAMILIES = {
+    "torch_checkpointing-safetensors": ("llama", "qwen3_moe"),
+    "torchtitan-fsdp2": ("llama",),
+    "torchtitan-pp2": ("llama",),
+    "megatron-tp2pp2": ("gpt2",),
+    "megatron-pp2ep2": ("qwen3_moe",),
+}
+"""Families of frameworks with model code of their own, or that cannot save a tied model."""
 
 KINDS = {
     "full": "all parameters in fp32",
@@ -129,7 +144,8 @@ def _list_cells() -> dict[str, Cell]:
             places = (number + step, number + step + 3)
             cells += [Cell(engines[place % len(engines)], kind, name) for place in places]
     for engine in FRAMEWORKS:
-        cells += [Cell(engine, "full", family) for family in ("llama", "qwen3_moe", "gemma2")]
+        families = _FEWER_FAMILIES.get(engine, ("llama", "qwen3_moe", "gemma2"))
+        cells += [Cell(engine, "full", family) for family in families]
         if engine.startswith(("accelerate", "trl")):
             cells.append(Cell(engine, "lora", "qwen3"))
     return {cell.name: cell for cell in cells if _can_train(cell)}
@@ -154,6 +170,7 @@ CHOSEN = (
     "zero3-lora-phi3",
     "zero3-shards-full-qwen2",
     "zero3-shards-bf16-phi3",
+    "megatron-tp2pp2-full-gpt2",
 )
 """Cells of `make oracle`: each engine and each kind, and the families that are hardest."""
 

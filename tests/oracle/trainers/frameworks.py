@@ -18,6 +18,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader
 
+from tests.oracle.save_torch_checkpointing import gather_objects
+from tests.oracle.trainers.own_models import run_megatron, run_torchtitan
+
 __all__ = ["LOOPS", "Trained"]
 
 Batches = list[dict[str, torch.Tensor]]
@@ -123,6 +126,32 @@ def run_verl(options: dict[str, Any], folder: Path, load: Callable[[], nn.Module
     return _gather(model)
 
 
+def run_torch_checkpointing(
+    options: dict[str, Any], folder: Path, load: Callable[[], nn.Module], batches: Batches
+) -> Trained:
+    """Train with torch's FSDP2 alone, and save with torch_checkpointing."""
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.checkpoint_layout import LayoutInfo, SafetensorsSerialization
+    from torch_checkpointing.default_resharder import DefaultResharder
+    from torch_checkpointing.metadata_manager import DefaultMetadataManager
+    from torch_checkpointing.schema import ItemSpec
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    DefaultMetadataManager._all_gather_pickled_data = gather_objects
+    model = _shard(load(), 2)
+    optimizer = _step(model, batches)
+    layout = LayoutInfo("model_{rank}.safetensors", SafetensorsSerialization())
+    config = CheckpointManager.Config.with_sync_save()
+    config.items = {"model": ItemSpec(resharder=DefaultResharder(), **({"layout": layout} if options["files"] else {}))}
+    config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)  # not every file system takes it
+    manager = config.build()
+    manager.save(str(folder), {"model": model.state_dict(), "step": 2, "optim": optimizer.state_dict()})
+    manager.close()
+    return _gather(model)
+
+
 def _layer_classes(model: Any) -> set[type[nn.Module]]:
     return {type(part) for part in model.modules() if type(part).__name__ in model._no_split_modules}
 
@@ -161,5 +190,12 @@ def _gather(model: nn.Module) -> Trained:
     return plain, get_model_state_dict(model, options=_WHOLE)
 
 
-LOOPS = {"accelerate": run_accelerate, "lightning": run_lightning, "verl": run_verl}
+LOOPS = {
+    "accelerate": run_accelerate,
+    "lightning": run_lightning,
+    "megatron": run_megatron,
+    "torch_checkpointing": run_torch_checkpointing,
+    "torchtitan": run_torchtitan,
+    "verl": run_verl,
+}
 """First word of an engine's name -> its loop. It trains, saves into a folder and returns what the ranks then hold."""

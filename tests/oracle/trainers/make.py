@@ -1,7 +1,8 @@
 """Makes the folders of cells: python -m tests.oracle.trainers.make FOLDER [TEXT...] (cells that contain a text).
 
 Cells of a framework that is not installed are left out. Lightning and TRL: ``pip install lightning trl datasets``. verl
-asks for older versions: ``pip install --no-deps verl``, then ``ray tensordict codetiming orjson pillow``.
+asks for older versions: ``pip install --no-deps verl``, then ``ray tensordict codetiming orjson pillow``. torchtitan
+asks for nothing that changes torch: ``pip install --no-deps torchtitan tyro torchdata tomli spmd_types tensorboard``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
-from tests.oracle.trainers.cells import Cell, choose_cells
+from tests.oracle.trainers.cells import CELLS, ENGINES, FRAMEWORKS, Cell, choose_cells
 from tests.oracle.trainers.families import FAMILIES, write_base_model
 
 __all__ = ["make_cells"]
@@ -46,7 +47,8 @@ def make_cells(root: Path, cells: list[Cell]) -> dict[str, str]:
 
 def _train(names: list[str], root: Path, failed: dict[str, str]) -> None:
     """Train cells in one launch; where one fails, its ranks end, and another launch goes on behind it."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    num_ranks = (ENGINES | FRAMEWORKS)[CELLS[names[0]].engine].get("num_ranks", NUM_RANKS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     while names:
         command = [*launch, "-m", "tests.oracle.trainers.train", str(root), *names]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
