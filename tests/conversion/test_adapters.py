@@ -522,6 +522,17 @@ class TestAlone:
         assert (bench.out / "config.json").read_text() == (model / "config.json").read_text()
         assert verify_model(bench.out).ok
 
+    def test_the_advice_followed(self, bench: Bench) -> None:
+        base, pairs = base_model(), adapter()
+        source, model = self.save(bench, saved_names(pairs), base)
+        with pytest.raises(UsageError, match="holds an adapter alone") as caught:
+            gather_checkpoint(source, bench.out, **MERGE)
+        assert all(word in str(caught.value.next_step) for word in ("base_model=", 'adapter="separate"'))
+        gather_checkpoint(source, bench.out, base_model=model, **MERGE)
+        assert_holds(bench.out, merged(base, pairs))
+        gather_checkpoint(source, bench.folder / "apart", adapter="separate")
+        assert load_file(bench.folder / "apart" / "adapter_model.safetensors").keys() == saved_names(pairs).keys()
+
     def test_what_the_adapter_holds_whole_stands_in_place_of_the_bases(self, bench: Bench) -> None:
         base, pairs, norm = base_model(), adapter(), torch.rand(8).bfloat16()
         source, model = self.save(bench, {**saved_names(pairs), P + "model.norm.weight": norm}, base)

@@ -32,6 +32,7 @@ import xrank
 from tests.conversion.made_workspaces import leave
 from tests.readers.made_megatron import Run, whole_model, write_legacy
 from tests.readers.made_zero import Zero, made_model, write_universal, write_zero
+from tests.readers.made_zero_parts import MadePipeline, made_experts, write_experts, write_pipeline
 from tests.test_error_texts import errors_made, texts, tree_of
 from xrank.conversion.gather import gather_checkpoint
 from xrank.errors import XrankError
@@ -157,6 +158,30 @@ def universal(room: Path) -> Case:
     return Case(merge(place, room / "1" / "global_step2"), [wholes(model.expected) for model in models])
 
 
+def pipelines(room: Path) -> Case:
+    """A pipeline of two stages, into whose folder one of three had been saved."""
+    models = []
+    for number, num_stages in enumerate((2, 3)):
+        names = [f"{layer}.weight" for layer in range(num_stages)]
+        stages = [[{name: torch.full((2, 3), 10.0 * number + layer)}] for layer, name in enumerate(names)]
+        model = MadePipeline(stages, {layer: f"{layer}." for layer in range(num_stages)}, buffers=[{}] * num_stages)
+        # As if the larger run had recorded the smaller one's number: else it is known by that.
+        write_pipeline(room / str(number), model, Zero(stage=0, changed_state={"mp_world_size": 2}))
+        models.append(model)
+    folder = merge(room / "0" / "global_step2", room / "1" / "global_step2")
+    return Case(folder, [wholes(model.expected) for model in models])
+
+
+def experts(room: Path) -> Case:
+    """A model with two experts, into whose folder one with four had been saved."""
+    made = [made_experts(seed) for seed in range(2)]
+    few = replace(made[0], experts=made[0].experts[:2], untrained=made[0].untrained[:2])
+    write_experts(room / "0", few, Zero(stage=1, num_ranks=2, changed_state={"num_experts": [2]}))
+    write_experts(room / "1", made[1], Zero(stage=1, num_ranks=2))
+    folder = merge(room / "0" / "global_step2", room / "1" / "global_step2")
+    return Case(folder, [wholes(few.expected), wholes(made[1].expected)])
+
+
 def megatrons(room: Path, *runs: Run) -> Case:
     models = []
     for number, run in enumerate(runs):
@@ -253,6 +278,8 @@ CASES: dict[str, Callable[[RankPool, Path], Case]] = {
     "deepspeed, stage 2": lambda pool, room: zeros(room, Zero(stage=2, num_ranks=2), Zero(stage=2, num_ranks=3)),
     "deepspeed, stages 2 and 3": lambda pool, room: zeros(room, Zero(stage=2, num_ranks=2), Zero(num_ranks=2)),
     "deepspeed, prefixes": lambda pool, room: zeros(room, Zero(num_ranks=2), Zero(num_ranks=2, prefix="")),
+    "deepspeed, pipelines": lambda pool, room: pipelines(room),
+    "deepspeed, experts": lambda pool, room: experts(room),
     "deepspeed, universal": lambda pool, room: universal(room),
     "megatron-legacy, tp": lambda pool, room: megatrons(room, Run(tp=1), Run(tp=2)),
     "megatron-legacy, pp": lambda pool, room: megatrons(room, Run(tp=2, pp=1), Run(tp=2, pp=2, chunks=((1, 1),))),
@@ -370,6 +397,24 @@ def several_formats(pool: RankPool, room: Path) -> Case:
     return Case(room, [wholes(model_of(seed)) for seed in (1, 2)])
 
 
+def trained_and_not(pool: RankPool, room: Path) -> Case:
+    """A Trainer's folder of ZeRO-3, into which the base model's weights were copied."""
+    trained = made_model(1)
+    write_zero(room, trained, Zero(num_ranks=2))
+    other = {name: tensor + 1 for name, tensor in {**trained.trained, **trained.buffers}.items()}
+    save_file({name: tensor.contiguous() for name, tensor in other.items()}, room / "model.safetensors")
+    return Case(room, [wholes(trained.expected), wholes(other)])
+
+
+def components(pool: RankPool, room: Path) -> Case:
+    """A pipeline of diffusers."""
+    for seed, name in ((1, "transformer"), (2, "vae")):
+        (room / "pipeline" / name).mkdir(parents=True)
+        save_file(model_of(seed), room / "pipeline" / name / "diffusion_pytorch_model.safetensors")
+    (room / "pipeline" / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    return Case(room / "pipeline", [wholes(model_of(seed)) for seed in (1, 2)])
+
+
 def half_models(pool: RankPool, room: Path) -> Case:
     """Parts of one model under names that show no rank: the base model, which is advised too, shows it."""
     case = weights(room, dict(zip(["first.safetensors", "second.safetensors"], halves(1), strict=True)), [])
@@ -386,6 +431,7 @@ PATHS: dict[str, tuple[Callable[[RankPool, Path], Case], int]] = {
     "several tags": (several_tags, 2),
     "several saves": (several_saves, 1),
     "half models": (half_models, 0),
+    "components": (components, 2),
 }
 """A maker, and how many of the paths that its refusal names give a model."""
 
@@ -396,7 +442,7 @@ def test_a_path_that_is_advised(rank_pool: RankPool, tmp_path: Path, name: str) 
     (tmp_path / "room").mkdir()
     case = make(rank_pool, tmp_path / "room")
     error = case.gather(tmp_path / "out")
-    assert error is not None and "give the path of" in str(error.next_step), error
+    assert error is not None and re.search("give .* as the path|give the path of", str(error.next_step)), error
     # Without a path in the advice, it means those that were found.
     found = re.findall(r"/[^ ,;]+", str(error.next_step)) or re.findall(r"/[^ ,;]+", str(error.got))
     paths = [Path(path) for path in found if Path(path).exists()]
@@ -404,10 +450,13 @@ def test_a_path_that_is_advised(rank_pool: RankPool, tmp_path: Path, name: str) 
     assert sum(case.gather(tmp_path / "out", path) is None for path in paths) == num_models
 
 
-def test_a_format_that_is_advised(rank_pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [several_formats, trained_and_not])
+def test_a_format_that_is_advised(rank_pool: RankPool, tmp_path: Path, make: Callable[[RankPool, Path], Case]) -> None:
     (tmp_path / "room").mkdir()
-    case = several_formats(rank_pool, tmp_path / "room")
+    case = make(rank_pool, tmp_path / "room")
     error = case.gather(tmp_path / "out")
-    assert error is not None and str(error.next_step) == "choose one with format="
-    for name in str(error.got).split(", "):
+    assert error is not None and "choose one" in str(error.next_step), error
+    names = re.findall(r'format="([\w-]+)"', str(error.next_step)) or str(error.got).split(", ")
+    assert len(names) == 2
+    for name in names:
         assert replace(case, options={"format": name}).gather(tmp_path / "out") is None
