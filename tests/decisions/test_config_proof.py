@@ -26,8 +26,8 @@ from xrank.errors import ContradictionError
 Model = dict[str, torch.Tensor]
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "model_type": "qwen2_moe",
+    "architectures": ["MineForSequenceClassification"],
+    "model_type": "my_own",  # every key counts for a type that transformers does not have
     "vocab_size": 36,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -37,9 +37,24 @@ CONFIG: dict[str, Any] = {
     "head_dim": 8,
     "num_experts": 3,
     "moe_intermediate_size": 12,
-    "shared_expert_intermediate_size": 20,
-    "tie_word_embeddings": False,
+    "n_shared_experts": 2,
+    "max_position_embeddings": 40,
+    "type_vocab_size": 5,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "id2label": {"0": "a", "1": "b", "2": "c"},
+    "tie_word_embeddings": True,
+    "vision_config": {
+        "hidden_size": 20,
+        "intermediate_size": 28,
+        "num_hidden_layers": 1,
+        "image_size": 8,
+        "patch_size": 4,
+        "num_channels": 3,
+    },
 }
+VISION_CONFIG: dict[str, Any] = CONFIG["vision_config"]
+PATCHES = "vision_tower.embeddings.patch_embedding.weight"
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "vocab_size": ({"vocab_size": 33}, "36 in dim 0 of model.embed_tokens.weight"),
     "hidden_size": ({"hidden_size": 32}, "16 in dim 1 of model.embed_tokens.weight"),
@@ -54,11 +69,36 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"moe_intermediate_size": 24},
         r"12 in dim [01] of model.layers.1.mlp.experts.0.\w+_proj.weight",
     ),
+    "shared experts": ({"n_shared_experts": 1}, r"24 in dim [01] of model.layers.1.mlp.shared_expert.\w+_proj.weight"),
     "shared_expert_intermediate_size": (
-        {"shared_expert_intermediate_size": 24},
-        r"20 in dim [01] of model.layers.1.mlp.shared_expert.\w+_proj.weight",
+        {"shared_expert_intermediate_size": 20},
+        r"24 in dim [01] of model.layers.1.mlp.shared_expert.\w+_proj.weight",
+    ),
+    "max_position_embeddings": ({"max_position_embeddings": 80}, "40 in dim 0 of model.wpe.weight"),
+    "type_vocab_size": ({"type_vocab_size": 2}, "5 in dim 0 of model.token_type_embeddings.weight"),
+    "q_lora_rank": ({"q_lora_rank": 28}, "14 in dim 0 of model.layers.0.self_attn.q_a_layernorm.weight"),
+    "kv_lora_rank": ({"kv_lora_rank": 20}, "10 in dim 0 of model.layers.0.self_attn.kv_a_layernorm.weight"),
+    "num_labels": ({"id2label": {"0": "a", "1": "b"}}, "3 in dim 0 of score.weight"),
+    "tie_word_embeddings": (
+        {"tie_word_embeddings": False, "architectures": ["MineForCausalLM"]},
+        "1 tensor with 36 rows, model.embed_tokens.weight",
+    ),
+    "patch_size": ({"vision_config": {**VISION_CONFIG, "patch_size": 2}}, f"4 in dim 3 of {PATCHES}"),
+    "image_size": (
+        {"vision_config": {**VISION_CONFIG, "image_size": 16}},
+        "4 in dim 0 of vision_tower.embeddings.position_embedding.weight",
+    ),
+    "num_channels": ({"vision_config": {**VISION_CONFIG, "num_channels": 1}}, f"3 in dim 1 of {PATCHES}"),
+    "vision layers": (
+        {"vision_config": {**VISION_CONFIG, "num_hidden_layers": 2}},
+        "1 layers under vision_tower.encoder.layers",
+    ),
+    "vision size": (
+        {"vision_config": {**VISION_CONFIG, "intermediate_size": 14}},
+        r"28 in dim [01] of vision_tower.encoder.layers.0.mlp.fc1.weight",
     ),
 }
+"""Kinds of sizes, each with a wrong one and the text that names the right one."""
 
 
 def made_model() -> Model:
@@ -70,11 +110,15 @@ def made_model() -> Model:
         shapes |= {f"{path}{name}.weight": (16,) for name in ("input_layernorm", "post_attention_layernorm")}
         shapes |= {f"{path}self_attn.{name}.weight": (n, 16) for name, n in [("q_proj", 32), ("k_proj", 16)]}
         shapes |= {f"{path}self_attn.v_proj.weight": (16, 16), f"{path}self_attn.o_proj.weight": (16, 32)}
-    blocks = {"layers.0.mlp": 24, "layers.1.mlp.shared_expert": 20}
+        shapes |= {f"{path}self_attn.{name}_a_layernorm.weight": (n,) for name, n in [("q", 14), ("kv", 10)]}
+    blocks = {"layers.0.mlp": 24, "layers.1.mlp.shared_expert": 24}
     for path, size in (blocks | {f"layers.1.mlp.experts.{expert}": 12 for expert in range(3)}).items():
         shapes |= {f"model.{path}.{name}_proj.weight": (size, 16) for name in ("gate", "up")}
         shapes[f"model.{path}.down_proj.weight"] = (16, size)
-    shapes |= {"model.layers.1.mlp.gate.weight": (3, 16), "lm_head.weight": (36, 16)}
+    shapes |= {"model.layers.1.mlp.gate.weight": (3, 16), "score.weight": (3, 16), "model.wpe.weight": (40, 16)}
+    shapes |= {"model.token_type_embeddings.weight": (5, 16), PATCHES: (20, 3, 4, 4)}
+    shapes |= {"vision_tower.embeddings.position_embedding.weight": (4, 20)}
+    shapes |= {"vision_tower.encoder.layers.0.mlp.fc1.weight": (28, 20)}
     return {name: torch.rand(shape, generator=random) for name, shape in shapes.items()}
 
 
@@ -101,6 +145,11 @@ def save_universal(folder: Path, model: Model) -> None:
     write_universal(folder, MadeModel([model]), Zero(num_ranks=2))
 
 
+def save_pieces(folder: Path, model: Model) -> None:
+    torch.save(model, folder / "model_0.pt")
+    torch.save({"state": {}}, folder / "optim_0.pt")
+
+
 READERS: dict[str, Callable[[Path, Model], object]] = {
     "workspace": save_workspace,
     "dcp": save_dcp,
@@ -111,6 +160,8 @@ READERS: dict[str, Callable[[Path, Model], object]] = {
     "accelerate-ranks": lambda folder, model: torch.save(model, folder / "pytorch_model_fsdp_rank0.bin"),
     "safetensors": lambda folder, model: save_file(model, folder / "model.safetensors"),
     "bin": lambda folder, model: torch.save(model, folder / "pytorch_model.bin"),
+    "torch-save": lambda folder, model: torch.save({"state_dict": model}, folder / "last.ckpt"),
+    "torch-checkpointing": save_pieces,
 }
 
 
@@ -145,7 +196,6 @@ def base_model(folder: Path) -> Path:
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_size_is_refused_by_name(source: Path, tmp_path: Path, wrong: str) -> None:
     changes, got = WRONG[wrong]
-    (key,) = changes
     path = set_config(source, **changes)
     is_sharded = any("shard-" in file.name for file in source.iterdir())
     base = {"base_model": base_model(tmp_path)} if is_sharded else {}
@@ -155,7 +205,11 @@ def test_wrong_size_is_refused_by_name(source: Path, tmp_path: Path, wrong: str)
     assert error.exit_code == 4 and not (tmp_path / "out").exists()
     assert error.tensor in made_model() and error.file == str(path)
     assert re.fullmatch(got, error.got or "")
-    assert error.want is not None and f"{key} = {changes[key]}" in error.want
+    key = next(iter(changes))
+    values = CONFIG[key] if isinstance(CONFIG.get(key), dict) and key != "id2label" else {}
+    inner = next((name for name in values if values[name] != changes[key][name]), None)
+    assert error.want is not None
+    assert f"{key} = {changes[key]}" in error.want if inner is None else f"{key}.{inner} = " in error.want
     (problem,) = inspect_source(source, **base).details["problems"]
     assert (problem["exit_code"], problem["got"]) == (4, error.got)
 
@@ -213,14 +267,13 @@ def test_config_may_count_what_the_user_leaves_out_or_not(tmp_path: Path) -> Non
 
 
 def test_head_that_an_untied_model_lacks_is_named(tmp_path: Path) -> None:
-    model = made_model()
-    del model["lm_head.weight"]
-    save_dcp(tmp_path / "step", model)
-    set_config(tmp_path / "step")
+    save_dcp(tmp_path / "step", made_model())
+    generating = {"architectures": ["MineForCausalLM"]}
+    set_config(tmp_path / "step", **generating, tie_word_embeddings=False)
     with pytest.raises(ContradictionError, match="tie_word_embeddings is not that of the tensors") as raised:
         gather_checkpoint(tmp_path / "step", tmp_path / "out")
     assert raised.value.got == "1 tensor with 36 rows, model.embed_tokens.weight"
-    set_config(tmp_path / "step", tie_word_embeddings=True)
+    set_config(tmp_path / "step", **generating)
     assert gather_checkpoint(tmp_path / "step", tmp_path / "out").ok
 
 

@@ -2,102 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import transformers
-from transformers import CONFIG_MAPPING
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.auto import modeling_auto
 
+from tests.oracle.config_models import (
+    build,
+    build_small,
+    change,
+    find_sizes,
+    list_classes,
+    read_config,
+    read_shapes,
+    shrink,
+)
 from xrank.conversion.gather import gather_checkpoint
 from xrank.decisions.config_proof import find_misfit
 from xrank.errors import ContradictionError, XrankError
 
 NUM_PARTS = 8
 PARTS = [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_PARTS))]
-_SIZES = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_decoder_layers", "depth"), 2),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim"), 64),
-    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_dim", "n_inner"), 96),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_local_experts", "num_experts"), 4),
-    **dict.fromkeys(("n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 160,
-    "moe_intermediate_size": 48,
-    "num_experts_per_tok": 2,
-    "image_size": 32,
-    "patch_size": 8,
-}
-"""Small sizes, each of which families name in their own way."""
 _MAX_ELEMENTS = 4_000_000
-
-
-def list_classes() -> list[tuple[str, str]]:
-    """Return each model type with its classes that generate or classify, or its first class."""
-    mappings = [name for name in vars(modeling_auto) if name.startswith("MODEL_") and name.endswith("_MAPPING_NAMES")]
-    found = []
-    for model_type in sorted(CONFIG_MAPPING.keys()):
-        names: list[str] = []
-        for mapping in mappings:
-            entry = getattr(modeling_auto, mapping).get(model_type, ())
-            names += [entry] if isinstance(entry, str) else list(entry)
-        names = list(dict.fromkeys(names))
-        heads = [n for n in names if n.endswith(("ForCausalLM", "ForConditionalGeneration", "SequenceClassification"))]
-        found += [(model_type, name) for name in heads or names[:1]]
-    return found
-
-
-@contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the body: a class of large sizes is left out."""
-
-    def stop(number: int, frame: object) -> None:
-        raise TimeoutError
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
-
-
-def build(model_type: str, name: str, values: dict[str, Any] | None, device: str) -> Any:
-    """Make a model of a config's values; return None where the class does not take them, or lacks a package."""
-    try:
-        with time_limit(60), torch.device(device):
-            kind = CONFIG_MAPPING[model_type]
-            config = kind() if values is None else kind.from_dict(values)
-            return getattr(transformers, name)(config)
-    except Exception:  # a class that does not take the sizes
-        return None
-
-
-def shrink(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a config's values with small sizes."""
-    small = copy.deepcopy(values)
-    for key, value in values.items():
-        if isinstance(value, dict):
-            small[key] = shrink(value)
-        elif key in _SIZES and isinstance(value, int) and not isinstance(value, bool) and value > 1:
-            same = key == "num_key_value_heads" and value == values.get("num_attention_heads")
-            small[key] = 4 if same else _SIZES[key]
-        elif key in ("layer_types", "mlp_layer_types", "layers_block_type") and isinstance(value, list):
-            small[key] = value[:2]
-    return small
+KNOWN = (
+    *("albert", "aria_text", "bert", "deepseek_v3", "gemma3", "gpt2", "gpt_oss", "llama", "llava", "mamba", "mixtral"),
+    *("phi3", "qwen2_5_vl", "qwen3_moe", "qwen3_next", "t5", "whisper"),
+)
+"""Model types whose sizes are all changed; of the others, only in the slow parts."""
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -108,13 +39,7 @@ def test_default_sizes_of_all_families(part: int) -> None:
         model = build(model_type, name, None, "meta")
         if model is None:
             continue
-        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-        state = {key: value for key, value in model.state_dict().items() if key not in tied}
-        with suppress(Exception):  # no conversion on the meta device: the names in memory are as good
-            state = revert_weight_conversion(model, state)
-        model.config.architectures = [name]
-        shapes = {key: tuple(value.shape) for key, value in state.items()}
-        misfit = find_misfit(json.loads(model.config.to_json_string()), shapes)
+        misfit = find_misfit(read_config(model, name), read_shapes(model))
         num_checked += 1
         if misfit is not None:
             refused.append((name, misfit[1]))
@@ -154,3 +79,30 @@ def test_saved_folders_of_small_models(part: int, tmp_path: Path) -> None:
             unseen.append(name)
     assert not refused and num_saved > 10
     assert len(unseen) <= num_seen / 10, unseen  # families whose lists of layers have other names
+
+
+@pytest.mark.parametrize("part", ["known", *(pytest.param(part, marks=pytest.mark.slow) for part in range(16))])
+@pytest.mark.timeout(1200)
+def test_changed_sizes_are_refused(part: str | int) -> None:
+    """Change each size in the config of a small model: where that makes another model, it must be refused."""
+    classes = list_classes()
+    chosen = [each for each in classes if each[0] in KNOWN] if isinstance(part, str) else classes[part::16]
+    unseen, num_visible = [], 0
+    for model_type, name in chosen:
+        default = build(model_type, name, None, "meta")
+        model = default and build_small(model_type, name, read_config(default, name))
+        if model is None:
+            continue
+        config, shapes = read_config(model, name), read_shapes(model)
+        for path, size in find_sizes(config):
+            for new in (size * 2, size + 2, size + 1):
+                changed = change(config, path, new)
+                other = build(model_type, name, changed, "meta")
+                if other is not None:
+                    is_visible = read_shapes(other) != shapes
+                    num_visible += is_visible
+                    if is_visible and find_misfit(changed, shapes) is None:
+                        unseen.append(f"{name}: {'.'.join(path)} {new} for {size}")
+                    break
+    print(f"{num_visible - len(unseen)} of {num_visible} sizes are refused; not:", *unseen, sep="\n  ")
+    assert num_visible > 100 and len(unseen) <= num_visible / 10, unseen

@@ -10,6 +10,7 @@ from xrank import dtypes
 from xrank.decisions.base_model import BaseModel
 from xrank.decisions.config_claims import Claim, make_claims
 from xrank.decisions.config_sections import Section, group_tensors, split_config
+from xrank.decisions.config_sizes import make_family_claims
 from xrank.decisions.found_source import FoundSource
 from xrank.errors import ContradictionError
 from xrank.faces import AGAIN, option
@@ -116,11 +117,12 @@ def _advise(found: FoundSource, base: BaseModel | None) -> str:
 
 def find_misfit(config: Mapping[str, Any], shapes: Mapping[str, _Shape]) -> tuple[Section, Claim] | None:
     """Return the first claim of a config.json that the tensors contradict, with the object in it; None: all hold."""
-    for section in split_config(config, group_tensors(shapes)):
+    kinds = group_tensors(shapes)
+    for section in split_config(config, kinds):
         if any(map(_UNPROVEN.fullmatch, section.model_types)):
             continue
         for claim in make_claims(section):
             others = _OTHER_MEANINGS.get(claim.kind)
             if not claim.holds and (others is None or not any(re.fullmatch(others, t) for t in section.model_types)):
                 return section, claim
-    return None
+    return next((each for each in make_family_claims(config, kinds) if not each[1].holds), None)
