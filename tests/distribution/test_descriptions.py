@@ -177,7 +177,7 @@ def test_layouts_are_asked_for():
     with pytest.raises(IndexError):
         layouts.get_data_layout(())
     # Fewer axes than dims: the rest is whole. More: refused.
-    assert layouts.get_variable_layout("dense.0.bias", (16, 3)).axes == (("model",), ())
+    assert layouts.get_variable_layout("dense.0.bias", (16, 3)).axes == ("model", None)
     with pytest.raises(ValueError, match="more dims than the tensor"):
         layouts.get_variable_layout("dense.1.weight", (4,))
     for arguments in (("dense.0.bias",), (torch.ones(3),)):

@@ -251,7 +251,7 @@ class _Fitting:
 def _num_cuts(claim: Claim) -> int:
     """Return the number of parts into which a layout cuts rows."""
     lengths = axis_lengths(claim.mesh, claim.layout.view_mesh)
-    return prod(lengths[axis] for axis in claim.layout.axes[0])
+    return prod(lengths[axis] for axis in claim.layout.cut_axes[0])
 
 
 def _ending_at(end: int, nests: Iterable[Nest]) -> tuple[Nest, ...]:

@@ -105,7 +105,7 @@ def _choose_layout(stated: Sequence[StatedLayout], largest: DeviceMesh) -> State
 
 
 def _is_whole(layout: TensorLayout) -> bool:
-    return not any(layout.axes) and layout.tree == replace(layout.tree, where=(), sums=(), view=None)
+    return not any(layout.cut_axes) and layout.tree == replace(layout.tree, where=(), sums=(), view=None)
 
 
 @lru_cache(maxsize=4096)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xrank.deferred import defer_imports
-from xrank.layout import DeviceMesh, LayoutMap, TensorLayout
 
 if TYPE_CHECKING:
     from xrank.distribution.devices import get_device_count, initialize, list_devices
     from xrank.distribution.distributions import DataParallel, ModelParallel
+    from xrank.distribution.distributions import Distribution as Distribution
+    from xrank.distribution.keras_forms import DeviceMesh, LayoutMap, TensorLayout
     from xrank.distribution.placed import distribute_tensor
     from xrank.distribution.scopes import distribution, set_distribution
 
@@ -32,7 +33,11 @@ __all__ = [
 
 _HOMES = {
     "DataParallel": "distributions",
+    "DeviceMesh": "keras_forms",
+    "Distribution": "distributions",
+    "LayoutMap": "keras_forms",
     "ModelParallel": "distributions",
+    "TensorLayout": "keras_forms",
     "distribute_tensor": "placed",
     "distribution": "scopes",
     "get_device_count": "devices",

@@ -151,7 +151,9 @@ def live_mesh(mesh: DeviceMesh) -> TorchMesh | None:
     kind = mesh.device_kind or ("cpu" if dist.get_backend() == "gloo" else None)
     # Meshes stay unflattened, although torch suggests it: over a flattened mesh torch 2.13 silently gathers a dim that
     # two axes cut unevenly in a wrong order (_redistribute.py merges the two gathers into one).
-    made = TorchMesh(_present_kind(kind), torch.tensor(mesh.ranks).view(mesh.shape), mesh_dim_names=mesh.axis_names)
+    made = TorchMesh(
+        _present_kind(kind), torch.tensor(mesh.ranks).view(mesh.shape), mesh_dim_names=tuple(mesh.axis_names)
+    )
     if known is not None:
         _MESHES.clear()  # the others' group has ended too
     _MESHES[mesh] = (world, made)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor
 
 from xrank.dialects.placements import describe_mesh, from_placements
+from xrank.distribution import keras_forms
 from xrank.distribution.datasets import shard_dataset
 from xrank.distribution.devices import list_devices, live_mesh
 from xrank.distribution.entrance import Entrance
@@ -38,13 +39,15 @@ class Distribution:
 
     Args:
         device_mesh: the mesh.
-        batch_dim_name: axis along which ranks get different parts of the batch.
+        batch_dim_name: axis along which ranks get different parts of the batch; the mesh's first when None.
         auto_shard_dataset: whether `distribute_dataset` cuts datasets.
     """
 
-    def __init__(self, device_mesh: DeviceMesh, batch_dim_name: str, auto_shard_dataset: bool) -> None:
+    def __init__(
+        self, device_mesh: DeviceMesh, batch_dim_name: str | None = None, auto_shard_dataset: bool = True
+    ) -> None:
         self._device_mesh = device_mesh
-        self._batch_dim_name = batch_dim_name
+        self._batch_dim_name = batch_dim_name or device_mesh.axis_names[0]
         self.auto_shard_dataset = auto_shard_dataset
 
     def __repr__(self) -> str:
@@ -86,7 +89,7 @@ class Distribution:
         """Return the layout of data of that global shape: the batch axis cuts dim 0."""
         axes: list[str | None] = [None] * len(data_shape)
         axes[0] = self.batch_dim_name
-        return TensorLayout(axes, self.device_mesh)
+        return keras_forms.TensorLayout(axes, self.device_mesh)
 
     def get_variable_layout(self, variable: torch.Tensor | str, shape: Sequence[int] | None = None) -> TensorLayout:
         """Return the layout of a parameter: of a DTensor its own, else by name and global shape.
@@ -97,7 +100,7 @@ class Distribution:
         """
         if isinstance(variable, DTensor):
             mesh = describe_mesh(variable.device_mesh)
-            return from_placements(mesh, variable.placements, variable.ndim)
+            return keras_forms.in_keras_form(from_placements(mesh, variable.placements, variable.ndim))
         if not isinstance(variable, str) or shape is None:
             raise LayoutError(
                 "a parameter's layout needs its name and its shape",
@@ -106,8 +109,8 @@ class Distribution:
             )
         layout = self.get_tensor_layout(variable)
         if layout is None:
-            return TensorLayout((None,) * len(shape), self.device_mesh)
-        return fit_layout(layout, len(shape))
+            return keras_forms.TensorLayout((None,) * len(shape), self.device_mesh)
+        return keras_forms.in_keras_form(fit_layout(layout, len(shape)))
 
     def get_tensor_layout(self, path: str) -> TensorLayout | None:
         """Return the layout of a tensor by its path; None if no rule matches."""
@@ -181,7 +184,7 @@ class DataParallel(Distribution):
             )
         if device_mesh is None:
             found = list_devices() if devices is None or len(devices) == 0 else devices
-            device_mesh = DeviceMesh(tuple(getattr(found, "shape", (len(found),))), ("batch",), found)
+            device_mesh = keras_forms.DeviceMesh(tuple(getattr(found, "shape", (len(found),))), ["batch"], found)
         if len(device_mesh.shape) > 1:
             warnings.warn(
                 f"Expect the input mesh to be 1D, but received mesh.devices.ndim={len(device_mesh.shape)}. "
@@ -256,7 +259,7 @@ class ModelParallel(Distribution):
             )
         if ignored:
             warnings.warn(f"ModelParallel ignores unknown arguments: {', '.join(ignored)}", stacklevel=2)
-        super().__init__(mesh, batch_dim_name or mesh.axis_names[0], auto_shard_dataset)
+        super().__init__(mesh, batch_dim_name, auto_shard_dataset)
         self.layout_map = layout_map
         self.strict = strict
 

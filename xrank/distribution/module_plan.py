@@ -91,7 +91,8 @@ def _plan_parameter(
         )
     placements = next(iter(found.values()), (Replicate(),) * len(mesh.shape))
     if isinstance(parameter, DTensor) and (
-        tuple(parameter.device_mesh.mesh_dim_names or ()) != mesh.axis_names or parameter.placements != placements
+        tuple(parameter.device_mesh.mesh_dim_names or ()) != tuple(mesh.axis_names)
+        or parameter.placements != placements
     ):
         raise LayoutError(
             f"{names[0]} already has another layout",

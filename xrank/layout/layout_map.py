@@ -172,7 +172,8 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         """
         file = os.fspath(path)
         content = read_layout_file(file)
-        return _from_file(content if mesh is None else content.with_mesh(mesh, file), file)
+        content = content if mesh is None else content.with_mesh(mesh, file)
+        return _from_file(content, file, cls)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the map as a layout file, whole or not at all; equal maps in equal order give equal bytes.
@@ -224,9 +225,9 @@ class LayoutMap(MutableMapping[str, TensorLayout | None]):
         return compiled
 
 
-def _from_file(content: LayoutFile, file: str) -> LayoutMap:
+def _from_file(content: LayoutFile, file: str, kind: type[LayoutMap] = LayoutMap) -> LayoutMap:
     """Return the map of a layout file's content."""
-    layout_map = LayoutMap(content.mesh)
+    layout_map = kind(content.mesh)
     layout_map.views.update(content.views)
     layout_map.sizes.update(content.sizes)
     layout_map.aliases.update(content.aliases)

@@ -117,7 +117,7 @@ def places_of(
         # For an axis in both meshes the view's place counts, as its length does in `axis_lengths`.
         coordinate = {**coordinate, **layout.view_mesh.coordinate(mesh.rank_at(coordinate))}
     places: list[tuple[str, int, int]] = []
-    for axis in (*(axis for axes in layout.axes for axis in axes), *_uncut_axes(layout.tree)):
+    for axis in (*(axis for axes in layout.cut_axes for axis in axes), *_uncut_axes(layout.tree)):
         if axis not in lengths:
             # Raises the error with the mesh's own axes.
             mesh.axis_length(axis)

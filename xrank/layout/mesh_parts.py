@@ -108,7 +108,7 @@ def compile_dims(
     """Return the ranks with a part of a tensor, and each dim compiled for its own distinct places."""
     # Called for its checks and the lengths, which are the same for every rank.
     lengths, _ = places_of(layout, mesh, mesh.coordinate(mesh.ranks[0]))
-    placed = _place_ranks(mesh, layout.view_mesh, layout.tree.where, layout.axes)
+    placed = _place_ranks(mesh, layout.view_mesh, layout.tree.where, layout.cut_axes)
     if not len(placed.ranks):
         return placed, []
     bound = bind_dims(layout, shape, lengths, check_sizes(sizes))

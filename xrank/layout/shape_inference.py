@@ -141,7 +141,7 @@ class _Inference:
 
     def _local_sizes(self, dim: int) -> dict[_Place, int]:
         """Return a dim's local size at each place along the axes that cut it."""
-        axes = self._layout.axes[dim]
+        axes = self._layout.cut_axes[dim]
         first_at: dict[_Place, int] = {}
         for rank, shape in self._shapes.items():
             place = tuple(self._holders[rank][axis] for axis in axes)
@@ -179,7 +179,7 @@ class _Inference:
 
     def _solve_name(self, i: int, name: str, observed: Mapping[_Place, int]) -> int:
         """Return the only size of a name that gives a dim the local sizes on ranks."""
-        dim, axes = self._layout.dims[i], self._layout.axes[i]
+        dim, axes = self._layout.dims[i], self._layout.cut_axes[i]
         target = sum(observed.values())
 
         def total(value: int) -> int:

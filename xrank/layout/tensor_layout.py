@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from xrank.errors import LayoutError
 from xrank.layout.mesh import NAME_RULE, DeviceMesh, is_name
@@ -41,7 +42,7 @@ class TensorLayout:
     """The view of the mesh that the layout names, if both are known; its axes are available in addition."""
     dims: tuple[Node, ...] = field(compare=False)
     """One node per dim."""
-    axes: tuple[tuple[str, ...], ...] = field(compare=False)
+    cut_axes: tuple[tuple[str, ...], ...] = field(compare=False)
     """Per dim the axes that cut it, in the order of the cuts; empty for a whole dim."""
 
     def __init__(self, axes: Sequence[str | None], device_mesh: DeviceMesh | None = None) -> None:
@@ -131,6 +132,11 @@ class TensorLayout:
         return self._make(self.tree, device_mesh, view_mesh)
 
     @property
+    def axes(self) -> tuple[Any, ...]:
+        """Per dim the axes that cut it, in the order of the cuts; empty for a whole dim."""
+        return self.cut_axes
+
+    @property
     def has_pads(self) -> bool:
         """Whether a rank's part may contain padding."""
         return any(isinstance(node, Pad | Flat) for dim in self.dims for node in walk(dim))
@@ -152,7 +158,7 @@ class TensorLayout:
         object.__setattr__(self, "device_mesh", device_mesh)
         object.__setattr__(self, "view_mesh", view_mesh)
         object.__setattr__(self, "dims", tree.dims)
-        object.__setattr__(self, "axes", tuple(axes_of(dim) for dim in tree.dims))
+        object.__setattr__(self, "cut_axes", tuple(axes_of(dim) for dim in tree.dims))
 
 
 def flat_of(layout: TensorLayout) -> Flat | None:

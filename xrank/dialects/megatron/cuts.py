@@ -110,7 +110,7 @@ def resolve_layout(
                 next_step="give layouts= with this tensor's rule, on the axes tp, etp and ep",
             )
         return _plain(num_dims, *((marked.dim, marked.stride) if marked is not None else (None, 1)))
-    if len(layout.axes) != num_dims:
+    if len(layout.dims) != num_dims:
         raise refusal(
             name,
             rank,
@@ -120,7 +120,7 @@ def resolve_layout(
             next_step="give layouts= with this tensor's rule",
         )
     axis = "etp" if is_expert else "tp"
-    dims = [dim for dim, axes in enumerate(layout.axes) if axis in axes]
+    dims = [dim for dim, axes in enumerate(layout.cut_axes) if axis in axes]
     wanted = dims[0] if dims else None
     if num_dims > value.ndim:  # GroupedMLP: experts and f are the columns of one matrix, or its rows
         wanted = 1 if wanted == 2 else 0

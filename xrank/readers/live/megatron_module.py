@@ -120,7 +120,7 @@ def megatron_tensors(
                 packed=layout_of_packed(name, local_shapes, mesh.lengths["tp"]),
             )
             # One rank's part does not show the shape of a whole that is cut.
-            given = TensorRecord(str(layout), shape=None if any(layout.axes) else tuple(part.local.shape))
+            given = TensorRecord(str(layout), shape=None if any(layout.cut_axes) else tuple(part.local.shape))
             own = _mesh_of(layout, part, mesh)
         elif given.view is not None or given.name is not None:
             records[name] = given
@@ -273,7 +273,7 @@ def _is_gated(parts: Mapping[str, _Part], answers: set[bool], rank: int) -> bool
 
 
 def _mesh_of(layout: TensorLayout, part: _Part, mesh: MegatronMesh) -> DeviceMesh:
-    used = {axis for axes in layout.axes for axis in axes}
+    used = {axis for axes in layout.cut_axes for axis in axes}
     if "ep" in used:
         return mesh.experts
     return mesh.expert if part.is_expert or "etp" in used else mesh.dense
@@ -283,7 +283,7 @@ def _sharing(record: MeshRecord, layout: TensorLayout, part: _Part, rank: int) -
     """Return the ranks of a rule's mesh that share a tensor: those of one stage and one expert."""
     names, shape, ranks = record
     mesh = DeviceMesh(shape, names, ranks)
-    used = {axis for axes in layout.axes for axis in axes}
+    used = {axis for axes in layout.cut_axes for axis in axes}
     apart = {axis for axis in ("pp", "ep") if axis in names and axis not in used and (axis == "pp" or part.is_expert)}
     if len(apart) == len(names):
         return DeviceMesh((1,), ("tp",), (rank,))

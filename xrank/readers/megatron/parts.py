@@ -243,8 +243,8 @@ def find_own_tensors(
     """Return for each file the tensors of which no other file has the same part."""
     found: dict[Place, list[ArchivedTensor]] = {}
     for name, parts in tensors.items():
-        is_cut = any(layouts[name].axes)
-        by_expert = any("ep" in axes for axes in layouts[name].axes)
+        is_cut = any(layouts[name].cut_axes)
+        by_expert = any("ep" in axes for axes in layouts[name].cut_axes)
         keys = [(p.tensor if is_cut else 0, p.expert if by_expert else 0) for p in parts.places]
         counts = Counter(keys)
         for place, key, tensor in zip(parts.places, keys, parts.tensors, strict=True):
@@ -273,7 +273,7 @@ def place_parts(parts: TensorParts, layout: TensorLayout, sizes: ParallelSizes, 
     # Experts are cut by `etp`, whose ranks repeat along tp; other tensors by `tp`.
     lengths = {"tp": sizes.tensor, "ep": sizes.expert, "etp": sizes.expert_tensor}
     # A tensor that no axis cuts still needs a mesh: it is whole on each rank of tp.
-    axes = tuple(axis for axis in lengths if any(axis in used for used in layout.axes)) or ("tp",)
+    axes = tuple(axis for axis in lengths if any(axis in used for used in layout.cut_axes)) or ("tp",)
     mesh = _mesh(axes, tuple(lengths[axis] for axis in axes))
     try:
         places = [_coordinate(place, sizes, axes) for place in parts.places]
