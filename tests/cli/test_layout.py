@@ -161,6 +161,9 @@ def test_diff(bench: Bench) -> None:
     ]
     report = json.loads(run("layout", "diff", old, new, "--json").stdout)
     assert (report["command"], report["equal"]) == ("layout diff", False)
+    assert run("layout", "diff", old, old, "--exit-code").exit_code == 0
+    ended = run("layout", "diff", old, new, "--exit-code")
+    assert ended.exit_code == 4 and "differ" in ended.stderr and "more" in ended.stderr, ended.stderr
     assert report["differences"]["removed"] == [{"name": "steps", "old": "[n]", "new": None}]
 
 

@@ -83,6 +83,15 @@ def test_invalid_layouts_are_refused(tmp_path: Path, text: str, mesh: str | None
     assert "--toml" not in str(raised.value.next_step)  # layout show prints names of sizes without numbers
 
 
+def test_layers_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    """They were left out with a note, so that 2 of 242 tensors were planned."""
+    file = tmp_path / "layout.toml"
+    file.write_text('[mesh]\ngrid = "pp=2"\n[tensors]\n"layers.{80/pp}.up" = "[8, 8]"\n"norm" = "[8]"\n')
+    assert len(survey_layouts(read_layouts_on(str(file), "pp=4"), str(file), "F32")[0].tensors) == 81
+    with pytest.raises(LayoutError, match=r"'layers\.\{80/pp\}\.up' fits no tensor: .*80 does not divide by 7"):
+        survey_layouts(read_layouts_on(str(file), "pp=7"), str(file), "F32")
+
+
 def test_ranks_with_gaps_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "layout.toml"
     file.write_text('[mesh]\ngrid = "tp=2"\nranks = [1, 2]\n[tensors]\n"a" = "[8/tp]"\n')

@@ -57,12 +57,20 @@ def show(output: Output, path: str, tensor: str | None, html: str | None, toml: 
 @layout.command(short_help="List the differences of two layouts.")
 @click.argument("a", metavar="A", type=PATH)
 @click.argument("b", metavar="B", type=PATH)
+@click.option("--exit-code", is_flag=True, help="Exit with 4 if there are differences, for scripts.")
 @reporting
-def diff(output: Output, a: str, b: str) -> None:
+def diff(output: Output, a: str, b: str, exit_code: bool) -> None:
     """List the differences of the layouts at A and B, which are layout files or sources with recorded layouts."""
     from xrank.conversion.layout_show import diff_layouts
+    from xrank.errors import ContradictionError
 
     report, found = diff_layouts(a, b)
+    if found and exit_code:
+        rows = _diff_rows(found)
+        first = f"{rows[0][0]} {rows[0][1]}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+        output.fail(
+            ContradictionError(f"the layouts at {a} and {b} differ", file=b, got=first, want=f"those at {a}"), report
+        )
     output.report(report, _diff_rows(found) or [("equal", "no differences")])
 
 

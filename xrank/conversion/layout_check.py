@@ -81,7 +81,7 @@ def check_file(
             next_step=f"run: xrank layout check {file} {os.fspath(base_model)}, if its tensors are meant",
         )
     if path is None:
-        shapes, skipped = compute_shapes(layouts)
+        shapes, skipped = compute_shapes(layouts, is_strict=True)
         if not shapes and len(layouts):
             raise LayoutError(
                 f"{file} does not contain the sizes of any tensor, so nothing can be proven",

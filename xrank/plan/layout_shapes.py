@@ -17,10 +17,17 @@ from xrank.layout.tensor_name import TensorName, name_table
 __all__ = ["compute_shapes"]
 
 
-def compute_shapes(layouts: LayoutMap) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+def compute_shapes(layouts: LayoutMap, *, is_strict: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Return name -> global shape, and rule -> reason for the rules without known shapes.
 
     A pattern stands for a tensor of its own name; a name with dims for all its tensors, a flat buffer for its members.
+
+    Args:
+        layouts: the layouts.
+        is_strict: whether a layout whose sizes are known, and which no shape fits, is an error; else it is a reason.
+
+    Raises:
+        LayoutError: such a layout, such as 80 layers that a mesh axis of 7 ranks cannot cut.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     unknown: dict[str, str] = {}
@@ -32,6 +39,8 @@ def compute_shapes(layouts: LayoutMap) -> tuple[dict[str, tuple[int, ...]], dict
         except KeyError as error:
             unknown[rule] = f"the size {error.args[0]!r} is not known"
         except LayoutError as error:
+            if is_strict:
+                raise _name_rule(error, rule) from error
             unknown[rule] = error.message
     for rule, companion in layouts.companions.items():
         try:
@@ -40,8 +49,20 @@ def compute_shapes(layouts: LayoutMap) -> tuple[dict[str, tuple[int, ...]], dict
         except KeyError as error:
             unknown[rule] = f"the size {error.args[0]!r} is not known"
         except LayoutError as error:
+            if is_strict:
+                raise _name_rule(error, rule) from error
             unknown[rule] = error.message
     return shapes, unknown
+
+
+def _name_rule(error: LayoutError, rule: str) -> LayoutError:
+    return LayoutError(
+        f"the rule {rule!r} fits no tensor: {error.message}",
+        tensor=rule,
+        got=error.got,
+        want=error.want,
+        next_step=error.next_step or "correct the sizes or the cuts of the rule, or the mesh",
+    )
 
 
 def _shapes_of(rule: str, layout: TensorLayout, layouts: LayoutMap) -> Mapping[str, tuple[int, ...]]:
@@ -69,7 +90,7 @@ def _base_shape(
         return _shape_of(companion.base, layouts, layouts.device_mesh)
     found = base_shapes(companion, layouts, name, shapes)
     if len(found) != 1:
-        raise LayoutError(f"the shape of {companion.of!r} is not known")
+        raise KeyError(companion.of)
     return found.pop()
 
 

@@ -48,10 +48,10 @@ def survey_layouts(layouts: LayoutMap, file: str, dtype: str) -> tuple[Survey, t
         dtype: safetensors name of the element type of all tensors.
 
     Raises:
-        LayoutError: no size or no mesh is defined, the ranks do not cover a tensor exactly once, or they have addends
-            of it.
+        LayoutError: no size or no mesh is defined, a size does not divide as its layout requires, the ranks do not
+            cover a tensor exactly once, or they have addends of it.
     """
-    shapes, untold = compute_shapes(layouts)
+    shapes, untold = compute_shapes(layouts, is_strict=True)
     if not shapes:
         raise LayoutError(
             f"{file} defines the size of no tensor",
