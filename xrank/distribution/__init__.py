@@ -12,7 +12,6 @@ from xrank.deferred import defer_imports
 if TYPE_CHECKING:
     from xrank.distribution.devices import get_device_count, initialize, list_devices
     from xrank.distribution.distributions import DataParallel, ModelParallel
-    from xrank.distribution.distributions import Distribution as Distribution
     from xrank.distribution.keras_forms import DeviceMesh, LayoutMap, TensorLayout
     from xrank.distribution.placed import distribute_tensor
     from xrank.distribution.scopes import distribution, set_distribution
@@ -34,7 +33,6 @@ __all__ = [
 _HOMES = {
     "DataParallel": "distributions",
     "DeviceMesh": "keras_forms",
-    "Distribution": "distributions",
     "LayoutMap": "keras_forms",
     "ModelParallel": "distributions",
     "TensorLayout": "keras_forms",
