@@ -218,9 +218,6 @@ PACKAGES_THAT_DEFER = [
 ]
 
 
-DEFINED_AT_ONCE = {"xrank.distribution": {"DeviceMesh", "LayoutMap", "TensorLayout"}}
-
-
 @pytest.mark.parametrize("package", PACKAGES_THAT_DEFER)
 def test_all_is_what_can_be_had(package):
     found = importlib.import_module(package)
@@ -233,7 +230,7 @@ def test_all_is_what_can_be_had(package):
         for alias in node.names
     }
     assert for_type_checkers
-    assert set(found.__all__) - DEFINED_AT_ONCE.get(package, set()) == {*for_type_checkers}
+    assert set(found.__all__) == {*for_type_checkers}
     for name, home in for_type_checkers.items():
         assert home.startswith(f"{package}.")
         assert getattr(found, name) is getattr(importlib.import_module(home), name)
