@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from xrank.gradients.config import GradientConfig
     from xrank.gradients.distributed_data_parallel import DistributedDataParallel
     from xrank.gradients.finalize import Reduction, finalize_model_grads
+    from xrank.gradients.loss_scaler import GradScaler
+    from xrank.gradients.norms import clip_grad_norm, grad_norm
     from xrank.gradients.plans.marks import mark
     from xrank.gradients.plans.plan import GradientPlan
     from xrank.gradients.sharding.export import export_gradients, export_optimizer_shards, load_optimizer_shards
@@ -21,30 +23,36 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DistributedDataParallel",
+    "GradScaler",
     "GradientCheck",
     "GradientConfig",
     "GradientPlan",
     "ParameterShards",
     "Reduction",
     "check_gradients",
+    "clip_grad_norm",
     "export_gradients",
     "export_optimizer_shards",
     "finalize_model_grads",
+    "grad_norm",
     "load_optimizer_shards",
     "mark",
 ]
 
 _HOMES = {
     "DistributedDataParallel": "distributed_data_parallel",
+    "GradScaler": "loss_scaler",
     "GradientCheck": "checking.checks",
     "GradientConfig": "config",
     "GradientPlan": "plans.plan",
     "ParameterShards": "sharding.shards",
     "Reduction": "finalize",
     "check_gradients": "checking.checks",
+    "clip_grad_norm": "norms",
     "export_gradients": "sharding.export",
     "export_optimizer_shards": "sharding.export",
     "finalize_model_grads": "finalize",
+    "grad_norm": "norms",
     "load_optimizer_shards": "sharding.export",
     "mark": "plans.marks",
 }

@@ -24,8 +24,9 @@ import torch
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.buffers.buffer import GradientBuffer
+from xrank.gradients.buffers.first_values import compare_first_values
 from xrank.gradients.buffers.local_gradients import find_foreign_axis, make_foreign_fault, take_local_gradient
-from xrank.gradients.buffers.matched_parameters import find_unplanned, match_parameters
+from xrank.gradients.buffers.matched_parameters import find_frozen, find_unplanned, match_parameters
 from xrank.gradients.buffers.nonfinite import watch
 from xrank.gradients.buffers.parameter_gather import ParameterGather
 from xrank.gradients.buffers.step_errors import make_drop_fault, make_unexchanged_error, make_unfinalized_error
@@ -36,6 +37,8 @@ from xrank.gradients.plans.marks import role_of
 from xrank.gradients.plans.mesh_places import MeshPlace
 from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan import GradientPlan
+from xrank.gradients.step_watch import watch_optimizers
+from xrank.gradients.wires.faults import GradientFault
 from xrank.gradients.wires.wire import GradientWire
 
 __all__ = ["DistributedDataParallel"]
@@ -108,12 +111,14 @@ class DistributedDataParallel(torch.nn.Module):
         self.value_listeners: list[Callable[[], None]] = []
         """Called when parameters get new values here, not by a step: holders of copies refresh them."""
         self._is_last_microbatch = True
+        self._is_first_step = True
         self._known = {id(parameter) for parameter in parameters.values()}
         self._give_main_grads()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(parameters.values())
         ]
+        watch_optimizers()
         self._gather = ParameterGather(plan, self.gradient_buffers, self.wire, self.module, parameters)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
@@ -130,6 +135,13 @@ class DistributedDataParallel(torch.nn.Module):
         finally:
             self._is_last_microbatch = before
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of this object, or else of the module, such as ``generate``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
     def start_grad_sync(self) -> None:
         """Send all remaining buckets, without waiting: for schedules that know when a backward has ended."""
         if not self.sync.is_finished:
@@ -144,11 +156,14 @@ class DistributedDataParallel(torch.nn.Module):
 
         Raises:
             GradientError: on all ranks, naming the parameter: a gradient came after its bucket had left, or is missing
-                with ``unused="error"``, or its parameter is not in the plan. Or this is the second call of the step.
+                with ``unused="error"``; its parameter is not in the plan, or was frozen since; or, in the first step,
+            replicas have different values. Or this is the second call of the step.
         """
+        faults = find_unplanned(self.module, self.plan, self._known)
+        faults += find_frozen(self.planned_parameters, self.plan.rank)
         if not self.sync.is_finished:
             self._note_kernels()
-        self.sync.finish(find_unplanned(self.module, self.plan, self._known))
+        self._exchange(faults)
         self._gather.expect()
         self.later_is_due = any(planned.later for planned in self.plan.parameters)
 
@@ -173,7 +188,7 @@ class DistributedDataParallel(torch.nn.Module):
             # A rank that finishes the step instead receives this fault; the others suppress it with all other faults.
             self.sync.faults.append(make_drop_fault(self.plan.rank))
             with suppress(GradientError):
-                self.sync.finish()
+                self._exchange([])
         else:
             self._check_exchanged()
         self._gather.catch_up()
@@ -291,6 +306,14 @@ class DistributedDataParallel(torch.nn.Module):
             want="of its module",
             next_step="copy .module, as for a moving average, and wrap the copy if its gradients are wanted",
         )
+
+    def _exchange(self, faults: list[GradientFault]) -> None:
+        """Finish the exchange; in the first step, compare the values of replicas too."""
+        if self._is_first_step and not self.sync.is_finished:
+            self.sync.start()
+            faults = faults + compare_first_values(self.planned_parameters, self.plan, self.wire)
+            self._is_first_step = False
+        self.sync.finish(faults)
 
     def _check_exchanged(self) -> None:
         if self.sync.has_begun and not self.sync.is_finished:

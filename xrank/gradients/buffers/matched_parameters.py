@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.plans.plan_maker import iter_parameters
 from xrank.gradients.wires.faults import GradientFault
 
-__all__ = ["find_unplanned", "match_parameters"]
+__all__ = ["find_frozen", "find_unplanned", "match_parameters"]
 
 
 def match_parameters(
@@ -77,6 +77,22 @@ def find_unplanned(module: torch.nn.Module, plan: GradientPlan, known: Container
         )
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and id(parameter) not in known
+    ]
+
+
+def find_frozen(parameters: Mapping[str, torch.nn.Parameter], rank: int) -> list[GradientFault]:
+    """Return a fault for each of the plan's parameters that no longer needs a gradient: weight decay would move it."""
+    return [
+        GradientFault(
+            f"{name}: it was frozen on rank {rank} after the plan was made, and optimizers still step it",
+            rank,
+            name,
+            got="requires_grad=False",
+            want="a parameter that needs a gradient, or that is not in the plan",
+            next_step="call unwrap(), freeze it, then make plan, DistributedDataParallel and optimizer again",
+        )
+        for name, parameter in parameters.items()
+        if not parameter.requires_grad
     ]
 
 

@@ -57,6 +57,8 @@ class ParameterRole:
     """Stages that hold the table; None means the first and the last one."""
     sharded: tuple[str, ...] = ()
     """Axes along which each rank holds a different part."""
+    is_cut_over_tp: bool | None = None
+    """Whether ranks along tp hold different parts, or copies; None if no source defines it."""
     reasons: Mapping[Aspect, str] = field(default_factory=dict)
     """Source of each aspect, as words that follow "because"; aspects without a source are absent."""
 
@@ -171,6 +173,7 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
         tied=tied,
         stages=marked.stages,
         sharded=sharded,
+        is_cut_over_tp=tensor_axis in sharded if tensor_axis in sharded or is_reduced or cuts.is_known else None,
         reasons=reasons,
     )
 

@@ -122,10 +122,11 @@ class GradientPlan:
         """Return every set of two or more ranks that a step of this rank exchanges with, each once.
 
         These are the ranks of buffers and of later reductions; the ranks along pp and `data_ranks`, for token counts;
-        `data_ranks` and tp, for routers; and all ranks of the mesh, for faults.
+        `data_ranks` and tp, for routers; the ranks along tp, for norms; and all ranks of the mesh, for faults.
         """
         sets = [ranks for buffer in self.buffers for ranks in (buffer.ranks, buffer.shard_ranks, buffer.across_ranks)]
         sets += [later.ranks for parameter in self.parameters for later in parameter.later]
+        sets += [parameter.tensor_ranks for parameter in self.parameters]
         sets += [self.ranks_along("pp"), self.data_ranks, self.ranks_along("tp", *DENSE_DATA_AXES)]
         sets.append(tuple(sorted(self.views.main.ranks)))
         return tuple(dict.fromkeys(ranks for ranks in sets if len(ranks) > 1))

@@ -62,6 +62,10 @@ class PlannedParameter:
     """This rank's range of its flattened elements, stop exclusive: the elements that are right after the collective and
     that this rank's optimizer steps. All elements without the distributed optimizer."""
     reasons: tuple[str, ...]
+    tensor_ranks: tuple[int, ...] = ()
+    """This rank and the ranks that differ from it along tp, or etp of experts, ascending."""
+    is_cut_over_tp: bool | None = None
+    """Whether these hold different parts of the parameter, or copies; None if no source defines it."""
 
     @property
     def numel(self) -> int:

@@ -203,6 +203,8 @@ def _plan_parameter(
         offset=0,
         owned=(0, local.numel()),
         reasons=tuple(why for why in role.reasons.values() if not any(why in one.reason for one in later)),
+        tensor_ranks=place.ranks((place.tensor_axis(role.is_expert),), role.is_expert),
+        is_cut_over_tp=role.is_cut_over_tp,
     )
     # Without shards the later sum covers whole gradients, and no place in a buffer matters.
     over_tp = tuple(one.operation for one in later if one.kind == "tensor" and config.use_distributed_optimizer)

@@ -12,7 +12,7 @@ One step, on all ranks alike::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,9 @@ from xrank.errors import GradientError, UsageError
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan_entries import PlannedParameter
+from xrank.gradients.step_watch import ATTACHED, OWNED
 
-__all__ = ["OwnedSlice", "ParameterShards", "find_slice", "list_owned_slices"]
-
-_ATTRIBUTE = "xrank_owned"
+__all__ = ["OwnedSlice", "ParameterShards", "find_shards", "find_slice", "list_owned_slices"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +96,7 @@ class ParameterShards:
 
     Shards share the module's memory if gradients and parameters have one dtype. If gradients are wider, a shard is a
     copy in the gradients' dtype: the optimizer steps the copy, and the parameter gets its rounded values. The norm of
-    one rank's shards is not the norm of the model: sum the squares over the ranks first.
+    one rank's shards is not the norm of the model: see `grad_norm` and `clip_grad_norm`.
 
     Args:
         models: one model, or several.
@@ -112,9 +111,10 @@ class ParameterShards:
     def __init__(self, models: DistributedDataParallel | Sequence[DistributedDataParallel]) -> None:
         self.slices = list_owned_slices(models)
         """Slices by name, in the order of the shards."""
-        self._models = tuple(dict.fromkeys(one.model for one in self.slices.values()))
+        self.models = tuple(dict.fromkeys(one.model for one in self.slices.values()))
+        """The models, each once."""
         self._shards = {name: _shard(one) for name, one in self.slices.items()}
-        for model in self._models:
+        for model in self.models:
             model.value_listeners.append(self.refresh)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -127,6 +127,52 @@ class ParameterShards:
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Return the shards."""
         yield from self._shards.values()
+
+    def map_groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
+        """Return an optimizer's parameter groups with the shards in the place of the models' parameters.
+
+        Shards of the distributed optimizer are flat. So write groups by the parameters' own names and shapes, such as
+        weight decay for those of two dims or more, and map them here.
+
+        Args:
+            groups: parameters, or dicts with ``params``, as an optimizer takes them.
+
+        Raises:
+            UsageError: a parameter does not belong to the models, or needs no gradient.
+
+        Example:
+            >>> from xrank.gradients import ParameterShards
+            >>> decayed = [p for p in ddp.module.parameters() if p.ndim > 1]  # ddp: a module on one rank
+            >>> groups = ParameterShards(ddp).map_groups([{"params": decayed, "weight_decay": 0.1}])
+            >>> [len(group["params"]) for group in groups]
+            [1]
+        """
+        found = {
+            id(one.model.planned_parameters[one.planned.name]): self._shards[name] for name, one in self.slices.items()
+        }
+        listed = list(groups)
+        made = (
+            [dict(group) for group in listed]
+            if all(isinstance(group, dict) for group in listed)
+            else [{"params": listed}]
+        )
+        for group in made:
+            given = group["params"]
+            mapped = []
+            for entry in [given] if isinstance(given, torch.Tensor) else given:
+                name, parameter = entry if isinstance(entry, tuple) else (None, entry)
+                shard = found.get(id(parameter))
+                if shard is None:
+                    raise UsageError(
+                        f"{name or 'a parameter'} of a group is not one that these models train",
+                        tensor=name,
+                        got=f"a tensor of shape {list(parameter.shape)}",
+                        want="parameters of the wrapped modules that need a gradient",
+                        next_step="leave frozen parameters out of the groups, and wrap the module that the groups name",
+                    )
+                mapped.append(shard if name is None else (name, shard))
+            group["params"] = mapped
+        return made
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer call `give_gradients` before each of its steps, and `take_parameters` after it.
@@ -143,6 +189,7 @@ class ParameterShards:
                     want="shards.parameters() or shards.named_parameters()",
                     next_step="construct the optimizer over the shards",
                 )
+        ATTACHED[optimizer] = self
         optimizer.register_step_pre_hook(self._run_before_step)
         optimizer.register_step_post_hook(self._run_after_step)
 
@@ -169,7 +216,7 @@ class ParameterShards:
             # Shards of the module's dtype share its memory, so that only wider copies are written back.
             if values.dtype != shard.dtype:
                 values.copy_(shard)
-        for model in self._models:
+        for model in self.models:
             model.start_param_sync()
 
     @torch.no_grad()
@@ -198,9 +245,15 @@ class ParameterShards:
         self.take_parameters()
 
 
+def find_shards(optimizer: torch.optim.Optimizer) -> ParameterShards | None:
+    """Return the shards that are attached to an optimizer; None without any."""
+    found: ParameterShards | None = ATTACHED.get(optimizer)
+    return found
+
+
 def find_slice(parameter: torch.Tensor) -> OwnedSlice | None:
     """Return the slice of a shard; None for another tensor."""
-    found: OwnedSlice | None = getattr(parameter, _ATTRIBUTE, None)
+    found: OwnedSlice | None = getattr(parameter, OWNED, None)
     return found
 
 
@@ -218,5 +271,5 @@ def _make_moved_error(one: OwnedSlice) -> GradientError:
 def _shard(one: OwnedSlice) -> torch.nn.Parameter:
     # Without a conversion `to` returns the parameter's own memory.
     shard = torch.nn.Parameter(one.values().to(one.planned.grad_dtype))
-    setattr(shard, _ATTRIBUTE, one)
+    setattr(shard, OWNED, one)
     return shard

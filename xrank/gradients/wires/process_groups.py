@@ -56,7 +56,7 @@ def make_groups(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None
 
     Args:
         wanted: sets of ranks that contain this rank: ``GradientPlan.groups()``.
-        timeout_seconds: timeout of the collectives of new groups; torch's default when None.
+        timeout_seconds: timeout of the collectives of new groups; the world's when None.
 
     Raises:
         UsageError: there is no world.
@@ -76,7 +76,7 @@ def make_groups(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None
     sets_by_rank = [[tuple(ranks) for ranks in json.loads(text)] for text in exchange_texts(json.dumps(sorted(own)))]
     _check_sets(sets_by_rank, world_size)
     made = _made.setdefault(world, {})
-    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    timeout = _world_timeout(world) if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     for ranks in sorted({ranks for sets in sets_by_rank for ranks in sets}):
         if len(ranks) < world_size and ranks not in made:
             # Ranks outside of the set call this too, in the same order: torch names groups by counting them.
@@ -84,6 +84,12 @@ def make_groups(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None
     # torch returns a stand-in for groups without this rank, which must not be used.
     found = {ranks: group for ranks, group in made.items() if rank in ranks}
     return ProcessGroups({**found, tuple(range(world_size)): world})
+
+
+def _world_timeout(world: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout that the caller gave to the world; new groups would get torch's own, half an hour."""
+    options = getattr(world._get_backend(world_device()), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def world_device() -> torch.device:
