@@ -77,10 +77,27 @@ def _compare(cell: Cell, root: Path, ended: subprocess.CompletedProcess[str]) ->
 
 def _compare_models(family: Family, out: Path, reference: Path, base: Path) -> Iterator[str]:
     """Yield every difference between two model folders."""
-    yield from _compare_tensors(_read_tensors(out, "model"), _read_tensors(reference, "model"))
+    yield from _compare_tensors(
+        _read_tensors(out, "model"), _name_as_trainer(_read_tensors(reference, "model"), reference)
+    )
     got, loading = load_model(family, out, output_loading_info=True, dtype=torch.float32)
     yield from (f"from_pretrained: {kind} {sorted(map(str, names))[:3]}" for kind, names in loading.items() if names)
     yield from _compare_outputs(family, got, load_model(family, reference, dtype=torch.float32))
+
+
+def _name_as_trainer(want: dict[str, torch.Tensor], reference: Path) -> dict[str, torch.Tensor]:
+    """Return the reference's tensors under the names in the Trainer's own model file, if these are older ones.
+
+    Within ZeRO-3, from_pretrained counts LayerNorm.gamma as converted although the file had none, and the Trainer's
+    save_pretrained writes it.
+    """
+    old = {
+        n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): n for n in want
+    }
+    files = [path.parent for path in (reference.parent / "run").rglob("model*.safetensors")]
+    if files and _read_tensors(files[0], "model").keys() == old.keys():
+        return {name: want[new] for name, new in old.items()}
+    return want
 
 
 def _compare_adapters(family: Family, out: Path, reference: Path, base: Path) -> Iterator[str]:

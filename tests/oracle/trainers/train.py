@@ -167,10 +167,6 @@ def write_reference(model: nn.Module, state: dict[str, torch.Tensor], folder: Pa
     assert not untied, f"the trainer gathered no {untied}"
     for name, tensor in state.items():
         assert torch.equal(fresh.state_dict()[name], tensor), f"{name} is tied and the ranks hold two values"
-    if hasattr(model, "_weight_conversions"):
-        # save_pretrained undoes what from_pretrained converted; within ZeRO-3 that counts old names (LayerNorm.gamma)
-        # as converted, also where the file had none, so that the Trainer writes them, too.
-        fresh._weight_conversions = model._weight_conversions
     if model.can_generate():
         fresh.generation_config = model.generation_config
     fresh.save_pretrained(folder)
