@@ -56,7 +56,7 @@ def check(*arguments: object) -> dict[str, Any]:
 def test_list_and_show() -> None:
     report = json.loads(run("recipe", "list", "--json").stdout)
     assert [row["name"] for row in report["recipes"]] == [*list_shipped_recipes()]
-    assert "  torchtitan, llama, 12 rules\n" in run("recipe", "list").stdout
+    assert "  torchtitan, llama, 16 rules\n" in run("recipe", "list").stdout
     shown = run("recipe", "show", "megatron-qwen2")
     assert (shown.exit_code, shown.stdout) == (0, read_shipped_text("megatron-qwen2"))
     refusal(run("recipe", "show", "own", "--json"), "UsageError", says=["is called own", "run: xrank recipe list"])
