@@ -93,7 +93,7 @@ def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tens
             UsageError,
             r"(?m)no recipe fits its names$",
         ),
-        (lambda t, c: (t, {**c, "model_type": "gemma"}), UsageError, "which recipe its names are of is not clear"),
+        (lambda t, c: (t, {**c, "model_type": "cohere"}), UsageError, "which recipe its names are of is not clear"),
         (
             lambda t, c: (t, {k: v for k, v in c.items() if k != "vocab_size"}),
             UsageError,

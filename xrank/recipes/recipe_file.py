@@ -158,7 +158,12 @@ def load_shipped_recipes() -> tuple[Recipe, ...]:
 def load_recipes_for(names: Iterable[str]) -> tuple[Recipe, ...]:
     """Return the shipped recipes that may know any of these training names; the other files are not parsed."""
     words = {name.partition(".")[0] for name in names}
-    return tuple(load_shipped_recipe(name) for name in read_shipped() if not words.isdisjoint(_first_words(name)))
+    # Hugging Face's own names have a head, too: it calls for a recipe only among names that are all the recipe's.
+    return tuple(
+        load_shipped_recipe(name)
+        for name in read_shipped()
+        if words & _first_words(name) - {"lm_head"} or words <= _first_words(name)
+    )
 
 
 @lru_cache(maxsize=32)
