@@ -238,12 +238,18 @@ class ReaderContract:
     def test_paths_in_metadata_do_not_leave_the_folder(self, source: SampleSource) -> None:
         wrong = []
         for change in escaping_paths(self.files(source)):
+            if not self.follows_names_in(change.file):
+                continue
             error, is_right = self._gather_after(source, change)
             if not (isinstance(error, (UnsafeError, CorruptError)) and _is_named(error)):
                 wrong.append(f"{change.what}: {type(error).__name__}: {error}, right bytes: {is_right}")
         assert not wrong, "\n".join(wrong[:20])
 
     # ---- helpers
+
+    def follows_names_in(self, file: Path) -> bool:
+        """Return whether the reader uses every name of a file that stands in this file. Override it for stale names."""
+        return True
 
     def _gather(self, made: SampleSource, out: Path) -> None:
         gather_checkpoint(made.path, out, format=self.reader.name, base_model=made.base_model, recipe=self.recipe)
