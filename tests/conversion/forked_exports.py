@@ -141,13 +141,16 @@ def _be_rank(job: dict[str, Any], rank: int, number: int, port: int, board: Boar
         if board.struck is not None:
             said[-1]["seconds_after"] = time.monotonic() - board.struck
     gc.collect()  # what an error's frames held
-    left = open_files().values()
+    left = [name for name in open_files().values() if "xrank" in name]
     dist.destroy_process_group()
+    gc.collect()
+    # A rank that had to wait for another watches it by a pidfd for as long as their group lives.
+    left += [name for name in open_files().values() if "pidfd" in name]
     return {
         **said[-1],
         "first": said[0],
         "seen": seen,
-        "left": [name for name in left if "xrank" in name or "pidfd" in name],
+        "left": left,
     }
 
 

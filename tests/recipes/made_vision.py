@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -73,8 +74,9 @@ def tiny_vision(family: str, **changes: Any) -> torch.nn.Module:
         family: its model type.
         changes: other values of its text_config.
     """
-    options = {**VISION_FAMILIES[family], "tie_word_embeddings": False}
-    options["text_config"] = {**options["text_config"], **changes}
+    # transformers fills in the dicts of a config in place, and families share some.
+    options = {**copy.deepcopy(VISION_FAMILIES[family]), "tie_word_embeddings": False}
+    options["text_config"] = {**options["text_config"], **copy.deepcopy(changes)}
     model = tiny_of(family, options)
     for name, tensor in model.named_parameters():
         if name.endswith(("cls_token", "position_embeddings")):
