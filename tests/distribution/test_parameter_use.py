@@ -1,4 +1,4 @@
-"""What users of torch do with laid out models beside plain steps."""
+"""Uses of laid out models beside plain steps: branches, recomputation, states, options that are refused."""
 
 import copy
 
@@ -160,3 +160,15 @@ def test_states_are_saved_gathered_and_loaded(tmp_path, rank):
     torch.testing.assert_close(model[1].running_mean, whole[1].running_mean)
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
         model.load_state_dict({**other.state_dict(), "0.weight": torch.ones(5, 4)})
+
+
+@pytest.mark.ranks(2)
+def test_the_state_of_a_replicated_model_is_plain(rank):
+    """It may be saved, and loaded into the same model in one process."""
+    whole = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    model = DataParallel().distribute_module(copy.deepcopy(whole))
+    model(torch.randn(4, 4).chunk(2)[rank])
+    state = model.state_dict()
+    assert all(not isinstance(tensor, DTensor) for tensor in state.values())
+    whole.load_state_dict(state)
+    assert whole[1].running_mean.equal(model[1].running_mean)

@@ -144,7 +144,7 @@ class Distribution:
         """Check that all rules were used."""
 
     def _surround(self, root: nn.Module, parameters: list[nn.Parameter], torch_mesh: TorchMesh) -> None:
-        """Replicate buffers, average gradients along the batch axis, and surround all calls and states."""
+        """Replicate buffers, average gradients along the batch axis, and surround all calls."""
         axis = self.device_mesh.axis_names.index(self.batch_dim_name)
         for buffer in root.buffers():
             replicate(buffer, torch_mesh)
@@ -152,7 +152,6 @@ class Distribution:
         entrance = Entrance(torch_mesh, self.batch_dim_name)
         for module in root.modules():
             entrance.stand_before(module)
-            convert_states(module, torch_mesh)
 
 
 class DataParallel(Distribution):
@@ -282,6 +281,7 @@ class ModelParallel(Distribution):
                 self._surround(root, list(root.parameters()), torch_mesh)
                 for module in root.modules():
                     self._lay_out_output(module, outputs.get(module))
+                    convert_states(module, torch_mesh)
         return {rule for rule in (*rules, *outputs.values()) if rule is not None}
 
     def _lay_out_output(self, module: nn.Module, rule: str | None) -> None:

@@ -312,8 +312,8 @@ class DistributedDataParallel(torch.nn.Module):
         if self._is_first_step and not self.sync.is_finished:
             self.sync.start()
             faults = faults + compare_first_values(self.planned_parameters, self.plan, self.wire)
-            self._is_first_step = False
         self.sync.finish(faults)
+        self._is_first_step = False  # after a fault of any rank all of them compare again
 
     def _check_exchanged(self) -> None:
         if self.sync.has_begun and not self.sync.is_finished:
