@@ -1,4 +1,4 @@
-"""What xrank needs of packages that it does not install by itself.
+"""Checks that optional packages, such as torch, are installed.
 
 Checkpoints on disk are gathered, checked and cut anew without torch. Calls that take or return torch's tensors check
 first that torch is there, before ranks meet or anything is written.

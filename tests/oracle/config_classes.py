@@ -80,7 +80,7 @@ def make_model_configs() -> Iterator[tuple[str, PreTrainedConfig]]:
     _import_all("transformers.models", "configuration_")
     classes = sorted(_subclasses(PreTrainedConfig), key=_name)
     for name, config in _instances(classes):
-        # What from_pretrained leaves on configs of quantized and remote models.
+        # from_pretrained leaves these on configs of quantized and remote models.
         config.quantization_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
         config.auto_map = {"AutoConfig": "configuration_own.OwnConfig"}
         config.unknown_key = {"nested": [1, (2.5, None)], "size": torch.Size([2])}

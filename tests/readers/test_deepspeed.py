@@ -328,7 +328,7 @@ def test_inspect(tmp_path):
     assert "rank 1 of 3 left no" in shown and "exit 3" in shown
 
 
-# ---- what is refused
+# ---- refusals
 
 TAG = "global_step2"
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipelines and experts: what is gathered, and what is refused."""
+"""DeepSpeed's pipelines and experts: gathers and refusals."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_base_model_and_a_recipe_name_a_pipeline(tmp_path):
     assert_same(got, {names[name]: tensor for name, tensor in model.expected.items()})
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def layer(run: Path, number: int) -> Path:

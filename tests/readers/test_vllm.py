@@ -1,4 +1,4 @@
-"""vLLM's sharded_state, cut as its layers cut: what is gathered, and what is refused."""
+"""vLLM's sharded_state, cut as its layers cut: gathers and refusals."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_pipeline_stages(tmp_path):
     refused(tmp_path / "state", IncompleteError)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def refused(source: Path, kind: type[XrankError], *words: str) -> None:

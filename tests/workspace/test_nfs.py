@@ -364,7 +364,7 @@ def test_modelopts_states_are_refused_by_name_where_a_run_is_known(tmp_path, env
         known.read_configs_and_weights_from_rank(1)
     assert raised.value.rank == 1 and raised.value.file == str(tmp_path / "rank_1_state.pth")
     assert "job7" in raised.value.want and 'run_id=""' in raised.value.next_step
-    # What the error advises: the caller vouches for the directory.
+    # Follow the error's advice: the caller vouches for the directory.
     without = NFSWorkspace(tmp_path, rank=0, world_size=2, run_id="")
     assert without.run_id is None
     assert without.read_configs_and_weights_from_rank(1)[0] == {"layers": [1]}

@@ -1,6 +1,6 @@
 """Explain a kind of tensors by kinds of the other model: as one of them, or as several of them, fused.
 
-Of each kind one tensor is looked at, of a middle layer. Its lines (rows or columns) are searched among those of the
+One tensor of each kind is compared, that of a middle layer. Its lines (rows or columns) are searched among those of the
 other kinds. A kind is explained if the lines of one or several others fill it.
 """
 

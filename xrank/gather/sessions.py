@@ -108,7 +108,7 @@ class Session:
             circle = meet(meeting) if path is None else meet_across_hosts(meeting)
             self._has_failed_to_meet = False
         except RankFailedError:
-            # Of ranks that waited for each other, another may have been the first to notice.
+            # Ranks may have waited for each other, and another of them may have noticed it first.
             meeting.raise_if_confirmed()
             raise
         finally:

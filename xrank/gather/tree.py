@@ -48,7 +48,7 @@ _MAPPINGS: dict[str, type] = {"OrderedDict": OrderedDict, "Counter": Counter, "d
 _FACTORIES: dict[str, type] = {
     kind.__name__: kind for kind in (bool, dict, float, frozenset, int, list, set, str, tuple)
 }
-"""What a defaultdict may call for a missing key."""
+"""Classes that a defaultdict may call for a missing key, by name."""
 _PURE_PATHS: dict[str, type[PurePosixPath | PureWindowsPath]] = {
     "PurePosixPath": PurePosixPath,
     "PureWindowsPath": PureWindowsPath,

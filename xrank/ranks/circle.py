@@ -257,7 +257,7 @@ class Circle:
         try:
             self._sleep_until(is_over, sources, call, deadline, look_out, first_tick_seconds, sleep)
         except RankFailedError:
-            # Of ranks that waited for each other, another may have been the first to notice.
+            # Ranks may have waited for each other, and another of them may have noticed it first.
             look_out.raise_if_confirmed()
             raise
         finally:

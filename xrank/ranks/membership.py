@@ -213,7 +213,7 @@ class Membership:
 
 
 class _Count:
-    """What was read of another host's rank."""
+    """The last number of a rank of another host, and the reads that found it unchanged."""
 
     def __init__(self) -> None:
         self.number: str | None = None

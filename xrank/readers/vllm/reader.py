@@ -195,7 +195,7 @@ def _refuse_kernel_forms(folder: str, ranks: Sequence[_Parameters]) -> None:
         )
     if _EMBEDDING in names and not any(name.endswith(_BY_COLUMNS) for name in names):
         raise UsageError(
-            f"{folder} holds no linear layer: vLLM packs them on a CPU, and does not save what it packed",
+            f"{folder} holds no linear layer: vLLM packs them on a CPU, and does not save packed layers",
             file=folder,
             got=list_text(sorted(name for name in names if not is_left_out(name)), 3),
             want="parameters such as model.layers.0.self_attn.o_proj.weight",
