@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 __all__ = ["Run", "chunk_state", "whole_model", "write_config", "write_dist", "write_legacy"]
 
 TOWER = re.compile(r"visual\.|vision_|multi_modal_projector\.")
+LINEAR = re.compile(r"decoder\.|projection\.encoder\.|projector\.proj\.|mm_input_projection\.weight")
+"""Within a tower: Megatron's own layers, which tensor parallelism cuts."""
 HIDDEN, FFN, HEADS, GROUPS, HEAD, VOCAB, EXPERTS = 8, 12, 4, 2, 2, 16, 4
 
 
@@ -149,7 +151,7 @@ def whole_model(run: Run) -> dict[str, torch.Tensor]:
 
 def part_of(name: str, tensor: torch.Tensor, run: Run, tp: int) -> torch.Tensor:
     """Return a tensor-parallel rank's part."""
-    if TOWER.match(name) and ".decoder." not in name and "projection.encoder." not in name:
+    if TOWER.match(name) and not LINEAR.search(name):
         return tensor.clone()  # Hugging Face's own module, which each rank has
     packed = next((rows for own, rows in run.packed.items() if own in name and not name.endswith("_weight")), None)
     if packed is not None:

@@ -48,12 +48,15 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {**_HALF_TEXT, "model_type": "qwen2"},
         "vision_config": {**_LAYERED, "attention_bias": True, "image_size": [8, 8], "patch_size": [2, 2]},
     },
+    "gemma3": {
+        "text_config": _TEXT, "vision_config": {**_LAYERED, "vision_use_head": False}, "mm_tokens_per_image": 4,
+    },
 }  # fmt: skip
-VISION_RECIPES = {
-    *(family.replace("_", "-") for family in VISION_FAMILIES), "internvl-chat", "qwen3-vl-moe-hub"
-}  # fmt: skip
+_RECIPES = {"internvl-chat": "internvl", "qwen3-vl-moe-hub": "qwen3_vl_moe", "gemma3-vl": "gemma3"}
+"""Recipe -> family, where one does not follow from the other."""
+VISION_RECIPES = {*_RECIPES, *(family.replace("_", "-") for family in VISION_FAMILIES if family != "gemma3")}
 VISION_EXPERTS = ("qwen3_vl_moe", "glm4v_moe")
-MEGATRON_TOWERS = ("qwen2_5_vl", "internvl")
+MEGATRON_TOWERS = ("qwen2_5_vl", "internvl", "gemma3")
 """Families for which mbridge makes a vision tower of Megatron's layers."""
 
 _INNER = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
@@ -64,19 +67,23 @@ _KEPT = {
     "glm4v": {"model.visual.": "vision_model."},
     "glm4v_moe": {"model.visual.": "visual."},
     "mistral3": {"vision_tower.": "vision_tower.", "multi_modal_projector.": "multi_modal_projector."},
+    "gemma3": {"vision_tower.": "vision_tower.", "multi_modal_projector.": "multi_modal_projector."},
 }
 
 
-def tiny_vision(family: str, **changes: Any) -> torch.nn.Module:
+def tiny_vision(family: str, *, is_headed: bool = False, **changes: Any) -> torch.nn.Module:
     """Return a tiny vision-language model with values of a seed of its own.
 
     Args:
         family: its model type.
+        is_headed: whether Siglip's tower has its pooling head.
         changes: other values of its text_config.
     """
     # transformers fills in the dicts of a config in place, and families share some.
     options = {**copy.deepcopy(VISION_FAMILIES[family]), "tie_word_embeddings": False}
     options["text_config"] = {**options["text_config"], **copy.deepcopy(changes)}
+    if is_headed:
+        options["vision_config"]["vision_use_head"] = True
     model = tiny_of(family, options)
     for name, tensor in model.named_parameters():
         if name.endswith(("cls_token", "position_embeddings")):
@@ -94,17 +101,43 @@ def as_megatron_vision(model: torch.nn.Module, *, is_kept: bool = True, **option
     """
     family, state = model.config.model_type, saved(model)
     text = _split_fused(_renamed(state, _INNER))
+    if family == "gemma3":
+        text, behind = _gemma_norms(text)
     language = megatron_state(model.config.text_config, text, **options)
     for name, tensor in text.items():  # GLM's norms behind attention and block
         if name.endswith(("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")):
             language[name.replace("model.", "decoder.", 1)] = tensor
+    if family == "gemma3":
+        language |= behind
     made = {f"language_model.{name}": tensor for name, tensor in language.items()}
     if family == "internvl":
         return made | _internvl_tower(state, model.config.vision_config)
     if not is_kept and family == "qwen2_5_vl":
         return made | _qwen_tower(state, model.config.vision_config)
     tower = {name: tensor for name, tensor in state.items() if name.startswith(tuple(_KEPT[family]))}
-    return made | _renamed(tower, _KEPT[family])
+    tower = _renamed(tower, _KEPT[family])
+    if family == "gemma3":
+        tower["multi_modal_projector.proj.weight"] = tower.pop("multi_modal_projector.mm_input_projection_weight").T
+        tower["multi_modal_projector.mm_soft_embed_norm.weight"] = tower.pop(
+            "multi_modal_projector.mm_soft_emb_norm.weight"
+        )
+    return made | tower if is_kept else _gemma_tower(made | tower, model.config.vision_config)
+
+
+def _gemma_norms(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the tensors with the norms before blocks as other families name them, and those behind as Bridge does."""
+    kept, behind = {}, {}
+    names = {
+        "post_attention_layernorm": "self_attention.linear_proj.post_layernorm",
+        "post_feedforward_layernorm": "mlp.linear_fc2.post_layernorm",
+    }
+    for name, tensor in state.items():
+        own = next((own for own in names if own in name), None)
+        if own is not None:
+            behind[name.replace("model.", "decoder.", 1).replace(own, names[own])] = tensor
+        else:
+            kept[name.replace("pre_feedforward_layernorm", "post_attention_layernorm")] = tensor
+    return kept, behind
 
 
 def _renamed(state: dict[str, torch.Tensor], prefixes: dict[str, str]) -> dict[str, torch.Tensor]:
@@ -197,7 +230,9 @@ def vision_forms(name: str) -> Iterator[tuple[dict[str, Any], Tensors, Tensors]]
     Args:
         name: the recipe's, without ``megatron-``.
     """
-    family = {"internvl-chat": "internvl", "qwen3-vl-moe-hub": "qwen3_vl_moe"}.get(name, name.replace("-", "_"))
+    family = {"internvl-chat": "internvl", "qwen3-vl-moe-hub": "qwen3_vl_moe", "gemma3-vl": "gemma3"}.get(
+        name, name.replace("-", "_")
+    )
     # The language models of these have other biases, too.
     changes = {"attention_bias": True} if family in ("qwen3_vl", "qwen3_vl_moe", "glm4v_moe") else {}
     model = tiny_vision(family, **changes)
@@ -205,6 +240,11 @@ def vision_forms(name: str) -> Iterator[tuple[dict[str, Any], Tensors, Tensors]]
     if family == "mistral3":
         expected |= {f"multi_modal_projector.linear_{n}.bias": torch.randn(24) for n in (1, 2)}
         config["multimodal_projector_bias"] = True
+    if family == "gemma3":
+        headed = tiny_vision(family, is_headed=True)
+        for place in ("vision_tower.", "vision_tower.vision_model."):
+            theirs = _renamed(as_megatron_vision(headed), {"vision_tower.": place})
+            yield config_of(headed), saved(headed), theirs
     for theirs in _forms(model):
         if family == "mistral3":
             theirs |= {key: tensor for key, tensor in expected.items() if "projector" in key and "bias" in key}
@@ -224,6 +264,11 @@ def _forms(model: torch.nn.Module) -> Iterator[Tensors]:
     yield split_gated(as_megatron_vision(model, is_kept=False))
     if family == "qwen2_5_vl":
         yield as_megatron_vision(model, is_kept=False)
+    if family == "gemma3":
+        made = as_megatron_vision(model, is_kept=False)
+        norms = ("mm_input_projection.layer_norm_", "mm_soft_emb_norm.")
+        yield {name.replace(*norms): tensor for name, tensor in made.items()}
+        yield _renamed(as_megatron_vision(model), {"vision_tower.": "vision_tower.vision_model."})
     if family == "glm4v":
         made = as_megatron_vision(model)
         yield {re.sub("^vision_model", "visual", name): tensor for name, tensor in made.items()}
@@ -280,4 +325,32 @@ def _as_chat(state: Tensors) -> Tensors:
             made[name.replace(".attention.q_proj.", ".attn.qkv.")] = torch.cat(parts)
         elif not re.match(r"vision_model\..*\.attention\.[kv]_proj\.", name):
             made[name] = tensor
+    return made
+
+
+def _gemma_tower(tensors: Tensors, config: Any) -> Tensors:
+    """Return the tensors of Megatron-Bridge's Gemma 3 as mbridge has them: a tower of Megatron's layers."""
+    names = {
+        "vision_tower.embeddings.patch_embedding.": "vision_model.conv1.",
+        "vision_tower.embeddings.position_embedding.": "vision_model.position_embeddings.",
+        "vision_tower.post_layernorm.": "vision_model.ln_post.",
+        "multi_modal_projector.proj.": "vision_projection.mm_input_projection.",
+        "multi_modal_projector.mm_soft_embed_norm.": "vision_projection.mm_input_projection.layer_norm_",
+    }
+    made: Tensors = {}
+    for name, tensor in _renamed(tensors, names).items():
+        name = name.replace("self_attention.linear_proj.post_layernorm", "post_attention_layernorm")
+        name = name.replace("mlp.linear_fc2.post_layernorm", "post_feedforward_layernorm")
+        if not name.startswith("vision_tower."):
+            made[name] = tensor
+    for i in range(config.num_hidden_layers):
+        ours, its = f"vision_tower.encoder.layers.{i}", f"vision_model.decoder.layers.{i}"
+        for kind in ("weight", "bias"):
+            made[f"{its}.self_attention.linear_qkv.layer_norm_{kind}"] = tensors[f"{ours}.layer_norm1.{kind}"]
+            made[f"{its}.mlp.linear_fc1.layer_norm_{kind}"] = tensors[f"{ours}.layer_norm2.{kind}"]
+            parts = [tensors[f"{ours}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
+            made[f"{its}.self_attention.linear_qkv.{kind}"] = _by_head(parts, config.num_attention_heads)
+            made[f"{its}.self_attention.linear_proj.{kind}"] = tensors[f"{ours}.self_attn.out_proj.{kind}"]
+            for number in (1, 2):
+                made[f"{its}.mlp.linear_fc{number}.{kind}"] = tensors[f"{ours}.mlp.fc{number}.{kind}"]
     return made

@@ -20,6 +20,7 @@ from tests.recipes.test_model_families import ARGS, assert_equal
 from xrank import gather_checkpoint
 
 MIXED = VISION_EXPERTS
+RENAMED = {"gemma3": "gemma3-vl"}
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,7 +42,7 @@ def test_a_folder_that_transformers_loads(tmp_path: Path, family: str) -> None:
     model = model_of(family)
     source = leave(tmp_path / "ws", as_megatron_vision(model, vocab=48), config_of(model))
     report = gather_checkpoint(source, tmp_path / "out")
-    assert report.source["recipe"] == f"megatron-{family.replace('_', '-')}"
+    assert report.source["recipe"] == f"megatron-{RENAMED.get(family, family).replace('_', '-')}"
     assert_equal(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"), saved(model))
     loaded, told = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"]
@@ -76,17 +77,19 @@ def test_the_hubs_layout_of_experts(tmp_path: Path) -> None:
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "is_kept"), [*((family, family not in MEGATRON_TOWERS) for family in VISION_FAMILIES), ("gemma3", True)]
+)
 @pytest.mark.parametrize("write", [write_legacy, write_dist])
-def test_checkpoints_of_many_ranks(tmp_path: Path, family: str, write: Any) -> None:
+def test_checkpoints_of_many_ranks(tmp_path: Path, family: str, is_kept: bool, write: Any) -> None:
     changes = {"num_hidden_layers": 4}
     model = model_of(family, **changes)
-    tensors = as_megatron_vision(model, vocab=40, is_kept=family not in MEGATRON_TOWERS)
+    tensors = as_megatron_vision(model, vocab=40, is_kept=is_kept)
     config = config_of(model)
     has_experts = family in VISION_EXPERTS
     run = Run(tp=2, pp=2, ep=2 if has_experts else 1, chunks=((2, 2),), has_experts=has_experts)
     run = replace(run, args=args_of(config))
-    if family == "internvl":
+    if family in ("internvl", "gemma3"):
         run = replace(run, plain=("vision_",))
     write(tmp_path / "ckpt", run, tensors)
     (tmp_path / "ckpt" / "config.json").write_text(json.dumps(config))
@@ -101,4 +104,6 @@ def args_of(config: dict[str, Any]) -> dict[str, Any]:
     args = {its: text[ours] for ours, its in ARGS.items() if ours in text}
     head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     args |= {"group_query_attention": True, "padded_vocab_size": 40, "vocab_size": 37, "kv_channels": head}
+    if text["model_type"] == "gemma3_text":
+        args |= {"swiglu": False, "gated_linear_unit": True, "apply_layernorm_1p": True, "qk_layernorm": True}
     return args | {"position_embedding_type": "mrope" if "mrope_section" in str(text) else "rope"}

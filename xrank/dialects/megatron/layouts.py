@@ -58,6 +58,7 @@ _RULES: Sequence[tuple[str, str]] = (
     (r"mtp\.layers\.\d+\.eh_proj\.weight", "[h/tp, two]"),
     (rf"{_LAYER}(?:input|pre_mlp|post_self_attn|post_mlp)_layernorm\.(?:weight|bias)", "[h]"),
     (rf"{_LAYER}ls[12]", "[h]"),
+    (r"(?:vision_projection\.mm_input_projection|multi_modal_projector\.proj)\.weight", "[h/tp, c]"),
     # Mamba's mixer, and the gated delta net (ssm/mamba_mixer.py, ssm/gated_delta_net.py); `layout_of_packed` has what
     # holds several projections side by side.
     (rf"{_LAYER}norm\.(?:weight|bias)", "[h]"),
