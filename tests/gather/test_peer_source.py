@@ -4,6 +4,7 @@ import ctypes
 import gc
 import json
 import os
+import resource
 import select
 import socket
 import subprocess
@@ -480,7 +481,7 @@ def test_invalid_descriptions_of_offers_are_refused(change):
 
 @pytest.mark.parametrize("limit, most", [(20, 16), (400, 100), (1 << 20, 1024), (-1, 1024)])
 def test_as_many_readers_as_the_limit_of_descriptors_lets(monkeypatch, limit, most):
-    monkeypatch.setattr(peer_service.resource, "getrlimit", lambda which: (limit, limit))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     with closing(MemoryOffer(views())) as offer:
         assert offer._service._max_guests == most
 

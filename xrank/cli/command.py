@@ -94,8 +94,8 @@ class Output:
         sys.exit(exit_code)
 
     def _failure_report(self, exit_code: int, error: XrankError) -> Report:
-        from xrank.conversion.report import peak_rss_nbytes
         from xrank.plan.report import Report
+        from xrank.system import peak_rss_nbytes
 
         seconds, peak = monotonic() - self._started, peak_rss_nbytes()
         return Report(

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xrank.conversion.report import peak_rss_nbytes
 from xrank.errors import UsageError
 from xrank.plan.report import CleanDetails, Report
+from xrank.system import peak_rss_nbytes
 from xrank.writers.cleaning import clean_places, list_messages, list_segments
 
 __all__ = ["clean"]

@@ -19,6 +19,7 @@ from xrank.lending.lent_model import ModelRequest, lend_model
 from xrank.making.folder_filling import make_output
 from xrank.plan.report import Report
 from xrank.public_calls import names_own_arguments
+from xrank.system import require_linux
 from xrank.teams.agreement import check_alike
 from xrank.teams.launches import find_group_team
 from xrank.teams.team import Team
@@ -102,6 +103,7 @@ def export_model(
         (4, ['model.safetensors'])
     """
     require_torch("export_model")
+    require_linux("export_model")
     path = os.fspath(out)
     check_meeting(group, timeout_seconds)
     team = find_group_team(group, path, timeout_seconds=timeout_seconds)

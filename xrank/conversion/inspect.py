@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from xrank.conversion.report import count_rank_tensors, model_facts, peak_rss_nbytes
+from xrank.conversion.report import count_rank_tensors, model_facts
 from xrank.decisions.adapters import adapt, adapter_beside
 from xrank.decisions.base_check import check_source, describe_skipped_check
 from xrank.decisions.base_model import BaseModel, open_base_model
@@ -23,6 +23,7 @@ from xrank.plan.report import InspectDetails, Report, SourceFacts
 from xrank.plan.source import StoredModel
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
+from xrank.system import peak_rss_nbytes
 from xrank.writers.companions import check_companions
 from xrank.writers.stage_inspection import inspect_stage
 

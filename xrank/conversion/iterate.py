@@ -18,6 +18,7 @@ from xrank.lending.lent_model import ModelRequest
 from xrank.making.model_tensors import ModelTensors, make_tensors
 from xrank.making.whole_tensors import split_budget
 from xrank.public_calls import errors_of, names_own_arguments
+from xrank.system import require_linux
 from xrank.teams.launches import find_group_team
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def iter_model(
         {'norm.weight': [1.0, 1.0]}
     """
     require_torch("iter_model")
+    require_linux("iter_model")
     place = os.path.join(environment.environ().get("XRANK_WORKSPACE") or os.curdir, "model")
     check_meeting(group, timeout_seconds)
     team = find_group_team(group, place, timeout_seconds=timeout_seconds)

@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from xrank.conversion.report import peak_rss_nbytes, survey_facts
+from xrank.conversion.report import survey_facts
 from xrank.decisions.layout_sources import (
     file_text,
     filter_tensors,
@@ -21,6 +21,7 @@ from xrank.layout.layout_file import write_whole
 from xrank.pictures.text_picture import share_words
 from xrank.plan.holdings import Holdings, Survey
 from xrank.plan.report import LayoutDetails, OutputFacts, Report, SourceFacts
+from xrank.system import peak_rss_nbytes
 
 __all__ = ["diff_layouts", "show_layouts", "write_page"]
 

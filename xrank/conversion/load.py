@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from xrank.conversion.report import count_outputs, peak_rss_nbytes, source_facts
+from xrank.conversion.report import count_outputs, source_facts
 from xrank.decisions.live_arguments import check_meeting, check_types
 from xrank.decisions.load_check import check_loads, describe_load
 from xrank.decisions.options import default_workers, parse_size
@@ -17,6 +17,7 @@ from xrank.plan.executor import Budget
 from xrank.plan.report import OutputFacts, ProofFacts, Report
 from xrank.public_calls import names_own_arguments
 from xrank.readers.live.module_tensors import FilledModule
+from xrank.system import peak_rss_nbytes
 from xrank.teams.agreement import check_alike, nbytes_text, path_text
 from xrank.teams.launches import find_group_team
 

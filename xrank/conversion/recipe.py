@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from xrank.conversion.report import model_facts, peak_rss_nbytes
+from xrank.conversion.report import model_facts
 from xrank.decisions.base_check import check_source
 from xrank.decisions.base_model import open_base_model
 from xrank.decisions.found_source import read_source
@@ -21,6 +21,7 @@ from xrank.plan.report import RecipeDetails, Report, SourceFacts
 from xrank.plan.source import StoredModel
 from xrank.recipes.matching import source_sides, target_sides
 from xrank.recipes.recipe_file import list_shipped_recipes, load_shipped_recipes, read_shipped_text
+from xrank.system import peak_rss_nbytes
 from xrank.words import plural
 
 __all__ = ["check_recipe", "draft_recipe", "list_recipes", "show_recipe"]

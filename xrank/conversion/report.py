@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from xrank.plan.planner import Plan
 from xrank.plan.report import FileFacts, LayoutDetails, OutputFacts, ProofFacts, Report, SourceFacts
 from xrank.plan.source import StoredModel
 from xrank.plan.windows import WINDOW_NBYTES
+from xrank.system import peak_rss_nbytes
 from xrank.words import numbers_text
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ __all__ = [
     "folder_report",
     "model_facts",
     "output_facts",
-    "peak_rss_nbytes",
     "plan_report",
     "proof_facts",
     "read_report",
@@ -106,21 +105,6 @@ def file_facts(plan: Plan) -> list[FileFacts]:
         FileFacts(name=file.output.name, nbytes=file.output.nbytes, num_tensors=len(file.tensors))
         for file in plan.files
     ]
-
-
-def peak_rss_nbytes() -> int:
-    """Return the peak resident memory of this process in bytes.
-
-    Reads /proc where it exists: getrusage also counts the program that started this one.
-    """
-    try:
-        with open("/proc/self/status", encoding="ascii") as status:
-            for line in status:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def report_text(report: Report) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from xrank.comparing.manifest_check import plan_manifest_check
 from xrank.comparing.proof import plan_proof
-from xrank.conversion.report import count_outputs, peak_rss_nbytes
+from xrank.conversion.report import count_outputs
 from xrank.decisions.base_model import BaseModel, open_base_model
 from xrank.decisions.folder_plan import read_layouts
 from xrank.decisions.options import default_workers, parse_size
@@ -22,6 +22,7 @@ from xrank.plan.executor import Budget
 from xrank.plan.report import OutputFacts, ProofFacts, Report, SourceFacts
 from xrank.public_calls import names_own_arguments
 from xrank.readers.workspace import WorkspaceReader
+from xrank.system import peak_rss_nbytes
 from xrank.teams.agreement import check_plans
 from xrank.teams.launches import find_launched_team
 from xrank.writers.manifest import MANIFEST_NAME

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from xrank import system
 from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError
 from xrank.faces import AGAIN
 
@@ -92,7 +93,7 @@ class RegularFile:
         parts: list[bytes] = []
         while offset < end:
             try:
-                part = os.pread(self.descriptor, end - offset, offset)
+                part = system.read_bytes_at(self.descriptor, end - offset, offset)
             except OSError as error:
                 raise self.origin.corrupt(f"cannot be read at byte {offset}: {error.strerror}") from error
             if not part:
@@ -115,8 +116,7 @@ def open_regular(path: str, rank: int | None = None) -> Iterator[RegularFile]:
     """
     origin = Origin(path, rank)
     try:
-        # O_NONBLOCK: opening a FIFO without a writer would wait forever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, system.READ)  # of a FIFO, too, it returns at once
     except FileNotFoundError as error:
         raise IncompleteError(
             origin.locate("there is no such file"),

@@ -18,6 +18,7 @@ from xrank.gather.groups import GroupGathers, find_group, find_world, open_gathe
 from xrank.gather.sessions import Session
 from xrank.gather.tree import check_sendable, is_plain, pack, unpack
 from xrank.ranks.failure import FailureRecord
+from xrank.system import require_linux
 
 __all__ = ["Gather"]
 
@@ -82,6 +83,7 @@ class Gather(AbstractContextManager[list[Any]]):
         if len(ranks) == 1:
             self._begin_alone()
             return [_copy_own(self._value)]
+        require_linux(f"{self._function} of several ranks")
         group = find_group(world, self._group)
         group.claim(ranks, str(call))
         session = group.session(ranks)

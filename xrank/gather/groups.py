@@ -23,6 +23,7 @@ from xrank.ranks.launched_siblings import LaunchedSiblings, launch_of
 from xrank.ranks.long_wait import Wait, parties_of
 from xrank.ranks.membership import Membership
 from xrank.ranks.store import LaunchedRanks, find_store
+from xrank.system import after_fork_in_child
 
 __all__ = ["GroupGathers", "World", "failure_check", "find_group", "find_world", "forget", "open_gathers"]
 
@@ -204,7 +205,7 @@ class _Making:
 
 
 _making = _Making()
-os.register_at_fork(after_in_child=_making.renew)  # another thread of the parent may have held it
+after_fork_in_child(_making.renew)  # another thread of the parent may have held it
 
 
 class _NoGroup:

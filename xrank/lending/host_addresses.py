@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
 import struct
 from contextlib import suppress
@@ -19,6 +18,8 @@ def host_addresses() -> list[str]:
 
     The loopback address is returned only without any other.
     """
+    import fcntl
+
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():

@@ -14,6 +14,8 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+from xrank.system import c_library
+
 __all__ = ["LendingEndedError", "LendingSign", "PeerMemory", "UnreadableMemoryError", "address_of", "memory_at"]
 
 _FOR_WRITING = 0x200  # CPython, Include/cpython/object.h: PyBUF_WRITE
@@ -29,7 +31,7 @@ _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _memory_view.restype = ctypes.py_object
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC = c_library()
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
@@ -97,6 +99,7 @@ class _Readers:
         with suppress(OSError), open(_YAMA, encoding="ascii") as scope:  # without Yama, nothing is forbidden
             if scope.read().strip() == "1":  # 0 forbids nothing; 2 and 3 ignore the request
                 zero = ctypes.c_ulong(0)
+                assert _LIBC is not None  # Yama is Linux's
                 _LIBC.prctl(ctypes.c_int(_SET_PTRACER), tracer, zero, zero, zero)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import resource
 import secrets
 import select
 import socket
@@ -33,6 +32,7 @@ from xrank.lending.peer_wire import (
     lender_proof,
     reader_proof,
 )
+from xrank.system import descriptor_limit
 
 __all__ = ["PeerService"]
 
@@ -66,9 +66,8 @@ class PeerService:
         """Guests that have not yet proven knowledge of the token."""
         self._stages = [memoryview(mmap.mmap(-1, _STAGED_NBYTES)) for _ in range(_NUM_STAGES)]  # no page until used
         self._waiting: deque[_Guest] = deque()
-        # A quarter of the limit: the process needs descriptors of its own. Without a limit the number is -1.
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._max_guests = max(16, min(1024, limit // 4 if limit > 0 else 1024))
+        # A quarter of the limit: the process needs descriptors of its own.
+        self._max_guests = max(16, min(1024, descriptor_limit() // 4))
         self._listeners: dict[int, socket.socket] = {}
         self._port: int | None = None
         self._ends = False

@@ -24,6 +24,7 @@ from xrank.plan.digests import digest_text
 from xrank.plan.executor import FinishedFile, Outcome
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
+from xrank.system import write_at
 from xrank.teams.team import Team
 from xrank.workspace.shared_directory import STALE_SECONDS
 from xrank.writers.disk import explain_errors, is_in_memory
@@ -86,7 +87,7 @@ def write_together(
         try:
             with explain_errors(path):
                 for offset, data in ending:
-                    os.pwrite(fd, data, offset)
+                    write_at(fd, data, offset)
         except BaseException:
             os.close(fd)
             raise

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +14,7 @@ from xrank.lending.peer_memory import address_of
 from xrank.plan.buffers import Source
 from xrank.plan.executor import Budget, CancelledError, execute
 from xrank.plan.planner import Plan, TensorPlan
+from xrank.system import anonymous_memory
 
 if TYPE_CHECKING:
     import torch
@@ -86,11 +85,7 @@ def _empty(tensor: TensorPlan) -> torch.Tensor:
     if output.nbytes < _MAPPED_NBYTES:
         return torch.empty(output.shape, dtype=dtype, device="cpu")
     # A separate map returns to the system when the tensor is freed; malloc keeps freed memory for a while.
-    memory = mmap.mmap(-1, output.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # the kernel may not support it
-            memory.madvise(mmap.MADV_HUGEPAGE)  # huge pages fill two to three times as fast
-    return torch.frombuffer(memory, dtype=dtype).view(output.shape)
+    return torch.frombuffer(anonymous_memory(output.nbytes), dtype=dtype).view(output.shape)
 
 
 class _Target:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from xrank import system
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, XrankError
 from xrank.faces import AGAIN
 from xrank.plan.source import SourceFile, StoredModel
@@ -69,9 +69,8 @@ class FileSource:
         self._open: OrderedDict[int, int] = OrderedDict()
         self._users: dict[int, int] = {}
         self._lock = threading.Lock()
-        # A quarter of the limit: the process needs descriptors of its own. Without a limit the number is -1.
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._max_open = max(4, min(256, limit // 4 if limit > 0 else 256))
+        # A quarter of the limit: the process needs descriptors of its own.
+        self._max_open = max(4, min(256, system.descriptor_limit() // 4))
 
     def read_into(self, record: int, start: int, into: memoryview) -> None:
         """Fill `into` with the record's bytes from `start` on."""
@@ -80,7 +79,7 @@ class FileSource:
         with self._descriptor(file) as fd:
             while into:
                 try:
-                    n = os.preadv(fd, [into], offset)
+                    n = system.read_at(fd, into, offset)
                 except OSError as error:  # the error has no path, and the caller would add the target's
                     raise XrankError(
                         f"{self._files[file].path} cannot be read at byte {offset:,}: {error.strerror}",
@@ -155,8 +154,7 @@ class FileSource:
 
 def _open_checked(file: SourceFile) -> int:
     try:
-        # O_NONBLOCK: the opening of a FIFO that has replaced the file would wait for a writer.
-        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(file.path, system.READ)
     except FileNotFoundError:
         raise IncompleteError(
             f"{file.path} was there when its metadata was read and is gone",
@@ -196,7 +194,7 @@ class FileTarget:
         """Put bytes at `offset` of that output file."""
         fd = self.descriptors[file]
         while data:
-            n = os.pwrite(fd, data if self.in_memory else data[:_WRITE_NBYTES], offset)
+            n = system.write_at(fd, data if self.in_memory else data[:_WRITE_NBYTES], offset)
             data, offset = data[n:], offset + n
         # Windows come nearly in order: when one ends a stretch, the stretch before it is complete.
         if offset % _WRITEBACK_NBYTES == 0 and not self.in_memory:

@@ -25,6 +25,7 @@ from xrank.faces import AGAIN
 from xrank.plan.buffers import FileSource, OpenSource
 from xrank.plan.faults import find_owner
 from xrank.plan.source import PLAIN, StoredModel
+from xrank.system import read_at, write_at
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -108,7 +109,7 @@ class DecodedSource:
         assert self._scratch is not None
         offset = int(self._place[record]) + start
         while into:
-            count = os.preadv(self._scratch, [into], offset)
+            count = read_at(self._scratch, into, offset)
             into, offset = into[count:], offset + count
 
     def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
@@ -192,7 +193,7 @@ class DecodedSource:
     def _write(self, scratch: int, offset: int, data: memoryview) -> None:
         try:
             while data:
-                count = os.pwrite(scratch, data, offset)
+                count = write_at(scratch, data, offset)
                 data, offset = data[count:], offset + count
         except OSError as error:
             raise self._scratch_error(error, self._folder or scratch_folder(environ())) from error

@@ -7,14 +7,18 @@ block is copied. The bytes are read in either case, for checksums and digests.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
 import struct
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from xrank.plan.buffers import FileSource, FileTarget, Source, Target
+
+with contextlib.suppress(ImportError):  # Windows has no such module, and no request
+    import fcntl
 
 __all__ = ["SharedExtents", "SharedRun"]
 
@@ -47,7 +51,10 @@ class SharedExtents:
 
     def __init__(self, source: Source, target: Target) -> None:
         self._source, self._target = source, target
-        self._is_possible = isinstance(source, FileSource) and isinstance(target, FileTarget)
+        # The request is Linux's; elsewhere its number may mean another.
+        self._is_possible = (
+            sys.platform == "linux" and isinstance(source, FileSource) and isinstance(target, FileTarget)
+        )
         self._refused: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self.nbytes = 0

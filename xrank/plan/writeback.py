@@ -7,9 +7,10 @@ must still follow. Only Linux has it; other systems do nothing here.
 from __future__ import annotations
 
 import ctypes
-import sys
 from functools import cache
 from typing import Any
+
+from xrank.system import c_function
 
 __all__ = ["start_writeback"]
 
@@ -18,7 +19,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 @cache
 def _sync_file_range() -> Any:
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+    function = c_function("sync_file_range")
     if function is not None:
         function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     return function

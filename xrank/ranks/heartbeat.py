@@ -9,7 +9,6 @@ a period, however many ranks there are.
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from weakref import WeakSet
 
 from xrank.errors import XrankError
 from xrank.ranks.store import Store
+from xrank.system import after_fork_in_child
 
 __all__ = ["MAX_MISSED", "PERIOD_SECONDS", "Heartbeat"]
 
@@ -107,4 +107,4 @@ def _stop_all() -> None:
 
 
 atexit.register(_stop_all)
-os.register_at_fork(after_in_child=_running.clear)  # threads stay with the parent
+after_fork_in_child(_running.clear)  # threads stay with the parent

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from xrank.errors import CorruptError
+from xrank.system import after_fork_in_child
 
 __all__ = ["Peer", "process_space"]
 
@@ -61,9 +62,13 @@ class Peer:
 @cache
 def process_space() -> str:
     """Return an id of the space in which process numbers are unique: boot and namespace (pid_namespaces(7))."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as boot:  # no module beyond those imported anyway
-        return f"{boot.read().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    try:
+        # No module beyond those imported anyway.
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as boot:
+            return f"{boot.read().strip()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except FileNotFoundError:
+        return socket.gethostname()  # another system than Linux
 
 
 # A forked process may be the first of a namespace of its own.
-os.register_at_fork(after_in_child=process_space.cache_clear)
+after_fork_in_child(process_space.cache_clear)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import platform
 
 __all__ = ["STORES_ARE_ORDERED"]
 
-STORES_ARE_ORDERED = os.uname().machine in ("x86_64", "i686", "i586", "i386")
+STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686", "i586", "i386")
 """Whether all processors see stores in the order they were made in: a message before the number that announces it.
 Other processors need barrier instructions for that, which Python does not have."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from xrank.conversion.report import peak_rss_nbytes, source_facts
+from xrank.conversion.report import source_facts
 from xrank.plan.report import OutputFacts, ProofFacts, Report, SimulationDetails
 from xrank.simulation.prediction import ASSUMED, PARTS
 from xrank.simulation.simulation import Simulation
+from xrank.system import peak_rss_nbytes
 
 __all__ = ["simulation_report"]
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from xrank.errors import RankFailedError, RankTimeoutError, UsageError
 from xrank.extras import require_torch
+from xrank.system import require_linux
 from xrank.testing.rank_starter import RankStarter
 from xrank.testing.rank_worker import Failure, Task
 from xrank.virtual.engines.stacks import StackRequest, collect_stacks
@@ -103,6 +104,7 @@ class RankPool:
                 next_step="move it out of the function around it",
             )
         require_torch("a test on ranks")
+        require_linux("a test on ranks")
         arguments = pickle.dumps((tuple(args), dict(kwargs)))
         with self._lock:
             try:

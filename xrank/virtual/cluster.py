@@ -15,6 +15,7 @@ from typing import Any
 
 from xrank.errors import UsageError
 from xrank.layout.mesh import DeviceMesh
+from xrank.system import require_linux
 from xrank.virtual.arrays import Array, spec_of
 from xrank.virtual.channels.channel import HOST, ChannelStatistics, Links
 from xrank.virtual.collectives import check_algorithm
@@ -147,6 +148,7 @@ class VirtualCluster:
             from xrank.virtual.engines import in_process
 
             return in_process.run
+        require_linux('VirtualCluster(engine="processes")')
         from xrank.virtual.engines import process_engine
 
         return process_engine.run

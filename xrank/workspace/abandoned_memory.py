@@ -7,6 +7,8 @@ import os
 import re
 import stat
 
+from xrank.system import user_id
+
 __all__ = ["find_abandoned_segments"]
 
 _NAME = re.compile(r"rank_\d+")
@@ -31,7 +33,7 @@ def find_abandoned_segments(
             if _NAME.fullmatch(entry.name):
                 with contextlib.suppress(FileNotFoundError):  # its owner removed it meanwhile
                     status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_mtime < older_than:
+                    if stat.S_ISREG(status.st_mode) and status.st_uid == user_id() and status.st_mtime < older_than:
                         found.append((entry.path, status))
     held = _list_held_files(processes) if found else set()
     return [(path, status) for path, status in found if (status.st_dev, status.st_ino) not in held]

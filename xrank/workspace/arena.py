@@ -191,7 +191,8 @@ def _abandon_leases() -> None:
         lease.abandon()
 
 
-os.register_at_fork(before=_abandon_leases)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_abandon_leases)
 
 
 class AttachedArena:

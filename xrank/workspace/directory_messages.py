@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from xrank.errors import IncompleteError
 from xrank.ranks.peer import process_space
+from xrank.system import after_fork_in_child, process_state
 from xrank.workspace.free_space import explain_no_space
 from xrank.workspace.message_file import MessageReceipt, read_message, write_message
 from xrank.workspace.plain_memory import row_major_bytes
@@ -52,13 +53,7 @@ class MessageName:
             return None
         if match[2] != _space_digest():
             return "unknown"
-        try:
-            os.kill(int(match[3]), 0)
-        except (ProcessLookupError, OverflowError):
-            return "gone"
-        except PermissionError:
-            pass
-        return "alive"
+        return process_state(int(match[3]))
 
 
 class DirectoryMessages:
@@ -157,7 +152,7 @@ def _begin_anew_in_child() -> None:
         messages._begin()
 
 
-os.register_at_fork(after_in_child=_begin_anew_in_child)
+after_fork_in_child(_begin_anew_in_child)
 
 
 def _space_digest() -> str:

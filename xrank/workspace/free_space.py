@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import resource
 from collections.abc import Iterator
 
 from xrank.errors import NoSpaceError, UsageError
+from xrank.system import free_nbytes
 
 __all__ = ["NO_MEMORY", "explain_no_space", "explain_size_limit", "make_no_memory_error"]
 
@@ -36,8 +36,7 @@ def explain_no_space(
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         # Asked after the failure, so the numbers in the error belong to it.
-        status = os.statvfs(directory)
-        free = status.f_bavail * status.f_frsize
+        free = free_nbytes(directory) or 0
         raise NoSpaceError(
             f"{file or directory}: no space for {what}",
             rank=rank,
@@ -63,6 +62,8 @@ def explain_size_limit(what: str, nbytes: int) -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.EFBIG:
             raise
+        import resource  # a POSIX library; only POSIX limits the size of files
+
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         raise UsageError(
             f"{what} is larger than a file of this process may be (ulimit -f, RLIMIT_FSIZE)",

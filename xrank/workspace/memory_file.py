@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -15,8 +14,9 @@ from xrank.ranks.peer import process_space
 
 __all__ = ["MemoryFile", "MemoryPlace", "open_place"]
 
-_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_SEALS = _SIZE_SEALS | fcntl.F_SEAL_WRITE
+# linux/fcntl.h: F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE; Python has them on Linux only
+_SIZE_SEALS = 1 | 2 | 4
+_SEALS = _SIZE_SEALS | 8
 _MARK = "xrank-"
 
 
@@ -91,6 +91,8 @@ class MemoryFile:
 
     def seal(self, *, writable: bool = False) -> MemoryPlace:
         """Seal the size, and the content unless it stays `writable`, and return the file's place."""
+        import fcntl
+
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS if writable else _SEALS)
         status = os.fstat(self.fd)
         return MemoryPlace(
@@ -147,6 +149,8 @@ def _matches(status: os.stat_result, place: MemoryPlace) -> bool:
 
 
 def _has_seals(fd: int, seals: int) -> bool:
+    import fcntl
+
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
     except OSError:

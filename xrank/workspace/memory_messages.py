@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import weakref
 from array import array
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from xrank.errors import CorruptError, IncompleteError, XrankError
+from xrank.system import after_fork_in_child
 from xrank.workspace.arena import ALIGNMENT, Arena, AttachedArena, Lease
 from xrank.workspace.memory_file import MemoryPlace
 
@@ -141,7 +141,7 @@ def _release_in_child() -> None:
         messages.release()
 
 
-os.register_at_fork(after_in_child=_release_in_child)
+after_fork_in_child(_release_in_child)
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,6 @@ close-to-open). So readers compute names instead of listing them, and read into 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xrank import system
 from xrank.errors import UsageError
 from xrank.formats.rank_state import state_file_name
 from xrank.public_calls import check_no_url
@@ -191,7 +191,7 @@ class NFSWorkspace(IdentifiedWorkspace):
                 # Content before name before folder entry: a crash at any point leaves the old state or the new one.
                 written = _write_new(part, archive)
                 _rename(part, file, written)
-                _sync_directory(path)
+                system.sync_folder(path)
         except BaseException:
             with contextlib.suppress(OSError):
                 _remove(part)
@@ -209,8 +209,8 @@ def _initialisation_error() -> UsageError:
 
 def _write_new(part: str, archive: StateArchive) -> os.stat_result:
     """Write the state to a new file, sync it, and return the file's status."""
-    # O_NOFOLLOW besides O_EXCL: some old network file systems resolved links first.
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    # A link is refused besides: some old network file systems resolved links first.
+    fd = os.open(part, system.NEW, 0o666)
     try:
         archive.write(fd)
         os.fsync(fd)
@@ -229,18 +229,6 @@ def _rename(part: str, file: str, written: os.stat_result) -> None:
         now = os.stat(file)
         if (now.st_ino, now.st_size, now.st_mtime_ns) != (written.st_ino, written.st_size, written.st_mtime_ns):
             raise
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        # Some file systems (CIFS, some FUSE) cannot sync directories and report that.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(fd)
 
 
 def _remove(file: str) -> None:

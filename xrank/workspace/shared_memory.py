@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from xrank import environment
 from xrank.errors import IncompleteError, UsageError, XrankError
 from xrank.ranks.store import LocalStore, Store, find_store
+from xrank.system import after_fork_in_child, require_linux
 from xrank.workspace.free_space import NO_MEMORY, make_no_memory_error
 from xrank.workspace.identity import IdentifiedWorkspace, check_rank, find_identity, group_place
 from xrank.workspace.memory_file import MemoryFile, MemoryPlace, open_place
@@ -76,6 +77,7 @@ class SharedMemoryWorkspace(IdentifiedWorkspace):
         world_size: int | None = None,
         run_id: str | None = None,
     ) -> None:
+        require_linux("SharedMemoryWorkspace")
         self._identity = find_identity(rank, world_size, run_id)
         self._messages = MemoryMessages()
         self._store = store or _find_store(group, self._identity.world_size)
@@ -266,4 +268,4 @@ def _release_in_child() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_release_in_child)
+after_fork_in_child(_release_in_child)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from isal import isal_zlib
 
+from xrank import system
 from xrank.dtypes import DTYPES
 from xrank.errors import ContradictionError, CorruptError, IncompleteError, XrankError
 from xrank.extras import require_torch
@@ -136,7 +137,7 @@ def _tensors(archive: TorchArchive, weights: dict[str, ArchivedTensor], rank: in
     import torch
 
     # Read, not mapped: if a mapped file shrinks or goes stale on the server, SIGBUS kills the process.
-    fd = os.open(archive.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = os.open(archive.path, system.READ)
     try:
         if _identity(os.fstat(fd)) != _identity(archive.status):
             raise _ReplacedError
@@ -162,7 +163,7 @@ def _read_record(fd: int, archive: TorchArchive, record: ArchiveRecord, rank: in
     view = memoryview(array)
     crc32 = done = 0
     while done < record.nbytes:
-        count = os.preadv(fd, [view[done : done + _WINDOW_NBYTES]], record.offset + done)
+        count = system.read_at(fd, view[done : done + _WINDOW_NBYTES], record.offset + done)
         if count == 0:
             raise state_error(archive.path, rank, f"the file ends within data/{record.key}", "all of it")
         crc32 = isal_zlib.crc32(view[done : done + count], crc32)

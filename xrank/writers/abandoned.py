@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from xrank import system
 from xrank.errors import OutputExistsError
 from xrank.faces import option
 from xrank.writers.disk import describe, explain_errors, sync_folder, write_all
@@ -109,7 +110,7 @@ def write_journal(stage: str, plan_digest: str, finished: Sequence[JournalLine] 
     with explain_errors(path):
         with suppress(FileNotFoundError):
             os.unlink(fresh)
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        fd = os.open(fresh, system.NEW, 0o666)
         try:
             write_all(fd, encode_journal(plan_digest, socket.gethostname(), os.getpid(), finished))
             os.fsync(fd)

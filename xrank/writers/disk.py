@@ -6,11 +6,13 @@ import ctypes
 import errno
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import xxhash
 
+from xrank import system
 from xrank.errors import NoSpaceError, UsageError, XrankError
 from xrank.faces import AGAIN, option
 
@@ -33,7 +35,6 @@ _CERTAINLY_APART = _MEMORY_FILE_SYSTEMS | {0xEF53}  # EXT4_SUPER_MAGIC: two file
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def explain(error: OSError, path: str, *, needed_nbytes: int | None = None) -> XrankError:
@@ -87,16 +88,13 @@ def describe(path: str) -> str:
     except OSError:
         return "its owner and mode cannot be read"
     place = "" if there == path else f"{there}: "
-    return f"{place}owner uid {status.st_uid}, mode {stat.filemode(status.st_mode)}, this process is uid {os.geteuid()}"
+    mode = stat.filemode(status.st_mode)
+    return f"{place}owner uid {status.st_uid}, mode {mode}, this process is uid {system.user_id()}"
 
 
 def measure_free_nbytes(path: str) -> int | None:
     """Return the bytes that this user may still write beside that path; None if they are not known."""
-    try:
-        status = os.statvfs(_find_existing(path))
-    except OSError:
-        return None
-    return status.f_bavail * status.f_frsize
+    return system.free_nbytes(_find_existing(path))
 
 
 def reserve_room(fd: int, path: str, nbytes: int) -> None:
@@ -128,7 +126,7 @@ def allocate(fd: int, nbytes: int) -> None:
     Not os.posix_fallocate: where a file system cannot reserve (NFS 3, many FUSE), glibc writes a byte into every
     block instead of returning an error.
     """
-    function = getattr(_LIBC, "fallocate64", None) or getattr(_LIBC, "fallocate", None)
+    function = system.c_function("fallocate64") or system.c_function("fallocate")
     if function is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -148,21 +146,13 @@ def write_all(fd: int, content: bytes | memoryview) -> None:
 def sync_folder(path: str) -> None:
     """Sync a folder, so that the names in it survive a power loss."""
     with explain_errors(path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            # Some network and user-space file systems cannot sync folders and return EINVAL.
-            if error.errno not in _NOT_SUPPORTED:
-                raise
-        finally:
-            os.close(fd)
+        system.sync_folder(path)
 
 
 def _make_space_error(number: int, path: str, needed: int | None) -> NoSpaceError:
     free = measure_free_nbytes(path)
     what = "the quota is used up" if number == errno.EDQUOT else "no space left"
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):
         status = os.statvfs(_find_existing(path))
         # ENOSPC stands for used-up inodes, too; file systems without a fixed number of them count 0 in all.
         if status.f_files and not status.f_favail:
@@ -201,7 +191,7 @@ def may_share_blocks(path: str, other: str) -> bool:
     with suppress(OSError):
         if os.stat(there).st_dev != os.stat(other).st_dev:
             return False
-        fd = os.open(there, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(there, system.READ)
         try:
             return _file_system(fd) not in _CERTAINLY_APART
         finally:
@@ -212,7 +202,7 @@ def may_share_blocks(path: str, other: str) -> bool:
 def _file_system(fd: int) -> int | None:
     # os.statvfs leaves the file system's kind out; in struct statfs (linux, 64 bit) it is the first long.
     buffer = ctypes.create_string_buffer(256)
-    function = getattr(_LIBC, "fstatfs", None)
+    function = system.c_function("fstatfs") if sys.platform == "linux" else None
     if function is None or function(fd, buffer) != 0:
         return None
     return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF

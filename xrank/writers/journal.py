@@ -11,6 +11,8 @@ from typing import Any
 
 import xxhash
 
+from xrank import system
+
 __all__ = ["JOURNAL_NAME", "Journal", "JournalLine", "encode_journal", "encode_line", "parse_journal", "read_journal"]
 
 JOURNAL_NAME = ".xrank-journal.jsonl"
@@ -84,7 +86,7 @@ def parse_journal(content: bytes) -> Journal | None:
 def read_journal(stage: str) -> Journal | None:
     """Read the journal in a stage; None without a valid one. Does not follow links or wait for FIFOs."""
     try:
-        fd = os.open(os.path.join(stage, JOURNAL_NAME), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(os.path.join(stage, JOURNAL_NAME), system.READ | system.NO_LINK)
     except OSError:
         return None
     with open(fd, "rb") as file:

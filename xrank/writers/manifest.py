@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from xrank import dtypes
+from xrank import dtypes, system
 from xrank.errors import CorruptError, IncompleteError
 from xrank.faces import either, option
 from xrank.writers.disk import explain_errors
@@ -176,8 +176,7 @@ def _table(values: Mapping[str, Any]) -> str:
 
 def _read(path: str) -> bytes:
     try:
-        # O_NONBLOCK: a FIFO of this name would wait for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, system.READ)
     except (FileNotFoundError, NotADirectoryError):
         raise IncompleteError(
             f"{path}: there is no manifest",

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from xrank import system
 from xrank.errors import OutputExistsError, UsageError
 from xrank.faces import option
 from xrank.formats.rank_state import rank_of, state_file_name
@@ -81,7 +82,7 @@ class OutputPlace:
                 with suppress(OSError):
                     status = os.lstat(os.path.join(self.parent, name))
                     # Another user's folder of such a name is neither resumed from nor removed.
-                    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                    if stat.S_ISDIR(status.st_mode) and status.st_uid == system.user_id():
                         found.append(identifier)
         return sorted(found)
 
@@ -115,7 +116,8 @@ def check_output(out: str | os.PathLike[str], *, overwrite: bool, replaces_state
             next_step=f"choose another {option('out')}",
         )
     if not os.access(there, os.W_OK | os.X_OK):
-        is_read_only = os.statvfs(there).f_flag & os.ST_RDONLY  # then owner and mode are not the reason
+        # Then owner and mode are not the reason.
+        is_read_only = hasattr(os, "statvfs") and os.statvfs(there).f_flag & os.ST_RDONLY
         why = "its file system is mounted read-only" if is_read_only else describe(there)
         raise UsageError(
             f"{there}: cannot be written to ({why})",

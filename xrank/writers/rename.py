@@ -6,6 +6,8 @@ import ctypes
 import errno
 import os
 
+from xrank import system
+
 __all__ = ["exchange", "identity", "move", "move_new", "renameat2"]
 
 # linux/fs.h
@@ -14,14 +16,13 @@ _EXCHANGE = 2
 _AT_FDCWD = -100
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _TARGET_EXISTS = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 Identity = tuple[int, int]
 
 
 def renameat2(source: str, target: str, flags: int) -> None:
     """Rename by renameat2, which Python's os lacks; OSError(ENOSYS) if the C library lacks it too."""
-    function = getattr(_LIBC, "renameat2", None)
+    function = system.c_function("renameat2")
     if function is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), source, None, target)
     function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
@@ -43,7 +44,7 @@ def move(source: str, target: str) -> None:
     """Rename; a file at the target is replaced at one instant."""
     moving = identity(source)
     try:
-        os.rename(source, target)
+        system.replace(source, target)
     except OSError:
         if not _has_moved(moving, source, target):
             raise

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 from xrank.errors import CorruptError
 from xrank.faces import AGAIN
+from xrank.system import UPDATE
 from xrank.writers.disk import describe, explain_errors
 from xrank.writers.journal import read_journal
 
 __all__ = ["SharedParts"]
-
-_PART = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class SharedParts:
         path = os.path.join(self.path, f"{name}.part")
         with explain_errors(path):
             try:
-                fd = os.open(path, _PART)
+                fd = os.open(path, UPDATE)
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.ESTALE):
                     return None

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import xxhash
 
+from xrank import system
 from xrank.errors import ContradictionError, CorruptError, OutputExistsError, UnsafeError, XrankError
 from xrank.faces import AGAIN
 from xrank.words import list_text
@@ -28,7 +29,6 @@ from xrank.writers.output_place import (
 
 __all__ = ["Stage"]
 
-_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Permissions by the umask, not 0600: users who may read the folder may read the model.
 _FILE_MODE = 0o666
 
@@ -98,9 +98,7 @@ class Stage:
             # After the rename: a line promises a whole file under its name. A file without a line is only made again.
             line = JournalLine(name, nbytes, digest)
             with self._journal_lock:
-                journal = os.open(
-                    os.path.join(self.path, JOURNAL_NAME), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-                )
+                journal = os.open(os.path.join(self.path, JOURNAL_NAME), system.APPEND)
                 try:
                     write_all(journal, encode_line(line))
                     os.fsync(journal)
@@ -134,7 +132,7 @@ class Stage:
             ContradictionError: the source changed while it was read.
         """
         try:
-            source = os.open(source_path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not hang
+            source = os.open(source_path, system.READ)
         except OSError as error:
             raise explain(error, source_path) from error
         try:
@@ -286,7 +284,7 @@ class Stage:
     def _open_new(self, path: str) -> int:
         with suppress(FileNotFoundError):
             os.unlink(path)
-        return os.open(path, _NEW_FILE, _FILE_MODE)
+        return os.open(path, system.NEW, _FILE_MODE)
 
     def _write_small(self, name: str, fill: Callable[[int], tuple[int, str]], nbytes: int) -> JournalLine:
         final = self._path_of(name)

@@ -7,6 +7,7 @@ import socket
 from contextlib import suppress
 
 from xrank.plan.report import InspectDetails, Report, SourceFacts
+from xrank.system import process_state
 from xrank.writers.journal import Journal, read_journal
 
 __all__ = ["inspect_stage", "owner_state"]
@@ -50,10 +51,4 @@ def owner_state(journal: Journal) -> str:
     """Return ``alive``, ``gone``, or ``unknown`` for an owner on another host."""
     if journal.host != socket.gethostname():
         return "unknown"
-    try:
-        os.kill(journal.pid, 0)
-    except ProcessLookupError:
-        return "gone"
-    except PermissionError:
-        pass
-    return "alive"
+    return process_state(journal.pid)

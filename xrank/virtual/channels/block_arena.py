@@ -188,4 +188,5 @@ _leases: set[_Lease] = set()
 """The active leases: a weak reference's callback runs only while the reference itself is alive."""
 
 # Before a fork: a child must not free a block that the parent still uses.
-os.register_at_fork(before=_leases.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_leases.clear)

@@ -1,0 +1,221 @@
+"""What the operating system offers, looked for once at import: flags, calls and libraries that not every system has.
+
+Commands on files work on Linux, macOS and Windows. They use what is there and do without the rest. What needs Linux
+itself, such as ranks that meet in memory, asks `require_linux` first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from xrank.errors import UsageError
+
+__all__ = [
+    "APPEND",
+    "NEW",
+    "NO_LINK",
+    "READ",
+    "READ_FOLDER",
+    "UPDATE",
+    "after_fork_in_child",
+    "anonymous_memory",
+    "c_function",
+    "c_library",
+    "descriptor_limit",
+    "free_nbytes",
+    "peak_rss_nbytes",
+    "process_state",
+    "read_at",
+    "read_bytes_at",
+    "replace",
+    "require_linux",
+    "sync_folder",
+    "user_id",
+    "write_at",
+]
+
+_NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+# Windows opens as text unless told otherwise, and lets children inherit in its own way.
+_ALWAYS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+
+READ = os.O_RDONLY | _ALWAYS | _NO_WAIT
+"""Flags to read a file; the opening of a FIFO does not wait for a writer."""
+READ_FOLDER: int | None = os.O_RDONLY | _ALWAYS | os.O_DIRECTORY if hasattr(os, "O_DIRECTORY") else None
+"""Flags to open a folder; None where the system opens none."""
+NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | _ALWAYS | _NO_LINK
+"""Flags to make a file that must not be there."""
+UPDATE = os.O_RDWR | _ALWAYS | _NO_LINK | _NO_WAIT
+"""Flags to read and write a file that must be there."""
+APPEND = os.O_WRONLY | os.O_APPEND | _ALWAYS | _NO_LINK
+"""Flags to write at the end of a file that must be there."""
+NO_LINK = _NO_LINK
+"""Flag that refuses a link in the place of a file; 0 where the system has none."""
+_IS_POSIX = hasattr(os, "getuid")
+
+_seeking = threading.Lock()
+
+
+def read_bytes_at(fd: int, nbytes: int, offset: int) -> bytes:
+    """Read at most that many bytes at an offset; several threads may share a descriptor."""
+    if hasattr(os, "pread"):
+        return os.pread(fd, nbytes, offset)
+    with _seeking:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.read(fd, nbytes)
+
+
+def read_at(fd: int, into: memoryview, offset: int) -> int:
+    """Read at an offset into memory and return the number of bytes, 0 at the end; threads may share a descriptor."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [into], offset)
+    data = read_bytes_at(fd, len(into), offset)
+    into[: len(data)] = data
+    return len(data)
+
+
+def write_at(fd: int, data: bytes | memoryview, offset: int) -> int:
+    """Write memory at an offset and return the number of bytes; threads may share a descriptor."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(fd, data, offset)
+    with _seeking:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.write(fd, data)
+
+
+def replace(source: str, target: str) -> None:
+    """Rename at one instant; a file at the target is replaced."""
+    # On Windows rename does not replace.
+    (os.rename if _IS_POSIX else os.replace)(source, target)
+
+
+def sync_folder(path: str) -> None:
+    """Sync a folder, so that the names in it survive a power loss; nothing where the system opens no folders."""
+    if READ_FOLDER is None:
+        return
+    fd = os.open(path, READ_FOLDER)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some file systems (CIFS, some FUSE and network ones) cannot sync folders and report that.
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+    finally:
+        os.close(fd)
+
+
+def process_state(pid: int) -> str:
+    """Return ``alive`` or ``gone`` for a process of this host, ``unknown`` where the system does not tell."""
+    if not _IS_POSIX:  # os.kill would end it, or send Ctrl-C
+        return "unknown"
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return "gone"
+    except PermissionError:
+        pass
+    return "alive"
+
+
+def after_fork_in_child(function: Callable[[], object]) -> None:
+    """Register a function for forked processes, where processes fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
+
+
+def c_library() -> ctypes.CDLL | None:
+    """Return the C library of this process; None where it cannot be had without a name."""
+    with suppress(OSError, TypeError):
+        return ctypes.CDLL(None, use_errno=True)
+    return None
+
+
+_LIBRARY = c_library()
+
+
+def c_function(name: str) -> Any:
+    """Return a function of the C library, as ctypes calls it; None if there is none of this name."""
+    return getattr(_LIBRARY, name, None)
+
+
+def user_id() -> int:
+    """Return this process's user, as files record their owner."""
+    return os.geteuid() if hasattr(os, "geteuid") else 0
+
+
+def descriptor_limit() -> int:
+    """Return the number of files that this process may have open."""
+    try:
+        import resource
+    except ImportError:
+        return 512  # of the C library of Windows
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit if limit > 0 else 1 << 20  # without a limit the number is -1
+
+
+def peak_rss_nbytes() -> int:
+    """Return the peak resident memory of this process in bytes; 0 where the system does not record it.
+
+    Reads /proc where it exists: getrusage also counts the program that started this one.
+    """
+    with suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def free_nbytes(folder: str) -> int | None:
+    """Return the bytes that this user may still write to a folder's file system; None if they are not known."""
+    try:
+        if not hasattr(os, "statvfs"):
+            return shutil.disk_usage(folder).free
+        status = os.statvfs(folder)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+def anonymous_memory(nbytes: int) -> mmap.mmap:
+    """Return private memory in a map of its own, in huge pages where the kernel has them."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # the kernel may not support it
+            memory.madvise(mmap.MADV_HUGEPAGE)  # huge pages fill two to three times as fast
+    return memory
+
+
+def require_linux(what: str) -> None:
+    """Check that this is Linux, whose memory files and process descriptors ranks need.
+
+    Args:
+        what: the call that needs them, for the error.
+
+    Raises:
+        UsageError: the system lacks them.
+    """
+    missing = [name for name in ("memfd_create", "pidfd_open", "eventfd") if not hasattr(os, name)]
+    if missing:
+        raise UsageError(
+            f"{what} needs Linux",
+            got=f"a system without {', '.join(missing)}",
+            want="Linux 5.4 or newer",
+            next_step="run it on Linux; here xrank gathers, checks and cuts checkpoints on disk",
+        )
