@@ -1,4 +1,4 @@
-"""Times whole gathers against ``cp -r`` of the same bytes, interleaved, and prints the README's table.
+"""Times whole gathers against ``cp -r`` of the same bytes, interleaved, and prints docs/benchmarks.md's table.
 
 Every run is a process of its own, from the shell's view: start, imports, planning, data, commit. On disk both sides are
 durable: xrank syncs what it writes, ``cp -r`` is followed by ``sync -f``; it copies even where it could share blocks.

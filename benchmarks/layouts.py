@@ -1,4 +1,4 @@
-"""Times `xrank layout check` on made models of up to a million shards: the README's table.
+"""Times `xrank layout check` on made models of up to a million shards: a table of docs/benchmarks.md.
 
 Each row is a process of its own, from its start to its end, with its peak of resident memory: it reads a layout file
 that tells every tensor's sizes, compiles what each rank holds and proves it. No two tensors have one shape, and no two

@@ -1,4 +1,4 @@
-"""Times `get_tensors_parallel` beside ModelOpt's function of that name and what torch has: the README's table.
+"""Times `get_tensors_parallel` beside ModelOpt's function of that name and what torch has, for docs/benchmarks.md.
 
 Each case has processes of its own. There each function is called once (the first call, in which ours meets, and both
 make their memory), then all in turn, round after round; a round is some calls in a row, as in a merge, and a time the

@@ -1,4 +1,4 @@
-"""Times merges of sharded checkpoints against ``cp -r`` and the frameworks' own scripts, and prints the README's table.
+"""Times merges of sharded checkpoints against ``cp -r`` and the frameworks' own scripts, for docs/benchmarks.md.
 
 Same bytes, whole processes in shuffled rounds: start, imports, metadata, data. Beside each process's time stands the
 time of the function alone, without its imports. Runs in ``make oracle``'s environment, which has the peers. On disk

@@ -1,4 +1,4 @@
-"""Predicts an export of eight ranks from smaller ones, makes it, and prints both: the README's row.
+"""Predicts an export of eight ranks from smaller ones, makes it, and prints both: a row of docs/benchmarks.md.
 
 Gloo ranks on this machine hold a Llama cut in three ways: over rows (FSDP), over rows and tensor parallel, and tensor
 parallel with replicas. Rates are fitted by least squares to exports of a few layers of each; those of the larger model

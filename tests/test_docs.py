@@ -1,28 +1,149 @@
-"""Every block of Python in the docs is run, page by page in one folder; links inside the docs lead somewhere."""
+"""README and docs hold: code runs, commands print what is shown but for the numbers, and links lead somewhere."""
 
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from sybil.document import Document
 from sybil.parsers.markdown import CodeBlockParser
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
+from xrank import NFSWorkspace
+from xrank.cli.main import cli
+from xrank.formats.torch_archive import read_archive
+from xrank.layout import DeviceMesh, LayoutMap
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+LANGUAGES = ("console", "python", "sh", "text", "toml")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def blocks(page: Path) -> list[tuple[int, str, str]]:
+    """Return (line, language, text) of every block of a page."""
     document = Document(page.read_text(), page.name)
-    for region in CodeBlockParser("python", evaluator=lambda example: None)(document):
-        line = document.text[: region.start].count("\n") + 1
-        exec(compile("\n" * line + str(region.parsed), page.name, "exec"), {})
+    return sorted(
+        (document.text[: region.start].count("\n") + 1, language, str(region.parsed))
+        for language in LANGUAGES
+        for region in CodeBlockParser(language, evaluator=lambda example: None)(document)
+    )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
-def test_lines_are_short_and_links_lead_to_files(page: Path):
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> Path:
+    """Make what the commands find: a workspace of 4 ranks, and one with a flipped byte."""
+    path = tmp_path_factory.mktemp("docs") / "demo"
+    layouts = LayoutMap(DeviceMesh((2, 2), ("dp", "tp")))
+    layouts["model.embed_tokens.weight"] = "[v/~tp/~dp, h]"
+    layouts["model.norm.weight"] = "[d0/~dp]"
+    for name in ("workspace", "damaged"):
+        for rank in range(4):
+            weights = {"model.embed_tokens.weight": torch.ones(43, 64), "model.norm.weight": torch.ones(48).bfloat16()}
+            workspace = NFSWorkspace(path / name, rank=rank, world_size=4, run_id="demo")
+            workspace.write_configs_and_weights({"hidden_size": 64}, weights, layouts=layouts, step=8)
+    state = path / "damaged" / "rank_0_state.pth"
+    archive = read_archive(str(state))
+    content = bytearray(state.read_bytes())
+    content[archive.records[archive.value["weight"]["model.embed_tokens.weight"].key].offset + 5] ^= 1
+    state.write_bytes(content)
+    return path
+
+
+@each_page
+def test_the_blocks_of_a_page_are_true(page: Path, demo: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(demo, "demo")
+    found = blocks(page)
+    assert len(found) == page.read_text().count("\n```") / 2, f"a block is not of {LANGUAGES}"
+    for line, language, text in found:
+        if language == "python":
+            exec(compile("\n" * line + text, page.name, "exec"), {})
+        elif language == "console":
+            for transcript in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+                check_transcript(transcript)
+        elif language == "sh":
+            for command in text.splitlines():
+                check_arguments(command)
+        elif language == "toml":
+            Path("layout.toml").write_text(text)
+            layouts = LayoutMap.read("layout.toml")
+            assert str(layouts["model.layers.17.mlp.up_proj.weight"]) == "[f/~tp/~dp, h]"
+
+
+def normal(text: str) -> str:
+    """Return text without what differs from run to run: numbers, sizes, checksums, their plural and their room."""
+    text = re.sub(r"\b[0-9a-f]{8}\b", "#", text)
+    text = re.sub(r"[0-9][0-9,.]*( [KMG]?B)?", "#", text)
+    text = re.sub(r"(?<=\S) +(?=[#\w])", " ", text)
+    return re.sub(r"(# [a-z]+?)s\b", r"\1", text).strip()
+
+
+def check_transcript(transcript: str) -> None:
+    """Run a command and compare what it prints."""
+    command, _, shown = transcript.partition("\n")
+    program, *arguments = shlex.split(command, comments=True)
+    if program == "make":
+        subprocess.run(["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True)
+        return
+    assert program == "xrank"
+    done = subprocess.run([sys.executable, "-m", "xrank", *arguments], capture_output=True, text=True, check=False)
+    printed = "\n".join(text for text in (done.stdout, done.stderr) if not text.startswith("finished model"))
+    assert normal(printed) == normal(shown)
+
+
+def check_arguments(line: str) -> None:
+    """Check that a command that cannot run here is typed right: xrank's options, make's targets, files of examples."""
+    words = shlex.split(line, comments=True)
+    if "xrank" in words:
+        command, context, arguments = cli, None, words[words.index("xrank") + 1 :]
+        while hasattr(command, "commands"):
+            name, *arguments = arguments
+            command = command.commands[name]
+        context = command.make_context(name, list(arguments))
+        assert context.command is command
+    elif words[:1] == ["make"]:
+        subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
+    elif words[:1] == ["python"]:
+        assert (ROOT / words[1]).is_file()
+    else:
+        assert not words or words[0] in {"pip"}, line
+
+
+def test_the_page_shows_the_layers_that_the_linter_checks():
+    contract = (ROOT / "pyproject.toml").read_text()
+    layers = re.search(r"layers = \[(.*?)\]", contract, re.DOTALL)
+    shown = [text for _, kind, text in blocks(ROOT / "docs" / "developing.md") if kind == "text" and ">" in text]
+    assert layers and len(shown) == 1
+    assert [layer.strip() for layer in shown[0].split(">")] == re.findall(r'"(.*?)"', layers[1])
+
+
+def test_the_readme_is_short():
+    assert len(README.read_bytes()) <= 8000
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_lines_are_short_and_links_lead_somewhere(page: Path):
     text = re.sub(r"^```console.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert [line for line in text.splitlines() if len(line) > 120] == []
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert (page.parent / link).exists(), link
+    for link in re.findall(r"\]\((?!https?:)([^)]+)", text):
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE) if heading else []
+        assert not heading or heading in {re.sub(r"[^a-z0-9-]", "", h.lower().replace(" ", "-")) for h in headings}
+
+
+def test_each_page_is_reached_from_the_readme():
+    reached, new = set(), {README}
+    while new:
+        page = new.pop()
+        reached.add(page)
+        links = re.findall(r"\]\((?!https?:)([^)#]+\.md)", page.read_text())
+        new |= {(page.parent / link).resolve() for link in links} - reached
+    assert set(PAGES) <= reached

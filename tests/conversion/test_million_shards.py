@@ -1,4 +1,4 @@
-"""A million shards that differ, proven in a process of its own: the README's row, with room for a busy machine."""
+"""A million shards that differ, proven in a process of its own: with room for a busy machine."""
 
 from __future__ import annotations
 

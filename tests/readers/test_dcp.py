@@ -319,7 +319,7 @@ def test_ranks_that_hold_the_same_constants_are_no_copies(rank_pool: RankPool, t
 
 
 def test_the_file_of_another_step_is_not_seen(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Nothing in an item says whose or of which step it is: the README's table says so. This keeps the table honest."""
+    """Nothing in an item says whose or of which step it is: docs/formats.md says so. This keeps the table honest."""
     one, other = (saved(rank_pool, tmp_path / f"step-{seed}", "even", seed=seed) for seed in (1, 2))
     right = gathered(one)
     shutil.rmtree(tmp_path / "step-1.out")

@@ -176,7 +176,7 @@ FAULTS: Mapping[str, SourceFault] = {
     "a bit of the metadata flipped": SourceFault(_MISSING | _DAMAGED | {2}, _flip_metadata),
     "another rank's file": SourceFault(_MISSING | _DAMAGED, _copy_other_rank),
 }
-"""Name -> fault, in the order of the README's table."""
+"""Name -> fault, in the order of the table in docs/formats.md."""
 
 
 # ---- hostile pickles

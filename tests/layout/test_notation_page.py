@@ -1,4 +1,4 @@
-"""The README's table of the notation: every text in it is read, and prints as it stands there."""
+"""The page's table of the notation: every text in it is read, and prints as it stands there."""
 
 import re
 from pathlib import Path
@@ -7,12 +7,11 @@ from xrank.layout import TensorLayout
 from xrank.layout.notation import Flat, Pad, Parts, Product, Split, walk
 from xrank.layout.parser import TextParser
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
 
 
 def test_every_layout_of_the_table_is_one():
-    section = README.read_text().partition("\n## Layouts\n")[2].partition("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     texts = [text.replace("\\|", "|") for row in rows for text in re.findall("`(.*?)`", re.split(r"(?<!\\)\|", row)[1])]
     assert len(texts) >= 18
     kinds, clauses = set(), set()
