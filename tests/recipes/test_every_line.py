@@ -18,13 +18,13 @@ from tests.recipes.made_checkpoints import (
     MIXED,
     as_megatron,
     as_singletons,
-    as_torchtitan,
     config_of,
     expert_forms,
     saved,
     tiny,
 )
 from tests.recipes.made_hybrids import HYBRID_FAMILIES, hybrid_forms
+from tests.recipes.made_torchtitan import torchtitan_forms
 from tests.recipes.made_vision import VISION_RECIPES, vision_forms
 from tests.recipes.test_there_and_back import RECIPES, elements, model_of
 from xrank.decisions.recipe_choice import follow_recipe
@@ -42,11 +42,6 @@ _BIASES = {"attention_bias": True, "mlp_bias": True}
 def forms(name: str) -> Iterator[tuple[torch.nn.Module, Tensors]]:
     """Yield models, and their tensors in a trainer's forms."""
     family = name.removeprefix("megatron-").replace("-", "_")
-    if name == "torchtitan-llama3":
-        model = tiny("llama")
-        yield model, as_torchtitan(model)
-        yield model, as_torchtitan(model, is_new=True)
-        return
     model = tiny(family, **({"tie_word_embeddings": False} if family == "gpt2" else {}))
     if family == "gpt2":
         for te in (False, True):
@@ -83,6 +78,8 @@ def as_local_dist(tensors: Tensors) -> Tensors:
 @cache
 def made(name: str) -> list[tuple[dict[str, Any], Tensors, Tensors]]:
     """Return for each form config.json, the tensors that transformers saves, and the trainer's."""
+    if name.startswith("torchtitan-"):
+        return list(torchtitan_forms(name.removeprefix("torchtitan-")))
     own = name.removeprefix("megatron-")
     if own.replace("-", "_") in HYBRID_FAMILIES:
         return list(hybrid_forms(own))

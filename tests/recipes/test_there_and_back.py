@@ -83,7 +83,7 @@ def test_there_and_back(name: str, data: st.DataObject) -> None:
     for rule in recipe.rules:
         if rule.group and rule.group not in choices.setdefault(rule.choice, []):
             choices[rule.choice].append(rule.group)
-    sizes["L"] = max(sizes["L"], len(recipe.needed))
+    sizes["L"] = max(sizes.get("L", 1), len(recipe.needed))
     layer_groups = [{data.draw(st.sampled_from(groups)) for groups in choices.values()} for _ in range(sizes["L"])]
     for layer, needed in enumerate(recipe.needed):  # blocks that every model of the family has
         choice = next(groups for groups in choices.values() if needed in groups)
