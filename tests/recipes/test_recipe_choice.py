@@ -17,7 +17,7 @@ from xrank.plan.source import StoredModel
 from xrank.readers.base import Hints
 from xrank.readers.workspace import WorkspaceReader
 from xrank.recipes.matching import match
-from xrank.recipes.recipe_file import load_recipes_for, load_shipped_recipes, read_recipe
+from xrank.recipes.recipe_file import load_recipes_for, load_shipped_recipe, load_shipped_recipes, read_recipe
 from xrank.recipes.requirements import check_requirements
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
@@ -141,13 +141,13 @@ def test_other_models_of_the_same_names_are_refused(tmp_path: Path, args: dict[s
     ],
 )
 def test_experts_and_activations_of_other_models_are_refused(family: str, args: dict[str, Any]) -> None:
-    (recipe,) = [recipe for recipe in load_shipped_recipes() if family in recipe.model_types]
+    recipe = load_shipped_recipe(f"megatron-{family.replace('_', '-')}")
     with pytest.raises(UsageError, match=f"is not for a model of {next(iter(args))}"):
         check_requirements(recipe, None, args, "folder")
 
 
 def test_a_requirement_of_the_extended_recipe_is_removed() -> None:
-    (recipe,) = [recipe for recipe in load_shipped_recipes() if "deepseek_v3" in recipe.model_types]
+    recipe = load_shipped_recipe("megatron-deepseek-v3")
     check_requirements(recipe, None, {"moe_router_topk_scaling_factor": 2.5}, "folder")
 
 

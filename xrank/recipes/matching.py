@@ -28,6 +28,7 @@ class Match:
     unknown: tuple[str, ...]
     """Names that match no rule and are not ignored."""
     ignored: tuple[str, ...]
+    """Names that the recipe leaves out, those of trained tensors among them."""
     missing: tuple[str, ...]
     """Hugging Face's tensors in the recipe that are required, and that no name becomes (or is)."""
 
@@ -35,6 +36,12 @@ class Match:
     def fits(self) -> bool:
         """Whether all names are known and all required tensors are present."""
         return bool(self.used) and not self.unknown and not self.missing
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Those ignored names that belong to trained tensors."""
+        patterns = [re.compile(pattern) for pattern in self.recipe.dropped]
+        return tuple(name for name in self.ignored if any(pattern.fullmatch(name) for pattern in patterns))
 
     @property
     def num_known(self) -> int:
@@ -83,7 +90,7 @@ def active_rules(recipe: Recipe, is_reversed: bool) -> tuple[int, ...]:
 def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) -> Match:
     """Match a recipe with these names: the training framework's, or, reversed, Hugging Face's."""
     kinds = _index(recipe, is_reversed)
-    ignored = [re.compile(pattern) for pattern in recipe.ignored]
+    ignored = [re.compile(pattern) for pattern in (*recipe.ignored, *recipe.dropped)]
     used: dict[_Place, list[str]] = {}
     unknown: list[str] = []
     left_out: list[str] = []

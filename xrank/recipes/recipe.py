@@ -68,5 +68,7 @@ class Recipe:
     """Key of the trainer's arguments -> the values it may have, if it is present."""
     must_config: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """The same of the keys of config.json."""
+    dropped: tuple[str, ...] = ()
+    """Patterns of names of trained tensors that the target model lacks a place for."""
     depth: int = 0
     """Number of recipes that it extends, one after the other."""

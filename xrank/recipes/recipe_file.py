@@ -5,6 +5,7 @@ model_types = ["llama"]                 values of model_type in config.json that
 framework = "Megatron-core"             the source's framework, for display
 padded = ["v"]                          sizes whose rows may be followed by padding in the source; padding is cut
 ignored = ['.*rotary_emb\.inv_freq']    patterns of names that are left out
+dropped = ['.*\.moe\.expert_bias']      trained tensors that the model lacks a place for; a note names them
 keep_fp32 = ['.*\.mlp\.gate\.weight']   patterns of target names that a cast to a smaller type skips
 needed = ["attention.linear"]           groups that some layers of every model have
 
@@ -166,13 +167,13 @@ def load_recipes_for(names: Iterable[str]) -> tuple[Recipe, ...]:
     )
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def load_shipped_recipe(name: str) -> Recipe:
     """Return the shipped recipe of that name."""
     return _parse(name, read_shipped()[name], f"{name}.toml")
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def _first_words(name: str) -> frozenset[str]:
     """Return the first components of the source names of a shipped recipe and of those that it extends.
 
@@ -200,7 +201,7 @@ _SOURCE = re.compile(r"""\s*(?:\[tensors\.)?["']([^"'.{\[ ]+)""")
 def _parse(name: str, text: str, file: str) -> Recipe:
     tables = read_tables(text, file)
     lists = {key: check_texts(tables.get(key, []), (key,), file) for key in LISTS}
-    for key in ("ignored", "keep_fp32"):
+    for key in ("ignored", "dropped", "keep_fp32"):
         for pattern in lists[key]:
             try:
                 re.compile(pattern)
@@ -228,6 +229,7 @@ def _parse(name: str, text: str, file: str) -> Recipe:
         needed=lists["needed"],
         must=_allowed(tables.get("must", {})),
         must_config=_allowed(tables.get("must_config", {})),
+        dropped=lists["dropped"],
         depth=count_extended(text),
     )
 

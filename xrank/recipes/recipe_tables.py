@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 TABLES = ("config", "args", "must", "must_config", "sizes", "tensors")
-LISTS = ("model_types", "padded", "ignored", "keep_fp32", "needed")
+LISTS = ("model_types", "padded", "ignored", "dropped", "keep_fp32", "needed")
 _TEXTS = ("framework", "extends")
 _RENAMES = ("sources", "targets")
 CONDITIONS = ("unless", "when", "group", "optional", "beside", "add")
@@ -35,7 +35,7 @@ CONDITIONS = ("unless", "when", "group", "optional", "beside", "add")
 CORRECT = "correct the recipe; those that come with xrank show how it is written"
 
 # Recipes extend each other, so several share most files.
-_loads = lru_cache(maxsize=32)(tomllib.loads)
+_loads = lru_cache(maxsize=128)(tomllib.loads)
 
 
 @lru_cache(maxsize=1)

@@ -18,6 +18,7 @@ from xrank.recipes.matching import Match
 from xrank.recipes.outcomes import check_whole, list_outcomes
 from xrank.recipes.pairing import Pairing, pair, reverse_pairing, single_tensors
 from xrank.recipes.recipe_file import find_rule
+from xrank.words import list_text
 
 __all__ = ["join_shards", "move_shard", "rewrite_model"]
 
@@ -62,8 +63,7 @@ def rewrite_model(
                 notes.append(("padding-cut", f"{names[0]}: {rows:,} rows of padding"))
     order = list_outcomes(matched, sizes)
     check_whole(source.path, matched, order, made.keys(), flags, layers)
-    if matched.ignored:
-        notes.append(("ignored", f"{len(matched.ignored)} tensors that are not part of the model are left out"))
+    notes += _describe_ignored(matched)
     return replace(
         source,
         shards=tuple(join_shards(name, made[name]) for name in sorted(made, key=lambda name: order[name].at)),
@@ -90,6 +90,18 @@ def _pairings(matched: Match, place: tuple[int, int], sizes: Mapping[str, int]) 
         error.about(at, file=matched.recipe.name, next_step=f"correct the rule in {at}")
         raise
     return [reverse_pairing([*found.values()][form])] if matched.is_reversed else found.values()
+
+
+def _describe_ignored(matched: Match) -> Iterable[tuple[str, str]]:
+    """Yield notes on the tensors that the recipe leaves out."""
+    dropped = matched.dropped
+    others = [name for name in matched.ignored if name not in dropped]
+    if others:
+        yield "ignored", f"{list_text(others, 3)}: left out, because they are not part of the model"
+    if dropped:
+        kinds = " or ".join(matched.recipe.model_types)
+        reason = f"because a model of {kinds} has no such tensor; its outputs can differ from the trainer's"
+        yield "dropped", f"{list_text(dropped, 3)}: left out, although they were trained, {reason}"
 
 
 def _count_padding(pairing: Pairing, shape: Sequence[int]) -> int:

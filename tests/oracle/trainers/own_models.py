@@ -21,7 +21,7 @@ from torch import nn
 
 from tests.recipes.made_checkpoints import as_megatron
 
-__all__ = ["run_megatron", "run_torchtitan"]
+__all__ = ["let_torchtitan_run_on_cpu", "run_megatron", "run_torchtitan"]
 
 Trained = tuple[nn.Module, dict[str, torch.Tensor]]
 _PADDED_ROWS = 256
@@ -36,7 +36,7 @@ def run_torchtitan(options: dict[str, Any], folder: Path, load: Callable[[], Any
 
     torchtitan's attention has no gradient on a CPU, so that the gradients are ones.
     """
-    _let_torchtitan_run_on_cpu()
+    let_torchtitan_run_on_cpu()
     from torchtitan.components.checkpointer.dcp import CheckpointManager
     from torchtitan.models.common import ComplexRoPE
     from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers, config_registry, model_registry
@@ -94,7 +94,7 @@ def run_torchtitan(options: dict[str, Any], folder: Path, load: Callable[[], Any
     return plain, {name: tensor.contiguous() for name, tensor in adapter.to_hf(whole).items()}
 
 
-def _let_torchtitan_run_on_cpu() -> None:
+def let_torchtitan_run_on_cpu() -> None:
     """Answer for a CPU what torchtitan asks of a GPU, and leave out its kernels in Triton."""
     sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()
     torch._utils._get_available_device_type = lambda: "cpu"
