@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.distribution.whole_results import Example
+
 BATCH = 4
 
 
@@ -30,8 +32,6 @@ class Cut(nn.Module):
         x = self.first(x)
         return self.module(x.unflatten(-1, self.shape) if self.shape else x, *others)
 
-
-Example = tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]
 
 WITH_PARAMETERS: dict[str, Example] = {
     "Linear": (lambda: nn.Linear(6, 5), lambda: (draw(3, 6),)),
