@@ -26,7 +26,7 @@ def test_on_two_by_two_ranks():
 
 @pytest.mark.filterwarnings("ignore")
 def test_page_gives_the_counts_of_the_examples():
-    page = (Path(__file__).parents[2] / "docs" / "distribution.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "keras-distribution.md").read_text()
     for examples in (CLASSES, FUNCTIONAL, OPERATIONS):
         dims = [max((parameter.ndim for parameter in make().parameters()), default=0) for make, _ in examples.values()]
         assert f"| {len(examples)} | {sum(dims)} | {sum(dims)} | 0 | 0 |" in page
