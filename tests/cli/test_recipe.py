@@ -167,6 +167,8 @@ def test_unknown_names_have_the_nearest_rule(bench: Bench) -> None:
         ('h = "hidden_size"', "h = 3", ", line 4 is wrong at config.h"),
         ("[config]", "[sizes]\ntwo = 0\n[config]", ", line 4 is wrong at sizes.two"),
         ("[config]", 'ignored = ["("]\n[config]', ", line 3 is wrong at ignored"),
+        ('{ to = "model.norm.weight [h]" }', '{ to = "n [h]", times = "h" }', ", line 11 is wrong at tensors."),
+        ('{ to = "model.norm.weight [h]" }', '{ to = "n [h]", times = "sqrt(d)" }', ", line 11 is wrong at tensors."),
         ('{ to = "model.norm.weight [h]" }', '{ to = "n [h]", when = 3 }', ", line 11 is wrong at tensors."),
         ('{ to = "model.norm.weight [h]" }', '{ tu = "n [h]" }', ", line 11 is wrong at tensors."),
         ('"norm.weight [h]"', '"norm.weight [h"', ", line 11: tensors."),

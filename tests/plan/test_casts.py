@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from tests.plan.engine_cases import Integer, by_torch, shuffled
 from xrank import dtypes
 from xrank.layout.nests import Loop
-from xrank.plan.casts import CastOverflowError, copy_cast, copy_same, count_cast_different, count_different
+from xrank.plan.casts import (
+    CastOverflowError,
+    change_elements,
+    copy_cast,
+    copy_same,
+    count_cast_different,
+    count_different,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -184,3 +191,33 @@ def test_strided_casts(data, source, target):
     copy_cast(data_view, source, into, target, offset, loops)
     assert bytes(into) == expected.tobytes()
     assert count_cast_different(data_view, source, into, target, offset, loops) == 0
+
+
+@pytest.mark.parametrize("factor", [8**0.5, 1 / 8**0.5, 128**0.5])
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize("source", FLOATS)
+def test_products_are_rounded_once(source, target, factor):
+    """As MaxText's conversion: a product in float32, then a cast."""
+    values = np.random.default_rng(0).standard_normal(1000).astype(dtypes.numpy_dtype(source))
+    kind = "F64" if source == "F64" else "F32"
+    products = values.astype(dtypes.numpy_dtype(kind)) * dtypes.numpy_dtype(kind).type(factor)
+    made, wide = change_elements(memoryview(values.tobytes()), source, factor, 0)
+    assert (bytes(made), wide) == (products.tobytes(), kind)
+    into = memoryview(bytearray(len(values) * dtypes.dtype(target).nbytes))
+    copy_cast(made, wide, into, target, 0, ((len(values), 1, 1),))
+    assert bytes(into) == by_torch(products.view(f"u{products.itemsize}"), kind, target).tobytes()
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_a_product_that_overflows(name):
+    kind = dtypes.numpy_dtype(name)
+    largest = np.array([1, {"F16": 60000, "F64": 1.7e308}.get(name, 3e38), np.inf]).astype(kind)
+
+    def multiply(values):
+        into = memoryview(bytearray(values.nbytes))
+        copy_cast(*change_elements(memoryview(values.tobytes()), name, 4.0, 0), into, name, 0, ((len(values), 1, 1),))
+        return np.frombuffer(into, kind)
+
+    with pytest.raises(CastOverflowError):
+        multiply(largest)
+    assert np.isinf(multiply(largest[::2])).tolist() == [False, True]

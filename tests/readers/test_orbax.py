@@ -374,3 +374,36 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "xrank", "gather", str(tree), "--out", str(tmp_path / "out"), "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert json.loads(ended.stdout)["peak_rss_nbytes"] < 110_000_000
+
+
+RECIPE = """
+framework = "own"
+[config]
+d = "hidden_size"
+[tensors]
+"net.odd.0 [a, d]" = { to = "turned.weight [d, a]", times = "sqrt(a d)" }
+"net.norm.scale [n]" = "norm.weight [n]"
+[sizes]
+a = 7
+n = 12
+"""
+
+
+def test_a_recipe_may_multiply(tmp_path: Path) -> None:
+    """Gathered, compared with the checkpoint, opened, cast, and resumed under the same plan."""
+    import xrank
+
+    params = {keys: value for keys, value in _params().items() if keys[-2:] in (("odd", 0), ("norm", "scale"))}
+    tree = save_tree(tmp_path / "tree", params, chunks=CHUNKS)
+    (tree / "config.json").write_text(json.dumps({"hidden_size": 5}))
+    file = tmp_path / "own.toml"
+    file.write_text(RECIPE)
+    odd = params["params", "params", "net", "odd", 0]
+    want = (odd * np.float32(35**0.5)).T
+    assert gathered(tree, recipe=file)["turned.weight"].data == np.ascontiguousarray(want).tobytes()
+    cast = gathered(tree, recipe=file, dtype="bf16")["turned.weight"]
+    assert cast.data == np.ascontiguousarray(want.astype(ml_dtypes.bfloat16)).tobytes()
+    opened = xrank.open_checkpoint(tree, recipe=file)["turned.weight"]
+    assert opened.numpy().tobytes() == np.ascontiguousarray(want).tobytes()
+    notes = xrank.gather_checkpoint(tree, tmp_path / "m", recipe=file).notes
+    assert [text for code, text in notes if code == "scaled"] == ["net.odd.0: multiplied by 5.91607978"]

@@ -304,6 +304,58 @@ def expert_forms(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     return dict(zip(EXPERT_FORMS, (te_grouped, named, whole, as_singletons(named), as_grouped(whole)), strict=True))
 
 
+def as_maxtext(model: torch.nn.Module, *, is_scanned: bool, turns_pairs: bool) -> dict[str, torch.Tensor]:
+    """Return a model's tensors under MaxText's names, without the leading ``params``.
+
+    Args:
+        model: of Llama's kind.
+        is_scanned: whether layers are stacked along the second dim.
+        turns_pairs: whether the rotary embedding turns neighbouring elements.
+    """
+    state, size = saved(model), model.config.head_dim
+
+    def heads(weight: torch.Tensor, *, is_rotated: bool) -> torch.Tensor:
+        turned = weight.T.reshape(len(weight.T), -1, size)
+        if is_rotated and turns_pairs:
+            turned = torch.stack(turned.chunk(2, dim=-1), dim=-1).flatten(-2)
+        return turned
+
+    scale = size**0.5 if model.config.model_type != "qwen3" else 1.0
+    layers = []
+    for number in range(model.config.num_hidden_layers):
+        own = {name.split(".", 3)[3]: one for name, one in state.items() if name.startswith(f"model.layers.{number}.")}
+        attention = {
+            "query.kernel": heads(own["self_attn.q_proj.weight"], is_rotated=True) / scale,
+            "key.kernel": heads(own["self_attn.k_proj.weight"], is_rotated=True),
+            "value.kernel": heads(own["self_attn.v_proj.weight"], is_rotated=False),
+            "out.kernel": own["self_attn.o_proj.weight"].T.reshape(-1, size, len(own["self_attn.o_proj.weight"])),
+        }
+        for its, ours in (("query_norm.scale", "q_norm"), ("key_norm.scale", "k_norm")):
+            if f"self_attn.{ours}.weight" in own:
+                attention[its] = own[f"self_attn.{ours}.weight"]
+        layers.append(
+            {
+                "pre_self_attention_layer_norm.scale": own["input_layernorm.weight"],
+                **{f"self_attention.{name}": one for name, one in attention.items()},
+                "post_self_attention_layer_norm.scale": own["post_attention_layernorm.weight"],
+                "mlp.wi_0.kernel": own["mlp.gate_proj.weight"].T,
+                "mlp.wi_1.kernel": own["mlp.up_proj.weight"].T,
+                "mlp.wo.kernel": own["mlp.down_proj.weight"].T,
+            }
+        )
+    made = {
+        "token_embedder.embedding": state["model.embed_tokens.weight"],
+        "decoder.decoder_norm.scale": state["model.norm.weight"],
+        "decoder.logits_dense.kernel": state["lm_head.weight"].T,
+    }
+    for name in layers[0]:
+        if is_scanned:
+            made[f"decoder.layers.{name}"] = torch.stack([layer[name] for layer in layers], dim=1)
+        else:
+            made |= {f"decoder.layers_{number}.{name}": layer[name] for number, layer in enumerate(layers)}
+    return {name: tensor.contiguous() for name, tensor in made.items()}
+
+
 def as_torchtitan(model: torch.nn.Module, *, is_new: bool = False) -> dict[str, torch.Tensor]:
     """Return a Llama's tensors under Meta's names, the rows of wq and wk turned for rotary pairs side by side.
 

@@ -16,6 +16,7 @@ from tests.recipes.families import FAMILIES, text
 from tests.recipes.families.forms import other_forms
 from tests.recipes.made_checkpoints import (
     MIXED,
+    as_maxtext,
     as_megatron,
     as_singletons,
     config_of,
@@ -42,6 +43,12 @@ _BIASES = {"attention_bias": True, "mlp_bias": True}
 def forms(name: str) -> Iterator[tuple[torch.nn.Module, Tensors]]:
     """Yield models, and their tensors in a trainer's forms."""
     family = name.removeprefix("megatron-").replace("-", "_")
+    if name.startswith("maxtext"):
+        # A head of 16 elements, as the query is divided by its root.
+        model = tiny("llama" if "llama" in name else name.removeprefix("maxtext-"), head_dim=16)
+        yield model, as_maxtext(model, is_scanned=True, turns_pairs=name.endswith("3.1"))
+        yield model, as_maxtext(model, is_scanned=False, turns_pairs=name.endswith("3.1"))
+        return
     model = tiny(family, **({"tie_word_embeddings": False} if family == "gpt2" else {}))
     if family == "gpt2":
         for te in (False, True):
@@ -123,7 +130,7 @@ def follow(recipe: Recipe, config: dict[str, Any], theirs: Tensors) -> Tensors:
     for shard in model.shards:
         at = elements(shard)
         made = torch.from_numpy(values[starts[at >> 32] + (at & 0xFFFFFFFF)].reshape(shard.shape))
-        tensors[shard.name] = made + shard.added if shard.added else made
+        tensors[shard.name] = made * shard.factor + shard.added if (shard.factor, shard.added) != (1, 0) else made
     return tensors
 
 

@@ -23,6 +23,8 @@ def digest_of_plan(plan: Plan, *options: str) -> str:
         state.update(repr((os.path.basename(file.path), file.nbytes, file.inode, file.mtime_ns)).encode())
     for tensor in plan.tensors:
         state.update(repr((tensor.output, tensor.source_dtype)).encode())
+        if tensor.changed:
+            state.update(repr(sorted(tensor.changed.items())).encode())
         if tensor.update is not None:
             a, b, rule = tensor.update.a, tensor.update.b, tensor.update.rule
             place = (rule.num_blocks, rule.start) if rule.num_blocks > 1 or rule.start else ()

@@ -64,4 +64,9 @@ class ManifestDigests:
 
 def _is_as_stored(tensor: TensorPlan) -> bool:
     output = tensor.output
-    return tensor.source_dtype == output.dtype and output.shape == output.global_shape and not output.is_padded
+    return (
+        not tensor.changed
+        and tensor.source_dtype == output.dtype
+        and output.shape == output.global_shape
+        and not output.is_padded
+    )

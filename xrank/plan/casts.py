@@ -10,7 +10,7 @@ import numpy.typing as npt
 from xrank import dtypes
 from xrank.layout.nests import Loop
 
-__all__ = ["CastOverflowError", "copy_cast", "copy_same", "count_cast_different", "count_different"]
+__all__ = ["CastOverflowError", "change_elements", "copy_cast", "copy_same", "count_cast_different", "count_different"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -103,14 +103,26 @@ def copy_cast(
         raise CastOverflowError(float(lost[0]))
 
 
-def add_number(source: memoryview, dtype: str, number: int) -> tuple[memoryview, str]:
-    """Return floating-point elements with a number added, and the wider type that they then have.
+def change_elements(source: memoryview, dtype: str, factor: float, added: int) -> tuple[memoryview, str]:
+    """Return floating-point elements times a factor plus a number, and the wider type that they then have.
 
-    Rounded to their own type, they are those of torch, which adds in at least 32 bits, too.
+    Rounded to their own type, they are those of torch, which computes in at least 32 bits, too.
+
+    Raises:
+        CastOverflowError: a finite element has no finite product.
     """
     wide = "F64" if dtype == "F64" else "F32"
-    values = np.frombuffer(source, dtypes.numpy_dtype(dtype)).astype(dtypes.numpy_dtype(wide)) + number
-    return values.data.cast("B"), wide
+    kind = dtypes.numpy_dtype(wide)
+    values = np.frombuffer(source, dtypes.numpy_dtype(dtype)).astype(kind)
+    if factor != 1.0:
+        finite = np.isfinite(values)
+        largest = float(np.max(np.abs(values), initial=0.0, where=finite))
+        with np.errstate(over="ignore", invalid="ignore"):
+            values *= kind.type(factor)
+        # A cast to a narrower type would take such a product for an element that was infinite before.
+        if not np.isfinite(values[finite]).all():
+            raise CastOverflowError(largest * factor)
+    return (values + added if added else values).data.cast("B"), wide
 
 
 def _first_rounding(values: Array, target_dtype: str) -> Array:

@@ -13,16 +13,16 @@ from functools import lru_cache
 import numpy as np
 
 from xrank import dtypes
-from xrank.errors import ContradictionError, IncompleteError, UsageError, XrankError
-from xrank.faces import AGAIN, option
+from xrank.errors import ContradictionError, UsageError
+from xrank.faces import option
 from xrank.layout.nest_table import IntArray, NestTable
 from xrank.layout.nests import Nest, swap
 from xrank.plan.composition import compose
-from xrank.plan.coverage import CoverageFault, contains, destination_keys, find_fault, first_of_equal, range_text
+from xrank.plan.coverage import CoverageFault, destination_keys, find_fault, first_of_equal, range_text
+from xrank.plan.coverage_errors import coverage_error
 from xrank.plan.low_rank import LowRank
 from xrank.plan.output import OutputFile, OutputTensor
 from xrank.plan.source import StoredModel, StoredShard
-from xrank.words import ranks_text
 
 __all__ = [
     "Copies",
@@ -35,8 +35,6 @@ __all__ = [
     "make_plan",
     "select_tensors",
 ]
-
-_CHECK_LAYOUT = f"check the layout that the ranks recorded, or the one given by {option('layouts')}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,8 +64,8 @@ class TensorPlan:
     """Record -> name of the tied tensor it belongs to, for replicas of another tensor."""
     update: UpdatePlan | None = None
     """Update that is added to the tensor before it is cast and written."""
-    added: Mapping[int, int] = field(default_factory=dict)
-    """Record -> number that is added to its elements after they are read; others are taken as they are."""
+    changed: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+    """Record -> `StoredShard.factor` and `StoredShard.added` of its elements; others are taken as they are."""
 
     @property
     def read(self) -> Iterable[Copies]:
@@ -143,6 +141,7 @@ def make_plan(
 
     def plan_tensor(output: OutputTensor) -> TensorPlan:
         shard = shards[output.name]
+        _check_factor(shard)
         _check_cast(shard.dtype, output)
         if output.name not in whole:
             whole[output.name] = _divide_with_ties(
@@ -161,7 +160,12 @@ def make_plan(
             replicas,
             others,
             None if update is None else plan_update(update),
-            {record: part.added for part in reversed(parts) if part.added for record in part.record.tolist()},
+            {
+                record: (part.factor, part.added)
+                for part in reversed(parts)
+                if (part.factor, part.added) != (1.0, 0)
+                for record in part.record.tolist()
+            },
         )
 
     def plan_update(update: LowRank) -> UpdatePlan:
@@ -230,7 +234,7 @@ def divide_replicas(shard: StoredShard, source: StoredModel) -> tuple[Copies, Co
         Copies(shard.rank[rows], shard.record[rows], shard.nests.take(rows)) for rows in (first, others)
     )
     if fault is not None:
-        raise _coverage_error(shard, copies, fault, num_elements, source)
+        raise coverage_error(shard, copies, fault, num_elements, source)
     return copies, replicas
 
 
@@ -298,6 +302,17 @@ def _collect_tied_copies(shard: StoredShard, other: StoredShard, source: StoredM
     return _join_copies(copies, replicas)
 
 
+def _check_factor(shard: StoredShard) -> None:
+    if shard.factor != 1.0 and not dtypes.dtype(shard.dtype).is_float:
+        raise UsageError(
+            f"{shard.name}: the recipe multiplies this tensor, which is not floating-point",
+            tensor=shard.name,
+            got=shard.dtype,
+            want="a floating-point type",
+            next_step=f"keep the names with {option('recipe', 'none')}, or save the weights unquantised",
+        )
+
+
 def _check_cast(source_dtype: str, output: OutputTensor) -> None:
     if source_dtype != output.dtype and not (
         dtypes.dtype(source_dtype).is_float and dtypes.dtype(output.dtype).is_float
@@ -309,48 +324,3 @@ def _check_cast(source_dtype: str, output: OutputTensor) -> None:
             want="a floating-point type on both sides",
             next_step=f"use {option('dtype', 'keep')}",
         )
-
-
-def _coverage_error(
-    shard: StoredShard, copies: Copies, fault: CoverageFault, num_elements: int, source: StoredModel
-) -> XrankError:
-    """Return the error that names a fault's tensor, range, ranks and files."""
-    table = [copies.nests[i] for i in range(len(copies))]
-    if fault.kind == "gap":
-        # The gap ends where the next piece begins, which is exact for whole missing shards.
-        later = [nest.y for nest in table if nest.y > fault.address]
-        where = range_text(shard.shape, fault.address, min(later, default=num_elements) - 1)
-        return IncompleteError(
-            f"{shard.name}, {where}: no rank left these elements",
-            tensor=shard.name,
-            index_range=where,
-            got=f"pieces of {ranks_text(shard.rank.tolist())}" if len(shard.rank) else "no piece at all",
-            want="every element exactly once",
-            next_step=f"let the missing rank write again, then {AGAIN}; nothing was written",
-        )
-    holders = [
-        (int(copies.rank[i]), source.files[int(source.records.file[copies.record[i]])].path)
-        for i, nest in enumerate(table)
-        if contains(nest, fault.address)
-    ]
-    if fault.kind == "outside":
-        return ContradictionError(
-            f"{shard.name}: a rank holds elements outside the tensor",
-            tensor=shard.name,
-            rank=holders[0][0] if holders else None,
-            file=holders[0][1] if holders else None,
-            got=f"address {fault.address:,}",
-            want=f"less than {num_elements:,}, the size of {list(shard.shape)}",
-            next_step=_CHECK_LAYOUT,
-        )
-    where = range_text(shard.shape, fault.address, fault.address)
-    return ContradictionError(
-        f"{shard.name}, from {where} on: held twice, by {ranks_text(rank for rank, _ in holders)}, cut differently",
-        tensor=shard.name,
-        rank=holders[-1][0] if holders else None,
-        file=holders[-1][1] if holders else None,
-        index_range=where,
-        got=", ".join(f"rank {rank} in {path}" for rank, path in holders),
-        want="every element exactly once, or equal pieces as replicas",
-        next_step=_CHECK_LAYOUT,
-    )

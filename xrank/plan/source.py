@@ -110,8 +110,10 @@ class StoredShard:
     record: IntArray
     """Index into `StoredModel.records`."""
     nests: NestTable
+    factor: float = 1.0
+    """Number by which each element is multiplied after it is read, in float32, or float64 for F64."""
     added: int = 0
-    """Number that is added to each element after it is read."""
+    """Number that is then added to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,14 @@ from typing import Literal, Protocol
 from xrank import dtypes
 from xrank.layout.nests import Nest
 from xrank.plan.buffers import Source, Target
-from xrank.plan.casts import CastOverflowError, add_number, copy_cast, copy_same, count_cast_different, count_different
+from xrank.plan.casts import (
+    CastOverflowError,
+    change_elements,
+    copy_cast,
+    copy_same,
+    count_cast_different,
+    count_different,
+)
 from xrank.plan.checksums import RecordChecksums, read_rest
 from xrank.plan.faults import difference_error, overflow_error
 from xrank.plan.low_rank import add_low_rank
@@ -146,7 +153,7 @@ class Worker:
         plan = tensor.plan
         width = dtypes.dtype(plan.source_dtype).nbytes
         for row, record, nest in tensor.copies.cut(low, high):
-            cast = plan.source_dtype != plan.output.dtype or record in plan.added
+            cast = plan.source_dtype != plan.output.dtype or record in plan.changed
             if not cast and (not nest.loops or (len(nest.loops) == 1 and nest.loops[0][1:] == (1, 1))):
                 length = nest.loops[0][0] if nest.loops else 1
                 into = part[nest.y * width : (nest.y + length) * width]
@@ -158,8 +165,8 @@ class Worker:
                 if not cast:
                     copy_same(data, part, tile.target, tile.loops, width)
                     continue
-                values, dtype = _values(plan, record, data)
                 try:
+                    values, dtype = _values(plan, record, data)
                     copy_cast(values, dtype, part, plan.output.dtype, tile.target, tile.loops)
                 except CastOverflowError as overflow:
                     raise overflow_error(plan, int(plan.copies.rank[row]), overflow.value) from None
@@ -188,15 +195,15 @@ class Worker:
 
 
 def _values(plan: TensorPlan, record: int, data: memoryview) -> tuple[memoryview, str]:
-    """Return a record's elements with the number added that its tensor gets, and their type."""
-    if record not in plan.added:
+    """Return a record's elements as its tensor gets them, multiplied and added to, and their type."""
+    if record not in plan.changed:
         return data, plan.source_dtype
-    return add_number(data, plan.source_dtype, plan.added[record])
+    return change_elements(data, plan.source_dtype, *plan.changed[record])
 
 
 def _count(plan: TensorPlan, record: int, tile: Tile, data: memoryview, part: memoryview) -> int:
     """Return how many elements of a replica's tile differ from those in `part`."""
-    if plan.source_dtype == plan.output.dtype and record not in plan.added:
+    if plan.source_dtype == plan.output.dtype and record not in plan.changed:
         width = dtypes.dtype(plan.source_dtype).nbytes
         return count_different(data, part, tile.target, tile.loops, width)
     values, dtype = _values(plan, record, data)

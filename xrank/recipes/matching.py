@@ -69,7 +69,7 @@ def is_required(rule: Rule) -> bool:
     return not rule.optional and rule.unless is None and rule.when is None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def active_rules(recipe: Recipe, is_reversed: bool) -> tuple[int, ...]:
     """Return the rules of a direction; if several sources become one target, only the first rule is reversible."""
     if not is_reversed:
@@ -136,7 +136,7 @@ def _keep_beside(recipe: Recipe, used: Mapping[_Place, list[str]]) -> dict[_Plac
     return found
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _index(recipe: Recipe, is_reversed: bool) -> dict[str, list[tuple[_Place, str]]]:
     """Return kind of name -> (place, regular expression) of the rules that may match.
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod, sqrt
 
 from xrank.recipes.side import Side
 
-__all__ = ["Recipe", "Rule"]
+__all__ = ["Recipe", "Rule", "size_texts"]
+
+_SIZE = r"(?:[A-Za-z_]\w*|[1-9]\d*)"
+_ROOT = re.compile(rf"sqrt\(({_SIZE}(?: {_SIZE})*)\)")
+
+
+def size_texts(times: str) -> tuple[str, ...]:
+    """Return the sizes in ``sqrt(SIZE SIZE ...)``; none if the text is not of this form."""
+    found = _ROOT.fullmatch(times)
+    return () if found is None else tuple(found[1].split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +34,7 @@ class Rule:
             layers have several choices, the text before a dot names the choice: ``mixer.attention``, ``mlp.dense``.
         optional: whether a model may lack the tensor.
         add: a number that is added to the source's values, and backwards taken from the target's.
+        times: the root of a product of sizes, ``sqrt(n d)``, by which values are multiplied, and backwards divided.
         beside: groups; backwards, where several sources become the target, the rule is for layers with their blocks.
     """
 
@@ -34,6 +46,12 @@ class Rule:
     optional: bool = False
     beside: tuple[str, ...] = ()
     add: int = 0
+    times: str | None = None
+
+    def factor(self, sizes: Mapping[str, int]) -> float:
+        """Return the number that `times` stands for; 1 without it."""
+        texts = size_texts(self.times) if self.times is not None else ()
+        return sqrt(prod(int(text) if text.isdecimal() else sizes[text] for text in texts))
 
     @property
     def choice(self) -> str:
@@ -44,7 +62,9 @@ class Rule:
     def outcome(self) -> tuple[str, tuple[tuple[str, str], ...]]:
         """The rule as texts, equal for rules of two recipes with the same effect."""
         targets = tuple((part, str(side)) for part, side in sorted(self.targets.items()))
-        return str(self.sources[0]), targets if not self.add else (*targets, ("add", str(self.add)))
+        if self.add:
+            targets += (("add", str(self.add)),)
+        return str(self.sources[0]), targets if self.times is None else (*targets, ("times", self.times))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -48,6 +48,7 @@ half = 64
 
 "decoder.layers.{L}.input_layernorm.weight [h]" = { to = "...", beside = "attention" }    backwards, only in such layers
 "decoder.layers.{L}.self_attention.out_norm.weight [w]" = { to = "...", add = 1 }     values that differ by a number
+"query.kernel [h, n, d]" = { to = "... [n d, h]", times = "sqrt(d)" }       or by the root of sizes
 
 [kept."model.visual."]                  tensors of the target that the source holds alike, under other prefixes
 from = ["vision_model.", "visual."]
@@ -68,8 +69,9 @@ from itertools import combinations
 from typing import Any
 
 from xrank.errors import LayoutError, UsageError
+from xrank.layout.binding import names_of_dim
 from xrank.layout.tensor_name import TensorName
-from xrank.recipes.recipe import Recipe, Rule
+from xrank.recipes.recipe import Recipe, Rule, size_texts
 from xrank.recipes.recipe_tables import (
     CONDITIONS,
     CORRECT,
@@ -167,13 +169,13 @@ def load_recipes_for(names: Iterable[str]) -> tuple[Recipe, ...]:
     )
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=256)
 def load_shipped_recipe(name: str) -> Recipe:
     """Return the shipped recipe of that name."""
     return _parse(name, read_shipped()[name], f"{name}.toml")
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=256)
 def _first_words(name: str) -> frozenset[str]:
     """Return the first components of the source names of a shipped recipe and of those that it extends.
 
@@ -253,6 +255,7 @@ def _parse_rule(source: str, value: Any, file: str) -> Rule:
             raise misplaced(file, (*keys, key), name, "a name")
     if not isinstance(optional, bool):
         raise misplaced(file, (*keys, "optional"), optional, "true or false")
+    times = value.get("times")
     if type(add) is not int:
         raise misplaced(file, (*keys, "add"), add, "a whole number")
     try:
@@ -261,6 +264,12 @@ def _parse_rule(source: str, value: Any, file: str) -> Rule:
     except LayoutError as error:
         error.about(f"{find_place(file, *keys)}: tensors.{source!r}", file=file, next_step=CORRECT)
         raise
+    if times is not None:
+        sizes = size_texts(times) if isinstance(times, str) else ()
+        known = {name for dim in side.all_dims for name in names_of_dim(dim)}
+        if add or not sizes or not all(size.isdecimal() or size in known for size in sizes):
+            what = "the root of a product of the source's sizes, such as sqrt(d), without add"
+            raise misplaced(file, (*keys, "times"), times, what)
     parts = part_names(side)
     if isinstance(to, str) and parts:
         if sorted(part_names(targets[""])) != sorted(parts):
@@ -269,7 +278,7 @@ def _parse_rule(source: str, value: Any, file: str) -> Rule:
             )
         targets = dict.fromkeys(parts, targets[""])
     beside = check_texts(value.get("beside", []), (*keys, "beside"), file)
-    return Rule((side, *_stack_dims(side)), targets, **names, optional=optional, beside=beside, add=add)
+    return Rule((side, *_stack_dims(side)), targets, **names, optional=optional, beside=beside, add=add, times=times)
 
 
 def _allowed(table: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:

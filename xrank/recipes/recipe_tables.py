@@ -29,7 +29,7 @@ TABLES = ("config", "args", "must", "must_config", "sizes", "tensors")
 LISTS = ("model_types", "padded", "ignored", "dropped", "keep_fp32", "needed")
 _TEXTS = ("framework", "extends")
 _RENAMES = ("sources", "targets")
-CONDITIONS = ("unless", "when", "group", "optional", "beside", "add")
+CONDITIONS = ("unless", "when", "group", "optional", "beside", "add", "times")
 
 
 CORRECT = "correct the recipe; those that come with xrank show how it is written"

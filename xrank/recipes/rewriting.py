@@ -18,7 +18,7 @@ from xrank.recipes.matching import Match
 from xrank.recipes.outcomes import check_whole, list_outcomes
 from xrank.recipes.pairing import Pairing, pair, reverse_pairing, single_tensors
 from xrank.recipes.recipe_file import find_rule
-from xrank.words import list_text
+from xrank.words import likewise_text, list_text
 
 __all__ = ["join_shards", "move_shard", "rewrite_model"]
 
@@ -50,14 +50,20 @@ def rewrite_model(
     notes = [("recipe", f"tensors are named and taken apart by the recipe {matched.recipe.name}")]
     for place, names in matched.used.items():
         wanted = set(names)
-        added = matched.recipe.rules[place[0]].add * (-1 if matched.is_reversed else 1)
+        rule = matched.recipe.rules[place[0]]
+        added = rule.add * (-1 if matched.is_reversed else 1)
+        factor = 1 / rule.factor(sizes) if matched.is_reversed else rule.factor(sizes)
+        if factor != 1.0:
+            notes.append(("scaled", f"{names[0]}{likewise_text(names[1:], 3)}: multiplied by {factor:.9g}"))
         for pairing in _pairings(matched, place, sizes):
             own = len(pairing.target.name.dims)
             rows = _count_padding(pairing, shards[names[0]].shape)
             for old, new, nest in single_tensors(pairing):
                 if old in wanted:
                     shard = move_shard(shards[old], new, pairing.target_shape[own:], nest)
-                    made.setdefault(new, []).append(replace(shard, added=shard.added + added))
+                    made.setdefault(new, []).append(
+                        replace(shard, factor=shard.factor * factor, added=shard.added + added)
+                    )
                     dropped.update({new: rows} if rows else {})
             if rows:
                 notes.append(("padding-cut", f"{names[0]}: {rows:,} rows of padding"))
@@ -126,7 +132,7 @@ def join_shards(name: str, parts: Sequence[StoredShard]) -> StoredShard:
     if len(parts) == 1:
         return first
     for other in parts[1:]:
-        if (other.dtype, other.added) != (first.dtype, first.added):
+        if (other.dtype, other.factor, other.added) != (first.dtype, first.factor, first.added):
             raise ContradictionError(
                 f"{name}: the tensors that it is made of differ in type",
                 tensor=name,

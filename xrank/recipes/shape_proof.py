@@ -47,7 +47,9 @@ def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None 
         ContradictionError: a tensor is longer than config allows, or has another number of dims.
         LayoutError: nothing contradicts the shapes, but config does not contain all sizes.
     """
-    matches = [match(recipe, shapes, is_reversed=back) for recipe in load_shipped_recipes() for back in (True, False)]
+    # Several know Hugging Face's names of one family; those with a trainer's arguments know the most, such as biases.
+    recipes = sorted(load_shipped_recipes(), key=lambda recipe: not recipe.args)
+    matches = [match(recipe, shapes, is_reversed=back) for recipe in recipes for back in (True, False)]
     candidates = [found for found in matches if found.fits]
     types = list_model_types(config)
     own = [found for found in matches if not types.isdisjoint(found.recipe.model_types)]
