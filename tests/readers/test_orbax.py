@@ -407,3 +407,47 @@ def test_a_recipe_may_multiply(tmp_path: Path) -> None:
     assert opened.numpy().tobytes() == np.ascontiguousarray(want).tobytes()
     notes = xrank.gather_checkpoint(tree, tmp_path / "m", recipe=file).notes
     assert [text for code, text in notes if code == "scaled"] == ["net.odd.0: multiplied by 5.91607978"]
+
+
+def test_what_gather_reads_the_other_commands_read(tmp_path: Path) -> None:
+    """MaxText's Qwen 3 and Llama: resharded, opened, loaded, verified and inspected, with the recipe."""
+    import torch
+
+    import xrank
+    from tests.recipes.made_checkpoints import as_maxtext, config_of, saved, tiny
+
+    # Heads of 16, so that a query divided and multiplied by the root is exact.
+    for family, recipe in (("qwen3", None), ("llama", "maxtext-llama3.1")):
+        model, room = tiny(family, head_dim=16), tmp_path / family
+        own = as_maxtext(model, is_scanned=True, turns_pairs=family == "llama")
+        params = {("params", "params", *name.split(".")): tensor.numpy() for name, tensor in own.items()}
+        moments = {("opt_state", "mu", *keys[1:]): value for keys, value in params.items()}
+        step = save_step(room / "run" / "7", {"items": {**params, **moments}}, processes=2)
+        (step / "config.json").write_text(json.dumps(config_of(model)))
+        want = {name: tensor.contiguous() for name, tensor in saved(model).items()}
+        model.save_pretrained(room / "base")
+
+        details = inspect_source(room / "run").to_dict()
+        assert details["source"]["recipe"] == ("maxtext-qwen3" if family == "qwen3" else None)
+        assert [fault["type"] for fault in details["problems"]] == ([] if family == "qwen3" else ["UsageError"])
+        xrank.gather_checkpoint(room / "run", room / "m", recipe=recipe)
+        assert xrank.verify_model(room / "m", against=room / "run", recipe=recipe).ok
+        assert xrank.verify_model(room / "m", base_model=room / "base").ok
+        if family == "llama":  # the other convention's rows lie elsewhere
+            assert not xrank.verify_model(room / "m", against=room / "run", recipe="maxtext-llama2").ok
+        opened = xrank.open_checkpoint(room / "run", recipe=recipe)
+        assert all(torch.equal(tensor, want[name]) for name, tensor in opened.items()) and len(opened) == len(want)
+        fresh = tiny(family, head_dim=16)
+        for parameter in fresh.parameters():
+            parameter.data.fill_(7.0)
+        xrank.load_model(fresh, room / "run", recipe=recipe or "maxtext-qwen3")
+        assert all(torch.equal(tensor, want[name]) for name, tensor in saved(fresh).items())
+
+        layouts = xrank.layout.LayoutMap(xrank.layout.DeviceMesh((2,), ("tp",)))
+        for name, tensor in want.items():
+            layouts[name] = "[a/~tp, b]" if tensor.ndim == 2 else "[a]"
+        report = xrank.reshard_checkpoint(room / "run", layouts, room / "states", recipe=recipe or "maxtext-qwen3")
+        assert report.output["world_size"] == 2
+        assert gathered(room / "states", recipe="none") == {
+            name: WholeTensor("F32", tuple(tensor.shape), tensor.numpy().tobytes()) for name, tensor in want.items()
+        }

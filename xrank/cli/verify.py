@@ -27,6 +27,7 @@ __all__ = ["verify_command"]
     metavar="DIR|ID",
     help="Model folder or cached ID with the names and shapes that PATH must have; fills in unrecorded shapes.",
 )
+@click.option("--recipe", metavar="NAME|FILE", help="The recipe that the gather was run with.")
 @click.option("--part", metavar="NAME", help="Part to read, if PATH has several, such as model and ema.")
 @click.option(
     "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks that wrote PATH, if it records none."

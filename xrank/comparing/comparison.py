@@ -18,7 +18,8 @@ from xrank.decisions.decision import Purpose, Request, decide
 from xrank.decisions.found_source import FoundSource
 from xrank.decisions.lone_adapter import complete_adapter
 from xrank.decisions.options import GatherOptions
-from xrank.decisions.saved_form import convert_adapted, convert_to_files
+from xrank.decisions.recipe_choice import load_recipe
+from xrank.decisions.saved_form import TABLE, convert_adapted, convert_to_files
 from xrank.errors import ContradictionError, UsageError, XrankError
 from xrank.faces import option
 from xrank.layout import LayoutMap
@@ -30,6 +31,7 @@ from xrank.plan.output import OutputTensor
 from xrank.plan.planner import Plan, make_plan
 from xrank.plan.report import ProofFacts, SourceFacts
 from xrank.plan.source import StoredModel, StoredShard, merge_models
+from xrank.recipes.matching import match
 from xrank.writers.hf_folder import lay_out
 from xrank.writers.manifest import MANIFEST_NAME
 
@@ -61,6 +63,7 @@ def plan_comparison(
     *,
     base: BaseModel | None = None,
     layouts: LayoutMap | None = None,
+    recipe: str | os.PathLike[str] | None = None,
     part: str | None = None,
     world_size: int | None = None,
 ) -> Check:
@@ -77,6 +80,7 @@ def plan_comparison(
         adapter_config: configuration of the adapter among the tensors, in place of the one beside them.
         base: supplies metadata that either side does not record: whole shapes, the config.
         layouts: supplies the layouts that either side does not record.
+        recipe: names the tensors of each side that it fits; the other side's names, and those without one, are known.
         part: keys of the part of `path` to read.
         world_size: number of ranks that wrote `path`, where it records none.
 
@@ -98,7 +102,7 @@ def plan_comparison(
     elif adapted:
         pair = _pair_merged(adapted[0], next(side for side in sides if side.names is None), adapter_config, base)
     else:
-        pair = _pair_plain(*sides)
+        pair = _pair_plain(*sides, recipe)
     found = correspond((pair.ours, pair.theirs), pair.updates)
     outputs = _outputs(pair, found)
     made = [output for output in outputs if output.name in pair.updates or output.name in found.cast]
@@ -120,20 +124,28 @@ def plan_comparison(
     return Check(plan, judge, lambda error: _rename_error(error, pair, found))
 
 
-def _pair_plain(ours: ComparedSide, theirs: ComparedSide) -> _Pair:
+def _pair_plain(ours: ComparedSide, theirs: ComparedSide, recipe: str | os.PathLike[str] | None) -> _Pair:
     """Return both as they are, or under Hugging Face's names where those differ."""
     models = [side.source.model for side in (ours, theirs)]
-    if ours.shapes.keys() != theirs.shapes.keys():
+    if ours.shapes.keys() != theirs.shapes.keys() or recipe is not None:
         # A side under training names gets Hugging Face's; the config of one side serves both.
-        models = [_name_model(ours.source, theirs.source), _name_model(theirs.source, ours.source)]
+        sides = [ours.source, theirs.source]
+        chosen = [recipe if recipe is not None and _fits(side.model, recipe) else None for side in sides]
+        if chosen == [None, None]:
+            chosen[0] = recipe  # its error names what does not fit
+        models = [_name_model(sides[0], sides[1], chosen[0]), _name_model(sides[1], sides[0], chosen[1])]
     return _Pair(_make_compared(ours, models[0]), _make_compared(theirs, models[1]))
 
 
-def _name_model(source: FoundSource, other: FoundSource) -> StoredModel:
+def _fits(model: StoredModel, recipe: str | os.PathLike[str]) -> bool:
+    return recipe in ("none", TABLE) or match(load_recipe(os.fspath(recipe)), [one.name for one in model.shards]).fits
+
+
+def _name_model(source: FoundSource, other: FoundSource, recipe: str | os.PathLike[str] | None) -> StoredModel:
     """Return a side's model under Hugging Face's names; the other side's config serves where it has none."""
     known = source if source.config else replace(source, config=other.config)
     names = [shard.name for shard in other.model.shards]
-    return decide(known, Request(Purpose.PROOF, file_names=names)).source
+    return decide(known, Request(Purpose.PROOF, recipe=recipe, file_names=names)).source
 
 
 def _make_compared(side: ComparedSide, model: StoredModel) -> Compared:

@@ -37,6 +37,7 @@ def verify_model(
     against: str | os.PathLike[str] | None = None,
     layouts: str | os.PathLike[str] | LayoutMap | None = None,
     base_model: str | os.PathLike[str] | None = None,
+    recipe: str | os.PathLike[str] | None = None,
     part: str | None = None,
     world_size: int | None = None,
     adapter_config: str | os.PathLike[str] | None = None,
@@ -58,6 +59,7 @@ def verify_model(
         layouts: a layout file, or its content, for a checkpoint without recorded layouts, either of the two.
         base_model: a model with the names and shapes that `path` must have; fills in unrecorded shapes. With `against`
             it only does the latter.
+        recipe: the recipe of the gather that is compared, where names and config.json leave a choice, or a file.
         part: keys of the part of `path` to read, as `xrank.gather_checkpoint`; so is `world_size`.
         world_size: number of ranks that wrote `path`.
         adapter_config: configuration of an adapter among a checkpoint's tensors, as in the gather.
@@ -82,13 +84,14 @@ def verify_model(
     """
     started = time.monotonic()
     budget = Budget.from_memory(parse_size(max_memory, "max_memory"), workers or default_workers())
-    if adapter_config is not None and against is None:
-        raise UsageError(
-            f"{option('adapter_config')} was given without {option('against')}",
-            got=option("adapter_config", os.fspath(adapter_config)),
-            want=f"{option('against')}, and an adapter in one of the two",
-            next_step="give both, or neither",
-        )
+    for name, value in (("adapter_config", adapter_config), ("recipe", recipe)):
+        if value is not None and against is None:
+            raise UsageError(
+                f"{option(name)} was given without {option('against')}",
+                got=option(name, os.fspath(value)),
+                want=f"{option('against')}, and a checkpoint that was gathered so",
+                next_step="give both, or neither",
+            )
     given = layouts if layouts is None or isinstance(layouts, LayoutMap) else read_layouts(layouts)
     base = open_base_model(base_model) if base_model is not None else None
     text = os.fspath(path)
@@ -100,7 +103,7 @@ def verify_model(
             return _plan_alone(text, base, choices)
         from xrank.comparing.comparison import plan_comparison  # not needed for a single path
 
-        return plan_comparison(text, os.fspath(against), budget, adapter_config, base=base, **choices)
+        return plan_comparison(text, os.fspath(against), budget, adapter_config, base=base, recipe=recipe, **choices)
 
     verdict: Verdict | None = None
     fault: XrankError | None = None

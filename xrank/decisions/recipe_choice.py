@@ -32,7 +32,14 @@ from xrank.recipes.sizes import (
 )
 from xrank.words import list_text
 
-__all__ = ["apply_recipe", "choose_recipe", "find_padded_names", "follow_recipe", "load_recipe", "match_asked_recipe"]
+__all__ = [
+    "apply_recipe",
+    "choose_recipe",
+    "find_padded_names",
+    "follow_recipe",
+    "load_recipe",
+    "match_asked_recipe",
+]
 
 
 def choose_recipe(
@@ -77,14 +84,17 @@ def choose_recipe(
     if len(different) == 1:
         return different[0]
     if fitting:
+        recipes = [found.recipe for found in chosen or fitting]
+        choose = f"choose {' or '.join(option('recipe', one.name) for one in recipes)} as the training was configured"
+        if not chosen:  # all are for other models, which compute something else with the same names
+            choose = f"give a recipe for this model as {option('recipe', metavar='FILE')}"
         says = f", and config.json says model_type {' and '.join(map(repr, sorted(types)))}" if types else ""
         raise UsageError(
             f"{source.path}: which recipe its names are of is not clear",
             file=source.path,
-            got=f"names of {', '.join(found.recipe.name for found in chosen or fitting)}{says}",
+            got=f"names of {', '.join(f'{one.name} ({one.framework})' for one in recipes)}{says}",
             want="one recipe",
-            next_step=f"choose with {option('recipe', metavar='NAME')}, or keep the names with "
-            f"{option('recipe', 'none')}",
+            next_step=f"{choose}, or keep the names with {option('recipe', 'none')}",
         )
     nearest = max(matches, key=lambda found: (found.num_known, -len(found.missing)), default=None)
     is_near = nearest is not None and nearest.knows_layers and 2 * nearest.num_known >= len(names)
