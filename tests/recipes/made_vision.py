@@ -121,7 +121,9 @@ def as_megatron_vision(model: torch.nn.Module, *, is_kept: bool = True, **option
         tower["multi_modal_projector.mm_soft_embed_norm.weight"] = tower.pop(
             "multi_modal_projector.mm_soft_emb_norm.weight"
         )
-    return made | tower if is_kept else _gemma_tower(made | tower, model.config.vision_config)
+    if not is_kept and family == "gemma3":
+        return _gemma_tower(made | tower, model.config.vision_config)
+    return made | tower
 
 
 def _gemma_norms(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
