@@ -138,9 +138,9 @@ class Layer(nn.Module):
 class Stage(nn.Module):
     """The part of the model that a rank holds, under the names of the whole."""
 
-    def __init__(self, place: Place, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, place: Place, dtype: torch.dtype = torch.float32, seed: int = 3) -> None:
         super().__init__()
-        weights = {name: cut(name, whole, place).to(dtype) for name, whole in whole_weights()}
+        weights = {name: cut(name, whole, place).to(dtype) for name, whole in whole_weights(seed)}
         stage, num_stages = place.places["pp"], place.lengths["pp"]
         self.place = place
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
@@ -186,9 +186,9 @@ def _widen(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def whole_weights() -> Iterator[tuple[str, torch.Tensor]]:
+def whole_weights(seed: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights of the whole model, the same on every rank."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {"table": (VOCABULARY, WIDTH), "position": (LENGTH, WIDTH)}
     for name in ("condition", "final", "gate"):
         shapes[name] = (WIDTH,)
@@ -214,14 +214,14 @@ def cut(name: str, whole: torch.Tensor, place: Place) -> torch.Tensor:
     return whole.contiguous()
 
 
-def whole_batch() -> torch.Tensor:
+def whole_batch(seed: int = 3) -> torch.Tensor:
     """Return the ids of the whole batch."""
-    return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(9))
+    return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed + 6))
 
 
-def take_batch(place: Place) -> torch.Tensor:
+def take_batch(place: Place, seed: int = 3) -> torch.Tensor:
     """Return the rows and the part of the sequence that a rank sees."""
-    rows = whole_batch().chunk(place.lengths["dp"])[place.places["dp"]]
+    rows = whole_batch(seed).chunk(place.lengths["dp"])[place.places["dp"]]
     return rows.chunk(place.lengths["cp"], 1)[place.places["cp"]]
 
 
@@ -264,11 +264,11 @@ def whole_place() -> Place:
 
 
 def reference_gradients(
-    *, by_tokens: bool = False, dtype: torch.dtype = torch.float64
+    *, by_tokens: bool = False, dtype: torch.dtype = torch.float64, seed: int = 3
 ) -> tuple[dict[str, torch.Tensor], Stage]:
     """Return the gradients of one process that sees the whole batch, and its model."""
     place = whole_place()
-    model, ids = Stage(place, dtype), whole_batch()
+    model, ids = Stage(place, dtype, seed), whole_batch(seed)
     num_tokens = run_microbatch(model, place, ids, by_tokens=by_tokens, share=1.0)
     return {
         name: torch.zeros_like(one) if one.grad is None else one.grad / max(num_tokens, 1)

@@ -147,6 +147,28 @@ def test_a_missing_factor_is_named_by_its_axis() -> None:
     assert "as many as ranks along edp or tp: it was divided once too often" in finding.message
 
 
+def test_a_quotient_and_a_factor_of_all_gradients_are_named_once() -> None:
+    """The check of one rank alone, of 6 as dp 2 x tp 3 and edp 3 x ep 2."""
+    module = Mixed()
+    module.other = nn.Parameter(torch.zeros(3))
+    module.other.allreduce = False
+    plan = GradientPlan.from_module(module, megatron_views(6, tp=3, ep=2, etp=1), rank=0)
+    reference = {**gradients_of(module), "dense": torch.zeros(4, 3)}  # zero, so that no factor shows in it
+    experts = ("expert", "other")
+    for factor, names, title, text in (
+        (2 / 3, ("expert",), "expert", "1/1.5 of that of one process, which is dp/edp"),
+        (3 / 2, experts, "all gradients of experts", "1.5 times that of one process, which is edp/dp"),
+        (2.0, experts, "all gradients of experts", "as many as ranks along ep or dp"),
+        (0.5, ("norm", *experts), "all gradients", "1/2 of that of one process, as many as ranks along dp or ep"),
+        (5.0, ("norm", *experts), "all gradients", "see numbers of micro-batches and of tokens"),
+    ):
+        own = {name: one * (factor if name in names else 1) for name, one in reference.items()}
+        (finding,) = check_gradients(own, plan, reference=reference, wire=RecordingWire()).findings
+        assert (finding.kind, finding.name) == ("scale", title)
+        assert finding.factor == pytest.approx(factor)
+        assert text in finding.message
+
+
 def test_a_reference_that_is_not_finite_is_a_finding_and_excuses_nothing() -> None:
     module = Mixed()
     plan = GradientPlan.from_module(module, megatron_views(1))

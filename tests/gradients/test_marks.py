@@ -199,8 +199,11 @@ def test_placements_that_do_not_fit_the_mesh_are_refused(rank):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     module = nn.Module()
     module.w = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Shard(0),), run_check=False))
-    with pytest.raises(LayoutError, match="w: its placements are along 'fsdp'"):
-        GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)))
+    assert GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)))["w"].placement_axes == (("dp",),)
+    other = DeviceMesh((2, 2), ("dp", "tp"))
+    assert GradientPlan.from_module(module, other)["w"].placement_axes == (("tp",),)
+    with pytest.raises(LayoutError, match="w: its placements are along 'fsdp', and no axes"):
+        GradientPlan.from_module(module, DeviceMesh((4,), ("dp",)))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     module.w = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, (Replicate(),), run_check=False))
     with pytest.raises(LayoutError, match="w: its mesh has other ranks along 'dp'"):

@@ -367,7 +367,7 @@ def test_an_expert_without_experts_in_the_mesh():
 @pytest.mark.parametrize(
     ("mesh", "rank", "message"),
     [
-        (DeviceMesh((2,), ("batch",)), 0, "has the axis 'batch'"),
+        (DeviceMesh((2,), ("nodes",)), 0, "has the axis 'nodes'"),
         (DeviceMesh((2, 2), ("dp", "edp")), 0, "both 'dp' and 'edp'"),
         (DeviceMesh((2,), ("dp",)), 2, "rank 2 is not in the mesh"),
         (MeshViews(DeviceMesh((2,), ("dp",)), (("expert", DeviceMesh((2,), ("ep_",))),)), 2, "rank 2"),

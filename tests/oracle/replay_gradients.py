@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +166,10 @@ def put_together(gradient: torch.Tensor, owned: tuple[int, int], is_expert: bool
     return whole
 
 
+def _without_shards(config: ours.GradientConfig) -> ours.GradientConfig:
+    return replace(config, use_distributed_optimizer=False)
+
+
 def replay(world: int, rank: int, case: Case, way: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Give both the same gradients, and yield what came of each parameter."""
     config = TransformerConfig(
@@ -197,6 +201,7 @@ def replay(world: int, rank: int, case: Case, way: dict[str, Any]) -> Iterator[d
         num_tokens = torch.tensor(11 + 3 * rank + step) if case.per_token else None
         done = ours.finalize_model_grads([mine], num_tokens)
         finalize_model_grads([theirs], num_tokens)
+        wholes: dict[str, torch.Tensor] = {}
         for name, parameter in their_module.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -205,6 +210,7 @@ def replay(world: int, rank: int, case: Case, way: dict[str, Any]) -> Iterator[d
             if is_sharded:
                 first = put_together(first, ranges[parameter], is_expert)
                 second = put_together(second, owned, is_expert)
+            wholes[name] = second.view(parameter.shape).clone()
             yield {
                 "step": step,
                 "name": name,
@@ -215,6 +221,14 @@ def replay(world: int, rank: int, case: Case, way: dict[str, Any]) -> Iterator[d
                 "nonzero": bool((first != 0).all()),
                 "kinds": sorted({one.kind for one in done}),
             }
+        if step == NUM_STEPS - 1:
+            # The wrapper shows its own slices, whatever the plan's config; a plan without shards has none that fit.
+            for one in (plan, ours.GradientPlan.from_module(our_module, plan.views, _without_shards(told_config))):
+                check = ours.check_gradients(theirs, one, reference=wholes)
+                yield {"step": step, "name": "check", "findings": str(check) if check.findings else ""}
+            doubled = {**wholes, "layer.weight": wholes["layer.weight"] / 2}
+            found = ours.check_gradients(theirs, plan, reference=doubled).findings
+            yield {"step": step, "name": "doubled", "kinds": [(one.kind, one.name) for one in found]}
         first, second = their_module.router.expert_bias, our_module.router.expert_bias
         yield {"step": step, "name": "router", "equal": torch.equal(first, second), "nonzero": bool(first.any())}
 

@@ -42,7 +42,11 @@ def test_gradients_are_megatrons_to_the_last_bit(tmp_path: Path, num_ranks: int)
     kinds, names = set(), set()
     for case in found[0]:
         for rank, cases in enumerate(found):
-            rows = cases[case]
+            checks = [row["findings"] for row in cases[case] if row["name"] == "check"]
+            assert checks == ["", ""], (case, rank, checks)
+            doubled = [row["kinds"] for row in cases[case] if row["name"] == "doubled"]
+            assert doubled == [[["scale", "layer.weight"]]], (case, rank, doubled)
+            rows = [row for row in cases[case] if row["name"] not in ("check", "doubled")]
             for row in rows:
                 assert row["equal"], (case, rank, row)
                 if row["name"] != "router":

@@ -18,7 +18,8 @@ def find_foreign_axis(gradient: Any, parameter: Any, planned: PlannedParameter) 
 
     Activations are then DTensors along it, so torch has scaled the gradient by its own rules, not by the plan's.
     """
-    return next((axis for axis, own, _ in _find_differences(gradient, parameter) if axis in planned.axes and own), None)
+    differing = _find_differing(gradient, parameter)
+    return next((axis for dim in differing for axis in planned.placement_axes[dim] if axis in planned.axes), None)
 
 
 def take_local_gradient(gradient: Any, parameter: Any, planned: PlannedParameter) -> torch.Tensor:
@@ -32,26 +33,24 @@ def take_local_gradient(gradient: Any, parameter: Any, planned: PlannedParameter
         parameter: its parameter.
         planned: the parameter's entry in the plan.
     """
-    differing = _find_differences(gradient, parameter)
     later = {axis for one in planned.later for axis in one.axes}
-    if any(axis not in later for axis, _, _ in differing):
-        kept = {axis: own for axis, own, _ in differing if axis in later}
-        names = gradient.device_mesh.mesh_dim_names or ()
-        wanted = [kept.get(name, one) for name, one in zip(names, parameter.placements, strict=True)]
+    wanted = list(gradient.placements) if hasattr(gradient, "placements") else []
+    for dim in _find_differing(gradient, parameter):
+        if not later.issuperset(planned.placement_axes[dim]):
+            wanted[dim] = parameter.placements[dim]
+    if wanted and wanted != list(gradient.placements):
         # A collective along the differing axes: all ranks along them come here, in the order of their backwards.
         gradient = gradient.redistribute(gradient.device_mesh, wanted)
     local: torch.Tensor = local_of(gradient)
     return local if local.layout is torch.strided else local.to_dense()
 
 
-def _find_differences(gradient: Any, parameter: Any) -> list[tuple[str, Any, Any]]:
-    """Return the axes along which placements of a gradient and its parameter differ, with both placements."""
+def _find_differing(gradient: Any, parameter: Any) -> list[int]:
+    """Return the dims of the mesh along which placements of a gradient and its parameter differ."""
     if not hasattr(gradient, "placements") or not hasattr(parameter, "placements"):
         return []
-    names = gradient.device_mesh.mesh_dim_names or ()
-    found = zip(names, gradient.placements, parameter.placements, strict=True)
-    lengths = gradient.device_mesh.shape
-    return [(name, own, its) for (name, own, its), n in zip(found, lengths, strict=True) if own != its and n > 1]
+    pairs = zip(gradient.placements, parameter.placements, gradient.device_mesh.shape, strict=True)
+    return [dim for dim, (own, its, length) in enumerate(pairs) if own != its and length > 1]
 
 
 def make_foreign_fault(name: str, axis: str, rank: int) -> GradientFault:

@@ -11,8 +11,17 @@ from typing import Any
 
 import torch
 
+from xrank.errors import UsageError
 from xrank.gradients.buffers.nonfinite import first_nonfinite
 from xrank.gradients.checking.findings import GradientCheck, GradientFinding, encode_findings, merge_findings
+from xrank.gradients.checking.given_gradients import (
+    Given,
+    GivenGradients,
+    find_foreign_view,
+    read_gradients,
+    rename_to_plan,
+    take_slices,
+)
 from xrank.gradients.checking.reference_check import compare_with_reference
 from xrank.gradients.checking.replica_check import compare_replicas
 from xrank.gradients.plan_exchange import check_agreement, torch_wire
@@ -24,13 +33,10 @@ from xrank.gradients.wires.wire import GradientWire
 
 __all__ = ["GradientCheck", "GradientFinding", "check_gradients"]
 
-_PREFIX = "module."
-"""Prefix that wrappers of modules put before names: torch's wrapper once, Megatron's once for each."""
-
 
 @torch.no_grad()
 def check_gradients(
-    named_gradients: Mapping[str, Any],
+    named_gradients: Given,
     plan: GradientPlan,
     *,
     reference: Mapping[str, Any] | None = None,
@@ -39,36 +45,44 @@ def check_gradients(
 ) -> GradientCheck:
     """Check the gradients that all ranks have after a step's last exchange; on all ranks of the mesh.
 
-    With the plan's distributed optimizer, only the elements that each rank owns are checked. A parameter of the plan
-    that the mapping lacks is a finding. None means that no gradient came, which is right if none came on any replica.
-    Frozen parameters are skipped. Nothing is changed.
+    With a distributed optimizer, only the elements that each rank owns are checked: those of Megatron's own buckets if
+    its wrapper is given, else those of the plan. A parameter of the plan that the mapping lacks is a finding. None
+    means that no gradient came, which is right if none came on any replica. Frozen parameters are skipped. Nothing is
+    changed.
 
     Args:
-        named_gradients: by parameter name, with or without ``module.`` of wrappers before it: ``main_grad``, ``.grad``,
-            or DeepSpeed's ``safe_get_full_grad``; local tensors or DTensors.
+        named_gradients: the module that holds them in ``main_grad`` or ``.grad``: this package's wrapper, Megatron's
+            ``DistributedDataParallel``, one that ``fully_shard`` changed, or any other; or its chunks. Or gradients by
+            parameter name, with or without ``module.`` of wrappers before it, such as DeepSpeed's
+            ``safe_get_full_grad``; local tensors or DTensors.
         plan: this rank's plan, from the module of these gradients: ``GradientPlan.from_module(module, mesh)``.
         reference: gradients of one process for the whole batch, by the names of this rank, each of the shape of the
             local tensor, or of the whole tensor for DTensors. Names of other ranks may be in it.
-        tolerance: allowed difference from the reference, relative to the reference's largest element; by dtype when
-            None: 1e-5 for float32, 2e-2 for 16 bits.
+        tolerance: allowed difference from the reference, relative to the parameter's largest element in it; by dtype
+            when None: 1e-4 for float32, 0.1 for 16 bits. Check in float32 to find small errors.
         wire: replacement of torch's process groups.
 
     Raises:
         GradientError: the plans of two ranks do not fit together; the same on all ranks.
-        UsageError: torch.distributed is not initialised, and `wire` is None.
+        UsageError: torch.distributed is not initialised, and `wire` is None; or gradients in a dict lie in a buffer
+            with slices that the plan does not know: on all ranks.
 
     Example:
         >>> from xrank.gradients import check_gradients
         >>> ddp(torch.ones(1, 2)).sum().backward()  # ddp: a module on one rank, as in DistributedDataParallel
         >>> ddp.finish_grad_sync()
-        >>> check_gradients({name: ddp.main_grad(name) for name in ("weight", "bias")}, ddp.plan).is_right
+        >>> check_gradients(ddp, ddp.plan).is_right
         True
     """
     if wire is None:
         wire = torch_wire(plan)
     check_agreement(agreement_lines(plan), wire, plan)
+    everyone = tuple(sorted(plan.views.main.ranks))
+    given = read_gradients(named_gradients, plan)
+    _check_views(given, plan, wire)
+    plan = take_slices(plan, given)
     findings: list[GradientFinding] = []
-    gradients = _match_gradients(named_gradients, plan, findings)
+    gradients = _match_gradients(given.named, plan, findings)
     for name, gradient in gradients.items():
         found = None if gradient is None else first_nonfinite(local_of(gradient))
         if found is not None:
@@ -79,17 +93,28 @@ def check_gradients(
     owned = {name: None if one is None else _take_owned(one, plan[name]) for name, one in gradients.items()}
     findings += compare_replicas(owned, plan, wire)
     if reference is not None:
-        findings += compare_with_reference(gradients, _rename_to_plan(reference, plan), plan, tolerance)
-    everyone = tuple(sorted(plan.views.main.ranks))
+        findings += compare_with_reference(gradients, rename_to_plan(reference, plan), plan, tolerance)
     texts = wire.exchange(encode_findings(findings), everyone)
     return GradientCheck(plan.rank, len(gradients), merge_findings(texts[rank] for rank in everyone))
 
 
+def _check_views(given: GivenGradients, plan: GradientPlan, wire: GradientWire) -> None:
+    """Raise on all ranks the error of the first rank that has gradients in a buffer with unknown slices."""
+    error = find_foreign_view(given, plan)
+    if not plan.config.use_distributed_optimizer:
+        return
+    texts = wire.exchange("" if error is None else error.message, tuple(sorted(plan.views.main.ranks)))
+    if error is not None:
+        raise error
+    for rank, text in sorted(texts.items()):
+        if text:
+            raise UsageError(text, rank=rank, next_step="give the wrapper itself in the place of a dict, on all ranks")
+
+
 def _match_gradients(
-    named_gradients: Mapping[str, Any], plan: GradientPlan, findings: list[GradientFinding]
+    given: Mapping[str, Any], plan: GradientPlan, findings: list[GradientFinding]
 ) -> dict[str, torch.Tensor | None]:
     """Return the gradients of the plan's parameters, in its order, and append a finding for each mismatch."""
-    given = _rename_to_plan(named_gradients, plan)
     matched: dict[str, torch.Tensor | None] = {}
     for planned in plan.parameters:
         if planned.name not in given:
@@ -110,21 +135,6 @@ def _match_gradients(
         if name not in known
     )
     return matched
-
-
-def _rename_to_plan(named: Mapping[str, Any], plan: GradientPlan) -> dict[str, Any]:
-    """Return a mapping by the plan's names; unknown names stay."""
-    found = {}
-    frozen = {*plan.frozen}
-    for name, value in named.items():
-        inner = name
-        while inner not in plan and inner not in frozen and inner.startswith(_PREFIX):
-            inner = inner[len(_PREFIX) :]
-        if inner in plan:
-            found[plan[inner].name] = value
-        else:
-            found[inner if inner in frozen else name] = value
-    return found
 
 
 def _take_owned(gradient: Any, planned: PlannedParameter) -> torch.Tensor:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import combinations
-from math import prod
 from typing import Any
 
 import torch
 
+from xrank.dialects.placements import describe_mesh, from_placements
 from xrank.gradients.buffers.nonfinite import first_nonfinite
+from xrank.gradients.checking.factors import describe_factor, summarize_factors
 from xrank.gradients.checking.findings import GradientFinding
-from xrank.gradients.plans.mesh_places import MeshPlace
 from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.plans.plan_entries import PlannedParameter
+from xrank.layout.local_part import local_part
 from xrank.words import join_words
 
-__all__ = ["compare_with_reference", "find_factors"]
+__all__ = ["compare_with_reference"]
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1e-1}
+"""By dtype, relative to a parameter's largest element. In 100 right runs of a small transformer, cut along every axis,
+rounding made up to 4e-6 in float32 and 6e-2 in bfloat16. A wrong factor is at least a quarter."""
+_OF_ALL = 1e-2
+"""Share of the tolerance that counts relative to the largest element of all parameters: zeros with rounding errors
+then pass."""
 
 
 def compare_with_reference(
@@ -33,9 +38,9 @@ def compare_with_reference(
         plan: this rank's plan.
         tolerance: as in `check_gradients`.
     """
-    findings = []
+    findings: list[GradientFinding] = []
+    judged: list[str] = []
     known = [one for one in reference.values() if one is not None and bool(one.isfinite().all())]
-    # The bound of `_difference` includes the largest element of all: zeros with rounding errors then pass.
     largest = max((float(one.abs().max()) for one in known if one.numel()), default=0.0)
     for name, gradient in gradients.items():
         planned = plan[name]
@@ -57,49 +62,22 @@ def compare_with_reference(
             continue
         local = torch.zeros(planned.shape, dtype=planned.dtype) if gradient is None else local_of(gradient)
         part = slice(*planned.owned)
+        if bool(wanted.reshape(-1)[part].any()):
+            judged.append(name)
         allowed = _tolerance(planned, wanted, local) if tolerance is None else tolerance
-        found = _difference(local.reshape(-1)[part], wanted.reshape(-1)[part], allowed, largest, planned, plan)
+        # Of the whole parameter: a slice may have small elements only, with the rounding errors of the others.
+        own = float(wanted.abs().max()) if wanted.numel() else 0.0
+        bound = allowed * (own + _OF_ALL * largest)
+        found = _difference(local.reshape(-1)[part], wanted.reshape(-1)[part], bound, planned, plan)
         if found is not None:
             findings.append(found)
-    return findings
-
-
-def find_factors(
-    ratio: float, plan: GradientPlan, planned: PlannedParameter, tolerance: float = 0.02
-) -> tuple[str, ...]:
-    """Return the lengths of axes, or products of lengths, that equal a ratio or its inverse, with the fewest axes.
-
-    Args:
-        ratio: gradient divided by reference.
-        plan: this rank's plan.
-        planned: the parameter; axes of its own mesh come first.
-        tolerance: allowed difference of the ratio from a length, relative to the length.
-    """
-    is_expert = plan.buffers[planned.buffer].is_expert
-    place = MeshPlace(plan.views, plan.rank)
-    lengths: dict[str, int] = {}
-    for mesh in (place.mesh(is_expert), place.mesh(False), *(mesh for _, mesh in plan.views.others)):
-        for axis in mesh.axis_names:
-            if mesh.axis_length(axis) > 1:
-                lengths.setdefault(axis, mesh.axis_length(axis))
-    # A missing division and a division too many have inverse ratios and the same axis.
-    factor = max(ratio, 1 / ratio)
-    for count in range(1, len(lengths) + 1):
-        found = tuple(
-            " x ".join(chosen)
-            for chosen in combinations(lengths, count)
-            if abs(factor / prod(lengths[axis] for axis in chosen) - 1) <= tolerance
-        )
-        if found:
-            return found
-    return ()
+    return summarize_factors(findings, plan, judged)
 
 
 def _difference(
     gradient: torch.Tensor,
     wanted: torch.Tensor,
-    tolerance: float,
-    largest: float,
+    bound: float,
     planned: PlannedParameter,
     plan: GradientPlan,
 ) -> GradientFinding | None:
@@ -108,7 +86,6 @@ def _difference(
     kind = torch.complex128 if gradient.is_complex() else torch.float64
     found, wanted = gradient.to(kind), wanted.to(gradient.device, kind)
     off = (found - wanted).abs()
-    bound = tolerance * float(wanted.abs().max()) + tolerance * 1e-2 * largest
     difference = float(off.max())
     if not difference > bound:  # also for a NaN, which is another finding
         return None
@@ -118,7 +95,7 @@ def _difference(
     is_multiple = ratio > 0 and float((found - ratio * wanted).abs().max()) <= ratio * bound
     if is_multiple:
         return GradientFinding(
-            "scale", planned.name, (plan.rank,), _scale_message(ratio, plan, planned), difference, ratio
+            "scale", planned.name, (plan.rank,), describe_factor(ratio, plan, planned), difference, ratio
         )
     at = int(off.argmax())
     if not bool(found.any()):
@@ -130,18 +107,6 @@ def _difference(
             f"largest element, most at element {at} of those that are compared{_hint_at_later(planned)}"
         )
     return GradientFinding("reference", planned.name, (plan.rank,), message, difference)
-
-
-def _scale_message(ratio: float, plan: GradientPlan, planned: PlannedParameter) -> str:
-    axes = find_factors(ratio, plan, planned)
-    times = f"{ratio:.4g} times" if ratio > 1 else f"1/{1 / ratio:.4g} of"
-    start = f"it is {times} that of one process"
-    if not axes:
-        return f"{start}, which is not a length of an axis: see numbers of micro-batches and of tokens"
-    alternatives = " or ".join(axes)
-    if ratio > 1:
-        return f"{start}, as many as ranks along {alternatives}: a division by it is missing, or a sum was made twice"
-    return f"{start}, as many as ranks along {alternatives}: it was divided once too often, or not summed"
 
 
 def _hint_at_later(planned: PlannedParameter) -> str:
@@ -158,18 +123,26 @@ def _local_reference(reference: Any, gradient: Any, planned: PlannedParameter) -
         return torch.zeros(planned.shape, dtype=planned.dtype)
     reference = local_of(reference)
     if hasattr(gradient, "placements") and tuple(reference.shape) == tuple(gradient.shape):
-        for dim, (placement, place) in enumerate(
-            zip(gradient.placements, gradient.device_mesh.get_coordinate(), strict=True)
-        ):
-            if type(placement).__name__ == "Shard":
-                parts = reference.chunk(gradient.device_mesh.size(dim), placement.dim)
-                # torch.chunk makes fewer parts if there are not enough rows.
-                reference = parts[place] if place < len(parts) else reference.narrow(placement.dim, 0, 0)
-            elif not placement.is_replicate():
-                return None
+        return _cut(reference, gradient)
     return reference if tuple(reference.shape) == planned.shape else None
+
+
+def _cut(whole: torch.Tensor, gradient: Any) -> torch.Tensor | None:
+    """Return the part of a whole tensor that has the placements of a DTensor on this rank; None for addends."""
+    if any(placement.is_partial() for placement in gradient.placements):
+        return None
+    mesh = describe_mesh(gradient.device_mesh)
+    layout = from_placements(mesh, gradient.placements, whole.ndim)
+    at = dict(zip(mesh.axis_names, gradient.device_mesh.get_coordinate(), strict=True))
+    part = local_part(layout, mesh, at, tuple(whole.shape))
+    assert part is not None  # placements have no "where"
+    found, flat = whole.new_zeros(part.shape), whole.contiguous().view(-1)
+    for nest in part.nests:
+        counts, steps, whole_steps = zip(*nest.loops, strict=True) if nest.loops else ((), (), ())
+        found.view(-1).as_strided(counts, steps, nest.x).copy_(flat.as_strided(counts, whole_steps, nest.y))
+    return found
 
 
 def _tolerance(planned: PlannedParameter, *tensors: torch.Tensor) -> float:
     dtypes = {planned.dtype, *(tensor.dtype for tensor in tensors)}
-    return max(_TOLERANCES.get(dtype, 1e-5) for dtype in dtypes)
+    return max(_TOLERANCES.get(dtype, 1e-4) for dtype in dtypes)

@@ -59,6 +59,8 @@ class ParameterRole:
     """Axes along which each rank holds a different part."""
     is_cut_over_tp: bool | None = None
     """Whether ranks along tp hold different parts, or copies; None if no source defines it."""
+    placement_axes: tuple[tuple[str, ...], ...] = ()
+    """Axes of the plan that each placement of the parameter is along; empty for a plain tensor."""
     reasons: Mapping[Aspect, str] = field(default_factory=dict)
     """Source of each aspect, as words that follow "because"; aspects without a source are absent."""
 
@@ -174,6 +176,7 @@ def role_of(name: str, parameter: torch.Tensor, place: MeshPlace, config: Gradie
         stages=marked.stages,
         sharded=sharded,
         is_cut_over_tp=tensor_axis in sharded if tensor_axis in sharded or is_reduced or cuts.is_known else None,
+        placement_axes=cuts.axes,
         reasons=reasons,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -11,16 +11,41 @@ from typing import Any
 from xrank.errors import LayoutError
 from xrank.layout import DeviceMesh, MeshViews
 
-__all__ = ["DENSE_DATA_AXES", "EXPERT_DATA_AXES", "MeshPlace", "as_mesh_views", "check_shard_order", "ranks_along"]
+__all__ = [
+    "AXIS_ALIASES",
+    "DENSE_DATA_AXES",
+    "EXPERT_DATA_AXES",
+    "MeshPlace",
+    "as_mesh_views",
+    "check_shard_order",
+    "ranks_along",
+]
 
-DENSE_DATA_AXES = ("dp", "cp", "edp", "ep")
+_HYBRID_AXES = ("dp_replicate", "dp_shard")
+"""The two axes that hybrid-sharded data parallelism has instead of dp, as torchtitan and accelerate name them."""
+DENSE_DATA_AXES = ("dp", *_HYBRID_AXES, "cp", "edp", "ep")
 """Axes along which ranks hold the same dense weights and read different data. A mesh may have ep beside dp, or edp and
 ep instead of dp; dense weights then have replicas along these too."""
-EXPERT_DATA_AXES = ("dp", "edp", "cp")
+EXPERT_DATA_AXES = ("dp", *_HYBRID_AXES, "edp", "cp")
 """The same axes for experts, in the mesh that has ep."""
 
-_DENSE_AXES = {"pp", "dp", "cp", "tp", "edp", "ep"}
-_EXPERT_AXES = {"pp", "edp", "dp", "cp", "ep", "etp", "tp"}
+AXIS_ALIASES: Mapping[str, str] = {
+    **dict.fromkeys(("data", "data_parallel", "ddp", "batch"), "dp"),
+    **dict.fromkeys(("replicate", "replica"), "dp_replicate"),
+    **dict.fromkeys(("shard", "fsdp", "dp_sharded"), "dp_shard"),
+    **dict.fromkeys(("context", "context_parallel", "sp", "sequence_parallel"), "cp"),
+    **dict.fromkeys(("tensor", "tensor_parallel", "model", "mp"), "tp"),
+    **dict.fromkeys(("pipe", "pipeline", "pipeline_parallel", "stage"), "pp"),
+    **dict.fromkeys(("expert", "expert_parallel"), "ep"),
+    "efsdp": "edp",
+}
+"""Names of axes in frameworks' own meshes -> the name here: DeepSpeed, Lightning, torchtitan, Keras, torch's guides.
+Ranks along sequence_parallel (Ulysses) hold copies of the weights, as along cp."""
+
+_DENSE_AXES = {"pp", "tp", *DENSE_DATA_AXES}
+_EXPERT_AXES = {"pp", "ep", "etp", "tp", *EXPERT_DATA_AXES}
+_UNNAMED = ("a0",)
+"""Names that `describe_mesh` gives a torch mesh of one axis without a name, such as FSDP2's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +153,43 @@ def check_shard_order(views: MeshViews) -> None:
                 )
 
 
-def as_mesh_views(mesh: Any) -> MeshViews:
-    """Return an xrank mesh, torch's ``DeviceMesh``, or both factorings, as `MeshViews`."""
+def as_mesh_views(mesh: Any, axes: Mapping[str, str] | None = None) -> MeshViews:
+    """Return an xrank mesh, torch's ``DeviceMesh``, or both factorings, as `MeshViews` with the names of this module.
+
+    Args:
+        mesh: the mesh.
+        axes: name of an axis of the mesh -> its name here, before `AXIS_ALIASES`.
+
+    Raises:
+        LayoutError: the mesh is of an unknown type; or two axes get one name.
+    """
+    views = _read_mesh(mesh)
+    aliases = {**AXIS_ALIASES, **(axes or {})}
+    if views.main.axis_names == _UNNAMED:
+        aliases.setdefault(_UNNAMED[0], "dp")
+    return MeshViews(
+        _rename_axes(views.main, aliases), tuple((name, _rename_axes(one, aliases)) for name, one in views.others)
+    )
+
+
+def _rename_axes(mesh: DeviceMesh, aliases: Mapping[str, str]) -> DeviceMesh:
+    # A name that is known here keeps its meaning, unless the caller maps it.
+    names = [aliases.get(name, name) for name in mesh.axis_names]
+    if tuple(names) == mesh.axis_names:
+        return mesh
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        both = [axis for axis, name in zip(mesh.axis_names, names, strict=True) if name == twice]
+        raise LayoutError(
+            f"two axes of the mesh {mesh.grid!r} would be {twice!r}",
+            got=" and ".join(map(repr, both)),
+            want="one axis for each kind of parallelism",
+            next_step=f"map one of them to another name, such as axes={{{both[1]!r}: 'dp_shard'}}",
+        )
+    return DeviceMesh(mesh.shape, names, mesh.ranks)
+
+
+def _read_mesh(mesh: Any) -> MeshViews:
     if isinstance(mesh, MeshViews):
         return mesh
     if isinstance(mesh, DeviceMesh):
@@ -154,7 +214,7 @@ def _check_axes(mesh: DeviceMesh, known: set[str]) -> None:
                 f"the mesh {mesh.grid!r} has the axis {axis!r}, along which gradients have no known meaning",
                 got=repr(axis),
                 want=f"axes among {', '.join(sorted(known))}",
-                next_step="name each axis for its kind of parallelism; dp is for replicas",
+                next_step=f"map it to its kind of parallelism: axes={{{axis!r}: 'dp'}}; dp is for replicas",
             )
     for one, other in (("dp", "edp"), ("tp", "etp")):
         if {one, other} <= names:

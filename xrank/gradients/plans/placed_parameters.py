@@ -7,7 +7,8 @@ from typing import Any
 
 from xrank.dialects.placements import describe_mesh
 from xrank.errors import LayoutError
-from xrank.gradients.plans.mesh_places import MeshPlace, ranks_along
+from xrank.gradients.plans.mesh_places import AXIS_ALIASES, MeshPlace, ranks_along
+from xrank.layout import DeviceMesh
 
 __all__ = ["ParameterCuts", "cuts_of", "local_of"]
 
@@ -22,6 +23,8 @@ class ParameterCuts:
     """Axes along which values are addends, and so are gradients."""
     is_known: bool = False
     """Whether placements along tp or etp exist: a plain copy there is then certain."""
+    axes: tuple[tuple[str, ...], ...] = ()
+    """Axes of the plan that each placement is along: several where the parameter's mesh has merged them."""
 
 
 def local_of(parameter: Any) -> Any:
@@ -40,15 +43,12 @@ def cuts_of(name: str, parameter: Any, place: MeshPlace) -> ParameterCuts:
     if not _is_placed(parameter):
         return ParameterCuts()
     mesh = describe_mesh(parameter.device_mesh)
-    found: dict[str, list[str]] = {"sharded": [], "partial": []}
-    is_known = False
-    for axis, placement in zip(mesh.axis_names, parameter.placements, strict=True):
-        if mesh.axis_length(axis) == 1:
-            continue
-        _check_axis(name, mesh, axis, place)
-        is_known |= axis in ("tp", "etp")
+    sharded: list[str] = []
+    partial: list[str] = []
+    along = tuple(_find_axes(name, mesh, axis, place) for axis in mesh.axis_names)
+    for axis, placement, axes in zip(mesh.axis_names, parameter.placements, along, strict=True):
         if placement.is_partial():
-            if axis not in ("tp", "etp"):
+            if any(one not in ("tp", "etp") for one in axes):
                 raise LayoutError(
                     f"{name}: its values are addends along {axis!r}, along which parameters are copies or cut",
                     tensor=name,
@@ -56,38 +56,51 @@ def cuts_of(name: str, parameter: Any, place: MeshPlace) -> ParameterCuts:
                     got=repr(placement),
                     want="Replicate or Shard",
                 )
-            found["partial"].append(axis)
+            partial += axes
         elif not placement.is_replicate():
-            found["sharded"].append(axis)
-    return ParameterCuts(tuple(found["sharded"]), tuple(found["partial"]), is_known)
+            sharded += axes
+    is_known = any(axis in ("tp", "etp") for axes in along for axis in axes)
+    return ParameterCuts(tuple(sharded), tuple(partial), is_known, along)
 
 
 def _is_placed(parameter: Any) -> bool:
     return hasattr(parameter, "placements") and hasattr(parameter, "device_mesh")
 
 
-def _check_axis(name: str, mesh: Any, axis: str, place: MeshPlace) -> None:
-    """Check that an axis of a parameter's mesh is one of the plan's, along the same ranks."""
-    plans = [known for known in (place.dense, place.expert) if known is not None and axis in known.axis_names]
-    if not plans:
-        raise LayoutError(
-            f"{name}: its placements are along {axis!r}, an axis that the mesh of the plan does not have",
-            tensor=name,
-            rank=place.rank,
-            got=f"the mesh {mesh.grid!r}",
-            want=f"axes of {' or of '.join(repr(m.grid) for m in (place.dense, place.expert) if m is not None)}",
-            next_step="give the axes of both meshes the same names",
-        )
-    # A rank outside of the parameter's mesh holds no part of it, and has no group to compare.
+def _find_axes(name: str, mesh: DeviceMesh, axis: str, place: MeshPlace) -> tuple[str, ...]:
+    """Return the axes of the plan's mesh that have the ranks of an axis of a parameter's mesh.
+
+    The ranks decide, because torch's meshes have names of their own, none at all, or one name for several axes
+    (``_flatten``). An axis that has a name of the plan must have its ranks too.
+    """
+    if mesh.axis_length(axis) == 1:
+        return ()
+    plans = [known for known in (place.dense, place.expert) if known is not None]
+    named = [known for known in plans if axis in known.axis_names]
     if place.rank not in mesh:
-        return
-    along = ranks_along(mesh, place.rank, [axis])
-    if all(ranks_along(known, place.rank, [axis]) != along for known in plans):
+        # This rank holds no part of the parameter, and has no ranks to compare.
+        alias = AXIS_ALIASES.get(axis, axis)
+        return (axis,) if named else (alias,) if any(alias in known.axis_names for known in plans) else ()
+    along = {*ranks_along(mesh, place.rank, [axis])}
+    for known in named or plans:
+        inside = [one for one in known.axis_names if along.issuperset(ranks_along(known, place.rank, [one]))]
+        axes = tuple(one for one in inside if known.axis_length(one) > 1)
+        if {*ranks_along(known, place.rank, axes)} == along:
+            return axes
+    if named:
         raise LayoutError(
             f"{name}: its mesh has other ranks along {axis!r} than the plan's",
             tensor=name,
             rank=place.rank,
-            got=f"ranks {list(along)}",
-            want=f"ranks {list(ranks_along(plans[0], place.rank, [axis]))}",
+            got=f"ranks {sorted(along)}",
+            want=f"ranks {list(ranks_along(named[0], place.rank, [axis]))}",
             next_step="make both meshes of the same ranks in the same order",
         )
+    raise LayoutError(
+        f"{name}: its placements are along {axis!r}, and no axes of the plan's mesh have the same ranks",
+        tensor=name,
+        rank=place.rank,
+        got=f"the mesh {mesh.grid!r}, ranks {sorted(along)}",
+        want=f"ranks along axes of {' or of '.join(repr(known.grid) for known in plans)}",
+        next_step="make the plan with the mesh of the parameters",
+    )

@@ -59,15 +59,19 @@ class GradientPlan:
         mesh: Any,
         config: GradientConfig = _DEFAULT,
         rank: int | None = None,
+        *,
+        axes: Mapping[str, str] | None = None,
     ) -> GradientPlan:
         """Return the plan of one rank for its module, or for its chunks of a module.
 
         Args:
             module: this rank's module. Names in several chunks start with the chunk's number, as in a ``ModuleList``.
             mesh: a `DeviceMesh` or torch's with axes among pp, dp, cp, tp, or `MeshViews` with a view that has edp, ep,
-                etp, pp for experts.
+                etp, pp for experts. Frameworks' own names are known too (`mesh_places.AXIS_ALIASES`): data, fsdp,
+                replicate and shard of hybrid sharding, tensor, model; an unnamed torch mesh of one axis is dp.
             config: storage and exchange of gradients.
             rank: rank of the plan; this process' rank when None.
+            axes: names of the mesh's axes -> names here, for further names: ``{"nodes": "dp_replicate"}``.
 
         Raises:
             LayoutError: the mesh does not contain the rank, or has an unknown axis.
@@ -75,7 +79,7 @@ class GradientPlan:
         """
         from xrank.gradients.plans.plan_maker import make_entries  # imports torch
 
-        views = as_mesh_views(mesh)
+        views = as_mesh_views(mesh, axes)
         return cls(views, *make_entries(module, views, config, rank))
 
     def __getitem__(self, name: str) -> PlannedParameter:

@@ -66,6 +66,8 @@ class PlannedParameter:
     """This rank and the ranks that differ from it along tp, or etp of experts, ascending."""
     is_cut_over_tp: bool | None = None
     """Whether these hold different parts of the parameter, or copies; None if no source defines it."""
+    placement_axes: tuple[tuple[str, ...], ...] = ()
+    """Axes of the plan that each placement of the parameter is along; empty for a plain tensor."""
 
     @property
     def numel(self) -> int:

@@ -20,7 +20,7 @@ from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan_entries import Operation, PlannedBucket, PlannedBuffer, PlannedParameter
 from xrank.layout import MeshViews
 
-__all__ = ["Entries", "iter_parameters", "make_entries"]
+__all__ = ["Entries", "iter_parameters", "make_entries", "split_instances"]
 
 Entries: TypeAlias = tuple[
     int, GradientConfig, tuple[PlannedParameter, ...], tuple[PlannedBuffer, ...], tuple[PlannedBucket, ...],
@@ -71,7 +71,7 @@ def make_entries(
     buffers: list[PlannedBuffer] = []
     layouts: list[BufferLayout] = []
     for kind, indices in kinds.items():
-        shard_ranks, across_ranks = _split_instances(kind.ranks, place.rank, config)
+        shard_ranks, across_ranks = split_instances(kind.ranks, place.rank, config)
         layout = lay_out(
             tuple(parameters[index].numel for index in indices),
             tuple(_is_alone(parameters[index], config) for index in indices),
@@ -205,6 +205,7 @@ def _plan_parameter(
         reasons=tuple(why for why in role.reasons.values() if not any(why in one.reason for one in later)),
         tensor_ranks=place.ranks((place.tensor_axis(role.is_expert),), role.is_expert),
         is_cut_over_tp=role.is_cut_over_tp,
+        placement_axes=role.placement_axes,
     )
     # Without shards the later sum covers whole gradients, and no place in a buffer matters.
     over_tp = tuple(one.operation for one in later if one.kind == "tensor" and config.use_distributed_optimizer)
@@ -226,7 +227,7 @@ def _is_alone(parameter: PlannedParameter, config: GradientConfig) -> bool:
     return config.use_distributed_optimizer and any(later.kind in _ACROSS_STAGES for later in parameter.later)
 
 
-def _split_instances(
+def split_instances(
     ranks: tuple[int, ...], rank: int, config: GradientConfig
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks of this instance of the distributed optimizer, and the ranks at this place in all instances."""

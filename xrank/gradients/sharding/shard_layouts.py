@@ -103,7 +103,7 @@ class SliceLayouts:
             shape = infer_shape(layout, mesh, dict.fromkeys(mesh.ranks, local), sizes=sizes)
             return layout.with_sizes({**sizes, **bind(layout.tree, shape, axis_lengths(mesh), sizes)}), shape
         if local_of(parameter) is not parameter:
-            return _layout_from_placements(parameter)
+            return _layout_from_placements(name, parameter, one)
         return _layout_from_attributes(name, parameter, local, one, mesh)
 
 
@@ -143,13 +143,27 @@ def _count_owned(one: OwnedSlice) -> list[int]:
     return found
 
 
-def _layout_from_placements(parameter: Any) -> tuple[TensorLayout, tuple[int, ...]]:
+def _layout_from_placements(name: str, parameter: Any, one: OwnedSlice) -> tuple[TensorLayout, tuple[int, ...]]:
     """Return the cut of a DTensor. Along axes with addends, finalize has made all ranks equal."""
     from torch.distributed.tensor import Replicate
 
     from xrank.dialects.placements import describe_mesh, from_placements
 
     own = describe_mesh(parameter.device_mesh)
+    axes_by_dim = one.planned.placement_axes
+    for axes, placement in zip(axes_by_dim, parameter.placements, strict=True):
+        if len(axes) > 1 and not placement.is_replicate():
+            raise LayoutError(
+                f"{name}: it is cut along one axis of its mesh that is {len(axes)} of the plan's",
+                tensor=name,
+                rank=one.model.plan.rank,
+                got=f"{placement} along {', '.join(axes)}",
+                want="a mesh with the axes of the parameters",
+                next_step="make the plan with the mesh of the parameters, or give layouts= with a rule for it",
+            )
+    # The plan's names; axes that cut nothing keep their own.
+    names = [axes[0] if len(axes) == 1 else f"{axis}_" for axis, axes in zip(own.axis_names, axes_by_dim, strict=True)]
+    own = DeviceMesh(own.shape, names, own.ranks)
     placements = [
         Replicate() if placement.is_partial() or length == 1 else placement
         for placement, length in zip(parameter.placements, own.shape, strict=True)
