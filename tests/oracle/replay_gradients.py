@@ -198,7 +198,8 @@ def replay(world: int, rank: int, case: Case, way: dict[str, Any]) -> Iterator[d
     for step in range(NUM_STEPS):
         run_step(theirs, their_module, rank, step)
         run_step(mine, our_module, rank, step)
-        num_tokens = torch.tensor(11 + 3 * rank + step) if case.per_token else None
+        # Ranks along tp, which are adjacent, see the same tokens.
+        num_tokens = torch.tensor(11 + 3 * (rank // case.lengths.get("tp", 1)) + step) if case.per_token else None
         done = ours.finalize_model_grads([mine], num_tokens)
         finalize_model_grads([theirs], num_tokens)
         wholes: dict[str, torch.Tensor] = {}

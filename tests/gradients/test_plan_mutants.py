@@ -1,0 +1,119 @@
+"""A mistake in the plan is never silent: of one-line mutations of its code, each that makes a gradient wrong is found.
+
+Most mutations are refused before a gradient travels, since ranks agree on their plans first. Of the others those that
+matter change a gradient, and `check_gradients` finds it, with the mutated plan itself and gradients of one process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gradients.parallel_models import (
+    Place,
+    Stage,
+    cut,
+    place_of,
+    reference_gradients,
+    run_microbatch,
+    take_batch,
+)
+from tests.gradients.plan_mutants import Mutant, draw_mutants, mutated_package
+from tests.sampled import sampled
+from xrank.errors import RankFailedError, RankTimeoutError, XrankError
+from xrank.gradients.plans.mesh_places import MeshPlace
+from xrank.testing.rank_pool import RankPool
+
+pytestmark = pytest.mark.timeout(600)
+
+_NUM_MUTANTS, _EACH, _SEED = 400, 10, 19
+_RUNS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"pp": 2, "tp": 2}, {"use_distributed_optimizer": True}),
+    ({"tp": 2, "ep": 4}, {"average_in_collective": True}),
+    ({"cp": 2}, {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}),
+    ({"cp": 2, "ep": 2}, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 64}),
+]
+
+
+@pytest.mark.parametrize("start", sampled(range(0, _NUM_MUTANTS, _EACH), _NUM_MUTANTS // _EACH))
+def test_no_mutation_of_a_plan_is_silently_wrong(rank_pool: RankPool, start: int) -> None:
+    outcomes: dict[str, str] = {}
+    for mutant in draw_mutants(_SEED, _NUM_MUTANTS)[start : start + _EACH]:
+        try:
+            found = rank_pool.run(4, _run_mutant, mutant, timeout_seconds=30)
+            outcome = next((one for one in ("silent", "found", "refused") if one in found), "no effect")
+        except (RankFailedError, RankTimeoutError) as error:
+            # The error of a rank, or ranks that wait for each other: neither is silent.
+            outcome = f"crashed {error.cause or 'all wait'}"
+        outcomes[str(mutant)] = outcome
+    print(*(f"{outcome[:100]:12} {mutant}" for mutant, outcome in outcomes.items()), sep="\n")
+    assert not [mutant for mutant, outcome in outcomes.items() if outcome == "silent"]
+    counts = Counter(outcome.split()[0] for outcome in outcomes.values())
+    assert counts["found"] + counts["refused"] > 0, counts
+
+
+def _run_mutant(mutant: Mutant) -> str:
+    """Return what became of a mutant on this rank."""
+    rank, outcome = dist.get_rank(), "no effect"
+    with mutated_package(mutant) as package:
+        for sizes, options in _RUNS:
+            place = place_of(rank, 4, **sizes)
+            whole, _ = reference_gradients(dtype=torch.float32)
+            wanted = {name: cut(name, one, place) for name, one in whole.items()}
+            model, plan = Stage(place), None
+            with suppress(Exception):
+                config = package.GradientConfig(qk_layernorm=True, **options)
+                plan = package.GradientPlan.from_module(model, place.views, config)
+            plans: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(plans, plan is not None)
+            if plan is None or not all(plans):
+                return "refused"  # this rank's process would end, and the others name it
+            try:
+                ddp = _train(package, model, plan, place)
+                check = package.check_gradients(ddp, plan, reference=wanted)
+            except XrankError:
+                return "refused"
+            is_right = _is_right(ddp, place, wanted)
+            if not check.is_right:
+                return "found"
+            if not is_right:
+                return "silent"
+    return outcome
+
+
+def _train(package: Any, model: Stage, plan: Any, place: Place) -> Any:
+    ddp = package.DistributedDataParallel(model, plan)
+    first, last = take_batch(place).chunk(2)
+    with ddp.no_sync():
+        run_microbatch(ddp, place, first, by_tokens=False, share=0.5)
+    run_microbatch(ddp, place, last, by_tokens=False, share=0.5)
+    package.finalize_model_grads(ddp)
+    return ddp
+
+
+def _is_right(ddp: Any, place: Place, wanted: dict[str, torch.Tensor]) -> bool:
+    """Return whether owned elements are right, and each element has an owner among true replicas."""
+    is_right, true = True, MeshPlace(place.views, place.rank)
+    learning = {name: one for name, one in ddp.module.named_parameters() if one.requires_grad}
+    owned = {name: ddp.plan[name].owned if name in ddp.plan else (0, 0) for name in learning}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, owned)
+    for name, parameter in learning.items():
+        part = slice(*owned[name])
+        off = (ddp.main_grad(name).flatten()[part] - wanted[name].flatten()[part]).abs()
+        is_right &= not off.numel() or float(off.max()) < 1e-4 * float(wanted[name].abs().max() + 0.01)
+        is_expert = name.endswith("experts")
+        ranks = true.ranks(true.data_axes(is_expert), is_expert)
+        count = torch.zeros(parameter.numel())
+        for rank in ranks:
+            count[slice(*everywhere[rank][name])] += 1
+
+        is_right &= bool((count > 0).all())
+    flag = torch.tensor(int(is_right))
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
