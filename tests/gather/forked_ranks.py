@@ -1,7 +1,7 @@
 """Ranks as forked processes, which may be killed and stopped: a program, and the function that runs it.
 
-``python -m tests.gather.forked_ranks MODULE FUNCTION COUNT [ARGUMENT]`` forks ranks, calls the function with each
-rank's number, and prints their results as a JSON list. A rank that was killed has the result None.
+``python -m tests.gather.forked_ranks MODULE FUNCTION [[COUNT, ARGUMENT], ...]`` forks ranks for each job, calls the
+function with each rank's number, and prints their results as JSON. A rank that was killed has the result None.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import faulthandler
 import importlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -24,20 +23,26 @@ _WAIT_SECONDS = 100
 
 def run_ranks(function: Callable[..., Any], count: int, argument: str = "") -> list[Any]:
     """Return the results of ranks that call a function of a test module; in processes that are gone afterwards."""
+    return run_many(function, [(count, argument)])[0]
+
+
+def run_many(function: Callable[..., Any], jobs: list[tuple[int, str]]) -> list[list[Any]]:
+    """Return the results of several jobs of ranks, one after another: `run_ranks` for each count and argument."""
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    words = [function.__module__, function.__name__, str(count), argument]
-    job = subprocess.Popen(
+    words = [function.__module__, function.__name__, json.dumps(jobs)]
+    program = subprocess.Popen(
         [sys.executable, "-m", "tests.gather.forked_ranks", *words],
         env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        answers, complaints = job.communicate(timeout=_WAIT_SECONDS + 60)
+        answers, complaints = program.communicate(timeout=_WAIT_SECONDS + 60 + 20 * len(jobs))
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
-    assert job.returncode == 0, complaints[-3000:]
-    results: list[Any] = json.loads(answers.splitlines()[-1])
-    assert not any(isinstance(result, dict) and "traceback" in result for result in results), (results, complaints)
+            os.killpg(program.pid, signal.SIGKILL)
+    assert program.returncode == 0, complaints[-3000:]
+    results: list[list[Any]] = json.loads(answers.splitlines()[-1])
+    for of_job in results:
+        assert not any(isinstance(one, dict) and "traceback" in one for one in of_job), (of_job, complaints)
     return results
 
 
@@ -75,23 +80,32 @@ def _text(error: BaseException) -> str:
     return "no text"
 
 
-def main(module: str, name: str, count: str, argument: str) -> None:
-    """Run the ranks; the store is this process's."""
+def main(module: str, name: str, jobs: str) -> None:
+    """Run the jobs; their stores are this process's."""
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     function = getattr(importlib.import_module(module), name)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    print(json.dumps([_run(function, count, argument) for count, argument in json.loads(jobs)]))
+
+
+def _run(function: Callable[..., Any], count: int, argument: str) -> list[Any]:
+    """Return the results of one job's ranks.
+
+    The store comes after the forks: its thread may hold a lock of the C library, which a child would inherit locked.
+    """
+    import torch.distributed as dist
+
     ranks = []
-    for rank in range(int(count)):
-        reading, writing = os.pipe()
+    for rank in range(count):
+        (reading, writing), (port, told_port) = os.pipe(), os.pipe()
         if (pid := os.fork()) == 0:
             faulthandler.dump_traceback_later(_WAIT_SECONDS, exit=True)
             result: Any = {"traceback": "it wrote no result"}
             try:
-                own = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-                dist.init_process_group("gloo", store=own, rank=rank, world_size=int(count))
+                number = int(os.read(port, 10))
+                store = dist.TCPStore("127.0.0.1", number, is_master=False, wait_for_workers=False)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
                 result = function(rank, *([argument] if argument else []))
             except BaseException:
                 import traceback
@@ -101,21 +115,22 @@ def main(module: str, name: str, count: str, argument: str) -> None:
                 os.write(writing, json.dumps(result).encode())
                 os._exit(0)
         os.close(writing)
-        ranks.append((pid, reading))
+        os.close(port)
+        ranks.append((pid, reading, told_port))
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _, _, told_port in ranks:
+        os.write(told_port, str(server.port).encode())
+        os.close(told_port)
     results = []
-    for pid, reading in ranks:
+    for pid, reading, _ in ranks:
         content = b""
-        while part := _read(reading):
+        while part := os.read(reading, 1 << 16):
             content += part
+        os.close(reading)
         os.waitpid(pid, 0)
         results.append(json.loads(content) if content else None)
-    print(json.dumps(results))
-
-
-def _read(fd: int) -> bytes:
-    select.select([fd], [], [])
-    return os.read(fd, 1 << 16)
+    return results
 
 
 if __name__ == "__main__":
-    main(*[*sys.argv[1:], ""][:4])
+    main(*sys.argv[1:4])

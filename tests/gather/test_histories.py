@@ -1,0 +1,27 @@
+"""Seeded histories of live gathers end as the rules say: right values, or the culprit named on all ranks."""
+
+import pytest
+
+from tests.gather.forked_ranks import run_many
+from tests.gather.histories import draw, find_fault, run_history
+
+LIMIT_SECONDS = 20
+"""Time limit of each failure. Two seconds are the promise, which a machine with other work keeps most of the time."""
+STEP = 20
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give the seeds: 60 in `make test`, 100 in `make test-all`, all 500 by `make soak`."""
+    if "first" in metafunc.fixturenames:
+        count = 500 if metafunc.config.getoption("soak") else 100
+        cases = [pytest.param(first, marks=[pytest.mark.slow] * (first >= 60)) for first in range(0, count, STEP)]
+        metafunc.parametrize("first", cases)
+
+
+@pytest.mark.timeout(600)
+def test_each_history_ends_as_the_rules_say(tmp_path, first):
+    seeds = range(first, first + STEP)
+    jobs = [(draw(seed)[0], f"{seed} {tmp_path / str(seed)}") for seed in seeds]
+    answers = run_many(run_history, jobs)
+    faults = {seed: find_fault(seed, results, LIMIT_SECONDS) for seed, results in zip(seeds, answers, strict=True)}
+    assert not any(faults.values()), {seed: fault for seed, fault in faults.items() if fault}
