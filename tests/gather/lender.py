@@ -34,6 +34,9 @@ class Row:
         self._memory = (ctypes.c_ubyte * len(data)).from_buffer_copy(data)
         self.nbytes, self.address = len(data), ctypes.addressof(self._memory) if data else None
 
+    def find_row(self, start: int, nbytes: int) -> memoryview:
+        return memoryview(self._memory).cast("B")[start : start + nbytes]
+
     def read_into(self, start: int, into: memoryview) -> None:
         into[:] = memoryview(self._memory).cast("B")[start : start + len(into)]
 
@@ -45,6 +48,9 @@ class Scattered:
 
     def __init__(self, data: bytes) -> None:
         self._data, self.nbytes = data, len(data)
+
+    def find_row(self, start: int, nbytes: int) -> None:
+        return None
 
     def read_into(self, start: int, into: memoryview) -> None:
         into[:] = self._data[start : start + len(into)]

@@ -19,12 +19,13 @@ import torch
 from tests.gather.lender import CONTENT, NBYTES, Row, Scattered, assert_right, lender, source, views
 from tests.open_files import open_files
 from xrank.errors import ContradictionError, CorruptError, RankFailedError, RankTimeoutError
-from xrank.lending import peer_connection, peer_memory, peer_service, peer_source
+from xrank.lending import peer_memory, peer_source
 from xrank.lending.local_bytes import local_bytes
-from xrank.lending.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
 from xrank.lending.peer_memory import LendingSign, address_of
 from xrank.lending.peer_source import MemoryOffer, PeerSource
-from xrank.lending.peer_wire import AnswerKind
+from xrank.sockets import peer_connection, peer_service
+from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
+from xrank.sockets.peer_wire import AnswerKind
 
 
 @pytest.fixture(autouse=True)

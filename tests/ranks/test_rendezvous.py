@@ -1,7 +1,6 @@
 """Meetings: in one process, each rank a thread, through a store in memory."""
 
 import array
-import dataclasses
 import json
 import socket
 import threading
@@ -12,12 +11,13 @@ from contextlib import suppress
 import pytest
 
 import xrank.ranks.rendezvous as rendezvous
-from xrank.errors import RankFailedError, RankTimeoutError, UsageError, XrankError
+from xrank.errors import RankFailedError, RankTimeoutError, XrankError
+from xrank.ranks import peer
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.meeting import Meeting
-from xrank.ranks.peer import Peer
-from xrank.ranks.rendezvous import meet
+from xrank.ranks.rendezvous import RanksApartError, meet
 from xrank.ranks.store import LocalStore
+from xrank.ranks.store_rendezvous import meet_across_hosts
 
 NAME = "meeting/0.1.2/1"
 
@@ -175,25 +175,43 @@ def test_a_rank_that_joined_and_died_is_named_at_once():
         assert isinstance(error, RankFailedError) and error.rank == 1 and error.host == "elsewhere"
 
 
-def test_ranks_of_two_hosts_are_an_error_with_both_names_on_both(monkeypatch):
-    # Rank 1 sees an address that nobody on its own host listens on.
-    class OtherHost(LocalStore):
+def test_one_rank_of_another_host_ends_the_meeting_for_all_and_they_meet_through_the_store(monkeypatch, joined):
+    spaces = threading.local()
+
+    def find_space():
+        return getattr(spaces, "name", "near")
+
+    monkeypatch.setattr(rendezvous, "process_space", find_space)
+    monkeypatch.setattr(peer, "process_space", find_space)
+
+    def come(rank):
+        if rank == 2:
+            while 1 not in joined:
+                time.sleep(0.001)
+            spaces.name = "far"
+        meeting = Meeting([0, 1, 2], rank, store, NAME, Deadline(30), "memory")
+        with pytest.raises(RanksApartError):
+            meet(meeting)
+        return meet_across_hosts(meeting)
+
+    store = LocalStore()
+    with ThreadPoolExecutor(3) as pool:
+        circles = list(pool.map(come, range(3)))
+    for circle in circles:
+        assert not circle.wire.shares_memory and len(circle.peers) == 2
+        circle.close()
+
+
+def test_a_rank_of_another_network_is_apart():
+    class OtherNetwork(LocalStore):
         def peek(self, name):
             text = super().peek(name)
-            if threading.current_thread() not in first and name == NAME and text is not None and "address" in text:
-                return json.dumps({**json.loads(text), "address": "xrank-nobody", "host": "far"})
+            if name == NAME and text is not None and "address" in text:
+                return json.dumps({**json.loads(text), "address": "xrank-of-another-network"})
             return text
 
-    first = []
-    original = rendezvous._Host.meet
-    monkeypatch.setattr(
-        rendezvous._Host, "meet", lambda host: (first.append(threading.current_thread()), original(host))[1]
-    )
-    describe = Peer.from_this_process
-    hosts = ("far", "near")
-    monkeypatch.setattr(Peer, "from_this_process", lambda rank: dataclasses.replace(describe(rank), host=hosts[rank]))
-    said = attend(OtherHost(), [0, 1], [0, 1])
-    assert isinstance(said[1], UsageError) and isinstance(said[0], RankFailedError) and said[0].rank == 1
-    for error in said.values():
-        assert "far" in str(error) and "near" in str(error)
-    assert "workspace_path" in str(said[1].next_step)
+    store = OtherNetwork()
+    with ThreadPoolExecutor(2) as pool:
+        meetings = [Meeting([0, 1], rank, store, NAME, Deadline(30), "memory") for rank in (0, 1)]
+        for come in [pool.submit(meet, meeting) for meeting in meetings]:
+            assert isinstance(come.exception(50), RanksApartError)

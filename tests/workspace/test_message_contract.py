@@ -4,6 +4,7 @@ from xrank.ranks.store import LocalStore
 from xrank.testing.message_contract import MessageWorkspaceContract
 from xrank.workspace.nfs import NFSWorkspace
 from xrank.workspace.shared_memory import SharedMemoryWorkspace
+from xrank.workspace.socket_messages import SocketMessages
 
 
 @pytest.fixture
@@ -32,6 +33,16 @@ class TestSharedMemoryWorkspace(MessageWorkspaceContract):
 
         def make(rank=0, world_size=2):
             closing.append(SharedMemoryWorkspace(store=store, rank=rank, world_size=world_size, run_id="run"))
+            return closing[-1]
+
+        return make
+
+
+class TestSocketMessages(MessageWorkspaceContract):
+    @pytest.fixture
+    def make_workspace(self, closing):
+        def make(rank=0, world_size=2):
+            closing.append(SocketMessages())
             return closing[-1]
 
         return make

@@ -171,10 +171,13 @@ class GroupGathers:
     def note(self, error: BaseException, call: str) -> None:
         """Note that an error has failed a call of this rank; in other circles it then fails none."""
         self.membership.note(error)
-        for ranks in parties_of(error):
-            if (session := self._sessions.get(ranks)) is not None:
+        for wait in parties_of(error):
+            if self._rank in wait.ranks:
+                session = self.session(wait.ranks)
                 # Now, not when the other ranks have closed it: a call might begin there meanwhile.
                 session.fail_next(FailureRecord.from_error(error, self._rank, call))
+                if wait.number == 0:
+                    session.skip_meeting(wait.meeting)
 
     def fail_at_large(self, record: FailureRecord) -> None:
         """Fail the next call of every list of ranks that has met: one of them is the call that failed."""

@@ -5,9 +5,9 @@ Every rank counts meetings alike, also those that a failed call would have made:
 used. A failure fails one call of each rank. A rank that finds it again, in another circle or at the next meeting, goes
 on to the meeting after that, where the others go.
 
-A session chooses the medium of tensors together with the rendezvous: memory on one host, a directory across hosts. A
-third one needs a key in `Session.exchanges`, a word for `Meeting.way`, and an argument of `get_tensors_parallel`,
-`get_configs_parallel` and the shared team.
+A session chooses the medium of tensors together with the rendezvous: a directory if the caller gave one; else memory,
+or sockets where ranks find that they share none. A further one needs a key in `Session.exchanges`, a word for
+`Meeting.way`, and an argument of `get_tensors_parallel`, `get_configs_parallel` and the shared team.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from xrank.ranks.failure import FailureRecord
 from xrank.ranks.long_wait import Awaits, LongWait, Wait, name_of_ranks
 from xrank.ranks.meeting import CALL, Meeting
 from xrank.ranks.membership import Membership
-from xrank.ranks.rendezvous import meet
+from xrank.ranks.rendezvous import RanksApartError, meet
 from xrank.ranks.store import Store
 from xrank.ranks.store_rendezvous import meet_across_hosts
+from xrank.workspace.base import MessageWorkspace
 from xrank.workspace.directory_messages import DirectoryMessages
 from xrank.workspace.memory_messages import MemoryMessages
+from xrank.workspace.socket_messages import SocketMessages
 
 __all__ = ["Session", "Surroundings"]
 
@@ -55,7 +57,7 @@ class Session:
         self.ranks, self._around = ranks, around
         self._name = name_of_ranks(ranks)
         self.exchanges: dict[str | None, GatherExchange] = {}
-        """Exchanges by directory; None is memory."""
+        """Exchanges by directory; None is memory or sockets."""
         self.pending: FailureRecord | None = None
         """A failure of another thread, which fails the next call."""
         self._num_meetings = 0
@@ -64,10 +66,10 @@ class Session:
         """The medium of the meeting in which this rank waits for the others."""
 
     def exchange(self, path: str | None, deadline: Deadline, text: str) -> GatherExchange:
-        """Return the exchange through a directory or memory; the first call for it makes a meeting.
+        """Return the exchange through a directory, memory or sockets; the first call for it makes a meeting.
 
         Args:
-            path: the directory; None for memory.
+            path: the directory; None for memory or sockets.
             deadline: of the call.
             text: the call, for people.
         """
@@ -105,7 +107,7 @@ class Session:
         self._waits_in = way
         self._has_failed_to_meet = True
         try:
-            circle = meet(meeting) if path is None else meet_across_hosts(meeting)
+            circle = _meet_through(path, meeting)
             self._has_failed_to_meet = False
         except RankFailedError:
             # Ranks may have waited for each other, and another of them may have noticed it first.
@@ -114,8 +116,7 @@ class Session:
         finally:
             self._waits_in = None
             meeting.leave()
-        messages = MemoryMessages() if path is None else _directory_messages(path, circle)
-        exchange = GatherExchange(circle, messages, number)
+        exchange = GatherExchange(circle, _make_messages(path, circle), number)
         circle.check_around = partial(self._around.check_around, True)
         circle.begin_long_wait = lambda call, awaits: self._begin_wait(
             number, call, way, exchange.describe(call), awaits
@@ -183,11 +184,22 @@ class Session:
         self._has_failed_to_meet = False
 
     def refuse(self, error: BaseException, *, is_counted: bool = True) -> None:
-        """Fail the next meeting: the other ranks are there, or will come there."""
+        """Fail the next meeting: the other ranks are there, or will come there.
+
+        The others have left meetings that ended with a failure which has failed a call of this rank elsewhere.
+        """
+        number = self._num_meetings
         with suppress(XrankError):  # the store may be gone
-            self._next_meeting("", Deadline(1.0)).refuse(error)
-            if not is_counted:
-                self._num_meetings -= 1
+            meeting = self._next_meeting("", Deadline(1.0))
+            while (end := meeting.find_end()) is not None and self.is_settled(end.to_error()):
+                meeting = self._next_meeting("", Deadline(1.0))
+            meeting.refuse(error)
+        if not is_counted:
+            self._num_meetings = number
+
+    def skip_meeting(self, number: int) -> None:
+        """Count a meeting in which this rank does not take part, and which ends with a failure that it knows."""
+        self._num_meetings = max(self._num_meetings, number)
 
     def fail_next(self, record: FailureRecord) -> None:
         """Fail the next call of every exchange, and close those that this rank is not in."""
@@ -213,7 +225,22 @@ class Session:
 
 
 def _way_of(path: str | None) -> str:
-    return "memory" if path is None else "a directory"
+    return "memory or sockets" if path is None else "a directory"
+
+
+def _meet_through(path: str | None, meeting: Meeting) -> Circle:
+    if path is not None:
+        return meet_across_hosts(meeting)
+    try:
+        return meet(meeting)
+    except RanksApartError:
+        return meet_across_hosts(meeting)
+
+
+def _make_messages(path: str | None, circle: Circle) -> MessageWorkspace:
+    if path is not None:
+        return _directory_messages(path, circle)
+    return MemoryMessages() if circle.wire.shares_memory else SocketMessages(circle.look_now)
 
 
 def _directory_messages(path: str, circle: Circle) -> DirectoryMessages:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from xrank.errors import UsageError
 from xrank.lending.peer_memory import address_of, memory_at
+from xrank.sockets.peer_service import ServedBytes
 from xrank.workspace.plain_memory import has_memory, kind_without_elements
 
 if TYPE_CHECKING:
@@ -23,15 +24,11 @@ __all__ = ["LocalBytes", "TensorBytes", "local_bytes", "locate_elements", "runs_
 _CHUNK_NBYTES = 1 << 20
 
 
-class LocalBytes(Protocol):
+class LocalBytes(ServedBytes, Protocol):
     """A tensor's row-major bytes. Several threads may read at once."""
 
-    nbytes: int
     address: int | None
     """Address of all bytes in this process's memory; None if they are strided, on a device, or empty."""
-
-    def read_into(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on."""
 
 
 def local_bytes(tensor: torch.Tensor) -> TensorBytes:
@@ -71,6 +68,10 @@ class TensorBytes:
     def is_unchanged(self) -> bool:
         """Whether torch has counted no change in place since construction; uncounted changes are not noticed."""
         return _version(self._tensor) == self._version
+
+    def find_row(self, start: int, nbytes: int) -> memoryview | None:
+        """Return the bytes from `start` on in place, while the tensor lives; None if `address` is None."""
+        return None if self.address is None else memory_at(self.address + start, nbytes)
 
     def read_into(self, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on."""

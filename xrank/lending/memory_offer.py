@@ -14,9 +14,9 @@ import numpy as np
 from xrank.errors import ContradictionError, CorruptError
 from xrank.lending.local_bytes import LocalBytes, TensorBytes
 from xrank.lending.peer_memory import LendingEndedError, LendingSign, PeerMemory, UnreadableMemoryError
-from xrank.lending.peer_service import PeerService
 from xrank.ranks.link import is_readable
 from xrank.ranks.peer import Peer, process_space
+from xrank.sockets.peer_service import PeerService
 
 __all__ = ["MemoryOffer", "PeerOffer"]
 
@@ -31,7 +31,7 @@ class MemoryOffer:
 
     def __init__(self, views: Sequence[LocalBytes], *, across_hosts: bool = True) -> None:
         self.views = tuple(views)
-        self._service = PeerService(self.views, across_hosts=across_hosts)
+        self._service = PeerService(dict(enumerate(self.views)), across_hosts=across_hosts)
         self._sign = LendingSign()
 
     def describe(self) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from xrank.errors import ContradictionError, RankFailedError, RankTimeoutError, 
 from xrank.faces import AGAIN
 from xrank.lending.local_bytes import LocalBytes
 from xrank.lending.memory_offer import MemoryOffer, PeerOffer
-from xrank.lending.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, Tick, connect
-from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError, memory_at
-from xrank.lending.peer_wire import AnswerKind
+from xrank.lending.peer_memory import LendingEndedError, UnreadableMemoryError
 from xrank.ranks.failure import FailureRecord
+from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, Tick, connect
+from xrank.sockets.peer_wire import AnswerKind
 
 __all__ = ["MemoryOffer", "PeerSource"]
 
@@ -110,9 +110,9 @@ class PeerSource:
     def fetch(self, record: int, start: int, nbytes: int, staging: memoryview) -> memoryview:
         """Return the record's bytes in `staging`; bytes of this rank's own memory as a view, if they are in a row."""
         if int(self._record_rank[record]) == self._rank:
-            address = self._find_own(int(self._record_view[record]), start, nbytes).address
-            if address is not None:
-                return memory_at(address + start, nbytes).toreadonly()
+            own = self._find_own(int(self._record_view[record]), start, nbytes).find_row(start, nbytes)
+            if own is not None:
+                return own.toreadonly()
         # Strided or on a device, so it must be copied.
         data = staging[:nbytes]
         self.read_into(record, start, data)

@@ -139,6 +139,15 @@ class Circle:
         if records:
             raise self._make_error(list(records.values()))
 
+    def look_now(self) -> None:
+        """Look as a wait does, in the call that was begun last.
+
+        Raises:
+            RankFailedError: as `check`; or a gather around the present one failed.
+        """
+        self.check_around()
+        self.look(self._last)
+
     def has_failed_before(self) -> bool:
         """Return whether a rank failed in a call that this rank has left and the first has not, which raises there."""
         first_open = min(self._open, default=self._last + 1)

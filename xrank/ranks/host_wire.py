@@ -57,6 +57,7 @@ class HostWire:
         peers: processes of the other ranks.
     """
 
+    shares_memory = True
     max_payload_nbytes = MAX_PAYLOAD_NBYTES
 
     def __init__(

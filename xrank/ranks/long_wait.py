@@ -80,8 +80,8 @@ class Wait:
         return cls(**{**content, "ranks": tuple(content["ranks"]), "awaited": tuple(content["awaited"])})
 
 
-def parties_of(error: BaseException) -> tuple[tuple[int, ...], ...]:
-    """Return the lists of ranks whose gathers waited for each other, if that is what an error of `LongWait` reports."""
+def parties_of(error: BaseException) -> tuple[Wait, ...]:
+    """Return the waits of ranks that waited for each other, if that is what an error of `LongWait` reports."""
     return tuple(getattr(error, "_xrank_parties", ()))
 
 
@@ -256,5 +256,5 @@ def _make_error(circle: Sequence[Wait]) -> ContradictionError:
     )
     # One failure, which all of them notice.
     mark_failure(error, _digest(circle))
-    vars(error)["_xrank_parties"] = tuple(wait.ranks for wait in circle)
+    vars(error)["_xrank_parties"] = tuple(circle)
     return error

@@ -188,8 +188,16 @@ class Meeting:
         Raises:
             RankFailedError: a rank sent a refusal.
         """
-        if (text := self.store.peek(f"{self.name}/refused")) is not None:
-            raise FailureRecord.from_bytes(text.encode()).to_error()
+        if (refusal := self._read_any_refusal()) is not None:
+            raise refusal.to_error()
+
+    def _read_any_refusal(self) -> FailureRecord | None:
+        text = self.store.peek(f"{self.name}/refused")
+        return None if text is None else FailureRecord.from_bytes(text.encode())
+
+    def find_end(self) -> FailureRecord | None:
+        """Return the failure with which this meeting has ended, if it has."""
+        return self._read_end() or self._read_any_refusal()
 
     def end(self, error: BaseException) -> None:
         """On the first rank: leave the reason for the end in the store, for ranks that come later."""
@@ -203,9 +211,12 @@ class Meeting:
         Raises:
             RankFailedError: it has; with its reason.
         """
+        if (end := self._read_end()) is not None:
+            raise end.to_error()
+
+    def _read_end(self) -> FailureRecord | None:
         ended = json.loads(self.store.peek(self.name) or "{}").get("ended")
-        if ended is not None:
-            raise FailureRecord.from_bytes(ended.encode()).to_error()
+        return None if ended is None else FailureRecord.from_bytes(ended.encode())
 
     def make_timeout_error(self, absent: Sequence[int]) -> RankTimeoutError:
         """Return the error that names the ranks that did not come."""

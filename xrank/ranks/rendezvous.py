@@ -6,14 +6,16 @@ into the store. The others connect, which is possible on the same host only, wha
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import select
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from typing import Any
 
-from xrank.errors import CorruptError, RankFailedError, RankTimeoutError, UsageError
+from xrank.errors import CorruptError, RankFailedError, RankTimeoutError
 from xrank.ranks.board import Board
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
@@ -24,7 +26,7 @@ from xrank.ranks.meeting import CALL, Meeting
 from xrank.ranks.peer import Peer, process_space
 from xrank.ranks.wire import Message
 
-__all__ = ["meet"]
+__all__ = ["RanksApartError", "meet"]
 
 _TICK_SECONDS = 0.02
 _PEERS_PER_MESSAGE = 100
@@ -34,13 +36,20 @@ _GRACE_SECONDS = 2.0
 """Extra wait for the first rank, whose deadline may be a little later, to report the ranks that did not come."""
 
 
+class RanksApartError(Exception):
+    """Some ranks of a meeting share no memory, or no process numbers. All of its ranks get this error.
+
+    They may go on to meet by `xrank.ranks.store_rendezvous`, in the same meeting.
+    """
+
+
 def meet(meeting: Meeting) -> Circle:
     """Return the circle of a meeting's ranks; every one of them must call it once.
 
     Raises:
         RankTimeoutError: ranks did not come; `waiting_for` names them.
         RankFailedError: a rank could not join, or failed meanwhile.
-        UsageError: this rank shares no memory, or no process numbers, with the first.
+        RanksApartError: a rank shares no memory, or no process numbers, with the first.
     """
     return _Host(meeting).meet() if meeting.rank == meeting.ranks[0] else _join(meeting)
 
@@ -89,6 +98,8 @@ class _Host:
             self.next_look = Deadline(_TICK_SECONDS)
             absent = [rank for rank in self.others if rank not in self.links]
             self.meeting.raise_refusal(absent)
+            if self.meeting.store.peek(_apart_name(self.meeting)) is not None:
+                raise RanksApartError
             self.meeting.check(absent)
         poller = select.poll()
         for fd in (listener.fileno(), *(link.fileno() for link in (*self.guests, *self.links.values()))):
@@ -130,7 +141,9 @@ class _Host:
             link.close()
 
     def _record_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
+        if isinstance(error, RanksApartError):
+            self.meeting.announce()  # without an address
+        elif error is not None:
             self.meeting.end(error)
 
     def _record_death(self, rank: int) -> FailureRecord:
@@ -174,23 +187,27 @@ class _Host:
 
 def _join(meeting: Meeting) -> Circle:
     announced = meeting.await_first()
-    host, me = Peer.from_dict(announced), Peer.from_this_process(meeting.rank)
+    _check_address(announced)
+    host = Peer.from_dict(announced)
     if host.space != process_space():
-        raise _refuse_first(meeting, host, me)
+        raise _report_apart(meeting)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         sock.connect(f"\0{announced['address']}")
     except (ConnectionRefusedError, FileNotFoundError):
-        # The first rank has given up, and left the reason in the store; or it is in another network namespace.
         sock.close()
-        meeting.raise_end()
-        raise _refuse_first(meeting, host, me) from None
+        # The first rank has given up, and left the reason in the store; or it is in another network namespace.
+        _raise_end(meeting)
+        raise _report_apart(meeting) from None
     link = Link(sock)
     try:
         with suppress(BrokenPipeError, ConnectionResetError):  # the first has given up: `_roster` raises
             link.send(Message({**meeting.describe(), "nonce": announced["nonce"]}))
         peers, board, bells = _roster(meeting, link, host)
         return _circle(meeting, board, bells, {host.rank: link}, peers)
+    except RanksApartError:
+        link.close()
+        raise
     except BaseException as error:
         meeting.refuse(error)
         link.close()
@@ -222,7 +239,7 @@ def _roster(meeting: Meeting, link: Link, host: Peer) -> tuple[dict[int, Peer], 
             )
         received = link.receive()
         if received is None:
-            meeting.raise_end()
+            _raise_end(meeting)
             raise RankFailedError(
                 f"rank {host.rank} ended {CALL} before all had come",
                 rank=host.rank,
@@ -251,16 +268,23 @@ def _circle(
     return Circle(meeting.ranks, meeting.rank, wire, peers, spin_seconds=spin_seconds)
 
 
-def _refuse_first(meeting: Meeting, first: Peer, me: Peer) -> UsageError:
-    """Send the first rank the refusal of this one, which shares no memory with it; return the error."""
-    error = UsageError(
-        f"rank {me.rank} on host {me.host} shares no memory with rank {first.rank} on host {first.host}",
-        rank=me.rank,
-        host=me.host,
-        got=f"hosts {first.host} and {me.host}"
-        + (", which is one host with two containers of process numbers" if first.host == me.host else ""),
-        want="ranks of one host",
-        next_step="give workspace_path, a directory that both hosts mount",
-    )
-    meeting.refuse(error)
-    return error
+def _apart_name(meeting: Meeting) -> str:
+    return f"{meeting.name}/apart"
+
+
+def _report_apart(meeting: Meeting) -> RanksApartError:
+    """Report to the first rank that this one is apart from it; return the error."""
+    meeting.store.put(_apart_name(meeting), "1")
+    return RanksApartError()
+
+
+def _raise_end(meeting: Meeting) -> None:
+    """Raise if the first rank has ended the meeting, or found that a rank is apart."""
+    meeting.raise_end()
+    if (text := meeting.store.peek(meeting.name)) is not None:
+        _check_address(json.loads(text))
+
+
+def _check_address(announced: dict[str, Any]) -> None:
+    if "address" not in announced:
+        raise RanksApartError

@@ -42,6 +42,7 @@ class StoreWire:
         name: name of the meeting, with which the names in the store begin.
     """
 
+    shares_memory = False
     max_payload_nbytes = 0
 
     def __init__(

@@ -57,6 +57,8 @@ NUDGE = Message({})
 class Wire(Protocol):
     """One rank's connection to the others. One thread at a time uses it; only `pump` waits."""
 
+    shares_memory: bool
+    """Whether all ranks share memory."""
     max_payload_nbytes: int
     """Largest payload of a message; 0 if the wire carries JSON only."""
     inboxes: dict[int, deque[Message]]

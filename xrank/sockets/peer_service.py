@@ -1,4 +1,4 @@
-"""The service of a rank that lends bytes: one thread answers all readers over sockets.
+"""The service of a rank that others read from: one thread answers all readers over sockets.
 
 Thousands of readers may ask, and a stopped reader must not delay the others. So one thread serves all of them and never
 waits for a single one; it sleeps until a reader asks.
@@ -14,15 +14,13 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
-from xrank.lending.host_addresses import host_addresses
-from xrank.lending.local_bytes import LocalBytes
-from xrank.lending.peer_memory import memory_at
-from xrank.lending.peer_wire import (
+from xrank.sockets.host_addresses import host_addresses
+from xrank.sockets.peer_wire import (
     HELLO_NBYTES,
     NONCE_NBYTES,
     PART,
@@ -34,7 +32,7 @@ from xrank.lending.peer_wire import (
 )
 from xrank.system import descriptor_limit
 
-__all__ = ["PeerService"]
+__all__ = ["PeerService", "ServedBytes"]
 
 _STAGED_NBYTES = 1 << 20
 _NUM_STAGES = 8
@@ -46,18 +44,30 @@ _BACKLOG = 1024
 _NO_WAIT = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
 
+class ServedBytes(Protocol):
+    """Bytes that a service sends."""
+
+    nbytes: int
+
+    def find_row(self, start: int, nbytes: int) -> memoryview | None:
+        """Return the bytes from `start` on in place; None if they are not in a row in this process's memory."""
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on."""
+
+
 class PeerService:
     """Serves bytes to other processes from construction until `close`.
 
     Args:
-        views: the lent bytes.
+        views: the bytes, by the number under which readers request them. The caller may add and remove entries.
         across_hosts: whether to listen also on a port of this host's network, where any process may connect; otherwise
             only processes of this host can.
     """
 
-    def __init__(self, views: Sequence[LocalBytes], *, across_hosts: bool) -> None:
+    def __init__(self, views: Mapping[int, ServedBytes], *, across_hosts: bool) -> None:
         self.failure: Exception | None = None
-        """The first exception of a read of lent bytes for another rank; this rank would not notice it otherwise."""
+        """The first exception of a read for another rank; this rank would not notice it otherwise."""
         self._views = views
         self._token = secrets.token_bytes(TOKEN_NBYTES)
         self._name = f"xrank-{secrets.token_hex(16)}"
@@ -102,7 +112,7 @@ class PeerService:
         return {"socket": self._name, "port": self._port, "addresses": addresses, "token": self._token.hex()}
 
     def close(self) -> None:
-        """Stop serving; lent bytes are not touched afterwards. Further calls do nothing."""
+        """Stop serving; the bytes are not touched afterwards. Further calls do nothing."""
         if self._ends:
             return
         self._ends = True
@@ -111,7 +121,7 @@ class PeerService:
         for guest in list(self._guests.values()):
             self._drop(guest)
         self._close_all.close()
-        self._views = ()
+        self._views = {}
 
     def _serve(self) -> None:
         while not self._ends:
@@ -182,9 +192,9 @@ class PeerService:
         content, guest.received = guest.received, b""
         guest.came_at = monotonic()
         if guest.is_known:
-            guest.view, guest.position, nbytes = REQUEST.unpack(content)
+            number, guest.position, nbytes = REQUEST.unpack(content)
             guest.end = guest.position + nbytes
-            self._begin(guest)
+            self._begin(guest, number)
             return True
         nonce, proof = content[:NONCE_NBYTES], content[NONCE_NBYTES:]
         if not secrets.compare_digest(proof, reader_proof(self._token, guest.challenge, nonce)):
@@ -194,14 +204,13 @@ class PeerService:
         guest.socket.send(lender_proof(self._token, guest.challenge, nonce), _NO_WAIT)
         return True
 
-    def _begin(self, guest: _Guest) -> None:
+    def _begin(self, guest: _Guest, number: int) -> None:
         guest.is_replying = True
-        num_views = len(self._views)
-        if guest.view >= num_views:
-            guest.refuse(AnswerKind.REFUSED, f"there is no view {guest.view} among {num_views}")
-        elif guest.end > self._views[guest.view].nbytes:
-            nbytes = self._views[guest.view].nbytes
-            guest.refuse(AnswerKind.REFUSED, f"view {guest.view} has {nbytes:,} bytes, not {guest.end:,}")
+        guest.view = self._views.get(number)
+        if guest.view is None:
+            guest.refuse(AnswerKind.REFUSED, f"there is no view {number} among {len(self._views)}")
+        elif guest.end > guest.view.nbytes:
+            guest.refuse(AnswerKind.REFUSED, f"view {number} has {guest.view.nbytes:,} bytes, not {guest.end:,}")
         self._reply(guest)
 
     def _reply(self, guest: _Guest) -> None:
@@ -220,11 +229,11 @@ class PeerService:
 
     def _bring(self, guest: _Guest) -> bool:
         """Prepare the next part of an answer, and return whether there was a buffer for it."""
-        view = self._views[guest.view]
+        view = guest.view
+        assert view is not None
         left = guest.end - guest.position
-        if view.address is not None:
-            data = memory_at(view.address + guest.position, min(left, _DIRECT_NBYTES))
-        else:
+        data = view.find_row(guest.position, min(left, _DIRECT_NBYTES))
+        if data is None:
             if not self._stages:
                 self._waiting.append(guest)
                 self._watch(guest, 0)
@@ -270,7 +279,8 @@ class _Guest:
         self.received = b""
         self.watched = int(select.EPOLLIN)
         self.is_replying = False
-        self.view = self.position = self.end = 0
+        self.view: ServedBytes | None = None
+        self.position = self.end = 0
         self.pending: list[memoryview] = []
         self.stage: memoryview | None = None
 

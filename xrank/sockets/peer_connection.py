@@ -1,4 +1,4 @@
-"""The reader's connection to the service of a rank that lends bytes."""
+"""The reader's connection to a rank's service of bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from struct import Struct
 from time import monotonic
 from typing import TypeAlias
 
-from xrank.lending.peer_wire import (
+from xrank.sockets.peer_wire import (
     NONCE_NBYTES,
     PART,
     PROOF_NBYTES,

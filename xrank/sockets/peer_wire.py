@@ -6,8 +6,8 @@
     reader: view, start, nbytes                              one request at a time, any number of them
     lender: (kind, nbytes, that many bytes), …               data until all has been sent, or a text with the reason
 
-The token itself never crosses a network: only ranks can read the store that contains it. Lent bytes cross the network
-unencrypted, like all tensors of a training.
+Connections never carry the token itself: ranks read it in their group's store. Bytes cross the network unencrypted,
+like all tensors of a training.
 """
 
 from __future__ import annotations

@@ -1,0 +1,208 @@
+"""Messages over sockets, for ranks of several hosts that share neither memory nor a directory.
+
+The writer keeps a copy of each message and serves it. The receipt contains the writer's addresses and a token; only a
+process that knows the token can read. So receipts must go only to ranks of the job. Tensors cross the network
+unencrypted, like all tensors of a training, with a checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from xrank.errors import CorruptError, IncompleteError
+from xrank.sockets.peer_connection import PeerConnection, PeerGoneError, PeerRefusalError, connect
+from xrank.sockets.peer_service import PeerService
+from xrank.workspace.arena import new_buffer
+from xrank.workspace.free_space import make_no_memory_error
+from xrank.workspace.plain_memory import row_major_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SocketMessages"]
+
+_ALIGNMENT = 64
+"""Alignment in bytes of each tensor in a message."""
+
+
+class SocketMessages:
+    """A `MessageWorkspace` for one thread at a time.
+
+    Args:
+        check: raises if a rank is known to have failed; called while a writer is silent.
+    """
+
+    patience_seconds = 20.0
+    """A message is visible at once, or its writer has ended. Another host knows of that after ten to fourteen seconds
+    (`xrank.ranks.heartbeat`)."""
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
+        self._contents: dict[int, _Content] = {}
+        self._num_published = 0
+        self._service: PeerService | None = None
+        self._connections: dict[str, PeerConnection] = {}
+        self._pid = os.getpid()
+
+    def publish(self, header: str, tensors: Sequence[torch.Tensor]) -> str:
+        """Copy a message, and serve the copy; see `MessageWorkspace`."""
+        sizes = [*(tensor.nbytes for tensor in tensors), len(head := header.encode())]
+        places = _places_of(sizes)
+        nbytes = places[-1] + sizes[-1]
+        try:
+            content = new_buffer(nbytes)
+        except (MemoryError, OSError) as error:
+            raise make_no_memory_error("a message", nbytes, "free memory, or give workspace_path") from error
+        for place, tensor in zip(places, tensors, strict=False):
+            content[place : place + tensor.nbytes] = row_major_bytes(tensor).data
+        content[places[-1] :] = head
+        if self._service is None:
+            self._service = PeerService(self._contents, across_hosts=True)
+        self._num_published += 1
+        self._contents[self._num_published] = _Content(content)
+        return json.dumps(
+            {
+                "service": self._service.describe(),
+                "number": self._num_published,
+                "sizes": sizes,
+                "digest": xxhash.xxh3_128_hexdigest(content),
+            }
+        )
+
+    def fetch(self, rank: int, receipt: str) -> tuple[str, list[memoryview]]:
+        """Return a message; see `MessageWorkspace`.
+
+        Raises:
+            IncompleteError: the writer does not answer, or has released the message.
+            CorruptError: the bytes differ from those that were published.
+        """
+        message = _Receipt.from_json(receipt, rank)
+        places = _places_of(message.sizes)
+        content = new_buffer(places[-1] + message.sizes[-1])
+        try:
+            self._read(rank, message, content)
+        except (PeerGoneError, PeerRefusalError) as error:
+            raise _missing_error(rank, message, str(error)) from None
+        digest = xxhash.xxh3_128_hexdigest(content)
+        if digest != message.digest:
+            raise CorruptError(
+                f"the bytes of rank {rank}'s message differ from those it sent",
+                rank=rank,
+                got=f"checksum {digest}",
+                want=f"checksum {message.digest}",
+                next_step="gather again; if it happens again, check the network, and the memory of both hosts",
+            )
+        parts = [content[start : start + nbytes] for start, nbytes in zip(places, message.sizes, strict=True)]
+        return bytes(parts.pop()).decode(), parts
+
+    def _read(self, rank: int, message: _Receipt, into: memoryview) -> None:
+        def tick(silent_seconds: float) -> None:
+            self._check()
+            if silent_seconds > self.patience_seconds:
+                raise _missing_error(rank, message, f"no answer for {silent_seconds:.0f} s")
+
+        connection = self._connections.pop(message.socket, None)
+        try:
+            if connection is None:
+                connection = connect(message.socket, message.port, message.addresses, message.token, tick)
+            connection.read_into(message.number, 0, into, tick)
+        except BaseException:
+            if connection is not None:
+                connection.close()
+            raise
+        self._connections[message.socket] = connection
+
+    def retire(self, receipt: str) -> None:
+        """Release a message of this rank after its reader has fetched it."""
+        self._contents.pop(_Receipt.from_json(receipt, -1).number, None)
+
+    def close(self) -> None:
+        """Release all messages, and close all connections. Fetched messages stay valid. A second call does nothing."""
+        if os.getpid() != self._pid:  # the service's thread is the parent's
+            return
+        if self._service is not None:
+            self._service.close()
+        self._contents.clear()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+
+class _Content:
+    """The bytes of a message, as `xrank.sockets.peer_service.ServedBytes`."""
+
+    def __init__(self, content: memoryview) -> None:
+        self.nbytes, self._content = len(content), content
+
+    def find_row(self, start: int, nbytes: int) -> memoryview:
+        return self._content[start : start + nbytes]
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        into[:] = self.find_row(start, len(into))
+
+
+@dataclass(frozen=True, slots=True)
+class _Receipt:
+    """A receipt's fields."""
+
+    socket: str
+    port: int
+    addresses: tuple[str, ...]
+    token: bytes
+    number: int
+    sizes: tuple[int, ...]
+    """Bytes of each tensor, and of the header."""
+    digest: str
+    """XXH3-128 of the whole message in hexadecimal digits."""
+
+    @classmethod
+    def from_json(cls, text: str, rank: int) -> _Receipt:
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            service = fields["service"]
+            receipt = cls(
+                str(service["socket"]),
+                int(service["port"]),
+                tuple(map(str, service["addresses"])),
+                bytes.fromhex(service["token"]),
+                int(fields["number"]),
+                tuple(map(int, fields["sizes"])),
+                str(fields["digest"]),
+            )
+        except (ValueError, KeyError, TypeError, RecursionError):
+            receipt = None
+        if receipt is None or not receipt.sizes or min(receipt.sizes) < 0 or receipt.number < 0:
+            raise CorruptError(
+                f"rank {rank} sent a receipt that names no message",
+                rank=rank,
+                got=ascii(text[:200]),
+                next_step="run the same version of xrank on all ranks",
+            )
+        return receipt
+
+
+def _places_of(sizes: Sequence[int]) -> list[int]:
+    """Return the first byte of each part of a message."""
+    places, end = [], 0
+    for nbytes in sizes:
+        places.append(end)
+        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return places
+
+
+def _missing_error(rank: int, message: _Receipt, got: str) -> IncompleteError:
+    places = ", ".join(f"{address} port {message.port}" for address in message.addresses)
+    return IncompleteError(
+        f"the message of rank {rank} cannot be read from it",
+        rank=rank,
+        got=got[:500],
+        want=f"an answer of rank {rank} at {places}",
+        next_step=f"check that rank {rank} still runs, and that its host accepts connections on any port; else give "
+        "workspace_path, a directory that all hosts mount",
+    )
