@@ -193,14 +193,14 @@ def chunk_state(run: Run, model: dict[str, torch.Tensor], tp: int, stage: int, e
         found = re.fullmatch(r"((?:language_model\.)?decoder\.layers\.)(\d+)\.(.*)", name)
         if found is None:
             is_first = "embedding" in name or TOWER.match(name) is not None
-            at = order[0] if is_first else order[-1]
-            if at == (chunk, stage):
-                state[name] = part_of(name, tensor, run, tp)
-            continue
-        layer = int(found[2]) - first
+            # The stage that predicts further tokens has the embedding, too.
+            is_copied = name.startswith("embedding.") and any(other.startswith("mtp.") for other in model)
+            if (chunk, stage) not in {order[0] if is_first else order[-1], *(order[-1:] if is_copied else ())}:
+                continue
+        layer = int(found[2]) - first if found else 0
         if not 0 <= layer < count:
             continue
-        local = f"{found[1]}{layer}.{found[3]}"
+        local = f"{found[1]}{layer}.{found[3]}" if found else name
         if "experts.weight" in name:
             state[local] = _grouped_part(name, tensor.chunk(run.ep)[ep], run, tp)
             continue

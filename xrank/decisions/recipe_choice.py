@@ -12,7 +12,7 @@ from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.layout.binding import names_of_dim
 from xrank.plan.source import StoredModel
-from xrank.recipes.matching import Match, match, source_sides, target_sides
+from xrank.recipes.matching import Match, match, settle, source_sides, target_sides
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.recipe_file import (
     list_shipped_recipes,
@@ -214,15 +214,18 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
         ContradictionError, IncompleteError, LayoutError, UsageError: from `check_requirements`, `solve_sizes` and
             `rewrite_model`.
     """
+    folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path) or os.curdir
+    check_requirements(found.recipe, config, None if found.is_reversed else source.args, folder)
+    told = collect_sizes(found.recipe, config, source.args, folder)
+    found = settle(found, {size: number for size, (number, _) in told.items()})
+    if not found.fits:
+        raise _misfit(source, found, "the recipe does not fit")
     shapes = {shard.name: shard.shape for shard in source.shards}
     tensors = [
         (source_sides(found.recipe.rules[number], found.is_reversed)[form], name, shapes[name])
         for (number, form), names in found.used.items()
         for name in names
     ]
-    folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path) or os.curdir
-    check_requirements(found.recipe, config, None if found.is_reversed else source.args, folder)
-    told = collect_sizes(found.recipe, config, source.args, folder)
     sizes = solve_sizes(found.recipe, told, tensors, is_reversed=found.is_reversed, folder=folder)
     flags = collect_flags(found.recipe, config, source.args)
     return rewrite_model(source, found, sizes, flags, collect_layers(found.recipe, config, source.args))

@@ -11,7 +11,7 @@ from typing import Any
 from xrank.decisions.recipe_choice import follow_recipe
 from xrank.errors import LayoutError, XrankError
 from xrank.plan.source import StoredModel
-from xrank.recipes.matching import Match, active_rules, match, source_sides
+from xrank.recipes.matching import Match, active_rules, match, settle, source_sides
 from xrank.recipes.pairing import pair
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.recipe_file import find_rule
@@ -66,6 +66,7 @@ def fit_recipe(recipe: Recipe, model: StoredModel, config: Mapping[str, Any] | N
     """
     names = [shard.name for shard in model.shards]
     found = max((match(recipe, names, is_reversed=back) for back in (False, True)), key=lambda one: one.num_known)
+    found = settle(found, {size: number for size, (number, _) in collect_sizes(recipe, config, model.args).items()})
     shapes = {shard.name: shard.shape for shard in model.shards}
     places = list(found.used)
     # The shapes that are read first bind the sizes, so a wrong rule may put the blame on right ones behind it.
@@ -120,7 +121,8 @@ def _pair_rule(found: Match, at: _Place, sizes: Mapping[str, int]) -> None:
     """
     rule = found.recipe.rules[at[0]]
     source = rule.sources[0 if found.is_reversed else at[1]]
-    pair(str(source), {part: str(side) for part, side in rule.targets.items()}, sizes)
+    targets = {part: str(side) for part, side in rule.targets.items()}
+    pair(str(source), targets, sizes, makes_copies=rule.is_copy)
 
 
 def _group_unknown(found: Match) -> Iterable[UnknownName]:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from xrank.layout.tensor_name import TensorName
 from xrank.recipes.recipe import Recipe, Rule
-from xrank.recipes.side import Side, part_names
+from xrank.recipes.side import Side, find_range, part_names
 
-__all__ = ["Match", "active_rules", "is_required", "match", "source_sides", "target_sides"]
+__all__ = [
+    "Match",
+    "active_rules",
+    "is_required",
+    "match",
+    "raised_flags",
+    "settle",
+    "source_sides",
+    "target_sides",
+]
 
 
 _Place = tuple[int, int]
@@ -66,7 +76,7 @@ def target_sides(rule: Rule, is_reversed: bool) -> tuple[Side, ...]:
 
 def is_required(rule: Rule) -> bool:
     """Return whether every model of the family has the tensors of a rule, whatever its configuration."""
-    return not rule.optional and rule.unless is None and rule.when is None
+    return not rule.optional and rule.unless is None and rule.when is None and rule.within is None
 
 
 @lru_cache(maxsize=256)
@@ -104,14 +114,62 @@ def match(recipe: Recipe, names: Iterable[str], *, is_reversed: bool = False) ->
         before = {name for names in used.values() for name in names}
         used = _keep_beside(recipe, used)
         unknown += sorted(before.difference(*used.values()))
-    return Match(
-        recipe,
-        is_reversed,
-        {place: tuple(used[place]) for place in sorted(used)},
-        tuple(unknown),
-        tuple(left_out),
-        tuple(_missing(recipe, used, is_reversed)),
-    )
+    # A name of two stacks of layers is not evidence of either. Each stack has names of its own.
+    sure = {places[0] for places in _find_places(used).values() if len(places) == 1}
+    flags = raised_flags(recipe, sure)
+    kept = {at: tuple(used[at]) for at in sorted(used) if recipe.rules[at[0]].within in (None, *flags)}
+    missing = tuple(_missing(recipe, kept, is_reversed, flags))
+    return Match(recipe, is_reversed, kept, tuple(unknown), tuple(left_out), missing)
+
+
+def settle(found: Match, sizes: Mapping[str, int]) -> Match:
+    """Return the match with each name only at the places that have its indices.
+
+    Layers of two stacks may count on from each other in the names of one side: ``layers.{L}`` and then
+    ``layers.{<_: L | next: M>}``. A name alone fits both; the number of layers decides.
+
+    Args:
+        found: a match, in which a name may be at several places.
+        sizes: the known sizes.
+    """
+    wrong: set[tuple[_Place, str]] = set()
+    originals = {at: names for at, names in found.used.items() if not found.recipe.rules[at[0]].is_copy}
+    for name, each in _find_places(originals).items():
+        right = [at for at in each if len(each) == 1 or _has_indices(_side_at(found, at).name, name, sizes)]
+        wrong.update((at, name) for at in each if right and at not in right)
+    if not wrong:
+        return found
+    used = {at: tuple(n for n in names if (at, n) not in wrong) for at, names in found.used.items()}
+    used = {at: names for at, names in used.items() if names}
+    flags = raised_flags(found.recipe, used)
+    return replace(found, used=used, missing=tuple(_missing(found.recipe, used, found.is_reversed, flags)))
+
+
+def _find_places(used: Mapping[_Place, Iterable[str]]) -> dict[str, list[_Place]]:
+    places: dict[str, list[_Place]] = {}
+    for place, names in used.items():
+        for name in names:
+            places.setdefault(name, []).append(place)
+    return places
+
+
+def _side_at(found: Match, place: _Place) -> Side:
+    return source_sides(found.recipe.rules[place[0]], found.is_reversed)[place[1]]
+
+
+def _has_indices(name: TensorName, text: str, sizes: Mapping[str, int]) -> bool:
+    """Return whether the indices in a text lie in the dims of the name, as far as their sizes are known."""
+    for dim, index in zip(name.dims, name.indices(text) or (), strict=True):
+        first, last = find_range(dim, sizes)
+        if index < first or (last is not None and index >= last):
+            return False
+    return True
+
+
+def raised_flags(recipe: Recipe, used: Iterable[_Place]) -> set[str]:
+    """Return the flags that these places show to be true."""
+    rules = [recipe.rules[number] for number, _ in used]
+    return {flag for rule in rules if not rule.is_copy for flag in (rule.when, rule.within) if flag is not None}
 
 
 def _keep_beside(recipe: Recipe, used: Mapping[_Place, list[str]]) -> dict[_Place, list[str]]:
@@ -155,7 +213,7 @@ def _generalise(name: str) -> str:
     return re.sub(r"[0-9]+", "0", name)
 
 
-def _missing(recipe: Recipe, used: Iterable[_Place], is_reversed: bool) -> list[str]:
+def _missing(recipe: Recipe, used: Iterable[_Place], is_reversed: bool, raised: set[str]) -> list[str]:
     """Return the targets that a model must have and that no used rule makes (or has)."""
     made: set[str] = set()
     for number, form in used:
@@ -164,12 +222,12 @@ def _missing(recipe: Recipe, used: Iterable[_Place], is_reversed: bool) -> list[
     # A dense model lacks the sparse blocks rightly, but one without any block lacks all kinds: its layers are lost.
     present = {recipe.rules[number].group for number, _ in used} - {None}
     chosen = {recipe.rules[number].choice for number, _ in used if recipe.rules[number].group is not None}
-    # One tensor of a flag shows that the flag is true, so the others of the flag are due, too.
-    raised = {recipe.rules[number].when for number, _ in used} - {None}
     wanted: list[Side] = []
     for number in active_rules(recipe, is_reversed):
         rule = recipe.rules[number]
-        is_due = is_required(rule) or rule.when in raised
+        # One tensor of a flag shows that the flag is true, so the others of the flag are due, too.
+        is_due = (is_required(replace(rule, within=None)) or rule.when in raised) and rule.within in (None, *raised)
+        is_due = is_due and not rule.is_copy
         is_needed = rule.group in (None, *present, *recipe.needed) or rule.choice not in chosen
         if is_due and is_needed:
             wanted += rule.targets.values()

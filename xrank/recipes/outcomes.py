@@ -13,7 +13,7 @@ from xrank.errors import ContradictionError
 from xrank.layout.binding import global_size, names_of_dim
 from xrank.layout.tensor_name import TensorName
 from xrank.recipes.layer_choice import LayerChoice
-from xrank.recipes.matching import Match, active_rules, source_sides
+from xrank.recipes.matching import Match, active_rules, raised_flags, source_sides
 from xrank.recipes.recipe import Recipe, Rule
 from xrank.recipes.side import Side, branches_of
 
@@ -63,12 +63,12 @@ def _indices_of(name: TensorName, part: str, sizes: Mapping[str, int]) -> Iterat
     """Yield the indices in the names of a part's tensors: of all of them, if the name has no parts of its own."""
     shape = tuple(global_size(dim, sizes) for dim in name.dims)
     branches = {branch.key: branch for branch in branches_of(Side(name, ()), sizes)}
-    if part not in branches:
+    branch = branches.get(part, branches.get(""))
+    if branch is None:
         yield from product(*map(range, shape))
         return
-    loops = branches[part].loops
-    for steps in product(*(range(loop.count) for loop in loops)):
-        address = branches[part].start + sum(i * loop.stride for i, loop in zip(steps, loops, strict=True))
+    for steps in product(*(range(loop.count) for loop in branch.loops)):
+        address = branch.start + sum(i * loop.stride for i, loop in zip(steps, branch.loops, strict=True))
         yield tuple(map(int, np.unravel_index(address, shape)))
 
 
@@ -94,20 +94,24 @@ def check_whole(
         ContradictionError: a tensor is missing, or belongs to another model.
     """
     # Stacks of layers that are numbered apart have one kind of block each, so backwards there is no choice.
-    has_groups = not matched.is_reversed or _share_numbers(matched.recipe)
-    groups = _find_groups(path, outcomes, made, layers) if has_groups else {}
+    apart = _numbered_apart(matched.recipe) if matched.is_reversed else set()
+    groups = _find_groups(path, outcomes, made, layers, apart)
     _check_flags(path, matched, flags)
     used = [matched.recipe.rules[number] for number, _ in matched.used]
     # No flag of a used rule is false here (refused above), so the known flags cannot undo one that tensors raised.
     begun = {id(rule) for rule in used}
-    flags = {**{rule.when: True for rule in used if rule.when is not None}, **flags}
+    flags = {**dict.fromkeys(raised_flags(matched.recipe, matched.used), True), **flags}
     for name, outcome in outcomes.items():
         if name in made:
             continue
         if any(
             _needs(rule, flags, begun)
             and _is_beside(rule, groups, outcome.layer)
-            and (not has_groups or _has_group(rule, matched.recipe, groups, layers, outcome.layer))
+            and (
+                id(rule) in begun
+                if rule.group is not None and rule.choice in apart
+                else _has_group(rule, matched.recipe, groups, layers, outcome.layer)
+            )
             for rule in outcome.rules
         ):
             wanted = source_sides(outcome.rules[0], matched.is_reversed)[:3]
@@ -121,14 +125,15 @@ def check_whole(
             )
 
 
-def _share_numbers(recipe: Recipe) -> bool:
-    """Return whether both sides give the same numbers to layers with groups."""
-    return all(
-        side.name.dims[:1] == rule.sources[0].name.dims[:1]
+def _numbered_apart(recipe: Recipe) -> set[str]:
+    """Return the choices whose layers have other numbers on the other side."""
+    return {
+        rule.choice
         for rule in recipe.rules
         if rule.group is not None
         for side in rule.targets.values()
-    )
+        if side.name.dims[:1] != rule.sources[0].name.dims[:1]
+    }
 
 
 def _check_flags(path: str, matched: Match, flags: Mapping[str, bool]) -> None:
@@ -147,7 +152,7 @@ def _check_flags(path: str, matched: Match, flags: Mapping[str, bool]) -> None:
 
 
 def _find_groups(
-    path: str, outcomes: Mapping[str, Outcome], made: Iterable[str], layers: _Layers
+    path: str, outcomes: Mapping[str, Outcome], made: Iterable[str], layers: _Layers, apart: Collection[str]
 ) -> dict[_Choice, str]:
     """Return the group of each layer's blocks, for each choice.
 
@@ -158,7 +163,7 @@ def _find_groups(
     for name in made:
         layer = outcomes[name].layer
         for rule in outcomes[name].rules:
-            if rule.group is None:
+            if rule.group is None or rule.choice in apart:
                 continue
             other = found.setdefault((layer, rule.choice), (rule.group, name))[0]
             if other != rule.group:
@@ -208,6 +213,8 @@ def _is_beside(rule: Rule, groups: Mapping[_Choice, str], layer: int | None) -> 
 
 def _needs(rule: Rule, flags: Mapping[str, bool], begun: set[int]) -> bool:
     """Return whether a model must have the tensors of a rule in a layer with blocks of its group."""
+    if rule.within is not None and not flags.get(rule.within, False):
+        return False
     if rule.unless is not None:
         return not flags.get(rule.unless, True)
     if rule.when is not None:

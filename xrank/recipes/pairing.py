@@ -55,7 +55,9 @@ class Pairing:
         return canonical(Nest(self.x, self.y, self.loops))
 
 
-def pair(source: str, targets: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str, Pairing]:
+def pair(
+    source: str, targets: Mapping[str, str], sizes: Mapping[str, int], *, makes_copies: bool = False
+) -> dict[str, Pairing]:
     """Pair each part of a source with its target, as one nest each.
 
     Args:
@@ -63,6 +65,7 @@ def pair(source: str, targets: Mapping[str, str], sizes: Mapping[str, int]) -> d
         targets: part of the source -> text of the tensor that it becomes, or that has a part of the same name. A source
             without parts has one target, under any key.
         sizes: all sizes of both sides, by name.
+        makes_copies: whether sizes in the target's names that the source lacks count copies of it.
 
     Raises:
         LayoutError: a text is not a side of a recipe; a part has no target, or a target no part; one side has a size
@@ -99,7 +102,12 @@ def pair(source: str, targets: Mapping[str, str], sizes: Mapping[str, int]) -> d
         if whole.all_dims == target.all_dims:  # equal sides pair by place: names are not needed
             loops = tuple((a.count, a.stride, b.stride) for a, b in zip(branch.loops, end.loops, strict=True))
         else:
-            loops = _pair_by_name(branch.loops, end.loops, (branch.key or whole, target))
+            own = prod(target_shape[len(target.name.dims) :])
+            shared = {loop.name for loop in branch.loops} if makes_copies else {loop.name for loop in end.loops}
+            copies = [loop for loop in end.loops if loop.stride >= own and loop.name not in shared]
+            named = tuple(loop for loop in end.loops if loop not in copies)
+            loops = _pair_by_name(branch.loops, named, (branch.key or whole, target))
+            loops = (*((copy.count, 0, copy.stride) for copy in copies), *loops)
         found[branch.key] = Pairing(
             branch.key, whole, target, source_shape, target_shape, branch.start, end.start, loops
         )

@@ -47,6 +47,10 @@ class Rule:
     beside: tuple[str, ...] = ()
     add: int = 0
     times: str | None = None
+    within: str | None = None
+    """A flag that only tensors raise: the rule's tensors exist in models with the stack of layers of this name."""
+    is_copy: bool = False
+    """Whether the targets are copies of what another rule makes of the source."""
 
     def factor(self, sizes: Mapping[str, int]) -> float:
         """Return the number that `times` stands for; 1 without it."""

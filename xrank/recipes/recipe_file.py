@@ -50,6 +50,13 @@ half = 64
 "decoder.layers.{L}.self_attention.out_norm.weight [w]" = { to = "...", add = 1 }     values that differ by a number
 "query.kernel [h, n, d]" = { to = "... [n d, h]", times = "sqrt(d)" }       or by the root of sizes
 
+[repeat.mtp]                            the rules of these prefixes once more, for a stack of layers that some models have;
+                                        their groups are mtp.GROUP; `repeat.mtp = false` undoes an inherited one
+sources = { "decoder.layers.{L}." = "mtp.layers.{M}.transformer_layer." }
+targets = { "model.layers.{L}." = "model.layers.{<_: L | mtp: M>}." }    M layers that count on from L
+tensors = { "mtp.layers.{M}.norm.weight [h]" = "..." }                   rules of the stack's own
+copies = { "embed.weight [v, h]" = "model.layers.{<_: L | mtp: M>}.embed.weight [v, h]" }    of another rule's source
+
 [kept."model.visual."]                  tensors of the target that the source holds alike, under other prefixes
 from = ["vision_model.", "visual."]
 tensors = ["blocks.{B}.norm1.weight [c]"]
@@ -63,7 +70,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
 from typing import Any
@@ -84,6 +92,7 @@ from xrank.recipes.recipe_tables import (
     read_shipped,
     read_tables,
     refuse_unknown,
+    repeat_rules,
 )
 from xrank.recipes.side import Side, parse_side, part_names
 from xrank.words import list_text
@@ -133,7 +142,7 @@ def read_shipped_text(name: str, *, is_merged: bool = False) -> str:
     text = read_shipped()[name]
     if not is_merged:
         return text
-    tables = read_tables(text, f"{name}.toml")
+    tables = repeat_rules(read_tables(text, f"{name}.toml"), f"{name}.toml")
     top = [f"{key} = {_value_text(value)}\n" for key, value in tables.items() if key not in TABLES]
     for key in TABLES:
         if tables.get(key):
@@ -201,7 +210,7 @@ _SOURCE = re.compile(r"""\s*(?:\[tensors\.)?["']([^"'.{\[ ]+)""")
 
 
 def _parse(name: str, text: str, file: str) -> Recipe:
-    tables = read_tables(text, file)
+    tables = repeat_rules(read_tables(text, file), file)
     lists = {key: check_texts(tables.get(key, []), (key,), file) for key in LISTS}
     for key in ("ignored", "dropped", "keep_fp32"):
         for pattern in lists[key]:
@@ -214,7 +223,9 @@ def _parse(name: str, text: str, file: str) -> Recipe:
         # isinstance would take TOML's `true` for 1.
         if type(number) is not int or number < 1:
             raise misplaced(file, ("sizes", size), number, "a number of 1 or more")
-    rules = tuple(_parse_rule(source, value, file) for source, value in tables.get("tensors", {}).items())
+    rules = tuple(
+        rule for source, value in tables.get("tensors", {}).items() for rule in _parse_rules(source, value, file)
+    )
     if not rules:
         raise misplaced(file, ("tensors",), "no rule", "a table [tensors]")
     return Recipe(
@@ -240,16 +251,28 @@ def _parse(name: str, text: str, file: str) -> Recipe:
 _side = lru_cache(maxsize=1024)(parse_side)
 
 
-def _parse_rule(source: str, value: Any, file: str) -> Rule:
+def _parse_rules(source: str, value: Any, file: str) -> Iterator[Rule]:
+    """Yield the rule of a source, then those of its copies."""
     keys = ("tensors", source)
     if not isinstance(value, dict):
         value = {"to": value}
-    refuse_unknown(value, ("to", *CONDITIONS), file, keys)
+    refuse_unknown(value, ("to", "copies", *CONDITIONS), file, keys)
+    yield _parse_rule(source, {key: each for key, each in value.items() if key != "copies"}, file)
+    copies = value.get("copies", {})
+    if not isinstance(copies, dict):
+        raise misplaced(file, (*keys, "copies"), copies, "a target's text for each stack of layers")
+    own = {key: value[key] for key in ("add", "times") if key in value}
+    for stack, text in copies.items():
+        yield replace(_parse_rule(source, {**own, "to": text, "optional": True, "within": stack}, file), is_copy=True)
+
+
+def _parse_rule(source: str, value: Mapping[str, Any], file: str) -> Rule:
+    keys = ("tensors", source)
     to, optional, add = value.get("to"), value.get("optional", False), value.get("add", 0)
     texts = to if isinstance(to, dict) else {"": to}
     if not texts or not all(isinstance(text, str) for text in texts.values()):
         raise misplaced(file, (*keys, "to"), to, "a target's text, or one for each part")
-    names = {key: value.get(key) for key in ("unless", "when", "group")}
+    names = {key: value.get(key) for key in ("unless", "when", "group", "within")}
     for key, name in names.items():
         if name is not None and not isinstance(name, str):
             raise misplaced(file, (*keys, key), name, "a name")

@@ -23,13 +23,14 @@ __all__ = [
     "read_shipped",
     "read_tables",
     "refuse_unknown",
+    "repeat_rules",
 ]
 
 TABLES = ("config", "args", "must", "must_config", "sizes", "tensors")
 LISTS = ("model_types", "padded", "ignored", "dropped", "keep_fp32", "needed")
 _TEXTS = ("framework", "extends")
 _RENAMES = ("sources", "targets")
-CONDITIONS = ("unless", "when", "group", "optional", "beside", "add", "times")
+CONDITIONS = ("unless", "when", "group", "optional", "beside", "add", "times", "within")
 
 
 CORRECT = "correct the recipe; those that come with xrank show how it is written"
@@ -53,8 +54,8 @@ def read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, An
         raise LayoutError(
             f"the recipe {file} is not TOML: {error}", file=file, want="TOML", next_step=CORRECT
         ) from error
-    refuse_unknown(tables, (*TABLES, *LISTS, *_TEXTS, "rename", "kept"), file)
-    for key in (*TABLES, "rename", "kept"):
+    refuse_unknown(tables, (*TABLES, *LISTS, *_TEXTS, "rename", "kept", "repeat"), file)
+    for key in (*TABLES, "rename", "kept", "repeat"):
         if not isinstance(tables.get(key, {}), dict):
             raise misplaced(file, (key,), tables[key], f"a table [{key}]")
     kept = tables.pop("kept", {})
@@ -69,6 +70,48 @@ def read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, An
     if base not in read_shipped() or base in via:
         raise misplaced(file, ("extends",), base, f"one of {', '.join(read_shipped())}")
     return _extend(_rename(read_tables(read_shipped()[base], f"{base}.toml", (*via, base)), renames), tables, file)
+
+
+def repeat_rules(tables: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """Return merged tables with the rules that [repeat] adds: those of other prefixes once more, its own, and copies."""
+    rules = dict(tables.get("tensors", {}))
+    for stack, block in tables.get("repeat", {}).items():
+        keys = ("repeat", stack)
+        if block is False:
+            continue  # of the extended recipe, and not of this one
+        if not isinstance(block, dict) or not set(_RENAMES) <= block.keys():
+            raise misplaced(file, keys, block, "a table with sources and targets")
+        refuse_unknown(block, (*_RENAMES, "tensors", "copies"), file, keys)
+        renames = _check_renames({side: block[side] for side in _RENAMES}, file, keys)
+        texts = {key: _check_text_table(block.get(key, {}), (*keys, key), file) for key in ("tensors", "copies")}
+        old = tuple(renames["sources"])
+        chosen = {source: value for source, value in tables["tensors"].items() if source.startswith(old)}
+        for source, value in _rename({"tensors": chosen}, renames)["tensors"].items():
+            rule = {**_as_rule(value), "within": stack}
+            if "group" in rule:
+                rule["group"] = f"{stack}.{rule['group']}"
+            if "beside" in rule:
+                rule["beside"] = [
+                    f"{stack}.{group}" for group in check_texts(rule["beside"], ("tensors", source), file)
+                ]
+            rules.setdefault(source, rule)
+        rules |= {source: {"to": text, "within": stack} for source, text in texts["tensors"].items()}
+        for source, text in texts["copies"].items():
+            if source not in rules:
+                raise misplaced(file, (*keys, "copies", source), source, "the source of a rule")
+            rule = _as_rule(rules[source])
+            rules[source] = {**rule, "copies": {**rule.get("copies", {}), stack: text}}
+    return {**{key: value for key, value in tables.items() if key != "repeat"}, "tensors": rules}
+
+
+def _as_rule(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) and "to" in value else {"to": value}
+
+
+def _check_text_table(value: Any, keys: tuple[str, ...], file: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise misplaced(file, keys, value, "a table of sources and targets")
+    return value
 
 
 def count_extended(text: str) -> int:
@@ -92,11 +135,13 @@ def _expand_kept(kept: Mapping[str, Any], file: str) -> dict[str, dict[str, Any]
     return rules
 
 
-def _check_renames(renames: Mapping[str, Any], file: str) -> Mapping[str, Mapping[str, str]]:
-    refuse_unknown(renames, _RENAMES, file, ("rename",))
+def _check_renames(
+    renames: Mapping[str, Any], file: str, keys: tuple[str, ...] = ("rename",)
+) -> Mapping[str, Mapping[str, str]]:
+    refuse_unknown(renames, _RENAMES, file, keys)
     for side, prefixes in renames.items():
         if not isinstance(prefixes, dict) or not all(isinstance(new, str) for new in prefixes.values()):
-            raise misplaced(file, ("rename", side), prefixes, "a table of prefixes")
+            raise misplaced(file, (*keys, side), prefixes, "a table of prefixes")
     return renames
 
 
@@ -119,12 +164,13 @@ def _rename(base: dict[str, Any], renames: Mapping[str, Mapping[str, str]]) -> d
         return {part: rename(text, targets) for part, text in value.items()}
 
     rules = {rename(source, sources): rename_targets(value) for source, value in base["tensors"].items()}
-    return {**base, "tensors": rules}
+    # A stack of repeated layers has prefixes of its own: a recipe that renames the others repeats them itself.
+    return {**{key: table for key, table in base.items() if key != "repeat"}, "tensors": rules}
 
 
 def _extend(base: dict[str, Any], own: dict[str, Any], file: str) -> dict[str, Any]:
     found = {**base, **own}
-    for key in TABLES:
+    for key in (*TABLES, "repeat"):
         # A replaced rule keeps its place in the base: rules are numbered by it, which orders the output's tensors.
         found[key] = {**base.get(key, {}), **own.get(key, {})}
     for key in ("must", "must_config"):

@@ -90,7 +90,7 @@ def _pairings(matched: Match, place: tuple[int, int], sizes: Mapping[str, int]) 
     rule, form = matched.recipe.rules[place[0]], place[1]
     texts = {part: str(side) for part, side in rule.targets.items()}
     try:
-        found = pair(str(rule.sources[0 if matched.is_reversed else form]), texts, sizes)
+        found = pair(str(rule.sources[0 if matched.is_reversed else form]), texts, sizes, makes_copies=rule.is_copy)
     except LayoutError as error:
         at = find_rule(matched.recipe, place[0])
         error.about(at, file=matched.recipe.name, next_step=f"correct the rule in {at}")

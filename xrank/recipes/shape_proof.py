@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,7 +12,7 @@ from xrank.faces import AGAIN, option
 from xrank.layout.binding import names_of_dim
 from xrank.layout.notation import Size
 from xrank.recipes.dim_equations import Conflict, DimLength, SolvedSizes, solve_lengths
-from xrank.recipes.matching import Match, active_rules, is_required, match, source_sides
+from xrank.recipes.matching import Match, active_rules, is_required, match, raised_flags, settle, source_sides
 from xrank.recipes.recipe import Rule
 from xrank.recipes.recipe_file import load_shipped_recipes
 from xrank.recipes.side import Side
@@ -89,6 +90,7 @@ def _refuse_missing(own: list[Match]) -> None:
 
 def _prove(found: Match, shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) -> None:
     given = {size: number for size, (number, _) in collect_sizes(found.recipe, config, None).items()}
+    found = settle(found, given)
     sides = list(_sides(found))
     for side, name in sides:
         if len(shapes[name]) != len(side.dims):
@@ -204,12 +206,13 @@ def _check_names(found: Match, sides: list[tuple[Side, str]], solved: SolvedSize
                 want=f"all tensors of {found.recipe.name}",
                 next_step=_BRING,
             )
-    raised = {rules[number].when for number, _ in found.used} - {None}
+    raised = raised_flags(found.recipe, found.used)
     for number in active_rules(found.recipe, found.is_reversed):
         rule = rules[number]
         # A model has the tensors of an optional rule in all layers or in none.
         is_begun = any(str(target) in covered for target in rule.targets.values())
-        if is_begun or is_required(rule) or _is_due(rule, flags) or rule.when in raised:
+        is_due = is_required(replace(rule, within=None)) or _is_due(rule, flags) or rule.when in raised
+        if is_begun or (is_due and rule.within in (None, *raised)):
             _check_covered(found, rule, sizes, covered, groups)
 
 
@@ -259,7 +262,8 @@ def _check_given(
     for number in active_rules(found.recipe, found.is_reversed):
         rule = found.recipe.rules[number]
         flag = rule.when if rule.unless is None else rule.unless
-        if number not in used and flag is not None and flag not in flags:
+        # A model may lack a whole stack of layers of its own, whatever its config.
+        if number not in used and flag is not None and rule.within is None and flag not in flags:
             open_terms.setdefault(flag, str(source_sides(rule, found.is_reversed)[0].name))
     if open_terms:
         size, tensor = next(iter(open_terms.items()))

@@ -25,7 +25,11 @@ from xrank.layout.notation import (
 from xrank.layout.parser import TextParser
 from xrank.layout.tensor_name import TensorName
 
-__all__ = ["Branch", "Side", "SideLoop", "branches_of", "global_shape", "parse_side", "part_names"]
+__all__ = ["GAP", "Branch", "Side", "SideLoop", "branches_of", "find_range", "global_shape", "parse_side", "part_names"]
+
+
+GAP = "_"
+"""Name of a part whose tensors are other rules': ``layers.{<_: L | next: M>}`` are M layers that count on from L."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +144,21 @@ def _part_names(node: Node) -> list[str]:
         case Product(factors):
             return [name for factor in factors for name in _part_names(factor)]
         case Parts(parts) if not node.is_sum:
-            return [name for part in parts for name in _part_names(part.of) or [part.name]]
+            real = [part for part in parts if part.name != GAP]
+            if len(real) == 1 < len(parts):
+                return _part_names(real[0].of)
+            return [name for part in real for name in _part_names(part.of) or [part.name]]
     return []
+
+
+def find_range(dim: Node, sizes: Mapping[str, int]) -> tuple[int, int | None]:
+    """Return the first index of a name's dim and the one after its last; None while a size is unknown."""
+    if size_names_of(dim) - sizes.keys():
+        gap = dim.parts[0] if isinstance(dim, Parts) and dim.parts[0].name == GAP else None
+        known = gap is not None and not size_names_of(gap.of) - sizes.keys()
+        return (global_size(gap.of, sizes) if gap is not None and known else 0), None
+    gaps = [part for part in dim.parts if part.name == GAP] if isinstance(dim, Parts) else []
+    return sum(global_size(gap.of, sizes) for gap in gaps), global_size(dim, sizes)
 
 
 def branches_of(side: Side, sizes: Mapping[str, int]) -> list[Branch]:
@@ -191,9 +208,13 @@ def _parts_of(node: Node, sizes: Mapping[str, int]) -> list[Branch]:
         case Parts(parts):
             found: list[Branch] = []
             start = 0
+            # Beside gaps, a single part is the whole of what the side has, and needs no name.
+            is_named = sum(part.name != GAP for part in parts) > 1 or len(parts) == 1
             for part in parts:
-                inner = _parts_of(part.of, sizes)
-                found += [Branch(b.key or part.name, b.start + start, b.loops) for b in inner]
+                if part.name != GAP:
+                    inner = _parts_of(part.of, sizes)
+                    name = part.name if is_named else ""
+                    found += [Branch(b.key or name, b.start + start, b.loops) for b in inner]
                 start += global_size(part.of, sizes)
             return found
     raise AssertionError(node)  # parse_side refuses other nodes

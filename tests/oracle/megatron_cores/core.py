@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from tests.recipes.families import Family
-from tests.recipes.families.family import TOKENS, draw_weights
+from tests.recipes.families.family import NEXT, TOKENS, draw_weights
 
 __all__ = ["Core", "run_core"]
 
@@ -29,6 +29,8 @@ _KEYS = {
     "kv_lora_rank": "kv_lora_rank", "qk_head_dim": "qk_head_dim", "qk_pos_emb_head_dim": "qk_pos_emb_head_dim",
     "v_head_dim": "v_head_dim", "softmax_type": "softmax_type", "glu_linear_offset": "glu_linear_offset",
     "activation_func_clamp_value": "activation_func_clamp_value", "mtp_num_layers": "mtp_num_layers",
+    "moe_router_topk_scaling_factor": "moe_router_topk_scaling_factor",
+    "moe_router_num_groups": "moe_router_num_groups", "moe_router_group_topk": "moe_router_group_topk",
 }  # fmt: skip
 """Megatron-LM's argument -> the field of Megatron-core's config (megatron/training/arguments.py:
 core_transformer_config_from_args)."""
@@ -86,6 +88,8 @@ def run_core(family: Family, core: Core) -> dict[str, Any]:
         "position_embedding_type": args["position_embedding_type"].replace("yarn", "rope"),
         "share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"], **core.model,
     }  # fmt: skip
+    if config.mtp_num_layers:
+        gpt["mtp_block_spec"] = get_gpt_mtp_block_spec(config, found, use_transformer_engine=False)
     model = (
         core.make(family, config, gpt) if core.make else GPTModel(config=config, transformer_layer_spec=found, **gpt)
     )
@@ -101,8 +105,17 @@ def run_core(family: Family, core: Core) -> dict[str, Any]:
     model.load_state_dict(drawn, strict=False)
     tokens = torch.tensor([TOKENS])
     later = torch.triu(torch.ones(1, 1, len(TOKENS), len(TOKENS), dtype=torch.bool), 1)
+    # Megatron computes the logits of further tokens only for its loss, which overwrites them; the head has them first.
+    heads: list[torch.Tensor] = []
+    model.output_layer.register_forward_hook(
+        lambda module, inputs, output: heads.append(output[0].transpose(0, 1).clone())
+    )
     with torch.no_grad():
-        logits = model(tokens, torch.arange(len(TOKENS))[None], later)[0, -1]
-        if core.logits is not None:
-            logits = core.logits(logits)
-    return {"shapes": shapes, "logits": [round(value, 6) for value in logits.tolist()]}
+        model(tokens, torch.arange(len(TOKENS))[None], later, labels=tokens if config.mtp_num_layers else None)
+    logits = heads[-1][0, -1] if core.logits is None else core.logits(heads[-1][0, -1])
+    found = {"shapes": shapes, "logits": _round(logits)}
+    return {**found, "next_logits": _round(heads[0][0, NEXT])} if config.mtp_num_layers else found
+
+
+def _round(values: torch.Tensor) -> list[float]:
+    return [round(value, 6) for value in values.tolist()]

@@ -65,7 +65,12 @@ def _norm_all_heads(model: torch.nn.Module) -> None:
 
 _GEMMA = {"gated_linear_unit": True, "activation_func": _gelu}
 
+_MIXED = {"moe_layer_freq": [0, 1], "moe_router_pre_softmax": True}
+
 CORES = {
+    "deepseek-v3-mtp": Core(_MIXED),
+    "glm4-moe-mtp": Core(_MIXED),
+    "mimo": Core(),
     "nemotron": Core({"activation_func": _square_relu}, is_zero_centred=True),
     "gemma": Core(_GEMMA, change=_scale_embedding, is_zero_centred=True),
     "gemma2": Core(

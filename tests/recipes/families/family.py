@@ -14,12 +14,14 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LOGITS", "TOKENS", "Family", "Shapes", "draw_weights"]
+__all__ = ["LOGITS", "NEXT", "TOKENS", "Family", "Shapes", "draw_weights"]
 
 LOGITS = Path(__file__).with_name("logits")
-"""By family: the shapes of Megatron-core 0.16.1's tensors, its logits after `TOKENS`, and what Bridge and mbridge
-export (tests/oracle/forward_megatron.py, export_by_bridge.py)."""
+"""By family: the shapes of Megatron-core 0.16.1's tensors, and its logits after `TOKENS`
+(tests/oracle/forward_megatron.py)."""
 TOKENS = (3, 1, 4, 15, 9, 2, 6)
+NEXT = 3
+"""Position whose logits of the token after the next are recorded; the last positions have no such token."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 # config.json's key -> Megatron's argument of the same size.
@@ -52,6 +54,7 @@ class Family:
         args: arguments of Megatron's that differ from those of Llama, and that config.json does not determine.
         hugging_face: makes the model from its config where transformers has no class for it.
         num_ways: ranks of tensor parallelism that the tiny model is cut for.
+        of: the name of the family whose recipe it has; None: its own.
     """
 
     name: str
@@ -59,11 +62,12 @@ class Family:
     args: Mapping[str, Any] = field(default_factory=dict)
     hugging_face: Callable[[Mapping[str, Any]], torch.nn.Module] | None = None
     num_ways: int = 2
+    of: str | None = None
 
     @property
     def recipe(self) -> str:
         """The recipe's name."""
-        return f"megatron-{self.name}"
+        return f"megatron-{self.of or self.name}"
 
     @property
     def recorded(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.recipes.families.family import Family
 
-__all__ = ["FAMILIES", "SIZES", "without"]
+__all__ = ["DEEPSEEK", "FAMILIES", "GLM", "LATENT", "SIGMOID", "SIZES", "without"]
 
 SIZES = {
     "num_hidden_layers": 2, "vocab_size": 48, "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6,
@@ -34,7 +34,7 @@ DEEPSEEK = {
     **_PLAIN, **_ROUTED, "num_key_value_heads": 6, "q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4, "v_head_dim": 5, "n_group": 2, "topk_group": 2, "routed_scaling_factor": 2.5,
 }  # fmt: skip
-_GLM = {
+GLM = {
     **SIZES, **_ROUTED, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True,
 }  # fmt: skip
 _GPT2 = {
@@ -43,8 +43,8 @@ _GPT2 = {
 }  # fmt: skip
 _QWEN3_MOE_ARGS = {"qk_layernorm": True, "moe_router_pre_softmax": False}
 _QWEN2_MOE_ARGS = {"add_qkv_bias": True, "moe_router_pre_softmax": True}
-_LATENT = {"multi_latent_attention": True, "group_query_attention": False, "qk_layernorm": True}
-_SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+LATENT = {"multi_latent_attention": True, "group_query_attention": False, "qk_layernorm": True}
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
 FAMILIES = (
     Family("llama", {"model_type": "llama", **SIZES}),
@@ -57,13 +57,13 @@ FAMILIES = (
     }),
     Family("qwen3-moe", {"model_type": "qwen3_moe", **_QWEN3_MOE}, _QWEN3_MOE_ARGS),
     Family("qwen2-moe", {"model_type": "qwen2_moe", **_QWEN2_MOE}, _QWEN2_MOE_ARGS),
-    Family("deepseek-v3", {"model_type": "deepseek_v3", **DEEPSEEK}, {**_LATENT, **_SIGMOID}),
-    Family("deepseek-v2", {"model_type": "deepseek_v2", **DEEPSEEK}, _LATENT),
-    Family("deepseek-v2-lite", {"model_type": "deepseek_v2", **DEEPSEEK, "q_lora_rank": None}, _LATENT),
+    Family("deepseek-v3", {"model_type": "deepseek_v3", **DEEPSEEK}, {**LATENT, **SIGMOID}),
+    Family("deepseek-v2", {"model_type": "deepseek_v2", **DEEPSEEK}, LATENT),
+    Family("deepseek-v2-lite", {"model_type": "deepseek_v2", **DEEPSEEK, "q_lora_rank": None}, LATENT),
     Family(
         "glm4-moe",
-        {"model_type": "glm4_moe", **_GLM},
-        {**_SIGMOID, "qk_layernorm": True, "add_qkv_bias": True, "rotary_percent": 0.5},
+        {"model_type": "glm4_moe", **GLM},
+        {**SIGMOID, "qk_layernorm": True, "add_qkv_bias": True, "rotary_percent": 0.5},
     ),
     Family(
         "gpt2",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tests.recipes.families.family import Family
-from tests.recipes.families.known import SIZES, without
+from tests.recipes.families.known import DEEPSEEK, GLM, LATENT, SIGMOID, SIZES, without
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,27 @@ def make_nas(config: Mapping[str, Any]) -> torch.nn.Module:
     return Model().eval()
 
 
+def make_mimo(config: Mapping[str, Any]) -> torch.nn.Module:
+    """Return the model without its layers of further tokens: Qwen 2's."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    kept = {key: value for key, value in config.items() if key not in ("model_type", "num_nextn_predict_layers")}
+    return Qwen2ForCausalLM(Qwen2Config(**kept)).eval()
+
+
+_NEXT = {"num_nextn_predict_layers": 1}
+
 FAMILIES = (
+    Family(
+        "deepseek-v3-mtp", {"model_type": "deepseek_v3", **DEEPSEEK, **_NEXT}, {**LATENT, **SIGMOID}, of="deepseek-v3"
+    ),
+    Family(
+        "glm4-moe-mtp",
+        {"model_type": "glm4_moe", **GLM, **_NEXT},
+        {**SIGMOID, "qk_layernorm": True, "add_qkv_bias": True, "rotary_percent": 0.5},
+        of="glm4-moe",
+    ),
+    Family("mimo", {"model_type": "mimo", **without("head_dim", SIZES), **_NEXT}, {"add_qkv_bias": True}, make_mimo),
     Family("nemotron", {"model_type": "nemotron", **_NEMOTRON}, {
         "swiglu": False, "squared_relu": True, "normalization": "LayerNorm", "apply_layernorm_1p": True,
         "rotary_percent": 0.5,
