@@ -50,8 +50,8 @@ half = 64
 "decoder.layers.{L}.self_attention.out_norm.weight [w]" = { to = "...", add = 1 }     values that differ by a number
 "query.kernel [h, n, d]" = { to = "... [n d, h]", times = "sqrt(d)" }       or by the root of sizes
 
-[repeat.mtp]                            the rules of these prefixes once more, for a stack of layers that some models have;
-                                        their groups are mtp.GROUP; `repeat.mtp = false` undoes an inherited one
+[repeat.mtp]                            the rules of these prefixes once more, for a stack of layers that some models
+                                        have; their groups are mtp.GROUP; `repeat.mtp = false` undoes an inherited one
 sources = { "decoder.layers.{L}." = "mtp.layers.{M}.transformer_layer." }
 targets = { "model.layers.{L}." = "model.layers.{<_: L | mtp: M>}." }    M layers that count on from L
 tensors = { "mtp.layers.{M}.norm.weight [h]" = "..." }                   rules of the stack's own
@@ -201,7 +201,9 @@ def _first_words(name: str) -> frozenset[str]:
             inherited = frozenset([line.split('"')[3].partition(".")[0]])
         elif section.startswith("[kept.") and line.startswith("from = "):
             words.update(text.partition(".")[0] for text in line.split('"')[1::2])
-        elif found := _SOURCE.match(line) if section.startswith("[tensors") else None:
+        elif section.startswith("[repeat.") and line.startswith("sources = "):
+            words.update(text.partition(".")[0] for text in line.split('"')[3::4])
+        elif found := _SOURCE.match(line) if section.startswith(("[tensors", "[repeat.")) else None:
             words.add(found[1])
     return inherited.union(words)
 
@@ -272,7 +274,7 @@ def _parse_rule(source: str, value: Mapping[str, Any], file: str) -> Rule:
     texts = to if isinstance(to, dict) else {"": to}
     if not texts or not all(isinstance(text, str) for text in texts.values()):
         raise misplaced(file, (*keys, "to"), to, "a target's text, or one for each part")
-    names = {key: value.get(key) for key in ("unless", "when", "group", "within")}
+    names: dict[str, Any] = {key: value.get(key) for key in ("unless", "when", "group", "within")}
     for key, name in names.items():
         if name is not None and not isinstance(name, str):
             raise misplaced(file, (*keys, key), name, "a name")

@@ -73,7 +73,7 @@ def read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, An
 
 
 def repeat_rules(tables: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """Return merged tables with the rules that [repeat] adds: those of other prefixes once more, its own, and copies."""
+    """Return merged tables with the rules of [repeat]: those of other prefixes once more, its own, and copies."""
     rules = dict(tables.get("tensors", {}))
     for stack, block in tables.get("repeat", {}).items():
         keys = ("repeat", stack)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["other_forms"]
+__all__ = ["as_transformer_engine", "other_forms"]
 
 Tensors = dict[str, torch.Tensor]
 _EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
@@ -29,6 +29,11 @@ def other_forms(tensors: Tensors) -> Iterator[Tensors]:
         yield _split_projections(tensors)
 
 
+def as_transformer_engine(tensors: Tensors) -> Tensors:
+    """Return the tensors under the names of Transformer Engine's layers, experts grouped."""
+    return _rename_experts(_fuse_norms(tensors), r"\1\3.\4\2")
+
+
 def _fuse_norms(tensors: Tensors, *, is_everywhere: bool = False) -> Tensors:
     """Return norms as parts of the linear layers after them, where Transformer Engine fuses the two.
 
@@ -38,6 +43,9 @@ def _fuse_norms(tensors: Tensors, *, is_everywhere: bool = False) -> Tensors:
     for name, tensor in tensors.items():
         before, _, kind = name.rpartition("_layernorm.")
         layer, _, norm = before.rpartition(".")
+        latent = f"{before.removesuffix(norm)}linear_{norm}_up_proj"
+        if norm in ("q", "kv") and f"{latent}.weight" in tensors:
+            name = f"{latent}.layer_norm_{kind}"
         if norm == "input" and f"{layer}.self_attention.linear_qkv.weight" in tensors:
             name = f"{layer}.self_attention.linear_qkv.layer_norm_{kind}"
         if norm == "pre_mlp" and (is_everywhere or f"{layer}.mlp.linear_fc1.weight" in tensors):
