@@ -97,7 +97,13 @@ def choose_recipe(
             next_step=f"{choose}, or keep the names with {option('recipe', 'none')}",
         )
     nearest = max(matches, key=lambda found: (found.num_known, -len(found.missing)), default=None)
-    is_near = nearest is not None and nearest.knows_layers and 2 * nearest.num_known >= len(names)
+    # A vision tower keeps Hugging Face's names, as other models' towers do: most of a recipe must be there.
+    is_near = (
+        nearest is not None
+        and nearest.knows_layers
+        and 2 * nearest.num_known >= len(names)
+        and len(nearest.missing) <= len(nearest.used)
+    )
     if nearest is not None and (is_near or is_megatron):
         raise _misfit(source, nearest, "no recipe fits its names")
     return None
