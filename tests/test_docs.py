@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from sybil.document import Document
@@ -99,14 +100,14 @@ def check_transcript(transcript: str) -> None:
 
 def check_arguments(line: str) -> None:
     """Check that a command that cannot run here is typed right: xrank's options, make's targets, files of examples."""
-    words = shlex.split(line, comments=True)
+    words = shlex.split(re.sub(r" >>? .*", "", line), comments=True)
     if "xrank" in words:
-        command, context, arguments = cli, None, words[words.index("xrank") + 1 :]
-        while hasattr(command, "commands"):
+        command, arguments = cli, words[words.index("xrank") + 1 :]
+        while isinstance(command, click.Group):
             name, *arguments = arguments
-            command = command.commands[name]
-        context = command.make_context(name, list(arguments))
-        assert context.command is command
+            command = command.get_command(click.Context(command), name)
+            assert command is not None, name
+        command.make_context(name, list(arguments))
     elif words[:1] == ["make"]:
         subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
     elif words[:1] == ["python"]:

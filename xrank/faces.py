@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 __all__ = ["AGAIN", "COMMAND", "PYTHON", "Face", "Text", "either", "marked", "needs", "option"]
@@ -67,6 +67,8 @@ class Face:
     """Names of the parameters that the command or function has; None: it is not known which."""
     typed: str | None = None
     """The command as the user typed it, for the shell; None: it is not known, or this is not a command's face."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Parameter -> the environment variable that gave its value, which texts name in place of the option."""
 
     @classmethod
     def of_function(cls, function: Callable[..., Any]) -> Face:
@@ -76,11 +78,15 @@ class Face:
         return cls(is_command=False, options=None if takes_others else frozenset(parameters))
 
     @classmethod
-    def of_command(cls, options: Iterable[str], typed: str | None = None) -> Face:
+    def of_command(
+        cls, options: Iterable[str], typed: str | None = None, variables: Mapping[str, str] | None = None
+    ) -> Face:
         """Return the face of a command with these options, such as ``--max-memory``, that the user typed so."""
         parameters = {other: name for name, other in _OF_COMMAND.items()}
         names = (one.lstrip("-").replace("-", "_") for one in options)
-        return cls(is_command=True, options=frozenset(parameters.get(name, name) for name in names), typed=typed)
+        known = {parameters.get(name, name): variable for name, variable in (variables or {}).items()}
+        has = frozenset(parameters.get(name, name) for name in names)
+        return cls(is_command=True, options=has, typed=typed, variables=known)
 
     def render(self, text: str) -> str:
         """Return a text as this face shows it."""
@@ -100,7 +106,7 @@ class Face:
         """Return the whole command with one more option, where it is known."""
         if self.typed is None:
             return match[0]
-        more = _MARKED_OPTION.sub(self._spell, match[1])
+        more = _MARKED_OPTION.sub(replace(self, variables={})._spell, match[1])
         return f"run: {self.typed}" if f" {more}" in self.typed else f"run: {self.typed} {more}"
 
     def _has_options_of(self, remedy: str) -> bool:
@@ -117,6 +123,8 @@ class Face:
             value, metavar = None, text
         if not self.is_command:
             return f"{name}=" + ("" if value is None else f'"{value}"' if isinstance(value, str) else str(value))
+        if name in self.variables:
+            return f"{self.variables[name]}={metavar if value is None else value}".rstrip("=")
         spelt = _OF_COMMAND.get(name, name).replace("_", "-")
         if value is None or isinstance(value, bool):
             return f"--no-{spelt}" if value is False else f"--{spelt} {metavar}".rstrip()

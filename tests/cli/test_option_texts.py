@@ -25,7 +25,7 @@ def test_summaries_are_whole() -> None:
 
 def test_the_timeout() -> None:
     text = " ".join(run("gather", "--help").stdout.split())
-    assert "a live rank to arrive. [default: 1800]" in text and "x>0" not in text
+    assert "a live rank to arrive; 1800 without it. [env var: XRANK_TIMEOUT]" in text and "x>0" not in text
     for value in ("0", "-1", "nan"):
         ended = run("gather", "x", "--out", "y", "--timeout", value, "--json")
         refusal(
@@ -102,7 +102,7 @@ def test_a_failure_is_told_whole_whatever_arrives_meanwhile(bench: Bench, monkey
     leave(bench.workspace, ranks=[0])
     told = command.error_text
 
-    def interrupted(error: XrankError, face: Face) -> str:
+    def interrupted(error: XrankError, face: Face, columns: int | None) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
         return told(error)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import click
 
 from xrank.cli.command import Output, reporting
+from xrank.cli.help import Command
 from xrank.cli.paths import PATH
 from xrank.words import plural, size_text
 
 __all__ = ["clean_command"]
 
 
-@click.command("clean", short_help="Remove the remains of dead gathers.")
+@click.command(
+    "clean", cls=Command, short_help="Remove the remains of dead gathers.", examples=["clean outputs --dry-run"]
+)
 @click.argument("paths", nargs=-1, metavar="[PATH]...", type=PATH)
 @click.option("--dry-run", is_flag=True, help="List the remains without removing them.")
 @reporting

@@ -7,17 +7,20 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
-from xrank.cli.text import error_text, printable, render_all, rows_text
+from xrank.cli.messages import Messages, json_line
+from xrank.cli.text import error_text, printable, render_all, rows_text, wants_color
+from xrank.environment import environ
 from xrank.errors import XrankError
 from xrank.faces import COMMAND, Face
 
@@ -34,12 +37,22 @@ _RESUMED = ("gather", "reshard")
 class Output:
     """Prints: results on stdout, everything else on stderr."""
 
-    def __init__(self, command: str, *, as_json: bool, quiet: bool, verbose: int, face: Face = COMMAND) -> None:
+    def __init__(
+        self,
+        command: str,
+        *,
+        as_json: bool,
+        quiet: bool,
+        verbose: int,
+        log_json: bool = False,
+        face: Face = COMMAND,
+    ) -> None:
         self.command = command
         self.face = face
         self.as_json = as_json
         self.quiet = quiet
         self.verbose = verbose
+        self.messages = Messages(as_json=log_json)
         self._started = monotonic()
 
     def follow(self) -> None:
@@ -49,8 +62,10 @@ class Output:
 
     @property
     def shows_progress(self) -> bool:
-        """Whether a bar may be drawn."""
-        return sys.stderr is not None and sys.stderr.isatty() and not self.quiet
+        """Whether a progress line may be drawn: on a terminal that can go back to the line's start."""
+        if self.quiet or self.messages.as_json or environ().get("TERM") == "dumb":
+            return False
+        return sys.stderr is not None and sys.stderr.isatty()
 
     def report(self, report: Report, rows: list[tuple[str, str]]) -> None:
         """Print a report as JSON, as its path alone, or as rows."""
@@ -61,15 +76,17 @@ class Output:
                 say(os.fsencode(report.path))
         else:
             notes = [("note", self.face.render(message)) for _, message in report.notes]
-            say(rows_text([*rows, *notes]))
+            say(rows_text([*rows, *notes], _columns(sys.stdout)))
 
-    def picture(self, report: Report, text: str) -> None:
-        """Print a report as JSON, as its path alone, or as a text with the notes."""
+    def picture(self, report: Report, text: str, rows: Sequence[tuple[str, str]] = ()) -> None:
+        """Print a report as JSON, as its path alone, or as rows, a text and the notes."""
         if self.as_json or self.quiet:
             self.report(report, [])
         else:
             notes = [("note", self.face.render(message)) for _, message in report.notes]
-            say(printable("\n\n".join(part for part in (text.rstrip("\n"), rows_text(notes)) if part)))
+            columns = _columns(sys.stdout)
+            parts = (rows_text(rows, columns), printable(text.rstrip("\n")), rows_text(notes, columns))
+            say("\n\n".join(part for part in parts if part))
 
     def fail(self, error: XrankError, report: Report | None = None) -> NoReturn:
         """Print an error, with --json the report that contains it, and exit with its status."""
@@ -77,7 +94,7 @@ class Output:
             trace = traceback.TracebackException.from_exception(error)
             trace.__notes__ = []  # the error text below repeats them
             say(printable("".join(trace.format()).rstrip("\n")), err=True)
-        self._leave(error_text(error, self.face), error.exit_code, error, report)
+        self._leave(error_text(error, self.face, _columns(sys.stderr)), error.exit_code, error, report)
 
     def stop(self, how: str, exit_code: int) -> NoReturn:
         """Report that a signal ended the command, and exit."""
@@ -88,6 +105,9 @@ class Output:
         self._leave(text, exit_code, error)
 
     def _leave(self, text: str, exit_code: int, error: XrankError, report: Report | None = None) -> NoReturn:
+        if self.messages.as_json:
+            parts = render_all(error.to_dict(), self.face)
+            text = json_line("error", parts["message"], exit_code=exit_code, error=parts)
         say(text, err=True)
         if self.as_json:
             self._print_json(report or self._failure_report(exit_code, error))
@@ -106,14 +126,36 @@ class Output:
         say(json.dumps(render_all(report.to_dict(), self.face), indent=2, ensure_ascii=True))
 
 
+def _columns(stream: TextIO | None) -> int | None:
+    """Return the width of the stream's terminal; None elsewhere."""
+    return shutil.get_terminal_size().columns if stream is not None and stream.isatty() else None
+
+
 def command_name(context: click.Context | None) -> str:
     """Return a command's name in reports: ``gather``, ``layout show``."""
     return "" if context is None else context.command_path.partition(" ")[2]
 
 
-def face_of(command: click.Command, typed: str | None = None) -> Face:
-    """Return the face whose options are those of a command, which the user typed so."""
-    return Face.of_command((text for parameter in command.params for text in parameter.opts), typed)
+def face_of(command: click.Command, typed: str | None = None, context: click.Context | None = None) -> Face:
+    """Return the face whose options are those of a command.
+
+    Args:
+        command: the command.
+        typed: the command line that the user typed.
+        context: of the run, which shows whether a value came from a variable: errors then name that.
+    """
+    options = [text for parameter in command.params for text in parameter.opts if text.startswith("--")]
+    variables = (
+        {}
+        if context is None
+        else {
+            parameter.name: parameter.envvar
+            for parameter in command.params
+            if parameter.name is not None and isinstance(parameter.envvar, str)
+            if context.get_parameter_source(parameter.name) == click.core.ParameterSource.ENVIRONMENT
+        }
+    )
+    return Face.of_command(options, typed, variables)
 
 
 def _typed_command() -> str:
@@ -128,7 +170,7 @@ def say(text: str | bytes, *, err: bool = False) -> None:
     if stream is None:
         return
     try:
-        click.echo(text, err=err)
+        click.echo(text, err=err, color=wants_color())
         stream.flush()
     except OSError as error:
         # Python flushes the streams once more at exit, which would fail again.
@@ -179,19 +221,22 @@ def _stopping_once() -> Iterator[Callable[[], None]]:
 
 
 def reporting(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command ``--json -q -v``, and end it with the exit status and the error grammar of all commands.
+    """Give a command the options of messages, and end it with the exit status and the error grammar of all commands.
 
     The function gets an `Output` as its first argument.
     """
 
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+    @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+    @click.option("--log-json", is_flag=True, help="Print progress and messages as lines of JSON, on stderr.")
     @click.option("-q", "--quiet", is_flag=True, help="Print only the path.")
-    @click.option("-v", "--verbose", count=True, help="Print more; a traceback with an error.")
+    @click.option("-v", "--verbose", count=True, help="Print the plan and each file's rate; a traceback with an error.")
     @functools.wraps(function)
-    def command(as_json: bool, quiet: bool, verbose: int, **arguments: Any) -> None:
+    def command(as_json: bool, log_json: bool, quiet: bool, verbose: int, **arguments: Any) -> None:
         context = click.get_current_context()
-        face = face_of(context.command, _typed_command())
-        output = Output(command_name(context), as_json=as_json, quiet=quiet, verbose=verbose, face=face)
+        face = face_of(context.command, _typed_command(), context)
+        output = Output(
+            command_name(context), as_json=as_json, quiet=quiet, verbose=verbose, log_json=log_json, face=face
+        )
         _configure_logging(output)
         with _stopping_once() as leave:
             try:
@@ -217,7 +262,7 @@ def _explain(error: OSError | MemoryError) -> XrankError:
 
 
 def _configure_logging(output: Output) -> None:
-    """Send the library's log to stderr: one line a finished shard where no bar is drawn."""
+    """Send the library's log to stderr: one line a finished shard where no progress line is drawn."""
     logger = logging.getLogger("xrank")
     level = logging.INFO
     if output.verbose:
@@ -225,5 +270,5 @@ def _configure_logging(output: Output) -> None:
     elif output.quiet or output.shows_progress:
         level = logging.WARNING
     logger.setLevel(level)
-    logger.handlers = [logging.StreamHandler()]
+    logger.handlers = [output.messages]
     logger.propagate = False

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from xrank.cli import options
 from xrank.cli.command import Output, reporting
+from xrank.cli.help import Command
 from xrank.cli.paths import PATH
 from xrank.cli.sharing import report_shared, sharing
 from xrank.errors import UsageError
@@ -17,72 +19,52 @@ from xrank.words import list_text, plural, size_text
 if TYPE_CHECKING:
     from xrank.plan.report import OutputFacts, Report
 
-__all__ = ["gather", "output_rows", "proof_row", "source_row"]
+__all__ = ["gather_command", "output_rows", "proof_row", "source_row"]
 
 
-@click.command(short_help="Merge a sharded checkpoint into one Hugging Face folder.")
+@click.command(
+    cls=Command,
+    short_help="Merge a sharded checkpoint into one Hugging Face folder.",
+    examples=["gather checkpoint-2000 -o model --dtype bf16", "gather --workspace nfs/run42 -o model --dry-run"],
+)
 @click.argument("source", metavar="[SRC]", required=False, type=PATH)
 @click.option(
     "--workspace",
     type=PATH,
     metavar="DIR",
     envvar="XRANK_WORKSPACE",
+    show_envvar=True,
     help="Source that must be a workspace, in place of SRC.",
 )
-@click.option("--out", required=True, type=PATH, metavar="DIR", help="Output folder; it appears by one rename.")
-@click.option(
-    "--base-model", metavar="DIR|ID", help="Model folder or cached ID with config, tokenizer, names and shapes."
-)
-@click.option("--layout", type=PATH, metavar="FILE", help="Layout file for a source without recorded layouts.")
-@click.option(
-    "--recipe",
-    metavar="NAME|FILE|none",
-    help="Recipe that renames and splits tensors for Hugging Face.  [default: the one that fits]",
-)
-@click.option("--format", metavar="NAME", help="Format to read, if several lie there.")
-@click.option("--part", metavar="NAME", help="Part to read, if SRC has several, such as model and ema.")
-@click.option(
-    "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks that wrote SRC, if it records none."
-)
-@click.option(
-    "--dtype",
-    default="keep",
-    metavar="keep|base|bf16|fp16|fp32",
-    show_default=True,
-    help="Element type of floating-point tensors.",
-)
+@options.out("Output folder; it appears by one rename.")
+@options.base_model("config, tokenizer, names and shapes.")
+@options.layout("a source")
+@options.recipe("Recipe that renames and splits tensors for Hugging Face.  [default: the one that fits]", "none")
+@options.format_name("format")
+@options.part("SRC")
+@options.world_size("SRC")
+@options.dtype("keep", "base", "bf16", "fp16", "fp32", default="keep")
 @click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Names that a cast keeps in fp32.")
 @click.option("--include", multiple=True, metavar="REGEX", help="Write only output names that match.")
 @click.option("--exclude", multiple=True, metavar="REGEX", help="Leave out output names that match.")
 @click.option("--max-shard-size", default="5GB", metavar="SIZE", show_default=True, help="Bytes of tensors in a file.")
-@click.option(
-    "--max-memory",
-    default="64MB",
-    metavar="SIZE",
-    envvar="XRANK_MAX_MEMORY",
-    show_default=True,
-    help="Upper bound of all buffers, such as 512MB.",
-)
-@click.option(
-    "--workers",
-    type=int,
-    metavar="N",
-    envvar="XRANK_WORKERS",
-    help="Number of worker threads.  [default: min(4, cores)]",
-)
+@options.max_memory
+@options.workers
 @click.option(
     "--replicas",
     default="verify",
     metavar="verify|pick",
+    shell_complete=options.completing(lambda: ("verify", "pick")),
     show_default=True,
     help="Fail if replicas differ, or take the lowest rank's.",
 )
 @click.option(
     "--adapter",
     metavar="separate|merge",
+    shell_complete=options.completing(lambda: ("separate", "merge")),
     help="Write LoRA adapters as a PEFT folder, or merge them into the model.  [default: separate]",
 )
-@click.option("--adapter-config", type=PATH, metavar="FILE", help="PEFT's adapter_config.json, if SRC lacks one.")
+@options.adapter_config("PEFT's adapter_config.json, if SRC lacks one.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing model; old or new is visible, never a mixture.")
 @click.option(
     "--resume/--no-resume", default=True, show_default=True, help="Keep the finished parts of an interrupted run."
@@ -90,11 +72,11 @@ __all__ = ["gather", "output_rows", "proof_row", "source_row"]
 @click.option(
     "--verify/--no-verify", default=None, help="Read the output back before the rename.  [default: with --overwrite]"
 )
-@click.option("--dry-run", is_flag=True, help="Prove and plan without writing.")
+@options.dry_run
 @sharing
 @reporting
-def gather(
-    output: Output, source: str | None, workspace: str | None, timeout: float, distributed: bool, **options: Any
+def gather_command(
+    output: Output, source: str | None, workspace: str | None, timeout: float, distributed: bool, **arguments: Any
 ) -> None:
     """Merge SRC, a workspace or a sharded checkpoint, into one Hugging Face folder.
 
@@ -118,9 +100,11 @@ def gather(
             want="SRC, --workspace DIR or XRANK_WORKSPACE",
             next_step="name the folder that the ranks wrote to",
         )
-    options["layouts"] = options.pop("layout")
-    convert = partial(gather_checkpoint, path, options.pop("out"), workspace=source is None, **options)
-    report_shared(output, convert, _rows, timeout=timeout, distributed=distributed)
+    arguments["layouts"] = arguments.pop("layout")
+    convert = partial(gather_checkpoint, path, arguments.pop("out"), workspace=source is None, **arguments)
+    report_shared(
+        output, convert, partial(_rows, is_verbose=output.verbose > 0), timeout=timeout, distributed=distributed
+    )
 
 
 def source_row(report: Report) -> tuple[str, str]:
@@ -155,7 +139,7 @@ def output_rows(made: OutputFacts, tied_note: str) -> list[tuple[str, str]]:
     return [*rows, *(("cast", f"{plural(count, 'tensor')} {cast}") for cast, count in casts)]
 
 
-def _rows(report: Report) -> list[tuple[str, str]]:
+def _rows(report: Report, *, is_verbose: bool) -> list[tuple[str, str]]:
     made = report.made
     rows = [source_row(report), proof_row(report), *output_rows(made, "which is written once")]
     if made.merged:
@@ -163,17 +147,17 @@ def _rows(report: Report) -> list[tuple[str, str]]:
     if made.excluded:
         names = made.excluded
         rows.append(("left out", f"{plural(len(names), 'tensor')}: {list_text(names)}"))
+    if is_verbose:
+        rows.append(("recipe", report.source.recipe or "none: the names are those of the source"))
     files = plural(len(made.files), "file")
     if report.output is None:
         buffers = size_text(made.peak_buffer_nbytes)
         rows.append(
             ("plan", f"{report.path}: {files}, {size_text(report.nbytes)}, {buffers} of buffers; nothing was written")
         )
-        rows.extend(
-            ("file", f"{file.name}: {size_text(file.nbytes)}, {plural(file.num_tensors, 'tensor')}")
-            for file in made.files
-        )
-        return rows
+        return [*rows, *_file_rows(made)]
+    if is_verbose:
+        rows += _file_rows(made)
     speed = size_text(report.nbytes / max(report.seconds, 1e-9))
     resumed = f", {size_text(made.resumed_nbytes)} of it by an earlier run" if made.resumed_nbytes else ""
     companions = f"; with {', '.join(made.companions)}" if made.companions else ""
@@ -185,4 +169,14 @@ def _rows(report: Report) -> list[tuple[str, str]]:
             f"{report.path}: {files}, {size_text(report.nbytes)}{resumed}, {speed}/s, peak memory {memory}{companions}",
         )
     )
+    return rows
+
+
+def _file_rows(made: OutputFacts) -> list[tuple[str, str]]:
+    rows = []
+    for file in made.files:
+        counts = f", {plural(file.num_tensors, 'tensor')}" if file.num_tensors else ""
+        rows.append(
+            ("file", f"{file.name}: {size_text(file.nbytes)}{counts}{f', {file.digest}' if file.digest else ''}")
+        )
     return rows

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from xrank.cli import options
 from xrank.cli.command import Output, face_of, reporting
-from xrank.cli.gather import gather
+from xrank.cli.gather import gather_command
+from xrank.cli.help import Command
 from xrank.cli.paths import PATH
 from xrank.cli.text import render_all
 from xrank.faces import Face
@@ -17,26 +19,24 @@ from xrank.words import plural, size_text
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["inspect"]
+__all__ = ["inspect_command"]
 
 
-@click.command(short_help="Describe a checkpoint, model or workspace.")
+@click.command(
+    cls=Command,
+    short_help="Describe a checkpoint, model or workspace.",
+    examples=["inspect checkpoint-2000 --ranks"],
+)
 @click.argument("path", type=PATH)
-@click.option("--layout", type=PATH, metavar="FILE", help="Layout file for a source without recorded layouts.")
-@click.option(
-    "--base-model",
-    metavar="DIR|ID",
-    help="Model folder or cached ID with the names and shapes that PATH must have; fills in unrecorded shapes.",
-)
-@click.option("--format", "format_name", metavar="NAME", help="Format to read, if several lie there.")
-@click.option("--part", metavar="NAME", help="Part to read, if PATH has several, such as model and ema.")
-@click.option(
-    "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks that wrote PATH, if it records none."
-)
+@options.layout("a source")
+@options.base_model("the names and shapes that PATH must have; fills in unrecorded shapes.")
+@options.format_name("format_name")
+@options.part("PATH")
+@options.world_size("PATH")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--ranks", is_flag=True, help="List every rank.")
 @reporting
-def inspect(
+def inspect_command(
     output: Output,
     path: str,
     layout: str | None,
@@ -57,7 +57,7 @@ def inspect(
     report = inspect_source(
         path, layouts=layout, base_model=base_model, format=format_name, part=part, world_size=world_size
     )
-    output.face = face_of(gather)  # the problems are those of a gather
+    output.face = face_of(gather_command)  # the problems are those of a gather
     output.report(report, _rows(report, output.face, tensors=tensors, ranks=ranks))
 
 

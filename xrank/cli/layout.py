@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from xrank.cli import options
 from xrank.cli.command import Output, reporting
+from xrank.cli.help import Group
 from xrank.cli.paths import PATH
 from xrank.words import plural, size_text
 
@@ -17,15 +19,18 @@ if TYPE_CHECKING:
     from xrank.layout.layout_diff import LayoutChange, LayoutDiff
     from xrank.plan.report import Report
 
-__all__ = ["layout"]
+__all__ = ["layout_command"]
 
 
-@click.group(short_help="Show, compare and prove layouts.")
-def layout() -> None:
+@click.group(cls=Group, short_help="Show, compare and prove layouts.", examples=["layout show demo/workspace"])
+def layout_command() -> None:
     """Show, compare and prove which rank holds which part of each tensor."""
 
 
-@layout.command(short_help="Show which rank holds which part.")
+@layout_command.command(
+    short_help="Show which rank holds which part.",
+    examples=["layout show demo/workspace --tensor '.*norm.*'", "layout show model.toml --html layout.html"],
+)
 @click.argument("path", metavar="PATH|FILE", type=PATH)
 @click.option("--tensor", metavar="REGEX", help="Show only tensors whose whole name matches.")
 @click.option("--html", type=PATH, metavar="FILE", help="Write one self-contained page.")
@@ -54,7 +59,9 @@ def show(output: Output, path: str, tensor: str | None, html: str | None, toml: 
     output.picture(report, text)
 
 
-@layout.command(short_help="List the differences of two layouts.")
+@layout_command.command(
+    short_help="List the differences of two layouts.", examples=["layout diff old.toml new.toml --exit-code"]
+)
 @click.argument("a", metavar="A", type=PATH)
 @click.argument("b", metavar="B", type=PATH)
 @click.option("--exit-code", is_flag=True, help="Exit with 4 if there are differences, for scripts.")
@@ -74,12 +81,10 @@ def diff(output: Output, a: str, b: str, exit_code: bool) -> None:
     output.report(report, _diff_rows(found) or [("equal", "no differences")])
 
 
-@layout.command(short_help="Prove the layouts in a file.")
+@layout_command.command(short_help="Prove the layouts in a file.", examples=["layout check new.toml demo/workspace"])
 @click.argument("file", metavar="FILE", type=PATH)
 @click.argument("path", metavar="[PATH]", required=False, type=PATH)
-@click.option(
-    "--base-model", metavar="DIR|ID", help="Model folder or cached ID with whole shapes that PATH and FILE lack."
-)
+@options.base_model("whole shapes that PATH and FILE lack.")
 @reporting
 def check(output: Output, file: str, path: str | None, base_model: str | None) -> None:
     """Prove that the layouts in FILE hold every element of every tensor exactly once per replica.

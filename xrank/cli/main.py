@@ -1,9 +1,10 @@
-"""The ``xrank`` command. Nothing heavy is imported before a command runs."""
+"""The ``xrank`` command. A command's module is imported when it is called, and nothing heavy before it runs."""
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from io import TextIOWrapper
 from typing import NoReturn
 
@@ -11,18 +12,47 @@ import click
 
 import xrank
 from xrank import environment
-from xrank.cli.clean import clean_command
 from xrank.cli.command import Output, command_name, say
-from xrank.cli.gather import gather
-from xrank.cli.inspect import inspect
-from xrank.cli.layout import layout
-from xrank.cli.recipe import recipe
-from xrank.cli.reshard import reshard
-from xrank.cli.simulate import simulate_command
-from xrank.cli.verify import verify_command
+from xrank.cli.help import Group
+from xrank.cli.text import wants_color
 from xrank.errors import UsageError
 
 __all__ = ["cli", "main"]
+
+_COMMANDS = {
+    "gather": "gather",
+    "reshard": "reshard",
+    "inspect": "inspect",
+    "verify": "verify",
+    "simulate": "simulate",
+    "layout": "layout",
+    "recipe": "recipe",
+    "clean": "clean",
+    "doctor": "doctor",
+    "completion": "shell",
+    "help": "shell",
+}
+"""Command -> its module in `xrank.cli`, which has an attribute of the command's name and "_command"."""
+_SECTIONS = {
+    "Convert": ("gather", "reshard"),
+    "Look and check": ("inspect", "verify", "simulate"),
+    "Layouts and names": ("layout", "recipe"),
+    "Housekeeping": ("clean", "doctor", "completion", "help"),
+}
+
+
+class _Commands(Group):
+    """The commands, each imported when it is needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        module = _COMMANDS.get(cmd_name)
+        if module is None:
+            return None
+        command: click.Command = getattr(import_module(f"xrank.cli.{module}"), f"{cmd_name}_command")
+        return command
 
 
 def _show_version(context: click.Context, option: click.Parameter, is_asked: bool) -> None:
@@ -31,16 +61,22 @@ def _show_version(context: click.Context, option: click.Parameter, is_asked: boo
         context.exit()
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(
+    cls=_Commands,
+    sections=_SECTIONS,
+    examples=["gather checkpoint-2000 -o model", "verify model", "help gather"],
+)
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Print the version."
+    "-V",
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Print the version.",
 )
 def cli() -> None:
     """Gather models that distributed training left on many ranks into one Hugging Face folder, proven exact."""
-
-
-for _command in (gather, inspect, verify_command, reshard, layout, recipe, simulate_command, clean_command):
-    cli.add_command(_command)
 
 
 def main() -> NoReturn:
@@ -50,7 +86,7 @@ def main() -> NoReturn:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack a name
     try:
-        cli.main(prog_name="xrank", standalone_mode=False)
+        cli.main(prog_name="xrank", standalone_mode=False, color=wants_color())
     except click.exceptions.NoArgsIsHelpError as error:
         say(error.format_message(), err=True)
         sys.exit(2)

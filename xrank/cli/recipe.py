@@ -6,22 +6,24 @@ from typing import TYPE_CHECKING
 
 import click
 
+from xrank.cli import options
 from xrank.cli.command import Output, reporting
+from xrank.cli.help import Group
 from xrank.cli.paths import PATH
 from xrank.words import list_text, plural
 
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["recipe"]
+__all__ = ["recipe_command"]
 
 
-@click.group(short_help="List, print, check and draft recipes.")
-def recipe() -> None:
+@click.group(cls=Group, short_help="List, print, check and draft recipes.", examples=["recipe list"])
+def recipe_command() -> None:
     """List, print, check and draft recipes, which rename and split tensors for Hugging Face."""
 
 
-@recipe.command("list", short_help="List the recipes that come with xrank.")
+@recipe_command.command("list", short_help="List the recipes that come with xrank.", examples=["recipe list --json"])
 @reporting
 def list_(output: Output) -> None:
     """List the recipes that come with xrank."""
@@ -35,8 +37,10 @@ def list_(output: Output) -> None:
     output.report(report, rows)
 
 
-@recipe.command(short_help="Print a recipe that comes with xrank.")
-@click.argument("name", metavar="NAME")
+@recipe_command.command(
+    short_help="Print a recipe that comes with xrank.", examples=["recipe show megatron-llama --merged"]
+)
+@click.argument("name", metavar="NAME", shell_complete=options.completing(options.shipped_recipes))
 @click.option("--merged", is_flag=True, help="Merge it with the recipes that it extends, without comments.")
 @reporting
 def show(output: Output, name: str, merged: bool) -> None:
@@ -47,10 +51,12 @@ def show(output: Output, name: str, merged: bool) -> None:
     output.picture(report, report.details["toml"])
 
 
-@recipe.command(short_help="Check a recipe against a checkpoint.")
-@click.argument("file", metavar="FILE|NAME")
+@recipe_command.command(
+    short_help="Check a recipe against a checkpoint.", examples=["recipe check own.toml checkpoint-2000"]
+)
+@click.argument("file", metavar="FILE|NAME", shell_complete=options.completing(options.shipped_recipes, files=True))
 @click.argument("path", metavar="SRC", type=PATH)
-@click.option("--base-model", metavar="DIR|ID", help="Model folder or cached ID with the names that FILE must make.")
+@options.base_model("the names that FILE must make.")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @reporting
 def check(output: Output, file: str, path: str, base_model: str | None, tensors: bool) -> None:
@@ -68,10 +74,13 @@ def check(output: Output, file: str, path: str, base_model: str | None, tensors:
         output.fail(report.fault, report)
 
 
-@recipe.command(short_help="Draft a recipe from a checkpoint and a base model.")
+@recipe_command.command(
+    short_help="Draft a recipe from a checkpoint and a base model.",
+    examples=["recipe draft checkpoint-2000 --base-model Qwen/Qwen3-8B -o own.toml"],
+)
 @click.argument("path", metavar="SRC", type=PATH)
-@click.option("--base-model", required=True, metavar="DIR|ID", help="Model folder or cached ID with the wanted names.")
-@click.option("--out", type=PATH, metavar="FILE", help="File to write; otherwise the recipe is printed.")
+@options.base_model("the wanted names.", required=True)
+@options.out("File to write; otherwise the recipe is printed.", metavar="FILE", required=False)
 @reporting
 def draft(output: Output, path: str, base_model: str, out: str | None) -> None:
     """Draft the recipe that makes the base model's tensors of those of SRC.

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from xrank.cli import options
 from xrank.cli.command import Output, reporting
 from xrank.cli.gather import output_rows, proof_row, source_row
+from xrank.cli.help import Command
 from xrank.cli.paths import PATH
 from xrank.cli.sharing import report_shared, sharing
 from xrank.words import plural, size_text
@@ -16,52 +18,31 @@ from xrank.words import plural, size_text
 if TYPE_CHECKING:
     from xrank.plan.report import Report
 
-__all__ = ["reshard"]
+__all__ = ["reshard_command"]
 
 
-@click.command(short_help="Write a workspace or model folder in another layout.")
+@click.command(
+    cls=Command,
+    short_help="Write a workspace or model folder in another layout.",
+    examples=["reshard demo/workspace --layout new.toml -o resharded"],
+)
 @click.argument("source", metavar="SRC", type=PATH)
 @click.option("--layout", "layouts", required=True, type=PATH, metavar="FILE", help="File of the new layout.")
-@click.option("--out", required=True, type=PATH, metavar="DIR", help="Output workspace; it appears by one rename.")
-@click.option(
-    "--recipe",
-    metavar="NAME|FILE",
-    help="Recipe that renames and splits tensors, in either direction.  [default: the names stay]",
-)
-@click.option(
-    "--base-model", metavar="DIR|ID", help="Model folder or cached ID with the companions and config.json to copy."
-)
-@click.option("--part", metavar="NAME", help="Part to read, if SRC has several, such as model and ema.")
-@click.option(
-    "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks that wrote SRC, if it records none."
-)
-@click.option(
-    "--dtype",
-    default="keep",
-    metavar="keep|bf16|fp16|fp32",
-    show_default=True,
-    help="Element type of floating-point tensors.",
-)
-@click.option(
-    "--max-memory",
-    default="64MB",
-    metavar="SIZE",
-    envvar="XRANK_MAX_MEMORY",
-    show_default=True,
-    help="Upper bound of all buffers, such as 512MB.",
-)
-@click.option(
-    "--workers",
-    type=int,
-    metavar="N",
-    envvar="XRANK_WORKERS",
-    help="Number of worker threads.  [default: min(4, cores)]",
-)
+@options.out("Output workspace; it appears by one rename.")
+@options.recipe("Recipe that renames and splits tensors, in either direction.  [default: the names stay]")
+@options.base_model("the companions and config.json to copy.")
+@options.part("SRC")
+@options.world_size("SRC")
+@options.dtype("keep", "bf16", "fp16", "fp32", default="keep")
+@options.max_memory
+@options.workers
 @click.option("--overwrite", is_flag=True, help="Replace an output of xrank; old or new is visible, never a mixture.")
-@click.option("--dry-run", is_flag=True, help="Prove and plan without writing.")
+@options.dry_run
 @sharing
 @reporting
-def reshard(output: Output, source: str, layouts: str, timeout: float, distributed: bool, **options: Any) -> None:
+def reshard_command(
+    output: Output, source: str, layouts: str, timeout: float, distributed: bool, **arguments: Any
+) -> None:
     """Write SRC, a workspace or any other checkpoint, as the states of ranks in another layout.
 
     After an interruption the same command resumes. Ranks that torchrun, srun or mpirun started share
@@ -69,7 +50,7 @@ def reshard(output: Output, source: str, layouts: str, timeout: float, distribut
     """
     from xrank.conversion.reshard import reshard_checkpoint
 
-    convert = partial(reshard_checkpoint, source, layouts, options.pop("out"), **options)
+    convert = partial(reshard_checkpoint, source, layouts, arguments.pop("out"), **arguments)
     report_shared(output, convert, _rows, timeout=timeout, distributed=distributed)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from xrank.cli.command import Output
-from xrank.cli.progress import progress_bar
+from xrank.cli.progress import following_progress
 from xrank.environment import environ
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ def sharing(command: Callable[..., None]) -> Callable[..., None]:
         default=1800.0,
         metavar="SECONDS",
         envvar="XRANK_TIMEOUT",
-        help="How long ranks that share the work wait for a live rank to arrive.  [default: 1800]",
+        show_envvar=True,
+        help="How long ranks that share the work wait for a live rank to arrive; 1800 without it.",
     )(command)
 
 
@@ -55,7 +56,7 @@ def report_shared(
     is_reporting = launch is None or launch.rank == 0
     if not is_reporting:
         output.follow()
-    with progress_bar(output) as progress:
+    with following_progress(output) as progress:
         report = convert(progress=progress, distributed=launch is not None, timeout_seconds=timeout)
     if is_reporting:
         report = replace(report, notes=(*report.notes, *((code, output.face.render(text)) for code, text in notes)))

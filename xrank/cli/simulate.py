@@ -6,17 +6,28 @@ from typing import Any
 
 import click
 
+from xrank.cli import options
 from xrank.cli.command import Output, reporting
+from xrank.cli.help import Command
 from xrank.cli.paths import PATH
-from xrank.cli.text import rows_text
 
 __all__ = ["simulate_command"]
 
 
-@click.command("simulate", short_help="Predict bytes, messages, seconds and memory of each rank.")
+@click.command(
+    "simulate",
+    cls=Command,
+    short_help="Predict bytes, messages, seconds and memory of each rank.",
+    examples=["simulate checkpoint-2000", "simulate layout.toml --operation export --mesh 'pp=8 dp=16'"],
+)
 @click.argument("path", metavar="PATH|FILE", type=PATH)
 @click.option(
-    "--operation", default="gather", metavar="gather|export|reshard", show_default=True, help="Conversion to predict."
+    "--operation",
+    default="gather",
+    metavar="gather|export|reshard",
+    show_default=True,
+    help="Conversion to predict.",
+    shell_complete=options.completing(lambda: ("gather", "export", "reshard")),
 )
 @click.option("--mesh", metavar="TEXT", help='Mesh of ranks, such as "pp=8 dp=16 tp=32", in place of FILE\'s mesh.')
 @click.option(
@@ -33,11 +44,11 @@ __all__ = ["simulate_command"]
     metavar="N",
     help="Number of processes that share a gather or reshard.  [default: 1]",
 )
-@click.option("--dtype", metavar="bf16|fp16|fp32", help="Element type of FILE's tensors.  [default: bf16]")
-@click.option("--recipe", metavar="NAME|FILE|none", help="Recipe, as for a gather.  [default: the names of FILE stay]")
+@options.dtype("bf16", "fp16", "fp32", text="Element type of FILE's tensors.  [default: bf16]")
+@options.recipe("Recipe, as for a gather.  [default: the names of FILE stay]", "none")
 @click.option("--html", type=PATH, metavar="FILE", help="Write one self-contained page with charts.")
 @reporting
-def simulate_command(output: Output, path: str, operation: str, html: str | None, **options: Any) -> None:
+def simulate_command(output: Output, path: str, operation: str, html: str | None, **arguments: Any) -> None:
     """Predict the bytes, messages, memory and seconds of a gather, an export or a reshard from its real plan.
 
     PATH is a checkpoint or a workspace. FILE is a layout file, whose ranks need not exist; only tensors with sizes in
@@ -47,7 +58,7 @@ def simulate_command(output: Output, path: str, operation: str, html: str | None
     from xrank.simulation.report import simulation_report
     from xrank.simulation.simulation import simulate
 
-    found = simulate(path, operation, **options)
+    found = simulate(path, operation, **arguments)
     report = simulation_report(found)
     if html is not None:
         from xrank.conversion.layout_show import write_page
@@ -55,4 +66,4 @@ def simulate_command(output: Output, path: str, operation: str, html: str | None
         report = write_page(report, simulation_html(found), html)
         output.report(report, [*simulation_rows(found), ("wrote", str(report.path))])
         return
-    output.picture(report, f"{rows_text(simulation_rows(found))}\n\n{simulation_table(found)}")
+    output.picture(report, simulation_table(found), simulation_rows(found))

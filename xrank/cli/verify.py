@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from xrank.cli import options
 from xrank.cli.command import Output, reporting
+from xrank.cli.help import Command
 from xrank.cli.paths import PATH
 from xrank.cli.sharing import report_shared, sharing
 from xrank.words import plural, size_text
@@ -18,41 +20,22 @@ if TYPE_CHECKING:
 __all__ = ["verify_command"]
 
 
-@click.command("verify", short_help="Read every byte and compare digests, checksums and replicas.")
+@click.command(
+    "verify",
+    cls=Command,
+    short_help="Read every byte and compare digests, checksums and replicas.",
+    examples=["verify model", "verify checkpoint-2000 --against model"],
+)
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, metavar="PATH2", help="Compare with this model or checkpoint, value by value.")
-@click.option("--layout", type=PATH, metavar="FILE", help="Layout file for a checkpoint without recorded layouts.")
-@click.option(
-    "--base-model",
-    metavar="DIR|ID",
-    help="Model folder or cached ID with the names and shapes that PATH must have; fills in unrecorded shapes.",
-)
-@click.option("--recipe", metavar="NAME|FILE", help="The recipe that the gather was run with.")
-@click.option("--part", metavar="NAME", help="Part to read, if PATH has several, such as model and ema.")
-@click.option(
-    "--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks that wrote PATH, if it records none."
-)
-@click.option(
-    "--adapter-config",
-    type=PATH,
-    metavar="FILE",
-    help="The adapter_config.json that the gather was run with.",
-)
-@click.option(
-    "--max-memory",
-    default="64MB",
-    metavar="SIZE",
-    envvar="XRANK_MAX_MEMORY",
-    show_default=True,
-    help="Upper bound of all buffers, such as 512MB.",
-)
-@click.option(
-    "--workers",
-    type=int,
-    metavar="N",
-    envvar="XRANK_WORKERS",
-    help="Number of worker threads.  [default: min(4, cores)]",
-)
+@options.layout("a checkpoint")
+@options.base_model("the names and shapes that PATH must have; fills in unrecorded shapes.")
+@options.recipe("The recipe that the gather was run with.")
+@options.part("PATH")
+@options.world_size("PATH")
+@options.adapter_config("The adapter_config.json that the gather was run with.")
+@options.max_memory
+@options.workers
 @sharing
 @reporting
 def verify_command(
@@ -62,7 +45,7 @@ def verify_command(
     layout: str | None,
     timeout: float,
     distributed: bool,
-    **options: Any,
+    **arguments: Any,
 ) -> None:
     """Verify a model against its manifest, or a checkpoint against its checksums and its own proof.
 
@@ -71,7 +54,7 @@ def verify_command(
     from xrank.conversion.verify import verify_model
 
     def convert(**shared: Any) -> Report:
-        report = verify_model(path, against=against, layouts=layout, **options, **shared)
+        report = verify_model(path, against=against, layouts=layout, **arguments, **shared)
         if report.fault is not None:
             output.fail(report.fault, report)
         return report

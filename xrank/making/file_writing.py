@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from time import monotonic
 
 from xrank.errors import CorruptError, XrankError
 from xrank.faces import AGAIN
@@ -18,6 +19,7 @@ from xrank.plan.executor import Budget, FinishedFile, Outcome, execute
 from xrank.plan.file_parts import FilePart, JoinedFile
 from xrank.plan.planner import Plan
 from xrank.teams.team import Team
+from xrank.words import plural, size_text
 from xrank.writers.disk import explain_errors, is_in_memory
 from xrank.writers.stage import Stage
 
@@ -74,6 +76,9 @@ def write_files(
     unfinished = [index for index in range(len(plan.files)) if index not in resumed]
 
     total_nbytes = plan.nbytes
+    counts = f"{plural(sum(len(file.tensors) for file in plan.files), 'tensor')} in {plural(len(plan.files), 'file')}"
+    kept = f"; {size_text(resumed_nbytes)} kept of an earlier run" if resumed_nbytes else ""
+    _logger.debug("plan: %s, %s by %s%s", counts, size_text(total_nbytes), plural(team.size, "rank"), kept)
 
     def count(nbytes: int) -> None:
         progress(resumed_nbytes + nbytes, total_nbytes)
@@ -126,9 +131,11 @@ class _Writing:
     def __init__(self, plan: Plan, stage: Stage, progress: Callable[[int], None]) -> None:
         self.target = FileTarget({})
         self._plan, self._stage, self._progress, self._done = plan, stage, progress, 0
+        self._begun: dict[int, float] = {}
 
     def begin(self, index: int) -> None:
         output = self._plan.files[index].output
+        self._begun[index] = monotonic()
         fd = self._stage.create_part(output.name, output.nbytes)
         self.target.in_memory = is_in_memory(fd)
         self.target.descriptors[index] = fd
@@ -139,6 +146,8 @@ class _Writing:
         fd = self.target.descriptors.pop(finished.index)
         self._stage.finish_part(output.name, fd, output.nbytes, digest_text(finished.digest))
         _logger.info("finished %s, %s bytes", output.name, f"{output.nbytes:,}")
+        seconds = max(monotonic() - self._begun.pop(finished.index, monotonic()), 1e-9)
+        _logger.debug("%s took %.1f s, %s/s", output.name, seconds, size_text(output.nbytes / seconds))
 
     def explain_errors(self) -> AbstractContextManager[None]:
         """Explain the file system's errors in the body."""

@@ -14,6 +14,7 @@ from xrank.errors import XrankError
 
 __all__ = [
     "CleanDetails",
+    "DoctorDetails",
     "Facts",
     "FileFacts",
     "InspectDetails",
@@ -182,6 +183,14 @@ class CleanDetails(Facts):
     num_removed: int = 0
     removed_nbytes: int = 0
     dry_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DoctorDetails(Facts):
+    """What only ``xrank doctor`` shows."""
+
+    checks: Sequence[Mapping[str, Any]] = ()
+    """Rows of subject, name, is_there and text."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -20,7 +20,7 @@ from xrank.plan.buffers import FileSource, FileTarget, Source, Target
 with contextlib.suppress(ImportError):  # Windows has no such module, and no request
     import fcntl
 
-__all__ = ["SharedExtents", "SharedRun"]
+__all__ = ["SharedExtents", "SharedRun", "shares_blocks"]
 
 _FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)
 _BLOCK_NBYTES = 4096
@@ -104,3 +104,14 @@ class SharedExtents:
         with self._lock:
             self.nbytes += high - low
         return True
+
+
+def shares_blocks(source: int, target: int, nbytes: int) -> bool:
+    """Let one file share the first bytes of another, both by descriptors; return whether the file system can."""
+    if sys.platform != "linux":
+        return False
+    try:
+        fcntl.ioctl(target, _FICLONERANGE, struct.pack("<qQQQ", source, 0, nbytes, 0))
+    except OSError:
+        return False
+    return True

@@ -7,11 +7,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from xrank.readers.base import Reader
+from xrank.words import one_line
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+    from importlib.metadata import EntryPoint, EntryPoints
 
-__all__ = ["GROUP", "plugin_readers"]
+__all__ = ["GROUP", "find_plugins", "plugin_readers"]
 
 GROUP = "xrank.readers"
 
@@ -24,16 +25,38 @@ def plugin_readers() -> tuple[Reader, ...]:
 
     The search reads the metadata of every installed package. So it happens once, and only if no own reader fits.
     """
+    found: list[Reader] = []
+    for point in _entry_points():
+        reader, fault = _try_load(point)
+        if reader is not None:
+            found.append(reader)
+        else:
+            package = _package_of(point)
+            _logger.warning("the reader %s of the package %s does not load: %s", point.name, package, fault)
+    return tuple(found)
+
+
+def find_plugins() -> list[tuple[str, str, str | None]]:
+    """Return (package, reader, why it does not load) for each reader of another package, sorted."""
+    return sorted((_package_of(point), point.name, _try_load(point)[1]) for point in _entry_points())
+
+
+def _entry_points() -> EntryPoints:
     from importlib.metadata import entry_points  # slow, because it imports the email package
 
-    found: list[Reader] = []
-    for point in entry_points(group=GROUP):
-        try:
-            found.append(_load(point))
-        except Exception as error:  # another package's code may raise anything
-            package = point.dist.name if point.dist is not None else point.module
-            _logger.warning("the reader %s of the package %s does not load: %s", point.name, package, error)
-    return tuple(found)
+    return entry_points(group=GROUP)
+
+
+def _package_of(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.module
+
+
+def _try_load(point: EntryPoint) -> tuple[Reader | None, str | None]:
+    """Return the reader, or None and the reason in one line."""
+    try:
+        return _load(point), None
+    except Exception as error:  # another package's code may raise anything
+        return None, one_line(f"{type(error).__name__}: {error}")
 
 
 def _load(point: EntryPoint) -> Reader:

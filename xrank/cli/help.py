@@ -1,0 +1,124 @@
+"""Help pages: options in sections by their subject, examples, and headings in bold on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import click
+
+__all__ = ["Command", "Group"]
+
+_SECTIONS = {
+    "Source": ("workspace", "layout", "format", "format_name", "part", "world_size"),
+    "Output": ("out", "layouts", "max_shard_size", "overwrite", "resume", "verify", "dry_run"),
+    "Names and values": (
+        *("base_model", "recipe", "dtype", "keep_fp32", "include", "exclude", "adapter", "adapter_config", "replicas"),
+    ),
+    "Memory, threads and ranks": ("max_memory", "workers", "timeout", "distributed"),
+    "Options": (),
+    "Messages": ("as_json", "log_json", "quiet", "verbose"),
+}
+"""Section -> parameters; all others are in "Options". A parameter has the same section in every command."""
+_NARROW = 72
+"""Columns of a terminal below which options leave more room to their texts."""
+
+
+class _Formatter(click.HelpFormatter):
+    def write_heading(self, heading: str) -> None:
+        self.write(f"{'':>{self.current_indent}}{click.style(f'{heading}:', bold=True)}\n")
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        super().write_dl(rows, self.term_width, col_spacing)
+
+    @property
+    def term_width(self) -> int:
+        """Columns of an option; a longer one has a line of its own."""
+        return 20 if self.width < _NARROW else 24
+
+
+class _Context(click.Context):
+    formatter_class = _Formatter
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"help_option_names": ["-h", "--help"], "max_content_width": 120, **kwargs})
+
+
+def _write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> None:
+    if examples:
+        with formatter.section("Examples" if len(examples) > 1 else "Example"):
+            for example in examples:
+                formatter.write(f"  xrank {example}\n")
+
+
+class Command(click.Command):
+    """A command whose help shows examples, and its options in sections.
+
+    Args:
+        examples: command lines without the leading ``xrank``.
+    """
+
+    context_class = _Context
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = tuple(examples)
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the text and the examples."""
+        super().format_help_text(ctx, formatter)
+        _write_examples(formatter, self.examples)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, section by section."""
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in _SECTIONS}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and not isinstance(parameter, click.Argument):
+                sections[_section_of(parameter)].append(record)
+        assert isinstance(formatter, _Formatter)
+        terms = [len(term) for records in sections.values() for term, _ in records]
+        width = max((length for length in terms if length <= formatter.term_width), default=0)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl([(term.ljust(width), text) for term, text in records])
+
+
+class Group(click.Group):
+    """A group whose commands, and their groups, have such help pages.
+
+    Args:
+        sections: title -> names of the commands below it; one list without a title by default.
+        examples: as in `Command`.
+    """
+
+    context_class = _Context
+    command_class = Command
+    group_class = type
+
+    def __init__(
+        self, *args: Any, sections: dict[str, Sequence[str]] | None = None, examples: Sequence[str] = (), **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._sections = sections
+        self.examples = tuple(examples)
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the text and the examples."""
+        super().format_help_text(ctx, formatter)
+        _write_examples(formatter, self.examples)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, section by section."""
+        width = max(map(len, self.list_commands(ctx)))
+        for title, names in (self._sections or {"Commands": self.list_commands(ctx)}).items():
+            commands = [(name.ljust(width), self.get_command(ctx, name)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in commands if command])
+
+
+def _section_of(parameter: click.Parameter) -> str:
+    if "--help" in parameter.opts:
+        return "Messages"
+    return next((title for title, names in _SECTIONS.items() if parameter.name in names), "Options")

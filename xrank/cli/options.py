@@ -1,0 +1,151 @@
+"""Options that several commands have, each with what a shell completes for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from xrank.cli.paths import PATH
+
+__all__ = [
+    "adapter_config",
+    "base_model",
+    "completing",
+    "dry_run",
+    "dtype",
+    "format_name",
+    "layout",
+    "max_memory",
+    "out",
+    "part",
+    "recipe",
+    "shipped_recipes",
+    "workers",
+    "world_size",
+]
+
+_Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Completion = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def completing(find: Callable[[], Iterable[str]], *, files: bool = False) -> _Completion:
+    """Return a completion of words, and of files where no word begins so.
+
+    Args:
+        find: returns the words; called only when a shell asks.
+        files: whether a file is a value, too.
+    """
+
+    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        words = [CompletionItem(word) for word in find() if word.startswith(incomplete)]
+        return words or ([CompletionItem(incomplete, type="file")] if files else [])
+
+    return complete
+
+
+def out(what: str, *, metavar: str = "DIR", required: bool = True) -> _Option:
+    """Return ``-o, --out``, which names what is written."""
+    return click.option("-o", "--out", required=required, type=PATH, metavar=metavar, help=what)
+
+
+def base_model(what: str, *, required: bool = False) -> _Option:
+    """Return ``--base-model``; `what` follows "Model folder or cached ID"."""
+    text = f"Model folder or cached ID with {what}"
+    complete = completing(_cached_models, files=True)
+    return click.option("--base-model", required=required, metavar="DIR|ID", help=text, shell_complete=complete)
+
+
+def recipe(text: str, *words: str) -> _Option:
+    """Return ``--recipe`` with its help, and words that it takes besides names and files."""
+    metavar = "|".join(["NAME", "FILE", *words])
+    complete = completing(lambda: [*shipped_recipes(), *words], files=True)
+    return click.option("--recipe", metavar=metavar, help=text, shell_complete=complete)
+
+
+def dtype(*words: str, default: str | None = None, text: str = "Element type of floating-point tensors.") -> _Option:
+    """Return ``--dtype`` with the words that it takes."""
+    complete = completing(lambda: words)
+    return click.option(
+        "--dtype",
+        default=default,
+        metavar="|".join(words),
+        show_default=default is not None,
+        help=text,
+        shell_complete=complete,
+    )
+
+
+def part(place: str) -> _Option:
+    """Return ``--part`` of the source that the command calls so."""
+    return click.option("--part", metavar="NAME", help=f"Part to read, if {place} has several, such as model and ema.")
+
+
+def world_size(place: str) -> _Option:
+    """Return ``--world-size`` of the source that the command calls so."""
+    text = f"Number of ranks that wrote {place}, if it records none."
+    return click.option("--world-size", type=click.IntRange(1), metavar="N", help=text)
+
+
+def layout(what: str) -> _Option:
+    """Return ``--layout`` for what records no layouts."""
+    return click.option("--layout", type=PATH, metavar="FILE", help=f"Layout file for {what} without recorded layouts.")
+
+
+def format_name(parameter: str) -> _Option:
+    """Return ``--format``, as the parameter of that name."""
+    text = "Format to read, if several lie there."
+    return click.option("--format", parameter, metavar="NAME", help=text, shell_complete=completing(_own_formats))
+
+
+def adapter_config(text: str) -> _Option:
+    """Return ``--adapter-config`` with its help."""
+    return click.option("--adapter-config", type=PATH, metavar="FILE", help=text)
+
+
+dry_run = click.option("--dry-run", is_flag=True, help="Prove and plan without writing.")
+
+max_memory = click.option(
+    "--max-memory",
+    default="64MB",
+    metavar="SIZE",
+    envvar="XRANK_MAX_MEMORY",
+    show_envvar=True,
+    show_default=True,
+    help="Upper bound of all buffers, such as 512MB.",
+)
+workers = click.option(
+    "--workers",
+    type=int,
+    metavar="N",
+    envvar="XRANK_WORKERS",
+    show_envvar=True,
+    help="Number of worker threads; without it, 4 or the number of cores, if that is less.",
+)
+
+
+def shipped_recipes() -> tuple[str, ...]:
+    """Return the names of the recipes that come with xrank."""
+    from xrank.recipes.recipe_file import list_shipped_recipes
+
+    return list_shipped_recipes()
+
+
+def _own_formats() -> list[str]:
+    from xrank.readers.own_readers import OWN_READERS
+
+    return [reader.name for reader in OWN_READERS]
+
+
+def _cached_models() -> list[str]:
+    """Return the IDs of models in Hugging Face's cache (huggingface_hub: ``models--owner--name``)."""
+    from xrank.environment import environ, hub_cache
+
+    try:
+        names = os.listdir(hub_cache(environ()))
+    except OSError:
+        return []
+    return sorted(name.removeprefix("models--").replace("--", "/") for name in names if name.startswith("models--"))
