@@ -14,7 +14,6 @@ One step, on all ranks alike::
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -25,7 +24,7 @@ from xrank.errors import GradientError, UsageError
 from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.buffers.first_values import compare_first_values
-from xrank.gradients.buffers.local_gradients import find_foreign_axis, make_foreign_fault, take_local_gradient
+from xrank.gradients.buffers.gradient_hooks import GradientHooks
 from xrank.gradients.buffers.matched_parameters import find_frozen, find_unplanned, match_parameters
 from xrank.gradients.buffers.nonfinite import watch
 from xrank.gradients.buffers.parameter_gather import ParameterGather
@@ -110,14 +109,9 @@ class DistributedDataParallel(torch.nn.Module):
         """Whether replicas are added up but later reductions are not made yet: gradients must not be used."""
         self.value_listeners: list[Callable[[], None]] = []
         """Called when parameters get new values here, not by a step: holders of copies refresh them."""
-        self._is_last_microbatch = True
         self._is_first_step = True
         self._known = {id(parameter) for parameter in parameters.values()}
-        self._give_main_grads()
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(parameters.values())
-        ]
+        self._hooks = GradientHooks(plan, parameters, self.gradient_buffers, self.sync)
         watch_optimizers()
         self._gather = ParameterGather(plan, self.gradient_buffers, self.wire, self.module, parameters)
 
@@ -128,12 +122,12 @@ class DistributedDataParallel(torch.nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only add up gradients inside: for all micro-batches of a step but the last."""
-        before = self._is_last_microbatch
-        self._is_last_microbatch = False
+        before = self._hooks.is_last_microbatch
+        self._hooks.is_last_microbatch = False
         try:
             yield
         finally:
-            self._is_last_microbatch = before
+            self._hooks.is_last_microbatch = before
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of this object, or else of the module, such as ``generate``."""
@@ -145,7 +139,7 @@ class DistributedDataParallel(torch.nn.Module):
     def start_grad_sync(self) -> None:
         """Send all remaining buckets, without waiting: for schedules that know when a backward has ended."""
         if not self.sync.is_finished:
-            self._note_kernels()
+            self._hooks.note_kernels()
             self.sync.start()
 
     def finish_grad_sync(self) -> None:
@@ -162,7 +156,7 @@ class DistributedDataParallel(torch.nn.Module):
         faults = find_unplanned(self.module, self.plan, self._known)
         faults += find_frozen(self.planned_parameters, self.plan.rank)
         if not self.sync.is_finished:
-            self._note_kernels()
+            self._hooks.note_kernels()
         self._exchange(faults)
         self._gather.expect()
         self.later_is_due = any(planned.later for planned in self.plan.parameters)
@@ -196,8 +190,7 @@ class DistributedDataParallel(torch.nn.Module):
             buffer.demand()
             if not lazily:
                 buffer.data.zero_()
-        for parameter in self.planned_parameters.values():
-            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        self._hooks.forget_kernels()
         self.sync.reset(lazily=lazily)
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
@@ -251,14 +244,14 @@ class DistributedDataParallel(torch.nn.Module):
             GradientError: gradients are under way, or were never exchanged.
         """
         self._check_exchanged()
-        self._take_main_grads()
+        self._hooks.take_views()
         return sum(buffer.release() for buffer in self.gradient_buffers)
 
     def restore(self) -> int:
         """Allocate the memory of gradients as zeros, begin a step, and return its bytes. Views are valid again."""
         nbytes = sum(buffer.restore() for buffer in self.gradient_buffers)
         if nbytes:
-            self._give_main_grads()
+            self._hooks.give_views()
             self.zero_grad_buffer()
         return nbytes
 
@@ -272,9 +265,7 @@ class DistributedDataParallel(torch.nn.Module):
         """
         self._check_exchanged()
         self._gather.close()
-        self._take_main_grads()
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._hooks.remove()
         return self.module
 
     def main_grad(self, name: str) -> torch.Tensor:
@@ -322,47 +313,3 @@ class DistributedDataParallel(torch.nn.Module):
     def _notify_listeners(self) -> None:
         for listener in self.value_listeners:
             listener()
-
-    def _give_main_grads(self) -> None:
-        for name, parameter in self.planned_parameters.items():
-            parameter.main_grad = self.main_grad(name)  # type: ignore[attr-defined]
-            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-
-    def _take_main_grads(self) -> None:
-        for parameter in self.planned_parameters.values():
-            if hasattr(parameter, "main_grad"):
-                del parameter.main_grad
-
-    def _note_kernels(self) -> None:
-        """Count gradients that kernels added outside of autograd, for which no hook ran."""
-        for index, parameter in enumerate(self.planned_parameters.values()):
-            if getattr(parameter, "grad_added_to_main_grad", False) and not self.sync.arrivals[index]:
-                self.sync.add_gradient(index, None, is_last=False)
-
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # A weak reference: torch keeps these hooks where the garbage collector sees no cycle, so an unused wrapper
-        # would stay alive with its buffers and process groups.
-        this = weakref.ref(self)
-
-        def add(parameter: torch.Tensor) -> None:
-            wrapper = this()
-            if wrapper is not None:
-                wrapper._take_gradient(index, parameter)
-
-        return add
-
-    @torch.no_grad()
-    def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        planned = self.plan.parameters[index]
-        # Free .grad at once: torch would add the next micro-batch to it.
-        gradient, parameter.grad = parameter.grad, None
-        self.gradient_buffers[planned.buffer].demand(planned.name)
-        is_added = getattr(parameter, "grad_added_to_main_grad", False)
-        if gradient is None or (is_added and not getattr(parameter, "zero_out_wgrad", False)):
-            self.sync.add_gradient(index, None, is_last=self._is_last_microbatch)
-            return
-        axis = find_foreign_axis(gradient, parameter, planned)
-        if axis is not None:
-            self.sync.faults.append(make_foreign_fault(planned.name, axis, self.plan.rank))
-        local = take_local_gradient(gradient, parameter, planned)
-        self.sync.add_gradient(index, local, is_last=self._is_last_microbatch)

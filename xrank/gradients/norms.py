@@ -161,7 +161,7 @@ def _count_copies(slices: Sequence[OwnedSlice], powers: torch.Tensor) -> torch.T
         for index, top, bottom in zip(indices, high.tolist(), low.tolist(), strict=True):
             if top == bottom:
                 copies[index] *= len(ranks)
-            elif top - bottom <= _ALMOST * top:
+            elif math.isfinite(top) and top - bottom <= _ALMOST * top:  # else the norm is not finite in any case
                 raise _make_unclear_error(slices[index], ranks, top, bottom)
     return copies
 

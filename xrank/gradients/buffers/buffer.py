@@ -47,8 +47,11 @@ class GradientBuffer:
                 local = local_of(parameters[one.name])
                 view = _view(self.parameter_data, one)
                 view.copy_(local.detach())
+                # torch.compile cannot trace DTensors whose local tensors share a storage, so each gets a storage of its
+                # own over the same memory.
+                shares = local is parameters[one.name] or local.device.type == "meta"
                 # The Parameter object stays: optimizers and hooks that hold it see the moved values.
-                local.data = view
+                local.data = view if shares or not view.numel() else torch.from_dlpack(view)
 
     @property
     def is_released(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from xrank.errors import GradientError
-from xrank.gradients.wires.wire import GradientWire, Handle
+from xrank.gradients.wires.wire import GradientWire, Handle, finish
 from xrank.words import first_lines
 
 __all__ = ["FaultFlag", "GradientFault", "raise_faults"]
@@ -60,8 +60,9 @@ class FaultFlag:
 
         Raises:
             GradientError: a rank has a fault.
+            RankFailedError: a rank has ended.
         """
-        self._handle.wait()
+        finish(self._handle)
         if not int(self._flag):
             return
         text = json.dumps([asdict(fault) for fault in self._faults[:_MAX_SENT]])

@@ -16,10 +16,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from xrank import environment
 from xrank.errors import GradientError, UsageError
+from xrank.gradients.wires.rank_watch import RankWatch
+from xrank.ranks.peer import process_space
+from xrank.ranks.store import find_store
 
 __all__ = ["ProcessGroups", "exchange_texts", "make_groups", "world_device"]
 
+_watches: WeakKeyDictionary[dist.ProcessGroup, RankWatch] = WeakKeyDictionary()
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 """Groups of each world that contain this rank, and torch's stand-ins for other groups."""
 
@@ -29,6 +34,8 @@ class ProcessGroups(Mapping[tuple[int, ...], dist.ProcessGroup | None]):
     """The group of each ascending set of ranks; None for a set of one rank, which needs no group."""
 
     found: Mapping[tuple[int, ...], dist.ProcessGroup]
+    watch: RankWatch | None = None
+    """The world's ranks; None in a world of one rank."""
 
     def __getitem__(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         if len(ranks) == 1:
@@ -52,7 +59,8 @@ class ProcessGroups(Mapping[tuple[int, ...], dist.ProcessGroup | None]):
 def make_groups(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None = None) -> ProcessGroups:
     """Return a process group of the world's backend for each set of ranks; collective over the world.
 
-    Known sets keep their groups. The set of all ranks gets the world itself.
+    Known sets keep their groups. The set of all ranks gets the world itself. The first call also finds the processes
+    of all ranks, so that collectives name a rank that ends.
 
     Args:
         wanted: sets of ranks that contain this rank: ``GradientPlan.groups()``.
@@ -73,7 +81,9 @@ def make_groups(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # Ascending: a process group numbers its ranks in the order in which they are given.
     own = {tuple(sorted(ranks)) for ranks in wanted if len(ranks) > 1}
-    sets_by_rank = [[tuple(ranks) for ranks in json.loads(text)] for text in exchange_texts(json.dumps(sorted(own)))]
+    watch = _find_watch(world, rank, world_size)
+    texts = exchange_texts(json.dumps(sorted(own)), watch=watch)
+    sets_by_rank = [[tuple(ranks) for ranks in json.loads(text)] for text in texts]
     _check_sets(sets_by_rank, world_size)
     made = _made.setdefault(world, {})
     timeout = _world_timeout(world) if timeout_seconds is None else timedelta(seconds=timeout_seconds)
@@ -83,7 +93,19 @@ def make_groups(wanted: Iterable[tuple[int, ...]], timeout_seconds: float | None
             made[ranks] = dist.new_group(list(ranks), timeout=timeout)
     # torch returns a stand-in for groups without this rank, which must not be used.
     found = {ranks: group for ranks, group in made.items() if rank in ranks}
-    return ProcessGroups({**found, tuple(range(world_size)): world})
+    return ProcessGroups({**found, tuple(range(world_size)): world}, watch)
+
+
+def _find_watch(world: dist.ProcessGroup, rank: int, world_size: int) -> RankWatch | None:
+    """Return the world's watch, which the first call makes; collective over the world."""
+    if world_size > 1 and world not in _watches:
+        is_one_host = len({*exchange_texts(process_space())}) == 1
+        store = find_store(world, environment.environ()).with_prefix("gradients")
+        watch = RankWatch(store, rank, world_size, is_one_host=is_one_host)
+        exchange_texts("published")
+        watch.begin()
+        _watches[world] = watch
+    return _watches.get(world)
 
 
 def _world_timeout(world: dist.ProcessGroup) -> timedelta | None:
@@ -98,16 +120,28 @@ def world_device() -> torch.device:
     return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
-def exchange_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return the text of each rank in the order of a group, the world if None; collective over the group."""
+def exchange_texts(text: str, group: dist.ProcessGroup | None = None, watch: RankWatch | None = None) -> list[str]:
+    """Return the text of each rank in the order of a group, the world if None; collective over the group.
+
+    Raises:
+        RankFailedError: a rank has ended; if `watch` is given.
+    """
     device, own = world_device(), text.encode()
+
+    def gather(parts: list[torch.Tensor], part: torch.Tensor) -> None:
+        work = dist.all_gather(parts, part, group=group, async_op=True)
+        if watch is None:
+            work.wait()
+        else:
+            watch.wait(work, is_on_host=device.type == "cpu")
+
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
+    gather(sizes, torch.tensor([len(own)], device=device))
     lengths = [int(size) for size in sizes]
     # All texts get one length, one more than the longest: a collective takes no empty tensor.
     padded = torch.frombuffer(bytearray(own.ljust(max(lengths) + 1, b"\0")), dtype=torch.uint8).to(device)
     texts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(texts, padded, group=group)
+    gather(texts, padded)
     return [found[:length].cpu().numpy().tobytes().decode() for found, length in zip(texts, lengths, strict=True)]
 
 

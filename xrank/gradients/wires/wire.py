@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from xrank.gradients.wires.process_groups import ProcessGroups, exchange_texts, world_device
+from xrank.gradients.wires.rank_watch import RankWatch
 
-__all__ = ["Combination", "Done", "GradientWire", "Handle", "TorchWire"]
+__all__ = ["Combination", "Done", "GradientWire", "Handle", "TorchWire", "finish"]
 
 Combination: TypeAlias = Literal["sum", "average", "max"]
 
@@ -68,7 +71,11 @@ class Done:
 
 
 class TorchWire:
-    """The collectives of torch's process groups."""
+    """The collectives of torch's process groups.
+
+    Raises:
+        RankFailedError: from all methods, and from waits on handles: a rank of the world has ended.
+    """
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
@@ -96,10 +103,47 @@ class TorchWire:
         """Return each rank's text."""
         if len(ranks) == 1:
             return {ranks[0]: text}
-        return dict(zip(ranks, exchange_texts(text, self._groups[ranks]), strict=True))
+        watch = self._groups.watch
+        call = partial(exchange_texts, text, self._groups[ranks], watch)
+        return dict(zip(ranks, call() if watch is None else watch.run(call), strict=True))
 
     def _start(self, ranks: tuple[int, ...], collective: Callable[..., Any], *tensors: Any, **options: Any) -> Handle:
         if len(ranks) == 1:
             return Done()
-        work = collective(*tensors, group=self._groups[ranks], async_op=True, **options)
-        return Done() if work is None else work  # None: this rank is not in the group
+        watch = self._groups.watch
+        call = partial(collective, *tensors, group=self._groups[ranks], async_op=True, **options)
+        work = call() if watch is None else watch.run(call)
+        if work is None:  # this rank is not in the group
+            return Done()
+        return work if watch is None else _WatchedWork(work, watch, tensors[0].device.type == "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _WatchedWork:
+    """A collective of torch whose waits end when a rank has ended."""
+
+    work: Any
+    watch: RankWatch
+    is_on_host: bool
+
+    def wait(self) -> None:
+        # On an accelerator this only orders streams: the host goes on.
+        if self.is_on_host:
+            self.watch.wait(self.work, is_on_host=True)
+        else:
+            self.watch.run(self.work.wait)
+
+    def finish(self) -> None:
+        self.watch.wait(self.work, is_on_host=self.is_on_host)
+
+
+def finish(handle: Handle) -> None:
+    """Wait on the host for a collective whose result the host reads next, on an accelerator, too.
+
+    Raises:
+        RankFailedError: a rank has ended; reading the result would wait for it.
+    """
+    if isinstance(handle, _WatchedWork):
+        handle.finish()
+    else:
+        handle.wait()

@@ -1,0 +1,152 @@
+"""A training loop as users write it equals one process: over dp x tp, with and without the distributed optimizer.
+
+AdamW with groups, clipping, GradScaler, a schedule, accumulation, parameters that are frozen and unfrozen on the way,
+compiled modules, and a checkpoint from which another number of replicas goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from xrank.gradients import (
+    DistributedDataParallel,
+    GradientConfig,
+    GradientPlan,
+    GradScaler,
+    ParameterShards,
+    clip_grad_norm,
+    export_optimizer_shards,
+    finalize_model_grads,
+    load_optimizer_shards,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+_WIDTH, _ROWS, _STEPS = 8, 16, 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.up = nn.Linear(_WIDTH, 2 * _WIDTH)
+        self.down = nn.Linear(2 * _WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Linear(_WIDTH, _WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(_WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _batch(step: int) -> torch.Tensor:
+    return torch.randn(_ROWS, _WIDTH, generator=torch.Generator().manual_seed(100 + step))
+
+
+def _loss(out: torch.Tensor) -> torch.Tensor:
+    return (out * torch.linspace(-1, 2, 3)).sin().sum(-1).mean()
+
+
+def _groups(module: nn.Module) -> list[dict[str, Any]]:
+    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [
+        {"params": [one for one in learning if one.ndim > 1], "weight_decay": 0.1},
+        {"params": [one for one in learning if one.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _freeze(module: nn.Module, phase: int) -> None:
+    """The embedding learns from the second phase on only."""
+    module.embed.requires_grad_(phase > 0)
+
+
+def _train_alone() -> dict[str, torch.Tensor]:
+    model = Model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    for phase in range(2):
+        _freeze(model, phase)
+        optimizer = torch.optim.AdamW(_groups(model), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _STEPS)
+        for step in range(_STEPS):
+            optimizer.zero_grad()
+            for rows in _batch(phase * _STEPS + step).chunk(2):
+                scaler.scale(_loss(model(rows)) / 2).backward()
+            if step == 2:
+                model.head.bias.grad[0] = torch.inf  # the scaler skips this step
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+    return {name: one.detach() for name, one in model.named_parameters()}
+
+
+def _cut(model: nn.Module, mesh: Any) -> None:
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], plan)
+
+
+def _train(rank: int, num_tensor_ranks: int, config: GradientConfig, *, compiled: bool) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (4 // num_tensor_ranks, num_tensor_ranks), mesh_dim_names=("dp", "tp"))
+    model = Model()
+    _cut(model, mesh)
+    place, num_replicas = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    for phase in range(2):
+        _freeze(model, phase)
+        ddp = DistributedDataParallel(model, GradientPlan.from_module(model, mesh, config))
+        shards = ParameterShards(ddp)
+        optimizer = torch.optim.AdamW(shards.map_groups(_groups(model)), lr=1e-2)
+        shards.attach(optimizer)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _STEPS)
+        run = torch.compile(ddp, backend="aot_eager") if compiled else ddp
+        for step in range(_STEPS):
+            ddp.zero_grad_buffer()
+            first, last = _batch(phase * _STEPS + step).chunk(2)
+            with ddp.no_sync():
+                scaler.scale(_loss(run(first.chunk(num_replicas)[place])) / 2).backward()
+            scaler.scale(_loss(run(last.chunk(num_replicas)[place])) / 2).backward()
+            finalize_model_grads(ddp)
+            if step == 2 and rank == 0:
+                start, stop = ddp.plan["head.bias"].owned
+                ddp.main_grad("head.bias")[start:stop] = torch.inf
+            scaler.unscale_(optimizer)
+            clip_grad_norm(ddp, 0.5, error_if_nonfinite=False)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+        ddp.unwrap()
+    return {name: getattr(one, "full_tensor", lambda one=one: one)().detach() for name, one in model.named_parameters()}
+
+
+@pytest.mark.ranks(4, timeout_seconds=250)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_users_loop_equals_one_process(rank: int, compiled: bool) -> None:
+    wanted = _train_alone()
+    for num_tensor_ranks in (1, 2, 4):
+        for sharded in (False, True):
+            found = _train(rank, num_tensor_ranks, GradientConfig(use_distributed_optimizer=sharded), compiled=compiled)
+            for name, one in wanted.items():
+                torch.testing.assert_close(found[name], one, rtol=2e-4, atol=2e-6, msg=lambda m, name=name: f"{num_tensor_ranks} {sharded} {name}: {m}")
