@@ -60,7 +60,8 @@ test-all: $(VENV)/.ready
 soak: $(VENV)/.ready
 	$(VENV)/bin/python -m pytest --soak -s tests/gather tests/conversion/test_shared_gather.py \
 	  tests/conversion/test_gather_killed.py tests/conversion/test_export_killed.py \
-	  tests/virtual/test_device_failures.py $(ARGS)
+	  tests/virtual/test_device_failures.py tests/gradients/test_dead_ranks.py tests/gradients/test_right_runs.py \
+	  tests/gradients/test_plan_mutants.py $(ARGS)
 
 $(ORACLE_VENV)/.ready: pyproject.toml .ci/oracle-constraints.txt
 	@echo 'setting up $(ORACLE_VENV)'

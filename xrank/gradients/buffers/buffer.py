@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from xrank.errors import GradientError, UsageError
 from xrank.gradients.plans.placed_parameters import local_of
@@ -51,7 +52,7 @@ class GradientBuffer:
                 # own over the same memory.
                 shares = local is parameters[one.name] or local.device.type == "meta"
                 # The Parameter object stays: optimizers and hooks that hold it see the moved values.
-                local.data = view if shares or not view.numel() else torch.from_dlpack(view)
+                local.data = view if shares or not view.numel() else from_dlpack(view)
 
     @property
     def is_released(self) -> bool:

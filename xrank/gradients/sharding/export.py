@@ -16,6 +16,7 @@ from xrank.gradients.distributed_data_parallel import DistributedDataParallel
 from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.sharding.shard_layouts import SliceLayouts
 from xrank.gradients.sharding.shards import OwnedSlice, find_slice, list_owned_slices
+from xrank.gradients.sharding.state_shapes import find_state_shapes
 from xrank.layout import LayoutMap
 
 __all__ = ["export_gradients", "export_optimizer_shards", "load_optimizer_shards"]
@@ -65,6 +66,8 @@ def export_optimizer_shards(
 
     Values have the parameters' names, so that a gather that excludes ``state\..*`` writes the model; a state is
     ``state.<parameter>.<key>``, as in torch's checkpoints. Settings of parameter groups, such as rates, are omitted.
+    Before the first step there are no states; the layouts have theirs already, so that `xrank reshard` can cut the
+    states of another run for this one.
 
     Args:
         optimizer: over `ParameterShards`, or, if nothing is sharded, over the module's parameters.
@@ -85,17 +88,22 @@ def export_optimizer_shards(
     """
     slices = _rename_slices(list_owned_slices(models), names)
     places, found = SliceLayouts(layouts), {}
+    fresh = find_state_shapes(optimizer)
     for name, one, parameter in _find_stepped(optimizer, slices):
         found[name] = _check_shape(name, local_of(parameter).detach(), one)
         places.add(name, name, one)
-        for key, state in optimizer.state[parameter].items():
+        states = optimizer.state.get(parameter) or fresh.get(id(parameter), {})
+        for key, state in states.items():
             if state is None:
                 continue
             full, value = f"state.{name}.{key}", _tensor(state)
             # A parameter may have such a name itself.
             if full in slices:
                 raise _make_clash_error(full)
-            found[full] = _check_shape(full, value, one) if value.ndim else value
+            if value.ndim:
+                _check_shape(full, value, one)
+            if states is not fresh.get(id(parameter)):
+                found[full] = value
             if value.ndim:
                 places.add(full, name, one)
             else:

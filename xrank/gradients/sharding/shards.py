@@ -26,6 +26,13 @@ from xrank.gradients.step_watch import ATTACHED, OWNED
 
 __all__ = ["OwnedSlice", "ParameterShards", "find_shards", "find_slice", "list_owned_slices"]
 
+_MIXING = frozenset({"Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "DistributedShampoo", "SOAP"})
+"""Classes whose step of an element depends on others of its parameter: norms, factored moments, orthogonal updates."""
+_UNFIT = {
+    "LBFGS": "it runs the backward inside its step, and those gradients would not be exchanged",
+    "SparseAdam": "it takes sparse gradients, and those in buffers are dense",
+}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedSlice:
@@ -41,6 +48,14 @@ class OwnedSlice:
         """Whether replicas own other elements. Then all tensors here are flat; else they have the local shape."""
         model = self.model
         return model.config.use_distributed_optimizer and len(model.plan.buffers[self.planned.buffer].shard_ranks) > 1
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks hold other elements of the parameter: replicas, or ranks along tp or another axis."""
+        parameter = self.model.planned_parameters[self.planned.name]
+        placements = zip(getattr(parameter, "placements", ()), self.planned.placement_axes, strict=True)
+        is_placed = any(axes and not placement.is_replicate() for placement, axes in placements)
+        return self.is_cut or bool(self.planned.is_cut_over_tp) or is_placed
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -178,8 +193,10 @@ class ParameterShards:
         """Make an optimizer call `give_gradients` before each of its steps, and `take_parameters` after it.
 
         Raises:
-            UsageError: the optimizer steps other parameters.
+            UsageError: the optimizer steps other parameters; or it mixes elements of a parameter, of which this rank
+                holds a part; or it needs a closure or sparse gradients.
         """
+        self._check_kind(optimizer)
         own = {id(shard) for shard in self._shards.values()}
         for group in optimizer.param_groups:
             if any(id(parameter) not in own for parameter in group["params"]):
@@ -192,6 +209,25 @@ class ParameterShards:
         ATTACHED[optimizer] = self
         optimizer.register_step_pre_hook(self._run_before_step)
         optimizer.register_step_post_hook(self._run_after_step)
+
+    def _check_kind(self, optimizer: torch.optim.Optimizer) -> None:
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+        for kind, why in _UNFIT.items():
+            if kind in kinds:
+                raise UsageError(f"{kind} cannot step shards: {why}", got=kind, want="an optimizer such as AdamW")
+        mixing = next(iter(kinds & _MIXING), None)
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        cut = [one for name, one in self.slices.items() if id(self._shards[name]) in stepped and one.is_part]
+        if mixing is not None and cut:
+            raise UsageError(
+                f"{cut[0].name}: {mixing} steps an element by the others of its parameter, and this rank holds a part",
+                tensor=cut[0].name,
+                rank=cut[0].model.plan.rank,
+                got=f"{mixing}, and a slice of shape {list(cut[0].shape)}",
+                want="an optimizer that works element by element, or whole parameters",
+                next_step="use AdamW for cut parameters; use_distributed_optimizer=False leaves those whole that tp "
+                "does not cut",
+            )
 
     @torch.no_grad()
     def give_gradients(self) -> None:
