@@ -18,7 +18,8 @@ import numpy as np
 from xrank.errors import XrankError
 from xrank.formats.dcp_metadata_pickle import ChunkRun, EntryRun, EntryTable, MetadataMachine
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.pickle_reader import run_machine
+from xrank.formats.pickle_reader import PROTOCOL, STOP, run_machine
+from xrank.formats.pickled_names import is_known
 from xrank.formats.regular_file import Origin, open_regular, quote
 from xrank.layout.nest_table import IntArray
 
@@ -71,6 +72,8 @@ class DcpMetadata:
     """Flat name of each value that is not a tensor -> (index into `files`, first byte, bytes) of its item."""
     paths: Mapping[str, tuple[str | int, ...]] | None
     """Flat name -> the keys of the nested dicts that lead to it (``planner_data``); None if they are not recorded."""
+    foreign: Mapping[tuple[str, str], int]
+    """Classes in the pickle that frameworks do not write (`xrank.formats.pickled_names`)."""
 
 
 def read_metadata(path: str) -> DcpMetadata:
@@ -88,6 +91,9 @@ def read_metadata(path: str) -> DcpMetadata:
             raise origin.corrupt("is too long", got=f"{file.nbytes} bytes", want=f"{MAX_METADATA_NBYTES} at most")
         if file.nbytes == 0:
             raise origin.corrupt("is empty", got="0 bytes", want="the pickled metadata of a checkpoint")
+        # A false file may be long and empty (sparse): look at its ends before reading it.
+        if file.read(0, 1) != PROTOCOL or file.read(file.nbytes - 1, 1) != bytes([STOP]):
+            raise origin.corrupt("is not a whole pickle", want="the pickled metadata of a checkpoint")
         status = file.status
         with _pause_collector():
             machine = MetadataMachine(file.read(0, file.nbytes), origin)
@@ -157,6 +163,7 @@ class _Metadata:
             nbytes,
             MappingProxyType(self.byte_items),
             self.paths(state.get("planner_data"), listed),
+            {name: at for name, at in self.machine.named.items() if not is_known(name)},
         )
 
     def corrupt(self, name: str, problem: str, *, got: str | None = None, want: str | None = None) -> XrankError:

@@ -25,14 +25,17 @@ from xrank.formats.dcp_metadata_templates import (
     parse_count,
 )
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.pickle_reader import STEPS, STOP, PickleMachine
+from xrank.formats.pickle_reader import COSTS, STEPS, STEPS_A_CHECK, STOP, PickleMachine
+from xrank.formats.pickled_names import is_known
 from xrank.formats.plain_values import PLAIN_BUILDERS
-from xrank.formats.regular_file import Origin
+from xrank.formats.regular_file import Origin, quote
 
 __all__ = ["ChunkRun", "EntryRun", "EntryTable", "MetadataMachine"]
 
 _MAX_PACKED = 1 << 16
 _MAX_LEARNED = 16
+# A tensor takes about 400 bytes, and objects of 2,000; its pieces become rows of arrays.
+_MIN_MADE_NBYTES, _MADE_NBYTES_A_BYTE, _MAX_MADE_NBYTES = 1 << 26, 8, 1 << 30
 
 _GETS = (0x68, 0x6A)  # BINGET, LONG_BINGET: the first opcode of every entry except the first of its kind
 
@@ -78,6 +81,7 @@ class MetadataMachine(PickleMachine):
     def __init__(self, data: bytes, origin: Origin) -> None:
         builders = {**PLAIN_BUILDERS, ("torch", "Size"): _size}
         super().__init__(data, origin, builders, InertRecord, None)
+        self.max_made_nbytes = min(_MIN_MADE_NBYTES + _MADE_NBYTES_A_BYTE * len(data), _MAX_MADE_NBYTES)
         self._memo = _Memo(self)
         self.memo = self._memo
         self.files: dict[str, int] = {}
@@ -95,6 +99,7 @@ class MetadataMachine(PickleMachine):
     def run(self) -> object:
         """Return the value of the pickle."""
         data, steps = self.data, _STEPS
+        made_nbytes = num_steps = 0
         # Every step takes at least one byte, so the length bounds their number.
         while True:
             opcode = data[self.at]
@@ -104,6 +109,11 @@ class MetadataMachine(PickleMachine):
             step = steps.get(opcode)
             if step is not None:
                 step(self)
+                made_nbytes += COSTS[opcode]
+                num_steps += 1
+                if num_steps % STEPS_A_CHECK == 0:
+                    self.check_size(made_nbytes)
+                    made_nbytes = 0
             elif opcode == STOP:
                 return self.stop()
             else:
@@ -164,6 +174,14 @@ class MetadataMachine(PickleMachine):
         if isinstance(item, ChunkRun) and item.count != 1:
             raise ValueError("several chunks appended as one")
         self.append([item])
+
+    def reduce(self) -> None:
+        """Make the record of a call. Its result may be discarded unseen, since `_Memo` keeps no records alive."""
+        target = self.stack[-2]
+        if isinstance(target, InertRecord) and not is_known((target.module, target.name)):
+            name = f"{target.module}.{target.name}"
+            raise self.origin.unsafe(f"the pickle runs {quote(name)}, which no framework writes there", got=quote(name))
+        self.call()
 
     # ---- entries of storage
 
@@ -316,4 +334,5 @@ _STEPS: dict[int, Callable[[Any], object]] = {
     ord("s"): MetadataMachine.set_item,
     ord("b"): MetadataMachine.build,
     ord("a"): MetadataMachine.append_one,
+    ord("R"): MetadataMachine.reduce,
 }

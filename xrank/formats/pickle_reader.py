@@ -15,21 +15,36 @@ from __future__ import annotations
 import pickletools
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 
 from xrank.errors import XrankError
 from xrank.formats.inert_record import InertRecord, check_tree
+from xrank.formats.pickled_names import find_foreign_names
 from xrank.formats.plain_values import PLAIN_BUILDERS, Builder, check_key
 from xrank.formats.regular_file import Origin, quote
 
-__all__ = ["MAX_OPCODES", "MAX_PICKLE_NBYTES", "STEPS", "STOP", "PickleMachine", "read_pickle", "run_machine"]
+__all__ = ["COSTS", "MAX_OPCODES", "MAX_PICKLE_NBYTES", "PROTOCOL", "STEPS", "STEPS_A_CHECK", "STOP"]
+__all__ += ["PickleMachine", "Pickled", "read_pickle", "run_machine"]
 
 MAX_PICKLE_NBYTES = 1 << 29
 """Largest pickle that is read, in bytes; a tensor takes about 150."""
 MAX_OPCODES = 20_000_000
 """Largest number of opcodes of a pickle; a tensor takes about 50."""
+MAX_MADE_NBYTES = 1 << 28
+"""Largest memory of the objects that a pickle makes, in bytes; a tensor takes about 1,000."""
 
 _MAX_INTEGER_NBYTES = 256
+STEPS_A_CHECK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """The content of a pickle."""
+
+    value: object
+    foreign: Mapping[tuple[str, str], int]
+    """(Module, name) of each class or function that frameworks do not write -> the byte that names it first."""
 
 
 def read_pickle(
@@ -39,8 +54,8 @@ def read_pickle(
     builders: Mapping[tuple[str, str], Builder] = PLAIN_BUILDERS,
     load_global: Callable[[str, str], object] = InertRecord,
     load_persistent: Callable[[object], object] | None = None,
-) -> object:
-    """Return the value of a pickle; its classes and calls are inert records.
+) -> Pickled:
+    """Read a pickle; its classes and calls are inert records.
 
     Args:
         data: exactly the bytes of the pickle.
@@ -51,13 +66,15 @@ def read_pickle(
 
     Raises:
         CorruptError: the pickle is damaged, too long or too deep.
-        UnsafeError: it uses an opcode or a call that needs code to run.
+        UnsafeError: it uses an opcode or a call that needs code to run, or discards the result of a call.
     """
     if len(data) > MAX_PICKLE_NBYTES:
         raise origin.corrupt("the pickle is too long", got=f"{len(data)} bytes", want=f"{MAX_PICKLE_NBYTES} at most")
-    value = run_machine(PickleMachine(data, origin, builders, load_global, load_persistent))
+    machine = PickleMachine(data, origin, builders, load_global, load_persistent)
+    value = run_machine(machine)
     check_tree(value, 1_000_000 + 4 * len(data), origin)
-    return value
+    roots = [value, *machine.dropped]
+    return Pickled(value, find_foreign_names(machine.named, machine.calls, machine.built, roots, origin))
 
 
 def run_machine(machine: PickleMachine) -> object:
@@ -82,6 +99,8 @@ def run_machine(machine: PickleMachine) -> object:
 class PickleMachine:
     """The pickle virtual machine without code: a stack, the stacks below its marks, and the memo."""
 
+    max_made_nbytes = MAX_MADE_NBYTES
+
     def __init__(
         self,
         data: bytes,
@@ -98,21 +117,50 @@ class PickleMachine:
         self.load_persistent = load_persistent
         self.stack: list[object] = []
         self.marks: list[list[object]] = []
-        self.memo: dict[int, object] = {}
+        self.memo: MutableMapping[int, object] = _Memo()
+        self.made_nbytes = 0
+        """Bytes of the objects that the pickle made, as `COSTS` counts them."""
+        self.named: dict[tuple[str, str], int] = {}
+        """Each class or function that the pickle names -> the first byte after its first name."""
+        self.calls: list[InertRecord] = []
+        """Calls that stay inert."""
+        self.built: set[tuple[str, str]] = set()
+        """Names whose calls became plain values."""
+        self.dropped: list[object] = []
+        """Attributes of dicts, which are left out."""
 
     def run(self) -> object:
-        data = self.data
-        for _ in range(MAX_OPCODES):
-            opcode = data[self.at]
-            self.at += 1
-            step = STEPS.get(opcode)
-            if step is not None:
-                step(self)
-            elif opcode == STOP:
-                return self.stop()
-            else:
-                raise self.refusal(opcode)
+        data, costs = self.data, COSTS
+        for done in range(0, MAX_OPCODES, STEPS_A_CHECK):
+            made_nbytes = 0
+            for _ in range(min(STEPS_A_CHECK, MAX_OPCODES - done)):
+                opcode = data[self.at]
+                self.at += 1
+                step = STEPS.get(opcode)
+                if step is not None:
+                    step(self)
+                    made_nbytes += costs[opcode]
+                elif opcode == STOP:
+                    return self.stop()
+                else:
+                    raise self.refusal(opcode)
+            self.check_size(made_nbytes)
         raise self.origin.corrupt("the pickle takes too many steps", want=f"at most {MAX_OPCODES}")
+
+    def check_size(self, made_nbytes: int) -> None:
+        """Refuse a pickle whose objects take too much memory; a small file may describe many.
+
+        Args:
+            made_nbytes: bytes of the objects made since the last check.
+        """
+        self.made_nbytes += made_nbytes
+        if self.made_nbytes + _MARK_NBYTES * len(self.marks) + _MEMO_NBYTES * len(self.memo) > self.max_made_nbytes:
+            raise self.origin.usage(
+                "the pickle holds more objects than xrank reads from one file",
+                got=f"{self.max_made_nbytes >> 20} MB of objects in {self.at:,} of its {len(self.data):,} bytes",
+                want=f"{self.max_made_nbytes >> 20} MB at most",
+                next_step="if you wrote the file, save its tensors in several files, or as safetensors",
+            )
 
     def stop(self) -> object:
         """Return the only value on the stack."""
@@ -229,12 +277,16 @@ class PickleMachine:
 
     def push_global(self) -> None:
         module = self.take_line()
-        self.push(self.load_global(module, self.take_line()))
+        self.push_named(module, self.take_line())
 
     def push_stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
             raise TypeError("a global's name is not a text")
+        self.push_named(module, name)
+
+    def push_named(self, module: str, name: str) -> None:
+        self.named.setdefault((module, name), self.at)
         self.push(self.load_global(module, name))
 
     def call(self, kwargs: object = None) -> None:
@@ -252,8 +304,11 @@ class PickleMachine:
         made = NotImplemented if builder is None or kwargs else builder(args)
         if made is NotImplemented:
             made = InertRecord(target.module, target.name, args)
+            self.calls.append(made)
             if kwargs:
                 made.kwargs = _keyword_arguments(kwargs)
+        else:
+            self.built.add((target.module, target.name))
         self.push(made)
 
     def call_with_keywords(self) -> None:
@@ -265,7 +320,9 @@ class PickleMachine:
             target.state = state
         # A state dict has the versions of its modules in an attribute, `_metadata` (torch/nn/modules/module.py:
         # state_dict). Attributes of a dict are not data and could hide its methods, so they are dropped.
-        elif type(target) is not OrderedDict:
+        elif type(target) is OrderedDict:
+            self.dropped.append(state)
+        else:
             raise TypeError(f"set the state of {type(target).__name__}")
 
     def push_persistent(self) -> None:
@@ -274,13 +331,53 @@ class PickleMachine:
         self.push(self.load_persistent(self.stack.pop()))
 
 
+class _Memo(dict[int, object]):
+    """The memo. Pickle numbers its values in order, and a list of them takes a tenth of a dict's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ordered: list[object] = []
+
+    def __setitem__(self, number: int, value: object) -> None:
+        ordered = self._ordered
+        if number <= len(ordered) and super().__len__():
+            self.pop(number, None)
+        if number == len(ordered):
+            ordered.append(value)
+        elif number < len(ordered):
+            ordered[number] = value
+        else:
+            super().__setitem__(number, value)
+
+    def __missing__(self, number: int) -> object:
+        return self._ordered[number]
+
+    def __len__(self) -> int:
+        return super().__len__() + len(self._ordered)
+
+
 def _keyword_arguments(kwargs: object) -> dict[str, object]:
     if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
         raise TypeError("keyword arguments that are not a dict")
     return kwargs
 
 
+PROTOCOL = b"\x80"
+"""First byte of every pickle since protocol 2."""
 STOP = ord(".")
+_MARK_NBYTES = 72
+_MEMO_NBYTES = 16
+COSTS = [8] * 256
+"""Opcode -> bytes of memory of the object that it makes.
+
+Empty lists, dicts and sets count twice, and a discarded value counts as 256 bytes: files with millions of them are
+made to cost time.
+"""
+for _codes, _nbytes in {"\x85\x86\x87t\x91": 64, "]}": 136, "\x8f": 448, "cR\x81\x92\x93Q": 216, "01": 256}.items():
+    for _code in _codes:
+        COSTS[ord(_code)] = _nbytes
+for _code in "JM\x8aGX\x8cCB":
+    COSTS[ord(_code)] = 40
 _INT32 = struct.Struct("<i")
 _FLOAT = struct.Struct(">d")
 

@@ -50,6 +50,8 @@ class TorchArchive:
     a stream."""
     has_checksums: bool
     """False if all checksums are 0 (``torch.serialization.set_crc32_options(False)``), so bytes cannot be verified."""
+    foreign: Mapping[tuple[str, str], int]
+    """Classes and functions in the pickle that frameworks do not write (`xrank.formats.pickled_names`)."""
 
 
 def read_archive(path: str, *, rank: int | None = None) -> TorchArchive:
@@ -97,31 +99,39 @@ def read_archive_in(file: RegularFile, *, start: int = 0, nbytes: int | None = N
             next_step="load it with torch and save it again",
         ) from None
     origin = file.origin
-    pickled = members.get("data.pkl")
-    if pickled is None:
+    member = members.get("data.pkl")
+    if member is None:
         raise origin.corrupt("the archive holds no data.pkl: torch.save did not write it")
-    if pickled.nbytes > MAX_PICKLE_NBYTES:
+    if member.nbytes > MAX_PICKLE_NBYTES:
         raise origin.corrupt(
-            "data.pkl is too large", got=f"{pickled.nbytes} bytes", want=f"at most {MAX_PICKLE_NBYTES} bytes"
+            "data.pkl is too large", got=f"{member.nbytes} bytes", want=f"at most {MAX_PICKLE_NBYTES} bytes"
         )
     # torch writes zeros for all checksums or for none; the CRC of an empty member is always 0.
     has_checksums = any(member.crc32 for member in members.values())
     _check_byteorder(item, members.get("byteorder"), has_checksums)
-    data = _read_member(item, pickled, has_checksums)
+    data = _read_member(item, member, has_checksums)
     records = {
         name[5:]: ArchiveRecord(name[5:], start + member.offset, member.nbytes, member.crc32)
         for name, member in members.items()
         if name.startswith("data/")
     }
     tensors = TensorRebuilder(records, origin)
-    value = read_pickle(
+    pickled = read_pickle(
         data,
         origin,
         builders={**PLAIN_BUILDERS, **tensors.builders()},
         load_global=load_global,
         load_persistent=tensors.load_storage,
     )
-    return TorchArchive(origin.path, file.status, MappingProxyType(records), value, stem, has_checksums)
+    return TorchArchive(
+        origin.path,
+        file.status,
+        MappingProxyType(records),
+        pickled.value,
+        stem,
+        has_checksums,
+        MappingProxyType(dict(pickled.foreign)),
+    )
 
 
 def _strip_folder(item: ItemBytes, members: tuple[ZipMember, ...]) -> tuple[str, dict[str, ZipMember]]:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from xrank.formats.regular_file import quote
 from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile
+from xrank.words import plural
 
 if TYPE_CHECKING:
     from xrank.formats.regular_file import RegularFile
     from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader
     from xrank.formats.torch_archive import TorchArchive
 
-__all__ = ["Records"]
+__all__ = ["FOREIGN_NAMES", "Records", "note_foreign_names"]
+
+FOREIGN_NAMES = "foreign-names"
+"""Code of the note on classes and functions that frameworks do not write into pickles."""
 
 
 class Records:
@@ -25,6 +30,7 @@ class Records:
         self.files: list[SourceFile] = []
         self.bare: list[str] = []
         """Paths of torch files written without checksums."""
+        self._foreign: dict[str, Mapping[tuple[str, str], int]] = {}
         self._file, self._offset, self._nbytes, self._crc32 = (array("q") for _ in range(4))
 
     def add_archive(self, archive: TorchArchive) -> Callable[[str], int]:
@@ -33,6 +39,7 @@ class Records:
         self.files.append(SourceFile.from_status(archive.path, archive.status))
         if not archive.has_checksums:
             self.bare.append(archive.path)
+        self._foreign[archive.path] = archive.foreign
         known: dict[str, int] = {}
 
         def index(key: str) -> int:
@@ -72,8 +79,33 @@ class Records:
         """Bytes of all records."""
         return sum(self._nbytes)
 
+    def notes(self) -> list[tuple[str, str]]:
+        """Return notes on files without checksums, and on code that their pickles would run elsewhere."""
+        notes = note_foreign_names(self._foreign)
+        if self.bare:
+            notes.append(("no-checksums", f"{plural(len(self.bare), 'file')} without checksums, {self.bare[0]} first"))
+        return notes
+
     def table(self) -> RecordTable:
         """Return all records."""
         return RecordTable(
             *(np.array(column, dtype=np.int64) for column in (self._file, self._offset, self._nbytes, self._crc32))
         )
+
+
+def note_foreign_names(found: Mapping[str, Mapping[tuple[str, str], int]]) -> list[tuple[str, str]]:
+    """Return a note on the classes and functions that frameworks do not write into pickles, or none.
+
+    Args:
+        found: path -> (module, name) -> the byte of the pickle that names it first (`Pickled.foreign`).
+    """
+    places = {name: (path, at) for path, names in reversed([*found.items()]) for name, at in names.items()}
+    if not places:
+        return []
+    name, (path, at) = next(iter(places.items()))
+    more = f" ({len(places)} such names in all)" if len(places) > 1 else ""
+    text = (
+        f"{path} names {quote('.'.join(name))[1:-1]} near byte {at} of its pickle{more}: xrank ran nothing and left "
+        "its value out, but torch.load(weights_only=False) would run it"
+    )
+    return [(FOREIGN_NAMES, text)]

@@ -23,7 +23,6 @@ from xrank.readers.held_tensor import HeldTensor
 from xrank.readers.placement import Placement, place_all
 from xrank.readers.rank_states import check_run, read_rank_state, run_text
 from xrank.readers.records import Records
-from xrank.words import ranks_text
 
 __all__ = ["WorkspaceReader", "survey_ranks"]
 
@@ -85,7 +84,7 @@ def _describe(path: str, states: Sequence[SavedState], hints: Hints) -> StoredMo
         run_id=None if record is None else record.run_id,
         config=config,
         nbytes=records.nbytes,
-        notes=_notes(states, placement),
+        notes=_notes(states, placement, records),
         layouts=placement.layouts,
         details={"ranks": [_rank_details(state) for state in states]},
     )
@@ -179,13 +178,11 @@ def _look_up(config: Any, path: str) -> str:
     return repr(config)[:200]
 
 
-def _notes(states: Sequence[SavedState], placement: Placement) -> tuple[tuple[str, str], ...]:
+def _notes(states: Sequence[SavedState], placement: Placement, records: Records) -> tuple[tuple[str, str], ...]:
     notes = placement.notes
     if placement.num_pads:
         notes.append(("padding", f"{placement.num_pads} parts stand for padding by their names, and are left out"))
-    bare = [state.rank for state in states if not state.archive.has_checksums]
-    if bare:
-        notes.append(("no-checksums", f"the states of {ranks_text(bare)} were written without checksums"))
+    notes += records.notes()
     if states[0].record is None:
         notes.append(("no-record", "the states record no run, world size or layout; a missing last rank can't be seen"))
     elif states[0].record.run_id is None:

@@ -10,6 +10,7 @@ from xrank.errors import XrankError
 from xrank.formats.dcp_metadata import DcpMetadata
 from xrank.formats.regular_file import open_regular
 from xrank.formats.torch_archive import read_archive
+from xrank.readers.records import note_foreign_names
 from xrank.readers.wrapper_names import is_of_lightning
 from xrank.words import list_text
 
@@ -63,6 +64,7 @@ def file_notes(folder: str, metadata: DcpMetadata, unused: Sequence[str]) -> lis
     if lost:
         text = f"the checkpoint is damaged, though no byte of the model is lost: {list_text(lost, 3)}"
         notes.append(("damage", text))
+    notes += note_foreign_names({metadata.path: metadata.foreign})
     if unused:
         text = f".metadata names nothing in {list_text(unused, 3)}: of another save, and not read"
         notes.append(("unused-files", text))

@@ -294,9 +294,7 @@ def _make_stored_model(
     num_ranks = len(partitions.all) if partitions is not None else world_size if type(world_size) is int else None
     first = partitions.all[0].facts if partitions is not None else None
     moment = check_moment(files.tag, modules.state.facts, modules.state.origin, first)
-    notes = list(dict.fromkeys((*modules.notes, *moment)))
-    if records.bare:
-        notes.append(("no-checksums", f"{len(records.bare)} files were written without checksums"))
+    notes = dict.fromkeys((*modules.notes, *moment, *records.notes()))
     return StoredModel(
         format="deepspeed",
         path=path,

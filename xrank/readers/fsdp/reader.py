@@ -166,9 +166,7 @@ def _nbytes_of(paths: Sequence[str]) -> int:
 
 
 def _notes(files: Sequence[FsdpRankFile], records: Records, placement: Placement) -> tuple[tuple[str, str], ...]:
-    notes = placement.notes
-    if records.bare:
-        notes.append(("no-checksums", f"{len(records.bare)} files hold no checksums, {records.bare[0]} first"))
+    notes = [*placement.notes, *records.notes()]
     others = list(dict.fromkeys(name for file in files for name in file.others))
     if others:
         names = list_text((quote(name)[1:-1] for name in others), _MAX_SHOWN)

@@ -24,6 +24,7 @@ from xrank.readers.dcp.files import file_notes, find_other_files, read_backend
 from xrank.readers.dcp.pieces import DcpPieces, locate, rank_of_file
 from xrank.readers.megatron.args import ParallelSizes, parallel_sizes, plain_args
 from xrank.readers.megatron.folder import check_iteration, explain_mismatch, resolve_folder, sibling_iterations
+from xrank.readers.records import note_foreign_names
 from xrank.words import list_text, plural, size_text
 
 __all__ = ["MegatronDistReader"]
@@ -57,7 +58,7 @@ class MegatronDistReader:
         """Return where every tensor of a checkpoint lies; errors as in `Reader.read`."""
         folder = resolve_folder(path, _holds)
         _check_config(os.path.join(folder, _CONFIG))
-        common = _read_common(os.path.join(folder, _COMMON))
+        common, common_notes = _read_common(os.path.join(folder, _COMMON))
         origin = Origin(os.path.join(folder, _COMMON))
         args = plain_args(common.get("args"), origin)
         step = check_iteration(folder, common.get("iteration"), origin.path)
@@ -80,7 +81,7 @@ class MegatronDistReader:
             args=args,
             nbytes=int(pieces.records.nbytes.sum()),
             skipped_nbytes=metadata.nbytes - kept_nbytes,
-            notes=_notes(folder, metadata, tensors, pieces, args),
+            notes=(*common_notes, *_notes(folder, metadata, tensors, pieces, args)),
             details=_details(folder, metadata, tensors, args, sizes),
         )
 
@@ -119,11 +120,12 @@ def _check_config(path: str) -> None:
         )
 
 
-def _read_common(path: str) -> Mapping[str, object]:
+def _read_common(path: str) -> tuple[Mapping[str, object], list[tuple[str, str]]]:
+    """Return the content of the file, and notes on it."""
     archive = read_archive(path)
     if not isinstance(archive.value, dict):
         raise Origin(path).unsafe("is not a dict", got=repr(archive.value)[:100])
-    return archive.value
+    return archive.value, note_foreign_names({path: archive.foreign})
 
 
 def _model_tensors(metadata: DcpMetadata) -> Mapping[str, DcpTensor]:

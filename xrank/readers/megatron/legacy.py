@@ -169,9 +169,7 @@ def _notes(files: Mapping[Place, MegatronRankFile], records: Records) -> tuple[t
     num_extra = sum(file.num_extra for file in files.values())
     if num_extra:
         notes.append(("extra-state", f"{num_extra:,} _extra_state entries (Transformer Engine's own) were left out"))
-    if records.bare:
-        notes.append(("no-checksums", f"{len(records.bare)} files were written without checksums"))
-    return tuple(notes)
+    return (*notes, *records.notes())
 
 
 def _details(

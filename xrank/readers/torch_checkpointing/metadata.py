@@ -81,7 +81,7 @@ def read_metadata(folder: str) -> SavedMetadata | None:
     with open_regular(path) as file:
         if file.nbytes > MAX_PICKLE_NBYTES:
             raise origin.corrupt("is too large", got=f"{file.nbytes:,} bytes", want=f"at most {MAX_PICKLE_NBYTES:,}")
-        value: Any = read_pickle(file.read(0, file.nbytes), origin)
+        value: Any = read_pickle(file.read(0, file.nbytes), origin).value
     try:
         if value["version"] != _VERSION:
             raise origin.usage(

@@ -21,7 +21,7 @@ from xrank.readers.model_parts import ModelPart, SavedTree, part_details, part_n
 from xrank.readers.records import Records
 from xrank.readers.saved_keys import leads_to_model
 from xrank.readers.wrapper_names import is_of_lightning, remove_wrapper_names
-from xrank.words import list_text, plural
+from xrank.words import list_text
 
 __all__ = ["WholeState", "describe_states", "select_state", "stored_nbytes"]
 
@@ -150,8 +150,7 @@ def describe_states(
     others = [name for state in states for name in state.others]
     if others:
         more.append(("left-out", f"{len(others)} values that are not tensors were left out: {list_text(others, 8)}"))
-    if records.bare:
-        more.append(("no-checksums", f"{plural(len(records.bare), 'file')} without checksums, {records.bare[0]} first"))
+    more += records.notes()
     found = StoredModel(
         format=format_name,
         path=path,
