@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampled import count_of
-from xrank.errors import CorruptError, UnsafeError, XrankError
+from xrank.errors import CorruptError, UnsafeError, UsageError, XrankError
 from xrank.formats.inert_record import InertRecord, check_tree, refuse_inert
-from xrank.formats.pickle_reader import read_pickle
+from xrank.formats.pickle_reader import PickleMachine, read_pickle
 from xrank.formats.regular_file import Origin
 
 pytestmark = pytest.mark.quick
@@ -180,6 +180,61 @@ def hostile(marker):
     yield b"\x80\x05\x97."
     yield b"Pstorage\n."
     yield b"\x80\x02" + text("storage") + b"Q."
+
+
+SYSTEM = b"cos\nsystem\n" + text("true") + b"\x85R"
+DISCARDED = {
+    "popped": SYSTEM + b"0}.",
+    "popped to a mark": b"(" + SYSTEM + b"1}.",
+    "kept in the memo alone": SYSTEM + b"q\x010}.",
+    "overwritten": b"}X\x01\0\0\0a" + SYSTEM + b"sX\x01\0\0\0aNs.",
+    "a name without a call": b"cevil_module\nx\n0}.",
+    "of a known function": b"cargparse\nNamespace\n)R0}.",
+}
+"""Pickles that make an object and leave no trace of it in their value."""
+
+
+@pytest.mark.parametrize("kind", DISCARDED)
+def test_discarded_results_are_refused(kind):
+    with pytest.raises(UnsafeError, match="discards the result"):
+        read_pickle(b"\x80\x02" + DISCARDED[kind], ORIGIN)
+
+
+def test_attributes_of_a_function_itself_are_refused():
+    with pytest.raises(UnsafeError, match="sets attributes"):
+        read_pickle(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x01\0\0\0aNsb0}.", ORIGIN)
+
+
+def test_names_that_frameworks_do_not_write_are_listed():
+    value = {
+        "args": argparse.Namespace(mine=Point(1), path=pathlib.PurePosixPath("a")),
+        "counts": collections.defaultdict(int),
+    }
+    pickled = read_pickle(pickle.dumps(value, 2), ORIGIN)
+    (name,) = pickled.foreign
+    assert name == (Point.__module__, "Point")
+    assert pickled.foreign[name] == pickle.dumps(value, 2).index(b"Point\n") + len(b"Point\n")
+
+
+def test_attributes_of_a_dict_are_searched_too():
+    held = collections.OrderedDict()
+    held._metadata = {"": {"version": 1}, "mine": Point(1)}
+    assert list(read_pickle(pickle.dumps(held, 2), ORIGIN).foreign) == [(Point.__module__, "Point")]
+
+
+@pytest.mark.parametrize("code", [b"]", b"}", b"\x8f", b"(", b"N0", b"N\x85", b"ca\nb\n", b"Nq\x00"])
+def test_many_objects_of_a_small_file_are_refused(code, monkeypatch):
+    monkeypatch.setattr(PickleMachine, "max_made_nbytes", 1 << 20)
+    with pytest.raises((UsageError, CorruptError)) as caught:
+        read_pickle(b"\x80\x02" + code * 100_000 + b".", ORIGIN)
+    if code != b"Nq\x00":  # each value overwrites the memo of the last; the stack is left
+        assert isinstance(caught.value, UsageError) and "more objects than xrank reads" in str(caught.value)
+
+
+def test_a_memo_of_sparse_numbers_is_that_of_pickle():
+    puts = b"K\x09q\x03K\x01q\x00K\x02q\x01K\x04q\x02K\x05q\x03K\x06q\x09"
+    data = b"\x80\x02(" + puts + b"h\x03h\x00h\x02h\x09t."
+    assert read_pickle(data, ORIGIN).value == pickle.loads(data)
 
 
 def test_nothing_runs(tmp_path):

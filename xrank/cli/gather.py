@@ -72,6 +72,9 @@ __all__ = ["gather_command", "output_rows", "proof_row", "source_row"]
 @click.option(
     "--verify/--no-verify", default=None, help="Read the output back before the rename.  [default: with --overwrite]"
 )
+@click.option(
+    "--strict-pickles", is_flag=True, help="Refuse pickles that name code of no known framework, also in unread parts."
+)
 @options.dry_run
 @sharing
 @reporting

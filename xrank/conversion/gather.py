@@ -54,6 +54,7 @@ def gather_checkpoint(
     resume: bool = True,
     verify: bool | None = None,
     dry_run: bool = False,
+    strict_pickles: bool = False,
     progress: Callable[[int, int], None] | None = None,
     distributed: bool = False,
     timeout_seconds: float = 1800.0,
@@ -92,6 +93,8 @@ def gather_checkpoint(
         resume: whether to keep the finished parts of an interrupted run.
         verify: whether to read the stage back before the rename; None: if an output is replaced.
         dry_run: prove and plan without writing.
+        strict_pickles: whether to refuse a source whose pickles name classes or functions that no known framework
+            writes, also in parts that the gather leaves out. xrank runs none of them; ``torch.load`` would.
         progress: called with (bytes written so far, bytes in all), on rank 0 alone.
         distributed: share the work with all ranks that torchrun, srun or mpirun started, or that RANK and WORLD_SIZE
             name; each makes this call. Reports of ranks other than 0 lack digests and counts.
@@ -126,6 +129,7 @@ def gather_checkpoint(
         resume=resume,
         verify=verify,
         dry_run=dry_run,
+        strict_pickles=strict_pickles,
     )
     path = os.fspath(source)
     read = partial(

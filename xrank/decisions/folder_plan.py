@@ -30,6 +30,7 @@ from xrank.plan.source import StoredModel
 from xrank.public_calls import check_no_url
 from xrank.readers.discovery import SourcePlace, find_source
 from xrank.readers.own_readers import WORKSPACE
+from xrank.readers.records import refuse_foreign_names
 from xrank.words import list_text
 from xrank.writers.hf_folder import lay_out, lay_out_file
 
@@ -105,6 +106,8 @@ def plan_gather(
     found = read_found(
         source, where, base=base, layouts=given, part=part, world_size=world_size, is_left_out=options.leaves_out
     )
+    if options.strict_pickles:
+        refuse_foreign_names(found.model)
     request = Request(Purpose.MODEL, options, recipe, {} if given is None else given.aliases)
     decision = decide(found, request, base)
     return _plan_output(decision, _source_notes(decision, given, where.path))

@@ -85,6 +85,8 @@ class GatherOptions:
     verify: bool | None = None
     """Whether to read the stage back before the rename; None: only if the rename replaces an output."""
     dry_run: bool = False
+    strict_pickles: bool = False
+    """Whether to refuse a source whose pickles name classes or functions that frameworks do not write."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (

@@ -316,6 +316,9 @@ class PickleMachine:
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, InertRecord) and target.args is None:
+            name = quote(f"{target.module}.{target.name}")
+            raise self.origin.unsafe(f"the pickle sets attributes of {name} itself", got=name)
         if isinstance(target, InertRecord) and target.state is None:
             target.state = state
         # A state dict has the versions of its modules in an attribute, `_metadata` (torch/nn/modules/module.py:

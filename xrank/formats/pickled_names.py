@@ -7,6 +7,7 @@ since no framework writes that; names outside the list below are reported.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from xrank.formats.inert_record import InertRecord
@@ -86,14 +87,19 @@ _WRITTEN_BY_FRAMEWORKS: Mapping[str, str] = {
     "transformers.integrations.deepspeed": "HfDeepSpeedConfig HfTrainerDeepSpeedConfig",
 }
 _SAME = {"builtins": "__builtin__", "copy_reg": "copyreg", "torch._C": "torch"}
+_TORCH_CONSTANT = re.compile(
+    r"\w*Storage|(bfloat|bits|complex|float|qu?int|u?int)\d\w*|bool|strided|\w+_format|channels_last\w*"
+)
+"""Storages are named after their element types (torch/storage.py)."""
 _KNOWN = {(module, name) for module, names in _WRITTEN_BY_FRAMEWORKS.items() for name in names.split()}
 
 
 def is_known(name: Name) -> bool:
     """Return whether frameworks write a name into pickles."""
     module = _SAME.get(name[0], name[0])
-    # Storages are named after their element types (torch/storage.py); element types are kept as texts.
-    return (module, name[1]) in _KNOWN or (module in ("torch", "torch.cuda") and name[1].endswith("Storage"))
+    return (module, name[1]) in _KNOWN or (
+        module in ("torch", "torch.cuda") and _TORCH_CONSTANT.fullmatch(name[1]) is not None
+    )
 
 
 def find_foreign_names(

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from xrank.errors import UnsafeError
+from xrank.faces import option
 from xrank.formats.regular_file import quote
-from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile
+from xrank.plan.source import NO_CHECKSUM, RecordTable, SourceFile, StoredModel
 from xrank.words import plural
 
 if TYPE_CHECKING:
@@ -17,9 +19,9 @@ if TYPE_CHECKING:
     from xrank.formats.safetensors_header import HeaderTensor, SafetensorsHeader
     from xrank.formats.torch_archive import TorchArchive
 
-__all__ = ["FOREIGN_NAMES", "Records", "note_foreign_names"]
+__all__ = ["Records", "note_foreign_names", "refuse_foreign_names"]
 
-FOREIGN_NAMES = "foreign-names"
+_FOREIGN_NAMES = "foreign-names"
 """Code of the note on classes and functions that frameworks do not write into pickles."""
 
 
@@ -108,4 +110,22 @@ def note_foreign_names(found: Mapping[str, Mapping[tuple[str, str], int]]) -> li
         f"{path} names {quote('.'.join(name))[1:-1]} near byte {at} of its pickle{more}: xrank ran nothing and left "
         "its value out, but torch.load(weights_only=False) would run it"
     )
-    return [(FOREIGN_NAMES, text)]
+    return [(_FOREIGN_NAMES, text)]
+
+
+def refuse_foreign_names(model: StoredModel) -> None:
+    """Raise an error if the pickles of a source name classes or functions that frameworks do not write.
+
+    Raises:
+        UnsafeError: they do.
+    """
+    text = dict(model.notes).get(_FOREIGN_NAMES)
+    if text is not None:
+        raise UnsafeError(
+            text,
+            file=model.path,
+            got="a name of code",
+            want="names that frameworks write",
+            next_step="have the file written again with tensors and plain values only, or, if you trust its writer, "
+            f"leave out {option('strict_pickles')}",
+        )
