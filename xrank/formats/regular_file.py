@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from xrank import system
-from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError
+from xrank.errors import CorruptError, IncompleteError, UnsafeError, UsageError, XrankError
 from xrank.faces import AGAIN
 
 __all__ = ["LFS_MAGIC", "Origin", "RegularFile", "open_regular", "quote", "refuse_pointer"]
+
+_PASSING = {"EIO", "ESTALE", "ETIMEDOUT", "EREMOTEIO"}
+"""Failures of network file systems that may pass: a server starts again, or renews its handles."""
+_OF_THE_FILE = {"EBADMSG", "EUCLEAN", "ELOOP", "ENOTDIR", "EISDIR", "ENXIO", "ENAMETOOLONG"}
+"""Failures that the file or its path causes, whenever it is read."""
+_RETRY_SECONDS = (0.05, 0.2, 1.0)
+_Result = TypeVar("_Result")
 
 LFS_MAGIC = b"version https://git-lfs.github.com/spec/"
 """First bytes of a pointer of git-lfs (github.com/git-lfs/git-lfs: docs/spec.md), which a clone leaves for a file."""
@@ -62,6 +73,16 @@ class Origin:
             next_step="save tensors and plain Python values only (a state_dict), not objects",
         )
 
+    def unreadable(self, problem: str, error: OSError) -> XrankError:
+        """Return the error for a failure to read: of the file, or of the system, after which its bytes may be right."""
+        code, text = _code(error), f"{problem}: {error.strerror or error}"
+        if code in _OF_THE_FILE:
+            return self.corrupt(text, got=code)
+        next_step = f"{AGAIN}; if it fails again, look for a failing disk or server in the system's log"
+        if code in ("EMFILE", "ENFILE"):
+            next_step = f"raise the limit of open files (ulimit -n), then {AGAIN}"
+        return XrankError(self.locate(text), file=self.path, rank=self.rank, got=code, next_step=next_step)
+
     def usage(self, problem: str, *, got: str | None = None, want: str | None = None, next_step: str) -> UsageError:
         """Return the error for an undamaged file that xrank does not accept."""
         return UsageError(self.locate(problem), file=self.path, rank=self.rank, got=got, want=want, next_step=next_step)
@@ -84,7 +105,8 @@ class RegularFile:
         """Read exactly that many bytes from an offset.
 
         Raises:
-            CorruptError: the file is too short, or the disk fails.
+            CorruptError: the file is too short.
+            XrankError: the system cannot read it now.
         """
         end = offset + nbytes
         # Check before allocating, so a false size allocates nothing.
@@ -93,9 +115,9 @@ class RegularFile:
         parts: list[bytes] = []
         while offset < end:
             try:
-                part = system.read_bytes_at(self.descriptor, end - offset, offset)
+                part = _retry(partial(system.read_bytes_at, self.descriptor, end - offset, offset))
             except OSError as error:
-                raise self.origin.corrupt(f"cannot be read at byte {offset}: {error.strerror}") from error
+                raise self.origin.unreadable(f"cannot be read at byte {offset}", error) from error
             if not part:
                 raise self.origin.corrupt(
                     "the file shrank while it was read", got=f"{offset} bytes", want=f"{end} bytes"
@@ -113,10 +135,11 @@ def open_regular(path: str, rank: int | None = None) -> Iterator[RegularFile]:
         IncompleteError: there is no such file.
         UsageError: the file may not be read.
         CorruptError: it is not a regular file.
+        XrankError: the system cannot open it now.
     """
     origin = Origin(path, rank)
     try:
-        descriptor = os.open(path, system.READ)  # of a FIFO, too, it returns at once
+        descriptor = _retry(partial(os.open, path, system.READ))  # of a FIFO, too, it returns at once
     except FileNotFoundError as error:
         raise IncompleteError(
             origin.locate("there is no such file"),
@@ -128,8 +151,10 @@ def open_regular(path: str, rank: int | None = None) -> Iterator[RegularFile]:
         raise origin.usage(
             f"cannot be opened: {error.strerror}", next_step="run as its owner, or let this user read it"
         ) from error
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+    except ValueError as error:  # a NUL in the path
         raise origin.corrupt(f"cannot be opened: {error}") from error
+    except OSError as error:
+        raise origin.unreadable("cannot be opened", error) from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -137,6 +162,22 @@ def open_regular(path: str, rank: int | None = None) -> Iterator[RegularFile]:
         yield RegularFile(descriptor, status, origin)
     finally:
         os.close(descriptor)
+
+
+def _retry(read: Callable[[], _Result]) -> _Result:
+    """Return the result of a read, repeated a few times after failures that may pass."""
+    for seconds in _RETRY_SECONDS:
+        try:
+            return read()
+        except OSError as error:
+            if _code(error) not in _PASSING:
+                raise
+            time.sleep(seconds)
+    return read()
+
+
+def _code(error: OSError) -> str | None:
+    return errno.errorcode.get(error.errno or 0)
 
 
 def refuse_pointer(file: RegularFile) -> None:

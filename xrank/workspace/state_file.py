@@ -16,7 +16,7 @@ from isal import isal_zlib
 
 from xrank import system
 from xrank.dtypes import DTYPES
-from xrank.errors import ContradictionError, CorruptError, IncompleteError, XrankError
+from xrank.errors import ContradictionError, IncompleteError, XrankError
 from xrank.extras import require_torch
 from xrank.formats.saved_state import read_saved_state, record_of, state_error
 from xrank.formats.torch_archive import ArchivedTensor, ArchiveRecord, TorchArchive, read_archive
@@ -109,9 +109,9 @@ def _retry_while_replaced(file: str, read: Callable[[], _T]) -> _T | None:
         except (FileNotFoundError, _ReplacedError) as error:  # IncompleteError is a FileNotFoundError
             if isinstance(error, FileNotFoundError):
                 return None
-        except (OSError, CorruptError) as error:
+        except (OSError, XrankError) as error:
             # ESTALE: on the server this name now belongs to another file (nfs(5); tox-dev/filelock#669).
-            system = error.__cause__ if isinstance(error, CorruptError) else error
+            system = error.__cause__ if isinstance(error, XrankError) else error
             if getattr(system, "errno", None) != errno.ESTALE:
                 raise
             # A client may keep its old view for a second (measured on glusterfs), whatever calls it gets.
