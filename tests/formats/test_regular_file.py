@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from xrank.errors import CorruptError, IncompleteError, UsageError
+from xrank.errors import CorruptError, IncompleteError, UsageError, XrankError
 from xrank.formats.regular_file import Origin, open_regular, quote
 
 
@@ -44,8 +44,9 @@ def test_a_file_that_shrinks_or_fails_while_it_is_read(tmp_path, monkeypatch):
             raise OSError(5, "Input/output error")
 
         monkeypatch.setattr(os, "pread", fail)
-        with pytest.raises(CorruptError, match=r"Input/output error"):
+        with pytest.raises(XrankError, match=r"Input/output error") as caught:
             file.read(0, 5)
+        assert caught.value.exit_code == 1
 
 
 def test_what_is_no_file(tmp_path):
