@@ -178,7 +178,7 @@ def test_families_of_the_same_outcome_are_one(tmp_path: Path) -> None:
     model = stored(tmp_path, theirs("llama"), ARGS)
     fitting = [recipe.name for recipe in load_shipped_recipes() if match(recipe, theirs("llama")).fits]
     # The layers of those with experts may all be dense; GLM's arguments differ from Llama's.
-    like_llama = ["gemma", "glm4-moe", "llama", "ministral3", "mistral", "qwen2-moe"]
+    like_llama = ["gemma", "glm4-moe", "llama", "ministral3", "mistral", "nemotron-nas", "qwen2-moe"]
     assert fitting == [f"megatron-{name}" for name in like_llama]
     assert choose_recipe(model, None, None).recipe.name == "megatron-llama"
     gemma = replace(model, args={**ARGS, "apply_layernorm_1p": True, "swiglu": False})

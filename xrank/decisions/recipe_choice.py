@@ -12,6 +12,7 @@ from xrank.errors import UsageError
 from xrank.faces import option
 from xrank.layout.binding import names_of_dim
 from xrank.plan.source import StoredModel
+from xrank.recipes.layer_rules import spread_layers
 from xrank.recipes.matching import Match, match, settle, source_sides, target_sides
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.recipe_file import (
@@ -222,6 +223,7 @@ def follow_recipe(source: StoredModel, found: Match, config: Mapping[str, Any] |
     """
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path) or os.curdir
     check_requirements(found.recipe, config, None if found.is_reversed else source.args, folder)
+    found = spread_layers(found, config, source.args, source.path)
     told = collect_sizes(found.recipe, config, source.args, folder)
     found = settle(found, {size: number for size, (number, _) in told.items()})
     if not found.fits:

@@ -11,6 +11,7 @@ from typing import Any
 from xrank.decisions.recipe_choice import follow_recipe
 from xrank.errors import LayoutError, XrankError
 from xrank.plan.source import StoredModel
+from xrank.recipes.layer_rules import spread_layers
 from xrank.recipes.matching import Match, active_rules, match, settle, source_sides
 from xrank.recipes.pairing import pair
 from xrank.recipes.recipe import Recipe
@@ -66,6 +67,8 @@ def fit_recipe(recipe: Recipe, model: StoredModel, config: Mapping[str, Any] | N
     """
     names = [shard.name for shard in model.shards]
     found = max((match(recipe, names, is_reversed=back) for back in (False, True)), key=lambda one: one.num_known)
+    found = spread_layers(found, config, model.args, model.path)
+    recipe = found.recipe
     found = settle(found, {size: number for size, (number, _) in collect_sizes(recipe, config, model.args).items()})
     shapes = {shard.name: shard.shape for shard in model.shards}
     places = list(found.used)

@@ -51,6 +51,8 @@ class Rule:
     """A flag that only tensors raise: the rule's tensors exist in models with the stack of layers of this name."""
     is_copy: bool = False
     """Whether the targets are copies of what another rule makes of the source."""
+    line: str | None = None
+    """The source in the recipe's file, of a rule for one layer."""
 
     def factor(self, sizes: Mapping[str, int]) -> float:
         """Return the number that `times` stands for; 1 without it."""
@@ -94,5 +96,7 @@ class Recipe:
     """The same of the keys of config.json."""
     dropped: tuple[str, ...] = ()
     """Patterns of names of trained tensors that the target model lacks a place for."""
+    by_layer: tuple[str, ...] = ()
+    """Sizes and flags that each layer has of its own."""
     depth: int = 0
     """Number of recipes that it extends, one after the other."""

@@ -8,6 +8,7 @@ ignored = ['.*rotary_emb\.inv_freq']    patterns of names that are left out
 dropped = ['.*\.moe\.expert_bias']      trained tensors that the model lacks a place for; a note names them
 keep_fp32 = ['.*\.mlp\.gate\.weight']   patterns of target names that a cast to a smaller type skips
 needed = ["attention.linear"]           groups that some layers of every model have
+by_layer = ["f", "attention"]           sizes and flags that each layer has of its own (`xrank.recipes.layer_rules`)
 
 [rename.sources]                        prefixes of the extended recipe's names, and those that replace them
 "" = "language_model."
@@ -230,6 +231,8 @@ def _parse(name: str, text: str, file: str) -> Recipe:
     )
     if not rules:
         raise misplaced(file, ("tensors",), "no rule", "a table [tensors]")
+    if lists["by_layer"]:  # layers of different sizes cannot be stacked in one tensor
+        rules = tuple(replace(rule, sources=rule.sources[:1]) for rule in rules)
     return Recipe(
         name,
         str(tables.get("framework", "")),
@@ -245,6 +248,7 @@ def _parse(name: str, text: str, file: str) -> Recipe:
         must=_allowed(tables.get("must", {})),
         must_config=_allowed(tables.get("must_config", {})),
         dropped=lists["dropped"],
+        by_layer=lists["by_layer"],
         depth=count_extended(text),
     )
 
@@ -334,5 +338,6 @@ def _stack_dims(side: Side) -> list[Side]:
 
 def find_rule(recipe: Recipe, number: int) -> str:
     """Return ``FILE, line N`` of a rule of a recipe."""
-    place = find_place(recipe.name, "tensors", str(recipe.rules[number].sources[0]))
+    rule = recipe.rules[number]
+    place = find_place(recipe.name, "tensors", rule.line or str(rule.sources[0]))
     return f"{place}, which inherits it" if place == recipe.name else place

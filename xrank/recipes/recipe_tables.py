@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 TABLES = ("config", "args", "must", "must_config", "sizes", "tensors")
-LISTS = ("model_types", "padded", "ignored", "dropped", "keep_fp32", "needed")
+LISTS = ("model_types", "padded", "ignored", "dropped", "keep_fp32", "needed", "by_layer")
 _TEXTS = ("framework", "extends")
 _RENAMES = ("sources", "targets")
 CONDITIONS = ("unless", "when", "group", "optional", "beside", "add", "times", "within")

@@ -12,6 +12,7 @@ from xrank.faces import AGAIN, option
 from xrank.layout.binding import names_of_dim
 from xrank.layout.notation import Size
 from xrank.recipes.dim_equations import Conflict, DimLength, SolvedSizes, solve_lengths
+from xrank.recipes.layer_rules import spread_layers
 from xrank.recipes.matching import Match, active_rules, is_required, match, raised_flags, settle, source_sides
 from xrank.recipes.recipe import Rule
 from xrank.recipes.recipe_file import load_shipped_recipes
@@ -89,6 +90,7 @@ def _refuse_missing(own: list[Match]) -> None:
 
 
 def _prove(found: Match, shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) -> None:
+    found = spread_layers(found, config, None)
     given = {size: number for size, (number, _) in collect_sizes(found.recipe, config, None).items()}
     found = settle(found, given)
     sides = list(_sides(found))

@@ -55,7 +55,7 @@ class Core:
     options: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     spec: Callable[[Any], Any] | None = None
-    config: type[TransformerConfig] | None = None
+    config: Callable[..., TransformerConfig] | None = None
     make: Callable[[Family, Any, dict[str, Any]], torch.nn.Module] | None = None
     change: Callable[[torch.nn.Module], None] | None = None
     logits: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 
 from tests.oracle.megatron_cores.core import Core
+from tests.recipes.families import FAMILIES
 
 __all__ = ["CORES"]
 
@@ -63,6 +67,12 @@ def _norm_all_heads(model: torch.nn.Module) -> None:
             setattr(layer.self_attention, f"{name}_layernorm", norm)
 
 
+def _make_heterogeneous(**options: Any) -> HeterogeneousTransformerConfig:
+    """Return the config with the blocks of each layer, which Megatron reads from a config.json."""
+    content = json.dumps(FAMILIES["nemotron-nas"].full_config())
+    return HeterogeneousTransformerConfig(heterogeneous_layers_config_encoded_json=content, **options)
+
+
 _GEMMA = {"gated_linear_unit": True, "activation_func": _gelu}
 
 _MIXED = {"moe_layer_freq": [0, 1], "moe_router_pre_softmax": True}
@@ -71,6 +81,7 @@ CORES = {
     "deepseek-v3-mtp": Core(_MIXED),
     "glm4-moe-mtp": Core(_MIXED),
     "mimo": Core(),
+    "nemotron-nas": Core(spec=get_gpt_heterogeneous_layer_spec, config=_make_heterogeneous),
     "nemotron": Core({"activation_func": _square_relu}, is_zero_centred=True),
     "gemma": Core(_GEMMA, change=_scale_embedding, is_zero_centred=True),
     "gemma2": Core(

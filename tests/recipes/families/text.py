@@ -48,7 +48,7 @@ def _block(n_heads_in_group: int | None, ffn_mult: float | None) -> dict[str, An
     }  # fmt: skip
 
 
-NAS = {
+_NAS = {
     **SIZES, "model_type": "nemotron-nas", "num_hidden_layers": 4, "num_key_value_heads": None,
     "intermediate_size": None, "block_configs": [_block(3, 16.0), _block(None, 20.0), _block(1, None), _block(3, 20.0)],
 }  # fmt: skip
@@ -130,6 +130,7 @@ FAMILIES = (
         of="glm4-moe",
     ),
     Family("mimo", {"model_type": "mimo", **without("head_dim", SIZES), **_NEXT}, {"add_qkv_bias": True}, make_mimo),
+    Family("nemotron-nas", _NAS, hugging_face=make_nas),
     Family("nemotron", {"model_type": "nemotron", **_NEMOTRON}, {
         "swiglu": False, "squared_relu": True, "normalization": "LayerNorm", "apply_layernorm_1p": True,
         "rotary_percent": 0.5,

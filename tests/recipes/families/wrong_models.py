@@ -63,6 +63,8 @@ def _others(value: object, where: str) -> Iterator[tuple[str, object]]:
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from ((at, {**value, key: other}) for at, other in _others(inner, f"{where}.{key}"))
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+        yield from ((at, [other, *value[1:]]) for at, other in _others(value[0], f"{where}.0"))
     elif value is None:
         yield where, 4
 
