@@ -19,6 +19,8 @@ from contextlib import suppress
 from typing import Any
 
 _WAIT_SECONDS = 100
+_GLOO = "connectFullMesh"
+"""A busy machine now and then lets gloo's own meeting fail, before any test begins."""
 
 
 def run_ranks(function: Callable[..., Any], count: int, argument: str = "") -> list[Any]:
@@ -86,7 +88,13 @@ def main(module: str, name: str, jobs: str) -> None:
 
     torch.set_num_threads(1)
     function = getattr(importlib.import_module(module), name)
-    print(json.dumps([_run(function, count, argument) for count, argument in json.loads(jobs)]))
+    results = []
+    for count, argument in json.loads(jobs):
+        one = _run(function, count, argument)
+        if any(isinstance(result, dict) and _GLOO in result.get("traceback", "") for result in one):
+            one = _run(function, count, argument)
+        results.append(one)
+    print(json.dumps(results))
 
 
 def _run(function: Callable[..., Any], count: int, argument: str) -> list[Any]:
@@ -112,7 +120,8 @@ def _run(function: Callable[..., Any], count: int, argument: str) -> list[Any]:
 
                 result = {"traceback": traceback.format_exc()}
             finally:
-                os.write(writing, json.dumps(result).encode())
+                with os.fdopen(writing, "w") as pipe:  # os.write may write a part: pipes have room for 64 KiB
+                    pipe.write(json.dumps(result))
                 os._exit(0)
         os.close(writing)
         os.close(port)

@@ -108,7 +108,7 @@ class Gather(AbstractContextManager[list[Any]]):
                 self._fail(error)
             else:
                 _report(partial(session.fail, error, str(call)), error)
-                group.note(error, str(call))
+                group.note(error, ranks, str(call))
             raise
 
     def _send_or_collect(self, exchange: GatherExchange, call: Call) -> list[Any]:
@@ -194,7 +194,7 @@ class _Open:
         if is_behind:
             # The others failed in an earlier call, and wait for this rank at the next meeting: their call fails, too.
             session.refuse(FailureRecord.from_error(error, self.exchange.circle.rank, str(call)).anew().to_error())
-        self.group.note(error, str(call))
+        self.group.note(error, session.ranks, str(call))
 
 
 def _report(report: Callable[[], None], error: BaseException) -> None:

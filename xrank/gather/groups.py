@@ -20,7 +20,7 @@ from xrank.gather.sessions import Session, Surroundings
 from xrank.ranks.failure import FailureRecord
 from xrank.ranks.group_connections import GroupConnections
 from xrank.ranks.launched_siblings import LaunchedSiblings, launch_of
-from xrank.ranks.long_wait import Wait, parties_of
+from xrank.ranks.long_wait import Wait, name_of_ranks, parties_of
 from xrank.ranks.membership import Membership
 from xrank.ranks.store import LaunchedRanks, find_store
 from xrank.system import after_fork_in_child
@@ -168,9 +168,9 @@ class GroupGathers:
         session = self._sessions.get(wait.ranks)
         return session is None or session.owes(wait, _open.gathers)
 
-    def note(self, error: BaseException, call: str) -> None:
-        """Note that an error has failed a call of this rank; in other circles it then fails none."""
-        self.membership.note(error)
+    def note(self, error: BaseException, ranks: tuple[int, ...], call: str) -> None:
+        """Note that an error has failed a call of these ranks; in other circles it then fails none."""
+        self.membership.note(error, name_of_ranks(ranks))
         for wait in parties_of(error):
             if self._rank in wait.ranks:
                 session = self.session(wait.ranks)

@@ -193,9 +193,13 @@ class Membership:
             return True
         return is_at_large and self._store.claim(f"claim/{failure_id}", claim) != claim
 
-    def note(self, error: BaseException) -> None:
-        """Note that an error has failed a call of this rank."""
-        self.known_failures.add(failure_of(error)[0])
+    def note(self, error: BaseException, claim: str) -> None:
+        """Note that an error has failed a call of this rank, in the list of ranks `claim`."""
+        failure_id, is_at_large = failure_of(error)
+        self.known_failures.add(failure_id)
+        if is_at_large:
+            with suppress(RankFailedError):  # the store may be what failed
+                self._store.claim(f"claim/{failure_id}", claim)
 
     # ---- end
 

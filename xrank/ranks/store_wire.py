@@ -153,6 +153,8 @@ class StoreWire:
         """Set one of this rank's own statuses."""
         if status == Status.SLEEPS:  # writing it would take as long as a nudge
             return
+        if status == Status.LEFT:
+            self._looked = -_LOOK_SECONDS  # the next call begins with a look: it is not to begin if a rank has failed
         self._statuses[status] = value
         self._put(f"words/{self._rank}", json.dumps(self._statuses))
 
@@ -195,7 +197,10 @@ class StoreWire:
         """Wait until all others have closed, failed or ended: the store that they read may end with this process."""
         end, others = self._clock() + _FAILURE_READ_SECONDS, set(self._ranks) - {self._rank}
         with suppress(RankFailedError):
-            while others - self.ended - self.silent - set(self._failures) and self._clock() < end:
+            while self._clock() < end:
+                named = {record.rank for record in self._failures.values()}  # dead, or the first to know
+                if not others - self.ended - self.silent - set(self._failures) - named:
+                    break
                 self.pump(_POLL_SECONDS[1])
 
     def _put(self, key: str, value: str) -> None:
