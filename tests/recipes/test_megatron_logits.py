@@ -22,7 +22,8 @@ def load(family: Family, folder: Path) -> torch.nn.Module:
     import transformers
 
     if family.hugging_face is None:
-        model, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        auto = getattr(transformers, family.auto_class)
+        model, told = auto.from_pretrained(folder, output_loading_info=True)
         # transformers has no layers that predict further tokens.
         unexpected = [name for name in told["unexpected_keys"] if not is_of_next(family, name)]
         assert not told["missing_keys"] and not unexpected

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -44,21 +46,41 @@ def is_accepted(case: Case) -> bool:
     return find_misfit(case.config, shapes) is None
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_mistakes_are_refused(name: str) -> None:
-    family = FAMILIES[name]
-    shapes = {key: tuple(shape) for key, shape in family.recorded["shapes"].items()}
-    assert is_accepted(Case(family.full_config(), family.full_args(), shapes))
+def list_accepted(cases: Iterable[Case]) -> tuple[set[str], int]:
+    """Return the mistakes that became a model and that docs/families.md does not list, and how many were refused."""
     accepted, num_refused = set(), 0
-    for case in list_mistakes(family):
+    for case in cases:
         try:
             if is_accepted(case):
-                accepted.add(case.mistake)
+                accepted |= set() if is_invisible(case.mistake) else {case.mistake}
                 continue
         except XrankError:
             pass
         num_refused += 1
-    assert accepted <= INVISIBLE
+    return accepted, num_refused
+
+
+def is_invisible(mistake: str) -> bool:
+    """Return whether the table has the mistake, for the model or for the text model in a config.json of more."""
+    return bool({mistake, mistake.replace("text_config.", "")} & INVISIBLE)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_some_mistakes_are_refused(name: str) -> None:
+    family = FAMILIES[name]
+    shapes = {key: tuple(shape) for key, shape in family.recorded["shapes"].items()}
+    assert is_accepted(Case(family.full_config(), family.full_args(), shapes))
+    cases = list(list_mistakes(family))
+    accepted, num_refused = list_accepted(random.Random(name).sample(cases, 16))
+    assert not accepted
+    assert num_refused > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_mistakes_are_refused(name: str) -> None:
+    accepted, num_refused = list_accepted(list_mistakes(FAMILIES[name]))
+    assert not accepted
     assert num_refused > 50
 
 

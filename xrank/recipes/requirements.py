@@ -50,8 +50,7 @@ def check_requirements(recipe: Recipe, config: _Values | None, args: _Values | N
             continue
         ours, theirs = evaluate(config, terms), evaluate(args, recipe.args.get(name, ()))
         if ours is not None and theirs is not None and not _is_equal(ours, theirs):
-            key = recipe.args[name][0].removeprefix("not ").partition(" ")[0]
-            raise disagreement(key, theirs, "the trainer's args", ours, "config.json", folder)
+            raise disagreement(_key_in(recipe.args[name][0]), theirs, "the trainer's args", ours, "config.json", folder)
 
 
 def is_refused(recipe: Recipe, args: _Values | None) -> bool:
@@ -63,6 +62,12 @@ def _find_refused(must: Mapping[str, tuple[object, ...]], values: _Values | None
     # None: a trainer's option that was not given.
     known = {key: value for key in must if (value := look_up(values or {}, key)) is not None}
     return next((key for key, value in known.items() if value not in must[key]), None)
+
+
+def _key_in(term: str) -> str:
+    """Return the key of a term, for errors: that of its last condition where its value is a constant."""
+    key = term.removeprefix("not ").partition(" ")[0]
+    return term.rpartition(" if ")[2].partition(" ")[0] if key in ("true", "false") else key
 
 
 def _is_equal(one: object, other: object) -> bool:

@@ -19,8 +19,9 @@ def evaluate(values: Mapping[str, Any], terms: Iterable[str]) -> object:
 def _term(values: Mapping[str, Any], term: str) -> object:
     """Evaluate a term; return None if a key is unknown or the condition does not hold.
 
-    A term is a key, ``not KEY``, ``len KEY`` of a list or text, or ``A / B``, ``A * B``, ``A + B`` or ``A - B``, where
-    A may be such a term and B is a key or a number; the sign that is last counts last, but products come before sums.
+    A term is a key, ``not KEY``, ``len KEY`` of a list or text, or ``A / B``, ``A // B`` without the remainder,
+    ``A * B``, ``A + B`` or ``A - B``, where A may be such a term and B is a key or a number; the sign that is last
+    counts last, but products come before sums.
     ``SECTION.KEY`` is a key of a section, ``KEY.0`` the first number of a list. A condition may
     follow: ``if KEY``, ``unless KEY``, ``if KEY = TEXT`` or ``unless KEY = TEXT``, where TEXT may be another key, which
     stands for its value. A condition on an absent key never holds. A number, ``true`` or ``false`` as a term is the
@@ -49,7 +50,7 @@ def _term(values: Mapping[str, Any], term: str) -> object:
     if term.startswith("len "):
         value = look_up(values, term.removeprefix("len "))
         return len(value) if isinstance(value, list | str) else None
-    for signs in (" [+-] ", " [*/] "):
+    for signs in (" [+-] ", " (?:[*/]|//) "):
         found_sign = re.fullmatch(f"(.+)({signs})(.+)", term)
         if found_sign is not None:
             left, sign, right = found_sign.groups()
@@ -71,17 +72,21 @@ def _calculate(a: object, sign: str, b: object) -> int | None:
             return a - b
         case "*":
             return a * b
+        case "//":
+            return a // b if b > 0 else None
     return a // b if b > 0 and a % b == 0 else None
 
 
 def look_up(values: Mapping[str, Any], key: str) -> object:
     """Return the value of a key, of the model or of its language model; None for an absent key."""
-    if key in values:
-        return values[key]
-    if "." in key:
-        return _lookup_path(values, key.split("."))
     inner = values.get("text_config", values.get("llm_config"))
-    return inner.get(key) if isinstance(inner, Mapping) else None
+    for section in (values, inner if isinstance(inner, Mapping) else {}):
+        if key in section:
+            return section[key]
+        value = _lookup_path(section, key.split(".")) if "." in key else None
+        if value is not None:
+            return value
+    return None
 
 
 def _lookup_path(value: object, path: Sequence[str]) -> object:

@@ -99,11 +99,15 @@ def run_core(family: Family, core: Core) -> dict[str, Any]:
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     saved = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items() if name in saved}
-    drawn = {name: torch.from_numpy(array) for name, array in draw_weights(shapes).items()}
+    shapes = {family.prefix + name: shape for name, shape in shapes.items()}
+    drawn = {name.removeprefix(family.prefix): torch.from_numpy(array) for name, array in draw_weights(shapes).items()}
     if core.is_zero_centred:
-        drawn = {name: tensor + 1 if "layernorm.weight" in name else tensor for name, tensor in drawn.items()}
+        drawn = {name: tensor + 1 if "norm.weight" in name else tensor for name, tensor in drawn.items()}
     model.load_state_dict(drawn, strict=False)
     tokens = torch.tensor([TOKENS])
+    places = torch.arange(len(TOKENS))[None]
+    if args["position_embedding_type"] == "mrope":  # of text: time, height and width are equal
+        places = places.expand(3, 1, -1)
     later = torch.triu(torch.ones(1, 1, len(TOKENS), len(TOKENS), dtype=torch.bool), 1)
     # Megatron computes the logits of further tokens only for its loss, which overwrites them; the head has them first.
     heads: list[torch.Tensor] = []
@@ -111,8 +115,10 @@ def run_core(family: Family, core: Core) -> dict[str, Any]:
         lambda module, inputs, output: heads.append(output[0].transpose(0, 1).clone())
     )
     with torch.no_grad():
-        model(tokens, torch.arange(len(TOKENS))[None], later, labels=tokens if config.mtp_num_layers else None)
+        model(tokens, places, later, labels=tokens if config.mtp_num_layers else None)
     logits = heads[-1][0, -1] if core.logits is None else core.logits(heads[-1][0, -1])
+    if family.tower is not None:
+        shapes |= family.tower()
     found = {"shapes": shapes, "logits": _round(logits)}
     return {**found, "next_logits": _round(heads[0][0, NEXT])} if config.mtp_num_layers else found
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from tests.recipes.families import known, text
+from tests.recipes.families import hybrid, known, text, vision
 from tests.recipes.families.family import Family
 
 __all__ = ["FAMILIES", "Family"]
 
-FAMILIES: dict[str, Family] = {family.name: family for module in (known, text) for family in module.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    family.name: family for module in (known, text, vision, hybrid) for family in module.FAMILIES
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import zlib
 from collections.abc import Callable, Mapping
@@ -55,6 +56,7 @@ class Family:
         hugging_face: makes the model from its config where transformers has no class for it.
         num_ways: ranks of tensor parallelism that the tiny model is cut for.
         of: the name of the family whose recipe it has; None: its own.
+        tower: returns the shapes of the vision tower beside the language model.
     """
 
     name: str
@@ -63,6 +65,23 @@ class Family:
     hugging_face: Callable[[Mapping[str, Any]], torch.nn.Module] | None = None
     num_ways: int = 2
     of: str | None = None
+    tower: Callable[[], Shapes] | None = None
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The options of the text model's config."""
+        found: Mapping[str, Any] = self.config.get("text_config", self.config)
+        return found
+
+    @property
+    def prefix(self) -> str:
+        """The text before the language model's names."""
+        return "" if self.tower is None else "language_model."
+
+    @property
+    def auto_class(self) -> str:
+        """The class of transformers that loads the model."""
+        return "AutoModelForCausalLM" if self.tower is None else "AutoModelForImageTextToText"
 
     @property
     def recipe(self) -> str:
@@ -81,14 +100,15 @@ class Family:
 
         if self.hugging_face is not None:
             return dict(self.config)
-        options = {"bos_token_id": 1, "eos_token_id": 2, **self.config}
+        # transformers fills in the dicts of a config in place.
+        options = {"bos_token_id": 1, "eos_token_id": 2, **copy.deepcopy(dict(self.config))}
         config = transformers.AutoConfig.for_model(**options)
         content: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
         return content
 
     def full_args(self) -> dict[str, Any]:
         """Return Megatron-LM's arguments, as a checkpoint has them."""
-        config = self.config
+        config = self.text
         vocab = config["vocab_size"]
         heads = config.get("num_attention_heads", config.get("n_head"))
         groups = config.get("num_key_value_heads", heads)

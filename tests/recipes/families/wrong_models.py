@@ -35,16 +35,26 @@ def list_mistakes(family: Family) -> Iterator[Case]:
     """Yield the family's model with one mistake each."""
     shapes = {name: tuple(shape) for name, shape in family.recorded["shapes"].items()}
     right = Case(family.full_config(), family.full_args(), shapes)
-    stated = {key for key in right.config if key in family.config or (key == "rope_parameters" and right.config[key])}
-    for key in sorted(stated):
-        for where, other in _others(right.config.get(key), key):
-            if key != "model_type":
-                yield replace(right, config={**right.config, key: other}, mistake=f"config {where}")
+    for where, other in _change(right.config, family.config, ""):
+        yield replace(right, config=other, mistake=f"config {where}")
     for key, value in right.args.items():
         for where, other in _others(value, key):
             yield replace(right, args={**right.args, key: other}, mistake=f"args {where}")
     yield from _heads(right)
-    yield from _tensors(right)
+    yield from _tensors(right, family.prefix)
+
+
+def _change(config: Mapping[str, Any], stated: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
+    """Yield (the key that differs, a config with another value) for the keys that the family's options state."""
+    for key in sorted({*stated} & {*config} | {"rope_parameters"} & {*config}):
+        if key in ("text_config", "vision_config"):
+            changes = _change(config[key], stated[key], f"{before}{key}.")
+        elif key == "model_type" or key.endswith("_token_id") or (key not in stated and config[key] is None):
+            continue
+        else:
+            changes = _others(config[key], f"{before}{key}")
+        for where, other in changes:
+            yield where, {**config, key: other}
 
 
 def _others(value: object, where: str) -> Iterator[tuple[str, object]]:
@@ -59,6 +69,7 @@ def _others(value: object, where: str) -> Iterator[tuple[str, object]]:
         yield where, 1.5 * value + 0.5
     elif isinstance(value, str):
         swapped = {"RMSNorm": "LayerNorm", "LayerNorm": "RMSNorm", "rope": "none", "yarn": "none"}
+        swapped |= {"softmax": "sigmoid", "sigmoid": "softmax"}
         yield where, swapped.get(value, "other")
     elif isinstance(value, Mapping):
         for key, inner in value.items():
@@ -71,15 +82,17 @@ def _others(value: object, where: str) -> Iterator[tuple[str, object]]:
 
 def _heads(right: Case) -> Iterator[Case]:
     """Yield heads twice as many and half as wide: queries, keys and values have the same rows in all."""
-    heads, groups, width = map(right.config.get, ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    text = right.config.get("text_config", right.config)
+    heads, groups, width = map(text.get, ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if heads and groups and width and width % 2 == 0:
-        wrong = {"num_attention_heads": 2 * heads, "num_key_value_heads": 2 * groups, "head_dim": width // 2}
-        yield replace(right, config={**right.config, **wrong}, mistake="config heads of half the width")
+        wrong = {**text, "num_attention_heads": 2 * heads, "num_key_value_heads": 2 * groups, "head_dim": width // 2}
+        config = {**right.config, "text_config": wrong} if "text_config" in right.config else wrong
+        yield replace(right, config=config, mistake="config heads of half the width")
         theirs = {"num_attention_heads": 2 * heads, "num_query_groups": 2 * groups, "kv_channels": width // 2}
         yield replace(right, args={**right.args, **theirs}, mistake="args heads of half the width")
 
 
-def _tensors(right: Case) -> Iterator[Case]:
+def _tensors(right: Case, prefix: str) -> Iterator[Case]:
     """Yield models without a tensor of each kind, with a shorter one, and with one too many."""
     kinds = {re.sub(r"\d+", "0", name): name for name in right.shapes}
     for name in kinds.values():
@@ -91,22 +104,24 @@ def _tensors(right: Case) -> Iterator[Case]:
         if len(shape) > 1 and shape[1] % 2 == 0:
             half = (shape[0], shape[1] // 2)
             yield replace(right, shapes={**right.shapes, name: half}, mistake=f"half the columns of {name}")
-    layers = 1 + max(int(found[1]) for name in right.shapes if (found := re.match(r"decoder\.layers\.(\d+)\.", name)))
-    last = f"decoder.layers.{layers - 1}."
+    numbers = (re.match(rf"{prefix}decoder\.layers\.(\d+)\.", name) for name in right.shapes)
+    layers = 1 + max(int(found[1]) for found in numbers if found)
+    last = f"{prefix}decoder.layers.{layers - 1}."
     yield replace(
         right,
         shapes={n: s for n, s in right.shapes.items() if not n.startswith(last)},
         mistake="without the last layer",
     )
-    more = {n.replace(last, f"decoder.layers.{layers}."): s for n, s in right.shapes.items()}
+    more = {n.replace(last, f"{prefix}decoder.layers.{layers}."): s for n, s in right.shapes.items()}
     yield replace(right, shapes={**right.shapes, **more}, mistake="a layer too many")
     yield replace(right, shapes={**right.shapes, f"{last}new.weight": (4,)}, mistake="a tensor too many")
     fewer = {n: s for n, s in right.shapes.items() if "experts.3." not in n}
     if len(fewer) < len(right.shapes):
         yield replace(right, shapes=fewer, mistake="without the last expert")
-    if "output_layer.weight" in right.shapes:
-        left = {n: s for n, s in right.shapes.items() if n != "output_layer.weight"}
+    head = f"{prefix}output_layer.weight"
+    if head in right.shapes:
+        left = {n: s for n, s in right.shapes.items() if n != head}
         yield replace(right, shapes=left, mistake="without the head")
     else:
-        head = right.shapes["embedding.word_embeddings.weight"]
-        yield replace(right, shapes={**right.shapes, "output_layer.weight": head}, mistake="with a head")
+        shape = right.shapes[f"{prefix}embedding.word_embeddings.weight"]
+        yield replace(right, shapes={**right.shapes, head: shape}, mistake="with a head")
