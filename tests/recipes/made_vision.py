@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.recipes.made_checkpoints import as_grouped, config_of, megatron_state, saved, stacked, tiny_of
+from tests.recipes.made_towers import Tensors, gemma_tower, internvl_tower, qwen_tower, rename
 
 _TEXT = {
     "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -100,7 +101,7 @@ def as_megatron_vision(model: torch.nn.Module, *, is_kept: bool = True, **option
         options: as for `as_megatron`.
     """
     family, state = model.config.model_type, saved(model)
-    text = _split_fused(_renamed(state, _INNER))
+    text = _split_fused(rename(state, _INNER))
     if family == "gemma3":
         text, behind = _gemma_norms(text)
     language = megatron_state(model.config.text_config, text, **options)
@@ -111,18 +112,18 @@ def as_megatron_vision(model: torch.nn.Module, *, is_kept: bool = True, **option
         language |= behind
     made = {f"language_model.{name}": tensor for name, tensor in language.items()}
     if family == "internvl":
-        return made | _internvl_tower(state, model.config.vision_config)
+        return made | internvl_tower(state, model.config.vision_config)
     if not is_kept and family == "qwen2_5_vl":
-        return made | _qwen_tower(state, model.config.vision_config)
+        return made | qwen_tower(state, model.config.vision_config)
     tower = {name: tensor for name, tensor in state.items() if name.startswith(tuple(_KEPT[family]))}
-    tower = _renamed(tower, _KEPT[family])
+    tower = rename(tower, _KEPT[family])
     if family == "gemma3":
         tower["multi_modal_projector.proj.weight"] = tower.pop("multi_modal_projector.mm_input_projection_weight").T
         tower["multi_modal_projector.mm_soft_embed_norm.weight"] = tower.pop(
             "multi_modal_projector.mm_soft_emb_norm.weight"
         )
     if not is_kept and family == "gemma3":
-        return _gemma_tower(made | tower, model.config.vision_config)
+        return gemma_tower(made | tower, model.config.vision_config)
     return made | tower
 
 
@@ -140,14 +141,6 @@ def _gemma_norms(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor
         else:
             kept[name.replace("pre_feedforward_layernorm", "post_attention_layernorm")] = tensor
     return kept, behind
-
-
-def _renamed(state: dict[str, torch.Tensor], prefixes: dict[str, str]) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, tensor in state.items():
-        old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-        found[prefixes.get(old, "") + name.removeprefix(old)] = tensor
-    return found
 
 
 def _split_fused(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -169,72 +162,13 @@ def _split_fused(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return made
 
 
-def _by_head(parts: list[torch.Tensor], heads: int) -> torch.Tensor:
-    """Return queries, keys and values of a head next to each other, as Megatron has them."""
-    return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
-
-
-def _qwen_tower(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
-    """Return Qwen 2.5's tower as mbridge's Qwen2_5VisionModel has it."""
-    names = {
-        "visual.patch_embed.": "vision_model.patch_embed.",
-        "visual.merger.ln_q.": "vision_model.decoder.final_layernorm.",
-        "visual.merger.mlp.0.": "vision_model.projection.encoder.linear_fc1.",
-        "visual.merger.mlp.2.": "vision_model.projection.encoder.linear_fc2.",
-    }  # fmt: skip
-    made = _renamed({name: tensor for name, tensor in state.items() if name.startswith(tuple(names))}, names)
-    for i in range(config.depth):
-        ours, its = f"visual.blocks.{i}", f"vision_model.decoder.layers.{i}"
-        made[f"{its}.self_attention.linear_qkv.layer_norm_weight"] = state[f"{ours}.norm1.weight"]
-        made[f"{its}.mlp.linear_fc1.layer_norm_weight"] = state[f"{ours}.norm2.weight"]
-        for kind in ("weight", "bias"):
-            parts = state[f"{ours}.attn.qkv.{kind}"].chunk(3)
-            made[f"{its}.self_attention.linear_qkv.{kind}"] = _by_head([*parts], config.num_heads)
-            made[f"{its}.self_attention.linear_proj.{kind}"] = state[f"{ours}.attn.proj.{kind}"]
-            both = [state[f"{ours}.mlp.{part}_proj.{kind}"] for part in ("gate", "up")]
-            made[f"{its}.mlp.linear_fc1.{kind}"] = torch.cat(both)
-            made[f"{its}.mlp.linear_fc2.{kind}"] = state[f"{ours}.mlp.down_proj.{kind}"]
-    return made
-
-
-def _internvl_tower(state: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
-    """Return InternVL's tower and projection as mbridge's InternVLModel has them."""
-    names = {
-        "vision_tower.embeddings.cls_token": "vision_model.class_token",
-        "vision_tower.embeddings.position_embeddings": "vision_model.position_embedding",
-        "vision_tower.embeddings.patch_embeddings.projection.": "vision_model.conv1.",
-        "multi_modal_projector.layer_norm.": "vision_projection.encoder.linear_fc1.layer_norm_",
-        "multi_modal_projector.linear_1.": "vision_projection.encoder.linear_fc1.",
-        "multi_modal_projector.linear_2.": "vision_projection.encoder.linear_fc2.",
-    }
-    made = _renamed({name: tensor for name, tensor in state.items() if name.startswith(tuple(names))}, names)
-    for i in range(config.num_hidden_layers):
-        ours, its = f"vision_tower.encoder.layer.{i}", f"vision_model.decoder.layers.{i}"
-        for kind in ("weight", "bias"):
-            made[f"{its}.self_attention.linear_qkv.layer_norm_{kind}"] = state[f"{ours}.layernorm_before.{kind}"]
-            made[f"{its}.mlp.linear_fc1.layer_norm_{kind}"] = state[f"{ours}.layernorm_after.{kind}"]
-            parts = [state[f"{ours}.attention.{part}_proj.{kind}"] for part in "qkv"]
-            made[f"{its}.self_attention.linear_qkv.{kind}"] = _by_head(parts, config.num_attention_heads)
-            made[f"{its}.self_attention.linear_proj.{kind}"] = state[f"{ours}.attention.projection_layer.{kind}"]
-            for number in (1, 2):
-                made[f"{its}.mlp.linear_fc{number}.{kind}"] = state[f"{ours}.mlp.fc{number}.{kind}"]
-        for number in (1, 2):
-            made[f"{its}.ls{number}"] = state[f"{ours}.lambda_{number}"]
-    return made
-
-
-Tensors = dict[str, torch.Tensor]
-
-
 def vision_forms(name: str) -> Iterator[tuple[dict[str, Any], Tensors, Tensors]]:
     """Yield config.json, Hugging Face's tensors and Megatron's for each of the forms that a recipe knows.
 
     Args:
         name: the recipe's, without ``megatron-``.
     """
-    family = {"internvl-chat": "internvl", "qwen3-vl-moe-hub": "qwen3_vl_moe", "gemma3-vl": "gemma3"}.get(
-        name, name.replace("-", "_")
-    )
+    family = _RECIPES.get(name, name.replace("-", "_"))
     # The language models of these have other biases, too.
     changes = {"attention_bias": True} if family in ("qwen3_vl", "qwen3_vl_moe", "glm4v_moe") else {}
     model = tiny_vision(family, **changes)
@@ -245,7 +179,7 @@ def vision_forms(name: str) -> Iterator[tuple[dict[str, Any], Tensors, Tensors]]
     if family == "gemma3":
         headed = tiny_vision(family, is_headed=True)
         for place in ("vision_tower.", "vision_tower.vision_model."):
-            theirs = _renamed(as_megatron_vision(headed), {"vision_tower.": place})
+            theirs = rename(as_megatron_vision(headed), {"vision_tower.": place})
             yield config_of(headed), saved(headed), theirs
     for theirs in _forms(model):
         if family == "mistral3":
@@ -270,7 +204,7 @@ def _forms(model: torch.nn.Module) -> Iterator[Tensors]:
         made = as_megatron_vision(model, is_kept=False)
         norms = ("mm_input_projection.layer_norm_", "mm_soft_emb_norm.")
         yield {name.replace(*norms): tensor for name, tensor in made.items()}
-        yield _renamed(as_megatron_vision(model), {"vision_tower.": "vision_tower.vision_model."})
+        yield rename(as_megatron_vision(model), {"vision_tower.": "vision_tower.vision_model."})
     if family == "glm4v":
         made = as_megatron_vision(model)
         yield {re.sub("^vision_model", "visual", name): tensor for name, tensor in made.items()}
@@ -318,7 +252,7 @@ def _as_chat(state: Tensors) -> Tensors:
         ".attention.projection_layer.": ".attn.proj.",
     }  # fmt: skip
     made: Tensors = {}
-    for name, tensor in _renamed(state, names).items():
+    for name, tensor in rename(state, names).items():
         for ours, theirs in inner.items():
             name = name.replace(ours, theirs)
         if ".attention.q_proj." in name and name.startswith("vision_model."):
@@ -327,32 +261,4 @@ def _as_chat(state: Tensors) -> Tensors:
             made[name.replace(".attention.q_proj.", ".attn.qkv.")] = torch.cat(parts)
         elif not re.match(r"vision_model\..*\.attention\.[kv]_proj\.", name):
             made[name] = tensor
-    return made
-
-
-def _gemma_tower(tensors: Tensors, config: Any) -> Tensors:
-    """Return the tensors of Megatron-Bridge's Gemma 3 as mbridge has them: a tower of Megatron's layers."""
-    names = {
-        "vision_tower.embeddings.patch_embedding.": "vision_model.conv1.",
-        "vision_tower.embeddings.position_embedding.": "vision_model.position_embeddings.",
-        "vision_tower.post_layernorm.": "vision_model.ln_post.",
-        "multi_modal_projector.proj.": "vision_projection.mm_input_projection.",
-        "multi_modal_projector.mm_soft_embed_norm.": "vision_projection.mm_input_projection.layer_norm_",
-    }
-    made: Tensors = {}
-    for name, tensor in _renamed(tensors, names).items():
-        name = name.replace("self_attention.linear_proj.post_layernorm", "post_attention_layernorm")
-        name = name.replace("mlp.linear_fc2.post_layernorm", "post_feedforward_layernorm")
-        if not name.startswith("vision_tower."):
-            made[name] = tensor
-    for i in range(config.num_hidden_layers):
-        ours, its = f"vision_tower.encoder.layers.{i}", f"vision_model.decoder.layers.{i}"
-        for kind in ("weight", "bias"):
-            made[f"{its}.self_attention.linear_qkv.layer_norm_{kind}"] = tensors[f"{ours}.layer_norm1.{kind}"]
-            made[f"{its}.mlp.linear_fc1.layer_norm_{kind}"] = tensors[f"{ours}.layer_norm2.{kind}"]
-            parts = [tensors[f"{ours}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
-            made[f"{its}.self_attention.linear_qkv.{kind}"] = _by_head(parts, config.num_attention_heads)
-            made[f"{its}.self_attention.linear_proj.{kind}"] = tensors[f"{ours}.self_attn.out_proj.{kind}"]
-            for number in (1, 2):
-                made[f"{its}.mlp.linear_fc{number}.{kind}"] = tensors[f"{ours}.mlp.fc{number}.{kind}"]
     return made
