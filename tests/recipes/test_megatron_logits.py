@@ -12,7 +12,7 @@ from torch.nn.functional import embedding, rms_norm
 
 from tests.recipes.families import FAMILIES, Family
 from tests.recipes.families.checkpoints import write_checkpoint
-from tests.recipes.families.family import NEXT, TOKENS
+from tests.recipes.families.family import NEXT, PICTURE, TOKENS, draw_weights
 from xrank import gather_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
@@ -92,6 +92,10 @@ def test_logits_are_megatrons(tmp_path: Path, name: str, kind: str) -> None:
         if "next_logits" in family.recorded:
             found = predict_next(model, load_file(tmp_path / "out" / "model.safetensors"))
             assert found.tolist() == pytest.approx(family.recorded["next_logits"], abs=1e-5)
+        if "features" in family.recorded:
+            picture = torch.from_numpy(draw_weights({"picture": PICTURE})["picture"])
+            seen = model.get_image_features(pixel_values=picture).pooler_output
+            assert seen.flatten().tolist() == pytest.approx(family.recorded["features"], abs=1e-5)
     expected = family.recorded["logits"]
     assert max(map(abs, expected)) > 0.5
     assert logits.tolist() == pytest.approx(expected, abs=1e-5)

@@ -49,6 +49,7 @@ class Core:
         make: makes the whole model from (family, config, options of GPTModel), where it is not GPTModel.
         change: changes the model before it runs, as a trainer's provider does.
         logits: changes the logits, as a trainer's output layer does.
+        look: returns the features of a picture from the vision tower's tensors.
         is_zero_centred: whether norms store their weight minus 1, as Transformer Engine's zero-centred norms do.
     """
 
@@ -59,6 +60,7 @@ class Core:
     make: Callable[[Family, Any, dict[str, Any]], torch.nn.Module] | None = None
     change: Callable[[torch.nn.Module], None] | None = None
     logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+    look: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None
     is_zero_centred: bool = False
 
 
@@ -117,9 +119,14 @@ def run_core(family: Family, core: Core) -> dict[str, Any]:
     with torch.no_grad():
         model(tokens, places, later, labels=tokens if config.mtp_num_layers else None)
     logits = heads[-1][0, -1] if core.logits is None else core.logits(heads[-1][0, -1])
-    if family.tower is not None:
-        shapes |= family.tower()
-    found = {"shapes": shapes, "logits": _round(logits)}
+    tower = {} if family.tower is None else family.tower()
+    shapes |= tower
+    seen = {}
+    if core.look is not None:
+        with torch.no_grad():
+            features = core.look({name: torch.from_numpy(array) for name, array in draw_weights(tower).items()})
+        seen = {"features": _round(features.flatten())}
+    found = {"shapes": shapes, "logits": _round(logits), **seen}
     return {**found, "next_logits": _round(heads[0][0, NEXT])} if config.mtp_num_layers else found
 
 

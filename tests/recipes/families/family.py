@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LOGITS", "NEXT", "TOKENS", "Family", "Shapes", "draw_weights"]
+__all__ = ["LOGITS", "NEXT", "PICTURE", "TOKENS", "Family", "Shapes", "draw_weights"]
 
 LOGITS = Path(__file__).with_name("logits")
 """By family: the shapes of Megatron-core 0.16.1's tensors, and its logits after `TOKENS`
@@ -23,6 +23,8 @@ LOGITS = Path(__file__).with_name("logits")
 TOKENS = (3, 1, 4, 15, 9, 2, 6)
 NEXT = 3
 """Position whose logits of the token after the next are recorded; the last positions have no such token."""
+PICTURE = (1, 3, 8, 8)
+"""Shape of the picture whose features are recorded; `draw_weights` draws it."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 # config.json's key -> Megatron's argument of the same size.

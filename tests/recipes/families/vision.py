@@ -26,20 +26,36 @@ _MINISTRAL_ROPE = {
 _GEMMA_ROPE = {
     kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
 }
+_GEMMA = {
+    "query_pre_attn_scalar": 8, "sliding_window": 64, "tie_word_embeddings": True, "rope_parameters": _GEMMA_ROPE
+}  # fmt: skip
+_GEMMA_ARGS = {"apply_layernorm_1p": True, "swiglu": False, "gated_linear_unit": True, "qk_layernorm": True}
 
 
-def _family(name: str, model_type: str, text: Mapping[str, Any], args: Mapping[str, Any], **options: Any) -> Family:
-    """Return a family of tests/recipes/made_vision.py with other values of its text_config."""
+def _family(
+    name: str, model_type: str, text: Mapping[str, Any], args: Mapping[str, Any], of: str | None = None,
+    **options: Any,
+) -> Family:  # fmt: skip
+    """Return a family of tests/recipes/made_vision.py with other values of its text_config.
+
+    Args:
+        name: the family's name.
+        model_type: as config.json has it.
+        text: values of text_config.
+        args: arguments of Megatron's.
+        of: the family's name whose model has Hugging Face's own tower, where this one's is of Megatron's layers.
+        options: other values of config.json.
+    """
     config = {"model_type": model_type, "tie_word_embeddings": False, **copy.deepcopy(VISION_FAMILIES[model_type])}
     config["text_config"] = {**config["text_config"], **_SIZES, **copy.deepcopy(text)}
     config |= options
-    return Family(name, config, args, tower=partial(_tower_shapes, model_type, config))
+    return Family(name, config, args, tower=partial(_tower_shapes, model_type, config, of is None), of=of)
 
 
-def _tower_shapes(model_type: str, config: Mapping[str, Any]) -> Shapes:
+def _tower_shapes(model_type: str, config: Mapping[str, Any], is_kept: bool) -> Shapes:
     """Return the shapes of all that lies beside the language model."""
     options = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})
-    tensors = as_megatron_vision(tiny_of(model_type, options))
+    tensors = as_megatron_vision(tiny_of(model_type, options), is_kept=is_kept)
     return {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("language_model.")}
 
 
@@ -60,10 +76,6 @@ FAMILIES = (
     ),
     _family("mistral3", "mistral3", {"rope_parameters": _MINISTRAL_ROPE}, {"position_embedding_type": "yarn"}),
     _family("internvl", "internvl", {}, {"add_qkv_bias": True}),
-    _family(
-        "gemma3-vl", "gemma3",
-        {"query_pre_attn_scalar": 8, "sliding_window": 64, "tie_word_embeddings": True, "rope_parameters": _GEMMA_ROPE},
-        {"apply_layernorm_1p": True, "swiglu": False, "gated_linear_unit": True, "qk_layernorm": True},
-        tie_word_embeddings=True,
-    ),
+    _family("gemma3-vl", "gemma3", _GEMMA, _GEMMA_ARGS, tie_word_embeddings=True),
+    _family("gemma3-vl-layers", "gemma3", _GEMMA, _GEMMA_ARGS, "gemma3-vl", tie_word_embeddings=True),
 )  # fmt: skip
