@@ -11,13 +11,16 @@ from xrank.deferred import defer_imports
 
 if TYPE_CHECKING:
     from xrank.conversion.checkpoint import open_checkpoint
+    from xrank.conversion.clean import clean
     from xrank.conversion.export import export_model
     from xrank.conversion.gather import gather_checkpoint
+    from xrank.conversion.inspect import inspect
     from xrank.conversion.iterate import iter_model
     from xrank.conversion.load import load_model
     from xrank.conversion.reshard import reshard_checkpoint
     from xrank.conversion.verify import verify_model
     from xrank.gather.parallel import get_configs_parallel, get_tensors_parallel
+    from xrank.simulation.simulation import simulate
     from xrank.version import __version__
     from xrank.workspace.nfs import NFSWorkspace
     from xrank.workspace.shared_memory import SharedMemoryWorkspace
@@ -26,14 +29,17 @@ __all__ = [
     "NFSWorkspace",
     "SharedMemoryWorkspace",
     "__version__",
+    "clean",
     "export_model",
     "gather_checkpoint",
     "get_configs_parallel",
     "get_tensors_parallel",
+    "inspect",
     "iter_model",
     "load_model",
     "open_checkpoint",
     "reshard_checkpoint",
+    "simulate",
     "verify_model",
 ]
 
@@ -41,14 +47,17 @@ _HOMES = {
     "__version__": "version",
     "NFSWorkspace": "workspace.nfs",
     "SharedMemoryWorkspace": "workspace.shared_memory",
+    "clean": "conversion.clean",
     "export_model": "conversion.export",
     "gather_checkpoint": "conversion.gather",
     "get_configs_parallel": "gather.parallel",
     "get_tensors_parallel": "gather.parallel",
+    "inspect": "conversion.inspect",
     "iter_model": "conversion.iterate",
     "load_model": "conversion.load",
     "open_checkpoint": "conversion.checkpoint",
     "reshard_checkpoint": "conversion.reshard",
+    "simulate": "simulation.simulation",
     "verify_model": "conversion.verify",
 }
 

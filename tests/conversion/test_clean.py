@@ -31,7 +31,7 @@ from xrank.writers.output_place import OutputPlace
 @pytest.fixture(autouse=True)
 def machines_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Let nothing be looked for, nor removed, in this machine's shared memory: other programs have theirs there."""
-    monkeypatch.setitem(clean_module.clean.__kwdefaults__, "memory", str(tmp_path / "no memory"))
+    monkeypatch.setitem(clean_module.clean.__wrapped__.__kwdefaults__, "memory", str(tmp_path / "no memory"))
 
 
 def stage(folder: Path, *, pid: int, host: str | None = None, age_seconds: float = 0, name: str = "model") -> Path:

@@ -10,14 +10,16 @@ from typing import Any
 
 from xrank.errors import UsageError
 from xrank.plan.report import CleanDetails, Report
+from xrank.public_calls import names_own_arguments
 from xrank.system import peak_rss_nbytes
 from xrank.writers.cleaning import clean_places, list_messages, list_segments
 
 __all__ = ["clean"]
 
 
+@names_own_arguments
 def clean(
-    paths: Sequence[str | os.PathLike[str]],
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     *,
     dry_run: bool = False,
     memory: str = "/dev/shm",  # noqa: S108 - shm_overview(7)
@@ -31,15 +33,22 @@ def clean(
     removed when no process holds them and they are an hour old.
 
     Args:
-        paths: folders that hold outputs or messages, or outputs themselves.
+        paths: folders that hold outputs or messages, or outputs themselves; or one of them.
         dry_run: list the remains without removing them.
         memory: folder of the system for named shared memory.
         now: returns the time in seconds, as in files' times of change.
 
     Raises:
         UsageError: a path is not a folder.
+
+    Example:
+        >>> import xrank
+        >>> xrank.clean(".", dry_run=True).details["num_removed"]
+        0
     """
     started = time.monotonic()
+    if isinstance(paths, str | os.PathLike):
+        paths = [paths]
     stages: list[dict[str, Any]] = []
     messages: list[dict[str, Any]] = []
     for path in paths:

@@ -84,7 +84,8 @@ def export_model(
         config_overrides: additional or replaced content of config.json.
         max_memory: bytes of each rank's buffers.
         overwrite: whether an existing model may be replaced; unknown folders in it, and states of ranks, are refused.
-        progress: called with (bytes written so far, bytes in all), on the first rank alone.
+        progress: called with (bytes written so far, bytes in all), on the first rank alone; an exception that it
+            raises ends the call on all ranks.
         group: the ranks; None: all of the world. Only their store is used, no collective.
         timeout_seconds: how long ranks may take to arrive. After that a death is noticed in seconds.
 

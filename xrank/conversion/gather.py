@@ -95,7 +95,8 @@ def gather_checkpoint(
         dry_run: prove and plan without writing.
         strict_pickles: whether to refuse a source whose pickles name classes or functions that no known framework
             writes, also in parts that the gather leaves out. xrank runs none of them; ``torch.load`` would.
-        progress: called with (bytes written so far, bytes in all), on rank 0 alone.
+        progress: called with (bytes written so far, bytes in all), on rank 0 alone; an exception that it
+            raises ends the call on all ranks.
         distributed: share the work with all ranks that torchrun, srun or mpirun started, or that RANK and WORLD_SIZE
             name; each makes this call. Reports of ranks other than 0 lack digests and counts.
         timeout_seconds: how long to wait for a live rank; a death is noticed in seconds.

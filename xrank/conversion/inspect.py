@@ -21,16 +21,18 @@ from xrank.layout import LayoutMap
 from xrank.plan.planner import divide_replicas
 from xrank.plan.report import InspectDetails, Report, SourceFacts
 from xrank.plan.source import StoredModel
+from xrank.public_calls import names_own_arguments
 from xrank.readers.discovery import find_source
 from xrank.readers.workspace import WorkspaceReader, survey_ranks
 from xrank.system import peak_rss_nbytes
 from xrank.writers.companions import check_companions
 from xrank.writers.stage_inspection import inspect_stage
 
-__all__ = ["inspect_source"]
+__all__ = ["inspect", "inspect_source"]
 
 
-def inspect_source(
+@names_own_arguments
+def inspect(
     path: str | os.PathLike[str],
     *,
     layouts: str | os.PathLike[str] | LayoutMap | None = None,
@@ -55,6 +57,14 @@ def inspect_source(
         UsageError: the base model does not exist.
         IncompleteError: the path does not exist.
         UnknownFormatError: no reader recognises it.
+
+    Example:
+        >>> import torch, xrank
+        >>> workspace = xrank.NFSWorkspace("inspected", rank=0, world_size=1)
+        >>> workspace.write_configs_and_weights({"hidden_size": 2}, {"weight": torch.ones(2, 3)})
+        >>> report = xrank.inspect("inspected")
+        >>> report.source.format, report.source.num_parameters, report.details["problems"]
+        ('workspace', 6, [])
     """
     started = time.monotonic()
     stage = inspect_stage(os.fspath(path)) if os.path.isdir(path) else None
@@ -103,6 +113,10 @@ def inspect_source(
         notes=() if model is None else (*model.notes, *notes),
         details=details,
     )
+
+
+inspect_source = inspect
+"""The name inside xrank, where `inspect` is Python's module."""
 
 
 def _prove(found: FoundSource, base: BaseModel | None, place: str, notes: list[tuple[str, str]]) -> StoredModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ def load_model(
     recipe: str | os.PathLike[str] | None = None,
     part: str | None = None,
     max_memory: str | int = "64MB",
+    progress: Callable[[int, int], None] | None = None,
     group: Any = None,
     timeout_seconds: float = 1800.0,
 ) -> Report:
@@ -65,6 +67,8 @@ def load_model(
             transformers fuses in memory.
         part: as `xrank.gather_checkpoint`.
         max_memory: bytes of all buffers of a rank, such as ``"64MB"``; the same on all.
+        progress: called with (bytes read so far, bytes in all) of this rank; an exception that it raises ends the call
+            on all ranks.
         group: the process group of the ranks; None: the world, or this process alone.
         timeout_seconds: how long ranks may take to arrive. After that a death is noticed in seconds.
 
@@ -108,7 +112,7 @@ def load_model(
             lambda planned: describe_load(planned.source, planned.load),
             lambda planned, loads: check_loads(planned.source, team.ranks, loads),
         )
-        outcome = fill_module(module, planned, budget, team)
+        outcome = fill_module(module, planned, budget, team, progress)
     source, outputs = planned.source, list(planned.load.plan.tensors)
     return Report(
         command="load",

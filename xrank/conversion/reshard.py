@@ -70,7 +70,8 @@ def reshard_checkpoint(
         workers: number of threads.
         overwrite: whether an existing model or workspace of xrank may be replaced.
         dry_run: prove and plan without writing.
-        progress: called with (bytes written so far, bytes in all), on rank 0 alone.
+        progress: called with (bytes written so far, bytes in all), on rank 0 alone; an exception that it
+            raises ends the call on all ranks.
         distributed: share the work among a launcher's ranks; reports of ranks other than 0 contain the plan.
         timeout_seconds: how long to wait for a live rank.
 

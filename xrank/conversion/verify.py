@@ -65,7 +65,8 @@ def verify_model(
         adapter_config: configuration of an adapter among a checkpoint's tensors, as in the gather.
         max_memory: as `xrank.gather_checkpoint`; so are `workers`, `distributed` and `timeout_seconds`.
         workers: number of threads.
-        progress: called with (bytes compared so far, bytes in all), on rank 0 alone.
+        progress: called with (bytes compared so far, bytes in all), on rank 0 alone; an exception that it
+            raises ends the call on all ranks.
         distributed: share the reading among a launcher's ranks. Rank 0 alone judges and reports.
         timeout_seconds: how long to wait for a live rank.
 

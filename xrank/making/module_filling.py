@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,13 @@ def prepare_load(
     return PreparedLoad(local, source, load, ManifestDigests(source, load.plan), tuple(notes))
 
 
-def fill_module(module: FilledModule, prepared: PreparedLoad, budget: Budget, team: Team) -> Outcome:
+def fill_module(
+    module: FilledModule,
+    prepared: PreparedLoad,
+    budget: Budget,
+    team: Team,
+    progress: Callable[[int, int], None] | None = None,
+) -> Outcome:
     """Read every byte of a rank's load into the module.
 
     Args:
@@ -75,6 +82,7 @@ def fill_module(module: FilledModule, prepared: PreparedLoad, budget: Budget, te
         prepared: the proven load of this rank.
         budget: threads and buffers.
         team: the ranks that load together.
+        progress: called with (bytes read so far, bytes in all) of this rank.
 
     Raises:
         CorruptError, ContradictionError: the source does not match its metadata.
@@ -83,6 +91,14 @@ def fill_module(module: FilledModule, prepared: PreparedLoad, budget: Budget, te
     views = [prepared.local.views[view] for view in prepared.load.views]
     plan = prepared.load.plan
     target, source = TensorTarget(views), open_source(plan.source)
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, plan.nbytes)
+
     try:
         outcome = execute(
             plan,
@@ -93,6 +109,7 @@ def fill_module(module: FilledModule, prepared: PreparedLoad, budget: Budget, te
             shares={index: (range(-(-file.output.nbytes // WINDOW_NBYTES)),) for index, file in enumerate(plan.files)},
             finish_share=prepared.digests.compare,
             cancelled=team.make_failure_check(),
+            progress=count,
         )
         source.check_unchanged()
     finally:

@@ -302,6 +302,23 @@ class Report:
         """The output, or the plan where nothing was written."""
         return self.output or self.plan or OutputFacts()
 
+    def __str__(self) -> str:
+        """Return the report as lines for people.
+
+        Example:
+            >>> print(Report("gather", path="model", seconds=2.0))
+            gather  ok, 2.0 s: model
+        """
+        from xrank.plan.report_text import align_rows, report_rows
+
+        return align_rows(report_rows(self))
+
+    def _repr_html_(self) -> str:
+        """Return the report as a table for notebooks."""
+        from xrank.plan.report_text import report_html
+
+        return report_html(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as one JSON object."""
         return {

@@ -12,6 +12,7 @@ from xrank.decisions.options import GatherOptions
 from xrank.layout.nest_table import IntArray
 from xrank.plan.division import divide
 from xrank.plan.executor import Budget
+from xrank.public_calls import names_own_arguments
 from xrank.simulation.counted_reads import count_compared_nbytes, count_rounds, num_places
 from xrank.simulation.planned_work import PlannedWork, plan_work
 from xrank.simulation.prediction import Prediction, predict
@@ -46,7 +47,15 @@ class Simulation:
         """Bytes of each rank: its part of the model, and its buffers."""
         return self.work.held_nbytes + self.buffer_nbytes
 
+    def __str__(self) -> str:
+        """Return what `xrank simulate` prints."""
+        from xrank.plan.report_text import align_rows
+        from xrank.simulation.display import simulation_rows, simulation_table
 
+        return f"{align_rows(simulation_rows(self))}\n\n{simulation_table(self)}"
+
+
+@names_own_arguments
 def simulate(
     path: str | os.PathLike[str],
     operation: str = "gather",
@@ -73,6 +82,14 @@ def simulate(
     Raises:
         UsageError, LayoutError: the call must change.
         IncompleteError, ContradictionError, CorruptError, UnsafeError: as in the operation itself.
+
+    Example:
+        >>> import torch, xrank
+        >>> workspace = xrank.NFSWorkspace("simulated", rank=0, world_size=1)
+        >>> workspace.write_configs_and_weights({}, {"weight": torch.ones(2, 3)})
+        >>> found = xrank.simulate("simulated", num_ranks=2)
+        >>> found.traffic.total("read_nbytes").tolist()
+        [24, 0]
     """
     started = time.monotonic()
     rates = link if isinstance(link, Rates) or link is None else read_rates(link)
