@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ORACLE_VENV := .venv-oracle
+DOCS_VENV := .venv-docs
 
 # Shows a command as a person types it, then runs it with the virtual environment's programs.
 run = @echo '$$ $(1)'; PATH="$(abspath $(VENV))/bin:$$PATH" HF_HUB_OFFLINE=1 $(1)
@@ -12,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One worker per core; each has up to 8 ranks of its own. Where -m is given twice, the last counts.
 PYTEST := $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-all soak oracle corpus lint package matrix bench clean
+.PHONY: help demo test test-all soak oracle corpus lint package matrix docs bench clean
 
 help:
 	@echo 'make demo    4 ranks train and leave shards in demo/workspace; gathers, verifies and compares them'
@@ -28,6 +29,7 @@ help:
 	@echo 'make package builds wheel and source archive in dist/, checks them, and uses them where nothing else is'
 	@echo 'make matrix  the tests under Python 3.11 to 3.14, with the oldest torch and the newest, and without torch'
 	@echo '             make matrix PYTHONS=3.12 TORCHES=none takes a part; other options go to pytest by ARGS'
+	@echo 'make docs    builds the site of the docs in build/docs, in $(DOCS_VENV); a broken link fails it'
 	@echo 'make bench   times a gather'
 	@echo 'make clean   removes what the demo made'
 	@echo 'The first of them makes the virtual environment $(VENV) with $(PYTHON).'
@@ -96,6 +98,16 @@ PYTHONS ?= 3.11 3.12 3.13 3.14
 TORCHES ?= none 2.10.* newest
 matrix: $(VENV)/.ready
 	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHONS="$(PYTHONS)" TORCHES="$(TORCHES)" .ci/matrix $(ARGS)
+
+$(DOCS_VENV)/.ready: pyproject.toml
+	@echo 'setting up $(DOCS_VENV)'
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet -e '.[docs]'
+	@touch $@
+
+# Needs no network: pages, fonts and scripts are files of the site.
+docs: $(DOCS_VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
 
 bench: $(VENV)/.ready
 	$(VENV)/bin/python benchmarks/gather.py $(ARGS)

@@ -140,6 +140,12 @@ def test_lines_are_short_and_links_lead_somewhere(page: Path):
         assert not heading or heading in {re.sub(r"[^a-z0-9-]", "", h.lower().replace(" ", "-")) for h in headings}
 
 
+def test_each_page_is_in_the_navigation_of_the_site():
+    names = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    made = {"index.md", "commands.md", "reference.md"}
+    assert sorted(names) == sorted({page.name for page in PAGES[1:]} | made)
+
+
 def test_each_page_is_reached_from_the_readme():
     reached, new = set(), {README}
     while new:

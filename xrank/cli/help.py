@@ -10,7 +10,7 @@ import click
 __all__ = ["Command", "Group"]
 
 _SECTIONS = {
-    "Source": ("workspace", "layout", "format", "format_name", "part", "world_size"),
+    "Source": ("workspace", "layout", "format", "format_name", "part", "world_size", "strict_pickles"),
     "Output": ("out", "layouts", "max_shard_size", "overwrite", "resume", "verify", "dry_run"),
     "Names and values": (
         *("base_model", "recipe", "dtype", "keep_fp32", "include", "exclude", "adapter", "adapter_config", "replicas"),
