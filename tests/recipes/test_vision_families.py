@@ -52,6 +52,18 @@ def test_a_folder_that_transformers_loads(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_folder_of_transformers_keeps_its_names(tmp_path: Path, family: str) -> None:
+    """Its vision tower has the names of the recipe's, which is no sign of Megatron, however deep the tower is."""
+    whole = saved(model_of(family))
+    tower = {name: tensor for name, tensor in whole.items() if "visual" in name or "vision" in name}
+    for number, tensors in enumerate((whole, tower)):
+        out = tmp_path / f"{number}.out"
+        source = leave(tmp_path / str(number), tensors, config_of(model_of(family)) if tensors is whole else {})
+        assert gather_checkpoint(source, out).source["recipe"] is None
+        assert_equal(safetensors.torch.load_file(out / "model.safetensors"), tensors)
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_transformer_engines_names_and_layers_in_one_tensor(tmp_path: Path, family: str) -> None:
     model = model_of(family)
     tensors = as_megatron_vision(model, te=True, is_kept=family not in MEGATRON_TOWERS)

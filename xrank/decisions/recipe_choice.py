@@ -98,16 +98,16 @@ def choose_recipe(
             next_step=f"{choose}, or keep the names with {option('recipe', 'none')}",
         )
     nearest = max(matches, key=lambda found: (found.num_known, -len(found.missing)), default=None)
-    # A vision tower keeps Hugging Face's names, as other models' towers do: most of a recipe must be there.
-    is_near = (
-        nearest is not None
-        and nearest.knows_layers
-        and 2 * nearest.num_known >= len(names)
-        and len(nearest.missing) <= len(nearest.used)
-    )
+    is_near = nearest is not None and nearest.knows_layers and _counts_as_near(nearest, len(names))
     if nearest is not None and (is_near or is_megatron):
         raise _misfit(source, nearest, "no recipe fits its names")
     return None
+
+
+def _counts_as_near(found: Match, num_names: int) -> bool:
+    """Return whether half of the names are a recipe's, apart from a vision tower's, which are Hugging Face's own."""
+    num_kept = found.num_known - found.num_telling
+    return found.num_telling > 0 and 2 * found.num_telling >= num_names - num_kept
 
 
 def match_asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None) -> Match | None:

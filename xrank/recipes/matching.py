@@ -59,9 +59,18 @@ class Match:
         return sum(map(len, self.used.values()))
 
     @property
+    def num_telling(self) -> int:
+        """Number of names that match a rule and become others; a name that stays is Hugging Face's already."""
+        return sum(len(names) for (number, _), names in self.used.items() if not _keeps_name(self.recipe.rules[number]))
+
+    @property
     def knows_layers(self) -> bool:
         """Whether a name with a layer number matches; names such as ``norm.weight`` occur in many frameworks."""
         return any(self.recipe.rules[number].sources[0].name.dims for number, _ in self.used)
+
+
+def _keeps_name(rule: Rule) -> bool:
+    return any(rule.sources[0].name == target.name for target in rule.targets.values())
 
 
 def source_sides(rule: Rule, is_reversed: bool) -> tuple[Side, ...]:
