@@ -144,7 +144,7 @@ def test_a_missing_factor_is_named_by_its_axis() -> None:
     # Divided by its replicas, too.
     own = {**reference, "expert": reference["expert"] / 3}
     (finding,) = check_gradients(own, plan, reference=reference, wire=RecordingWire()).findings
-    assert "as many as ranks along edp or tp: it was divided once too often" in finding.message
+    assert "as many as ranks along edp: it was divided once too often" in finding.message
 
 
 def test_a_quotient_and_a_factor_of_all_gradients_are_named_once() -> None:
@@ -158,8 +158,8 @@ def test_a_quotient_and_a_factor_of_all_gradients_are_named_once() -> None:
     for factor, names, title, text in (
         (2 / 3, ("expert",), "expert", "1/1.5 of that of one process, which is dp/edp"),
         (3 / 2, experts, "all gradients of experts", "1.5 times that of one process, which is edp/dp"),
-        (2.0, experts, "all gradients of experts", "as many as ranks along ep or dp"),
-        (0.5, ("norm", *experts), "all gradients", "1/2 of that of one process, as many as ranks along dp or ep"),
+        (2.0, experts, "all gradients of experts", "as many as ranks along ep:"),
+        (0.5, ("norm", *experts), "all gradients", "1/2 of that of one process, as many as ranks along dp:"),
         (5.0, ("norm", *experts), "all gradients", "see numbers of micro-batches and of tokens"),
     ):
         own = {name: one * (factor if name in names else 1) for name, one in reference.items()}
@@ -200,6 +200,20 @@ def test_the_reference_shows_replicas_that_agree_and_are_wrong(rank: int) -> Non
     none = {**whole, "extra.weight": None}
     assert find(check_gradients(none, plan, reference=whole)) == [("reference", "extra.weight", (0, 1))]
     assert check_gradients(none, plan, reference=none)
+
+
+@pytest.mark.ranks(4, timeout_seconds=60)
+def test_a_missing_sum_is_named_by_its_axes(rank: int) -> None:
+    module, mesh = make_module(), DeviceMesh((2, 2), ("dp", "tp"))
+    plan = GradientPlan.from_module(module, mesh)
+    whole = mean_gradients(make_module(), batch_of())
+    # A copy along tp whose gradient every rank has a part of, and one that was never averaged along dp.
+    share = torch.rand(8, generator=torch.Generator().manual_seed(3))
+    own = {**whole, "norm.weight": whole["norm.weight"] * (share if rank % 2 else 1 - share)}
+    own["norm.bias"] = whole["norm.bias"] * (2 * share if rank < 2 else 2 - 2 * share)
+    messages = {one.name: one.message for one in check_gradients(own, plan, reference=whole).findings}
+    assert "its sum along tp is right: that sum is missing" in messages["norm.weight"]
+    assert "its mean along dp is right: that mean is missing" in messages["norm.bias"]
 
 
 @pytest.mark.ranks(2, timeout_seconds=60)

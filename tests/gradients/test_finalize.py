@@ -12,7 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from xrank.errors import GradientError, UsageError
-from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, Reduction, finalize_model_grads, mark
+from xrank.gradients import (
+    DistributedDataParallel,
+    GradientConfig,
+    GradientPlan,
+    Reduction,
+    check_gradients,
+    finalize_model_grads,
+    mark,
+)
 from xrank.layout import DeviceMesh
 
 pytestmark = pytest.mark.timeout(90)
@@ -317,3 +325,19 @@ def test_models_that_are_not_wrapped_are_refused() -> None:
     for models in (nn.Linear(2, 2), [nn.Linear(2, 2)], []):
         with pytest.raises(UsageError, match="models must be wrapped before their gradients"):
             finalize_model_grads(models)
+
+
+@pytest.mark.ranks(2)
+def test_stages_may_register_their_tables_in_another_order(rank: int) -> None:
+    for config in (GradientConfig(), GradientConfig(use_distributed_optimizer=True)):
+        module = nn.Module()
+        for kind in ("word", "position") if rank == 0 else ("position", "word"):
+            module.register_parameter(f"{kind}_{rank}", nn.Parameter(torch.zeros(4)))
+            mark(module.get_parameter(f"{kind}_{rank}"), tied=kind)
+        ddp = DistributedDataParallel(module, GradientPlan.from_module(module, DeviceMesh((2,), ("pp",)), config))
+        word, position = (module.get_parameter(f"{kind}_{rank}") for kind in ("word", "position"))
+        (word.sum() * (1 + rank) + position.sum() * (10 + rank)).backward()
+        finalize_model_grads(ddp)
+        assert ddp.main_grad(f"word_{rank}").tolist() == [3.0] * 4
+        assert ddp.main_grad(f"position_{rank}").tolist() == [21.0] * 4
+        assert check_gradients(ddp, ddp.plan)

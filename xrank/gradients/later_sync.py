@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from xrank.gradients.distributed_data_parallel import DistributedDataParallel
-from xrank.gradients.plans.plan_entries import LaterReduction
+from xrank.gradients.plans.plan_entries import LATER_KINDS, LaterReduction
 from xrank.gradients.reductions import Reduction
 from xrank.gradients.wires.faults import GradientFault
 from xrank.gradients.wires.wire import GradientWire, Handle
 
 __all__ = ["LaterSync"]
 
-_KINDS = ("conditional", "tensor", "word", "position")
 _TABLES = ("word", "position")
 """Tables are large and few: each is sent from its buffer without a copy."""
 
@@ -64,7 +63,7 @@ class LaterSync:
     def run(self) -> list[Reduction]:
         """Run the reductions, on all ranks alike, and return them."""
         done: list[Reduction] = []
-        for kind in _KINDS:
+        for kind in LATER_KINDS:
             # In Megatron's order: sums that are nested otherwise round otherwise.
             parts = [part for part in self._parts if part.later.kind == kind]
             if kind == "conditional":

@@ -22,6 +22,7 @@ from xrank.gradients.checking.given_gradients import (
     rename_to_plan,
     take_slices,
 )
+from xrank.gradients.checking.missing_sums import explain_missing_sums
 from xrank.gradients.checking.reference_check import compare_with_reference
 from xrank.gradients.checking.replica_check import compare_replicas
 from xrank.gradients.plan_exchange import check_agreement, torch_wire
@@ -93,7 +94,8 @@ def check_gradients(
     owned = {name: None if one is None else _take_owned(one, plan[name]) for name, one in gradients.items()}
     findings += compare_replicas(owned, plan, wire)
     if reference is not None:
-        findings += compare_with_reference(gradients, rename_to_plan(reference, plan), plan, tolerance)
+        differences, compared = compare_with_reference(gradients, rename_to_plan(reference, plan), plan, tolerance)
+        findings += explain_missing_sums(differences, compared, plan, wire)
     texts = wire.exchange(encode_findings(findings), everyone)
     return GradientCheck(plan.rank, len(gradients), merge_findings(texts[rank] for rank in everyone))
 

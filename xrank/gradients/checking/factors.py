@@ -23,26 +23,30 @@ def find_factors(
 ) -> tuple[str, ...]:
     """Return the products and quotients of lengths of axes that equal a ratio or its inverse, with the fewest axes.
 
-    Products come before quotients, and axes along which the parameter is exchanged before others. A quotient is
-    written so that it equals the ratio: ``dp/edp``.
+    Products come before quotients, and those of the parameter's own mesh before all others. A quotient is written so
+    that it equals the ratio: ``dp/edp``.
 
     Args:
         ratio: gradient divided by reference.
         plan: this rank's plan.
-        planned: the parameter; axes of its own mesh come first.
+        planned: the parameter.
         tolerance: allowed difference of the ratio from a product, relative to the product.
     """
-    lengths = _list_lengths(plan, planned)
-    for count in range(1, len(lengths) + 1):
-        # A missing division and a division too many have inverse ratios and the same axis.
-        factor = max(ratio, 1 / ratio)
-        found = tuple(
-            " x ".join(chosen)
-            for chosen in combinations(lengths, count)
-            if abs(factor / prod(lengths[axis] for axis in chosen) - 1) <= tolerance
-        ) or _find_quotients(ratio, lengths, count, tolerance)
-        if found:
-            return found
+    own = _list_lengths(plan, planned, is_own=True)
+    every = _list_lengths(plan, planned, is_own=False)
+    for lengths in (own, every):
+        for count in range(1, len(lengths) + 1):
+            # A missing division and a division too many have inverse ratios and the same axis.
+            factor = max(ratio, 1 / ratio)
+            found = tuple(
+                " x ".join(chosen)
+                for chosen in combinations(lengths, count)
+                if abs(factor / prod(lengths[axis] for axis in chosen) - 1) <= tolerance
+            )
+            if not found and lengths is every:
+                found = _find_quotients(ratio, lengths, count, tolerance)
+            if found:
+                return found
     return ()
 
 
@@ -100,12 +104,19 @@ def _list_kinds(plan: GradientPlan, judged: Sequence[str]) -> Iterator[tuple[str
         yield title, [name for name in judged if any(later.kind == kind for later in plan[name].later)]
 
 
-def _list_lengths(plan: GradientPlan, planned: PlannedParameter) -> dict[str, int]:
-    """Return the lengths of all axes longer than 1, those along which the parameter is exchanged first."""
+def _list_lengths(plan: GradientPlan, planned: PlannedParameter, *, is_own: bool) -> dict[str, int]:
+    """Return the lengths of axes longer than 1, those along which the parameter is exchanged first.
+
+    Args:
+        plan: this rank's plan.
+        planned: the parameter.
+        is_own: only the axes of the parameter's own mesh.
+    """
     is_expert = plan.buffers[planned.buffer].is_expert
     place = MeshPlace(plan.views, plan.rank)
     lengths: dict[str, int] = {}
-    for mesh in (place.mesh(is_expert), place.mesh(False), *(mesh for _, mesh in plan.views.others)):
+    others = () if is_own else (place.mesh(False), *(mesh for _, mesh in plan.views.others))
+    for mesh in (place.mesh(is_expert), *others):
         for axis in mesh.axis_names:
             if mesh.axis_length(axis) > 1:
                 lengths.setdefault(axis, mesh.axis_length(axis))

@@ -11,6 +11,7 @@ from xrank.dialects.placements import describe_mesh, from_placements
 from xrank.gradients.buffers.nonfinite import first_nonfinite
 from xrank.gradients.checking.factors import describe_factor, summarize_factors
 from xrank.gradients.checking.findings import GradientFinding
+from xrank.gradients.checking.missing_sums import Comparable
 from xrank.gradients.plans.placed_parameters import local_of
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.plans.plan_entries import PlannedParameter
@@ -29,8 +30,8 @@ then pass."""
 
 def compare_with_reference(
     gradients: Mapping[str, Any], reference: Mapping[str, Any], plan: GradientPlan, tolerance: float | None
-) -> list[GradientFinding]:
-    """Return where this rank's gradients differ from those of one process.
+) -> tuple[list[GradientFinding], dict[str, Comparable]]:
+    """Return where this rank's gradients differ from those of one process, and what was compared.
 
     Args:
         gradients: by name, gradients of the local shape; None if none came.
@@ -39,6 +40,7 @@ def compare_with_reference(
         tolerance: as in `check_gradients`.
     """
     findings: list[GradientFinding] = []
+    compared: dict[str, Comparable] = {}
     judged: list[str] = []
     known = [one for one in reference.values() if one is not None and bool(one.isfinite().all())]
     largest = max((float(one.abs().max()) for one in known if one.numel()), default=0.0)
@@ -68,23 +70,29 @@ def compare_with_reference(
         # Of the whole parameter: a slice may have small elements only, with the rounding errors of the others.
         own = float(wanted.abs().max()) if wanted.numel() else 0.0
         bound = allowed * (own + _OF_ALL * largest)
-        found = _difference(local.reshape(-1)[part], wanted.reshape(-1)[part], bound, planned, plan)
+        mine, its = _widen(local.reshape(-1)[part], wanted.reshape(-1)[part])
+        if not mine.is_complex():
+            compared[name] = mine, its, bound
+        found = _difference(mine, its, bound, planned, plan)
         if found is not None:
             findings.append(found)
-    return summarize_factors(findings, plan, judged)
+    return summarize_factors(findings, plan, judged), compared
+
+
+def _widen(gradient: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    kind = torch.complex128 if gradient.is_complex() else torch.float64
+    return gradient.to(kind), wanted.to(gradient.device, kind)
 
 
 def _difference(
-    gradient: torch.Tensor,
+    found: torch.Tensor,
     wanted: torch.Tensor,
     bound: float,
     planned: PlannedParameter,
     plan: GradientPlan,
 ) -> GradientFinding | None:
-    if not gradient.numel():
+    if not found.numel():
         return None
-    kind = torch.complex128 if gradient.is_complex() else torch.float64
-    found, wanted = gradient.to(kind), wanted.to(gradient.device, kind)
     off = (found - wanted).abs()
     difference = float(off.max())
     if not difference > bound:  # also for a NaN, which is another finding

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LaterReduction", "Operation", "PlannedBucket", "PlannedBuffer", "PlannedParameter"]
+__all__ = ["LATER_KINDS", "LaterReduction", "Operation", "PlannedBucket", "PlannedBuffer", "PlannedParameter"]
 
 Operation: TypeAlias = Literal["sum", "average"]
+LaterKind: TypeAlias = Literal["conditional", "tensor", "word", "position"]
+LATER_KINDS: tuple[LaterKind, ...] = ("conditional", "tensor", "word", "position")
+"""In the order of finalize: conditional embedders along pp, copies along tp, tied tables."""
 
 
 def _compute_prescale(operation: Operation, divisor: int, num_ranks: int) -> float:
@@ -23,8 +26,7 @@ def _compute_prescale(operation: Operation, divisor: int, num_ranks: int) -> flo
 class LaterReduction:
     """A reduction of one parameter's gradient by `finalize_model_grads`, after the sum over replicas."""
 
-    kind: Literal["conditional", "tensor", "word", "position"]
-    """In the order of finalize: conditional embedders along pp, copies along tp, tied tables."""
+    kind: LaterKind
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     """Ranks that take part, this rank among them, ascending as in a process group; two or more."""
