@@ -76,6 +76,10 @@ class FakeWire:
         """Send half of what an all-reduce sends."""
         return self.send(whole, 0.5)
 
+    def all_to_all(self, received: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Any:
+        """Send half of what an all-reduce sends."""
+        return self.send(whole, 0.5)
+
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, ranks: tuple[int, ...]) -> Any:
         """Send half of what an all-reduce sends."""
         return self.send(whole, 0.5)

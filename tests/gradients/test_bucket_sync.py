@@ -7,7 +7,7 @@ import torch
 
 from tests.gradients.wires import RecordingWire
 from xrank.errors import GradientError
-from xrank.gradients import GradientConfig, GradientPlan, mark
+from xrank.gradients import DistributedDataParallel, GradientConfig, GradientPlan, mark
 from xrank.gradients.buffers.bucket_sync import BucketSync
 from xrank.gradients.buffers.buffer import GradientBuffer
 from xrank.gradients.plans.plan_entries import PlannedBucket
@@ -177,3 +177,19 @@ def test_a_plan_of_nothing_has_nothing_to_send() -> None:
     sync, wire = _make_sync(module, DeviceMesh((2,), ("dp",)))
     sync.finish()
     assert [sent.how for sent in wire.sent] == ["max"]
+
+
+@pytest.mark.ranks(4)
+def test_sums_of_16_bits_are_rounded_once(rank: int) -> None:
+    module = torch.nn.Linear(16, 8, bias=False, dtype=torch.bfloat16)
+    config = GradientConfig(use_distributed_optimizer=True, reduce_scatter_with_fp32_accumulation=True)
+    ddp = DistributedDataParallel(module, GradientPlan.from_module(module, DeviceMesh((4,), ("dp",)), config))
+    ddp.broadcast_params()
+    # bfloat16 has no 257, and rounds 259 to 260: a sum that is rounded after each addend stays at 256.
+    rows = torch.full((1, 16), 1024.0 if rank == 0 else 4.0, dtype=torch.bfloat16)
+    ddp(rows).sum().backward()
+    ddp.finish_grad_sync()
+    start, stop = ddp.plan["weight"].owned
+    owned = ddp.main_grad("weight").flatten()[start:stop]
+    assert owned.numel() == 32 and owned.dtype == torch.bfloat16
+    assert owned.unique().tolist() == [260.0]

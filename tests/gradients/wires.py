@@ -88,6 +88,10 @@ class RecordingWire:
 
         return self._send("reduce_scatter", whole, ranks, how, act)
 
+    def all_to_all(self, received: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Later:
+        """Receive the same from all."""
+        return self._send("all_to_all", whole, ranks, "", lambda: received.copy_(whole))
+
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, ranks: tuple[int, ...]) -> Later:
         """Put this rank's part into every place."""
         return self._send("all_gather", whole, ranks, "", lambda: whole.copy_(shard.clone().repeat(len(ranks))))

@@ -46,9 +46,8 @@ class GradientConfig:
     pad_buckets_for_high_nccl_busbw: bool = False
     """End buckets at multiples of 65,536 elements."""
     reduce_scatter_with_fp32_accumulation: bool = False
-    """Not supported: `grad_reduce_in_fp32` is as exact."""
-    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
-    """Not supported: `grad_reduce_in_fp32` is as exact."""
+    """Send gradients of 16 bits, and add up those of all ranks in float32: half the bytes of `grad_reduce_in_fp32`.
+    Each sum over ranks is rounded once; sums over micro-batches stay in 16 bits."""
     calculate_per_token_loss: bool = False
     """Losses are sums over tokens: only `finalize_model_grads` divides, by its number of tokens."""
     sequence_parallel: bool = True
@@ -84,13 +83,14 @@ class GradientConfig:
             self._require("align_param_gather", "overlap_param_gather")
         if self.pad_buckets_for_high_nccl_busbw:
             self._require("pad_buckets_for_high_nccl_busbw", "use_distributed_optimizer")
-        for name in ("reduce_scatter_with_fp32_accumulation", "param_name_patterns_for_fp32_local_accumulation"):
-            if getattr(self, name):
+        if self.reduce_scatter_with_fp32_accumulation:
+            self._require("reduce_scatter_with_fp32_accumulation", "use_distributed_optimizer")
+            if self.average_in_collective or self.num_distributed_optimizer_instances > 1:
                 raise UsageError(
-                    f"{name} is not supported",
-                    got=f"{name}={getattr(self, name)!r}",
-                    want="the default",
-                    next_step="set grad_reduce_in_fp32=True, which keeps and sends float32",
+                    "reduce_scatter_with_fp32_accumulation adds up by itself, in one instance",
+                    got=f"average_in_collective={self.average_in_collective}, num_distributed_optimizer_instances="
+                    f"{self.num_distributed_optimizer_instances}",
+                    want="False and 1",
                 )
 
     def _require(self, name: str, needed: str) -> None:

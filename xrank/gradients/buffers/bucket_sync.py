@@ -12,6 +12,7 @@ import torch
 
 from xrank.errors import GradientError
 from xrank.gradients.buffers.buffer import GradientBuffer
+from xrank.gradients.buffers.wide_sums import start_wide_sum
 from xrank.gradients.plans.plan import GradientPlan
 from xrank.gradients.plans.plan_entries import PlannedBucket
 from xrank.gradients.wires.faults import FaultFlag, GradientFault
@@ -189,7 +190,10 @@ class BucketSync:
         if self.plan.config.use_distributed_optimizer:
             start, stop = self.plan.shard(bucket)
             shard = _real(buffer.data[start:stop])
-            handle = self._wire.reduce_scatter(shard, _real(whole), planned.shard_ranks, planned.operation)
+            if self.plan.config.reduce_scatter_with_fp32_accumulation:
+                handle = start_wide_sum(shard, _real(whole), planned.shard_ranks, self._wire)
+            else:
+                handle = self._wire.reduce_scatter(shard, _real(whole), planned.shard_ranks, planned.operation)
         else:
             handle = self._wire.all_reduce(_real(whole), planned.ranks, planned.operation)
         self._handles.append(handle)

@@ -53,6 +53,9 @@ class GradientWire(Protocol):
     ) -> Handle:
         """Combine a tensor and keep one of its equal parts in ``shard``, which may be a view of this rank's part."""
 
+    def all_to_all(self, received: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
+        """Send each rank its equal part of ``whole``, and receive this rank's parts, in the order of ranks."""
+
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
         """Gather the equal parts of all ranks into ``whole``, where ``shard`` may be a view of this rank's part."""
 
@@ -90,6 +93,10 @@ class TorchWire:
     ) -> Handle:
         """Combine a tensor and keep this rank's part."""
         return self._start(ranks, _reduce_scatter, shard, whole, op=_OPERATIONS[how])
+
+    def all_to_all(self, received: torch.Tensor, whole: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
+        """Exchange parts."""
+        return self._start(ranks, dist.all_to_all_single, received, whole)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, ranks: tuple[int, ...]) -> Handle:
         """Gather the parts of all ranks."""
