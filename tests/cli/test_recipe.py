@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.bench import Bench, refusal, run
 from tests.recipes.made_checkpoints import as_megatron, config_of, leave, saved, tiny
+from xrank.recipes.recipe_checks import find_useless
 from xrank.recipes.recipe_file import list_shipped_recipes, load_shipped_recipe, read_recipe, read_shipped_text
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
@@ -68,8 +69,12 @@ def test_a_merged_recipe_is_the_recipe(bench: Bench, name: str) -> None:
     assert "extends" not in shown
     read, shipped = read_recipe(str(recipe(bench, shown))), load_shipped_recipe(name)
     assert read.rules == shipped.rules
-    for key in ("framework", "model_types", "padded", "ignored", "keep_fp32", "config", "args", "sizes", "must"):
+    for key in ("framework", "model_types", "padded", "ignored", "dropped", "keep_fp32", "must", "must_config"):
         assert getattr(read, key) == getattr(shipped, key)
+    useless = find_useless(shipped)
+    for key in ("config", "args", "sizes"):
+        kept = {name: value for name, value in getattr(shipped, key).items() if (key, name) not in useless}
+        assert getattr(read, key) == kept
 
 
 def test_a_recipe_that_fits(bench: Bench) -> None:
@@ -193,10 +198,11 @@ def test_a_gather_names_the_line_of_a_wrong_rule(bench: Bench) -> None:
 @pytest.mark.parametrize("kind", ["optional = true", 'when = "sparse"'])
 def test_a_size_of_absent_tensors_need_not_be_known(bench: Bench, kind: str) -> None:
     more = f'"blocks.{{L}}.experts.{{e}}.w [h]" = {{ to = "model.layers.{{L}}.experts.{{e}}.w [h]", {kind} }}\n'
-    assert run("recipe", "check", recipe(bench, OWN + more), source(bench)).exit_code == 0
+    flag = "[config]" if "optional" in kind else '[config]\nsparse = "sparse"'
+    assert run("recipe", "check", recipe(bench, OWN.replace("[config]", flag) + more), source(bench)).exit_code == 0
     # config.json has the flag, so the tensors are due, although their number is not known.
     (bench.folder / "src" / "config.json").write_text('{"sparse": true, "hidden_size": 4}')
-    text = OWN.replace("[config]", '[config]\nsparse = "sparse"') + more
+    text = OWN.replace("[config]", flag) + more
     ended = run("recipe", "check", recipe(bench, text), bench.folder / "src", "--json")
     if "when" in kind:
         refusal(ended, "LayoutError", says=["model.layers.0.experts.0.w: nothing in the source becomes it"])
@@ -211,4 +217,4 @@ def test_a_misfit_of_a_shipped_recipe(bench: Bench) -> None:
 
 def test_neither_a_name_nor_a_file(bench: Bench) -> None:
     ended = run("recipe", "check", "own", source(bench), "--json")
-    refusal(ended, "UsageError", says=["no recipe is called own", "the path of a recipe's file"])
+    refusal(ended, "UsageError", says=["no recipe is called own", "a path"])

@@ -27,6 +27,7 @@ from transformers import conversion_mapping as mappings
 from transformers import core_model_loading as loading
 from transformers.models.auto import configuration_auto, modeling_auto
 
+from tests.oracle.config_models import build_small
 from xrank.decisions.config_sections import SIZE_KEYS
 
 _OUT = Path(__file__).parents[2] / "xrank" / "recipes" / "transformers.json"
@@ -84,9 +85,16 @@ def find_classes() -> Iterator[type[PreTrainedModel]]:
 
 
 def make_meta_model(cls: type[PreTrainedModel]) -> PreTrainedModel:
-    """Return a model with the default config and without values."""
-    with torch.device("meta"):
-        return cls(cls.config_class())
+    """Return a model without values: of the default config, or of small sizes where the class takes only those."""
+    try:
+        with torch.device("meta"):
+            return cls(cls.config_class())
+    except Exception:
+        values = json.loads(cls.config_class().to_json_string())
+        model = build_small(cls.config_class.model_type, cls.__name__, values)
+        if model is None:
+            raise
+        return model
 
 
 def find_parts(model: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from xrank.decisions.options import GatherOptions
@@ -183,11 +184,14 @@ def load_recipe(asked: str) -> Recipe:
         return load_shipped_recipe(asked)
     if os.path.isfile(asked):
         return read_recipe(asked)
+    near = get_close_matches(asked, list_shipped_recipes(), n=1)
     raise UsageError(
-        f"no recipe is called {asked}, and it is no file",
+        f"{asked} is a folder, not a recipe's file"
+        if os.path.isdir(asked)
+        else f"no recipe is called {asked}, and it is not a file",
         got=asked,
-        want=f"{', '.join(list_shipped_recipes())}, or a recipe's file",
-        next_step="give one of these names, or the path of a recipe's file",
+        want=f"a recipe's file, or a name such as {(*near, 'megatron-llama')[0]}",
+        next_step=f"run: xrank recipe list, or give {option('recipe', metavar='FILE')} a path",
     )
 
 

@@ -16,6 +16,7 @@ from xrank.recipes.matching import Match, active_rules, match, settle, source_si
 from xrank.recipes.pairing import pair
 from xrank.recipes.recipe import Recipe
 from xrank.recipes.recipe_file import find_rule
+from xrank.recipes.rewriting import check_repeated
 from xrank.recipes.sizes import collect_sizes, solve_sizes
 
 __all__ = ["RecipeFit", "UnknownName", "fit_recipe"]
@@ -81,6 +82,11 @@ def fit_recipe(recipe: Recipe, model: StoredModel, config: Mapping[str, Any] | N
                 _pair_rule(found, at, sizes)
             except LayoutError as error:
                 wrong[at] = error
+    if found.repeated is not None:
+        try:
+            check_repeated(found)
+        except LayoutError as error:
+            wrong[found.repeated[1]] = error
     unknown = tuple(_group_unknown(found))
     if wrong or not found.fits:
         return RecipeFit(found, sizes, wrong, unknown)

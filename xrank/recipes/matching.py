@@ -43,6 +43,16 @@ class Match:
     """Hugging Face's tensors in the recipe that are required, and that no name becomes (or is)."""
 
     @property
+    def repeated(self) -> tuple[_Place, _Place, str] | None:
+        """Two places of different rules that match the same name, and the name; None if each name has one rule."""
+        seen: dict[str, _Place] = {}
+        for place, names in self.used.items() if not self.is_reversed else ():
+            for name in names:
+                if seen.setdefault(name, place)[0] != place[0]:
+                    return seen[name], place, name
+        return None
+
+    @property
     def fits(self) -> bool:
         """Whether all names are known and all required tensors are present."""
         return bool(self.used) and not self.unknown and not self.missing
@@ -65,8 +75,21 @@ class Match:
 
     @property
     def knows_layers(self) -> bool:
-        """Whether a name with a layer number matches; names such as ``norm.weight`` occur in many frameworks."""
-        return any(self.recipe.rules[number].sources[0].name.dims for number, _ in self.used)
+        """Whether a framework's own name of a layer's tensor matches.
+
+        Names such as ``norm.weight`` occur in many frameworks, and trainers keep Hugging Face's modules of vision under
+        other prefixes.
+        """
+        rules = (self.recipe.rules[number] for number, _ in self.used)
+        return any(
+            rule.sources[0].name.dims and _tail(rule.sources[0]) not in map(_tail, rule.targets.values())
+            for rule in rules
+        )
+
+
+def _tail(side: Side) -> str:
+    """Return a side's text from the number of the layer on."""
+    return str(side).partition("{")[2]
 
 
 def _keeps_name(rule: Rule) -> bool:

@@ -77,10 +77,11 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
-from xrank.errors import LayoutError, UsageError
+from xrank.errors import LayoutError
 from xrank.layout.binding import names_of_dim
 from xrank.layout.tensor_name import TensorName
 from xrank.recipes.recipe import Recipe, Rule, size_texts
+from xrank.recipes.recipe_checks import check_names, check_patterns, check_required, check_sizes, find_useless
 from xrank.recipes.recipe_tables import (
     CONDITIONS,
     CORRECT,
@@ -92,11 +93,12 @@ from xrank.recipes.recipe_tables import (
     misplaced,
     read_shipped,
     read_tables,
+    read_text,
     refuse_unknown,
     repeat_rules,
 )
 from xrank.recipes.side import Side, parse_side, part_names
-from xrank.words import list_text
+from xrank.words import clip, list_text
 
 __all__ = [
     "find_rule",
@@ -116,16 +118,7 @@ def read_recipe(path: str) -> Recipe:
         UsageError: the file cannot be read.
         LayoutError: the file is not a recipe; the error names the place.
     """
-    try:
-        with open(path, "rb") as file:
-            text = file.read().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"the recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}",
-            file=path,
-            next_step="name a recipe's file that can be read, or one of the recipes that come with xrank",
-        ) from error
-    return _parse(path, text, path)
+    return _parse(path, read_text(path), path)
 
 
 def list_shipped_recipes() -> tuple[str, ...]:
@@ -144,6 +137,8 @@ def read_shipped_text(name: str, *, is_merged: bool = False) -> str:
     if not is_merged:
         return text
     tables = repeat_rules(read_tables(text, f"{name}.toml"), f"{name}.toml")
+    for key, useless in find_useless(load_shipped_recipe(name)):
+        del tables[key][useless]
     top = [f"{key} = {_value_text(value)}\n" for key, value in tables.items() if key not in TABLES]
     for key in TABLES:
         if tables.get(key):
@@ -215,27 +210,23 @@ _SOURCE = re.compile(r"""\s*(?:\[tensors\.)?["']([^"'.{\[ ]+)""")
 def _parse(name: str, text: str, file: str) -> Recipe:
     tables = repeat_rules(read_tables(text, file), file)
     lists = {key: check_texts(tables.get(key, []), (key,), file) for key in LISTS}
-    for key in ("ignored", "dropped", "keep_fp32"):
-        for pattern in lists[key]:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise misplaced(file, (key,), pattern, f"a regular expression ({error})") from error
-    sizes = tables.get("sizes", {})
-    for size, number in sizes.items():
-        # isinstance would take TOML's `true` for 1.
-        if type(number) is not int or number < 1:
-            raise misplaced(file, ("sizes", size), number, "a number of 1 or more")
+    check_patterns(lists, file)
+    check_sizes(tables.get("sizes", {}), file)
+    for key in ("must", "must_config"):
+        check_required(key, tables.get(key, {}), file)
+    framework = tables.get("framework", "")
+    if not isinstance(framework, str):
+        raise misplaced(file, ("framework",), framework, "a text")
     rules = tuple(
         rule for source, value in tables.get("tensors", {}).items() for rule in _parse_rules(source, value, file)
     )
     if not rules:
-        raise misplaced(file, ("tensors",), "no rule", "a table [tensors]")
+        raise misplaced(file, ("tensors",), None, "a table [tensors] with rules")
     if lists["by_layer"]:  # layers of different sizes cannot be stacked in one tensor
         rules = tuple(replace(rule, sources=rule.sources[:1]) for rule in rules)
-    return Recipe(
+    recipe = Recipe(
         name,
-        str(tables.get("framework", "")),
+        framework,
         rules,
         lists["model_types"],
         lists["padded"],
@@ -243,7 +234,7 @@ def _parse(name: str, text: str, file: str) -> Recipe:
         lists["keep_fp32"],
         config={key: check_texts(terms, ("config", key), file) for key, terms in tables.get("config", {}).items()},
         args={key: check_texts(terms, ("args", key), file) for key, terms in tables.get("args", {}).items()},
-        sizes=sizes,
+        sizes=tables.get("sizes", {}),
         needed=lists["needed"],
         must=_allowed(tables.get("must", {})),
         must_config=_allowed(tables.get("must_config", {})),
@@ -251,6 +242,8 @@ def _parse(name: str, text: str, file: str) -> Recipe:
         by_layer=lists["by_layer"],
         depth=count_extended(text),
     )
+    check_names(recipe, file)
+    return recipe
 
 
 # Recipes extend each other, so several share most sides.
@@ -291,7 +284,7 @@ def _parse_rule(source: str, value: Mapping[str, Any], file: str) -> Rule:
         side = _side(source)
         targets = {part: _side(text) for part, text in texts.items()}
     except LayoutError as error:
-        error.about(f"{find_place(file, *keys)}: tensors.{source!r}", file=file, next_step=CORRECT)
+        error.about(f"{find_place(file, *keys)}: tensors.{clip(source, 120)!r}", file=file, next_step=CORRECT)
         raise
     if times is not None:
         sizes = size_texts(times) if isinstance(times, str) else ()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from xrank.errors import LayoutError
+from xrank.errors import LayoutError, UsageError
+from xrank.words import clip, size_text
 
 __all__ = [
     "CONDITIONS",
@@ -22,6 +25,7 @@ __all__ = [
     "misplaced",
     "read_shipped",
     "read_tables",
+    "read_text",
     "refuse_unknown",
     "repeat_rules",
 ]
@@ -46,14 +50,48 @@ def read_shipped() -> dict[str, str]:
     return dict(sorted(texts.items()))
 
 
+_MAX_NBYTES = 1 << 20
+
+
+def read_text(path: str) -> str:
+    """Return the text of a recipe's file.
+
+    Raises:
+        UsageError: the file cannot be read; LayoutError: it is too long, or not in UTF-8.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_MAX_NBYTES + 1)
+    except OSError as error:
+        raise UsageError(
+            f"the recipe {path} cannot be read: {error.strerror or error}",
+            file=path,
+            next_step="name a recipe's file that can be read, or one of the recipes that come with xrank",
+        ) from error
+    if len(content) > _MAX_NBYTES:
+        raise LayoutError(
+            f"the recipe {path} is too long",
+            file=path,
+            got=f"more than {size_text(_MAX_NBYTES)}",
+            want="a recipe's file",
+            next_step="name a recipe's file",
+        )
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise LayoutError(
+            f"the recipe {path}, line {line} is not UTF-8",
+            file=path,
+            got=f"the byte {content[error.start]:#04x}",
+            want="a text in UTF-8, as TOML is",
+            next_step="save the recipe as UTF-8",
+        ) from error
+
+
 def read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the content of a file, merged into the recipe that it extends."""
-    try:
-        tables = dict(_loads(text))
-    except (ValueError, RecursionError) as error:
-        raise LayoutError(
-            f"the recipe {file} is not TOML: {error}", file=file, want="TOML", next_step=CORRECT
-        ) from error
+    tables = _parse_toml(text, file)
     refuse_unknown(tables, (*TABLES, *LISTS, *_TEXTS, "rename", "kept", "repeat"), file)
     for key in (*TABLES, "rename", "kept", "repeat"):
         if not isinstance(tables.get(key, {}), dict):
@@ -64,11 +102,18 @@ def read_tables(text: str, file: str, via: tuple[str, ...] = ()) -> dict[str, An
     base, renames = tables.pop("extends", None), _check_renames(tables.pop("rename", {}), file)
     if base is None:
         if renames:
-            raise misplaced(file, ("rename",), "no recipe to rename", "extends")
+            raise misplaced(file, ("rename",), None, "extends = NAME, whose names it changes")
         return tables
     # A recipe that extends itself, even by way of others, would be read forever.
-    if base not in read_shipped() or base in via:
-        raise misplaced(file, ("extends",), base, f"one of {', '.join(read_shipped())}")
+    if not isinstance(base, str) or base not in read_shipped() or base in via:
+        near = (*get_close_matches(str(base), read_shipped(), n=1), "megatron-llama")[0]
+        raise misplaced(
+            file,
+            ("extends",),
+            base,
+            f"the name of one recipe that comes with xrank, such as {near}",
+            "run: xrank recipe list",
+        )
     return _extend(_rename(read_tables(read_shipped()[base], f"{base}.toml", (*via, base)), renames), tables, file)
 
 
@@ -112,6 +157,34 @@ def _check_text_table(value: Any, keys: tuple[str, ...], file: str) -> dict[str,
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise misplaced(file, keys, value, "a table of sources and targets")
     return value
+
+
+def _parse_toml(text: str, file: str) -> dict[str, Any]:
+    for number, line in enumerate(text.splitlines(), 1):
+        # tomllib would take minutes for names of thousands of parts, and end in the depth of its recursion.
+        if _MANY_PARTS.search(line) or line.count("[") + line.count("{") > 200:
+            raise _not_toml(file, f", line {number}", f"it nests deeper than {_MAX_PARTS} tables")
+    try:
+        return dict(_loads(text))
+    except RecursionError as error:
+        raise _not_toml(file, "", "it nests too deeply") from error
+    except ValueError as error:
+        message, _, at = str(error).partition(" (at ")
+        found = re.match(r"line (\d+), column (\d+)", at)
+        place = f", line {found[1]}, column {found[2]}" if found else f", line {text.count(chr(10)) + 1}" if at else ""
+        if "int_max_str_digits" in message:  # Python's limit, without a place
+            digits = re.search(r"\d{1000,}", text)
+            place = f", line {text.count(chr(10), 0, digits.start()) + 1}" if digits else ""
+            message = "an integer has too many digits"
+        raise _not_toml(file, place, message) from error
+
+
+_MAX_PARTS = 64
+_MANY_PARTS = re.compile(rf"(?<![\w-])(?:[\w-]++\s*\.\s*){{{_MAX_PARTS}}}")
+
+
+def _not_toml(file: str, place: str, reason: str) -> LayoutError:
+    return LayoutError(f"the recipe {file}{place} is not TOML: {reason}", file=file, want="TOML", next_step=CORRECT)
 
 
 def count_extended(text: str) -> int:
@@ -186,7 +259,7 @@ def _extend(base: dict[str, Any], own: dict[str, Any], file: str) -> dict[str, A
 def check_texts(value: Any, keys: tuple[str, ...], file: str) -> tuple[str, ...]:
     """Return a text, or a list of texts, as a tuple."""
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise misplaced(file, keys, value, "a text, or a list of texts")
     return tuple(texts)
 
@@ -195,19 +268,35 @@ def refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], file: str, 
     """Refuse keys that a table of a recipe does not have."""
     for key in table:
         if key not in known:
-            raise misplaced(file, (*keys, key), key, f"one of {sorted(known)}")
+            near = get_close_matches(key, known, n=1)
+            raise misplaced(file, (*keys, key), key, near[0] if near else f"one of {', '.join(sorted(known))}")
 
 
-def misplaced(file: str, keys: tuple[str, ...], got: object, want: str) -> LayoutError:
+def misplaced(file: str, keys: tuple[str, ...], got: object, want: str, next_step: str = CORRECT) -> LayoutError:
     """Return the error that a recipe is wrong at nested keys."""
-    where = ".".join(key if key.isidentifier() else repr(key) for key in keys)
+    where = ".".join(key if key.isidentifier() else repr(clip(key, 120)) for key in keys)
     return LayoutError(
         f"the recipe {find_place(file, *keys)} is wrong at {where}",
         file=file,
-        got=repr(got)[:200],
+        got=_value_text(got),
         want=want,
-        next_step=CORRECT,
+        next_step=next_step,
     )
+
+
+def _value_text(value: object) -> str:
+    """Return a value as its file shows it, or its kind; values may nest deeply."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case None:
+            return "nothing"
+        case dict():
+            return "a table"
+        case list():
+            is_plain = all(isinstance(one, str | int | float) for one in value)
+            return clip(", ".join(map(_value_text, value)) or "an empty list", 200) if is_plain else "a list of others"
+    return clip(repr(value) if isinstance(value, str) else str(value), 200)
 
 
 def find_place(file: str, *keys: str) -> str:
@@ -216,15 +305,27 @@ def find_place(file: str, *keys: str) -> str:
     tomllib does not keep lines, so each key is searched in the text, after the one before it. Spaces do not count.
     """
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = Path(file).read_text(encoding="utf-8-sig")
     except OSError:
         text = read_shipped().get(file.removesuffix(".toml"), "")
     text, at, last = text.replace(" ", ""), 0, None
-    for key in keys:
-        pattern = rf"""(?:^|[\[.{{,])["']?{re.escape(key.replace(" ", ""))}["']?(?=[\].=])"""
-        found = re.compile(pattern, re.MULTILINE).search(text, at)
+    for depth, key in enumerate(keys):
+        plain = key.replace(" ", "")
+        forms = "|".join(re.escape(form) for form in dict.fromkeys((plain, json.dumps(plain)[1:-1])))
+        found = re.compile(rf"""(?:^|[\[.{{,])["']?(?:{forms})["']?(?=[\].=])""", re.MULTILINE).search(text, at)
         if found is not None:
             at = last = found.end()
+        elif depth == 1 and keys[0] == "tensors":  # a rule that [kept] or an extended recipe writes
+            last = _find_kept(text, plain)
+            break
         elif key not in TABLES:  # `config.h = ...` has no header, and a table may be inherited
-            return file
+            last = last if depth > 1 else None
+            break
     return file if last is None else f"{file}, line {text.count(chr(10), 0, last) + 1}"
+
+
+def _find_kept(text: str, source: str) -> int | None:
+    """Return where [kept] lists the tensor that a source ends with."""
+    start = text.find("[kept.")
+    listed = re.compile(r"""["']([^"'\n]+)["']""").finditer(text, start) if start >= 0 else ()
+    return next((found.end() for found in listed if "[" in found[1] and source.endswith(found[1])), None)

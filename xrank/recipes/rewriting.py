@@ -20,7 +20,7 @@ from xrank.recipes.pairing import Pairing, pair, reverse_pairing, single_tensors
 from xrank.recipes.recipe_file import find_rule
 from xrank.words import likewise_text, list_text
 
-__all__ = ["join_shards", "move_shard", "rewrite_model"]
+__all__ = ["check_repeated", "join_shards", "move_shard", "rewrite_model"]
 
 
 def rewrite_model(
@@ -44,6 +44,7 @@ def rewrite_model(
         ContradictionError: a layer has tensors of two kinds of blocks, or of another kind than `layers` gives it.
         LayoutError: the two sides of a rule do not fit.
     """
+    check_repeated(matched)
     shards = {shard.name: shard for shard in source.shards}
     made: dict[str, list[StoredShard]] = {}
     dropped: dict[str, int] = {}
@@ -78,6 +79,26 @@ def rewrite_model(
         recipe=matched.recipe.name,
         padding_dropped=dropped,
         notes=(*source.notes, *notes),
+    )
+
+
+def check_repeated(matched: Match) -> None:
+    """Refuse a recipe with two rules for one tensor.
+
+    Raises:
+        LayoutError: there are such rules; the error names both lines.
+    """
+    if matched.repeated is None:
+        return
+    first, second, name = matched.repeated
+    recipe = matched.recipe
+    raise LayoutError(
+        f"{find_rule(recipe, second[0])}: {name} has two rules",
+        tensor=name,
+        file=recipe.name,
+        got=f"{recipe.rules[first[0]].sources[0]} and {recipe.rules[second[0]].sources[0]}",
+        want="one rule for each tensor of the source",
+        next_step=f"remove the rule in {find_rule(recipe, second[0])} or that in {find_rule(recipe, first[0])}",
     )
 
 

@@ -13,6 +13,7 @@ from xrank.layout.binding import global_size, names_of_dim, solve_dims
 from xrank.layout.notation import LayoutTree, Size
 from xrank.recipes.layer_choice import LayerChoice, is_layer_term, parse_layers
 from xrank.recipes.recipe import Recipe
+from xrank.recipes.recipe_tables import find_place, read_shipped
 from xrank.recipes.side import Side
 from xrank.recipes.terms import evaluate, look_up
 
@@ -192,22 +193,22 @@ def _check_fit(
     for dim in side.all_dims:
         for size in names_of_dim(dim):
             if size not in bound:
-                raise _unknown(recipe, size, kind.name, shape, folder)
+                raise _unknown(recipe, side, size, kind.name, shape, folder)
     for dim, (index, name) in zip(side.name.dims, kind.last, strict=True):
         if index >= global_size(dim, bound):
-            raise _misfit(given, side, name, f"the index {index}", f"less than {global_size(dim, bound)}")
+            raise _misfit(recipe, given, side, name, f"the index {index}", f"less than {global_size(dim, bound)}")
     if len(shape) != len(side.dims):
-        raise _misfit(given, side, kind.name, f"shape {list(shape)}", f"{len(side.dims)} dims")
+        raise _misfit(recipe, given, side, kind.name, f"shape {list(shape)}", f"{len(side.dims)} dims")
     for i, (dim, n) in enumerate(zip(side.dims, shape, strict=True)):
         expected = global_size(dim, bound)
         # Padding comes after the last row, so only whole leading dims can have it.
         is_padded = i == 0 and isinstance(dim, Size) and dim.value in padded
         if n != expected and not (is_padded and n > expected):
             want = f"{[global_size(dim, bound) for dim in side.dims]}{' or more rows' if is_padded else ''}"
-            raise _misfit(given, side, kind.name, f"shape {list(shape)}", want)
+            raise _misfit(recipe, given, side, kind.name, f"shape {list(shape)}", want)
 
 
-def _unknown(recipe: Recipe, size: str, name: str, shape: _Shape, folder: str) -> UsageError:
+def _unknown(recipe: Recipe, side: Side, size: str, name: str, shape: _Shape, folder: str) -> UsageError:
     keys = ", ".join(f"{term!r}" for term in recipe.config.get(size, ()))
     padded = size in recipe.padded
     return UsageError(
@@ -215,11 +216,14 @@ def _unknown(recipe: Recipe, size: str, name: str, shape: _Shape, folder: str) -
         tensor=name,
         got=f"shape {list(shape)}" + (", which may end in rows of padding" if padded else ""),
         want=f"a config.json with {keys}" if keys else f"a number for {size!r}",
-        next_step=f"put the model's config.json into {folder}, or give {option('base_model')}",
+        next_step=f"put the model's config.json into {folder}, or give {option('base_model')}"
+        + _or_correct(recipe, side),
     )
 
 
-def _misfit(given: Mapping[str, tuple[int, str]], side: Side, name: str, got: str, want: str) -> ContradictionError:
+def _misfit(
+    recipe: Recipe, given: Mapping[str, tuple[int, str]], side: Side, name: str, got: str, want: str
+) -> ContradictionError:
     names = dict.fromkeys(size for dim in side.all_dims for size in names_of_dim(dim))
     origins = ", ".join(f"{size} = {given[size][0]} by {given[size][1]}" for size in names if size in given)
     return ContradictionError(
@@ -227,5 +231,12 @@ def _misfit(given: Mapping[str, tuple[int, str]], side: Side, name: str, got: st
         tensor=name,
         got=got,
         want=want + (f" ({origins})" if origins else ""),
-        next_step="check that config.json is this model's, and that no rank or file is missing",
+        next_step="check that config.json is this model's, and that no rank or file is missing"
+        + _or_correct(recipe, side),
     )
+
+
+def _or_correct(recipe: Recipe, side: Side) -> str:
+    """Return a next step for the author of a recipe; empty for a recipe that comes with xrank."""
+    place = find_place(recipe.name, "tensors", str(side))
+    return f", or correct the rule in {place}" if ", line " in place and recipe.name not in read_shipped() else ""

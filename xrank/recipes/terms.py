@@ -8,7 +8,7 @@ from typing import Any
 
 from xrank.recipes.layer_choice import is_layer_term
 
-__all__ = ["evaluate", "look_up"]
+__all__ = ["evaluate", "is_term", "look_up"]
 
 
 def evaluate(values: Mapping[str, Any], terms: Iterable[str]) -> object:
@@ -75,6 +75,29 @@ def _calculate(a: object, sign: str, b: object) -> int | None:
         case "//":
             return a // b if b > 0 else None
     return a // b if b > 0 and a % b == 0 else None
+
+
+_KEY = re.compile(r"[A-Za-z_][\w.-]*")
+
+
+def is_term(text: str) -> bool:
+    """Return whether a text is a term, as `evaluate` reads it, or one of a group's layers.
+
+    Example:
+        >>> [is_term(text) for text in ("hidden_size / heads if use_heads", "layers from 3", "hidden_size /", "not 3")]
+        [True, True, False, False]
+    """
+    if text.startswith("layers "):
+        return is_layer_term(text)
+    for word in (" if ", " unless "):
+        text, found, condition = text.partition(word)
+        if found and not _KEY.fullmatch(condition.partition(" = ")[0]):
+            return False
+    for word in ("not ", "len "):
+        if text.startswith(word):
+            return _KEY.fullmatch(text.removeprefix(word)) is not None
+    operands = re.split(" [-+*/] ", text)
+    return all(one.isdecimal() or one.startswith("len ") or _KEY.fullmatch(one) for one in operands)
 
 
 def look_up(values: Mapping[str, Any], key: str) -> object:
