@@ -44,10 +44,10 @@ class Match:
 
     @property
     def repeated(self) -> tuple[_Place, _Place, str] | None:
-        """Two places of different rules that match the same name, and the name; None if each name has one rule."""
+        """Two places of different rules that match a name, and the name; None if each has one rule and its copies."""
         seen: dict[str, _Place] = {}
         for place, names in self.used.items() if not self.is_reversed else ():
-            for name in names:
+            for name in names if not self.recipe.rules[place[0]].is_copy else ():
                 if seen.setdefault(name, place)[0] != place[0]:
                     return seen[name], place, name
         return None
