@@ -96,7 +96,7 @@ def is_term(text: str) -> bool:
     for word in ("not ", "len "):
         if text.startswith(word):
             return _KEY.fullmatch(text.removeprefix(word)) is not None
-    operands = re.split(" [-+*/] ", text)
+    operands = re.split(" (?:[-+*/]|//) ", text)
     return all(one.isdecimal() or one.startswith("len ") or _KEY.fullmatch(one) for one in operands)
 
 
