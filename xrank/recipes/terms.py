@@ -77,7 +77,7 @@ def _calculate(a: object, sign: str, b: object) -> int | None:
     return a // b if b > 0 and a % b == 0 else None
 
 
-_KEY = re.compile(r"[A-Za-z_][\w.-]*")
+_KEY = re.compile(r"[A-Za-z_][\w.*-]*")
 
 
 def is_term(text: str) -> bool:
