@@ -98,7 +98,7 @@ def check_repeated(matched: Match) -> None:
         file=recipe.name,
         got=f"{recipe.rules[first[0]].sources[0]} and {recipe.rules[second[0]].sources[0]}",
         want="one rule for each tensor of the source",
-        next_step=f"write one rule instead of those in {find_rule(recipe, first[0])} and {find_rule(recipe, second[0])}",
+        next_step=f"write one rule for those of {find_rule(recipe, first[0])} and {find_rule(recipe, second[0])}",
     )
 
 
