@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from xrank.errors import UnknownFormatError
-from xrank.readers import plugins
+from xrank.errors import UnknownFormatError, XrankError
+from xrank.readers import Hints, plugins
 from xrank.readers.discovery import find_source
 
 CODE = """
@@ -19,7 +19,11 @@ class Reader:
         import os
         return None if os.path.exists(os.path.join(path, "nuts")) else "no nuts in it"
     def read(self, path, hints):
-        raise NotImplementedError
+        raise NotImplementedError("two\\nlines")
+class Odd(Reader):
+    name = "odd"
+    def recognise(self, path):
+        return 1 / 0
 object_reader = Reader()
 no_reader = 3
 """
@@ -61,6 +65,25 @@ def test_one_that_does_not_load_is_a_warning(installed: Path, tmp_path: Path, ca
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and all("of the package nutshell does not load" in text for text in said)
     assert "lacks 'name'" in said[1]
+
+
+def test_a_failure_of_one_names_its_package(installed: Path, tmp_path: Path) -> None:
+    installed.write_text("[xrank.readers]\nnuts = nutshell:Reader\nodd = nutshell:Odd\n")
+    source = tmp_path / "source"
+    source.mkdir()
+    with pytest.raises(UnknownFormatError) as unknown:
+        find_source(str(source))
+    assert unknown.value.got is not None
+    assert (
+        "odd: the reader odd of the package nutshell failed: ZeroDivisionError: division by zero" in unknown.value.got
+    )
+    (source / "nuts").touch()
+    place = find_source(str(source))
+    with pytest.raises(
+        XrankError, match="reader nuts of the package nutshell failed: NotImplementedError: two"
+    ) as raised:
+        place.reader.read(place.path, Hints())
+    assert "\n" not in raised.value.message and raised.value.exit_code == 1 and raised.value.file == str(source)
 
 
 def test_a_format_that_nobody_reads(tmp_path: Path) -> None:

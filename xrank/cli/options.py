@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from xrank.cli.paths import PATH
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 __all__ = [
     "adapter_config",
@@ -29,7 +31,7 @@ __all__ = [
 ]
 
 _Option = Callable[[Callable[..., Any]], Callable[..., Any]]
-_Completion = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+_Completion = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
 
 
 def completing(find: Callable[[], Iterable[str]], *, files: bool = False) -> _Completion:
@@ -41,6 +43,8 @@ def completing(find: Callable[[], Iterable[str]], *, files: bool = False) -> _Co
     """
 
     def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
         words = [CompletionItem(word) for word in find() if word.startswith(incomplete)]
         return words or ([CompletionItem(incomplete, type="file")] if files else [])
 

@@ -6,7 +6,9 @@ import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from xrank.readers.base import Reader
+from xrank.errors import XrankError
+from xrank.plan.source import StoredModel
+from xrank.readers.base import Hints, Reader
 from xrank.words import one_line
 
 if TYPE_CHECKING:
@@ -65,4 +67,47 @@ def _load(point: EntryPoint) -> Reader:
     for name in ("name", "recognise", "read"):
         if not hasattr(reader, name):
             raise TypeError(f"{point.value} lacks {name!r}, which a reader needs")
-    return reader
+    return _PluginReader(reader, _package_of(point))
+
+
+class _PluginReader:
+    """Another package's reader, whose failures name that package.
+
+    Args:
+        reader: the reader.
+        package: the package that brings it.
+    """
+
+    def __init__(self, reader: Reader, package: str) -> None:
+        self.name = reader.name
+        self._reader, self._package = reader, package
+
+    def recognise(self, path: str) -> str | None:
+        """Return what the reader returns; a failure counts as a reason why not."""
+        try:
+            return self._reader.recognise(path)
+        except XrankError:
+            raise
+        except Exception as error:  # another package's code may raise anything
+            return self._describe(error)
+
+    def read(self, path: str, hints: Hints) -> StoredModel:
+        """Return what the reader returns.
+
+        Raises:
+            XrankError: as the reader raises; or the reader failed.
+        """
+        try:
+            return self._reader.read(path, hints)
+        except XrankError:
+            raise
+        except Exception as error:
+            raise XrankError(
+                f"{path} cannot be read: {self._describe(error)}",
+                file=path,
+                next_step=f"report it to the authors of {self._package}, with its traceback",
+            ) from error
+
+    def _describe(self, error: Exception) -> str:
+        failure = one_line(f"{type(error).__name__}: {error}")
+        return f"the reader {self.name} of the package {self._package} failed: {failure}"
