@@ -15,7 +15,7 @@ __all__ = ["FAMILIES"]
 
 _SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 _SIZES = {"num_hidden_layers": 2, "vocab_size": 48, "rms_norm_eps": 1e-6}
-_MROPE = {"position_embedding_type": "mrope"}
+_MROPE = {"position_embedding_type": "mrope", "mrope_section": [1, 1, 2]}
 _GLM_ROPE = {
     "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]
 }  # fmt: skip
@@ -68,7 +68,7 @@ FAMILIES = (
     ),
     _family(
         "glm4v", "glm4v", {"rope_parameters": _GLM_ROPE},
-        {**_MROPE, "add_qkv_bias": True, "rotary_interleaved": True, "rotary_percent": 0.5},
+        {**_MROPE, "mrope_section": [1, 1, 0], "add_qkv_bias": True, "rotary_interleaved": True, "rotary_percent": 0.5},
     ),
     _family(
         "glm4v-moe", "glm4v_moe", {"attention_bias": True, "routed_scaling_factor": 1.5},

@@ -12,6 +12,8 @@ from tests.recipes.families.family import Family
 __all__ = ["Case", "list_mistakes"]
 
 Shapes = dict[str, tuple[int, ...]]
+_OF_ANY = {"rope_parameters", "layer_types", "layers_block_type"}
+"""Keys of config.json that change, although transformers fills them in."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def list_mistakes(family: Family) -> Iterator[Case]:
 
 def _change(config: Mapping[str, Any], stated: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
     """Yield (the key that differs, a config with another value) for the keys that the family's options state."""
-    for key in sorted({*stated} & {*config} | {"rope_parameters"} & {*config}):
+    for key in sorted(({*stated} | _OF_ANY) & {*config}):
         if key in ("text_config", "vision_config"):
             changes = _change(config[key], stated[key], f"{before}{key}.")
         elif key == "model_type" or key.endswith("_token_id") or (key not in stated and config[key] is None):
@@ -69,8 +71,13 @@ def _others(value: object, where: str) -> Iterator[tuple[str, object]]:
         yield where, 1.5 * value + 0.5
     elif isinstance(value, str):
         swapped = {"RMSNorm": "LayerNorm", "LayerNorm": "RMSNorm", "rope": "none", "yarn": "none"}
-        swapped |= {"softmax": "sigmoid", "sigmoid": "softmax"}
+        swapped |= {"softmax": "sigmoid", "sigmoid": "softmax", "M*-EM*": "*M-EM*"}
         yield where, swapped.get(value, "other")
+    elif isinstance(value, list) and value != value[::-1] and not isinstance(value[0], Mapping):
+        where = f"{where} of mixers" if "linear_attention" in value else where
+        yield from ((where, value[:-1]), (where, [value[-1], *value[1:-1], value[0]]))
+    elif isinstance(value, list) and len(value) == 1:
+        yield where, []
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from ((at, {**value, key: other}) for at, other in _others(inner, f"{where}.{key}"))
