@@ -1,6 +1,7 @@
 """Megatron-Bridge's own mappings in one process: ``bridge_mappings.py FAMILY`` compares them with transformers' files.
 
-Tensors of a tiny model under Megatron's names, which tests of recipes gather, go through the mappings one by one. The
+Tensors of a tiny model under Megatron's names, which tests of recipes gather, go through the mappings one by one.
+``bridge_mappings.py text`` compares those of all text models with what xrank's recipes make of the same tensors. The
 program needs the packages megatron-bridge and mbridge, unpacked without their dependencies, on ``PYTHONPATH``.
 """
 
@@ -33,6 +34,25 @@ BRIDGES = {
     "nemotron_h": ("nemotronh.nemotron_h_bridge", "NemotronHBridge"),
     "qwen3_next": ("qwen.qwen3_next_bridge", "Qwen3NextBridge"),
 }
+TEXT_BRIDGES = {
+    "llama": ("llama.llama_bridge", "LlamaBridge"),
+    "nemotron-nas": ("llama_nemotron.llama_nemotron_bridge", "LlamaNemotronBridge"),
+    "mistral": ("mistral.mistral_bridge", "MistralBridge"),
+    "qwen2": ("qwen.qwen2_bridge", "Qwen2Bridge"),
+    "qwen3": ("qwen.qwen3_bridge", "Qwen3Bridge"),
+    "deepseek-v2": ("deepseek.deepseek_v2_bridge", "DeepSeekV2Bridge"),
+    "deepseek-v2-lite": ("deepseek.deepseek_v2_bridge", "DeepSeekV2Bridge"),
+    "deepseek-v3": ("deepseek.deepseek_v3_bridge", "DeepSeekV3Bridge"),
+    "glm4-moe": ("glm.glm45_bridge", "GLM45Bridge"),
+    "glm4-moe-mtp": ("glm.glm45_bridge", "GLM45Bridge"),
+    "nemotron": ("nemotron.nemotron_bridge", "NemotronBridge"),
+    "gemma": ("gemma.gemma_bridge", "GemmaBridge"),
+    "gemma2": ("gemma.gemma2_bridge", "Gemma2Bridge"),
+    "gemma3": ("gemma.gemma3_bridge", "Gemma3ModelBridge"),
+    "gpt-oss": ("gpt_oss.gpt_oss_bridge", "GPTOSSBridge"),
+    "olmoe": ("olmoe.olmoe_bridge", "OlMoEBridge"),
+}
+"""By the names of `tests.recipes.families`."""
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -71,6 +91,8 @@ def main(family: str) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     parallel_state.initialize_model_parallel()
+    if family == "text":
+        compare_texts()
     from tests.recipes.made_checkpoints import saved
     from tests.recipes.made_hybrids import HYBRID_FAMILIES, as_megatron_hybrid, tiny_hybrid
     from tests.recipes.made_vision import as_megatron_vision, tiny_vision
@@ -86,21 +108,50 @@ def main(family: str) -> None:
     expected = saved(model)
     if family == "gemma3":  # whose head is the embedding's tensor, always
         del tensors["language_model.output_layer.weight"], expected["language_model.lm_head.weight"]
-    found = export(family, tensors, model.config)
+    found = export(BRIDGES[family], tensors, model.config)
     if family == "qwen3_vl_moe":  # as the Hub's files have them
         expected = {name: t.transpose(1, 2) if ".experts." in name else t for name, t in expected.items()}
+    sys.stdout.flush()
+    os._exit(bool(report(family, found, expected)))
+
+
+def compare_texts() -> None:
+    """Compare the text models, and exit with their number of differences."""
+    import torch
+
+    from tests.recipes.families import FAMILIES
+    from tests.recipes.families.forms import as_transformer_engine
+    from tests.recipes.test_every_line import follow
+    from tests.recipes.test_there_and_back import RECIPES
+
+    num_wrong = 0
+    for name, bridge in TEXT_BRIDGES.items():
+        family = FAMILIES[name]
+        config = family.full_config()
+        tensors = as_transformer_engine({key: torch.from_numpy(array) for key, array in family.weights().items()})
+        expected = follow(RECIPES[family.recipe], config, tensors)
+        its = SimpleNamespace(**config)
+        its.get_text_config = lambda its=its: its
+        num_wrong += report(name, export(bridge, tensors, its), expected)
+    sys.stdout.flush()
+    os._exit(min(num_wrong, 1))
+
+
+def report(family: str, found: dict[str, Any], expected: dict[str, Any]) -> int:
+    """Print and count the tensors that differ in name or value."""
+    import torch
+
     wrong = sorted(found.keys() ^ expected.keys())
     wrong += [name for name in found.keys() & expected.keys() if not torch.allclose(found[name], expected[name])]
     print(f"{family}: {len(found)} tensors, {len(wrong)} differ", *wrong[:8])
-    sys.stdout.flush()
-    os._exit(bool(wrong))
+    return len(wrong)
 
 
-def export(family: str, tensors: dict[str, Any], config: Any) -> dict[str, Any]:
+def export(bridge_name: tuple[str, str], tensors: dict[str, Any], config: Any) -> dict[str, Any]:
     """Return what the bridge's mappings make of Megatron's tensors."""
     import torch
 
-    module, name = BRIDGES[family]
+    module, name = bridge_name
     bridge = getattr(importlib.import_module(f"megatron.bridge.models.{module}"), name)()
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
@@ -112,15 +163,20 @@ def export(family: str, tensors: dict[str, Any], config: Any) -> dict[str, Any]:
         config = made_config
 
     AutoMapping.register_module_type("Whole", "replicated")
-    bridge.hf_config = config
+    bridge.hf_config = bridge._hf_config = config
     registry = bridge.mapping_registry()
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():
         mapping = registry.megatron_to_hf_lookup(name)
         if mapping is None:
-            raise SystemExit(f"{family}: the bridge has no mapping for {name}")
+            print(f"{bridge_name[1]} has no mapping for {name}")
+            continue
+        blocks = getattr(config, "block_configs", None)
+        if blocks and ".linear_qkv." in name:  # Megatron gives each of such layers a config of its own
+            heads = blocks[int(name.split(".")[2])]["attention"]["n_heads_in_group"]
+            made_config.num_query_groups = config.num_attention_heads // heads
         made = mapping.megatron_to_hf(tensor.contiguous(), Whole())
-        task = SimpleNamespace(param_name=name)
+        task = SimpleNamespace(param_name=name, global_param_name=name)
         found |= bridge.maybe_modify_converted_hf_weight(task, made, {})
     return found
 
@@ -132,7 +188,7 @@ def make_config(config: Any) -> SimpleNamespace:
     return SimpleNamespace(
         num_attention_heads=text.num_attention_heads, num_query_groups=text.num_key_value_heads,
         kv_channels=get("head_dim"), hidden_size=text.hidden_size,
-        num_moe_experts=get("num_experts") or get("n_routed_experts"),
+        num_moe_experts=get("num_experts") or get("n_routed_experts") or get("num_local_experts"),
         attention_output_gate=text.model_type == "qwen3_next",
         mamba_num_heads=get("mamba_num_heads"), mamba_head_dim=get("mamba_head_dim"),
         mamba_num_groups=get("n_groups"), mamba_state_dim=get("ssm_state_size"),

@@ -50,10 +50,12 @@ def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None 
         LayoutError: nothing contradicts the shapes, but config does not contain all sizes.
     """
     # Several know Hugging Face's names of one family; those with a trainer's arguments know the most, such as biases.
-    recipes = sorted(load_shipped_recipes(), key=lambda recipe: not recipe.args)
+    types = list_model_types(config)
+    # Layers of different sizes prove nothing of each other, so their recipes need the model's own config.json.
+    recipes = [one for one in load_shipped_recipes() if not one.by_layer or not types.isdisjoint(one.model_types)]
+    recipes.sort(key=lambda recipe: not recipe.args)
     matches = [match(recipe, shapes, is_reversed=back) for recipe in recipes for back in (True, False)]
     candidates = [found for found in matches if found.fits]
-    types = list_model_types(config)
     own = [found for found in matches if not types.isdisjoint(found.recipe.model_types)]
     if not candidates:
         _refuse_missing(own)
@@ -269,7 +271,7 @@ def _check_given(
             open_terms.setdefault(flag, str(source_sides(rule, found.is_reversed)[0].name))
     if open_terms:
         size, tensor = next(iter(open_terms.items()))
-        keys = [repr(found.recipe.config.get(size, (size,))[0]) for size in open_terms]
+        keys = [repr((found.recipe.config.get(size) or (size,))[0]) for size in open_terms]
         raise LayoutError(
             f"{tensor}: {size!r} follows from the existing pieces alone, and a lost rank may shorten them all alike",
             tensor=tensor,
