@@ -1,7 +1,7 @@
 """Ranks as forked processes, which may be killed and stopped: a program, and the function that runs it.
 
-``python -m tests.gather.forked_ranks MODULE FUNCTION [[COUNT, ARGUMENT], ...]`` forks ranks for each job, calls the
-function with each rank's number, and prints their results as JSON. A rank that was killed has the result None.
+``python -m tests.gather.forked_ranks MODULE FUNCTION [[COUNT, ARGUMENT], ...] FILE`` forks ranks for each job, calls
+the function with each rank's number, and writes their results as JSON. A rank that was killed has the result None.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 _WAIT_SECONDS = 100
@@ -31,18 +33,19 @@ def run_ranks(function: Callable[..., Any], count: int, argument: str = "") -> l
 def run_many(function: Callable[..., Any], jobs: list[tuple[int, str]]) -> list[list[Any]]:
     """Return the results of several jobs of ranks, one after another: `run_ranks` for each count and argument."""
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    words = [function.__module__, function.__name__, json.dumps(jobs)]
-    program = subprocess.Popen(
-        [sys.executable, "-m", "tests.gather.forked_ranks", *words],
-        env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        answers, complaints = program.communicate(timeout=_WAIT_SECONDS + 60 + 20 * len(jobs))
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)
-    assert program.returncode == 0, complaints[-3000:]
-    results: list[list[Any]] = json.loads(answers.splitlines()[-1])
+    with tempfile.NamedTemporaryFile("r") as answers:
+        words = [function.__module__, function.__name__, json.dumps(jobs), answers.name]
+        program = subprocess.Popen(
+            [sys.executable, "-m", "tests.gather.forked_ranks", *words],
+            env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            _, complaints = program.communicate(timeout=_WAIT_SECONDS + 60 + 20 * len(jobs))
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+        assert program.returncode == 0, complaints[-3000:]
+        results: list[list[Any]] = json.load(answers)
     for of_job in results:
         assert not any(isinstance(one, dict) and "traceback" in one for one in of_job), (of_job, complaints)
     return results
@@ -82,8 +85,8 @@ def _text(error: BaseException) -> str:
     return "no text"
 
 
-def main(module: str, name: str, jobs: str) -> None:
-    """Run the jobs; their stores are this process's."""
+def main(module: str, name: str, jobs: str, file: str) -> None:
+    """Run the jobs, whose stores are this process's, and write their results."""
     import torch
 
     torch.set_num_threads(1)
@@ -94,7 +97,7 @@ def main(module: str, name: str, jobs: str) -> None:
         if any(isinstance(result, dict) and _GLOO in result.get("traceback", "") for result in one):
             one = _run(function, count, argument)
         results.append(one)
-    print(json.dumps(results))
+    Path(file).write_text(json.dumps(results))
 
 
 def _run(function: Callable[..., Any], count: int, argument: str) -> list[Any]:
@@ -142,4 +145,4 @@ def _run(function: Callable[..., Any], count: int, argument: str) -> list[Any]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:5])

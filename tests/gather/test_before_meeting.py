@@ -196,6 +196,41 @@ def test_three_ranks_that_wait_in_a_ring_all_raise():
         assert second["value"] == ([] if rank else [0, 1, 2]), results
 
 
+# ---- one failure after another
+
+
+def give_a_wrong_argument_after_a_disagreement(rank, _):
+    first = attempt(lambda: gather(rank, [1, 0] if rank == 0 else [0, 1]))
+    options = {"key": (1, 2)} if rank == 0 else {"timeout_seconds": 20.0}
+    return [first, attempt(lambda: gather(rank, [0, 1], **options)), gather(rank, [0, 1])]
+
+
+def test_a_wrong_argument_after_a_disagreement_fails_one_call():
+    (first, wrong, values), (second, told, _) = run_ranks(give_a_wrong_argument_after_a_disagreement, 2, "-")
+    assert "ContradictionError" in (first["error"], second["error"])
+    assert wrong["error"] == "UsageError" and values == [0, 1]
+    assert told["error"] == "RankFailedError" and told["rank"] == 0, told
+
+
+def give_wrong_ranks_one_after_another(rank, _):
+    store = dist.distributed_c10d._get_default_store()
+    results = [attempt(lambda: gather(rank, [1, 2, 0, 1] if rank == 1 else [1, 2, 0]))]
+    store.add("failed", 1)
+    while store.add("failed", 0) < 3:
+        time.sleep(0.002)
+    if rank > 0:
+        results.append(attempt(lambda: gather(rank, [2, 1, 2] if rank == 2 else [2, 1], timeout_seconds=20.0)))
+        results.append(gather(rank, [2, 1]))
+    return results
+
+
+def test_wrong_ranks_one_after_another_are_each_named():
+    (zero,), (one, told, _), (two, wrong, values) = run_ranks(give_wrong_ranks_one_after_another, 3, "-")
+    assert one["error"] == wrong["error"] == "UsageError" and values == [2, 1]
+    assert zero["rank"] == two["rank"] == 1
+    assert told["error"] == "RankFailedError" and told["rank"] == 2, told
+
+
 # ---- threads
 
 

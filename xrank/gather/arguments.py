@@ -24,7 +24,7 @@ def check_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
         UsageError: they are not different whole numbers.
     """
     try:
-        checked = tuple(index(rank) for rank in ranks)
+        checked = tuple(map(index, ranks))
     except TypeError:
         raise UsageError(
             "the ranks of a gather must be whole numbers",

@@ -3,30 +3,22 @@
 Calls are counted from 1 for each list of ranks. In a call, every writer sends one message to the first rank, with small
 values in it and large values published in the workspace. The first rank fetches them and runs its body. When all bodies
 have ended well it releases the ranks, and all leave.
-
-A merge makes thousands of similar gathers, so equal headers are neither encoded nor parsed again.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import groupby
-from math import inf, prod
-from typing import TYPE_CHECKING, Any
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xrank.errors import ContradictionError, CorruptError, IncompleteError
+from xrank.errors import ContradictionError, IncompleteError
 from xrank.gather.class_instances import is_data_class
-from xrank.gather.tree import check_sendable, is_plain, make_tensors, pack, unpack
+from xrank.gather.tree import make_tensors, unpack
+from xrank.gather.writer_message import WriterMessage, encode_message, inline_tensors, is_small, split_value
 from xrank.ranks.circle import Circle
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
-from xrank.ranks.wire import Message
-from xrank.workspace.arena import is_as_in_memory
 from xrank.workspace.base import MessageWorkspace
 from xrank.workspace.free_space import explain_size_limit
 
@@ -35,17 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "GatherExchange"]
 
-_INLINE_NBYTES = 32768
-"""Bytes of a header; a larger one goes through the workspace."""
-_HEAD = struct.Struct("<qII")
-"""Head of a message's payload: number of the call, bytes of its description, bytes of the receipt."""
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
-_ALIGNMENT = 16
-"""Alignment in bytes of a tensor in a message's payload: that of the largest element."""
 
-
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One gather: its number, the user's call, and the deadline for the other ranks."""
 
     number: int
@@ -54,7 +37,7 @@ class Call:
     key: str | None
     place: tuple[str, int]
     """File and line of the user's call, or a name and 0; only for errors."""
-    deadline: Deadline = field(default_factory=lambda: Deadline(inf), compare=False)
+    deadline: Deadline = Deadline(inf)
 
     def __str__(self) -> str:
         key = f" for {self.key!r}" if self.key is not None else ""
@@ -82,7 +65,7 @@ class GatherExchange:
         self._calls: dict[int, Call] = {}  # begun and not left
         self._receipts: dict[int, str] = {}  # of unfinished calls
         self._failure: FailureRecord | None = None
-        self._early: dict[tuple[int, int], _WriterMessage] = {}  # (rank, call) -> message that came before its turn
+        self._early: dict[tuple[int, int], WriterMessage] = {}  # (rank, call) -> message that came before its turn
 
     def begin(self, function: str, key: str | None, place: tuple[str, int], deadline: Deadline) -> Call:
         """Count a call, and begin it."""
@@ -127,25 +110,25 @@ class GatherExchange:
             UsageError: the value has a part that cannot be sent.
             NoSpaceError: the space for it does not suffice.
         """
-        header, tensors = _split_value(value)
-        nbytes = sum([tensor.nbytes + _ALIGNMENT for tensor in tensors])
-        is_inline = len(header) <= _INLINE_NBYTES and nbytes <= self.circle.wire.max_payload_nbytes
+        header, tensors = split_value(value)
+        max_nbytes = self.circle.wire.max_payload_nbytes
+        is_inline = is_small(header, tensors, max_nbytes)
         # Published before the message is sent: a receipt promises that the value can be read.
-        receipt = b"" if is_inline else self._publish(header, tensors, nbytes)
+        receipt = b"" if is_inline else self._publish(header, tensors)
         if receipt:
             self._receipts[call.number] = receipt.decode()
-        description = _encode_description(call.function, call.key, call.place, header if is_inline else "")
-        parts = [_HEAD.pack(call.number, len(description), len(receipt)), description, receipt]
-        if self.circle.wire.max_payload_nbytes:
-            if is_inline:
-                parts += [_pad_bytes(tensor) for tensor in tensors]
-            message = Message({}, b"".join(parts))
-        else:
-            message = Message({"told": b"".join(parts).decode("latin-1")})
+        message = encode_message(
+            call.number,
+            (call.function, call.key, call.place),
+            inline=(header, tensors) if is_inline else None,
+            receipt=receipt,
+            is_json=not max_nbytes,
+        )
         self.circle.send(self.circle.first, message, call.number)
         self.circle.arrive(call.number)
 
-    def _publish(self, header: str, tensors: list[torch.Tensor], nbytes: int) -> bytes:
+    def _publish(self, header: str, tensors: list[torch.Tensor]) -> bytes:
+        nbytes = sum(tensor.nbytes for tensor in tensors)
         with explain_size_limit("the value of this rank", nbytes):
             return self._messages.publish(header, tensors).encode()
 
@@ -165,7 +148,7 @@ class GatherExchange:
         pending = set(self.circle.others) - values.keys()
         while pending:
             rank, message = self.circle.receive(pending, call.number, call.deadline)
-            received = _WriterMessage.from_message(message, rank)
+            received = WriterMessage.from_message(message, rank)
             # A writer with early_exit may be one call ahead: keep its message until its turn.
             if received.call > call.number:
                 self._early[rank, received.call] = received
@@ -180,6 +163,8 @@ class GatherExchange:
 
     def _check_classes(self, call: Call, parts: Sequence[Any]) -> None:
         """Check that configs without a key are of one class: with several classes, a rank may be a layer behind."""
+        if len({type(part) for part in parts}) == 1:
+            return
         ranks = zip(self.circle.ranks, parts, strict=True)
         classes = {type(part): rank for rank, part in ranks if is_data_class(type(part))}
         if len(classes) > 1:
@@ -192,7 +177,7 @@ class GatherExchange:
                 next_step="make the same gathers on all ranks; if these belong together, give both the same key=",
             )
 
-    def _value(self, call: Call, rank: int, received: _WriterMessage) -> Any:
+    def _value(self, call: Call, rank: int, received: WriterMessage) -> Any:
         function, key, place, tree, rows = received.description
         if received.call != call.number or function != call.function or key != call.key:
             raise ContradictionError(
@@ -203,7 +188,7 @@ class GatherExchange:
                 next_step="all ranks in `ranks` must make the same gathers in the same order",
             )
         if not received.receipt:
-            return unpack(tree, _inline_tensors(rows, received.content))
+            return unpack(tree, inline_tensors(rows, received.content))
         header, buffers = self._fetch(call, rank, received.receipt)
         tree, rows = json.loads(header)
         return unpack(tree, make_tensors(rows, buffers))
@@ -239,8 +224,9 @@ class GatherExchange:
         self.circle.end_body()
         self.is_leaving = True
         if self.circle.rank == self.circle.first:
-            # Bodies get the timeout anew: they may take as long as the ranks' arrival may.
-            self.circle.await_bodies(call.number, Deadline(call.deadline.timeout_seconds))
+            if self.circle.has_open_bodies:
+                # Bodies get the timeout anew: they may take as long as the ranks' arrival may.
+                self.circle.await_bodies(call.number, Deadline(call.deadline.timeout_seconds))
             self.circle.release()
         elif early_exit:
             self.circle.await_arrival(self.circle.first, call.number, call.deadline)
@@ -277,92 +263,3 @@ class GatherExchange:
         """Close the circle and the workspace."""
         self.circle.close()
         self._messages.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _WriterMessage:
-    """One writer's message, parsed by the first rank."""
-
-    call: int
-    description: tuple[str, str | None, tuple[str, int], Any, Any]
-    """Function, key, place, tree and rows."""
-    receipt: str
-    content: bytearray
-    """Bytes of the tensors that came in the message itself."""
-
-    @classmethod
-    def from_message(cls, message: Message, rank: int) -> _WriterMessage:
-        """Return the parsed message of a rank.
-
-        Raises:
-            CorruptError: it is not a message of a gather.
-        """
-        payload = message.payload or message.content.get("told", "").encode("latin-1")
-        try:
-            call, num_described, num_receipt = _HEAD.unpack_from(payload)
-            receipt_at = _HEAD.size + num_described
-            content_at = receipt_at + num_receipt
-            description = _parse_description(payload[_HEAD.size : receipt_at])
-            return cls(call, description, payload[receipt_at:content_at].decode(), bytearray(payload[content_at:]))
-        except (ValueError, TypeError, struct.error) as error:
-            raise CorruptError(
-                f"the message of rank {rank} is not a message of a gather",
-                rank=rank,
-                got=str(error)[:200],
-                next_step="let all ranks use the same version of xrank, and no other program write into the workspace",
-            ) from None
-
-
-@lru_cache(maxsize=64)
-def _encode_description(function: str, key: str | None, place: tuple[str, int], header: str) -> bytes:
-    """Return the description of a call, with the header of its tensors if they are in the message."""
-    return f"[{_to_json([function, key, place])},{header or 'null'}]".encode()
-
-
-@lru_cache(maxsize=64)
-def _parse_description(description: bytes) -> tuple[str, str | None, tuple[str, int], Any, Any]:
-    """Return the arguments of `_encode_description`. They are cached: do not change them."""
-    (function, key, (file, line)), header = json.loads(description)
-    tree, rows = header or (None, None)
-    return function, key, (file, line), tree, rows
-
-
-def _split_value(value: object) -> tuple[str, list[torch.Tensor]]:
-    """Return the header and the tensors of a value."""
-    if is_plain(value):
-        check_sendable(value)
-        return _header_of_one(value.dtype, value.shape), [value.detach()]
-    tree, tensors = pack(value)
-    kinds = groupby([(tensor.dtype, tensor.shape) for tensor in tensors])
-    return _to_json([tree, [_row(dtype, shape, len(list(alike))) for (dtype, shape), alike in kinds]]), tensors
-
-
-def _row(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> list[Any]:
-    """Return the header's row for `count` consecutive tensors of one dtype and shape."""
-    return [str(dtype).removeprefix("torch."), list(shape), count]
-
-
-@lru_cache(maxsize=64)
-def _header_of_one(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """Return the header of a single tensor, as `pack` would make it."""
-    return _to_json([["t", 0], [_row(dtype, shape, 1)]])
-
-
-def _pad_bytes(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's elements, row-major, with padding that aligns the next tensor."""
-    if not is_as_in_memory(tensor):
-        tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) + bytes(-tensor.nbytes % _ALIGNMENT)
-
-
-def _inline_tensors(rows: Sequence[Any], content: bytearray) -> list[torch.Tensor]:
-    """Return the tensors of a message's own content."""
-    import torch
-
-    memory, buffers, start = memoryview(content), [], 0
-    for dtype, shape, count in rows:
-        nbytes = prod(shape) * getattr(torch, dtype).itemsize
-        for _ in range(count):
-            buffers.append(memory[start : start + nbytes])
-            start += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return make_tensors(rows, buffers)

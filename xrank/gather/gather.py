@@ -55,6 +55,7 @@ class Gather(AbstractContextManager[list[Any]]):
         self._workspace_path, self._timeout_seconds, self._early_exit = workspace_path, timeout_seconds, early_exit
         self._key, self._check, self._place = key, check, place
         self._open: _Open | None = None
+        self._found_place = ("", 0)
 
     @keep_uncompiled
     def __enter__(self) -> list[Any]:
@@ -69,14 +70,13 @@ class Gather(AbstractContextManager[list[Any]]):
     # ---- the beginning
 
     def _enter(self) -> list[Any]:
-        place = (self._place, 0) if self._place else find_place()
-        call = Call(0, self._function, self._key, place)
+        self._found_place = place = (self._place, 0) if self._place else find_place()
         try:
             ranks = check_ranks(self._ranks)
             world = find_world(self._group)
             check_exist(ranks, world.size, self._group)
         except BaseException as error:
-            _report(partial(report_at_large, self._group, error, str(call)), error)
+            _report(partial(report_at_large, self._group, error, self._describe()), error)
             raise
         if world.rank not in ranks:
             return []
@@ -85,14 +85,14 @@ class Gather(AbstractContextManager[list[Any]]):
             return [_copy_own(self._value)]
         require_linux(f"{self._function} of several ranks")
         group = find_group(world, self._group)
-        group.claim(ranks, str(call))
+        group.claim(ranks, self._describe)
         session = group.session(ranks)
         try:
             check_key(self._key)
             path = path_of(self._workspace_path)
             deadline = begin_deadline(self._timeout_seconds)
             while True:
-                exchange = session.exchange(path, deadline, str(call))
+                exchange = session.exchange(path, deadline, self._describe)
                 call = exchange.begin(self._function, self._key, place, deadline)
                 self._open = _Open(group, session, path, exchange, call)
                 try:
@@ -107,9 +107,14 @@ class Gather(AbstractContextManager[list[Any]]):
             if self._open is not None:
                 self._fail(error)
             else:
-                _report(partial(session.fail, error, str(call)), error)
-                group.note(error, ranks, str(call))
+                text = self._describe()
+                _report(partial(session.fail, error, text), error)
+                group.note(error, ranks, text)
             raise
+
+    def _describe(self) -> str:
+        """Return the call, for people."""
+        return str(Call(0, self._function, self._key, self._found_place))
 
     def _send_or_collect(self, exchange: GatherExchange, call: Call) -> list[Any]:
         # A rank may have failed in an earlier call after this one had left it.

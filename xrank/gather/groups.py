@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, finalize, ref
 
 from xrank import environment
 from xrank.errors import UsageError
@@ -107,7 +107,6 @@ class GroupGathers:
         self._store = find_store(group, environment.environ())
         self._sessions: dict[tuple[int, ...], Session] = {}
         self._thread = threading.current_thread()
-        self._ident = threading.get_ident()
 
     def session(self, ranks: tuple[int, ...]) -> Session:
         """Return the session of a list of ranks."""
@@ -125,10 +124,14 @@ class GroupGathers:
     @property
     def is_of_this_thread(self) -> bool:
         """Whether this thread uses the group."""
-        return threading.get_ident() == self._ident and self._thread.is_alive()
+        return threading.current_thread() is self._thread
 
-    def claim(self, ranks: tuple[int, ...], call: str) -> None:
+    def claim(self, ranks: tuple[int, ...], describe: Callable[[], str]) -> None:
         """Check that this thread may gather in the group.
+
+        Args:
+            ranks: of the gather.
+            describe: returns the call, for people.
 
         Raises:
             UsageError: another thread does, and still runs. Its present or next gather fails as well, on all ranks: on
@@ -137,8 +140,9 @@ class GroupGathers:
         if self.is_of_this_thread:
             return
         if not self._thread.is_alive():
-            self._thread, self._ident = threading.current_thread(), threading.get_ident()
+            self._thread = threading.current_thread()
             return
+        call = describe()
         error = UsageError(
             f"two threads gather in one process group: {self._thread.name!r} and {threading.current_thread().name!r}",
             rank=self._rank,
@@ -216,6 +220,8 @@ class _NoGroup:
 
 
 _NO_GROUP = _NoGroup()
+_last_place: list[Any] = [lambda: None, 0, 1]
+"""Process group of all ranks that was used last, weakly; and this process's rank and their number, which stay."""
 
 
 def find_world(group: Any) -> World:
@@ -223,7 +229,9 @@ def find_world(group: Any) -> World:
     distributed = sys.modules.get("torch.distributed")
     owner = getattr(getattr(distributed, "group", None), "WORLD", None)
     if owner is not None:
-        return World(owner, owner.rank(), owner.size())
+        if _last_place[0]() is not owner:  # torch's methods take longer than this look
+            _last_place[:] = ref(owner), owner.rank(), owner.size()
+        return World(owner, *_last_place[1:])
     launch = environment.read_launch(environment.environ())
     owner = group if isinstance(group, LaunchedRanks) else None
     return World(owner, 0, 1) if launch is None else World(owner, launch.rank, launch.world_size)

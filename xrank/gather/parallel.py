@@ -115,6 +115,8 @@ def get_configs_parallel(
 def _check_kind(tensor: object) -> None:
     import torch
 
+    if type(tensor) is torch.Tensor:
+        return
     parts: Sequence[object]
     if isinstance(tensor, Mapping):
         parts = list(tensor.values())

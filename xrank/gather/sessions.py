@@ -65,20 +65,20 @@ class Session:
         self._waits_in: str | None = None
         """The medium of the meeting in which this rank waits for the others."""
 
-    def exchange(self, path: str | None, deadline: Deadline, text: str) -> GatherExchange:
+    def exchange(self, path: str | None, deadline: Deadline, describe: Callable[[], str]) -> GatherExchange:
         """Return the exchange through a directory, memory or sockets; the first call for it makes a meeting.
 
         Args:
             path: the directory; None for memory or sockets.
             deadline: of the call.
-            text: the call, for people.
+            describe: returns the call, for people.
         """
         if self.pending is not None:
             raise self.pending.to_error()
         while True:
             try:
                 if (exchange := self.exchanges.get(path)) is None:
-                    exchange = self.exchanges[path] = self._meet(path, deadline, text)
+                    exchange = self.exchanges[path] = self._meet(path, deadline, describe())
                 else:
                     exchange.circle.check(exchange.num_calls + 1)
             except RankFailedError as error:
@@ -188,14 +188,15 @@ class Session:
 
         The others have left meetings that ended with a failure which has failed a call of this rank elsewhere.
         """
-        number = self._num_meetings
+        num_counted = 1
+        meeting = self._next_meeting("", Deadline(1.0))
         with suppress(XrankError):  # the store may be gone
-            meeting = self._next_meeting("", Deadline(1.0))
             while (end := meeting.find_end()) is not None and self.is_settled(end.to_error()):
                 meeting = self._next_meeting("", Deadline(1.0))
+                num_counted += 1
             meeting.refuse(error)
         if not is_counted:
-            self._num_meetings = number
+            self._num_meetings -= num_counted  # not set: the thread that uses the session may count meanwhile
 
     def skip_meeting(self, number: int) -> None:
         """Count a meeting in which this rank does not take part, and which ends with a failure that it knows."""

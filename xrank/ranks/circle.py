@@ -6,17 +6,17 @@ or did not come. All waits for a rank that has been met are in this module.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from time import monotonic
 
 from xrank.errors import RankFailedError, RankTimeoutError
 from xrank.faces import AGAIN, option
 from xrank.ranks.deadline import Deadline
 from xrank.ranks.failure import FailureRecord
-from xrank.ranks.long_wait import START_SECONDS, Awaits, LongWait
+from xrank.ranks.long_wait import Awaits, LongWait
+from xrank.ranks.look_out import LookOut
 from xrank.ranks.peer import Peer
+from xrank.ranks.spin import Spin
 from xrank.ranks.wire import Message, Sleep, Status, Wire
 from xrank.words import ranks_text
 
@@ -26,16 +26,6 @@ _TICK_SECONDS = 0.1
 """Longest sleep of a wait between two checks for failures: the time until all ranks know of a failure."""
 _FIRST_TICK_SECONDS = 200e-6
 """First sleep of a wait for an event that may come without a message; each further one is twice as long."""
-_NUM_LOOKS = 20
-"""Looks at memory before a wait yields the processor between two looks."""
-_LONG_YIELD_SECONDS = 300e-6
-_BUSY_SECONDS = 0.05
-_BUSY_SPIN_SECONDS = 50e-6
-"""A yield longer than `_LONG_YIELD_SECONDS` means that the processor is busy with other work than waiting ranks. For
-`_BUSY_SECONDS`, waits then spin for `_BUSY_SPIN_SECONDS` only and sleep: the kernel runs a woken sleeper before such
-work has used up its time slice, but not a process that yielded."""
-_LOOKS_PER_PUMP = 8
-"""Looks at memory for each look at sockets and deaths, which takes a system call."""
 
 
 class Circle:
@@ -60,21 +50,17 @@ class Circle:
         spin_seconds: float = 0.0,
     ) -> None:
         self.ranks, self.rank, self.wire, self.peers = tuple(ranks), rank, wire, dict(peers)
-        self._spin_seconds = spin_seconds
+        self._spin = Spin(wire, spin_seconds)
+        self.first = self.ranks[0]
+        """The rank that gathers."""
         self.others = tuple(r for r in self.ranks if r != rank)
         self.check_around: Callable[[], None] = lambda: None
         """Raises if a gather failed whose body contains those of this circle; every wait calls it."""
         self.begin_long_wait: Callable[[int, Awaits], LongWait | None] = lambda call, awaits: None
         """Returns the look-out of a long wait in a call."""
-        self._busy_until = 0.0
         self._last = 0
         self._num_ended = 0
         self._open: set[int] = set()  # calls begun and not left; nested ones end before those around them
-
-    @property
-    def first(self) -> int:
-        """The rank that gathers."""
-        return self.ranks[0]
 
     # ---- progress of the ranks
 
@@ -132,6 +118,8 @@ class Circle:
         # Ranks that fail because another failed repeat its record, so there is one record a failure. A rank that has
         # left this call may have failed in a later one, which is not this call's failure.
         found = self.wire.failures()
+        if not found and not self.wire.ended:
+            return
         records = {record.rank: record for rank, record in found.items() if not self._has_left(rank, call)}
         if not records and self.wire.ended:
             ended = (r for r in self.wire.ended if not self._has_left(r, call))
@@ -167,6 +155,9 @@ class Circle:
         Raises:
             RankFailedError: that rank is gone, or any rank failed meanwhile.
         """
+        with suppress(BlockingIOError, ConnectionError):  # if so, the wait below tries again, and raises
+            self.wire.send(rank, message)
+            return
         unsent = [message]
 
         def is_sent() -> bool:
@@ -191,15 +182,16 @@ class Circle:
             RankFailedError: a rank failed or died.
             RankTimeoutError: the deadline passed; `waiting_for` names the ranks that did not come.
         """
-        inboxes = [(source, self.wire.inboxes[source]) for source in sources]
+        inboxes = {source: self.wire.inboxes[source] for source in sources}
+        contents = list(inboxes.values())
         for is_last_try in (False, True):
-            for source, inbox in inboxes:
+            for source, inbox in inboxes.items():
                 if inbox:
                     return source, inbox.popleft()
             if not is_last_try:
                 self._wait(
-                    lambda: any(inbox for _, inbox in inboxes),
-                    [s for s, _ in inboxes],
+                    lambda: any(contents),
+                    list(inboxes),
                     call,
                     deadline,
                     sleep=Sleep.UNTIL_ALL if self.rank == self.first else Sleep.LIGHT,
@@ -219,8 +211,13 @@ class Circle:
             have_ended = lambda: not self._find_open_bodies()  # noqa: E731
             self._wait(have_ended, self.others, call, deadline, self._find_open_bodies, sleep=Sleep.UNTIL_ALL)
         else:
-            is_released = lambda: self.wire.get_status(self.first, Status.ENDED) >= self._num_ended  # noqa: E731
-            self._wait(is_released, (self.first,), call, deadline)
+            first, get_status, num_ended = self.first, self.wire.get_status, self._num_ended
+            self._wait(lambda: get_status(first, Status.ENDED) >= num_ended, (first,), call, deadline)
+
+    @property
+    def has_open_bodies(self) -> bool:
+        """Whether another rank is known to have ended fewer bodies than this one."""
+        return bool(self._find_open_bodies())
 
     def _find_open_bodies(self) -> tuple[int, ...]:
         """Return the other ranks that have ended fewer bodies than this one."""
@@ -260,9 +257,9 @@ class Circle:
         sleep: Sleep = Sleep.LIGHT,
     ) -> None:
         """Wait; the deadline counts while there are `late` ranks: by default, ranks that have not come to the call."""
-        if self._is_soon(is_over):
+        if self._spin.is_soon(is_over):
             return
-        look_out = _LookOut(self, call, late)
+        look_out = LookOut(self, call, late)
         try:
             self._sleep_until(is_over, sources, call, deadline, look_out, first_tick_seconds, sleep)
         except RankFailedError:
@@ -278,7 +275,7 @@ class Circle:
         sources: Sequence[int],
         call: int,
         deadline: Deadline | None,
-        look_out: _LookOut,
+        look_out: LookOut,
         next_tick: float,
         sleep: Sleep,
     ) -> None:
@@ -331,29 +328,6 @@ class Circle:
         if silent := [r for r in sources if r in self.wire.silent and not self._has_left(r, call)]:
             raise self._make_error([self._record_death(r) for r in silent])
 
-    def _is_soon(self, is_over: Callable[[], bool]) -> bool:
-        """Spin for a moment without sleeping; return whether the wait is over."""
-        self.wire.look()
-        if is_over() or not self._spin_seconds:
-            return is_over()
-        num_looks, now = 0, monotonic()
-        end = now + (self._spin_seconds if now >= self._busy_until else _BUSY_SPIN_SECONDS)
-        while now < end:
-            num_looks += 1
-            if num_looks > _NUM_LOOKS and now >= self._busy_until:
-                os.sched_yield()  # the answer may need this very core
-                before, now = now, monotonic()
-                if now - before > _LONG_YIELD_SECONDS:
-                    self._busy_until = now + _BUSY_SECONDS
-            if num_looks % _LOOKS_PER_PUMP:
-                self.wire.look()
-            else:
-                self.wire.pump(0)
-            if is_over():
-                return True
-            now = monotonic()
-        return False
-
     def _record_death(self, rank: int) -> FailureRecord:
         peer = self.peers[rank]
         return FailureRecord(rank, peer.host, peer.pid, "its process ended without a report", "a gather")
@@ -378,42 +352,3 @@ class Circle:
     def close(self) -> None:
         """Release all resources; ranks that still wait see this rank as gone."""
         self.wire.close()
-
-
-class _LookOut:
-    """Looks, in a wait that has become long, for reasons why it will not end.
-
-    Args:
-        late: returns the ranks whose bodies are awaited; None if ranks' arrival is.
-    """
-
-    def __init__(self, circle: Circle, call: int, late: Callable[[], tuple[int, ...]] | None) -> None:
-        self.late = late
-        self._circle, self._call, self._begins_at = circle, call, monotonic() + START_SECONDS
-        self._wait: LongWait | None = None
-
-    def look(self) -> None:
-        if monotonic() < self._begins_at:
-            return
-        circle = self._circle
-        awaited: tuple[int, ...]
-        if circle.rank != circle.first:
-            awaits, awaited = Awaits.FIRST, (circle.first,)
-        elif self.late is not None:
-            awaits, awaited = Awaits.BODY_END, self.late()
-        else:
-            awaits, awaited = Awaits.ARRIVAL, circle.find_absent(self._call)
-        if self._wait is None:
-            self._wait = circle.begin_long_wait(self._call, awaits)
-            self._begins_at = 0.0
-        if self._wait is not None:
-            # The circle watches the processes of its ranks itself.
-            self._wait.look(awaited, ())
-
-    def raise_if_confirmed(self) -> None:
-        if self._wait is not None:
-            self._wait.raise_if_confirmed()
-
-    def end(self) -> None:
-        if self._wait is not None:
-            self._wait.end()

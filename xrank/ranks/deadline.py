@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from time import monotonic
 
 from xrank.errors import UsageError
@@ -11,18 +10,20 @@ from xrank.errors import UsageError
 __all__ = ["Deadline"]
 
 
-@dataclass(frozen=True, slots=True)
 class Deadline:
-    """The moment `timeout_seconds` after construction, by a clock that never steps back."""
+    """The moment `timeout_seconds` after construction, by a clock that never steps back.
 
-    timeout_seconds: float
-    clock: Callable[[], float] = monotonic
-    _end: float = field(init=False)
+    Raises:
+        UsageError: `timeout_seconds` is not above 0.
+    """
 
-    def __post_init__(self) -> None:
-        if not self.timeout_seconds > 0:
-            raise UsageError("a timeout must be positive", got=str(self.timeout_seconds), want="seconds above 0")
-        object.__setattr__(self, "_end", self.clock() + self.timeout_seconds)
+    __slots__ = ("_end", "clock", "timeout_seconds")  # every gather makes one
+
+    def __init__(self, timeout_seconds: float, clock: Callable[[], float] = monotonic) -> None:
+        if not timeout_seconds > 0:
+            raise UsageError("a timeout must be positive", got=str(timeout_seconds), want="seconds above 0")
+        self.timeout_seconds, self.clock = timeout_seconds, clock
+        self._end = clock() + timeout_seconds
 
     @property
     def remaining_seconds(self) -> float:

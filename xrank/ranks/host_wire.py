@@ -166,12 +166,12 @@ class HostWire:
 
     def nudge(self, ranks: Sequence[int]) -> None:
         """Wake ranks; see `Wire`."""
-        words = self._words
-        for is_first in (True, False):
-            if any(
-                words[self._others[r] + Status.SLEEPS] == Sleep.LIGHT for r in ranks if (r == self._first) is is_first
-            ):
-                self._bells.ring(is_for_first=is_first)
+        sleeping = [r for r in ranks if self._words[self._others[r] + Status.SLEEPS] == Sleep.LIGHT]
+        if sleeping:
+            if self._first in sleeping:
+                self._bells.ring(is_for_first=True)
+            if sleeping != [self._first]:
+                self._bells.ring(is_for_first=False)
 
     def get_status(self, rank: int, status: Status) -> int:
         """Return the present status of any rank."""

@@ -58,10 +58,11 @@ class Membership:
         self._deaths: dict[int, str] = {}
         self.known_failures: set[str] = set()
         """Ids of failures that have failed a call of this rank; each fails one."""
-        self._num_at_large = 0
+        self._at_large: list[str] = []
+        """Ids of this rank's own failures at large."""
         self._num_seen: dict[int, int] = {}
-        self._num_paired: dict[int, int] = {}
-        """Rank -> failures at large of this rank that have failed one of its calls, or were the same call's."""
+        self._paired: dict[int, set[str]] = {}
+        """Rank -> own failures at large that have failed one of that rank's calls, or were the same call's."""
         self._pid = os.getpid()
         self._heartbeat: Heartbeat | None = None
         me = Peer.from_this_process(rank)
@@ -144,15 +145,15 @@ class Membership:
     @property
     def num_at_large(self) -> int:
         """Number of such failures of this rank."""
-        return self._num_at_large
+        return len(self._at_large)
 
     def report_at_large(self, error: BaseException, call: str) -> FailureRecord:
         """Publish the failure of a call of this rank, and return its record."""
-        self._num_at_large += 1
         record = replace(FailureRecord.from_error(error, self._rank, call), is_at_large=True)
+        self._at_large.append(record.id)
         self.known_failures.add(record.id)
         with suppress(RankFailedError):  # the store may be what failed
-            self._store.put(f"raised/{self._rank}/{self._num_at_large}", record.to_bytes().decode())
+            self._store.put(f"raised/{self._rank}/{len(self._at_large)}", record.to_bytes().decode())
         return record
 
     def find_at_large(self, ranks: Iterable[int], claim: str) -> FailureRecord | None:
@@ -174,11 +175,21 @@ class Membership:
                 record = FailureRecord.from_bytes(text.encode())
                 if record.id in self.known_failures:
                     continue
-                if self._num_at_large > self._num_paired.get(rank, 0):
-                    self._num_paired[rank] = self._num_paired.get(rank, 0) + 1
-                elif self._store.claim(f"claim/{record.id}", claim) == claim:
+                if not self._pair(rank) and self._store.claim(f"claim/{record.id}", claim) == claim:
                     return record
         return None
+
+    def _pair(self, rank: int) -> bool:
+        """Return whether a rank's failure is taken for that of a call in which this rank failed as well.
+
+        A failure of this rank that another rank has claimed has failed a call there: the two failed different calls.
+        """
+        paired = self._paired.setdefault(rank, set())
+        for failure_id in self._at_large:
+            if failure_id not in paired and self._store.peek(f"claim/{failure_id}") is None:
+                paired.add(failure_id)
+                return True
+        return False
 
     def is_settled(self, error: RankFailedError, ranks: Sequence[int], claim: str) -> bool:
         """Return whether a failure is that of another call than the one of these ranks that meets it now.
@@ -188,7 +199,7 @@ class Membership:
         failure_id, is_at_large = failure_of(error)
         if error.rank == self._rank and is_at_large:
             for rank in ranks:
-                self._num_paired[rank] = self._num_at_large
+                self._paired.setdefault(rank, set()).update(self._at_large)
         if failure_id in self.known_failures:
             return True
         return is_at_large and self._store.claim(f"claim/{failure_id}", claim) != claim
