@@ -68,6 +68,10 @@ def mutated_package(mutant: Mutant | None) -> Iterator[ModuleType]:
         yield importlib.import_module(_PACKAGE)
     finally:
         sys.meta_path.remove(finder)
+        # Its watch of optimizers would not know those that the process's own package attaches.
+        watch = sys.modules.get(f"{_PACKAGE}.step_watch")
+        for handle in () if watch is None else watch._WATCH:
+            handle.remove()
         for name in [name for name in sys.modules if name.split(".")[:2] == _PACKAGE.split(".")]:
             del sys.modules[name]
         sys.modules.update(kept)

@@ -82,7 +82,9 @@ def _find_axes(name: str, mesh: DeviceMesh, axis: str, place: MeshPlace) -> tupl
         alias = AXIS_ALIASES.get(axis, axis)
         return (axis,) if named else (alias,) if any(alias in known.axis_names for known in plans) else ()
     along = {*ranks_along(mesh, place.rank, [axis])}
-    for known in named or plans:
+    if any({*ranks_along(known, place.rank, [axis])} == along for known in named):
+        return (axis,)
+    for known in [] if named else plans:
         inside = [one for one in known.axis_names if along.issuperset(ranks_along(known, place.rank, [one]))]
         axes = tuple(one for one in inside if known.axis_length(one) > 1)
         if {*ranks_along(known, place.rank, axes)} == along:
