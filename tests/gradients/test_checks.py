@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,6 +201,20 @@ def test_the_reference_shows_replicas_that_agree_and_are_wrong(rank: int) -> Non
     none = {**whole, "extra.weight": None}
     assert find(check_gradients(none, plan, reference=whole)) == [("reference", "extra.weight", (0, 1))]
     assert check_gradients(none, plan, reference=none)
+
+
+@pytest.mark.ranks(2, timeout_seconds=60)
+def test_elements_without_an_owner_are_a_finding(rank: int) -> None:
+    module = nn.Linear(8, 32, bias=False)
+    plan = GradientPlan.from_module(module, DeviceMesh((2,), ("dp",)), GradientConfig(use_distributed_optimizer=True))
+    own = mean_gradients(module, batch_of())
+    assert check_gradients(own, plan, reference=own)
+    if rank == 1:
+        start, stop = plan["weight"].owned
+        plan = replace(plan, parameters=(replace(plan["weight"], owned=(start + 3, stop)),))
+    (finding,) = is_same_everywhere(check_gradients(own, plan, reference=own)).findings
+    assert (finding.kind, finding.name, finding.ranks) == ("missing", "weight", (0, 1))
+    assert "no rank has element 128 after the reduce-scatter" in finding.message
 
 
 @pytest.mark.ranks(4, timeout_seconds=60)

@@ -23,6 +23,7 @@ from xrank.gradients.checking.given_gradients import (
     take_slices,
 )
 from xrank.gradients.checking.missing_sums import explain_missing_sums
+from xrank.gradients.checking.ownership import find_unowned
 from xrank.gradients.checking.reference_check import compare_with_reference
 from xrank.gradients.checking.replica_check import compare_replicas
 from xrank.gradients.plan_exchange import check_agreement, torch_wire
@@ -82,7 +83,7 @@ def check_gradients(
     given = read_gradients(named_gradients, plan)
     _check_views(given, plan, wire)
     plan = take_slices(plan, given)
-    findings: list[GradientFinding] = []
+    findings = find_unowned(plan, wire)
     gradients = _match_gradients(given.named, plan, findings)
     for name, gradient in gradients.items():
         found = None if gradient is None else first_nonfinite(local_of(gradient))
