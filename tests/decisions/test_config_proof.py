@@ -17,11 +17,12 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from tests.cli.bench import run
 from tests.readers.made_zero import MadeModel, Zero, write_universal, write_zero
+from tests.recipes.made_checkpoints import config_of, saved, tiny
 from xrank import NFSWorkspace
 from xrank.conversion.gather import gather_checkpoint
 from xrank.conversion.inspect import inspect_source
 from xrank.conversion.verify import verify_model
-from xrank.errors import ContradictionError
+from xrank.errors import ContradictionError, IncompleteError
 
 Model = dict[str, torch.Tensor]
 
@@ -393,3 +394,25 @@ def test_packed_payloads_show_no_sizes(tmp_path: Path) -> None:
     save_file(model, tmp_path / "model.safetensors")
     set_config(tmp_path, quantization_config={"quant_method": "bitsandbytes"})
     assert gather_checkpoint(tmp_path, tmp_path / "out").ok
+
+
+def test_tensor_that_a_state_dict_lacks_is_named(tmp_path: Path) -> None:
+    """transformers would give random values to it. No advice leads to such a model."""
+    model = tiny("llama")
+    tensors, lost = saved(model), "model.layers.1.mlp.up_proj.weight"
+    warnings.simplefilter("ignore")
+    dcp.save({"model": {k: v for k, v in tensors.items() if k != lost}}, checkpoint_id=tmp_path / "run", no_dist=True)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config_of(model)))
+    with pytest.raises(IncompleteError) as caught:
+        gather_checkpoint(tmp_path / "run", tmp_path / "m")
+    assert (caught.value.tensor, caught.value.want) == (lost, "all tensors of a llama, as in the recipe megatron-llama")
+    assert [fault["type"] for fault in inspect_source(tmp_path / "run").to_dict()["problems"]] == ["IncompleteError"]
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(ContradictionError, match=f"{lost} is in the base model but not in the source") as missed:
+        gather_checkpoint(tmp_path / "run", tmp_path / "m", base_model=tmp_path / "base")
+    assert "exclude= if the model works without it" in str(missed.value.next_step)
+    with pytest.raises(IncompleteError, match=lost):
+        gather_checkpoint(tmp_path / "run", tmp_path / "m", base_model=tmp_path / "base", exclude=[lost])
+    assert not (tmp_path / "m").exists()
+    dcp.save({"model": tensors}, checkpoint_id=tmp_path / "run", no_dist=True)
+    gather_checkpoint(tmp_path / "run", tmp_path / "m", exclude=[lost])  # the user's own choice

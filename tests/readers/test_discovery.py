@@ -126,3 +126,27 @@ def test_a_checkpoint_that_its_trainer_removes_meanwhile_is_passed_over(
     monkeypatch.setattr(os.path, "isdir", isdir)
     assert find_source(str(tmp_path / "run"))[0] == str(source)
     assert asked
+
+
+@pytest.mark.parametrize("begun", ["tmp-checkpoint-6", "checkpoint-6.tmp", "checkpoint-6.orbax-checkpoint-tmp-17"])
+def test_a_save_that_did_not_finish_is_passed_over(tmp_path: Path, begun: str) -> None:
+    source, rest = model(tmp_path / "run" / "checkpoint-5"), model(tmp_path / "run" / begun)
+    found = find_source(str(tmp_path / "run"))
+    assert found.path == str(source)
+    text = f"a save that may not have finished, by its name, was passed over: {rest}"
+    assert found.notes == (("unfinished", text),)
+    assert find_source(str(rest)).path == str(rest)
+    model(tmp_path / "run" / "checkpoint-4")
+    with pytest.raises(UsageError, match="several sources") as caught:
+        find_source(str(tmp_path / "run"))
+    assert begun not in str(caught.value.got)
+
+
+def test_a_model_beside_a_trainers_checkpoints(tmp_path: Path) -> None:
+    """The trainer may have gone on after the model was saved."""
+    run = model(tmp_path / "run")
+    for step in (5, 10):
+        model(run / f"checkpoint-{step}")
+    found = find_source(str(run))
+    text = f"the model in {run} itself is read; checkpoints lie there, too: {run}/checkpoint-10 and 1 more"
+    assert (found.path, found.notes) == (str(run), (("also-here", text),))

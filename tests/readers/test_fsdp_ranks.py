@@ -429,7 +429,7 @@ def test_each_folder_has_one_reader(actor: Path, tmp_path: Path) -> None:
 
     folder = Path(shutil.copytree(actor, tmp_path / "actor"))
     save_file({"w": torch.zeros(2)}, folder / "huggingface" / "model.safetensors")
-    place, reader, _ = find_source(str(folder))
+    place, reader = find_source(str(folder))[:2]
     assert (place, reader.name) == (str(folder), "verl")
     assert find_source(str(folder / "model_world_size_4_rank_1.pt"))[0] == str(folder)
 

@@ -331,7 +331,8 @@ def advice(case_of: MakeCase, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return {name: str(error.next_step) for name, error in errors.items() if error is not None}
 
 
-def test_every_advice_to_move_files_has_a_case(advice: dict[str, str]) -> None:
+def templates() -> set[str]:
+    """Return the texts in the next steps of readers, {} for what is put in."""
     steps = (
         keyword.value
         for path in sorted(READERS.rglob("*.py"))
@@ -339,8 +340,11 @@ def test_every_advice_to_move_files_has_a_case(advice: dict[str, str]) -> None:
         for keyword in call.keywords
         if keyword.arg == "next_step"
     )
-    templates = {text for step in steps for text in texts(ast.Module([ast.Assign([], step)], []))}
-    moving = [text for text in templates if re.search(r"\bmove\b", text)]
+    return {text for step in steps for text in texts(ast.Module([ast.Assign([], step)], []))}
+
+
+def test_every_advice_to_move_files_has_a_case(advice: dict[str, str]) -> None:
+    moving = [text for text in templates() if re.search(r"\bmove\b", text)]
     assert moving and [text for text in moving if not any(map(matches(text), advice.values()))] == []
 
 
@@ -448,6 +452,51 @@ def test_a_path_that_is_advised(rank_pool: RankPool, tmp_path: Path, name: str) 
     paths = [Path(path) for path in found if Path(path).exists()]
     assert paths
     assert sum(case.gather(tmp_path / "out", path) is None for path in paths) == num_models
+
+
+def test_every_advice_to_give_a_certain_path_has_a_case(rank_pool: RankPool, tmp_path: Path) -> None:
+    given = []
+    for number, (make, _) in enumerate(PATHS.values()):
+        (tmp_path / str(number)).mkdir()
+        given.append(
+            str(error.next_step) if (error := make(rank_pool, tmp_path / str(number)).gather(tmp_path / "out")) else ""
+        )
+    naming = [text for text in templates() if re.search(r"give (the path of .*\{\}|\{\} as the path)", text)]
+    assert naming and [text for text in naming if not any(map(matches(text), given))] == []
+
+
+def parts_of_a_save(pool: RankPool, room: Path) -> Case:
+    torch.save({"model": dict(model_of(1)), "ema": dict(model_of(2))}, room / "last.ckpt")
+    return Case(room / "last.ckpt", [wholes(model_of(seed)) for seed in (1, 2)])
+
+
+def parts_of_dcp(pool: RankPool, room: Path) -> Case:
+    warnings.simplefilter("ignore")
+    models = [{f"net.{name}": tensor for name, tensor in model_of(seed).items()} for seed in (1, 2)]
+    dcp.save(dict(zip(["policy", "reference"], models, strict=True)), checkpoint_id=room / "run", no_dist=True)
+    return Case(room / "run", [wholes(model) for model in models])
+
+
+@pytest.mark.parametrize("make", [parts_of_a_save, parts_of_dcp])
+def test_a_part_that_is_advised(rank_pool: RankPool, tmp_path: Path, make: Callable[[RankPool, Path], Case]) -> None:
+    """Each of the parts is one of the models, and no two are the same."""
+    (tmp_path / "room").mkdir()
+    case = make(rank_pool, tmp_path / "room")
+    error = case.gather(tmp_path / "out")
+    parts = re.findall(r'part="([\w.]+)"', str(error.next_step)) if error is not None else []
+    assert len(parts) == 2, error
+    for part, model in zip(sorted(parts, reverse=make is parts_of_a_save), case.models, strict=True):
+        assert replace(case, models=[model], options={"part": part}).gather(tmp_path / "out") is None
+
+
+def test_a_number_of_ranks_that_is_advised(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Of all numbers only the one that is true gives the model: the advice is to state that one."""
+    rank_pool.run(3, save_ranks, str(tmp_path), "hf-shards", 1)
+    case = Case(tmp_path, [wholes(model_of(1))])
+    error = case.gather(tmp_path.parent / f"{tmp_path.name}.out")
+    assert error is not None and "world_size=" in str(error.next_step), error
+    numbers = [n for n in range(1, 9) if replace(case, options={"world_size": n}).gather(tmp_path.parent / "o") is None]
+    assert numbers == [3]
 
 
 @pytest.mark.parametrize("make", [several_formats, trained_and_not])

@@ -435,6 +435,8 @@ def test_what_gather_reads_the_other_commands_read(tmp_path: Path) -> None:
         assert xrank.verify_model(room / "m", base_model=room / "base").ok
         if family == "llama":  # the other convention's rows lie elsewhere
             assert not xrank.verify_model(room / "m", against=room / "run", recipe="maxtext-llama2").ok
+        named = xrank.gather_checkpoint(room / "run", room / "n", recipe="none")
+        assert "training-names" in {code for code, _ in named.notes}
         opened = xrank.open_checkpoint(room / "run", recipe=recipe)
         assert all(torch.equal(tensor, want[name]) for name, tensor in opened.items()) and len(opened) == len(want)
         fresh = tiny(family, head_dim=16)

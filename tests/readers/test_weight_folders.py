@@ -79,7 +79,7 @@ def test_with_and_without_index(tmp_path: Path, kind: str, num_files: int) -> No
     assert gathered(write(tmp_path / "a", kind, num_files=num_files))[0] == wanted()
     assert gathered(write(tmp_path / "b", kind, num_files=num_files, index=False))[0] == wanted()
     (file, *others) = sorted((tmp_path / "b").iterdir())
-    place, reader, _ = find_source(str(file))
+    place, reader = find_source(str(file))[:2]
     # One file of several is no model: its folder is.
     assert (place, reader.name) == (str(file.parent if others else file), kind)
 

@@ -235,3 +235,24 @@ def test_no_recipe_is_parsed_for_hugging_face_names(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("xrank.recipes.recipe_file.load_shipped_recipe", parse)
     names = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight")
     assert choose_recipe(stored(tmp_path, {name: torch.zeros(2) for name in names}, None), None, None) is None
+
+
+def test_towers_with_the_names_of_both_are_no_sign_of_a_trainer(tmp_path: Path) -> None:
+    """Megatron's bridges hold Hugging Face's vision towers, so their names alone show neither."""
+    found = 0
+    for recipe in load_shipped_recipes():
+        same = {
+            str(rule.sources[0].name): rule.sources[0].name
+            for rule in recipe.rules
+            if rule.sources[0] in rule.targets.values()
+        }
+        names = [
+            name.with_indices(*(at for _ in name.dims)) for name in same.values() for at in range(2 if name.dims else 1)
+        ]
+        if len(names) > 4 and not match(recipe, names).fits:
+            found += 1
+            source = stored(
+                tmp_path / recipe.name, {name: torch.zeros(2) for name in [*names, "language_model.own"]}, None
+            )
+            assert choose_recipe(source, None, None) is None, recipe.name
+    assert found >= 3

@@ -11,7 +11,7 @@ import pytest
 from tests.recipes.made_checkpoints import FAMILIES, as_megatron, as_torchtitan, config_of, saved, tiny
 from tests.sampled import sampled
 from xrank.errors import ContradictionError, IncompleteError, LayoutError
-from xrank.recipes.shape_proof import prove_shapes
+from xrank.recipes.shape_proof import prove_family, prove_shapes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -62,6 +62,18 @@ def test_a_missing_last_rank_is_seen(family: str) -> None:
                 prove_shapes(left)  # columns are whole
             with pytest.raises(IncompleteError, match=r"shorter than|no sizes solve"):
                 prove_shapes(left, made(family)[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tensor_that_a_state_dict_lacks_is_seen(family: str) -> None:
+    """Whole shapes are recorded there, but no list of the model's tensors."""
+    config, shapes, _ = made(family)
+    prove_family(shapes, config)
+    for lost in shapes:
+        with pytest.raises((IncompleteError, ContradictionError), match="no file holds any of"):
+            prove_family(shapes.keys() - {lost}, config)
+    prove_family([*shapes, "model.layers.0.own.weight"], config)  # no recipe knows such a model
+    prove_family(list(shapes)[1:], {**config, "model_type": "own"})
 
 
 def test_both_tensors_are_named() -> None:

@@ -40,7 +40,7 @@ def read_best(where: SourcePlace, hints: Hints) -> StoredModel:
     Raises:
         UsageError: no reader can use it, or two of them hold different values; other errors are those of `Reader.read`.
     """
-    place, chosen, others = where
+    place, chosen, others = where.path, where.reader, where.others
     try:
         model = _read(chosen, place, hints)
         if others and not model.shards:

@@ -115,7 +115,7 @@ def check_against(base: BaseModel, outputs: list[OutputTensor], excluded: set[st
             next_step=either(
                 "name the right base model",
                 "give a source that has it too",
-                f"leave it out by name with {option('exclude')}",
+                f"leave it out by name with {option('exclude')} if the model works without it, as without a draft head",
                 needs("model_or_state_dict", f"leave {option('base_model')} out"),
             ),
         )

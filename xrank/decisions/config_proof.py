@@ -15,6 +15,7 @@ from xrank.decisions.found_source import FoundSource
 from xrank.errors import ContradictionError
 from xrank.faces import AGAIN, option
 from xrank.plan.source import StoredModel
+from xrank.recipes.shape_proof import prove_family
 
 __all__ = ["find_misfit", "prove_config"]
 
@@ -88,6 +89,9 @@ def prove_config(
     }
     misfit = find_misfit(config, {name: shape for name, shape in shapes.items() if name not in left_out})
     if misfit is None or (left_out and find_misfit(config, shapes) is None):
+        # A base model has shown all names, except those that the user leaves out. What the source lacks is a hole.
+        if base is None or not base.tensors or left_out:
+            prove_family([shard.name for shard in model.shards if shard.name not in apart], config)
         return
     section, claim = misfit
     file = found.config_path or ("the model's config" if found.place is None else f"the config in {found.place}")

@@ -18,6 +18,7 @@ from xrank.decisions.found_source import find_live_source, read_found
 from xrank.decisions.options import GatherOptions
 from xrank.decisions.own_config import OwnConfig
 from xrank.decisions.plan_digest import digest_of_plan
+from xrank.decisions.recipe_choice import fits_any_recipe
 from xrank.decisions.selection import Selection
 from xrank.decisions.transformed_plan import Transforms, plan_transformed
 from xrank.decisions.transforms import Transform
@@ -37,6 +38,7 @@ from xrank.writers.hf_folder import lay_out, lay_out_file
 __all__ = ["FolderPlan", "layout_notes", "plan_export", "plan_gather", "read_layouts"]
 
 _GENERATION_NAME = "generation_config.json"
+_TRAINING_NAMES = "the names are the training framework's, as asked; from_pretrained does not find those of the model"
 _AS_IN_MEMORY = (
     "tensors have their names and shapes in memory; save_pretrained would change some of this model's, and other "
     "programs may not know these"
@@ -110,7 +112,10 @@ def plan_gather(
         refuse_foreign_names(found.model)
     request = Request(Purpose.MODEL, options, recipe, {} if given is None else given.aliases)
     decision = decide(found, request, base)
-    return _plan_output(decision, _source_notes(decision, given, where.path))
+    notes = _source_notes(decision, given, where.path)
+    if recipe == "none" and fits_any_recipe(decision.source):
+        notes.append(("training-names", _TRAINING_NAMES))
+    return _plan_output(decision, notes)
 
 
 def plan_export(

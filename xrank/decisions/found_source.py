@@ -108,7 +108,7 @@ def read_found(
     model = read_best(where, hints)
     if world_size is not None:
         _check_world_size(model, world_size)
-    notes += _note_state_file(asked, where.path)
+    notes += (*where.notes, *_note_state_file(asked, where.path))
     known = config if config_path is not None else model.config
     return FoundSource(model, known, config_path, companions, (*notes, *note_zero_tails(model)), where.path)
 

@@ -38,6 +38,7 @@ __all__ = [
     "apply_recipe",
     "choose_recipe",
     "find_padded_names",
+    "fits_any_recipe",
     "follow_recipe",
     "load_recipe",
     "match_asked_recipe",
@@ -109,6 +110,12 @@ def _counts_as_near(found: Match, num_names: int) -> bool:
     """Return whether half of the names are a recipe's, apart from a vision tower's, which are Hugging Face's own."""
     num_kept = found.num_known - found.num_telling
     return found.num_telling > 0 and 2 * found.num_telling >= num_names - num_kept
+
+
+def fits_any_recipe(source: StoredModel) -> bool:
+    """Whether a shipped recipe knows all names as those of a training framework."""
+    names = [shard.name for shard in source.shards]
+    return bool(names) and any(match(recipe, names).fits for recipe in load_recipes_for(names))
 
 
 def match_asked_recipe(source: StoredModel, asked: str | os.PathLike[str] | None) -> Match | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,13 @@ from xrank.words import list_text
 __all__ = ["SourcePlace", "find_source"]
 
 _SEARCHED_LEVELS = 2
+_UNFINISHED = re.compile(r"(^|/)tmp-|[.-]tmp(\.|-\d+|$|/)")
+"""Paths of folders that a save renames once it has finished.
+
+transformers 4.37, trainer.py: ``tmp-checkpoint-500``; orbax/checkpoint/_src/path/atomicity.py:
+``5.orbax-checkpoint-tmp``.
+"""
+_STEP = re.compile(r"checkpoint-(\d+)")
 _MANIFEST = "xrank_manifest.json"  # in outputs: writers/output_place.py
 _WHOLE = ("safetensors", "bin")
 """Formats of a whole model, best first: a trainer that saves one beside its sharded state saves the same values."""
@@ -33,6 +41,8 @@ class SourcePlace(NamedTuple):
     """The best reader."""
     others: tuple[tuple[str, Reader], ...] = ()
     """Further places with their readers, best first: the same model may lie there in several forms."""
+    notes: tuple[tuple[str, str], ...] = ()
+    """Notes on other checkpoints that lie there."""
 
 
 def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
@@ -112,7 +122,8 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
     for place in (path, *([os.path.dirname(os.path.abspath(path))] if os.path.isfile(path) else [])):
         fitting = [reader for reader in readers_for(place) if reader.recognise(place) is None]
         if fitting:
-            return _choose_reader(place, fitting)
+            chosen = _choose_reader(place, fitting)
+            return chosen._replace(notes=_note_steps(place)) if chosen.reader.name in _WHOLE else chosen
     found: list[tuple[str, list[Reader]]] = []
     passed: str | None = None
     for place in _folders_below(find_marked_step(path) or path, _SEARCHED_LEVELS):
@@ -129,6 +140,9 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
     exported = _find_exported(found)
     if exported is not None:
         return exported
+    begun = [place for place, _ in found if _UNFINISHED.search(os.path.relpath(place, path))]
+    if 0 < len(begun) < len(found):
+        found = [(place, fitting) for place, fitting in found if place not in begun]
     if len(found) > 1:
         paths = " or ".join(place for place, _ in found[:10])
         raise UsageError(
@@ -141,7 +155,25 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
             if os.path.isfile(os.path.join(path, "model_index.json"))
             else "give the path of one of them",
         )
-    return _choose_reader(*found[0]) if found else None
+    if not found:
+        return None
+    doubt = "passed over" if found[0][0] not in begun else "read all the same"
+    note = ("unfinished", f"a save that may not have finished, by its name, was {doubt}: {list_text(begun, 3)}")
+    return _choose_reader(*found[0])._replace(notes=(note,) if begun else ())
+
+
+def _note_steps(place: str) -> tuple[tuple[str, str], ...]:
+    """Return a note on the checkpoints of a trainer in the folder of a whole model, which may be newer than it.
+
+    transformers/trainer_utils.py: PREFIX_CHECKPOINT_DIR.
+    """
+    if not os.path.isdir(place):
+        return ()
+    steps = sorted((int(found[1]), found[0]) for name in os.listdir(place) if (found := _STEP.fullmatch(name)))
+    if not steps:
+        return ()
+    names = list_text((os.path.join(place, name) for _, name in reversed(steps)), 1)
+    return (("also-here", f"the model in {place} itself is read; checkpoints lie there, too: {names}"),)
 
 
 def _may_read(own: ListedReader, place: str, listed: Sequence[ListedReader]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -20,7 +20,7 @@ from xrank.recipes.side import Side
 from xrank.recipes.sizes import collect_flags, collect_sizes, list_model_types
 from xrank.words import list_text
 
-__all__ = ["prove_shapes"]
+__all__ = ["prove_family", "prove_shapes"]
 
 _Shape = tuple[int, ...]
 _BRING = f"bring the files of the missing ranks, then {AGAIN}; or give {option('base_model')} to compare with"
@@ -75,6 +75,37 @@ def prove_shapes(shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None 
     return None
 
 
+def prove_family(names: Collection[str], config: Mapping[str, Any]) -> None:
+    """Refuse a model that lacks tensors, if a recipe of config.json's ``model_type`` knows all of its names.
+
+    For formats that record whole shapes: they record no list of a model's tensors, so a state dict from which some were
+    left out reads as a whole model, and transformers gives random values to the rest.
+
+    Args:
+        names: Hugging Face's names of all tensors of the model.
+        config: the content of config.json.
+
+    Raises:
+        IncompleteError, ContradictionError: tensors are missing, or there are more than config.json counts.
+    """
+    types = list_model_types(config)
+    recipes = sorted(load_shipped_recipes(), key=lambda recipe: not recipe.args)
+    own = [match(one, names, is_reversed=True) for one in recipes if not types.isdisjoint(one.model_types)]
+    first: XrankError | None = None
+    for found in (found for found in own if found.fits):
+        given = {size: number for size, (number, _) in collect_sizes(found.recipe, config, None).items()}
+        found = settle(found, given)
+        try:
+            _check_names(found, list(_sides(found)), SolvedSizes(given, {}), collect_flags(found.recipe, config, None))
+        except (IncompleteError, ContradictionError) as error:
+            first = first or error
+        else:
+            return
+    if first is not None:
+        raise first
+    _refuse_missing(own)
+
+
 def _refuse_missing(own: list[Match]) -> None:
     """Refuse a model that lacks tensors of the recipe of its type, if that recipe knows all of its names."""
     found = next((found for found in own if found.knows_layers and not found.unknown and found.missing), None)
@@ -89,6 +120,10 @@ def _refuse_missing(own: list[Match]) -> None:
             want="all of its kinds, because config.json has the model_type of this recipe",
             next_step=_OTHER if is_in_layers else _BRING,
         )
+
+
+def _describe_whole(found: Match) -> str:
+    return f"all tensors of a {' or '.join(found.recipe.model_types)}, as in the recipe {found.recipe.name}"
 
 
 def _prove(found: Match, shapes: Mapping[str, _Shape], config: Mapping[str, Any] | None) -> None:
@@ -207,7 +242,7 @@ def _check_names(found: Match, sides: list[tuple[Side, str]], solved: SolvedSize
             raise IncompleteError(
                 f"layer {bare}: no file holds any of {' or '.join(rivals)}",
                 got=f"layers with one of them: {len(blocks)} of {sizes['L']}",
-                want=f"all tensors of {found.recipe.name}",
+                want=_describe_whole(found),
                 next_step=_BRING,
             )
     raised = raised_flags(found.recipe, found.used)
@@ -236,11 +271,12 @@ def _check_covered(
                 continue
             wanted = target.name if found.is_reversed else rule.sources[0].name
             place = ", ".join(f"{n} = {i}" for n, i in zip(names, at, strict=True))
+            lost = str(wanted.with_indices(*at) if len(wanted.dims) == len(at) else wanted)
             raise IncompleteError(
-                f"{wanted.with_indices(*at) if len(wanted.dims) == len(at) else wanted}: no file holds any of it",
-                tensor=str(wanted),
+                f"{lost}: no file holds any of it",
+                tensor=lost,
                 got=f"other tensors of {place}" if at else None,
-                want=f"all tensors of {found.recipe.name}",
+                want=_describe_whole(found),
                 next_step=_BRING,
             )
 
