@@ -150,3 +150,17 @@ def test_a_model_beside_a_trainers_checkpoints(tmp_path: Path) -> None:
     found = find_source(str(run))
     text = f"the model in {run} itself is read; checkpoints lie there, too: {run}/checkpoint-10 and 1 more"
     assert (found.path, found.notes) == (str(run), (("also-here", text),))
+
+
+def test_a_link_to_a_step_is_no_second_source(tmp_path: Path) -> None:
+    source = model(tmp_path / "run" / "checkpoint-5")
+    for name in ("a-link", "latest"):
+        (tmp_path / "run" / name).symlink_to("checkpoint-5")
+    assert find_source(str(tmp_path / "run")).path == str(source)
+    model(tmp_path / "run" / "checkpoint-6")
+    with pytest.raises(UsageError, match="several sources") as caught:
+        find_source(str(tmp_path / "run"))
+    assert "latest" not in str(caught.value.got)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "latest").symlink_to(source)
+    assert find_source(str(tmp_path / "links")).path == str(tmp_path / "links" / "latest")

@@ -45,6 +45,10 @@ class SourcePlace(NamedTuple):
     """Notes on other checkpoints that lie there."""
 
 
+_Found = tuple[str, list[Reader]]
+"""A place, and the readers that recognise it."""
+
+
 def find_source(path: str, *, format_name: str | None = None) -> SourcePlace:
     """Return the source that a path means and the readers that recognise it.
 
@@ -124,7 +128,7 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
         if fitting:
             chosen = _choose_reader(place, fitting)
             return chosen._replace(notes=_note_steps(place)) if chosen.reader.name in _WHOLE else chosen
-    found: list[tuple[str, list[Reader]]] = []
+    found: list[_Found] = []
     passed: str | None = None
     for place in _folders_below(find_marked_step(path) or path, _SEARCHED_LEVELS):
         # Folders below a source are parts of it, such as the folder that its marker names.
@@ -137,6 +141,7 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
         if fitting:
             found.append((place, fitting))
             passed = place
+    found = _drop_links(found)
     exported = _find_exported(found)
     if exported is not None:
         return exported
@@ -160,6 +165,14 @@ def _search(path: str, readers_for: Callable[[str], Sequence[Reader]]) -> Source
     doubt = "passed over" if found[0][0] not in begun else "read all the same"
     note = ("unfinished", f"a save that may not have finished, by its name, was {doubt}: {list_text(begun, 3)}")
     return _choose_reader(*found[0])._replace(notes=(note,) if begun else ())
+
+
+def _drop_links(found: Sequence[_Found]) -> list[_Found]:
+    """Return the sources without links to others of them, such as a trainer's ``latest`` to one of its steps."""
+    own = {os.path.realpath(place) for place, _ in found if not os.path.islink(place)}
+    return [
+        (place, readers) for place, readers in found if not os.path.islink(place) or os.path.realpath(place) not in own
+    ]
 
 
 def _note_steps(place: str) -> tuple[tuple[str, str], ...]:
@@ -205,7 +218,7 @@ def _choose_reader(place: str, fitting: Sequence[Reader]) -> SourcePlace:
     return SourcePlace(place, reader, tuple((place, other) for other in others))
 
 
-def _find_exported(found: Sequence[tuple[str, Sequence[Reader]]]) -> SourcePlace | None:
+def _find_exported(found: Sequence[_Found]) -> SourcePlace | None:
     """Return a whole model that a trainer left in ``huggingface`` beside its own state; None for other sources.
 
     verl/utils/checkpoint/megatron_checkpoint_manager.py: save_checkpoint writes both.
