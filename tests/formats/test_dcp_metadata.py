@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, WriteItem, WriteItemType
 
 from tests.sampled import count_of
 from xrank.errors import CorruptError, UnsafeError, UsageError, XrankError
@@ -187,6 +188,17 @@ def test_metadata_of_older_torch(tmp_path: Path) -> None:
     found = read(tmp_path, metadata)
     assert_same(found, metadata)
     assert found.version is None
+
+
+def test_plans_of_ranks_may_be_recorded(tmp_path: Path) -> None:
+    """As Megatron-core's torch_dist does (core/dist_checkpointing/strategies/torch.py: MCoreSavePlanner)."""
+    metadata = made(RAGGED)
+    items = [
+        WriteItem(MetadataIndex("a", (0,)), WriteItemType.SHARD, None, None),
+        WriteItem(MetadataIndex("b"), WriteItemType.BYTE_IO, BytesIOWriteData(3), None),
+    ]
+    metadata.all_local_plans = [SavePlan(items)]  # type: ignore[attr-defined]
+    assert_same(read(tmp_path, metadata), made(RAGGED))
 
 
 def test_replicas_listed_twice_are_one(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ _WRITTEN_BY_FRAMEWORKS: Mapping[str, str] = {
     "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
     "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
     "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    # Megatron-core's torch_dist records the plans of ranks, too.
+    "torch.distributed.checkpoint.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
     "torch.distributed.device_mesh": "DeviceMesh",
     "torch.distributed.remote_device": "_remote_device",
     "torch.distributed.tensor": "DTensor",
