@@ -214,7 +214,7 @@ def test_elements_without_an_owner_are_a_finding(rank: int) -> None:
         plan = replace(plan, parameters=(replace(plan["weight"], owned=(start + 3, stop)),))
     (finding,) = is_same_everywhere(check_gradients(own, plan, reference=own)).findings
     assert (finding.kind, finding.name, finding.ranks) == ("missing", "weight", (0, 1))
-    assert "no rank has element 128 after the reduce-scatter" in finding.message
+    assert "no rank has element 128 after the exchange" in finding.message
 
 
 @pytest.mark.ranks(4, timeout_seconds=60)

@@ -1,4 +1,4 @@
-"""Finds elements that no rank has after a reduce-scatter: no optimizer would step them."""
+"""Finds elements that no rank owns after the exchange: no optimizer would step them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ __all__ = ["find_unowned"]
 
 def find_unowned(plan: GradientPlan, wire: GradientWire) -> list[GradientFinding]:
     """Return a finding for each parameter with elements that no rank owns; on all ranks together."""
-    if not plan.config.use_distributed_optimizer:
-        return []
     sets: dict[tuple[int, ...], list[str]] = {}
     for planned in plan.parameters:
         sets.setdefault(plan.buffers[planned.buffer].shard_ranks, []).append(planned.name)
@@ -26,6 +24,6 @@ def find_unowned(plan: GradientPlan, wire: GradientWire) -> list[GradientFinding
             for start, stop in sorted(slices):
                 covered = max(covered, stop) if start <= covered else covered
             if covered < plan[name].numel:
-                message = f"no rank has element {covered} after the reduce-scatter, so no optimizer steps it"
+                message = f"no rank has element {covered} after the exchange, so no optimizer steps it"
                 findings.append(GradientFinding("missing", name, ranks, message))
     return findings
