@@ -42,7 +42,7 @@ def drawn(columns: int, calls: list[tuple[float, int]], total: int, monkeypatch:
     stream.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("shutil.get_terminal_size", lambda *args: os.terminal_size((columns, 24)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((columns, 24)))
     with following_progress(output(), clock) as progress:
         assert progress is not None
         for clock.now, done in calls:
