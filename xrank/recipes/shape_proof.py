@@ -93,9 +93,10 @@ def prove_family(names: Collection[str], config: Mapping[str, Any]) -> None:
     own = [match(one, names, is_reversed=True) for one in recipes if not types.isdisjoint(one.model_types)]
     first: XrankError | None = None
     for found in (found for found in own if found.fits):
-        given = {size: number for size, (number, _) in collect_sizes(found.recipe, config, None).items()}
-        found = settle(found, given)
         try:
+            found = spread_layers(found, config, None)
+            given = {size: number for size, (number, _) in collect_sizes(found.recipe, config, None).items()}
+            found = settle(found, given)
             _check_names(found, list(_sides(found)), SolvedSizes(given, {}), collect_flags(found.recipe, config, None))
         except (IncompleteError, ContradictionError) as error:
             first = first or error
