@@ -23,7 +23,7 @@ from mbridge.models import deepseek_v3
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from tests.recipes.families import FAMILIES
+from tests.recipes.families import known, text
 from tests.recipes.families.forms import as_transformer_engine
 from tests.recipes.made_vision import VISION_FAMILIES, vision_forms
 from tests.recipes.test_every_line import follow
@@ -52,9 +52,9 @@ def main(folder: str) -> None:
 
 def cases() -> Iterator[tuple[str, str, dict[str, Any], Tensors]]:
     """Yield for each tiny model its name, its recipe, config.json, and Megatron's tensors."""
-    known = auto_bridge.AutoBridge.list_supported_models()
-    for family in FAMILIES.values():
-        if family.config["model_type"] in known:
+    converted = auto_bridge.AutoBridge.list_supported_models()
+    for family in (*known.FAMILIES, *text.FAMILIES):
+        if family.config["model_type"] in converted:
             theirs = {key: torch.from_numpy(array) for key, array in family.weights().items()}
             config = family.full_config()
             if family.name in _DEEP:
@@ -63,7 +63,7 @@ def cases() -> Iterator[tuple[str, str, dict[str, Any], Tensors]]:
                 config, theirs = _repeat_last({**config, "mlp_only_layers": []}, theirs, range(1))
             yield family.name, family.recipe, config, as_transformer_engine(theirs)
     for name in (*VISION_FAMILIES, "internvl_chat"):
-        if name in known and name != "gemma3":  # mbridge's names of its tower are those of transformers 4
+        if name in converted and name != "gemma3":  # mbridge's names of its tower are those of transformers 4
             own = name.replace("_", "-")
             config, theirs = max(_as_mbridge_has(own), key=lambda form: sum(map(_is_its, form[1])))
             yield own, f"megatron-{own}", config, theirs
