@@ -198,7 +198,7 @@ def chunk_state(run: Run, model: dict[str, torch.Tensor], tp: int, stage: int, e
             if (chunk, stage) not in {order[0] if is_first else order[-1], *(order[-1:] if is_copied else ())}:
                 continue
         layer = int(found[2]) - first if found else 0
-        if not 0 <= layer < count:
+        if found and not 0 <= layer < count:
             continue
         local = f"{found[1]}{layer}.{found[3]}" if found else name
         if "experts.weight" in name:
