@@ -25,7 +25,8 @@ from xrank.formats.dcp_metadata_templates import (
     parse_count,
 )
 from xrank.formats.inert_record import InertRecord
-from xrank.formats.pickle_reader import COSTS, STEPS, STEPS_A_CHECK, STOP, PickleMachine
+from xrank.formats.pickle_memory import COSTS, STEPS_A_CHECK
+from xrank.formats.pickle_reader import STEPS, STOP, PickleMachine
 from xrank.formats.pickled_names import is_known
 from xrank.formats.plain_values import PLAIN_BUILDERS
 from xrank.formats.regular_file import Origin, quote

@@ -20,22 +20,20 @@ from dataclasses import dataclass
 
 from xrank.errors import XrankError
 from xrank.formats.inert_record import InertRecord, check_tree
+from xrank.formats.pickle_memory import COSTS, MARK_NBYTES, MAX_MADE_NBYTES, MEMO_NBYTES, STEPS_A_CHECK, Memo
 from xrank.formats.pickled_names import find_foreign_names
 from xrank.formats.plain_values import PLAIN_BUILDERS, Builder, check_key
 from xrank.formats.regular_file import Origin, quote
 
-__all__ = ["COSTS", "MAX_OPCODES", "MAX_PICKLE_NBYTES", "PROTOCOL", "STEPS", "STEPS_A_CHECK", "STOP"]
-__all__ += ["PickleMachine", "Pickled", "read_pickle", "run_machine"]
+__all__ = ["MAX_OPCODES", "MAX_PICKLE_NBYTES", "PROTOCOL", "STEPS", "STOP", "PickleMachine", "Pickled", "read_pickle"]
+__all__ += ["run_machine"]
 
 MAX_PICKLE_NBYTES = 1 << 29
 """Largest pickle that is read, in bytes; a tensor takes about 150."""
 MAX_OPCODES = 20_000_000
 """Largest number of opcodes of a pickle; a tensor takes about 50."""
-MAX_MADE_NBYTES = 1 << 28
-"""Largest memory of the objects that a pickle makes, in bytes; a tensor takes about 1,000."""
 
 _MAX_INTEGER_NBYTES = 256
-STEPS_A_CHECK = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,7 @@ class PickleMachine:
         self.load_persistent = load_persistent
         self.stack: list[object] = []
         self.marks: list[list[object]] = []
-        self.memo: MutableMapping[int, object] = _Memo()
+        self.memo: MutableMapping[int, object] = Memo()
         self.made_nbytes = 0
         """Bytes of the objects that the pickle made, as `COSTS` counts them."""
         self.named: dict[tuple[str, str], int] = {}
@@ -154,7 +152,7 @@ class PickleMachine:
             made_nbytes: bytes of the objects made since the last check.
         """
         self.made_nbytes += made_nbytes
-        if self.made_nbytes + _MARK_NBYTES * len(self.marks) + _MEMO_NBYTES * len(self.memo) > self.max_made_nbytes:
+        if self.made_nbytes + MARK_NBYTES * len(self.marks) + MEMO_NBYTES * len(self.memo) > self.max_made_nbytes:
             raise self.origin.usage(
                 "the pickle holds more objects than xrank reads from one file",
                 got=f"{self.max_made_nbytes >> 20} MB of objects in {self.at:,} of its {len(self.data):,} bytes",
@@ -334,31 +332,6 @@ class PickleMachine:
         self.push(self.load_persistent(self.stack.pop()))
 
 
-class _Memo(dict[int, object]):
-    """The memo. Pickle numbers its values in order, and a list of them takes a tenth of a dict's memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._ordered: list[object] = []
-
-    def __setitem__(self, number: int, value: object) -> None:
-        ordered = self._ordered
-        if number <= len(ordered) and super().__len__():
-            self.pop(number, None)
-        if number == len(ordered):
-            ordered.append(value)
-        elif number < len(ordered):
-            ordered[number] = value
-        else:
-            super().__setitem__(number, value)
-
-    def __missing__(self, number: int) -> object:
-        return self._ordered[number]
-
-    def __len__(self) -> int:
-        return super().__len__() + len(self._ordered)
-
-
 def _keyword_arguments(kwargs: object) -> dict[str, object]:
     if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
         raise TypeError("keyword arguments that are not a dict")
@@ -368,19 +341,6 @@ def _keyword_arguments(kwargs: object) -> dict[str, object]:
 PROTOCOL = b"\x80"
 """First byte of every pickle since protocol 2."""
 STOP = ord(".")
-_MARK_NBYTES = 72
-_MEMO_NBYTES = 16
-COSTS = [8] * 256
-"""Opcode -> bytes of memory of the object that it makes.
-
-Empty lists, dicts and sets count twice, and a discarded value counts as 256 bytes: files with millions of them are
-made to cost time.
-"""
-for _codes, _nbytes in {"\x85\x86\x87t\x91": 64, "]}": 136, "\x8f": 448, "cR\x81\x92\x93Q": 216, "01": 256}.items():
-    for _code in _codes:
-        COSTS[ord(_code)] = _nbytes
-for _code in "JM\x8aGX\x8cCB":
-    COSTS[ord(_code)] = 40
 _INT32 = struct.Struct("<i")
 _FLOAT = struct.Struct(">d")
 
